@@ -217,7 +217,7 @@ class EngineProcesses:
             verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
             num_kv_caches=self._target.num_kv_caches, kept_bytes=self._target.kept_bytes,
             kept_host_bytes=self._target.kept_host_bytes, placement=self._target.placement(rank), prefill=self._target.prefill,
-            context=self._target.checkpoint.spec.max_context,
+            context=self._target.checkpoint.spec.max_context, quantize=settings.quantize,
         )  # fmt: skip
 
     def _spawn_coordinator(self) -> None:

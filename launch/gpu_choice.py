@@ -162,12 +162,15 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
     from kog_dist.collectives.mailbox import place
+    from kog_dist.model.weight_bytes import quantised
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.prefill.model.memory import prefill_bytes
 
     spec = checkpoint.spec
     lanes = spec.lanes_of_rank(rank, world_size)
-    shape = KernelShape(spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size)
+    shape = KernelShape(
+        spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, quantised=quantised(checkpoint)
+    )
     norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.final_norm_lanes)
     rope = 4 * spec.max_context * spec.head_dim
     of_qkv = spec.num_layers * shape.num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0

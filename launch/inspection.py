@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,13 +16,18 @@ from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.prediction import LAYER_S, architecture, most_tokens_per_s, predictions
-from kog_dist.launch.target import Target, cpu_matrix_bytes, model_folder, plan_target
+from kog_dist.launch.target import Target, cpu_matrix_bytes, dequantised_bytes, model_folder, plan_target
 from kog_dist.model.checkpoint import has_weights
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised
+
+if TYPE_CHECKING:
+    from kog_dist.model.checkpoint import Checkpoint
 
 _PROBE_BYTES = 128 << 20
 _H200_PEAK_BYTES_S = 4.8e12  # HBM3e bandwidth in NVIDIA's data sheet
 _MIB = 2**20
+_NOT_ON_GPUS = "GPUs do not run quantised weights yet; predicted is for those that would read them as they are"
 
 
 def check(settings: LaunchConfig, *, deep: bool = False) -> str:
@@ -52,10 +58,15 @@ def check(settings: LaunchConfig, *, deep: bool = False) -> str:
     hashes = "with hash manifest" if opened.manifest is not None else "without hash manifest"
     files = f"{len(opened.files)} file{'s' if len(opened.files) > 1 else ''}"
     return (
-        f"{target.model_name}: {opened.spec.num_parameters:,} parameters, {opened.dtype}, {files}, "
-        f"{opened.num_bytes / _MIB:.1f} MiB, {opened.spec.num_lanes} lanes, {hashes}, {tokenizer} tokenizer"
+        f"{target.model_name}: {opened.spec.num_parameters:,} parameters, {formats(opened)}, {files}, "
+        f"{opened.num_bytes / _MIB:.1f} MiB{_per_token(opened)}, {opened.spec.num_lanes} lanes, {hashes}, {tokenizer} tokenizer"
         f"{', all weights read' if deep else ''}"
     )
+
+
+def _per_token(opened: Checkpoint) -> str:
+    """What a token needs of quantised weights: nobody can tell from their files' size."""
+    return f" ({bytes_per_token(opened) / _MIB:.1f} MiB per token as they are)" if quantised(opened) else ""
 
 
 def dry_run(settings: LaunchConfig) -> str:
@@ -74,7 +85,7 @@ def dry_run(settings: LaunchConfig) -> str:
     steps = Counter(step.phase.name.lower() for step in plan.ranks[0].steps)
     sent = sum(step.publishes is not None for step in plan.ranks[0].steps)
     lines = [
-        f"model      {target.model_name}: {spec.num_parameters:,} parameters, {target.checkpoint.dtype}{_on_disk(target)}",
+        f"model      {target.model_name}: {spec.num_parameters:,} parameters, {formats(target.checkpoint)}{_on_disk(target)}",
         f"           {architecture(_as_published(target, settings))}",
         f"launcher   {launcher.launcher}, because {launcher.reason}{_engines(settings)}",
         f"ranks      {target.world_size} on {target.device}, {_count(spec.num_lanes // target.world_size, 'lane')} each",
@@ -85,8 +96,9 @@ def dry_run(settings: LaunchConfig) -> str:
     for rank in range(target.world_size):
         lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank)}"]
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
-    first, *others = predictions(_as_published(target, settings))
+    first, *others = predictions(_as_published(target, settings), bytes_per_token(target.checkpoint))
     lines += [f"predicted  {first}", *(f"           {other}" for other in others)]
+    lines += [f"note       {_NOT_ON_GPUS}"] if quantised(target.checkpoint) else []
     lines += [f"note       {target.note}"] if target.note else []
     lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]
     return "\n".join(lines)
@@ -121,6 +133,7 @@ def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
     layers = int(spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size) * share)
     matrices = layers + head_rows * head_width
     read = cpu_matrix_bytes(target.checkpoint) * matrices + 4 * norms * (1 if spec.shared_norm_scale else spec.num_lanes)
+    read += int(dequantised_bytes(target.checkpoint) * share)
     cache = 2 * spec.num_layers * spec.max_context * spec.lane_kv_heads * spec.head_dim * len(lanes)
     return {"weights": read + 4 * embedding, "read": read, "cache": 4 * cache}
 
@@ -141,7 +154,7 @@ def _memory(target: Target, rank: int) -> str:
         }  # fmt: skip
         return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses)
     uses = cpu_rank_bytes(target, rank)
-    kept = "16 bit" if cpu_matrix_bytes(target.checkpoint) == 2 else "float32"
+    kept = "16 bit" if cpu_matrix_bytes(target.checkpoint) == 2 and not quantised(target.checkpoint) else "float32"
     weights = f"{_size(uses['weights'])} weights in {kept} ({_size(uses['read'])} read per token)"
     return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache"
 

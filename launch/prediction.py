@@ -56,12 +56,13 @@ def most_tokens_per_s(spec: ModelSpec, read_bytes: float, bytes_s: float) -> flo
     return 1.0 / max(read_bytes / bytes_s, spec.num_layers * LAYER_S + _TOKEN_S)
 
 
-def predictions(spec: ModelSpec) -> list[str]:
+def predictions(spec: ModelSpec, read: int) -> list[str]:
     """For each number of GPUs that the model's lanes can be split over: memory of each GPU, and what it reaches at most.
 
-    Each reads its share of the weights for each token; the embedding table lies whole on every GPU. Communication is not counted.
+    Each reads its share of the weights, `read` bytes in all, for each token; the embedding table lies whole on every GPU.
+    Communication is not counted.
     """
-    read, table = spec.bytes_per_token(_BYTES), spec.vocab_size * spec.hidden_size * _BYTES
+    table = spec.vocab_size * spec.hidden_size * _BYTES
     cache = kv_bytes(spec, spec.max_context)
     lines = []
     for count in (n for n in (1, 2, 4, 8) if spec.num_lanes % n == 0):

@@ -103,9 +103,9 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
 
     folder, name = model_folder(settings)
     if needs_weights or has_weights(folder):
-        checkpoint = open_checkpoint(folder, verify=settings.verify, context=settings.context)
+        checkpoint = open_checkpoint(folder, verify=settings.verify, context=settings.context, quantize=settings.quantize)
     else:
-        checkpoint = planned_checkpoint(folder, context=settings.context)
+        checkpoint = planned_checkpoint(folder, context=settings.context, quantize=settings.quantize)
     choice = choose_gpus(settings, checkpoint, os.environ)
     if choice is None:
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
@@ -113,7 +113,7 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
         target = Target(
             folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES,
-            kept_bytes=kept_on_cpu(settings),
+            kept_bytes=kept_on_cpu(settings), note=_why_cpu(settings, checkpoint),
         )  # fmt: skip
         return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
@@ -127,6 +127,13 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
     )  # fmt: skip
     machine = read_cpu_map() if settings.pin else None
     return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles
+
+
+def _why_cpu(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
+    """A note where nobody asked for CPU ranks and the model's weights rule out GPUs, however many there are."""
+    from kog_dist.model.weight_bytes import quantised
+
+    return "CPU ranks, since GPUs do not run quantised weights yet" if settings.device == "auto" and quantised(checkpoint) else ""
 
 
 def place_on_gpus(choice: GpuChoice, machine: CpuMap | None) -> tuple[Placement, ...]:
@@ -150,11 +157,21 @@ def _ranks_for(num_lanes: int) -> int:
 
 
 def cpu_matrix_bytes(checkpoint: Checkpoint) -> int:
-    """Of a value of a matrix that CPU ranks keep: as it is stored if it is 16 bit and can be multiplied so, else float32."""
+    """Of a value of a matrix that CPU ranks keep: as it is stored if it is 16 bit and can be multiplied so, else float32.
+
+    Quantised matrices are float32 whatever the others are; see `dequantised_bytes`.
+    """
     if checkpoint.dtype == "float32":
         return _CPU_BYTES
     with compilers_shown():
         return _CPU_BYTES if half_products.library() is None else 2
+
+
+def dequantised_bytes(checkpoint: Checkpoint) -> int:
+    """What quantised matrices take in CPU ranks in addition to `cpu_matrix_bytes` of each of their values."""
+    from kog_dist.model.weight_bytes import num_quantised
+
+    return (_CPU_BYTES - cpu_matrix_bytes(checkpoint)) * num_quantised(checkpoint)
 
 
 def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
@@ -168,8 +185,11 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
     spec, available = target.checkpoint.spec, int(psutil.virtual_memory().available)
     embedding, width = spec.vocab_size * spec.hidden_size, cpu_matrix_bytes(target.checkpoint)
     weights = width * (spec.num_parameters - embedding * (not spec.tied_embeddings)) + _CPU_BYTES * embedding
+    dequantised = dequantised_bytes(target.checkpoint)
+    weights += dequantised
     if weights > available:
-        have, kept = f"{available / 2**30:.1f} GiB of memory are free here", "16 bit" if width == 2 else "float32"
+        have = f"{available / 2**30:.1f} GiB of memory are free here"
+        kept = "16 bit" if width == 2 and not dequantised else "float32"
         error = LaunchError(f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights in {kept}, and {have}; use GPUs")
         return target, (error,)
     per_position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _CPU_BYTES * target.num_kv_caches
@@ -182,4 +202,4 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
         f"{_SHARE_OF_MEMORY} % of the memory that is free; --context asks for another, --kv-caches for fewer"
     )
     shorter = replace(target.checkpoint, spec=spec.with_context(context))
-    return replace(target, checkpoint=shorter, note=note), ()
+    return replace(target, checkpoint=shorter, note="; ".join(filter(None, (target.note, note)))), ()

@@ -32,8 +32,10 @@ class WorkerArgs(JsonArguments):
     prefill: str = "off"  # whether a GPU takes prompts in blocks of many tokens: on, off, or auto: if it can
 
     context: int = 0  # tokens of prompt and answer together; 0: as many as the model can
+    quantize: str = "none"  # to what 16-bit weights of the layers are rounded as they are loaded
 
     def __post_init__(self) -> None:
-        choices = CHOICES["prefill"]
-        if self.prefill not in choices:
-            raise ConfigError(f"the worker's argument prefill must be one of {', '.join(choices)}, got {self.prefill!r}")
+        for name in ("prefill", "quantize"):
+            choices, given = CHOICES[name], getattr(self, name)
+            if given not in choices:
+                raise ConfigError(f"the worker's argument {name} must be one of {', '.join(choices)}, got {given!r}")

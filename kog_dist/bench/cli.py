@@ -20,6 +20,7 @@ from kog_dist.bench.commands.inspect import inspect
 from kog_dist.bench.commands.latency import latency
 from kog_dist.bench.commands.load import load
 from kog_dist.bench.commands.prefill import prefill
+from kog_dist.bench.commands.quality import quality
 from kog_dist.bench.commands.replay import replay
 from kog_dist.bench.commands.requests import requests
 from kog_dist.bench.commands.router import router
@@ -70,6 +71,7 @@ for _command in (
     collectives,
     scaling,
     endurance,
+    quality,
 ):
     app.command(epilog=examples(f"kog-bench {_command.__name__.replace('_', '-')}"))(_command)
 

@@ -20,14 +20,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kog_dist.errors import CheckpointError
+from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.families.stored import Names
+from kog_dist.model.formats.quantisation import IGNORED, Quantisation
+from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, with_matrices
+from kog_dist.model.formats.rounding import chosen_format, rounded
+from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.gguf.folder import gguf_of
 from kog_dist.model.hub_cache import check_blob
-from kog_dist.model.layout import EMBEDDING, TensorLayout, tensor_layouts
+from kog_dist.model.layout import EMBEDDING, TensorLayout, is_layer_matrix, tensor_layouts
 from kog_dist.model.manifest import (
     MANIFEST_NAME,
     Manifest,
+    check_manifest,
     read_small_file,
     repair,
     write_small_file,
@@ -42,40 +47,53 @@ from kog_dist.quoting import short
 _HEADER_BYTES_PER_TENSOR = 256  # more than any entry of a header needs
 
 
-def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0) -> Checkpoint:
+def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0, quantize: str = "none") -> Checkpoint:
     """Open a model folder and check its metadata: config, file sizes, headers, names, shapes, dtypes, manifest. Reads no values.
 
     `verify` is kept for later: whether the readers of the checkpoint check the values they load. `context`: see
-    `ModelSpec.with_context`.
-    Raises CheckpointError naming the file and tensor that is wrong; ConfigError for the context.
+    `ModelSpec.with_context`. `quantize`: as in `LaunchConfig`.
+    Raises CheckpointError naming the file and tensor that is wrong; ConfigError for the context, or what cannot be quantised.
     """
-    published, family, announced = read_config_file(folder)
+    published, family, announced, quantisation = read_config_file(folder)
     spec = published.with_context(context)
     manifest = Manifest.from_folder(folder) if verify else None
     layouts = tensor_layouts(spec)
     names = family.stored_names(spec, layouts)
     files, place = open_shards(folder, manifest)
-    _check_names(folder, place, {stored.name for stored in names.values()}, lambda name: family.ignores(name, spec))
+    if quantisation is not None:
+        shapes = {stored.name: stored.shape(layouts[name]) for name, stored in names.items() if name != EMBEDDING}
+        place = with_matrices(folder, quantisation, place, shapes)
+    extra = () if quantisation is None else IGNORED
+    wanted_names = {stored.name for stored in names.values()}
+    _check_names(folder, place, wanted_names, lambda name: family.ignores(name, spec) or name.endswith(extra))
     owner = {name: place[stored.name] for name, stored in names.items()}
     for name, layout in layouts.items():
         in_file, wanted = owner[name].tensors[names[name].name], names[name].shape(layout)
         what = f"{owner[name].path}: tensor {names[name].name}"
         if in_file.shape != wanted:
             raise CheckpointError(f"{what} has shape {in_file.shape}, but config.json asks for {wanted}")
-    dtype = main_dtype({stored.name: (owner[name].path, owner[name].tensors[stored.name]) for name, stored in names.items()})
+        if in_file.dtype not in DTYPES:
+            raise CheckpointError(f"{what} is {in_file.dtype}, which config.json does not say; expected {', '.join(DTYPES)}")
+    plain = {name: stored.name for name, stored in names.items() if not isinstance(owner[name], QuantisedFile)}
+    dtype = main_dtype({stored: (owner[name].path, owner[name].tensors[stored]) for name, stored in plain.items()})
     if announced not in (None, DTYPES[dtype][0]):
         raise CheckpointError(f"{folder}: most values are {dtype}, but config.json has dtype {announced}; one of them is wrong")
     if manifest is not None:
-        _check_manifest(folder, manifest, files, layouts)
-    return Checkpoint(folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner, names)
+        check_manifest(folder, manifest, files, layouts)
+    check_stacked(owner, names)
+    rounding = chosen_format(quantize, DTYPES[dtype][0])
+    if rounding is not None and quantisation is not None:
+        raise ConfigError(f"quantize {quantize} is for 16-bit weights, and those of {folder} are {quantisation}; leave it out")
+    return Checkpoint(folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner, names, quantisation, rounding)
 
 
-def planned_checkpoint(folder: Path, *, context: int = 0) -> Checkpoint:
+def planned_checkpoint(folder: Path, *, context: int = 0, quantize: str = "none") -> Checkpoint:
     """What a folder's config.json alone says, for plans; nothing can be read. Raises as `open_checkpoint` does."""
-    published, family, announced = read_config_file(folder)
-    spec = published.with_context(context)
+    published, family, announced, quantisation = read_config_file(folder)
+    spec, dtype = published.with_context(context), announced or "bfloat16"
     layouts = tensor_layouts(spec)
-    return Checkpoint(folder, spec, (), announced or "bfloat16", False, None, layouts, {}, family.stored_names(spec, layouts))
+    names, rounding = family.stored_names(spec, layouts), chosen_format(quantize, dtype)
+    return Checkpoint(folder, spec, (), dtype, False, None, layouts, {}, names, quantisation, rounding)
 
 
 def has_weights(folder: Path) -> bool:
@@ -86,7 +104,8 @@ def has_weights(folder: Path) -> bool:
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """An opened model folder. `files` are its safetensors files, `dtype` what most of their values are: bfloat16, float16 or
-    float32. Tensors of another dtype become that one where weights are kept as stored.
+    float32. Tensors of another dtype become that one where weights are kept as stored. `quantisation`: of the files;
+    `rounding`: what each lane's matrices of the layers are rounded to as they are read. At most one of them is not None.
     """
 
     folder: Path
@@ -98,6 +117,8 @@ class Checkpoint:
     layouts: Mapping[str, TensorLayout]
     owner: Mapping[str, SafetensorsFile]
     names: Names
+    quantisation: Quantisation | None = None
+    rounding: WeightFormat | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +143,7 @@ class Checkpoint:
         for name, layout in self.layouts.items():
             for part_idx, (first, last) in enumerate(layout.parts):
                 out = aligned_empty((last - first, layout.values_per_row), np.dtype(np.float32))
-                self.read_part(name, part_idx, out, verify=True)
+                self.read_unrounded(name, part_idx, out, verify=True)
 
     def part_digests(self, name: str) -> list[str]:
         """Read and check every value of a tensor; the SHA-256 of each of its parts. Raises CheckpointError."""
@@ -152,14 +173,25 @@ class Checkpoint:
         return RankReader(self, hosted, vocab_hosted, _float_dtype(dtype), keeps_halves, on_share).read()
 
     def stored_dtype(self, name: str) -> str:
-        """How a tensor is stored: `BF16`, `F16` or `F32`."""
-        return self.owner[name].tensors[self.names[name].name].dtype
+        """What the values of a tensor need to be exact: `BF16`, `F16` or `F32`, as those of quantised matrices do."""
+        return "F32" if self.is_rounded(name) else self.owner[name].tensors[self.names[name].name].dtype
+
+    def is_rounded(self, name: str) -> bool:
+        """Whether a tensor's parts are rounded to `rounding` as they are read: matrices of the layers are."""
+        return self.rounding is not None and is_layer_matrix(self.layouts, name)
 
     def read_part(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
         """Fill `out` with the rows of one part of a tensor. Raises CheckpointError."""
+        self.read_unrounded(name, part_idx, out, verify=verify)
+        if self.rounding is not None and self.is_rounded(name):
+            matrix = out.reshape(-1, self.layouts[name].shape[2])
+            matrix[...] = rounded(matrix.astype(np.float32, copy=False), self.rounding).values()
+
+    def read_unrounded(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
+        """`read_part` of what the files have."""
         digest = self._read(name, part_idx, out, verify=verify)
         if verify:
-            self._check_digest(name, part_idx, digest)
+            self.check_digest(name, part_idx, digest)
 
     def _read(self, name: str, part_idx: int, out: Array, *, verify: bool) -> str:
         """Fill `out`; the SHA-256 of the part's bytes with `verify`, else ""."""
@@ -189,9 +221,10 @@ class Checkpoint:
                 hasher.update(chunk)
             yield chunk if dtype == wanted else converted(chunk, dtype, wanted)
         if hasher is not None:
-            self._check_digest(name, part_idx, hasher.hexdigest())
+            self.check_digest(name, part_idx, hasher.hexdigest())
 
-    def _check_digest(self, name: str, part_idx: int, digest: str) -> None:
+    def check_digest(self, name: str, part_idx: int, digest: str) -> None:
+        """Raise CheckpointError if the manifest has another SHA-256 of the part's bytes."""
         if self.manifest is not None and digest != self.manifest.tensors[name][part_idx]:
             first, last = self.layouts[name].parts[part_idx]
             path = self.owner[name].path
@@ -222,29 +255,6 @@ def _check_names(folder: Path, place: Mapping[str, SafetensorsFile], wanted: set
     for name in unexpected:
         if not is_ignored(name):
             raise CheckpointError(f"{place[name].path} has a tensor {short(name)} that a model of this config.json does not have")
-
-
-def _check_manifest(
-    folder: Path, manifest: Manifest, files: tuple[SafetensorsFile, ...], layouts: Mapping[str, TensorLayout]
-) -> None:
-    for name in {"config.json", *([INDEX_NAME] if os.path.exists(folder / INDEX_NAME) else [])} - set(manifest.files):
-        raise CheckpointError(f"{folder / MANIFEST_NAME} has no SHA-256 of {name}; remove it or write it anew")
-    for name in manifest.files:
-        if not os.path.isfile(folder / name):
-            raise CheckpointError(f"{folder} has no {short(name)}, but {MANIFEST_NAME} lists it; copy the file again")
-    read_small_file(folder, "config.json", manifest)
-    if set(manifest.headers) != {file.path.name for file in files} or set(manifest.tensors) != set(layouts):
-        raise CheckpointError(
-            f"{folder / MANIFEST_NAME} lists other files or tensors than the folder has; remove it or write it anew"
-        )
-    for name, layout in layouts.items():
-        if len(manifest.tensors[name]) != len(layout.parts):
-            raise CheckpointError(f"{folder / MANIFEST_NAME} divides tensor {name} into other parts than its model has lanes")
-    for file in files:
-        if file.header_sha256 != manifest.headers[file.path.name]:
-            raise CheckpointError(
-                f"{file.path}: the header differs from its SHA-256 in {MANIFEST_NAME}: {repair(file.path.name)}"
-            )
 
 
 # ---- writing ----

@@ -6,7 +6,7 @@ NumPy here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -55,6 +55,11 @@ def head_name(spec: ModelSpec) -> str:
     if spec.tied_embeddings:
         return EMBEDDING
     return "lm_head.linear.weight" if spec.head_type is HeadType.LANE else "lm_head.weight"
+
+
+def is_layer_matrix(layouts: Mapping[str, TensorLayout], name: str) -> bool:
+    """Whether a tensor is one of the matrices of a layer, lane first: all but embedding, LM head, norms and biases."""
+    return name.startswith("model.layers.") and len(layouts[name].shape) == 3
 
 
 def tensor_layouts(spec: ModelSpec) -> dict[str, TensorLayout]:

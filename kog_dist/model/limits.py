@@ -40,6 +40,7 @@ OTHER_FILE = FileLimit(64 * 2**20, 0)
 FILES: Mapping[str, FileLimit] = {
     "config.json": FileLimit(2**20, 2**15),
     "generation_config.json": FileLimit(2**20, 2**15),
+    "hf_quant_config.json": FileLimit(2**20, 2**15),
     "tokenizer_config.json": FileLimit(16 * 2**20, 2**20),
     "special_tokens_map.json": FileLimit(2**20, 2**15),
     "tokenizer.json": FileLimit(64 * 2**20, 2**22),

@@ -14,12 +14,15 @@ from typing import Any
 from kog_dist.errors import CheckpointError
 from kog_dist.model.gguf.folder import published_file
 from kog_dist.model.hub_cache import check_blob_content, check_inside, download_again
+from kog_dist.model.layout import TensorLayout
 from kog_dist.model.limits import FILES, OTHER_FILE
+from kog_dist.model.safetensors_file import SafetensorsFile
 from kog_dist.quoting import short
 from kog_dist.runtime.files import write_at_once
 from kog_dist.strict_json import parse_object
 
 MANIFEST_NAME = "manifest.json"
+_INDEX_NAME = "model.safetensors.index.json"
 _FORMAT = "kog_dist manifest 1"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -115,3 +118,27 @@ def read_json(folder: Path, name: str, manifest: Manifest | None) -> dict[str, A
         return parse_object(raw, FILES[name].num_items)
     except ValueError as error:
         raise CheckpointError(f"{folder / name} cannot be read as JSON: {error}") from None
+
+
+def check_manifest(
+    folder: Path, manifest: Manifest, files: tuple[SafetensorsFile, ...], layouts: Mapping[str, TensorLayout]
+) -> None:
+    """Raise CheckpointError if the folder has other files or tensors than `manifest` lists. Reads small files and no tensors."""
+    for name in {"config.json", *([_INDEX_NAME] if os.path.exists(folder / _INDEX_NAME) else [])} - set(manifest.files):
+        raise CheckpointError(f"{folder / MANIFEST_NAME} has no SHA-256 of {name}; remove it or write it anew")
+    for name in manifest.files:
+        if not os.path.isfile(folder / name):
+            raise CheckpointError(f"{folder} has no {short(name)}, but {MANIFEST_NAME} lists it; copy the file again")
+    read_small_file(folder, "config.json", manifest)
+    if set(manifest.headers) != {file.path.name for file in files} or set(manifest.tensors) != set(layouts):
+        raise CheckpointError(
+            f"{folder / MANIFEST_NAME} lists other files or tensors than the folder has; remove it or write it anew"
+        )
+    for name, layout in layouts.items():
+        if len(manifest.tensors[name]) != len(layout.parts):
+            raise CheckpointError(f"{folder / MANIFEST_NAME} divides tensor {name} into other parts than its model has lanes")
+    for file in files:
+        if file.header_sha256 != manifest.headers[file.path.name]:
+            raise CheckpointError(
+                f"{file.path}: the header differs from its SHA-256 in {MANIFEST_NAME}: {repair(file.path.name)}"
+            )

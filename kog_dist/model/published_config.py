@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.families import FAMILIES
 from kog_dist.model.families.stored import Family
+from kog_dist.model.formats.quantisation import KEY, MODELOPT_NAME, Quantisation, from_modelopt_file, read_quantisation
 from kog_dist.model.manifest import read_json
 from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import short
@@ -17,11 +18,12 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class PublishedConfig(NamedTuple):
-    """What a `config.json` says. `dtype`: of the tensors; None if it does not say."""
+    """What a `config.json` says. `dtype`: of the tensors that are not quantised; None if it does not say."""
 
     spec: ModelSpec
     family: Family
     dtype: str | None
+    quantisation: Quantisation | None
 
 
 def spec_of_folder(folder: Path) -> ModelSpec:
@@ -35,8 +37,11 @@ def read_config_file(folder: Path) -> PublishedConfig:
     parsed = read_json(folder, path.name, None)
     if parsed is None:
         raise CheckpointError(f"{folder} has no config.json; MODEL must be a folder with a published checkpoint")
+    beside = folder / MODELOPT_NAME
     try:
-        return PublishedConfig(read_config(parsed), family_of(parsed), _dtype(parsed))
+        if parsed.get(KEY) is None and (said := read_json(folder, beside.name, None)) is not None:
+            path, parsed = beside, parsed | {KEY: from_modelopt_file(said)}
+        return PublishedConfig(read_config(parsed), family_of(parsed), _dtype(parsed), read_quantisation(parsed))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
 

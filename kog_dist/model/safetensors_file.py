@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,11 +27,15 @@ _CHUNK_BYTES = 2**20
 
 # name in a header -> (name in safetensors' writer and in config.json, bytes per value)
 DTYPES: Mapping[str, tuple[str, int]] = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
+# Bytes per value of what a header may name: also what codes, scales and indices of quantised weights are stored as.
+_STORED: Mapping[str, int] = {name: width for name, (_, width) in DTYPES.items()} | {
+    "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I32": 4, "I64": 8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies: `dtype` as in DTYPES, `begin` and `end` in bytes from the start of the file."""
+    """Where a tensor lies: `dtype` as in the header, `begin` and `end` in bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,14 +78,40 @@ class SafetensorsFile:
         tensor = self.tensors[name]
         row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
         at, end = tensor.begin + first * row_bytes, tensor.begin + last * row_bytes
-        with opened(self.path) as fd:
-            if file_identity(fd) != self.identity:
-                raise CheckpointError(f"{self.path} was changed or replaced while it was being read; load the model again")
+        with self._unchanged() as fd:
             while at < end:
                 chunk = next_buffer()[: end - at]
                 read_exactly(self.path, fd, chunk, at, f"tensor {name}")
                 yield chunk
                 at += len(chunk)
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[int]:
+        """The opened file. Raises CheckpointError if it is another one than at `open`."""
+        with opened(self.path) as fd:
+            if file_identity(fd) != self.identity:
+                raise CheckpointError(f"{self.path} was changed or replaced while it was being read; load the model again")
+            yield fd
+
+    def raw(self, name: str, first: int, last: int) -> bytearray:
+        """Bytes [first, last) of a tensor. Raises CheckpointError as `stored_chunks` does."""
+        bytes_of = bytearray(last - first)
+        with self._unchanged() as fd:
+            read_exactly(self.path, fd, memoryview(bytes_of), self.tensors[name].begin + first, f"tensor {name}")
+        return bytes_of
+
+    def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[NDArray[Any]]:
+        """Rows [first, last) of a matrix, of each the columns [left, right), as they are stored; multiples of `step` at a time.
+
+        Raises CheckpointError as `stored_chunks` does.
+        """
+        first, last, left, right = box
+        tensor = self.tensors[name]
+        columns, width = prod(tensor.shape[1:]), DTYPES[tensor.dtype][1]
+        step *= max(1, _CHUNK_BYTES // max(step * columns * width, 1))
+        buffer = memoryview(bytearray(step * columns * width))
+        for chunk in self.stored_chunks(name, first, last, lambda: buffer):
+            yield np.frombuffer(chunk, f"<u{width}").reshape(-1, columns)[:, left:right]
 
     def read(self, name: str, first: int, last: int, out: NDArray[Any], *, verify: bool) -> str:
         """Fill `out` (C-contiguous, float32 or float64) with rows [first, last) of a tensor; returns the SHA-256 of their bytes.
@@ -104,7 +135,7 @@ class SafetensorsFile:
     ) -> str:  # fmt: skip
         """`read` of any bytes of a tensor: `chunks(next_buffer)` gives them in order, `first` values of the tensor lie before.
 
-        `not_finite`: what to say of a value that is not, with a place for its number.
+        `not_finite`: what to say of a value that is not, with {} for its number.
         """
         dtype = self.tensors[name].dtype
         width = DTYPES[dtype][1]
@@ -121,7 +152,7 @@ class SafetensorsFile:
                 hasher.update(chunk)
                 if not np.isfinite(values).all():
                     bad = first + start + int(np.argmin(np.isfinite(values)))
-                    raise CheckpointError(f"{self.path}: {not_finite.format(bad)}")
+                    raise CheckpointError(f"{self.path}: {str(bad).join(not_finite.rsplit('{}', 1))}")  # names may have braces
             start += values.size
         if start != flat.size:
             raise ValueError(f"{start} values of tensor {name} were read for an array of {flat.size}")
@@ -243,13 +274,13 @@ def _parse_entry(entry: object, data_start: int) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError("an entry must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"dtype {short(dtype)} is not supported; supported: {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in _STORED:
+        raise ValueError(f"dtype {short(dtype)} is not supported; supported: {', '.join(_STORED)}")
     if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"shape {short(shape)} is not a list of at most {MAX_DIMENSIONS} sizes")
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"data_offsets {short(offsets)} are not two ascending offsets")
-    num_bytes = DTYPES[dtype][1]
+    num_bytes = _STORED[dtype]
     for size in shape:
         num_bytes *= size
     if num_bytes != offsets[1] - offsets[0]:

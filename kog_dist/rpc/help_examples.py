@@ -62,6 +62,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "kog-bench collectives": (("kog-bench collectives --gpus 2 --out results", "table, collectives.json and a picture"),),
     "kog-bench scaling": (("kog-bench scaling --gpus 2,1 --spec qwen3-4b@9216 --contexts 512,8000", ""),),
     "kog-bench endurance": (("kog-bench endurance --gpus 2,1 --tokens 100000", ""),),
+    "kog-bench quality": (("kog-bench quality MODEL --text docs/architecture.md -o quality.md", "every format; minutes"),),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Iterator
@@ -86,8 +87,12 @@ def descriptors(pid: int) -> set[str]:
 
 
 def inodes_of_memory(session: EngineSession, role: str) -> set[int]:
-    folder = Path(f"/proc/{session.processes()[role]}/fd")
-    return {os.stat(entry).st_ino for entry in folder.iterdir() if os.readlink(entry).startswith("/memfd:")}
+    found = set[int]()
+    for entry in Path(f"/proc/{session.processes()[role]}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(entry).startswith("/memfd:"):
+                found.add(os.stat(entry).st_ino)
+    return found
 
 
 def test_another_generation_shares_no_memory_with_the_one_before(session: EngineSession, tiny_model: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kog_dist.bench import quality
 from kog_dist.decode import half_products
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
@@ -121,3 +122,18 @@ def test_a_folder_with_its_files_is_the_same_model(tmp_path: Path) -> None:
         first, second = (tokenizer.encode(prompt) for tokenizer in tokenizers if tokenizer is not None)
         assert first == second
     assert read_eos_ids(tmp_path) == read_eos_ids(FOLDER)
+
+
+def test_quantised_weights_lose_what_docs_formats_says() -> None:
+    """A part of the text of the table there; bounds are wide, since the machine's products decide the last bits."""
+    tokenizer = Tokenizer.from_folder(FOLDER)
+    assert tokenizer is not None
+    ids = list(tokenizer.encode((Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")))[:300]
+    losses = {}
+    for choice in ("none", "fp8", "int4"):
+        checkpoint = open_checkpoint(FOLDER, quantize=choice)
+        weights = checkpoint.rank_weights([0], keeps_halves=half_products.library() is not None)
+        found = quality._losses(Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None), ids)
+        losses[choice] = sum(found) / len(found)
+    assert abs(losses["fp8"] - losses["none"]) < 0.1
+    assert 0.1 < losses["int4"] - losses["none"] < 0.8

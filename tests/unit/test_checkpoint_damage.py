@@ -179,7 +179,7 @@ def test_a_file_that_shrinks_or_changes_after_opening_is_noticed(tmp_path: Path,
 # ---- wrong files and tensors ----
 def rewrite(folder: Path, changes: dict[str, tuple[str, list[int]] | None]) -> None:
     """Replace entries of the single file by zeros of other dtype and shape, remove (None) or add some."""
-    widths = {"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "F8_E4M3": 1, "BOOL": 1}
+    widths = {"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "F64": 8, "F8_E4M3": 1, "BOOL": 1}
     described = {name: (t.dtype, list(t.shape)) for name, t in SafetensorsFile.open(folder / SINGLE_NAME).tensors.items()}
     entries: dict[str, Any] = {}
     offset = 0
@@ -205,8 +205,9 @@ def rewrite(folder: Path, changes: dict[str, tuple[str, list[int]] | None]) -> N
         ({W2: ("BF16", [4, 16, 9])}, f"tensor {W2} has shape (4, 16, 9)"),
         ({W2: ("BF16", [0])}, f"tensor {W2} has shape (0,)"),
         ({W2: ("F16", [4, 16, 8])}, f"tensor {W2} is F16, but {EMBEDDING} is BF16"),
-        ({W2: ("I64", [4, 16, 8])}, "dtype 'I64' is not supported; supported: BF16, F16, F32"),
-        ({W2: ("F8_E4M3", [4, 16, 8])}, "dtype 'F8_E4M3' is not supported"),
+        ({W2: ("F64", [4, 16, 8])}, "dtype 'F64' is not supported; supported: BF16, F16, F32"),
+        ({W2: ("I64", [4, 16, 8])}, "is I64, which config.json does not say; expected BF16, F16, F32"),
+        ({W2: ("F8_E4M3", [4, 16, 8])}, "is F8_E4M3, which config.json does not say"),
     ],
 )
 def test_tensors_that_do_not_fit_the_config_are_named(

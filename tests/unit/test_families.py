@@ -195,7 +195,7 @@ def test_published_configs_are_read(name: str) -> None:
     [
         ("mistral-7b-v0.3", {"attention_bias": True}, "attention_bias"),
         ("llama-3.2-1b", {"mlp_bias": True}, "mlp_bias"),
-        ("llama-3.2-1b", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported"),
+        ("llama-3.2-1b", {"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm' is not supported"),
         ("llama-3.2-1b", {"num_experts": 8}, "unknown config keys: 'num_experts'"),
         ("llama-3.2-1b", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama-3.2-1b", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic' is not supported"),

@@ -60,6 +60,7 @@ class KernelShape:
     matrix_warps: int = 0  # 0: chosen by `geometry`
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
+    quantised: str = ""  # how weights are, in words, if they are: none can be run
     keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
 
     def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ class KernelShape:
         findings = []
         if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:
             findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
-        findings += unsupported(spec)
+        findings += unsupported(spec, self.quantised)
         if self.weight_dtype not in FORMATS or self.kv_dtype not in FORMATS:
             findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
         if self.keeps_hashes and self.traced_step >= 0:

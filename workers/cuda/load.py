@@ -19,6 +19,7 @@ import numpy as np
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.model.layout import tensor_layouts
+from kog_dist.model.weight_bytes import quantised
 from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_parts, needed_rows
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
@@ -43,6 +44,8 @@ def load_weights(
     finite, which the GPU looks at. GPU memory at the peak: what `from_tensors` says and AHEAD_BYTES; host memory: 2 * READERS
     buffers. Raises CheckpointError naming file and tensor.
     """
+    if what := quantised(checkpoint):
+        raise CheckpointError(f"{checkpoint.folder}: GPUs do not run quantised weights: {what}; use the unquantised folder")
     import cupy
 
     num_words, num_taken = _num_needed_words(shape), 0

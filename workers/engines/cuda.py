@@ -77,7 +77,7 @@ class CudaEngine:
         deadline = Deadline.after(args.startup_timeout_s)
         self._control.set_state(self._rank, RankState.LOADING)
         self._start.begin(StartStage.CHECKPOINT)
-        checkpoint = open_checkpoint(Path(args.model), verify=args.verify, context=args.context)
+        checkpoint = open_checkpoint(Path(args.model), verify=args.verify, context=args.context, quantize=args.quantize)
         spec = checkpoint.spec
         if spec.max_context > self._control.max_context:
             raise ConfigError(

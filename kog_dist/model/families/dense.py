@@ -13,6 +13,7 @@ from typing import Any
 from kog_dist.errors import ConfigError
 from kog_dist.model.families.fields import check_keys, number, read_rope
 from kog_dist.model.families.stored import Names, StoredTensorName
+from kog_dist.model.formats.quantisation import read_quantisation
 from kog_dist.model.layout import EMBEDDING, TensorLayout
 from kog_dist.model.limits import MAX_LAYERS
 from kog_dist.model.spec import ModelSpec
@@ -24,7 +25,8 @@ HEAD = "lm_head.weight"
 IGNORED = ("rotary_emb.inv_freq",)  # old files have the table
 KEYS = frozenset(
     """model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size
-    max_position_embeddings rope_theta rope_scaling rope_parameters rms_norm_eps tie_word_embeddings""".split()
+    max_position_embeddings rope_theta rope_scaling rope_parameters rms_norm_eps tie_word_embeddings
+    quantization_config""".split()
 )
 WINDOW_KEYS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"))
 FIXED_VALUES: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "mlp_bias": (False, None)}
@@ -53,8 +55,7 @@ def read_dense(
 
     Raises ConfigError naming the key that is unknown, missing or contradictory, or the feature that is not supported.
     """
-    if config.get("quantization_config") is not None:
-        raise ConfigError("quantization_config: quantised weights are not supported; use a checkpoint with 16-bit weights")
+    quantisation = read_quantisation(config)
     check_keys(config, KEYS | keys, {**FIXED_VALUES, **(fixed or {})})
     num_heads = number(config, "num_attention_heads", None, int)
     num_kv_heads = number(config, "num_key_value_heads", kv_heads or num_heads, int)
@@ -82,7 +83,7 @@ def read_dense(
         out_bias=out_bias,
         qk_norm=qk_norm,
     )
-    return replace(spec, num_lanes=lanes_of(spec))
+    return replace(spec, num_lanes=lanes_of(spec, 1 if quantisation is None else quantisation.lane_columns))
 
 
 def num_layers_of(config: Mapping[str, Any]) -> int:
@@ -90,8 +91,9 @@ def num_layers_of(config: Mapping[str, Any]) -> int:
     return min(int(number(config, "num_hidden_layers", None, int)), MAX_LAYERS + 1)
 
 
-def lanes_of(spec: ModelSpec) -> int:
-    """Lanes of a dense model: the most, of 1, 2, 4 and 8, that divide its heads, KV heads and FFN columns.
+def lanes_of(spec: ModelSpec, columns: int = 1) -> int:
+    """Lanes of a dense model: the most, of 1, 2, 4 and 8, that divide its heads, KV heads and FFN columns, those and attention's
+    into whole groups of `columns`.
 
     Fewer for models so small that on a GPU the ways between products, of which lanes have more, cost more than their weights: a
     lane then has at least LANE_WEIGHTS of each layer. Not for the smallest, which are for CPU ranks.
@@ -100,6 +102,7 @@ def lanes_of(spec: ModelSpec) -> int:
     lanes = MOST_LANES
     while lanes > 1 and (
         any(size % lanes for size in (spec.num_heads, spec.num_kv_heads, spec.intermediate_size))
+        or any(width % (lanes * columns) for width in (spec.num_heads * spec.head_dim, spec.intermediate_size))
         or SMALL_LAYER <= layer_weights < lanes * LANE_WEIGHTS
     ):
         lanes //= 2

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.model.formats.source import Box
 from kog_dist.model.layout import TensorLayout
-from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile
+from kog_dist.model.safetensors_file import SafetensorsFile
 from kog_dist.model.spec import ModelSpec
-
-_CHUNK_BYTES = 2**20
-
-
-class Box(NamedTuple):
-    """Rows [first, last) of a stored tensor, and of each the columns [left, right)."""
-
-    first: int
-    last: int
-    left: int
-    right: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +64,15 @@ class StoredTensorName:
         if self.is_plain:
             yield from file.stored_chunks(self.name, box.first, box.last, next_buffer)
             return
-        width = DTYPES[file.tensors[self.name].dtype][1]
-        columns = self.shape(layout)[1] if len(self.shape(layout)) > 1 else 1
-        # Whole heads, or as many rows as are worth a read.
-        step = self.half_pairs or max(1, _CHUNK_BYTES // (columns * width))
-        rows_of = memoryview(bytearray(step * columns * width))
-        for chunk in file.stored_chunks(self.name, box.first, box.last, lambda: rows_of):
-            rows = np.frombuffer(chunk, f"<u{width}").reshape(-1, columns)[:, box.left : box.right]
-            yield from _in_buffers(np.ascontiguousarray(self._turned(rows)), next_buffer)
+        for rows in file.box_rows(self.name, box, self.half_pairs or 1):  # whole heads
+            yield from _in_buffers(np.ascontiguousarray(self.in_order(rows)), next_buffer)
 
-    def _turned(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """The rows of one head, so that rotary pairs lie side by side."""
+    def in_order(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Rows of whole heads (rows, ...) in the engine's order: rotary pairs side by side."""
         if not self.half_pairs:
             return rows
-        return rows.reshape(2, self.half_pairs // 2, -1).transpose(1, 0, 2).reshape(rows.shape)
+        halves = rows.reshape(-1, 2, self.half_pairs // 2, *rows.shape[1:])
+        return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _in_buffers(values: NDArray[Any], next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:

@@ -26,7 +26,8 @@ def one_input(data: bytes) -> None:
         begin = 8 + int.from_bytes(data[:8], "little")
         assert begin + sum(tensor.end - tensor.begin for tensor in file.tensors.values()) == len(data)
         for name, tensor in file.tensors.items():
-            if tensor.shape and tensor.shape[0]:
+            assert len(file.raw(name, 0, tensor.end - tensor.begin)) == tensor.end - tensor.begin
+            if tensor.shape and tensor.shape[0] and tensor.dtype in DTYPES:
                 num_values = (tensor.end - tensor.begin) // DTYPES[tensor.dtype][1]
                 with refused(CheckpointError):
                     file.read(name, 0, tensor.shape[0], np.empty(num_values, np.float32), verify=True)

@@ -1,0 +1,133 @@
+"""`kog-bench quality`: what a model loses when its weights are quantised: perplexity of a text, and greedy choices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.bench.report import finish, machine
+from kog_dist.decode import half_products
+from kog_dist.decode.interpreter import Interpreter
+from kog_dist.decode.plan import make_plan
+from kog_dist.errors import ConfigError
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.formats.mxfp4 import FORM as MXFP4
+from kog_dist.model.formats.weight_format import WeightFormat
+from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.model.weight_bytes import bytes_per_token
+from kog_dist.sampling_params import SamplingParams
+
+CHUNK_TOKENS: Final = 512  # of the text, each with an empty KV cache
+# As people download them; a matrix is rounded to nearest, without calibration.
+FORMS: Final[Mapping[str, WeightFormat | None]] = {
+    "none": None,
+    "fp8-block": WeightFormat("E4M3", 128, 128, "F32"),
+    "fp8-row": WeightFormat("E4M3", 1, 0, "F32"),
+    "fp8-tensor": WeightFormat("E4M3", 0, 0, "F32"),
+    "int4-128": WeightFormat("INT4", 1, 128, "F16"),
+    "int4-128-zeros": WeightFormat("INT4", 1, 128, "F16", has_zeros=True),
+    "int4-32": WeightFormat("INT4", 1, 32, "F16"),
+    "mxfp4": MXFP4,
+}
+PROMPTS: Final = (
+    "The capital of France is", "Photosynthesis is the process by which", "def fibonacci(n):", "Copper is used for",
+    "Hamlet was written by", "The sky is blue because", "Once upon a time", "To boil an egg, first", "Water freezes at",
+    "The quick brown fox", "HTTP stands for", "A binary search works by", "The largest planet is", "In 1969, humans first",
+    "The heart pumps blood", "SELECT name FROM", "The opposite of hot is", "import numpy as np\n", "Dear Sir or Madam,",
+    "The recipe calls for two cups of",
+)  # fmt: skip
+
+
+class _Texts(NamedTuple):
+    chunks: list[list[int]]  # of the text
+    prompts: list[list[int]]
+
+
+def run(model: Path, text: Path, *, num_tokens: int, answer_tokens: int, forms: Sequence[str]) -> None:
+    """Measure each form, the unquantised weights first; prints a line for each, then the JSON object."""
+    before = machine()
+    checkpoint, tokenizer = open_checkpoint(model), Tokenizer.from_folder(model)
+    if tokenizer is None:
+        raise ConfigError(f"{model} has no tokenizer, and quality is measured on texts")
+    if checkpoint.quantisation is not None:
+        raise ConfigError(
+            f"the weights of {model} are quantised already ({checkpoint.quantisation}); give the unquantised folder"
+        )
+    ids = list(tokenizer.encode(text.read_text(encoding="utf-8")))[:num_tokens]
+    chunks = [ids[at : at + CHUNK_TOKENS] for at in range(0, len(ids), CHUNK_TOKENS)]
+    texts = _Texts(chunks, [list(tokenizer.encode(prompt)) for prompt in PROMPTS])
+    answers: list[list[int]] | None = None
+    figures = []
+    for name in ("none", *(form for form in forms if form != "none")):
+        figure, found = _measure(replace(checkpoint, rounding=FORMS[name]), name, texts, answers, answer_tokens)
+        answers = found if answers is None else answers
+        figures.append(figure)
+        print(
+            f"{name:<15} {figure['bits_per_weight']:5.2f} bits, {figure['mb_per_token']:7.1f} MB per token, perplexity "
+            f"{figure['perplexity']:.3f}, {figure['same_tokens_percent']:.1f} % of the tokens, "
+            f"{figure['same_answers']} of {len(PROMPTS)} answers",
+            flush=True,
+        )
+    configuration = {"model": model.name, "text": text.name, "text_tokens": len(ids), "answer_tokens": answer_tokens}
+    finish("quality", configuration, before, figures)
+
+
+def _measure(
+    checkpoint: Checkpoint, name: str, texts: _Texts, answers: list[list[int]] | None, answer_tokens: int
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """The figures of one form, and its greedy choices: of its own answers, or after each token of `answers`."""
+    weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=half_products.library() is not None)
+    engine = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None)
+    losses = [loss for chunk in texts.chunks for loss in _losses(engine, chunk)]
+    found = [
+        _choices(engine, prompt, answer_tokens, None if answers is None else answers[index])
+        for index, prompt in enumerate(texts.prompts)
+    ]
+    others = found if answers is None else answers
+    same = [ours == theirs for mine, yours in zip(found, others, strict=True) for ours, theirs in zip(mine, yours, strict=True)]
+    form = checkpoint.rounding
+    lane = checkpoint.layouts["model.layers.0.feed_forward.w2.weight"].shape[1:]
+    figure = {
+        "form": name,
+        "weights": str(form or checkpoint.dtype),
+        "bits_per_weight": 16.0 if form is None else 8 * form.num_bytes(*lane) / math.prod(lane),
+        "mb_per_token": bytes_per_token(checkpoint) / 1e6,
+        "perplexity": math.exp(sum(losses) / len(losses)),
+        "same_tokens_percent": 100 * sum(same) / len(same),
+        "same_answers": sum(ours == theirs for ours, theirs in zip(found, others, strict=True)),
+    }
+    return figure, found
+
+
+def _losses(engine: Interpreter, ids: list[int]) -> list[float]:
+    """Of every token but the first: minus the logarithm of its probability after those before it."""
+    losses = []
+    for position, (token, following) in enumerate(itertools.pairwise(ids)):
+        logits = _logits(engine, token, position).astype(np.float64)
+        largest = logits.max()
+        losses.append(float(largest + np.log(np.exp(logits - largest).sum()) - logits[following]))
+    return losses
+
+
+def _choices(engine: Interpreter, prompt: list[int], num_tokens: int, answer: list[int] | None) -> list[int]:
+    """What is most likely after the prompt and after every token of `answer`; None: after those that were chosen."""
+    for position, token in enumerate(prompt[:-1]):
+        engine.step(token, position, None)
+    token, chosen = prompt[-1], list[int]()
+    for index in range(num_tokens):
+        chosen.append(int(_logits(engine, token, len(prompt) - 1 + index).argmax()))
+        token = chosen[-1] if answer is None else answer[index]
+    return chosen
+
+
+def _logits(engine: Interpreter, token: int, position: int) -> NDArray[Any]:
+    output = engine.step(token, position, SamplingParams(), gather_logits=True)
+    assert output.logits is not None
+    return output.logits

@@ -1,0 +1,86 @@
+"""Quantised matrices of a checkpoint lane by lane, as codes and scales: what a GPU keeps that multiplies them as they are.
+
+`weight_format` says how a matrix is quantised, `lane_codes` gives a lane's part of it, in the engine's order of rows; both are
+the same for published folders and for `--quantize`. As values, the same parts are what `Checkpoint.read_part` reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kog_dist.errors import CheckpointError
+from kog_dist.model.formats.numbers import NUMBERS
+from kog_dist.model.formats.quantised_file import QuantisedFile, form_in
+from kog_dist.model.formats.rounding import rounded
+from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
+from kog_dist.model.layout import is_layer_matrix
+
+if TYPE_CHECKING:
+    from kog_dist.model.checkpoint import Checkpoint
+
+
+def weight_format(checkpoint: Checkpoint, name: str) -> WeightFormat | None:
+    """How the tensor that the engine calls `name` is quantised; None if its values are stored.
+
+    Without files it is what config.json says, of all matrices of the layers that it does not exclude by their names.
+    """
+    if checkpoint.is_rounded(name):
+        return checkpoint.rounding
+    if name in checkpoint.owner:
+        return form_in(checkpoint.owner[name], checkpoint.names[name].name)
+    said = checkpoint.quantisation
+    if said is None or not is_layer_matrix(checkpoint.layouts, name):
+        return None
+    return None if checkpoint.names[name].name.removesuffix(".weight") in said.ignored else said.form
+
+
+def lane_codes(checkpoint: Checkpoint, name: str, lane: int) -> CodedMatrix:
+    """A lane's part of a quantised matrix (`weight_format` is not None), rows as everywhere in the engine.
+
+    Its columns are whole groups: column k belongs to group k // block_columns. With `checkpoint.verify` codes and scales are
+    those of finite values, and of the manifest if there is one. Raises CheckpointError naming file and tensor, also for a lane
+    that begins or ends within a group, and for act-order, where the columns of a group are no neighbours.
+    """
+    first, last = checkpoint.layouts[name].parts[lane]
+    shape = checkpoint.layouts[name].shape
+    if checkpoint.is_rounded(name):
+        assert checkpoint.rounding is not None
+        values = np.empty(((last - first) * shape[1], shape[2]), np.float32)
+        checkpoint.read_unrounded(name, lane, values, verify=checkpoint.verify)
+        return rounded(values, checkpoint.rounding)
+    file, stored = checkpoint.owner[name], checkpoint.names[name]
+    assert isinstance(file, QuantisedFile), f"{name} is not quantised"
+    box, columns = stored.box(checkpoint.layouts[name], lane), file.tensors[stored.name].shape[1]
+    matrix = file.matrices[stored.name]
+    what = f"{file.path}: tensor {stored.name}, {matrix.form}"
+    if not matrix.form.is_aligned(box.left, box.right, columns):
+        raise CheckpointError(
+            f"{what}: lane {lane} has columns {box.left} to {box.right} of {columns}, which are no whole groups of "
+            f"{matrix.form.block_columns}; use --device cpu"
+        )
+    coded = matrix.read(box)
+    if coded.form.is_ordered:
+        raise CheckpointError(
+            f"{what}: it was quantised in an order of columns of its own (desc_act), so that its groups are no neighbours; "
+            "use --device cpu, or a checkpoint without"
+        )
+    if stored.half_pairs:
+        coded = coded.with_rows(stored.in_order(np.arange(len(coded.codes))))
+    if checkpoint.verify:
+        _verify(checkpoint, name, lane, coded)
+    return coded
+
+
+def _verify(checkpoint: Checkpoint, name: str, lane: int, coded: CodedMatrix) -> None:
+    number = NUMBERS[coded.form.number]
+    largest = 15.0 if coded.zeros is not None else float(np.nanmax(np.abs(number.values)))
+    with np.errstate(over="ignore"):
+        is_finite = bool(np.isfinite(np.abs(coded.scales) * np.float32(largest)).all())
+    if not is_finite or any((coded.codes == code).any() for code in np.flatnonzero(np.isnan(number.values))):
+        path, stored = checkpoint.owner[name].path, checkpoint.names[name].name
+        raise CheckpointError(f"{path}: tensor {stored} has a code or scale of a value that is not finite")
+    if checkpoint.manifest is not None:
+        checkpoint.check_digest(name, lane, hashlib.sha256(coded.values().tobytes()).hexdigest())

@@ -1,0 +1,94 @@
+"""The small numbers that codes of weights stand for: E4M3 (8 bit), E2M1 and INT4 (4 bit), and E8M0, which is for scales.
+
+E4M3 has one sign bit, 4 of exponent (bias 7) and 3 of mantissa, no infinities, and one NaN of each sign (OCP 8-bit floating point
+specification, "E4M3"; torch calls it float8_e4m3fn). E2M1 and E8M0 are those of the OCP microscaling (MX) specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Codes = NDArray[np.uint8]
+Values = NDArray[np.float32]
+
+
+class Number(NamedTuple):
+    """`values` has the exact value of every code; `nearest` the code of every value, ties to even, beyond the ends the last one.
+
+    `largest`: magnitude of the largest value that a scale is chosen for.
+    """
+
+    bits: int
+    values: Values
+    largest: float
+    nearest: Callable[[Values], Codes]
+
+
+class _Float(NamedTuple):
+    """A floating-point number with a sign bit, without infinities. `least`: the exponent of its smallest normal value."""
+
+    mantissa_bits: int
+    least: int
+    largest: float
+    sign: int
+
+    def value(self, code: int) -> float:
+        """The definition."""
+        sign = -1.0 if code & self.sign else 1.0
+        exponent, mantissa = divmod(code & (self.sign - 1), 1 << self.mantissa_bits)
+        fraction = mantissa / (1 << self.mantissa_bits)
+        return sign * (2.0**self.least * fraction if exponent == 0 else 2.0 ** (exponent - 1 + self.least) * (1 + fraction))
+
+    def nearest(self, values: Values) -> Codes:
+        """See `Number`."""
+        magnitudes = np.minimum(np.abs(values, dtype=np.float32), np.float32(self.largest))
+        exponents = np.maximum((magnitudes.view(np.uint32) >> 23).astype(np.int32) - 127, self.least)
+        # A power of two that makes the last bit of the mantissa a unit: exact.
+        units = ((self.mantissa_bits - exponents + 127) << 23).astype(np.uint32).view(np.float32)
+        codes = ((exponents - self.least) << self.mantissa_bits) + np.rint(magnitudes * units).astype(np.int32)
+        return np.asarray(codes + self.sign * np.signbit(values), np.uint8)
+
+
+def _nearest_int4(values: Values) -> Codes:
+    return np.asarray(np.clip(np.rint(values), -7, 7) + 8, np.uint8)  # -8 is left out: as far down as up
+
+
+_E4M3: Final = _Float(3, -6, 448.0, 0x80)
+_E2M1: Final = _Float(1, 0, 6.0, 0x08)
+_E8M0: Final = np.array([2.0 ** (code - 127) for code in range(255)] + [np.nan], np.float32)
+INT4_ZERO: Final = 8  # the code of 0, where a matrix has no zero points
+
+
+def _table(form: _Float) -> Values:
+    return np.array([form.value(code) for code in range(2 * form.sign)], np.float32)
+
+
+def _e4m3_values() -> Values:
+    values = _table(_E4M3)
+    values[[0x7F, 0xFF]] = np.nan
+    return values
+
+
+NUMBERS: Final[Mapping[str, Number]] = {
+    "E4M3": Number(8, _e4m3_values(), _E4M3.largest, _E4M3.nearest),
+    "E2M1": Number(4, _table(_E2M1), _E2M1.largest, _E2M1.nearest),
+    "INT4": Number(4, np.arange(-INT4_ZERO, 16 - INT4_ZERO, dtype=np.float32), 7.0, _nearest_int4),
+}
+
+
+def e8m0_values(codes: NDArray[Any]) -> Values:
+    """Powers of two, 2 ** (code - 127); code 255 is NaN."""
+    values: Values = _E8M0[codes]
+    return values
+
+
+def nibbles(raw: NDArray[np.uint8]) -> Codes:
+    """The 4-bit codes (..., 2n) of bytes (..., n): the lower half of a byte comes first."""
+    codes = np.empty((*raw.shape[:-1], raw.shape[-1], 2), np.uint8)
+    np.bitwise_and(raw, 15, out=codes[..., 0])
+    np.right_shift(raw, 4, out=codes[..., 1])
+    return codes.reshape(*raw.shape[:-1], -1)

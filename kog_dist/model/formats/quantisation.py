@@ -1,0 +1,243 @@
+"""What a model says of its quantised weights: `quantization_config` of a `config.json`, or ModelOpt's `hf_quant_config.json`.
+
+It says how matrices are quantised; which ones are, the files say. How activations are quantised elsewhere is not applied here:
+products take them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kog_dist.errors import ConfigError
+from kog_dist.model.formats.fp8 import Fp8Storage
+from kog_dist.model.formats.int4 import AwqStorage, GptqStorage, PackedStorage
+from kog_dist.model.formats.mxfp4 import FORM as MXFP4
+from kog_dist.model.formats.mxfp4 import MxStorage
+from kog_dist.model.formats.source import Storage
+from kog_dist.model.formats.weight_format import WeightFormat
+from kog_dist.quoting import short
+
+KEY: Final = "quantization_config"
+MODELOPT_NAME: Final = "hf_quant_config.json"
+# Ends of names of tensors that belong to quantised activations and KV caches.
+IGNORED: Final = (".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+_MAX_BLOCK: Final = 2**20
+_MAX_IGNORED: Final = 2**14
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """`method` as published. `ignored`: modules that are not quantised, where there are no files to tell.
+
+    Files may have another type of scales than `form.scale`.
+    """
+
+    method: str
+    form: WeightFormat
+    storage: Storage
+    ignored: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.form} ({self.method})"
+
+    @property
+    def lane_columns(self) -> int:
+        """The columns of each lane's matrices must be whole groups of so many, so that a lane's codes come with their scales."""
+        return self.form.block_columns or 1
+
+
+def read_quantisation(config: Raw) -> Quantisation | None:
+    """The `quantization_config` of a parsed `config.json`; None without. Raises ConfigError naming what is not supported."""
+    raw = config.get(KEY)
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{KEY} must be an object, got {short(raw)}")
+    method = raw.get("quant_method") or ("modelopt" if "quant_algo" in raw else None)
+    if not isinstance(method, str) or method not in _READERS:
+        raise ConfigError(f"{KEY}: quant_method {short(method)} is not supported; supported: {', '.join(_READERS)}")
+    return _READERS[method](raw)
+
+
+def from_modelopt_file(parsed: Raw) -> dict[str, Any]:
+    """The `quantization_config` that a `hf_quant_config.json` stands for. Raises ConfigError."""
+    raw = parsed.get("quantization")
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"quantization must be an object, got {short(raw)}")
+    ignored = raw.get("exclude_modules") or []
+    rest = {key: value for key, value in raw.items() if key not in ("exclude_modules", "kv_cache_quant_algo")}
+    return {"quant_method": "modelopt", "ignore": ignored, **rest}
+
+
+# ---- methods ----
+_FP8_KEYS: Final = """activation_scheme fmt weight_block_size modules_to_not_convert ignored_layers dequantize scale_fmt
+    kv_cache_scheme""".split()
+_FBGEMM_KEYS: Final = ("activation_scale_ub", "modules_to_not_convert")
+_AWQ_KEYS: Final = """bits w_bit group_size q_group_size zero_point version format modules_to_not_convert backend do_fuse
+    fuse_max_seq_len modules_to_fuse exllama_config""".split()
+_CT_KEYS: Final = """config_groups format ignore kv_cache_scheme quantization_status global_compression_ratio sparsity_config
+    transform_config version moe_sparsity_config""".split()
+_CT_WEIGHT_KEYS: Final = """num_bits type symmetric strategy group_size block_structure dynamic actorder observer observer_kwargs
+    scale_dtype zp_dtype""".split()
+_MODELOPT_KEYS: Final = "quant_algo config_groups ignore kv_cache_scheme producer group_size".split()
+
+
+def _fp8(raw: Raw) -> Quantisation:
+    _check_keys(raw, _FP8_KEYS)
+    if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise ConfigError(f"{KEY}: fmt {short(raw['fmt'])} is not supported; supported: e4m3")
+    if raw.get("activation_scheme", "dynamic") not in ("dynamic", "static"):
+        raise ConfigError(f"{KEY}: activation_scheme {short(raw['activation_scheme'])} is neither dynamic nor static")
+    block = raw.get("weight_block_size")
+    ignored = _names(raw, "modules_to_not_convert", "ignored_layers")
+    if block is None:
+        return Quantisation("fp8", WeightFormat("E4M3", 0, 0, "F32"), Fp8Storage(), ignored)
+    rows, columns = _block(block, "weight_block_size")
+    form = WeightFormat("E4M3", rows, columns, "E8M0" if raw.get("scale_fmt") == "ue8m0" else "BF16")
+    return Quantisation("fp8", form, Fp8Storage(), ignored)
+
+
+def _fbgemm(raw: Raw) -> Quantisation:
+    _check_keys(raw, _FBGEMM_KEYS)
+    form = WeightFormat("E4M3", 1, 0, "F32")
+    return Quantisation("fbgemm_fp8", form, Fp8Storage(), _names(raw, "modules_to_not_convert"))
+
+
+def _modelopt(raw: Raw) -> Quantisation:
+    _check_keys(raw, _MODELOPT_KEYS)
+    forms = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128, 128)}
+    kind = raw.get("quant_algo")
+    if not isinstance(kind, str) or kind.upper() not in forms:
+        raise ConfigError(f"{KEY}: quant_algo {short(kind)} of ModelOpt is not supported; supported: {', '.join(forms)}")
+    form = WeightFormat("E4M3", *forms[kind.upper()], "F32")
+    return Quantisation(f"modelopt {kind}", form, Fp8Storage(), _names(raw, "ignore"))
+
+
+def _awq(raw: Raw) -> Quantisation:
+    _check_keys(raw, _AWQ_KEYS)
+    _check_bits(raw, "bits" if "bits" in raw else "w_bit", "AWQ")
+    version = raw.get("version", raw.get("format", "gemm"))
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise ConfigError(f"{KEY}: version {short(version)} of AWQ is not supported; supported: gemm")
+    if raw.get("zero_point", True) is not True:
+        raise ConfigError(f"{KEY}: AWQ without zero_point is not supported")
+    form = WeightFormat("INT4", 1, _group(raw, "group_size" if "group_size" in raw else "q_group_size"), "F16", has_zeros=True)
+    return Quantisation("awq", form, AwqStorage(), _names(raw, "modules_to_not_convert"))
+
+
+def _gptq(raw: Raw) -> Quantisation:
+    """Its writers have ever more keys that say how they worked; those that change what tensors mean are looked at."""
+    _check_bits(raw, "bits", "GPTQ")
+    for key in ("dynamic", "rotation", "adapter", "is_marlin_format"):
+        if raw.get(key):
+            raise ConfigError(f"{KEY}: {key} {short(raw[key])} of GPTQ is not supported")
+    version = raw.get("checkpoint_format", raw.get("format", "gptq"))
+    less = {"gptq": 1, "gptq_v2": 0}.get(version) if isinstance(version, str) else None
+    if less is None:
+        raise ConfigError(f"{KEY}: checkpoint_format {short(version)} is not supported; supported: gptq, gptq_v2")
+    if raw.get("pack_dtype", "int32") != "int32":
+        raise ConfigError(f"{KEY}: pack_dtype {short(raw['pack_dtype'])} is not supported; supported: int32")
+    form = WeightFormat("INT4", 1, _group(raw, "group_size"), "F16", has_zeros=True)
+    return Quantisation("gptq", form, GptqStorage(less))
+
+
+def _compressed_tensors(raw: Raw) -> Quantisation:
+    _check_keys(raw, _CT_KEYS)
+    for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
+        if raw.get(key) and not (isinstance(raw[key], Mapping) and raw[key].get("format") == "dense"):
+            raise ConfigError(f"{KEY}: {key} is not supported")
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise ConfigError(f"{KEY}: config_groups {short(groups)} must have a scheme")
+    if raw.get("quantization_status", "compressed") != "compressed":
+        raise ConfigError(f"{KEY}: quantization_status {short(raw['quantization_status'])} is not supported; save it compressed")
+    ignored = _names(raw, "ignore")
+    found = [_scheme(group, group.get("format") or raw.get("format"), ignored) for group in groups.values()]
+    if any(other != found[0] for other in found):
+        raise ConfigError(f"{KEY}: config_groups have {len(found)} schemes, {found[0]} and others; supported: one for all")
+    return found[0]
+
+
+def _scheme(group: Raw, kind: object, ignored: tuple[str, ...]) -> Quantisation:
+    """One of compressed-tensors' groups."""
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"{KEY}: a group of config_groups has no weights")
+    _check_keys(weights, _CT_WEIGHT_KEYS)
+    if weights.get("dynamic"):
+        raise ConfigError(f"{KEY}: dynamic weights are not supported")
+    if weights.get("actorder") in ("group", "dynamic"):
+        raise ConfigError(f"{KEY}: actorder {short(weights['actorder'])} is not supported; supported: weight, static")
+    what = (kind, weights.get("type"), weights.get("num_bits"))
+    method = f"compressed-tensors {kind}"
+    if what in (("float-quantized", "float", 8), ("naive-quantized", "float", 8)):
+        form = WeightFormat("E4M3", *_strategy(weights), "BF16")
+        return Quantisation(method, form, Fp8Storage(), ignored)
+    if what == ("pack-quantized", "int", 4):
+        if weights.get("strategy") not in ("group", "channel"):
+            raise ConfigError(f"{KEY}: strategy {short(weights.get('strategy'))} of pack-quantized is not supported")
+        form = WeightFormat("INT4", *_strategy(weights), "BF16", has_zeros=weights.get("symmetric", True) is False)
+        return Quantisation(method, form, PackedStorage(), ignored)
+    if what == ("mxfp4-pack-quantized", "float", 4) and weights.get("group_size") == MXFP4.block_columns:
+        return Quantisation(method, MXFP4, MxStorage(), ignored)
+    raise ConfigError(
+        f"{KEY}: format {short(kind)} of {short(weights.get('num_bits'))}-bit {short(weights.get('type'))} is not supported; "
+        "supported: float-quantized of 8 bit, pack-quantized of 4 bit, mxfp4-pack-quantized"
+    )
+
+
+def _strategy(weights: Raw) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    strategy = weights.get("strategy")
+    if strategy == "tensor":
+        return 0, 0
+    if strategy == "channel":
+        return 1, 0
+    if strategy == "group":
+        return 1, _group(weights, "group_size")
+    if strategy == "block":
+        return _block(weights.get("block_structure"), "block_structure")
+    raise ConfigError(f"{KEY}: strategy {short(strategy)} is not supported; supported: tensor, channel, group, block")
+
+
+_READERS: Final[Mapping[str, Callable[[Raw], Quantisation]]] = {
+    "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+}  # fmt: skip
+
+
+# ---- values ----
+def _check_keys(raw: Raw, known: list[str] | tuple[str, ...]) -> None:
+    unknown = sorted(set(raw) - set(known) - {"quant_method"})
+    if unknown:
+        raise ConfigError(f"{KEY}: unknown keys {', '.join(map(short, unknown[:8]))}")
+
+
+def _check_bits(raw: Raw, key: str, method: str) -> None:
+    if type(raw.get(key)) is not int or raw[key] != 4:
+        raise ConfigError(f"{KEY}: {key} {short(raw.get(key))} of {method} is not supported; supported: 4")
+
+
+def _group(raw: Raw, key: str) -> int:
+    """Columns of a group; -1 in files is all of a row."""
+    size = raw.get(key)
+    if type(size) is not int or not (size == -1 or 1 <= size <= _MAX_BLOCK):
+        raise ConfigError(f"{KEY}: {key} must be a number of columns, or -1, got {short(size)}")
+    return max(size, 0)
+
+
+def _block(value: object, key: str) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2 or not all(type(v) is int and 1 <= v <= _MAX_BLOCK for v in value):
+        raise ConfigError(f"{KEY}: {key} must be rows and columns of a block, got {short(value)}")
+    return value[0], value[1]
+
+
+def _names(raw: Raw, *keys: str) -> tuple[str, ...]:
+    """Of modules, under the first of the keys that is there."""
+    value: Any = next((raw[key] for key in keys if raw.get(key) is not None), [])
+    if not isinstance(value, list) or len(value) > _MAX_IGNORED or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{KEY}: {keys[0]} must be a list of names of modules, got {short(value)}")
+    return tuple(value)

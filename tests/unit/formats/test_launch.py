@@ -1,0 +1,103 @@
+"""Engines of quantised weights: what `--check` and `--dry-run` say of them, refusals on GPUs, and CPU ranks that answer alike."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from kog_dist.bench.fakes.tiny_model import write_tiny_model
+from kog_dist.config import LaunchConfig
+from kog_dist.decode import half_products
+from kog_dist.errors import CheckpointError, ConfigError
+from kog_dist.launch.inspection import check, cpu_rank_bytes, dry_run
+from kog_dist.launch.target import plan_target
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.weight_bytes import bytes_per_token, num_quantised
+from kog_dist.runtime.topology import RankInfo
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.load import load_weights
+from kog_dist.workers.engines.cuda_device import kernel_shapes
+from tests.unit.formats.folders import made
+
+QWEN3_4B_FP8 = {
+    "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "hidden_size": 2560, "intermediate_size": 9728, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 1000000,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 151936, "max_position_embeddings": 40960,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+
+
+def test_a_check_says_the_format_and_what_a_token_reads(tmp_path: Path) -> None:
+    made(tmp_path, "fp8")
+    text = check(LaunchConfig(model=str(tmp_path), device="cpu", ranks=2), deep=True)
+    per_token = bytes_per_token(open_checkpoint(tmp_path)) / 2**20
+    said = "parameters, FP8 (E4M3) in blocks of 16 x 16, F32 scales, as published (fp8), the rest bfloat16, 2 files, "
+    assert said in text
+    assert f"MiB ({per_token:.1f} MiB per token as they are), 4 lanes" in text
+
+
+def test_a_dry_run_of_config_json_alone_counts_codes_and_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B_FP8))
+    text = dry_run(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1))
+    layers = 36 * (2560 * 128 * (2 * 32 + 2 * 8) + 3 * 2560 * 9728)
+    read = layers * (1 + 2 / 128**2) + 2 * 2560 * 151936
+    assert (
+        "FP8 (E4M3) in blocks of 128 x 128, BF16 scales, as published (fp8), the rest bfloat16; the folder has no weights" in text
+    )
+    assert "4 lanes with delay 0" in text
+    found = re.search(r"1 GPU .*H200 at most ([0-9,]+) tokens/s", text)
+    assert found is not None
+    assert abs(int(found[1].replace(",", "")) - 4.57e12 / read) < 2
+    assert "weights in float32" in text
+    assert "GPUs do not run quantised weights yet" in text
+
+
+def test_cpu_ranks_are_said_to_keep_float32(tmp_path: Path) -> None:
+    made(tmp_path, "awq")
+    settings = LaunchConfig(model=str(tmp_path), device="cpu", ranks=2)
+    target = plan_target(settings)[0]
+    weights = [target.checkpoint.rank_weights(range(2 * rank, 2 * rank + 2), keeps_halves=True) for rank in range(2)]
+    for rank, kept in enumerate(weights):
+        assert cpu_rank_bytes(target, rank)["weights"] <= kept.num_bytes <= cpu_rank_bytes(target, rank)["weights"] + 10_000
+    width = 4 if half_products.library() is None else 2
+    assert num_quantised(target.checkpoint) * 4 < sum(kept.num_bytes for kept in weights)
+    assert width * num_quantised(target.checkpoint) < sum(kept.num_bytes for kept in weights)
+
+
+@pytest.mark.parametrize("quantize", ["none", "fp8"])
+def test_gpus_refuse_quantised_weights_by_name(tmp_path: Path, quantize: str) -> None:
+    if quantize == "none":
+        made(tmp_path, "pack-quantized")
+    else:
+        write_tiny_model(tmp_path)
+    form = "INT4 in groups of 16, BF16 scales" if quantize == "none" else r"FP8 .* rounded at the start"
+    message = rf"it has quantised weights, {form}.*use the unquantised folder, without --quantize.*; use --device cpu"
+    checkpoint = open_checkpoint(tmp_path, quantize=quantize)
+    with pytest.raises(ConfigError, match=message):
+        kernel_shapes(checkpoint, "bfloat16", 1)
+    with pytest.raises(ConfigError, match=message):
+        plan_target(LaunchConfig(model=str(tmp_path), device="cuda", quantize=quantize))
+    with pytest.raises(CheckpointError, match="GPUs do not run quantised weights"):
+        load_weights(None, checkpoint)  # type: ignore[arg-type]
+
+
+def test_who_did_not_ask_for_cpu_ranks_hears_why_there_are_some(tmp_path: Path) -> None:
+    made(tmp_path, "awq")
+    for device, told in (("auto", "CPU ranks, since GPUs do not run quantised weights yet"), ("cpu", "")):
+        target, obstacles = plan_target(LaunchConfig(model=str(tmp_path), device=device, ranks=1))
+        assert (target.device, target.note, obstacles) == ("cpu", told, ())
+
+
+def test_workers_are_told_how_to_round() -> None:
+    args = WorkerArgs(RankInfo(0, 1, 0, "x"), "/model", "cpu", "float32", True, 1.0, 1.0, quantize="int4")
+    assert WorkerArgs.from_json(args.to_json()).quantize == "int4"
+    with pytest.raises(ConfigError, match="the worker's argument quantize must be one of none, fp8, int4, got 'int3'"):
+        WorkerArgs(RankInfo(0, 1, 0, "x"), "/model", "cpu", "float32", True, 1.0, 1.0, quantize="int3")
