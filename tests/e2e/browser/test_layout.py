@@ -66,8 +66,10 @@ def test_the_answer_never_covers_the_history(sized: Page, server: ReplayServer) 
     run(sized)
     ended(sized)
     sized.locator(".turn summary").click()
-    sized.mouse.wheel(0, 5000)
-    sized.wait_for_function("() => scrollY + innerHeight >= document.documentElement.scrollHeight - 1")
+    # Again and again: the page grows while the turn opens.
+    sized.wait_for_function(
+        "() => { scrollTo(0, 1e9); return scrollY + innerHeight >= document.documentElement.scrollHeight - 1; }"
+    )
     assert box(sized, ".answer")[3] <= box(sized, "#turns")[1]
 
 
