@@ -152,11 +152,16 @@ def _memory(target: Target, rank: int) -> str:
             "tape": "weights tape", "tables": "tables and norms", "cache": f"{target.kv_dtype} KV cache", "words": "words",
             "prefill weights": "weights of prefill", "prefill": "memory of prefill",
         }  # fmt: skip
-        return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses)
+        return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses) + _kept(target)
     uses = cpu_rank_bytes(target, rank)
     kept = "16 bit" if cpu_matrix_bytes(target.checkpoint) == 2 and not quantised(target.checkpoint) else "float32"
     weights = f"{_size(uses['weights'])} weights in {kept} ({_size(uses['read'])} read per token)"
-    return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache"
+    return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{_kept(target)}"
+
+
+def _kept(target: Target) -> str:
+    of_host = f" and {_size(target.kept_host_bytes)} of the host" if target.kept_host_bytes else ""
+    return f", {_size(target.kept_bytes)}{of_host} for kept prefixes" if target.kept_bytes else ""
 
 
 def _gpu_ceiling(target: Target) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kog_dist.config import LaunchConfig, parse_gib
 from kog_dist.errors import ConfigError
+from kog_dist.model.spec import ModelSpec
 
 _CPU_BYTES = 64 << 20  # of a rank, unless told otherwise
 _MOST_GPU_BYTES, _SHARE_OF_FREE = 16 << 30, 4  # of a GPU, and of what is free there beside the model
@@ -17,11 +18,17 @@ def kept_on_cpu(settings: LaunchConfig) -> int:
     return _CPU_BYTES if asked is None else asked
 
 
-def kept_on_gpus(settings: LaunchConfig, spare_bytes: int, num_ranks: int) -> tuple[int, int]:
+def kept_on_gpus(settings: LaunchConfig, spec: ModelSpec, spare_bytes: int, num_ranks: int) -> tuple[int, int]:
     """Bytes of each rank on its GPU, where `spare_bytes` are free beside the model, and in the host's memory.
 
-    Raises ConfigError for more than there is.
+    Raises ConfigError for more than there is, and for any that is asked for where windowed layers keep a ring.
     """
+    if spec.window_layers:
+        if parse_gib(settings.prefix_cache):
+            raise ConfigError(
+                f"prefix_cache {settings.prefix_cache} cannot be had on GPUs with windowed layers, which forget; leave it out"
+            )
+        return 0, 0
     asked, asked_of_host = parse_gib(settings.prefix_cache), parse_gib(settings.prefix_host)
     if asked is None:
         asked = min(_MOST_GPU_BYTES, spare_bytes // _SHARE_OF_FREE)

@@ -120,7 +120,9 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
     if choice.context:
         checkpoint = replace(checkpoint, spec=checkpoint.spec.with_context(choice.context))
-    kept_bytes, kept_host_bytes = (0, 0) if choice.obstacles else kept_on_gpus(settings, choice.spare_bytes, choice.count)
+    kept_bytes, kept_host_bytes = 0, 0
+    if not choice.obstacles:
+        kept_bytes, kept_host_bytes = kept_on_gpus(settings, checkpoint.spec, choice.spare_bytes, choice.count)
     target = Target(
         folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, kept_bytes=kept_bytes,
         kept_host_bytes=kept_host_bytes, prefill=choice.prefill, note=choice.note,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from kog_dist.bench.kernel.shapes import named_spec
 from kog_dist.config import LaunchConfig, parse_gib
 from kog_dist.errors import ConfigError
 from kog_dist.launch import kept_prefixes
 from kog_dist.launch.kept_prefixes import kept_on_cpu, kept_on_gpus
+from kog_dist.model.spec import laneformer_2b
 
 GIB = 2**30
+QWEN = named_spec("qwen3-4b")
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +40,19 @@ def test_cpu_ranks_take_little_unless_told_otherwise() -> None:
 
 
 def test_gpus_give_a_quarter_of_what_is_free() -> None:
-    assert kept_on_gpus(LaunchConfig(), 8 * GIB, 1) == (2 * GIB, 2 * GIB)
-    assert kept_on_gpus(LaunchConfig(), 800 * GIB, 4) == (16 * GIB, GIB // 2)
-    assert kept_on_gpus(LaunchConfig(), -GIB, 1) == (0, 0), "a model that just fits"
-    assert kept_on_gpus(LaunchConfig(prefix_cache="off", prefix_host="8"), 8 * GIB, 1) == (0, 0)
-    assert kept_on_gpus(LaunchConfig(prefix_cache="7", prefix_host="8"), 8 * GIB, 2) == (7 * GIB, 4 * GIB)
+    assert kept_on_gpus(LaunchConfig(), QWEN, 8 * GIB, 1) == (2 * GIB, 2 * GIB)
+    assert kept_on_gpus(LaunchConfig(), QWEN, 800 * GIB, 4) == (16 * GIB, GIB // 2)
+    assert kept_on_gpus(LaunchConfig(), QWEN, -GIB, 1) == (0, 0), "a model that just fits"
+    assert kept_on_gpus(LaunchConfig(prefix_cache="off", prefix_host="8"), QWEN, 8 * GIB, 1) == (0, 0)
+    assert kept_on_gpus(LaunchConfig(prefix_cache="7", prefix_host="8"), QWEN, 8 * GIB, 2) == (7 * GIB, 4 * GIB)
 
 
 def test_more_than_there_is_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^prefix_cache 9 does not fit: 8\.0 GiB of a GPU are free beside the model; "):
-        kept_on_gpus(LaunchConfig(prefix_cache="9"), 8 * GIB, 1)
+        kept_on_gpus(LaunchConfig(prefix_cache="9"), QWEN, 8 * GIB, 1)
+
+
+def test_windowed_layers_of_gpus_keep_none() -> None:
+    assert kept_on_gpus(LaunchConfig(), laneformer_2b(), 80 * GIB, 1) == (0, 0)
+    with pytest.raises(ConfigError, match=r"^prefix_cache 1 cannot be had on GPUs with windowed layers"):
+        kept_on_gpus(LaunchConfig(prefix_cache="1"), laneformer_2b(), 80 * GIB, 1)
