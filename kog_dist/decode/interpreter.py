@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from kog_dist.decode.cursor import Choose, Cursor
 from kog_dist.decode.exchange_calls import ExchangeCalls, RankExchange
 from kog_dist.decode.groups import Finder, Group, group_steps
+from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.lane_calls import LaneCalls
 from kog_dist.decode.memory import Memory
 from kog_dist.decode.plan import Plan
@@ -27,7 +28,7 @@ from kog_dist.errors import ConfigError, PlanError
 from kog_dist.model.weights import RankWeights
 from kog_dist.sampling_params import SamplingParams
 
-KV_DTYPES = ("float32", "float16", "bfloat16", "float64")
+KV_DTYPES = ("float32", "float16", "bfloat16", "float64", *KV_FORMATS)
 
 
 @dataclass

@@ -10,6 +10,7 @@ import numpy as np
 from kog_dist.decode import lane_math
 from kog_dist.decode.cursor import Cursor
 from kog_dist.decode.groups import Array, Finder, Group
+from kog_dist.decode.kv_formats import KV_FORMATS, round_rows
 from kog_dist.decode.steps import Kind, Phase, Site
 from kog_dist.errors import PlanError
 from kog_dist.model.rope import rope_table
@@ -88,6 +89,9 @@ class LaneCalls:
         keys, values = ([cache[own] for cache in caches[layer]] for caches in (self.memory.keys, self.memory.values))
         scale, cos, sin = self.memory.dtype.type(dim**-0.5), self.cos, self.sin
         rounds, storage = self.kv_dtype != str(self.memory.dtype), self.kv_dtype
+        round_kv = round_rows if storage in KV_FORMATS else lane_math.round_to
+        rounded = self.memory.empty(2, n, kv, dim)  # keys, values
+        key, value = (rounded[0], rounded[1]) if rounds else (new_key, new_value)
         lengths, rank = cursor.lengths[layer], self.rank
 
         def run() -> None:
@@ -100,14 +104,14 @@ class LaneCalls:
             lane_math.rotate_pairs(pairs, cos[position], sin[position], scratch, rotated)
             np.multiply(new_query, scale, out=queries)
             if rounds:
-                lane_math.round_to(new_key, storage)
-                lane_math.round_to(new_value, storage)
+                rounded[0], rounded[1] = new_key, new_value
+                round_kv(rounded, storage)
             for lane in range(own.start, own.stop):
                 if lengths[lane] != position:
                     raise PlanError(f"rank {rank}: the cache of layer {layer} is appended to twice at position {position}")
                 lengths[lane] = position + 1
-            keys[cursor.kv_cache][:, :, position] = new_key
-            values[cursor.kv_cache][:, :, position] = new_value
+            keys[cursor.kv_cache][:, :, position] = key
+            values[cursor.kv_cache][:, :, position] = value
 
         return run
 

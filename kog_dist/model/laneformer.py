@@ -8,6 +8,8 @@ Parameters carry the names and shapes of the published checkpoint.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,6 +82,23 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 
+def _rows_of_dtype(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a cache of `dtype` keeps of rows (..., head_dim)."""
+    return rows.to(dtype).to(rows.dtype)
+
+
+def _rows_of_fp8(rows: Tensor) -> Tensor:
+    """What a cache of FP8 keeps of rows (..., head_dim): `kv_formats.py`, in torch's own types."""
+    values = rows.float()
+    ideal = values.abs().amax(-1, keepdim=True) / 448
+    scales = ideal.clamp(2.0**-14, 65504.0).half().float()
+    codes = (values / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (codes.float() * scales).to(rows.dtype)
+
+
+ROW_FORMATS: Mapping[str, Callable[[Tensor], Tensor]] = {"fp8": _rows_of_fp8}
+
+
 class KvCache:
     """Keys and values of all tokens so far, per layer (batch, lanes * lane_kv_heads, time, head_dim). Grows with each call."""
 
@@ -115,7 +134,7 @@ class LaneAttention(nn.Module):
         self.layer_idx = layer_idx
         self.window = spec.window(layer_idx)
         self.head_dim, self.heads, self.kv_heads = spec.head_dim, spec.lane_heads, spec.lane_kv_heads
-        self.kv_dtype: torch.dtype | None = None
+        self.round_kv: Callable[[Tensor], Tensor] | None = None
         self.wq = LaneLinear(lanes, self.heads * self.head_dim, d, has_bias=spec.qkv_bias)
         self.wk = LaneLinear(lanes, self.kv_heads * self.head_dim, d, has_bias=spec.qkv_bias)
         self.wv = LaneLinear(lanes, self.kv_heads * self.head_dim, d, has_bias=spec.qkv_bias)
@@ -141,8 +160,8 @@ class LaneAttention(nn.Module):
             part.permute(1, 0, 3, 2, 4).reshape(batch, -1, time, self.head_dim)
             for part in (rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin), value)
         )
-        if self.kv_dtype is not None:
-            key, value = key.to(self.kv_dtype).to(key.dtype), value.to(self.kv_dtype).to(value.dtype)
+        if self.round_kv is not None:
+            key, value = self.round_kv(key), self.round_kv(value)
         if cache is not None:
             key, value = cache.extend(self.layer_idx, key, value)
         mixed = self._attend(query, key, value, window_mask)
@@ -262,11 +281,15 @@ class Laneformer(nn.Module):
         module.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name)) for name in module.state_dict()})
         return module.to(dtype)
 
-    def round_keys_and_values(self, dtype: torch.dtype) -> None:
-        """From now on, round keys and values to `dtype` before they are used, as an engine with such a KV cache does."""
+    def round_keys_and_values(self, form: torch.dtype | str) -> None:
+        """From now on, round keys and values to `form` before they are used, as an engine with such a KV cache does.
+
+        A type, or the name of a format of `kv_formats.py`.
+        """
+        round_kv = partial(_rows_of_dtype, dtype=form) if isinstance(form, torch.dtype) else ROW_FORMATS[form]
         for layer in self.model.layers:
             assert isinstance(layer, LaneLayer)
-            layer.attention.kv_dtype = dtype
+            layer.attention.round_kv = round_kv
 
     def use_flex_windows(self, time: int) -> None:
         """Compute windowed layers of full sequences of `time` tokens with flex attention (CUDA, under torch.compile)."""

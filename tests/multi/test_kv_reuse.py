@@ -87,8 +87,8 @@ def conversations(checkpoint: Checkpoint, kv_dtype: str) -> tuple[list[tuple[int
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [
-        ("laneformer", "float32"), ("laneformer", "bfloat16"), ("delay_0", "float32"), ("all_windowed", "float32"),
-        ("no_window", "float32"),
+        ("laneformer", "float32"), ("laneformer", "bfloat16"), ("laneformer", "fp8"), ("delay_0", "float32"),
+        ("all_windowed", "float32"), ("no_window", "float32"), ("no_window", "fp8"),
     ],
 )  # fmt: skip
 def test_kept_prefixes_give_the_same_bits(name: str, kv_dtype: str, tmp_path: Path) -> None:
@@ -129,6 +129,7 @@ def test_what_a_cancelled_prefill_left_can_be_used(tmp_path: Path) -> None:
     ("kv_dtype", "slots", "all_cached"),
     [
         ("float32", 20, [0, 5, 0, 12, 10, 10, 17]),
+        ("fp8", 20, [0, 5, 0, 12, 10, 10, 17]),
         ("bfloat16", 9, [0, 5, 0, 12, 8, 4, 8]),  # ends of what was not used for long had to go
     ],
 )
