@@ -20,8 +20,7 @@ _E4M3: Final = NUMBERS["E4M3"]
 _NAN_CODE: Final = np.uint8(0x7F)
 _LARGEST: Final = np.float32(_E4M3.largest)
 LEAST_SCALE: Final = np.float32(2.0**-14)  # float16's smallest normal number
-MOST_SCALE: Final = np.float32(144.0)  # the largest one with which all values are in float16's range
-_DROPPED_BITS: Final = 17  # of a scale's significand: 7 stay
+MOST_SCALE: Final = np.float32(65504.0)  # and its largest
 
 
 class CodedRows(NamedTuple):
@@ -40,28 +39,18 @@ class KvFormat(NamedTuple):
 
 
 def _encode_fp8(rows: Array) -> CodedRows:
-    """scale = largest magnitude / 448 in 7 significant bits, from 2**-14 to 144; code = the nearest E4M3 to value * (1 / scale).
+    """scale = float16(largest magnitude / 448), from 2**-14 to 65504; code = the nearest E4M3 of value / scale, ties to even.
 
-    Ties to even. A code has 4 significant bits, so what is kept is exact in float16, and the largest magnitude has the largest
-    code: rounding a kept row changes nothing. Values beyond 448 scales get +-448, infinities too. A NaN stays one, and does not
-    count for the scale.
+    Values beyond 448 scales get +-448, infinities too. A NaN stays one, and does not count for the scale.
     """
     values: NDArray[np.float32] = rows.astype(np.float32, copy=False)
     largest = np.fmax.reduce(np.abs(values), axis=-1, keepdims=True)
-    scales = np.fmin(np.fmax(_with_seven_bits(largest / _LARGEST), LEAST_SCALE), MOST_SCALE)
+    ideal = np.fmin(np.fmax(largest / _LARGEST, LEAST_SCALE), MOST_SCALE)
+    scales = ideal.astype(np.float16)
     with np.errstate(invalid="ignore"):  # of a NaN, whose code is put right below
-        codes = _E4M3.nearest(values * (np.float32(1) / scales))
+        codes = _E4M3.nearest(np.divide(values, scales, dtype=np.float32))
     codes[np.isnan(values)] = _NAN_CODE
-    return CodedRows(codes, scales.astype(np.float16))
-
-
-def _with_seven_bits(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Positive values, to nearest, ties to even."""
-    bits = values.view(np.uint32)
-    half, even = np.uint32((1 << _DROPPED_BITS - 1) - 1), bits >> np.uint32(_DROPPED_BITS) & np.uint32(1)
-    kept = (bits + half + even) & np.uint32(0xFFFFFFFF << _DROPPED_BITS & 0xFFFFFFFF)
-    rounded: NDArray[np.float32] = kept.view(np.float32)
-    return rounded
+    return CodedRows(codes, scales)
 
 
 def _values_fp8(rows: CodedRows) -> NDArray[np.float32]:

@@ -90,9 +90,9 @@ def _rows_of_dtype(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def _rows_of_fp8(rows: Tensor) -> Tensor:
     """What a cache of FP8 keeps of rows (..., head_dim): `kv_formats.py`, in torch's own types."""
     values = rows.float()
-    mantissa, exponent = torch.frexp(values.abs().amax(-1, keepdim=True) / 448)
-    scales = torch.ldexp((mantissa * 128).round(), exponent - 7).clamp(2.0**-14, 144.0)  # 7 significant bits
-    codes = (values * (1 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    ideal = values.abs().amax(-1, keepdim=True) / 448
+    scales = ideal.clamp(2.0**-14, 65504.0).half().float()
+    codes = (values / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
     return (codes.float() * scales).to(rows.dtype)
 
 
