@@ -38,17 +38,23 @@ def attend_in_groups(query: Tensor, key: Tensor, value: Tensor, form: KvForm, wi
     query: (batch, heads, time, head_dim), of the last of the positions of key and value (batch, kv_heads, positions, head_dim).
     """
     time, num_keys, copies = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    first = (num_keys - time) // form.group * form.group  # what is before is not of any query's own group
+    keys, values = _settled(key, form.group, form.keys), _settled(value, form.group, form.values)
+    keys, values, raw_keys, raw_values = (
+        rows.repeat_interleave(copies, 1) for rows in (keys, values, key[:, :, first:], value[:, :, first:])
+    )
     key_pos = torch.arange(num_keys, device=query.device)
     query_pos = torch.arange(num_keys - time, num_keys, device=query.device)[:, None]
-    seen = key_pos <= query_pos
+    is_own = key_pos[first:] // form.group == query_pos // form.group
+    scores = query @ keys.transpose(2, 3)
+    scores[..., first:] = torch.where(is_own, query @ raw_keys.transpose(2, 3), scores[..., first:])
+    unseen = key_pos > query_pos
     if window is not None:
-        seen &= key_pos > query_pos - window
-    is_own = key_pos // form.group == query_pos // form.group
-    pairs = ((key, _settled(key, form.group, form.keys)), (value, _settled(value, form.group, form.values)))
-    (raw_keys, keys), (raw_values, values) = (tuple(one.repeat_interleave(copies, 1) for one in pair) for pair in pairs)
-    scores = torch.where(is_own, query @ raw_keys.transpose(2, 3), query @ keys.transpose(2, 3)) * query.shape[-1] ** -0.5
-    weights = functional.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
-    return weights.masked_fill(~is_own, 0) @ raw_values + weights.masked_fill(is_own, 0) @ values
+        unseen |= key_pos <= query_pos - window
+    weights = functional.softmax((scores * query.shape[-1] ** -0.5).masked_fill_(unseen, float("-inf")), dim=-1)
+    own = weights[..., first:] * is_own
+    weights[..., first:] -= own
+    return weights @ values + own @ raw_values
 
 
 def _settled(rows: Tensor, group: int, settle: Round) -> Tensor:
