@@ -8,8 +8,6 @@ Parameters carry the names and shapes of the published checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +16,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from kog_dist.errors import ConfigError
+from kog_dist.model.kv_oracle import KvForm, attend_in_groups, kv_form
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 
@@ -82,23 +81,6 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 
-def _rows_of_dtype(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a cache of `dtype` keeps of rows (..., head_dim)."""
-    return rows.to(dtype).to(rows.dtype)
-
-
-def _rows_of_fp8(rows: Tensor) -> Tensor:
-    """What a cache of FP8 keeps of rows (..., head_dim): `kv_formats.py`, in torch's own types."""
-    values = rows.float()
-    mantissa, exponent = torch.frexp(values.abs().amax(-1, keepdim=True) / 448)
-    scales = torch.ldexp((mantissa * 128).round(), exponent - 7).clamp(2.0**-14, 144.0)  # 7 significant bits
-    codes = (values * (1 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return (codes.float() * scales).to(rows.dtype)
-
-
-ROW_FORMATS: Mapping[str, Callable[[Tensor], Tensor]] = {"fp8": _rows_of_fp8}
-
-
 class KvCache:
     """Keys and values of all tokens so far, per layer (batch, lanes * lane_kv_heads, time, head_dim). Grows with each call."""
 
@@ -134,7 +116,7 @@ class LaneAttention(nn.Module):
         self.layer_idx = layer_idx
         self.window = spec.window(layer_idx)
         self.head_dim, self.heads, self.kv_heads = spec.head_dim, spec.lane_heads, spec.lane_kv_heads
-        self.round_kv: Callable[[Tensor], Tensor] | None = None
+        self.kv_form: KvForm | None = None
         self.wq = LaneLinear(lanes, self.heads * self.head_dim, d, has_bias=spec.qkv_bias)
         self.wk = LaneLinear(lanes, self.kv_heads * self.head_dim, d, has_bias=spec.qkv_bias)
         self.wv = LaneLinear(lanes, self.kv_heads * self.head_dim, d, has_bias=spec.qkv_bias)
@@ -160,8 +142,8 @@ class LaneAttention(nn.Module):
             part.permute(1, 0, 3, 2, 4).reshape(batch, -1, time, self.head_dim)
             for part in (rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin), value)
         )
-        if self.round_kv is not None:
-            key, value = self.round_kv(key), self.round_kv(value)
+        if self.kv_form is not None:
+            key, value = self.kv_form.enter(key), self.kv_form.enter(value)
         if cache is not None:
             key, value = cache.extend(self.layer_idx, key, value)
         mixed = self._attend(query, key, value, window_mask)
@@ -170,6 +152,8 @@ class LaneAttention(nn.Module):
         return torch.cat((partial[:1] + self.wo.bias, partial[1:])) if self.has_out_bias else partial
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, window_mask: BlockMask | None) -> Tensor:
+        if self.kv_form is not None and self.kv_form.group:
+            return attend_in_groups(query, key, value, self.kv_form, self.window)
         grouped = self.heads != self.kv_heads
         time, num_keys = query.shape[2], key.shape[2]
         if self.window is None and (time == num_keys or time == 1):
@@ -286,10 +270,10 @@ class Laneformer(nn.Module):
 
         A type, or the name of a format of `kv_formats.py`.
         """
-        round_kv = partial(_rows_of_dtype, dtype=form) if isinstance(form, torch.dtype) else ROW_FORMATS[form]
+        chosen = kv_form(form)
         for layer in self.model.layers:
             assert isinstance(layer, LaneLayer)
-            layer.attention.round_kv = round_kv
+            layer.attention.kv_form = chosen
 
     def use_flex_windows(self, time: int) -> None:
         """Compute windowed layers of full sequences of `time` tokens with flex attention (CUDA, under torch.compile)."""
