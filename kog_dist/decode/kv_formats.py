@@ -24,7 +24,9 @@ _LARGEST: Final = np.float32(_E4M3.largest)
 _MOST_INT4: Final = np.float32(15)
 INT4_GROUP: Final = 32  # positions
 LEAST_SCALE: Final = np.float32(2.0**-14)  # float16's smallest normal number
-MOST_SCALE: Final = np.float32(65504.0)  # and its largest
+MOST_SCALE: Final = np.float32(144.0)  # of FP8, the largest one with which all values are in float16's range
+_MOST_FLOAT16: Final = np.float32(65504.0)
+_DROPPED_BITS: Final = 17  # of the significand of a scale of FP8: 7 stay
 
 
 class CodedRows(NamedTuple):
@@ -58,18 +60,29 @@ class KvFormat(NamedTuple):
 
 # ---- fp8 ----
 def encode_fp8(rows: Array) -> CodedRows:
-    """scale = float16(largest magnitude / 448), from 2**-14 to 65504; code = the nearest E4M3 of value / scale, ties to even.
+    """scale = largest magnitude / 448 in 7 significant bits, from 2**-14 to 144; code = the nearest E4M3 to value * (1 / scale).
 
-    Values beyond 448 scales get +-448, infinities too. A NaN stays one, and does not count for the scale.
+    Ties to even. A code has 4 significant bits, so what is kept is exact in float16, and the largest magnitude has the largest
+    code: rounding a kept row changes nothing. Values beyond 448 scales get +-448, infinities too. A NaN stays one, and does not
+    count for the scale.
     """
     values: Values = rows.astype(np.float32, copy=False)
     largest = np.fmax.reduce(np.abs(values), axis=-1, keepdims=True)
-    ideal = np.fmin(np.fmax(largest / _LARGEST, LEAST_SCALE), MOST_SCALE)
-    scales = ideal.astype(np.float16)
+    ideal: Values = np.divide(largest, _LARGEST, dtype=np.float32)
+    scales = np.fmin(np.fmax(_with_seven_bits(ideal), LEAST_SCALE), MOST_SCALE)
     with np.errstate(invalid="ignore"):  # of a NaN, whose code is put right below
-        codes = _E4M3.nearest(np.divide(values, scales, dtype=np.float32))
+        codes = _E4M3.nearest(values * np.divide(np.float32(1), scales, dtype=np.float32))
     codes[np.isnan(values)] = _NAN_CODE
-    return CodedRows(codes, scales)
+    return CodedRows(codes, scales.astype(np.float16))
+
+
+def _with_seven_bits(values: Values) -> Values:
+    """Positive values, to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    half, even = np.uint32((1 << _DROPPED_BITS - 1) - 1), bits >> np.uint32(_DROPPED_BITS) & np.uint32(1)
+    kept = (bits + half + even) & np.uint32(0xFFFFFFFF << _DROPPED_BITS & 0xFFFFFFFF)
+    rounded: Values = kept.view(np.float32)
+    return rounded
 
 
 def values_of_fp8(rows: CodedRows) -> Values:
@@ -106,7 +119,7 @@ def values_of_int4(group: CodedGroup) -> Values:
 
 
 def _enter_int4(rows: Array) -> None:
-    rows[...] = np.clip(rows, -MOST_SCALE, MOST_SCALE).astype(np.float16)
+    rows[...] = np.clip(rows, -_MOST_FLOAT16, _MOST_FLOAT16).astype(np.float16)
 
 
 def _settle_int4(keys: Array, values: Array) -> None:

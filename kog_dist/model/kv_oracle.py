@@ -75,9 +75,9 @@ def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _fp8(rows: Tensor) -> Tensor:
     values = rows.float()
-    ideal = values.abs().amax(-1, keepdim=True) / 448
-    scales = ideal.clamp(2.0**-14, 65504.0).half().float()
-    codes = (values / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    mantissa, exponent = torch.frexp(values.abs().amax(-1, keepdim=True) / 448)
+    scales = torch.ldexp((mantissa * 128).round(), exponent - 7).clamp(2.0**-14, 144.0)  # 7 significant bits
+    codes = (values * (1 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn)
     return (codes.float() * scales).to(rows.dtype)
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kog_dist.bench.kernel.shapes import DENSE
-from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kv_format import CODE_BITS
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
@@ -34,7 +34,7 @@ def spec_of(shape: str) -> ModelSpec:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kv_dtype", KV_FORMATS)
+@pytest.mark.parametrize("kv_dtype", CODE_BITS)
 def test_logits_are_those_of_the_definition(tmp_path: Path, shape: str, kv_dtype: str) -> None:
     spec = spec_of(shape)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 5), manifest=False)

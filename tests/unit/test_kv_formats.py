@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
+from kog_dist.bench.kernel.shapes import named_spec
 from kog_dist.config import CHOICES, LaunchConfig
 from kog_dist.decode.kv_formats import (
     INT4_GROUP,
@@ -60,9 +61,9 @@ def torchs_fp8(values: Rows) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
     """Codes and scales by torch's conversions, one row at a time."""
     codes, scales = [], []
     for row in torch.from_numpy(values):
-        ideal = torch.tensor(float(row.abs().max())) / torch.tensor(448.0)
-        scale = torch.clamp(ideal, 2.0**-14, 65504.0).to(torch.float16)
-        codes.append((row / scale.float()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+        mantissa, exponent = torch.frexp(torch.tensor(float(row.abs().max())) / torch.tensor(448.0))
+        scale = torch.ldexp((mantissa * 128).round(), exponent - 7).clamp(2.0**-14, 144.0).to(torch.float16)
+        codes.append((row * (1 / scale.float())).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).numpy())
         scales.append(scale.numpy())
     return np.stack(codes), np.stack(scales)[:, None]
 
@@ -82,7 +83,7 @@ def test_fp8_is_torchs() -> None:
 def test_fp8_at_the_edges() -> None:
     scale_of = {name: float(encode_fp8(row).scales[0, 0]) for name, row in {
         "zeros": rows(), "tiny": rows(1e-40, 2.0**-30), "least": rows(448 * 2.0**-14), "one": rows(448.0, 1.0),
-        "largest": rows(448 * 65504.0), "huge": rows(3e38), "infinite": rows(-np.inf, 1.0), "of a NaN": rows(np.nan, 448.0),
+        "largest": rows(448 * 144.0), "huge": rows(3e38), "infinite": rows(-np.inf, 1.0), "of a NaN": rows(np.nan, 448.0),
     }.items()}  # fmt: skip
     least, most = float(LEAST_SCALE), float(MOST_SCALE)
     assert scale_of == {
@@ -92,7 +93,7 @@ def test_fp8_at_the_edges() -> None:
     assert not kept(rows()).any()
     assert not kept(rows(2.0**-25)).any(), "less than half of the smallest code"
     assert kept(rows(2.0**-23 * 1.4))[0, 0] == 2.0**-23
-    assert kept(rows(3e38, -3e38, np.inf))[0, :3].tolist() == [448 * 65504.0, -448 * 65504.0, 448 * 65504.0]
+    assert kept(rows(3e38, -3e38, np.inf))[0, :3].tolist() == [448 * 144.0, -448 * 144.0, 448 * 144.0]
     found = kept(rows(np.nan, 448.0, -1.0))
     assert np.isnan(found[0, 0])
     assert found[0, 1:3].tolist() == [448.0, -1.0], "a NaN spoils only itself"
@@ -101,10 +102,20 @@ def test_fp8_at_the_edges() -> None:
 
 def test_fp8_ties_go_to_the_even_code_and_to_the_even_scale() -> None:
     assert kept(rows(448.0, 17.0, 19.0, 17.01, -17.0, 2.0**-10))[0, :6].tolist() == [448.0, 16.0, 20.0, 18.0, -16.0, 0.0]
-    halfway = 448 * (1 + 2.0**-11)  # between two numbers of float16
+    halfway = 448 * (1 + 2.0**-7)  # between two numbers of seven bits
     assert encode_fp8(rows(halfway)).scales[0, 0] == 1.0
-    assert encode_fp8(rows(448 * (1 + 3 * 2.0**-11))).scales[0, 0] == np.float16(1 + 2.0**-9)
+    assert encode_fp8(rows(448 * (1 + 3 * 2.0**-7))).scales[0, 0] == 1 + 2.0**-5
     assert kept(rows(halfway))[0, 0] == 448.0, "beyond the last code: saturated"
+
+
+def test_fp8_rounded_again_is_the_same_through_float16_too() -> None:
+    """Prefill on GPUs has keys and values in float16 between chunks, and finds scales and codes again."""
+    values = np.clip(drawn(), -60000, 60000)
+    once = encode_fp8(values)
+    for again in (kept(values), kept(values).astype(np.float16)):
+        twice = encode_fp8(again)
+        assert np.array_equal(once.scales, twice.scales)
+        assert np.array_equal(once.codes & 0x7F, twice.codes & 0x7F)
 
 
 # ---- int4 ----
@@ -263,12 +274,17 @@ def test_the_engine_is_the_oracle(name: str, tmp_path: Path) -> None:
 
 
 # ---- settings ----
-def test_formats_are_settings_and_gpus_refuse_them_by_name() -> None:
+def test_formats_are_settings_and_gpus_refuse_by_name_what_they_cannot_do() -> None:
     assert set(KV_FORMATS) < set(CHOICES["kv_dtype"])
-    spec = open_checkpoint(DEMO).spec
-    for name in KV_FORMATS:
-        with pytest.raises(ConfigError, match=f"{name} KV cache .*; use --device cpu"):
+    laneformer, dense = open_checkpoint(DEMO).spec, named_spec("qwen3-0.6b")
+    of_48 = replace(dense, own_head_dim=48)
+    for spec, name, reason in (
+        (laneformer, "fp8", "fp8 KV cache of a Laneformer"), (of_48, "fp8", "of heads of 48 values"), (dense, "int4", "int4 KV"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{reason} .*; use --device cpu"):
             KernelShape(spec, range(spec.num_lanes), kv_dtype=name)
+    plain, coded = (KernelShape(dense, range(dense.num_lanes), kv_dtype=name) for name in ("float16", "fp8"))
+    assert coded.kv_bytes == plain.kv_bytes * (128 + 2) // 256, "codes of a row, and its scale"
 
 
 def test_a_dry_run_says_what_the_cache_takes_on_cpu_ranks() -> None:

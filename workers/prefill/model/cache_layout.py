@@ -104,7 +104,7 @@ class CacheLayout:
         places = split, batch, row = self._places(layer, kept, len(keys), cache)
         if self.is_coded:
             parts = coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim)
-            coded_rows.store_rows(parts, places, (keys, values), self.kv_dtype)
+            coded_rows.store_rows(parts, places, (keys, values))
             return
         k, v = self.parts(cache, layer)
         k[:, split, batch, row] = keys.transpose(0, 1)
@@ -118,13 +118,13 @@ class CacheLayout:
         places = split, batch, row = self._places(layer, first, last - first, cache)
         if self.is_coded:
             parts = coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim)
-            return coded_rows.load_rows(parts, places, self.kv_dtype)
+            return coded_rows.load_rows(parts, places)
         k, v = self.parts(cache, layer)
         return k[:, split, batch, row].transpose(0, 1), v[:, split, batch, row // 2, :, row % 2]
 
     def rounded(self, rows: Tensor, cache: Tensor) -> Tensor:
         """What the cache keeps of keys or values (..., head_dim)."""
-        return coded_rows.rounded_rows(rows, self.kv_dtype) if self.is_coded else rows.to(cache.dtype)
+        return coded_rows.rounded_rows(rows) if self.is_coded else rows.to(cache.dtype)
 
     def _places(self, layer: int, first: int, count: int, like: Tensor) -> Places:
         import torch

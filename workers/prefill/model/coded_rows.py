@@ -1,4 +1,4 @@
-"""The rows of a KV cache that keeps codes (phases/attend_cache.cuh, kv_codes.cuh): for those who fill or read it from outside.
+"""The rows of a KV cache of FP8 (phases/attend_cache.cuh, kv_codes.cuh): for those who fill or read it from outside.
 
 A batch is 16 rows of codes of K; 8 pairs of rows of V: for every dimension the code of the even position and that of the odd one;
 and for each position the scales of its rows of K and V.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from kog_dist.decode.kv_formats import KV_FORMATS, CodedRows
+from kog_dist.decode.kv_formats import CodedRows, encode_fp8, values_of_fp8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,13 +36,13 @@ def coded_parts(batches: Tensor, head_dim: int) -> CodedParts:
     )
 
 
-def store_rows(parts: CodedParts, places: Places, rows: tuple[Tensor, Tensor], kv_dtype: str) -> None:
+def store_rows(parts: CodedParts, places: Places, rows: tuple[Tensor, Tensor]) -> None:
     """Round keys and values (positions, heads, head_dim) and write them."""
     import torch
 
     split, batch, row = places
     for number, values in enumerate(rows):
-        coded = KV_FORMATS[kv_dtype].encode(values.float().numpy())
+        coded = encode_fp8(values.float().numpy())
         codes, scales = torch.from_numpy(coded.codes), torch.from_numpy(coded.scales)[..., 0]
         if number == 0:
             parts.keys[:, split, batch, row] = codes.transpose(0, 1)
@@ -53,7 +51,7 @@ def store_rows(parts: CodedParts, places: Places, rows: tuple[Tensor, Tensor], k
         parts.scales[:, split, batch, row, number] = scales.transpose(0, 1)
 
 
-def load_rows(parts: CodedParts, places: Places, kv_dtype: str) -> tuple[Tensor, Tensor]:
+def load_rows(parts: CodedParts, places: Places) -> tuple[Tensor, Tensor]:
     """Keys and values (positions, heads, head_dim), float32."""
     import torch
 
@@ -61,15 +59,14 @@ def load_rows(parts: CodedParts, places: Places, kv_dtype: str) -> tuple[Tensor,
     codes = parts.keys[:, split, batch, row].transpose(0, 1), parts.values[:, split, batch, row // 2, :, row % 2]
     scales = parts.scales[:, split, batch, row].transpose(0, 1)[..., None]
     keys, values = (
-        torch.from_numpy(KV_FORMATS[kv_dtype].values(CodedRows(of_codes.numpy(), of_scales.numpy())))
+        torch.from_numpy(values_of_fp8(CodedRows(of_codes.numpy(), of_scales.numpy())))
         for of_codes, of_scales in zip(codes, scales.unbind(2), strict=True)
     )
     return keys, values
 
 
-def rounded_rows(rows: Tensor, kv_dtype: str) -> Tensor:
+def rounded_rows(rows: Tensor) -> Tensor:
     """What is kept of rows (..., head_dim), float32."""
     import torch
 
-    form = KV_FORMATS[kv_dtype]
-    return torch.from_numpy(np.asarray(form.values(form.encode(rows.float().numpy()))))
+    return torch.from_numpy(values_of_fp8(encode_fp8(rows.float().numpy())))
