@@ -34,10 +34,14 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "kog-client status": (("kog-client status --instance prod --json", "of a named engine, for programs"),),
     "kog-client cancel": (("kog-client cancel", "the request that runs"),),
     "kog-client drain": (("kog-client drain --instance prod", "a named engine"),),
-    "kog-client stop": (("kog-client stop --instance prod --now", "at once; clients are told"),),
+    "kog-client stop": (
+        ("kog-client stop --instance prod --now", "at once; clients are told"),
+        ("kog-client stop --ray head:6379", "wherever on the cluster its launcher runs"),
+    ),
     "kog-client logs": (
         ("kog-client logs", "what the launcher has said"),
         ("kog-client logs gateway --lines 100 --follow", "requests, as they end"),
+        ("kog-client logs rank-0 --ray auto", "from the node that the rank is on"),
     ),
     "kog-bench": (
         ("kog-bench latency --random --spec llama-3.2-1b --lanes 4", "the kernel on one GPU, beside its ceiling"),
