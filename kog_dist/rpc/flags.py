@@ -115,7 +115,7 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="Do not wait for the running request.")] = False,
     instance: Instance = None, ray: Ray = None,
 ) -> None:  # fmt: skip
-    """End an engine of this machine or a Ray cluster, and wait until it is gone. The running request may finish before."""
+    """End an engine, and wait until it is gone. The running request may finish before."""
     from kog_dist.rpc import instance_commands, ray_commands
 
     if ray is not None:
@@ -131,7 +131,7 @@ def logs(
     instance: Instance = None,
     ray: Ray = None,
 ) -> None:
-    """Show what an engine of this machine or a Ray cluster has logged. On this machine also when it has ended."""
+    """Show what an engine has logged. On this machine also when it has ended."""
     from kog_dist.rpc import instance_commands, ray_commands
 
     if ray is not None:

@@ -55,7 +55,10 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "kog-bench latency": (("kog-bench latency --random --spec llama-3.2-1b --lanes 4 --baseline dense", "beside torch"),),
     "kog-bench prefill": (("kog-bench prefill --spec 2b", ""),),
     "kog-bench inspect": (("kog-bench inspect MODEL --layers 0,3,5", ""),),
-    "kog-bench router": (("kog-bench router", ""),),
+    "kog-bench router": (
+        ("kog-bench router", ""),
+        ("kog-bench router --agents 16 --replicas 4", "how much of what replicas have kept is used"),
+    ),
     "kog-bench requests": (("kog-bench requests --gpus 1 --spec 2b", ""),),
     "kog-bench first-token": (("kog-bench first-token --prompts 128,2048", ""),),
     "kog-bench soak": (("kog-bench soak --requests 10000 --ranks 2 --clients 6 --seed 1", ""),),
