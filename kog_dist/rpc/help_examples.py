@@ -61,9 +61,15 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     ),
     "kog-bench requests": (("kog-bench requests --gpus 1 --spec 2b", ""),),
     "kog-bench first-token": (("kog-bench first-token --prompts 128,2048", ""),),
-    "kog-bench soak": (("kog-bench soak --requests 10000 --ranks 2 --clients 6 --seed 1", ""),),
+    "kog-bench soak": (
+        ("kog-bench soak --requests 10000 --ranks 2 --clients 6 --seed 1", ""),
+        ("kog-bench soak --long --ranks 1", "kept prefixes that are forgotten all the time"),
+    ),
     "kog-bench replay": (("kog-bench replay --rate 2000 --instance replayed", ""),),
     "kog-bench serve": (("kog-bench serve --url http://127.0.0.1:8000 --num-prompts 20", ""),),
+    "kog-bench agents": (
+        ("kog-bench agents --url http://127.0.0.1:8000 --ignore-eos", "an agent with 20,000 tokens of context"),
+    ),
     "kog-bench compare": (("kog-bench compare a.json b.json --fail-if-slower 5", ""),),
     "kog-bench gateway": (("kog-bench gateway --rate 500 --tokens 200 --repeats 1", ""),),
     "kog-bench collectives": (("kog-bench collectives --gpus 2 --out results", "table, collectives.json and a picture"),),
