@@ -18,7 +18,7 @@ from typing import Any
 from kog_dist.bench.engine.session import EngineSession, TimedOut, engine_session, until
 from kog_dist.bench.engine.soak_client import Record, SoakClient
 from kog_dist.bench.engine.soak_replay import compare, compare_rounded, replay_of
-from kog_dist.bench.engine.soak_requests import RequestMix, SoakRequest
+from kog_dist.bench.engine.soak_requests import PREFIX_LENGTHS, RequestMix, SoakRequest
 from kog_dist.bench.fakes.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
 from kog_dist.bench.report import finish, machine
 from kog_dist.config import LaunchConfig
@@ -41,7 +41,7 @@ _MOST_AT_ONCE = 3
 _IDLE_S = 5.0
 _STALL_S = 10.0  # many clients on few cores are slow; who judges a silent process is not what is measured here
 _SHOWN = 20
-LONG_CONTEXT, LONG_PREFIX = 768, 360  # tokens
+LONG_CONTEXT, LONG_PREFIXES = 768, (150, 400)  # tokens
 LONG_BLOCKS = 6  # for kept prefixes: less than the longest sequence has
 LONG_REPLAY_EVERY, _ALL_REPLAYED = 8, 1000
 _START_S = 150.0  # kernels may have to be compiled
@@ -56,7 +56,7 @@ class Engine:
     spec: ModelSpec
     folder: Path | None = None  # None: random weights of the spec
     on_gpus: bool = False
-    longest_prefix: int = 90
+    prefix_lengths: tuple[int, int] = PREFIX_LENGTHS
     flags: tuple[str, ...] = ()
     num_blocks: int | None = None
     replay_every: int = 1  # streams; the others are compared with nothing
@@ -75,7 +75,7 @@ class Engine:
         gib = (LONG_BLOCKS + 0.5) * BLOCK_TOKENS * token_bytes / 2**30
         flags = ("--kv-dtype=float32", "--kv-caches=1", f"--prefix-cache={gib:.12f}")
         every = 1 if num_requests <= _ALL_REPLAYED else LONG_REPLAY_EVERY
-        return cls("demo" if is_demo else "tiny", spec, folder, False, LONG_PREFIX, flags, LONG_BLOCKS, every)
+        return cls("demo" if is_demo else "tiny", spec, folder, False, LONG_PREFIXES, flags, LONG_BLOCKS, every)
 
 
 def run(engine: Engine, num_requests: int, ranks: int, num_clients: int, seed: int) -> bool:
@@ -103,7 +103,7 @@ def soak(engine: Engine, num_requests: int, ranks: int, num_clients: int, seed: 
         model, begin_s = engine.folder or Path(folder) / "model", time.monotonic()
         if engine.folder is None:
             write_tiny_model(model, engine.spec)
-        mix = RequestMix(engine.spec, seed, kept_is_exact=not on_gpus, longest_prefix=engine.longest_prefix)
+        mix = RequestMix(engine.spec, seed, kept_is_exact=not on_gpus, prefix_lengths=engine.prefix_lengths)
         flags = [str(model), f"--stall-timeout={_STALL_S:g}", *([f"--gpus={ranks}"] if on_gpus else ["--device=cpu"])]
         checker = Checker(mix, engine.replay_every)
         with _engine([*flags, *limits, *engine.flags, *([] if on_gpus else [f"--ranks={ranks}"])], checker.findings) as (

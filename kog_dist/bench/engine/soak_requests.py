@@ -14,7 +14,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.sampling_params import SamplingParams
 
-_LONGEST_PREFIX = 90
+PREFIX_LENGTHS = (4, 90)  # tokens
 _SHARED = 40
 _MOST_TOKENS = 24
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -48,13 +48,13 @@ class RequestMix:
     """An endless series of requests for one model; the same for the same seed, but for prompts that extend earlier answers."""
 
     def __init__(
-        self, spec: ModelSpec, seed: int, *, kept_is_exact: bool = True, longest_prefix: int = _LONGEST_PREFIX
+        self, spec: ModelSpec, seed: int, *, kept_is_exact: bool = True, prefix_lengths: tuple[int, int] = PREFIX_LENGTHS
     ) -> None:  # fmt: skip
         """`kept_is_exact`: a token does not depend on what was cached. If not, only plain greedy requests use what is; then most
         prompts begin alike, because GPUs keep one cache."""
         self._spec, self._chance, self.kept_is_exact = spec, random.Random(seed), kept_is_exact
         shared = () if kept_is_exact else self._ids(_SHARED)
-        self._prefixes = [shared + self._ids(self._chance.randint(4, longest_prefix)) for _ in range(6)]
+        self._prefixes = [shared + self._ids(self._chance.randint(*prefix_lengths)) for _ in range(6)]
         self._sequences: deque[tuple[int, ...]] = deque(maxlen=3)
         self._number = 0
 
