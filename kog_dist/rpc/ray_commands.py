@@ -100,9 +100,8 @@ def _joined(given: str) -> Iterator[None]:
     """This process is one of the cluster's. Raises ConfigError, LaunchError."""
     address = resolve_address(given, os.environ, lambda said: write_error(f"kog-client: {said}"), "--ray")
     if address is None:
-        raise ConfigError(
-            f"--ray {given} names no Ray cluster; give HOST:PORT of one. Private ones are found by --instance alone"
-        )
+        found = "no cluster of this machine" if given == "auto" else "no cluster"
+        raise ConfigError(f"--ray {given!r} names {found}; give its HOST:PORT, or for a private one --instance alone")
     join(address, "--ray")
     import ray
 

@@ -100,7 +100,8 @@ def resolve_address(
     except ValueError:
         raise ConfigError(f"{source} must be HOST:PORT of a Ray cluster, auto or local; got {address!r}") from None
     if not is_alive:
-        raise LaunchError(f"no Ray cluster answers at {source} {address}; start it, or leave the address out for a private one")
+        other = "leave the address out for a private one" if flag == "--ray-address" else "give that of another one"
+        raise LaunchError(f"no Ray cluster answers at {source} {address}; start it, or {other}")
     return address
 
 
