@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.engine.soak import LONG_BLOCKS, Engine, soak
+from kog_dist.bench.engine.soak import LONG_BLOCKS, SoakedEngine, soak
 from kog_dist.bench.engine.soak_client import Record
 from kog_dist.bench.engine.soak_replay import compare, compare_rounded
 from kog_dist.bench.engine.soak_requests import Fate, RequestMix, SoakRequest
@@ -21,7 +21,7 @@ DONE = Done("r", FinishReason.LENGTH, 1, 3, 0.0, 1.0)
 
 @pytest.mark.timeout(300)  # seconds, but for a loaded machine
 def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
-    figures = soak(Engine.tiny(), 200, ranks=2, num_clients=4, seed=5)
+    figures = soak(SoakedEngine.tiny(), 200, ranks=2, num_clients=4, seed=5)
     assert figures["findings"] == []
     assert figures["replayed"] > 50
     assert figures["cached_tokens"] > 100
@@ -32,7 +32,7 @@ def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
 
 @pytest.mark.timeout(300)  # seconds, but for a loaded machine
 def test_long_prompts_with_room_for_few_kept_prefixes() -> None:
-    figures = soak(Engine.long(1, 80), 80, ranks=1, num_clients=3, seed=2)
+    figures = soak(SoakedEngine.long(1, 80), 80, ranks=1, num_clients=3, seed=2)
     assert figures["findings"] == []
     assert figures["replayed"] > 20
     assert 0 < figures["cached_tokens"] < figures["prompt_tokens"]

@@ -28,7 +28,7 @@ def soak(
     if (demo and not long) or (long and gpus is not None):
         raise ConfigError("--long is for CPU ranks, and --demo goes with it; leave --gpus out, or add --long")
     num_ranks = gpus or ranks or 2
-    tiny = benchmark.Engine.tiny(on_gpus=gpus is not None)
-    engine = benchmark.Engine.long(num_ranks, requests, is_demo=demo) if long else tiny
+    tiny = benchmark.SoakedEngine.tiny(on_gpus=gpus is not None)
+    engine = benchmark.SoakedEngine.long(num_ranks, requests, is_demo=demo) if long else tiny
     if not benchmark.run(engine, requests, num_ranks, clients, seed):
         raise typer.Exit(1)

@@ -49,7 +49,7 @@ _ENDED_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class SoakedEngine:
     """What is soaked. `flags` are those of the launcher, `num_blocks` what it must then say that it has for kept prefixes."""
 
     name: str
@@ -62,12 +62,12 @@ class Engine:
     replay_every: int = 1  # streams; the others are compared with nothing
 
     @classmethod
-    def tiny(cls, *, on_gpus: bool = False) -> Engine:
+    def tiny(cls, *, on_gpus: bool = False) -> SoakedEngine:
         """Short prompts, and room for all that is kept."""
         return cls("tiny", TINY_ON_GPUS if on_gpus else TINY, on_gpus=on_gpus)
 
     @classmethod
-    def long(cls, ranks: int, num_requests: int, *, is_demo: bool = False) -> Engine:
+    def long(cls, ranks: int, num_requests: int, *, is_demo: bool = False) -> SoakedEngine:
         """Prompts of several blocks on CPU ranks, and room for few of them, so that blocks are forgotten all the time."""
         folder = model_folder(LaunchConfig())[0] if is_demo else None
         spec = replace(TINY, max_context=LONG_CONTEXT) if folder is None else open_checkpoint(folder, verify=False).spec
@@ -78,7 +78,7 @@ class Engine:
         return cls("demo" if is_demo else "tiny", spec, folder, False, LONG_PREFIXES, flags, LONG_BLOCKS, every)
 
 
-def run(engine: Engine, num_requests: int, ranks: int, num_clients: int, seed: int) -> bool:
+def run(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, seed: int) -> bool:
     """Soak an engine; prints findings, then the JSON object. True: nothing was wrong."""
     before = machine()
     figures = soak(engine, num_requests, ranks, num_clients, seed)
@@ -92,7 +92,7 @@ def run(engine: Engine, num_requests: int, ranks: int, num_clients: int, seed: i
     return not figures["findings"]
 
 
-def soak(engine: Engine, num_requests: int, ranks: int, num_clients: int, seed: int) -> dict[str, Any]:
+def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, seed: int) -> dict[str, Any]:
     """The figures of a soak of `ranks` CPU ranks or GPUs; `findings` are sentences about what was wrong.
 
     Replays follow when the engine has ended: on one CPU rank, or on the same GPUs, whose prefill and decoding round differently.

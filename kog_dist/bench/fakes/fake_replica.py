@@ -44,7 +44,7 @@ _TOKEN: Final = 7  # of all answers
 _SPIN_NS: Final = 2_000_000  # a poll rounds to milliseconds
 
 
-class KeptBlocks:
+class KeptPrompts:
     """Blocks of the prompts that were answered last, at most so many tokens of them."""
 
     def __init__(self, max_tokens: int) -> None:
@@ -68,7 +68,7 @@ class FakeReplica:
     """One request at a time, as an engine has it. A prompt of text is the number of tokens per second."""
 
     def __init__(self, folder: Path, kept_tokens: int, us_per_token: int) -> None:
-        self._kept, self._us_per_token = KeptBlocks(kept_tokens), us_per_token
+        self._kept, self._us_per_token = KeptPrompts(kept_tokens), us_per_token
         self._num_cached, self._prefill_ns = 0, 0
         self._listener = RpcListener(folder)
         self._poller = zmq.Poller()

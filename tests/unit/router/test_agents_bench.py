@@ -8,12 +8,12 @@ import pytest
 
 from kog_dist.bench.engine import router_agents
 from kog_dist.bench.engine.router_agents import Turn, summary
-from kog_dist.bench.fakes.fake_replica import KeptBlocks
+from kog_dist.bench.fakes.fake_replica import KeptPrompts
 from kog_dist.router.affinity import IDS_BLOCK
 
 
 def test_a_fake_replica_keeps_beginnings_within_its_memory() -> None:
-    kept = KeptBlocks(4 * IDS_BLOCK)
+    kept = KeptPrompts(4 * IDS_BLOCK)
     first, second = list(range(3 * IDS_BLOCK)), [*range(2 * IDS_BLOCK), *[7] * IDS_BLOCK]
     assert kept.num_cached(first) == 0
     kept.keep(first)
