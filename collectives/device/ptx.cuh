@@ -160,6 +160,16 @@ __device__ __forceinline__ void load_shared(u32 address, uint4& v) {
 __device__ __forceinline__ void load_shared(u32 address, uint2& v) {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
 }
+__device__ __forceinline__ u32 load_shared_u8(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_shared_u16(u32 address) {
+    u32 v;
+    asm volatile("{ .reg .u16 half; ld.shared.u16 half, [%1]; cvt.u32.u16 %0, half; }" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
 __device__ __forceinline__ u32 load_shared_u32(u32 address) {  // another warp may write it
     u32 v;
     asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
