@@ -1,5 +1,4 @@
-"""The physical form of quantised matrices on weight tapes: tape_packing.py says how rows and columns are shared, this file what lies
-in a tile.
+"""The physical form of quantised matrices on weight tapes: what lies in a tile. Rows and columns are as in tape_packing.py.
 
 A step has 128 columns. A warp's part of a tile is its codes, [64 bytes][row] (two times 64 of 8-bit codes), then its scales,
 [row][scale], then its zero points, [row][zero], and zeros up to a multiple of 16 bytes. Of a row's 64 bytes each of four threads
@@ -16,83 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from kog_dist.errors import ConfigError
-from kog_dist.model.formats.numbers import NUMBERS
-from kog_dist.model.formats.weight_format import SCALE_BYTES, CodedMatrix, WeightFormat
+from kog_dist.decode.coding import CODED_COLUMNS, Coding
+from kog_dist.decode.tape_packing import AnyArray, OpShape, interleave
+from kog_dist.model.formats.weight_format import CodedMatrix
 
-if TYPE_CHECKING:
-    from kog_dist.decode.tape_packing import AnyArray, OpShape
-
-CODED_COLUMNS = 128  # of a step
 _PAIRS = ((0, 1), (4, 5), (2, 3), (6, 7))  # columns of the four registers of an operand, of a thread's eight
-# What weights are as the matrix unit sees them: their values times 2 ** -exponent; and what x is multiplied by, so that products
-# are no subnormal numbers.
-_EXPONENTS = {"E4M3": 120, "E2M1": 126, "INT4": 4}
-_X_EXPONENTS = {"E4M3": 100, "E2M1": 100, "INT4": 0}
-_GROUPS = (32, 64, 128)  # columns of a scale, of which a step has several or one
-
-
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """How the matrices of all layers are quantised, as far as tape and kernel are concerned.
-
-    `number` and `scale` are those of `WeightFormat`. `scales`: of a row in a step, 0 if each row has one scale.
-    """
-
-    number: str
-    scales: int
-    scale: str
-    has_zeros: bool = False
-
-    @classmethod
-    def of(cls, form: WeightFormat) -> Coding:
-        """Raises ConfigError for a format that the kernel does not read."""
-        columns = form.block_columns
-        if form.is_ordered:
-            raise ConfigError(f"GPUs do not run {form}: the columns of a group are no neighbours; use --device cpu")
-        if columns and columns not in _GROUPS and columns % CODED_COLUMNS:
-            raise ConfigError(f"GPUs do not run {form}: groups have 32, 64 or a multiple of 128 columns; use --device cpu")
-        if (form.scale == "E8M0" and columns != 32) or (form.has_zeros and not columns):
-            raise ConfigError(f"GPUs do not run {form}: no kernel was made for it; use --device cpu")
-        return cls(form.number, -(-CODED_COLUMNS // columns) if columns else 0, form.scale, form.has_zeros)
-
-    @property
-    def bits(self) -> int:
-        """Of a code."""
-        return NUMBERS[self.number].bits
-
-    @property
-    def row_bytes(self) -> int:
-        """Codes of a row of a step."""
-        return CODED_COLUMNS * self.bits // 8
-
-    @property
-    def scale_bytes(self) -> int:
-        """Scales of a row of a step."""
-        return self.scales * SCALE_BYTES[self.scale]
-
-    @property
-    def zero_bytes(self) -> int:
-        """Zero points of a row of a step."""
-        return self.scales if self.has_zeros else 0
-
-    def part_bytes(self, rows: int) -> int:
-        """A warp's part of a tile of so many rows."""
-        return rows * self.row_bytes + -(-rows * (self.scale_bytes + self.zero_bytes) // 16) * 16
-
-    @property
-    def x_scale(self) -> float:
-        """What the kernel multiplies x by."""
-        return 2.0 ** _X_EXPONENTS[self.number]
-
-    @property
-    def factor(self) -> float:
-        """What it multiplies sums of products by, so that they are those of the values of codes with x."""
-        return 2.0 ** (_EXPONENTS[self.number] - _X_EXPONENTS[self.number])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +39,7 @@ class Codes:
         """The arrays as `put` gives them, which takes numpy arrays."""
         times = max(matrix.form.block_columns // CODED_COLUMNS, 1)
         columns = -(-matrix.codes.shape[1] // CODED_COLUMNS)
-        parts = [matrix.scales] if matrix.zeros is None else [matrix.scales, matrix.zeros]
+        parts: list[Any] = [matrix.scales] if matrix.zeros is None else [matrix.scales, matrix.zeros]
         if times > 1:
             parts = [np.repeat(part, times, axis=1)[:, :columns] for part in parts]
         return cls(put(matrix.codes), *map(put, parts))
@@ -125,8 +56,6 @@ def below_each_other(matrices: list[Codes]) -> Codes:
 
 def in_turn(gate: Codes, up: Codes) -> Codes:
     """`tape_packing.interleave`."""
-    from kog_dist.decode.tape_packing import interleave
-
     return Codes(*(interleave(*parts) for parts in zip(gate.parts(), up.parts(), strict=True)))
 
 
@@ -134,7 +63,7 @@ def put_codes(tape: AnyArray, position: int, shape: OpShape, num_ctas: int, matr
     """Write a product's tiles to the tapes (uint16 words) of all thread blocks; `position` as in `put_on_tape`."""
     first = position * num_ctas
     for tile in _tiles(shape, num_ctas, matrix):
-        words = np.ascontiguousarray(tile).view(np.uint16).reshape(-1)
+        words = tile.copy().view(np.uint16).reshape(-1)
         tape[first : first + words.size] = words
         first += words.size
 
@@ -191,7 +120,7 @@ def _scale_bytes(scales: AnyArray, coding: Coding) -> AnyArray:
 
 
 def _bytes(values: AnyArray) -> AnyArray:
-    return np.ascontiguousarray(values).view(np.uint8)
+    return values.copy().view(np.uint8)
 
 
 def _words(codes: AnyArray, coding: Coding) -> AnyArray:
@@ -205,16 +134,12 @@ def _words(codes: AnyArray, coding: Coding) -> AnyArray:
     else:
         make = _word_of_eight if coding.number == "INT4" else _word_of_eight_floats
         words = np.moveaxis(make(pairs), -1, -2)  # thread, operand
-    return np.ascontiguousarray(words).reshape(*codes.shape[:-1], coding.row_bytes // 4)
+    return words.copy().reshape(*codes.shape[:-1], coding.row_bytes // 4)
 
 
 def _word_of_four(first: tuple[Any, Any], second: tuple[Any, Any]) -> AnyArray:
-    """Codes of 8 bits. The first pair's signs and magnitudes lie where bfloat16 has them; the second pair's in what is left."""
-    word = None
-    for half, (plain, split) in enumerate(zip(first, second, strict=True)):
-        mine = (plain >> 7) << 15 | (plain & 0x7F) << 4 | (split & 0xF) | (split >> 4 & 7) << 12 | (split >> 7) << 11
-        word = mine if half == 0 else word | mine << 16
-    return word
+    """Codes of 8 bits, the first column's lowest."""
+    return first[0] | first[1] << 8 | second[0] << 16 | second[1] << 24
 
 
 def _word_of_eight(pairs: list[tuple[Any, Any]]) -> AnyArray:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_dist.decode.coded_packing import CODED_COLUMNS, Coding
+from kog_dist.decode.coding import CODED_COLUMNS, Coding
 
 STEP_COLUMNS = 32  # columns that one mma takes of eight rows
 _STEP = (4, 2, 2, 2)  # a step's columns: threads, halves (upper and lower rows of the operand), pairs, columns of a pair

@@ -1,4 +1,4 @@
-"""The monokernel with quantised weights on a CPU (test_decode_twin.py), against the oracle with the values that codes stand for."""
+"""The monokernel with quantised weights on a CPU (test_decode_twin.py), against the oracle with the values of the codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.decode.coded_packing import Codes, Coding
+from kog_dist.decode.coded_packing import Codes
+from kog_dist.decode.coding import Coding
 from kog_dist.model.formats.rounding import rounded
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.layout import is_layer_matrix, tensor_layouts
@@ -42,12 +43,10 @@ class CodedModel(Model):
         for name, words in self.words.items():
             if not is_layer_matrix(layouts, name):
                 continue
-            values = (words.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else words.view(np.float16).astype(np.float32)
-            lanes = []
-            for lane in range(spec.num_lanes):
-                self.coded[name, lane] = rounded(values[lane], form)
-                lanes.append(self.coded[name, lane].values())
-            self.values[name] = np.stack(lanes)
+            values = (words.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else words.view(np.float16)
+            lanes = [rounded(lane.astype(np.float32), form) for lane in values]
+            self.coded |= {(name, i): lane for i, lane in enumerate(lanes)}
+            self.values[name] = np.stack([lane.values() for lane in lanes])
 
     def weights(self, shape: KernelShape) -> DeviceWeights:
         def codes(name: str, lane: int) -> Codes:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from kog_dist.collectives.mailbox import place
-from kog_dist.decode.coded_packing import Coding
+from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts

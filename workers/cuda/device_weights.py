@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
-from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model.spec import HeadType
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types
@@ -211,37 +210,3 @@ class _LayerTensors:
 
     def _norm(self, stem: str) -> GpuArray:
         return self.tensors(norm_name(self.shape.spec, stem)).reshape(-1, self.shape.spec.hidden_size)
-
-
-def random_weights(shape: KernelShape, seed: int, observe: Callable[[str, GpuArray], None] | None = None) -> DeviceWeights:
-    """Random weights of the right scale, made on the GPU: for timing shapes that no checkpoint exists of.
-
-    `observe`: see `load_weights`.
-    """
-
-    def tensor(name: str) -> GpuArray:
-        first, last = needed_rows(shape, name)
-        words = random_tensor(shape.spec, name, seed, shape.weight_dtype)[first:last]
-        if observe is not None:
-            observe(name, words)
-        return words
-
-    return from_tensors(shape, tensor)
-
-
-def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16") -> GpuArray:
-    """A whole tensor of random 16-bit words, made on the GPU; equal for equal arguments.
-
-    Scaled as `checkpoint.random_tensors` does it: matrices by 1 / sqrt(fan-in), norm weights around 1.
-    """
-    import cupy
-
-    shape = tensor_layouts(spec)[name].shape
-    generator = cupy.random.default_rng(seed << 32 | zlib.crc32(name.encode()))
-    values = generator.standard_normal(shape, dtype=cupy.float32)
-    if "norm." in name:  # of heads, too
-        values = np.float32(1.0) + np.float32(0.1) * values
-    elif name != EMBEDDING:
-        fan_in = shape[-1] * (spec.num_lanes if name.endswith(("wo.weight", "w2.weight")) else 1)  # those are summed over lanes
-        values *= np.float32(fan_in**-0.5)
-    return to_words(values, dtype)

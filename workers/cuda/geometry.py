@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kog_dist.decode.coded_packing import Coding
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_rows
 from kog_dist.model.spec import ModelSpec

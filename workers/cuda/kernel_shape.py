@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kog_dist.collectives.mailbox import place
-from kog_dist.decode.coded_packing import Coding
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
@@ -395,8 +395,8 @@ class KernelShape:
     def is_packed(self) -> bool:
         """Whether tiles lie in the ring one behind the other instead of each in a slot of the largest one's size.
 
-        Models of one lane, which are so small that their chain of waits decides, are faster with slots; tiles of quantised weights
-        have sizes of many kinds.
+        Models of one lane, which are so small that their chain of waits decides, are faster with slots; not with quantised
+        weights, whose slots would have to be as large as the largest tile.
         """
         is_chosen = self.spec.num_lanes > 1 or self.coding is not None
         return self.geometry.in_flight_bytes > 0 and self.num_pieces == 1 and is_chosen
@@ -555,10 +555,11 @@ class KernelShape:
     def _coding_header(self, coding: Coding) -> list[str]:
         """What the kernel knows of quantised weights."""
         numbers = {
-            "kCodeBits": coding.bits, "kScales": coding.scales, "kScaleBytes": coding.scale_bytes, "kZeroBytes": coding.zero_bytes,
-            "kScaleRows": self.scale_rows,
+            "kCodeBits": coding.bits, "kScales": coding.scales, "kScaleBytes": coding.scale_bytes,
+            "kZeroBytes": coding.zero_bytes, "kScaleRows": self.scale_rows,
         }  # fmt: skip
         return [
-            f"#define KOG_CODE {_CODES[coding.number]}", f"#define KOG_SCALE {_SCALES[coding.scale]}",
+            f"#define KOG_CODE {_CODES[coding.number]}", f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded]}",
+            f"#define KOG_SCALE {_SCALES[coding.scale]}",
             *(f"namespace kog {{ constexpr int {name} = {value}; }}" for name, value in numbers.items()),
         ]  # fmt: skip

@@ -1,5 +1,5 @@
-// Quantised weights: how a thread's codes become pairs of bfloat16 for the matrix unit, which multiplies them exactly, and how sums
-// are scaled. How bits lie in a word is defined in kog_dist/decode/coded_packing.py. What the matrix unit sees of a code is its value
+// Quantised weights: how a thread's codes become pairs of 16-bit numbers for the matrix unit, which multiplies them exactly, and how
+// sums are scaled. How bits lie in a word is defined in kog_dist/decode/coded_packing.py. What the matrix unit sees of a code is its value
 // times a power of two (kCodeFactor undoes that and x's kCodedXScale), and of an integer that much above a constant.
 #pragma once
 #include "layout.cuh"
@@ -9,37 +9,35 @@ namespace kog {
 
 __device__ __forceinline__ u32 rotated_right(u32 value, u32 bits) { return value >> bits | value << (32 - bits); }
 
-// FP8: sign, four bits of exponent, three of significand. Subnormal numbers are those of bfloat16.
+// FP8: sign, four bits of exponent, three of significand; as binary16.
 struct E4m3 {
     static constexpr int kWords = 2;  // of a thread, for one operand
     static constexpr bool kHasOffset = false;
-    static __device__ __forceinline__ void expand(const u32 (&q)[2], u32 (&a)[4]) {
+    static __device__ __forceinline__ void expand(const u32 (&q)[2], u32 (&a)[4], u32) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            a[2 * i] = q[i] & 0x87f087f0u;
-            a[2 * i + 1] = (q[i] << 4 & 0x80f080f0u) | (q[i] >> 4 & 0x07000700u);
-        }
+        for (int i = 0; i < 2; ++i) widen_e4m3(q[i], a[2 * i], a[2 * i + 1]);
     }
 };
-// FP4: sign, two bits of exponent, one of significand.
+// FP4: sign, two bits of exponent, one of significand; as bfloat16, whose subnormal numbers are the subnormal ones.
 struct E2m1 {
     static constexpr int kWords = 1;
     static constexpr bool kHasOffset = false;
-    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4]) {
+    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4], u32) {
         a[0] = q[0] & 0x81c081c0u, a[1] = q[0] << 3 & 0x81c081c0u, a[2] = q[0] << 6 & 0x81c081c0u;
         a[3] = (q[0] >> 4 & 0x00c000c0u) | (q[0] >> 5 & 0x01000100u) | (q[0] << 1 & 0x80008000u);
     }
 };
-// Integers n of four bits: 1 + n / 16.
+// Integers n of four bits: 1 + n / 16 as bfloat16.
 struct Int4 {
     static constexpr int kWords = 1;
     static constexpr bool kHasOffset = true;
-    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4]) {
+    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4], u32 ones) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = (i == 0 ? q[0] : rotated_right(q[0], 4 * i)) & 0x00780078u | 0x3f803f80u;
+        for (int i = 0; i < 4; ++i) a[i] = masked_or<0x00780078u>(i == 0 ? q[0] : rotated_right(q[0], 4 * i), ones);
     }
 };
 using Code = KOG_CODE;
+using CodeFormat = KOG_CODE_FORMAT;
 constexpr u32 kOnes = 0x3f803f80u;       // two of bfloat16
 constexpr float kUsualOffset = 1.5f;     // of integers without zero points: n = 8 stands for 0
 constexpr int kOperands = 4;             // of a step: of eight rows and 32 columns
@@ -116,42 +114,57 @@ struct CodedSums {
                 loaded |= scales[group][0] | (kZeroBytes > 0 ? zeros[group][0] : 0);
             }
         }
+        if constexpr (kScales <= 1) {
+            begin_group<kGroups>();
+#pragma unroll 1
+            for (int load = 0; load < kLoads; ++load) loaded |= add_load<kGroups, kRows>(lane, at, x_address, load, scales, zeros);
+            end_group<kGroups>(lane, 0, scales, zeros);
+        } else {
 #pragma unroll
-        for (int load = 0; load < kLoads; ++load) {
-            uint2 x_pairs[kOperandsOfLoad];
-            uint4 codes[kGroups];
-#pragma unroll
-            for (int i = 0; i < kOperandsOfLoad; ++i) load_shared(x_address + (load * kOperandsOfLoad + i) * 128, x_pairs[i]);
-#pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
-                load_shared(at + load * kRows * 64 + group * 512, codes[group]);
-                loaded |= codes[group].x;
-            }
-#pragma unroll
-            for (int i = 0; i < kOperandsOfLoad; ++i) {
-                const int operand = load * kOperandsOfLoad + i;
-                begin_group<kGroups>(operand);
-                if constexpr (Code::kHasOffset) Bf16::mma(x, kOnes, kOnes, kOnes, kOnes, x_pairs[i].x, x_pairs[i].y);
-#pragma unroll
-                for (int group = 0; group < kGroups; ++group) {
-                    const u32 all[4] = {codes[group].x, codes[group].y, codes[group].z, codes[group].w};
-                    u32 q[Code::kWords], a[4];
-#pragma unroll
-                    for (int k = 0; k < Code::kWords; ++k) q[k] = all[i * Code::kWords + k];
-                    Code::expand(q, a);
-                    Bf16::mma(sums[group], a[0], a[1], a[2], a[3], x_pairs[i].x, x_pairs[i].y);
-                }
-                end_group<kGroups>(lane, operand, scales, zeros);
-            }
+            for (int load = 0; load < kLoads; ++load) loaded |= add_load<kGroups, kRows>(lane, at, x_address, load, scales, zeros);
         }
         return loaded;
     }
 
 private:
     static constexpr int kOperandsOfScale = kScales > 0 ? kOperands / kScales : kOperands;
+    // What 16 bytes of each thread and row add.
+    template <int kGroups, int kRows>
+    __device__ __forceinline__ u32 add_load(u32 lane, u32 at, u32 x_address, int load, const u32 (&scales)[kGroups][4],
+                                            const u32 (&zeros)[kGroups][4]) {
+        uint2 x_pairs[kOperandsOfLoad];
+        uint4 codes[kGroups];
+        u32 loaded = 0;
+        const u32 ones = opaque(kOnes);
+#pragma unroll
+        for (int i = 0; i < kOperandsOfLoad; ++i) load_shared(x_address + (load * kOperandsOfLoad + i) * 128, x_pairs[i]);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            load_shared(at + load * kRows * 64 + group * 512, codes[group]);
+            loaded |= codes[group].x;
+        }
+#pragma unroll
+        for (int i = 0; i < kOperandsOfLoad; ++i) {
+            const int operand = load * kOperandsOfLoad + i;
+            if (kScales > 1 && operand % kOperandsOfScale == 0) begin_group<kGroups>();
+            if constexpr (Code::kHasOffset) CodeFormat::mma(x, ones, ones, ones, ones, x_pairs[i].x, x_pairs[i].y);
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                const u32 all[4] = {codes[group].x, codes[group].y, codes[group].z, codes[group].w};
+                u32 q[Code::kWords], a[4];
+#pragma unroll
+                for (int k = 0; k < Code::kWords; ++k) q[k] = all[i * Code::kWords + k];
+                Code::expand(q, a, ones);
+                CodeFormat::mma(sums[group], a[0], a[1], a[2], a[3], x_pairs[i].x, x_pairs[i].y);
+            }
+            if (kScales > 1 && operand % kOperandsOfScale == kOperandsOfScale - 1)
+                end_group<kGroups>(lane, operand / kOperandsOfScale, scales, zeros);
+        }
+        return loaded;
+    }
     template <int kGroups>
-    __device__ __forceinline__ void begin_group(int operand) {
-        if (kScales == 0 || operand % kOperandsOfScale != 0) return;
+    __device__ __forceinline__ void begin_group() {
+        if (kScales == 0) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             x[i] = 0;
@@ -160,9 +173,8 @@ private:
         }
     }
     template <int kGroups>
-    __device__ __forceinline__ void end_group(u32 lane, int operand, const u32 (&scales)[kGroups][4], const u32 (&zeros)[kGroups][4]) {
-        if (kScales == 0 || operand % kOperandsOfScale != kOperandsOfScale - 1) return;
-        const int i = operand / kOperandsOfScale;
+    __device__ __forceinline__ void end_group(u32 lane, int i, const u32 (&scales)[kGroups][4], const u32 (&zeros)[kGroups][4]) {
+        if (kScales == 0) return;
         const float own_x = own_sum(lane, x);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {

@@ -14,7 +14,7 @@ struct HeadX {
 };
 #ifdef KOG_CODE
 struct LayerX {
-    using Format = Bf16;
+    using Format = KOG_CODE_FORMAT;
     static constexpr float kScale = kCodedXScale;
 };
 #else

@@ -8,25 +8,23 @@
 
 namespace kog {
 
-// Partial sums of a block of rows in a thread of a matrix warp, as the matrix unit leaves them; of quantised weights `CodedSums`.
-struct PlainSums {
-    float sums[kRowGroups][4] = {};
-    __device__ __forceinline__ float part(u32 lane, int group) const {
-        return (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
-    }
-};
+// Partial sums of a block of rows in a thread of a matrix warp: as the matrix unit leaves them, or `CodedSums` of quantised weights.
 template <bool kCoded>
 struct SumsOfKind {
-    using Type = PlainSums;
+    using Type = float[kRowGroups][4];
 };
 #ifdef KOG_CODE
 template <>
 struct SumsOfKind<true> {
     using Type = CodedSums;
 };
+__device__ __forceinline__ float part_of(const CodedSums& sums, u32 lane, int group) { return sums.part(lane, group); }
 #endif
 template <class O>
 using SumsOf = typename SumsOfKind<O::kCoded>::Type;
+__device__ __forceinline__ float part_of(const float (&sums)[kRowGroups][4], u32 lane, int group) {
+    return (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
+}
 
 struct Multiplier {
     const KogDecodeParams& params;
@@ -126,7 +124,7 @@ struct Multiplier {
                 const u32 held = full;
                 next_slot(tile_bytes);
                 x_address += kSteps * 128;
-                add_products(tile, sums.sums);
+                add_products(tile, sums);
                 u32 loaded = 0;
 #pragma unroll
                 for (int i = 0; i < kSteps * kGroups; ++i) loaded |= tile.weights[i].x;
@@ -143,7 +141,7 @@ struct Multiplier {
         const u32 at = role.base + KOG_OFFSET(red[place][warp]) + (lane & ~3u);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            float part = sums.part(lane, group);
+            float part = part_of(sums, lane, group);
             part += __shfl_xor_sync(kFullWarp, part, 1);
             if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, part);
         }
@@ -161,13 +159,13 @@ struct Multiplier {
         const u32 offset = opaque(warp % kPieceWarps * O::kWarpBytes);
 #pragma unroll 1
         for (u32 i = 0; i < O::kBlocks - kHasLast<O>; ++i) {
-            SumsOf<O> sums;
+            SumsOf<O> sums = {};
             if (!sum_tiles<O>(offset, x_address, sums)) return false;
             if (!hand_over<O::kRowGroups>(O::kRows, sums)) return false;
         }
         if constexpr (kHasLast<O>) {
             using Last = typename O::Last;
-            SumsOf<O> sums;
+            SumsOf<O> sums = {};
             if (!sum_tiles<Last>(opaque(warp % kPieceWarps * Last::kWarpBytes), x_address, sums)) return false;
             if (!hand_over<Last::kRowGroups>(Last::kRows, sums)) return false;
         }

@@ -132,8 +132,8 @@ def _mask_page(model: str | None, spec_name: str) -> ControlPage:
 
 
 def _kernel(model: str | None, spec_name: str, lanes: int, page: ControlPage | None) -> Monokernel:
-    from kog_dist.workers.cuda.device_weights import random_weights
     from kog_dist.workers.cuda.load import load_weights
+    from kog_dist.workers.cuda.random_weights import random_weights
 
     if model is None:
         spec = named_spec(spec_name)

@@ -72,7 +72,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     launch that is repeated, and how many of the `repeats` had others. What the arguments ask for besides: `long`, `samplings`,
     `builds`, `rounds` of the yardstick; or the `trace` alone.
     """
-    from kog_dist.workers.cuda.device_weights import random_weights
+    from kog_dist.workers.cuda.random_weights import random_weights
 
     arguments, world_size = context.arguments, context.info.world_size
     spec, max_tokens = named_spec(str(arguments["spec"])), int(arguments["tokens"])
@@ -131,7 +131,7 @@ def long_run(kernel: Monokernel, contexts: Sequence[int]) -> dict[str, Any]:
 
 def _trace(context: RankContext, shape: KernelShape, folder: Path) -> dict[str, Any]:
     """Rank 0's trace of a token, as a table and a summary; a picture goes into `folder`."""
-    from kog_dist.workers.cuda.device_weights import random_weights
+    from kog_dist.workers.cuda.random_weights import random_weights
 
     prepare(context, [shape])
     with rank_kernel(context, shape, random_weights(shape, SEED)) as kernel:

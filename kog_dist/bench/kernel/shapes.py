@@ -77,7 +77,7 @@ def random_checkpoint(spec: ModelSpec, parent: Path | None) -> Iterator[Path]:
     It lies in `parent`; None: in memory (/dev/shm) if there is room, else where temporary files go.
     """
     from kog_dist.model.checkpoint import write_stored_checkpoint
-    from kog_dist.workers.cuda.device_weights import random_tensor
+    from kog_dist.workers.cuda.random_weights import random_tensor
 
     with model_folder(spec, parent) as folder:
         write_stored_checkpoint(folder, spec, lambda tensor: random_tensor(spec, tensor, SEED).get(), max_shard_bytes=2**30)
