@@ -114,7 +114,7 @@ struct CodedSums {
                 loaded |= scales[group][0] | (kZeroBytes > 0 ? zeros[group][0] : 0);
             }
         }
-        if constexpr (kScales <= 1) {
+        if constexpr (kScales == 1) {  // unrolled, this would need more registers than there are
             begin_group<kGroups>();
 #pragma unroll 1
             for (int load = 0; load < kLoads; ++load) loaded |= add_load<kGroups, kRows>(lane, at, x_address, load, scales, zeros);
