@@ -23,6 +23,7 @@ FORMS = {
     "FP8, a scale for each row": WeightFormat("E4M3", 1, 0, "F32"),
     "FP8, groups of 256": WeightFormat("E4M3", 1, 256, "F32"),
     "INT4": WeightFormat("INT4", 1, 128, "BF16"),
+    "INT4, a scale for each row": WeightFormat("INT4", 1, 0, "BF16"),
     "INT4, zero points": WeightFormat("INT4", 1, 128, "F16", has_zeros=True),
     "INT4, groups of 32 with zero points": WeightFormat("INT4", 1, 32, "F16", has_zeros=True),
     "INT4, groups of 64": WeightFormat("INT4", 1, 64, "BF16"),

@@ -26,6 +26,7 @@ FORMS = {
     "FP8, blocks": WeightFormat("E4M3", 128, 128, "F32"),
     "FP8, a scale for each row": WeightFormat("E4M3", 1, 0, "F32"),
     "INT4": WeightFormat("INT4", 1, 128, "BF16"),
+    "INT4, a scale for each row": WeightFormat("INT4", 1, 0, "BF16"),
     "INT4, groups of 32 with zero points": WeightFormat("INT4", 1, 32, "F16", has_zeros=True),
     "MXFP4": WeightFormat("E2M1", 1, 32, "E8M0"),
 }
