@@ -16,7 +16,7 @@ from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.prediction import LAYER_S, architecture, most_tokens_per_s, predictions
-from kog_dist.launch.target import Target, cpu_matrix_bytes, dequantised_bytes, model_folder, plan_target
+from kog_dist.launch.target import Target, cpu_matrix_bytes, dequantised_bytes, model_folder, plan_target, why_not_on_gpus
 from kog_dist.model.checkpoint import has_weights
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 128 << 20
 _H200_PEAK_BYTES_S = 4.8e12  # HBM3e bandwidth in NVIDIA's data sheet
 _MIB = 2**20
-_NOT_ON_GPUS = "GPUs do not run quantised weights yet; predicted is for those that would read them as they are"
 
 
 def check(settings: LaunchConfig, *, deep: bool = False) -> str:
@@ -98,7 +97,8 @@ def dry_run(settings: LaunchConfig) -> str:
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
     first, *others = predictions(_as_published(target, settings), bytes_per_token(target.checkpoint))
     lines += [f"predicted  {first}", *(f"           {other}" for other in others)]
-    lines += [f"note       {_NOT_ON_GPUS}"] if quantised(target.checkpoint) else []
+    if reason := why_not_on_gpus(target.checkpoint):
+        lines.append(f"note       {reason}; predicted is for GPUs that would read its weights as they are")
     lines += [f"note       {target.note}"] if target.note else []
     lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]
     return "\n".join(lines)

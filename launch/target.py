@@ -133,9 +133,19 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
 
 def _why_cpu(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
     """A note where nobody asked for CPU ranks and the model's weights rule out GPUs, however many there are."""
-    from kog_dist.model.weight_bytes import quantised
+    reason = why_not_on_gpus(checkpoint)
+    return f"CPU ranks: {reason}" if settings.device == "auto" and reason else ""
 
-    return "CPU ranks, since GPUs do not run quantised weights yet" if settings.device == "auto" and quantised(checkpoint) else ""
+
+def why_not_on_gpus(checkpoint: Checkpoint) -> str:
+    """Why the kernel does not read a model's quantised weights; empty if it does, or if they are 16 bit."""
+    from kog_dist.workers.cuda.coded_source import coding_of
+
+    try:
+        coding_of(checkpoint)
+    except ConfigError as error:
+        return str(error).removesuffix("; use --device cpu")
+    return ""
 
 
 def place_on_gpus(choice: GpuChoice, machine: CpuMap | None) -> tuple[Placement, ...]:
