@@ -156,7 +156,8 @@ def _memory(target: Target, rank: int) -> str:
     uses = cpu_rank_bytes(target, rank)
     kept = "16 bit" if cpu_matrix_bytes(target.checkpoint) == 2 and not quantised(target.checkpoint) else "float32"
     weights = f"{_size(uses['weights'])} weights in {kept} ({_size(uses['read'])} read per token)"
-    return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{_kept(target)}"
+    form = "" if target.kv_dtype == "float32" else f" ({target.kv_dtype} values kept in float32)"
+    return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{form}{_kept(target)}"
 
 
 def _kept(target: Target) -> str:

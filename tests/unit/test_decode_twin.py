@@ -100,7 +100,8 @@ def twin_sources(generated: Mapping[str, str]) -> dict[str, str]:
 
 def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
     """Build `program`.cpp of decode_twin/ in a folder, with these sources beside its own."""
-    for name, text in {**sources, **{path.name: path.read_text() for path in TWIN.iterdir()}}.items():
+    numbers = TWIN.parent / "e4m3_on_cpu.h"
+    for name, text in {**sources, **{path.name: path.read_text() for path in (numbers, *TWIN.iterdir())}}.items():
         (folder / name).write_text(text)
     build = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-o", program, f"{program}.cpp"]
     done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=100, check=False)

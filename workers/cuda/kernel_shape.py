@@ -16,6 +16,7 @@ from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes, by_kind, layer_mask
+from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings, kv_lines, row_bytes
 from kog_dist.workers.cuda.model_limits import unsupported
 
 MAX_CTAS = 128
@@ -32,7 +33,6 @@ _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 
 _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
-FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ class KernelShape:
         if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:
             findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
         findings += unsupported(spec, self.quantised)
-        if self.weight_dtype not in FORMATS or self.kv_dtype not in FORMATS:
-            findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
+        if self.weight_dtype not in FORMATS:
+            findings.append(f"{self.weight_dtype} weights ({' or '.join(FORMATS)})")
+        findings += kv_findings(spec, self.kv_dtype)
         if self.keeps_hashes and self.traced_step >= 0:
             findings.append("hashes and a trace (one of them)")
         if self.partition_batches < 0:
@@ -328,7 +329,12 @@ class KernelShape:
         """Size of the KV cache."""
         windowed = len(self.spec.window_layers)
         batches = windowed * self.window_batches + (self.spec.num_layers - windowed) * self.full_batches
-        return batches * self.num_lanes * self.spec.lane_kv_heads * self.splits * 2 * 16 * self.spec.head_dim * 2
+        return batches * self.num_lanes * self.spec.lane_kv_heads * self.splits * self.batch_bytes
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of 16 positions of a KV head in the KV cache, K and V."""
+        return 2 * 16 * row_bytes(self.spec.head_dim, self.kv_dtype)
 
     @property
     def set_heads(self) -> int:
@@ -502,7 +508,7 @@ class KernelShape:
         }  # fmt: skip
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]
-        lines += [f"using WeightFormat = {FORMATS[self.weight_dtype]};", f"using KvFormat = {FORMATS[self.kv_dtype]};"]
+        lines += [f"using WeightFormat = {FORMATS[self.weight_dtype]};", *kv_lines(self.kv_dtype)]
         offset = 0
         for name, (words, count) in self._word_lists.items():
             lines += [f"constexpr u32 k{name}Offset = {offset}, k{name}Stride = {words};"]
