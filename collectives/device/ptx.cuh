@@ -30,12 +30,6 @@ __device__ __forceinline__ u32 masked_or(u32 value, u32 bits) {
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(value), "n"(kMask), "r"(bits));
     return v;
 }
-// Four FP8 numbers (E4M3), lowest byte first, as two pairs of binary16.
-__device__ __forceinline__ void widen_e4m3(u32 word, u32& first, u32& second) {
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
-        : "=r"(first), "=r"(second)
-        : "r"(word));
-}
 
 __device__ __forceinline__ u64 globaltimer_ns() {
     u64 now;
@@ -180,11 +174,6 @@ __device__ __forceinline__ void load_shared(u32 address, uint2& v) {
 __device__ __forceinline__ u32 load_shared_u8(u32 address) {
     u32 v;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-    return v;
-}
-__device__ __forceinline__ u32 load_shared_u16(u32 address) {
-    u32 v;
-    asm volatile("{ .reg .u16 half; ld.shared.u16 half, [%1]; cvt.u32.u16 %0, half; }" : "=r"(v) : "r"(address) : "memory");
     return v;
 }
 __device__ __forceinline__ u32 load_shared_u32(u32 address) {  // another warp may write it
