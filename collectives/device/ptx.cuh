@@ -176,6 +176,11 @@ __device__ __forceinline__ u32 load_shared_u8(u32 address) {
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
     return v;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 address) {
+    u32 v;
+    asm volatile("{ .reg .u16 half; ld.shared.u16 half, [%1]; cvt.u32.u16 %0, half; }" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
 __device__ __forceinline__ u32 load_shared_u32(u32 address) {  // another warp may write it
     u32 v;
     asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -187,11 +192,6 @@ __device__ __forceinline__ void store_shared(u32 address, float v) {
 __device__ __forceinline__ float load_shared_f32(u32 address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-    return v;
-}
-__device__ __forceinline__ u32 load_shared_u16(u32 address) {
-    u16 v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
     return v;
 }
 __device__ __forceinline__ void store_shared(u32 address, u16 v) {
