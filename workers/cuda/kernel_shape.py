@@ -561,8 +561,8 @@ class KernelShape:
     def _coding_header(self, coding: Coding) -> list[str]:
         """What the kernel knows of quantised weights."""
         numbers = {
-            "kCodeBits": coding.bits, "kScales": coding.scales, "kScaleBytes": coding.scale_bytes,
-            "kZeroBytes": coding.zero_bytes, "kScaleRows": self.scale_rows,
+            "kCodeBits": coding.bits, "kCodeScales": coding.scales, "kCodeScaleBytes": coding.scale_bytes,
+            "kCodeZeroBytes": coding.zero_bytes, "kScaleRows": self.scale_rows,
         }  # fmt: skip
         return [
             f"#define KOG_CODE {_CODES[coding.number]}", f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded]}",

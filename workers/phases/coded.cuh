@@ -93,7 +93,7 @@ struct CodedSums {
     float scaled[kRowGroups] = {};
 
     __device__ __forceinline__ float own(u32 lane, int group) const {
-        if constexpr (kScales > 0) return scaled[group];
+        if constexpr (kCodeScales > 0) return scaled[group];
         const float sum = own_sum(lane, sums[group]);
         return Code::kHasOffset ? sum - kUsualOffset * own_sum(lane, x) : sum;
     }
@@ -104,17 +104,17 @@ struct CodedSums {
     template <int kGroups, int kRows>
     __device__ __forceinline__ u32 add(u32 lane, u32 at, u32 x_address) {
         u32 loaded = 0, scales[kGroups][4], zeros[kGroups][4];
-        if constexpr (kScales > 0) {
+        if constexpr (kCodeScales > 0) {
             const u32 first = at - lane * 16 + kRows * CodedWeights::kRowBytes;
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {
                 const u32 row = group * 8 + (lane >> 2);
-                load_bytes<kScaleBytes>(first + row * kScaleBytes, scales[group]);
-                if constexpr (kZeroBytes > 0) load_bytes<kZeroBytes>(first + kRows * kScaleBytes + row * kZeroBytes, zeros[group]);
-                loaded |= scales[group][0] | (kZeroBytes > 0 ? zeros[group][0] : 0);
+                load_bytes<kCodeScaleBytes>(first + row * kCodeScaleBytes, scales[group]);
+                if constexpr (kCodeZeroBytes > 0) load_bytes<kCodeZeroBytes>(first + kRows * kCodeScaleBytes + row * kCodeZeroBytes, zeros[group]);
+                loaded |= scales[group][0] | (kCodeZeroBytes > 0 ? zeros[group][0] : 0);
             }
         }
-        if constexpr (kScales == 1) {  // unrolled, this would need more registers than there are
+        if constexpr (kCodeScales == 1) {  // unrolled, this would need more registers than there are
             begin_group<kGroups>();
 #pragma unroll 1
             for (int load = 0; load < kLoads; ++load) loaded |= add_load<kGroups, kRows>(lane, at, x_address, load, scales, zeros);
@@ -127,7 +127,7 @@ struct CodedSums {
     }
 
 private:
-    static constexpr int kOperandsOfScale = kScales > 0 ? kOperands / kScales : kOperands;
+    static constexpr int kOperandsOfScale = kCodeScales > 0 ? kOperands / kCodeScales : kOperands;
     // What 16 bytes of each thread and row add.
     template <int kGroups, int kRows>
     __device__ __forceinline__ u32 add_load(u32 lane, u32 at, u32 x_address, int load, const u32 (&scales)[kGroups][4],
@@ -146,7 +146,7 @@ private:
 #pragma unroll
         for (int i = 0; i < kOperandsOfLoad; ++i) {
             const int operand = load * kOperandsOfLoad + i;
-            if (kScales > 1 && operand % kOperandsOfScale == 0) begin_group<kGroups>();
+            if (kCodeScales > 1 && operand % kOperandsOfScale == 0) begin_group<kGroups>();
             if constexpr (Code::kHasOffset) CodeFormat::mma(x, ones, ones, ones, ones, x_pairs[i].x, x_pairs[i].y);
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {
@@ -157,30 +157,26 @@ private:
                 Code::expand(q, a, ones);
                 CodeFormat::mma(sums[group], a[0], a[1], a[2], a[3], x_pairs[i].x, x_pairs[i].y);
             }
-            if (kScales > 1 && operand % kOperandsOfScale == kOperandsOfScale - 1)
+            if (kCodeScales > 1 && operand % kOperandsOfScale == kOperandsOfScale - 1)
                 end_group<kGroups>(lane, operand / kOperandsOfScale, scales, zeros);
         }
         return loaded;
     }
     template <int kGroups>
     __device__ __forceinline__ void begin_group() {
-        if (kScales == 0) return;
+        clear(x);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            x[i] = 0;
-#pragma unroll
-            for (int group = 0; group < kGroups; ++group) sums[group][i] = 0;
-        }
+        for (int group = 0; group < kGroups; ++group) clear(sums[group]);
     }
+    static __device__ __forceinline__ void clear(float (&sum)[4]) { sum[0] = 0, sum[1] = 0, sum[2] = 0, sum[3] = 0; }
     template <int kGroups>
     __device__ __forceinline__ void end_group(u32 lane, int i, const u32 (&scales)[kGroups][4], const u32 (&zeros)[kGroups][4]) {
-        if (kScales == 0) return;
         const float own_x = own_sum(lane, x);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
             float sum = own_sum(lane, sums[group]);
             if constexpr (Code::kHasOffset) {
-                const float offset = kZeroBytes > 0 ? 1.0f + static_cast<float>(zeros[group][0] >> 8 * i & 0xff) * 0.0625f : kUsualOffset;
+                const float offset = kCodeZeroBytes > 0 ? 1.0f + static_cast<float>(zeros[group][0] >> 8 * i & 0xff) * 0.0625f : kUsualOffset;
                 sum -= offset * own_x;
             }
             scaled[group] += Scale::get(scales[group], i) * sum;

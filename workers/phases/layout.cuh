@@ -65,10 +65,10 @@ struct CodedWeights {
     static constexpr int kXSteps = 4;
     static constexpr bool kCoded = true;
     static constexpr u32 kRowBytes = 16 * kCodeBits;
-    static constexpr u32 step_bytes(u32 rows) { return rows * kRowBytes + (rows * (kScaleBytes + kZeroBytes) + 15) / 16 * 16; }
+    static constexpr u32 step_bytes(u32 rows) { return rows * kRowBytes + (rows * (kCodeScaleBytes + kCodeZeroBytes) + 15) / 16 * 16; }
 };
 using LayerWeights = CodedWeights;
-constexpr bool kRowScales = kScales == 0;  // each row of a matrix has one scale, which lies behind all tapes
+constexpr bool kRowScales = kCodeScales == 0;  // each row of a matrix has one scale, which lies behind all tapes
 #else
 using LayerWeights = PlainWeights;
 constexpr bool kRowScales = false;
