@@ -133,9 +133,17 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
 
 def _why_cpu(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
     """A note where nobody asked for CPU ranks and the model's weights rule out GPUs, however many there are."""
+    what = not_on_gpus(checkpoint)
+    return f"CPU ranks, since GPUs do not run {what} yet" if settings.device == "auto" and what else ""
+
+
+def not_on_gpus(checkpoint: Checkpoint) -> str:
+    """What the kernel will read and does not yet, in words; empty: nothing."""
     from kog_dist.model.weight_bytes import quantised
 
-    return "CPU ranks, since GPUs do not run quantised weights yet" if settings.device == "auto" and quantised(checkpoint) else ""
+    found = ["quantised weights"] if quantised(checkpoint) else []
+    found += ["experts"] if checkpoint.spec.experts is not None else []
+    return " and ".join(found)
 
 
 def place_on_gpus(choice: GpuChoice, machine: CpuMap | None) -> tuple[Placement, ...]:
@@ -169,11 +177,14 @@ def cpu_matrix_bytes(checkpoint: Checkpoint) -> int:
         return _CPU_BYTES if half_products.library() is None else 2
 
 
-def dequantised_bytes(checkpoint: Checkpoint) -> int:
-    """What quantised matrices take in CPU ranks in addition to `cpu_matrix_bytes` of each of their values."""
+def dequantised_bytes(checkpoint: Checkpoint, *, of_token: bool = False) -> int:
+    """What quantised matrices take in CPU ranks in addition to `cpu_matrix_bytes` of each of their values.
+
+    `of_token`: of those alone that a token reads.
+    """
     from kog_dist.model.weight_bytes import num_quantised
 
-    return (_CPU_BYTES - cpu_matrix_bytes(checkpoint)) * num_quantised(checkpoint)
+    return (_CPU_BYTES - cpu_matrix_bytes(checkpoint)) * num_quantised(checkpoint, of_token=of_token)
 
 
 def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:

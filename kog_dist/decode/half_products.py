@@ -48,6 +48,39 @@ def bound(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
     Matrices are all float16, or all bfloat16 (`BFLOAT16`); vectors and products float32. All are C-contiguous, and stay where
     they are.
     """
+    run, _ = _bound(triples)
+    return run
+
+
+def bound_to_experts(operands: Sequence[tuple[Array, Array, Array]]) -> Callable[[Sequence[int]], None]:
+    """A call with the numbers of K experts: for each lane's (matrices, vectors, products) the product of each with its vector.
+
+    Matrices are (experts, rows, columns), vectors (K, columns), products (K, rows); otherwise as of `bound`.
+    """
+    assert all(matrices.flags.c_contiguous for matrices, _, _ in operands)
+    triples = [
+        (matrices[0], vector, product)
+        for matrices, vectors, products in operands
+        for vector, product in zip(vectors, products, strict=True)
+    ]
+    multiply, table = _bound(triples)
+    places = [  # by lane: its first entry in the table, and where experts lie
+        (lane * len(operands[0][1]), matrices.ctypes.data, matrices.strides[0]) for lane, (matrices, _, _) in enumerate(operands)
+    ]
+    kept = [matrices for matrices, _, _ in operands]
+
+    def run(chosen: Sequence[int]) -> None:
+        assert kept
+        for first, base, stride in places:
+            for at, expert in enumerate(chosen, first):
+                table[at].matrix = base + expert * stride
+        multiply()
+
+    return run
+
+
+def _bound(triples: Sequence[tuple[Array, Array, Array]]) -> tuple[Callable[[], None], ctypes.Array[_Product]]:
+    """The call, and its table: an entry for each triple, whose matrix may be replaced by another of the same shape."""
     dtype, path = triples[0][0].dtype, library()
     assert path is not None, "nobody has such matrices where there is no library"
     loaded = ctypes.CDLL(str(path))
@@ -68,7 +101,7 @@ def bound(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
         assert kept
         function(table, count, at)
 
-    return run
+    return run, table
 
 
 @functools.cache

@@ -91,6 +91,54 @@ def swiglu(gate_up: Array, activation: Array) -> None:
     np.multiply(activation, up, out=activation)
 
 
+def clamped_swiglu(gate_up: Array, activation: Array, alpha: float, limit: float) -> None:
+    """`swiglu` of (u + 1) * g / (1 + exp(-alpha * g)), with g at most `limit` and u within -limit .. limit."""
+    width = activation.shape[1]
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    np.minimum(gate, limit, out=gate)
+    np.clip(up, -limit, limit, out=up)
+    np.multiply(gate, -alpha, out=activation)
+    for lane_row in activation:
+        np.exp(lane_row, out=lane_row)
+    np.add(activation, 1, out=activation)
+    np.divide(gate, activation, out=activation)
+    np.add(up, 1, out=up)
+    np.multiply(activation, up, out=activation)
+
+
+def select(logits: Array, scores: Array, is_normalised: bool, choice: Array) -> None:
+    """`choice` (2, K) = numbers of the experts with the largest `logits` (E,), ascending, and their weights.
+
+    Of equal logits the smaller numbers are chosen. Weights are those of a softmax over the chosen ones, or over all. `scores`
+    (E,) is scratch.
+    """
+    chosen = np.sort(np.argsort(-logits, kind="stable")[: choice.shape[1]])
+    np.subtract(logits, np.maximum.reduce(logits), out=scores)
+    np.exp(scores, out=scores)
+    terms = scores[chosen] if is_normalised else scores
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    choice[0] = chosen
+    np.divide(scores[chosen], total, out=choice[1])
+
+
+def chosen_products(operands: Sequence[tuple[Array, Array, Array]]) -> Callable[[Sequence[int]], None]:
+    """A call with the numbers of K experts, which does product (rows,) = matrix (rows, columns) @ vector (columns,) for each.
+
+    Each lane's (matrices (E, rows, columns), vectors (K, columns), products (K, rows)); otherwise as `products`.
+    """
+    if operands[0][0].dtype.itemsize == 2:
+        return half_products.bound_to_experts(operands)
+
+    def run(chosen: Sequence[int]) -> None:
+        for matrices, vectors, results in operands:
+            for expert, vector, result in zip(chosen, vectors, results, strict=True):
+                np.dot(matrices[expert], vector, out=result)
+
+    return run
+
+
 def tree_sum(terms: Array, scratch: Array, total: Array) -> None:
     """`total` (D,) = sum of terms (n, D) as a binary tree of adjacent pairs; n is a power of two. `scratch` is (n / 2, D)."""
     rows = len(terms)

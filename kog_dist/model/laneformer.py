@@ -16,18 +16,10 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from kog_dist.errors import ConfigError
+from kog_dist.model.lane_experts import LaneExperts
+from kog_dist.model.lane_linear import LaneLinear, lane_matmul
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
-
-
-class LaneLinear(nn.Module):
-    """One matrix per lane; `weight` is (lanes, out, in)."""
-
-    def __init__(self, lanes: int, out_features: int, in_features: int, *, has_bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(lanes, out_features, in_features))
-        if has_bias:
-            self.bias = nn.Parameter(torch.zeros(lanes, out_features))
 
 
 class HeadNorm(nn.Module):
@@ -59,17 +51,6 @@ class LaneNorm(nn.Module):
         """Normalise `stream` (lanes or 1, batch, time, hidden); per-lane scales give all lanes."""
         weight = self.scale[:, None, None, :] if self.per_lane else self.weight
         return stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + self.eps) * weight
-
-
-def lane_matmul(stream: Tensor, weight: Tensor) -> Tensor:
-    """Each lane's `stream` (lanes or 1, batch, time, in) times its `weight` (lanes, out, in): (lanes, batch, time, out)."""
-    lanes, out_features, in_features = weight.shape
-    batch, time = stream.shape[1], stream.shape[2]
-    if stream.shape[0] == 1:  # all lanes read the same rows: one wide product instead of `lanes` copies
-        wide = functional.linear(stream[0], weight.reshape(lanes * out_features, in_features))
-        return wide.view(batch, time, lanes, out_features).permute(2, 0, 1, 3)
-    rows = stream.reshape(lanes, batch * time, in_features)
-    return torch.bmm(rows, weight.transpose(1, 2)).view(lanes, batch, time, out_features)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -191,7 +172,7 @@ class LaneLayer(nn.Module):
         self.attention_norm = LaneNorm(spec, per_lane=not spec.shared_norm_scale)
         self.attention = LaneAttention(spec, layer_idx)
         self.ffn_norm = LaneNorm(spec, per_lane=not spec.shared_norm_scale)
-        self.feed_forward = LaneFeedForward(spec)
+        self.feed_forward = LaneFeedForward(spec) if spec.experts is None else LaneExperts(spec, spec.experts)
 
 
 class LaneStack(nn.Module):

@@ -17,6 +17,8 @@ def unsupported(spec: ModelSpec, quantised: str = "") -> list[str]:
     findings = [f"quantised weights, {quantised} (16 bit: use the unquantised folder, without --quantize)"] if quantised else []
     if spec.num_lanes > MAX_LANES:
         findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
+    if spec.experts is not None:
+        findings.append(f"{spec.experts.num_experts} experts")
     if spec.out_bias:
         findings.append("a bias of attention's output")
     if spec.head_dim % 16:

@@ -38,6 +38,12 @@ DENSE: dict[str, Mapping[str, Any]] = {
     "qwen3-4b": _config("qwen3", 2560, 36, 32, 8, 9728, 151936, tie_word_embeddings=True),
     "qwen3-8b": _config("qwen3", 4096, 36, 32, 8, 12288, 151936),
 }
+MOE: dict[str, Mapping[str, Any]] = {
+    "qwen3-30b-a3b": _config(
+        "qwen3_moe", 2048, 48, 32, 4, 6144, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True,
+    ),
+}  # fmt: skip
 _DENSE_CONTEXT = 4096
 SEED = 1
 _TMPFS = Path("/dev/shm")
@@ -46,7 +52,7 @@ _TMPFS = Path("/dev/shm")
 def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
     """The spec of a name, or of a `config.json` or its folder.
 
-    Dense ones may say how many lanes they have and for how many tokens their caches are: NAME:LANES, NAME@TOKENS,
+    All but 2b may say how many lanes they have and for how many tokens their caches are: NAME:LANES, NAME@TOKENS,
     NAME:LANES@TOKENS; else as many lanes as their family has, for 4,096 tokens.
 
     Raises ConfigError listing the known ones, and `others` that the caller knows.
@@ -56,13 +62,13 @@ def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
     base, at, tokens = name.partition("@")
     base, colon, lanes = base.partition(":")
     wrong = (colon and lanes not in ("1", "2", "4", "8")) or (at and not tokens.isdecimal())
-    if base in DENSE and not wrong:
-        spec = read_config(DENSE[base])
+    if base in DENSE | MOE and not wrong:
+        spec = read_config((DENSE | MOE)[base])
     elif Path(base).exists() and not wrong:
         path = Path(base)
         spec = read_config_file(path.parent if path.is_file() else path).spec
     else:
-        known = ", ".join((*others, "2b", *DENSE))
+        known = ", ".join((*others, "2b", *DENSE, *MOE))
         raise ConfigError(
             f"--spec {name!r} is not known; known: {known}, or a config.json; NAME:1@8192 has one lane, 8,192 tokens"
         )

@@ -151,7 +151,7 @@ def _matrix(
 
 # Matrices that read the same vector, which engines multiply as one: by the ends of their names.
 _STACKED: Final[tuple[tuple[str, ...], ...]] = (
-    ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"), ("feed_forward.w1.weight", "feed_forward.w3.weight"),
+    ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"), (".w1.weight", ".w3.weight"),
 )  # fmt: skip
 
 
