@@ -41,7 +41,12 @@ def architecture(spec: ModelSpec) -> str:
         parts.append(f"{spec.rope_scaling.rope_type} rope")
     parts += [
         text
-        for text, is_so in (("QKV bias", spec.qkv_bias), ("bias of attention's output", spec.out_bias), ("QK norm", spec.qk_norm))
+        for text, is_so in (
+            ("attention sinks", spec.attention_sinks),
+            ("QKV bias", spec.qkv_bias),
+            ("bias of attention's output", spec.out_bias),
+            ("QK norm", spec.qk_norm),
+        )
         if is_so
     ]
     return ", ".join(parts)

@@ -143,7 +143,8 @@ def not_on_gpus(checkpoint: Checkpoint) -> str:
 
     found = ["quantised weights"] if quantised(checkpoint) else []
     found += ["experts"] if checkpoint.spec.experts is not None else []
-    return " and ".join(found)
+    found += ["attention sinks"] if checkpoint.spec.attention_sinks else []
+    return " and ".join(filter(None, (", ".join(found[:-1]), *found[-1:])))
 
 
 def place_on_gpus(choice: GpuChoice, machine: CpuMap | None) -> tuple[Placement, ...]:
@@ -202,8 +203,9 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
     weights += dequantised
     if weights > available:
         have = f"{available / 2**30:.1f} GiB of memory are free here"
+        remedy = "use a machine with more" if not_on_gpus(target.checkpoint) else "use GPUs"
         kept = "16 bit" if width == 2 and not dequantised else "float32"
-        error = LaunchError(f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights in {kept}, and {have}; use GPUs")
+        error = LaunchError(f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights in {kept}, and {have}; {remedy}")
         return target, (error,)
     per_position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _CPU_BYTES * target.num_kv_caches
     room = (available - weights) * _SHARE_OF_MEMORY // 100 // per_position

@@ -138,6 +138,7 @@ class LaneCalls:
         heads = (len(group.steps), spec.lane_kv_heads, spec.lane_heads // spec.lane_kv_heads)
         queries, mixed = queries.reshape(*heads, spec.head_dim), mixed.reshape(*heads, spec.head_dim)
         scores, peaks, sums = (self.memory.empty(*heads, width) for width in (window, 1, 1))
+        sinks = np.stack(self.lane_weights(group, "sinks")).reshape(sums.shape) if spec.attention_sinks else None
         ones = self.memory.empty(window)
         ones[:] = 1
 
@@ -146,7 +147,7 @@ class LaneCalls:
             start = max(0, stop - window)
             seen, n = slice(start, stop), stop - start
             seen_keys, seen_values = keys[cursor.kv_cache][:, :, seen], values[cursor.kv_cache][:, :, seen]
-            lane_math.attend(queries, seen_keys, seen_values, scores[..., :n], ones[:n], peaks, sums, mixed)
+            lane_math.attend(queries, seen_keys, seen_values, scores[..., :n], ones[:n], peaks, sums, mixed, sinks)
 
         return run
 

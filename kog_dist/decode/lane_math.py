@@ -61,20 +61,36 @@ def rotate_pairs(pairs: Array, cos: Array, sin: Array, scratch: Array, rotated: 
 
 
 def attend(
-    queries: Array, keys: Array, values: Array, scores: Array, ones: Array, peaks: Array, sums: Array, mixed: Array
+    queries: Array,
+    keys: Array,
+    values: Array,
+    scores: Array,
+    ones: Array,
+    peaks: Array,
+    sums: Array,
+    mixed: Array,
+    sinks: Array | None = None,
 ) -> None:
     """Softmax attention of one position, with `group` query heads to a KV head, already scaled by head_dim ** -0.5.
 
     queries: (n, kv_heads, group, head_dim); keys, values: (n, kv_heads, positions, head_dim); ones: (positions,), all 1.
     scores (n, kv_heads, group, positions), peaks and sums (n, kv_heads, group, 1) are scratch; mixed is the result, shaped as
-    queries. matmul and vecdot call BLAS once per lane and KV head.
+    queries. matmul and vecdot call BLAS once per lane and KV head. `sinks`, as sums: one more logit of each head, from which
+    nothing is mixed; its term is the last of the sum.
     """
     np.matmul(queries, keys.swapaxes(2, 3), out=scores)
     np.maximum.reduce(scores, axis=3, keepdims=True, out=peaks)
+    if sinks is not None:
+        np.maximum(peaks, sinks, out=peaks)
     np.subtract(scores, peaks, out=scores)
     for lane_scores in scores:
         np.exp(lane_scores, out=lane_scores)
     np.vecdot(scores, ones, out=sums[..., 0])
+    if sinks is not None:
+        np.subtract(sinks, peaks, out=peaks)
+        for lane_peaks in peaks:
+            np.exp(lane_peaks, out=lane_peaks)
+        np.add(sums, peaks, out=sums)
     np.matmul(scores, values, out=mixed)
     np.divide(mixed, sums, out=mixed)
 

@@ -104,6 +104,9 @@ class LaneAttention(nn.Module):
         if spec.out_bias:
             self.wo.bias = nn.Parameter(torch.zeros(d))  # of the sum over lanes: the first one adds it
         self.has_out_bias = spec.out_bias
+        if spec.attention_sinks:
+            self.sinks = nn.Parameter(torch.zeros(lanes, self.heads))
+        self.has_sinks = spec.attention_sinks
         if spec.qk_norm:
             self.q_norm, self.k_norm = HeadNorm(spec), HeadNorm(spec)
         self.has_bias, self.has_norms = spec.qkv_bias, spec.qk_norm
@@ -132,6 +135,8 @@ class LaneAttention(nn.Module):
         return torch.cat((partial[:1] + self.wo.bias, partial[1:])) if self.has_out_bias else partial
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, window_mask: BlockMask | None) -> Tensor:
+        if self.has_sinks:
+            return self._attend_with_sinks(query, key, value)
         grouped = self.heads != self.kv_heads
         time, num_keys = query.shape[2], key.shape[2]
         if self.window is None and (time == num_keys or time == 1):
@@ -140,12 +145,26 @@ class LaneAttention(nn.Module):
             result = flex_attention(query, key, value, block_mask=window_mask, enable_gqa=grouped)
             assert isinstance(result, Tensor)
             return result
+        seen = self._seen(query, key)
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=grouped)
+
+    def _seen(self, query: Tensor, key: Tensor) -> Tensor:
+        """Which keys each of the last positions sees, (time, keys)."""
+        time, num_keys = query.shape[2], key.shape[2]
         key_pos = torch.arange(num_keys, device=query.device)
         query_pos = torch.arange(num_keys - time, num_keys, device=query.device)[:, None]
         seen = key_pos <= query_pos
-        if self.window is not None:
-            seen &= key_pos > query_pos - self.window
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=grouped)
+        return seen if self.window is None else seen & (key_pos > query_pos - self.window)
+
+    def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Of each head the softmax has one more logit, which nothing is mixed from."""
+        group = self.heads // self.kv_heads
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        scores = (query @ key.transpose(2, 3)) * self.head_dim**-0.5
+        scores = scores.masked_fill(~self._seen(query, key), -math.inf)
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        mixed: Tensor = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1] @ value
+        return mixed
 
 
 class LaneFeedForward(nn.Module):
@@ -226,7 +245,7 @@ class Laneformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         spec = self.spec
         for name, parameter in self.named_parameters():
-            if "norm" in name or name.endswith(".bias"):
+            if "norm" in name or name.endswith((".bias", ".sinks")):
                 continue
             std = 0.05 if "tok_embeddings" in name else 0.5 * parameter.shape[-1] ** -0.5
             if name.endswith(("wo.weight", "w2.weight")):  # L lanes add up, in every layer

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kog_dist.model.spec import HeadType, ModelSpec
 
 EMBEDDING = "model.tok_embeddings.weight"
+SINKS = ".attention.sinks"
 EXPERTS = ".feed_forward.experts."  # within the names of all that one expert has
 
 
@@ -104,6 +105,8 @@ def _layouts(spec: ModelSpec) -> Iterator[tuple[str, TensorLayout]]:
                 yield f"{prefix}attention.{name}.bias", TensorLayout((lanes, rows), one_row_per_lane)
         if spec.out_bias:
             yield f"{prefix}attention.wo.bias", TensorLayout((d,), ((0, d),))
+        if spec.attention_sinks:
+            yield f"{prefix}attention.sinks", TensorLayout((lanes, spec.lane_heads), one_row_per_lane)
         if spec.qk_norm:
             for name in ("q_norm", "k_norm"):
                 yield f"{prefix}attention.{name}.weight", TensorLayout((spec.head_dim,), ((0, spec.head_dim),))

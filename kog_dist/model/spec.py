@@ -47,7 +47,8 @@ class ModelSpec:
     An ordinary Llama-like model is `num_lanes` lanes with `delay` 0: every reduction is then BLOCKING, and the lanes share one
     residual stream (`has_one_stream`). `own_head_dim`: values per head where they are not hidden_size / num_heads.
     `qkv_bias`: added to queries, keys and values; `out_bias`: to attention's output, of models with one stream. `qk_norm`: an
-    RMS norm of every query and key head before it is rotated. `experts`: of every layer's FFN, each `intermediate_size` wide.
+    RMS norm of every query and key head before it is rotated. `attention_sinks`: one more logit in the softmax of each query
+    head. `experts`: of every layer's FFN, each `intermediate_size` wide.
     """
 
     hidden_size: int
@@ -75,6 +76,7 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    attention_sinks: bool = False
     experts: ExpertsSpec | None = None
 
     def __post_init__(self) -> None:
@@ -213,7 +215,7 @@ class ModelSpec:
         final_norm_rows = 1 if self.pre_norm_lane_agg else norm_rows
         attention = 2 * d * self.num_heads * self.head_dim + 2 * d * self.num_kv_heads * self.head_dim
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        biases += d if self.out_bias else 0
+        biases += (d if self.out_bias else 0) + (self.num_heads if self.attention_sinks else 0)
         head_norms = 2 * self.head_dim if self.qk_norm else 0
         layer = attention + biases + head_norms + self._router_values + num_ffns * self._ffn_values + 2 * norm_rows * d
         head = 0 if self.tied_embeddings else v * d * (lanes if self.head_type is HeadType.LANE else 1)
@@ -327,6 +329,8 @@ class ModelSpec:
             config["out_bias"] = True
         if self.qk_norm:
             config["qk_norm"] = True
+        if self.attention_sinks:
+            config["attention_sinks"] = True
         if self.experts is not None:
             config["experts"] = self.experts.to_config()
         return config

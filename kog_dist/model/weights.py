@@ -49,6 +49,7 @@ class LayerWeights:
     out_bias: Array | None = None  # (D,): of wo, whose lanes share it
     q_norm: Array | None = None  # (head_dim,): of every query head
     k_norm: Array | None = None  # (head_dim,): of every key head
+    sinks: Array | None = None  # (lane_heads,)
     experts: ExpertWeights | None = None
 
     @property
@@ -264,8 +265,16 @@ class RankReader:
             out_bias=out_bias,
             q_norm=q_norm,
             k_norm=k_norm,
+            sinks=self._sinks(attention, lane),
             experts=experts,
         )
+
+    def _sinks(self, prefix: str, lane: int) -> Array | None:
+        if not self.checkpoint.spec.attention_sinks:
+            return None
+        out = self._empty(self.checkpoint.spec.lane_heads)
+        self._read_biases([f"{prefix}sinks"], lane, out)
+        return out
 
     def _qkv_bias(self, prefix: str, lane: int) -> Array | None:
         if not self.checkpoint.spec.qkv_bias:

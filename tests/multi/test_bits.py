@@ -160,6 +160,7 @@ SPECS = {
         delay=0,
         qkv_bias=True,
         out_bias=True,
+        attention_sinks=True,
         experts=ExpertsSpec(5, 3, is_normalised=False, router_bias=True, bias=True, clamp=ClampedSwiglu(1.7, 0.5)),
     ),
     "rope_scaling": replace(BASE, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8)),

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.unit.formats.folders import save
 
 VOCAB = 97
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 3, "max_position_embeddings": 320}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 80,
+}  # fmt: skip
 ROUTER_SCALE = 3.0  # of logits: margins between experts as trained routers have
 
 
@@ -24,6 +32,15 @@ def qwen3_moe(**changes: Any) -> Any:
     return Qwen3MoeConfig(**(SIZES | sizes | changes))
 
 
+def gpt_oss(**changes: Any) -> Any:
+    """A config of gpt-oss; four lanes."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 96,
+        "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 37, "rope_parameters": YARN,
+    }  # fmt: skip
+    return GptOssConfig(**(SIZES | sizes | changes))
+
+
 CONFIGS: dict[str, tuple[Any, Any]] = {
     "qwen3_moe": (Qwen3MoeForCausalLM, qwen3_moe()),
     "qwen3_moe, weights of all experts": (Qwen3MoeForCausalLM, qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True)),
@@ -32,7 +49,47 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         Qwen3MoeForCausalLM,
         qwen3_moe(num_experts=4, num_experts_per_tok=4),
     ),
+    "gpt_oss": (GptOssForCausalLM, gpt_oss()),
+    "gpt_oss, tied, clamped": (
+        GptOssForCausalLM,
+        gpt_oss(tie_word_embeddings=True, swiglu_limit=0.8, swiglu_alpha=1.3, num_hidden_layers=2),
+    ),
+    "gpt_oss, no biases of attention, full": (
+        GptOssForCausalLM,
+        gpt_oss(attention_bias=False, layer_types=["full_attention"] * 3, num_key_value_heads=8),
+    ),
 }
+
+
+def in_mxfp4() -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A config of gpt-oss, random tensors as published ones are, and the values that transformers finds in them.
+
+    Each of four lanes has 48 FFN columns, a group and a half.
+    """
+    config = gpt_oss(intermediate_size=192, num_hidden_layers=2)
+    torch.manual_seed(9)
+    model = GptOssForCausalLM(config)
+    stored: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    for name, parameter in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = parameter.shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            values[name] = convert_moe_packed_tensors(blocks, scales).double()
+        else:
+            scale = ROUTER_SCALE if ".router." in name else 1.0
+            noise = scale * torch.randn_like(parameter) * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5)
+            stored[name] = (noise + ("norm" in name)).to(torch.bfloat16)
+            values[name] = stored[name].double()
+    return config, stored, values
+
+
+def write_mxfp4(folder: Path, config: Any, stored: dict[str, torch.Tensor]) -> None:
+    """A folder with such tensors, in files that part codes from scales."""
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    save(folder, stored, json.loads(config.to_json_string()) | {"quantization_config": said, "dtype": "bfloat16"})
 
 
 class Reference(NamedTuple):
@@ -69,6 +126,11 @@ def loaded(kind: Any, folder: Path) -> Any:
     return kind.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     ).eval()  # fmt: skip
+
+
+def plain(kind: Any, config: Any) -> Any:
+    """A model in float64, computed the plain way, whose weights are to be loaded."""
+    return kind._from_config(config, attn_implementation="eager", experts_implementation="eager").double().eval()
 
 
 def reference(model: Any, prompt: list[int]) -> Reference:

@@ -19,6 +19,8 @@ def unsupported(spec: ModelSpec, quantised: str = "") -> list[str]:
         findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
     if spec.experts is not None:
         findings.append(f"{spec.experts.num_experts} experts")
+    if spec.attention_sinks:
+        findings.append("attention sinks")
     if spec.out_bias:
         findings.append("a bias of attention's output")
     if spec.head_dim % 16:

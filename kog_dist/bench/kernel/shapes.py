@@ -23,6 +23,14 @@ def _config(model_type: str, hidden: int, layers: int, heads: int, kv_heads: int
     }  # fmt: skip
 
 
+def _gpt_oss(layers: int, num_experts: int) -> Any:
+    return {
+        "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": layers, "num_local_experts": num_experts,
+        "num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+        "vocab_size": 201088, "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+
+
 # What the configs of models that people run say of their shape.
 DENSE: dict[str, Mapping[str, Any]] = {
     "smollm2-135m": _config("llama", 576, 30, 9, 3, 1536, 49152, tie_word_embeddings=True),
@@ -43,6 +51,8 @@ MOE: dict[str, Mapping[str, Any]] = {
         "qwen3_moe", 2048, 48, 32, 4, 6144, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
         num_experts_per_tok=8, norm_topk_prob=True,
     ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }  # fmt: skip
 _DENSE_CONTEXT = 4096
 SEED = 1

@@ -15,7 +15,7 @@ from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.families.fields import check_keys, number, read_rope
 from kog_dist.model.families.stored import Names, StoredTensorName
 from kog_dist.model.formats.quantisation import read_quantisation
-from kog_dist.model.layout import EMBEDDING, TensorLayout
+from kog_dist.model.layout import EMBEDDING, SINKS, TensorLayout
 from kog_dist.model.limits import MAX_LAYERS
 from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import short
@@ -51,15 +51,20 @@ def read_dense(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
+    attention_sinks: bool = False,
     experts: ExpertsSpec | None = None,
     ffn_key: str = "intermediate_size",
+    stacks_experts: bool = False,
+    norm_eps: float = 1e-6,
 ) -> ModelSpec:
     """The spec of a config of transformers. `keys`: those that the caller reads or has read; the rest are its family's defaults.
-    `ffn_key`: which one has the width of an FFN.
+    `ffn_key`: which one has the width of an FFN. `stacks_experts`: whether files have one tensor for all experts of a layer.
 
     Raises ConfigError naming the key that is unknown, missing or contradictory, or the feature that is not supported.
     """
     quantisation = read_quantisation(config)
+    if quantisation is not None and quantisation.is_of_experts and not stacks_experts:
+        raise ConfigError(f"quantization_config: quant_method {quantisation.method} is supported for gpt_oss alone")
     check_keys(config, KEYS | keys, {**FIXED_VALUES, **(fixed or {})})
     num_heads = number(config, "num_attention_heads", None, int)
     num_kv_heads = number(config, "num_key_value_heads", kv_heads or num_heads, int)
@@ -77,7 +82,7 @@ def read_dense(
         max_context=context,
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=number(config, "rms_norm_eps", 1e-6, float),
+        norm_eps=number(config, "rms_norm_eps", norm_eps, float),
         delay=0,
         tied_embeddings=number(config, "tie_word_embeddings", False, bool),
         sliding_window=window,
@@ -86,6 +91,7 @@ def read_dense(
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         qk_norm=qk_norm,
+        attention_sinks=attention_sinks,
         experts=experts,
     )
     return replace(spec, num_lanes=lanes_of(spec, 1 if quantisation is None else quantisation.lane_columns))
@@ -140,6 +146,8 @@ def stored_names(spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:
 def _stored(spec: ModelSpec, name: str) -> StoredTensorName:
     if name in _OUTER:
         return StoredTensorName(_OUTER[name])
+    if name.endswith(SINKS):
+        return StoredTensorName(f"{name.removesuffix(SINKS)}.self_attn.sinks", is_whole=True)
     model, layers, layer_idx, *module, kind = name.split(".")
     prefix, part = f"{model}.{layers}.{layer_idx}", module[-1]
     if part in _NORMS:

@@ -23,7 +23,7 @@ _KEYS = frozenset(
     max_position_embeddings rope_theta rope_scaling rope_parameters norm_eps rms_norm_eps num_lanes broadcast_delay use_comm
     use_attention_comm use_mlp_comm use_early_comm lm_head_type pre_norm_lane_agg replicated_rmsn_scale tie_word_embeddings
     sliding_window sliding_window_n_layers unclamped_layers swa_layers head_dim qkv_bias out_bias qk_norm
-    experts""".split()
+    attention_sinks experts""".split()
 )
 
 
@@ -61,6 +61,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         qkv_bias=number(config, "qkv_bias", False, bool),
         out_bias=number(config, "out_bias", False, bool),
         qk_norm=number(config, "qk_norm", False, bool),
+        attention_sinks=number(config, "attention_sinks", False, bool),
         experts=ExpertsSpec.from_config(config.get("experts")),
     )
 

@@ -16,7 +16,7 @@ from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.formats.quantised_file import QuantisedFile, form_in
 from kog_dist.model.formats.rounding import rounded
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
-from kog_dist.model.layout import is_layer_matrix
+from kog_dist.model.layout import EXPERTS, is_layer_matrix
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ def weight_format(checkpoint: Checkpoint, name: str) -> WeightFormat | None:
     if name in checkpoint.owner:
         return form_in(checkpoint.owner[name], checkpoint.names[name].name)
     said = checkpoint.quantisation
-    if said is None or not is_layer_matrix(checkpoint.layouts, name):
+    if said is None or not is_layer_matrix(checkpoint.layouts, name) or (said.is_of_experts and EXPERTS not in name):
         return None
     return None if checkpoint.names[name].name.removesuffix(".weight") in said.ignored else said.form
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.formats.quantisation import Quantisation
-from kog_dist.model.formats.source import FLOAT_SCALES, Box, Pieces, Storage, StoredPiece
+from kog_dist.model.formats.source import FLOAT_SCALES, Box, BoxReader, Pieces, StoredPiece
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import SafetensorsFile, StoredTensor
 
@@ -40,7 +40,7 @@ class QuantisedMatrix:
     """
 
     form: WeightFormat
-    storage: Storage
+    storage: BoxReader
     pieces: Pieces
     bias: StoredPiece | None = None
 
