@@ -16,7 +16,7 @@ from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.prediction import LAYER_S, architecture, most_tokens_per_s, predictions
-from kog_dist.launch.target import Target, cpu_matrix_bytes, dequantised_bytes, model_folder, not_on_gpus, plan_target
+from kog_dist.launch.target import Target, cpu_matrix_bytes, dequantised_bytes, kept_as, model_folder, not_on_gpus, plan_target
 from kog_dist.model.checkpoint import has_weights
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised, weight_bytes
@@ -164,8 +164,7 @@ def _memory(target: Target, rank: int) -> str:
         }  # fmt: skip
         return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses) + _kept(target)
     uses = cpu_rank_bytes(target, rank)
-    kept = "16 bit" if cpu_matrix_bytes(target.checkpoint) == 2 and not quantised(target.checkpoint) else "float32"
-    weights = f"{_size(uses['weights'])} weights in {kept} ({_size(uses['read'])} read per token)"
+    weights = f"{_size(uses['weights'])} weights in {kept_as(target.checkpoint)} ({_size(uses['read'])} read per token)"
     return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{_kept(target)}"
 
 

@@ -15,9 +15,10 @@ from kog_dist.decode import lane_math
 from kog_dist.decode.cursor import Cursor
 from kog_dist.decode.exchange_calls import ExchangeCalls
 from kog_dist.decode.groups import Array, Finder, Group
+from kog_dist.decode.half_products import CodedOperands, bound_to_coded_experts
 from kog_dist.decode.steps import Kind, Phase
 from kog_dist.errors import PlanError
-from kog_dist.model.weights import ExpertWeights, LayerWeights, RankWeights
+from kog_dist.model.weights import MXFP4_CODES, ExpertWeights, LayerWeights, RankWeights
 
 Run = Callable[[], None]
 
@@ -85,7 +86,7 @@ class ExpertCalls:
         rows, outputs = gate_up.reshape(-1, 2 * width), activations.reshape(-1, width)
         inputs = np.broadcast_to(normed, (chosen, len(normed)))
         layers = self._layers(group)
-        multiply = lane_math.chosen_products([(layer.w13, inputs, out) for layer, out in zip(layers, gate_up, strict=True)])
+        multiply = _products(layers, "w13", [inputs] * num_lanes, gate_up)
         biases = [None if layer.experts is None else layer.experts.w13_bias for layer in layers]
         weights = choice[1][:, None]
 
@@ -108,8 +109,7 @@ class ExpertCalls:
         (activations, choice), (partials,) = self.find.of(group, (Kind.ACTIVATION, Kind.CHOICE), (Kind.PARTIAL,))
         chosen, hidden = self.experts.per_token, self.spec.hidden_size
         results, scratch = self.memory.empty(len(group.steps), chosen, hidden), self.memory.empty(hidden)
-        operands = [(layer.w2, rows, out) for layer, rows, out in zip(self._layers(group), activations, results, strict=True)]
-        multiply = lane_math.chosen_products(operands)
+        multiply = _products(self._layers(group), "w2", activations, results)
         bias = self._shared(group)[1].w2_bias if group.steps[0].lane == 0 else None  # of the sum over lanes
 
         def run() -> None:
@@ -124,6 +124,22 @@ class ExpertCalls:
                     np.add(partials[0], scratch, out=partials[0])
 
         return run
+
+
+def _products(
+    layers: Sequence[LayerWeights], name: str, vectors: Sequence[Array] | Array, results: Array
+) -> Callable[[Sequence[int]], None]:
+    """Of the matrices `name` of each lane's experts, in MXFP4 or as they are, with its vectors (K, columns)."""
+    matrices = [getattr(layer, name) for layer in layers]
+    if matrices[0].dtype != MXFP4_CODES:
+        return lane_math.chosen_products(list(zip(matrices, vectors, results, strict=True)))
+    operands = []
+    for layer, codes, inputs, out in zip(layers, matrices, vectors, results, strict=True):
+        assert layer.experts is not None
+        scales = layer.experts.w13_scales if name == "w13" else layer.experts.w2_scales
+        assert scales is not None
+        operands.append(CodedOperands(codes, scales, 0 if name == "w13" else layer.experts.w2_skew, inputs, out))
+    return bound_to_coded_experts(operands)
 
 
 def _ids(choice: Array) -> list[int]:

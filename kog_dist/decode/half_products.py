@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices for CPU ranks: C (half_products.c), built for this machine at the first use and kept.
+"""Products of 16-bit and MXFP4 matrices for CPU ranks: C (half_products.c), built for this machine at the first use and kept.
 
 A decode step is bounded by the bytes of the weights, and NumPy multiplies nothing narrower than float32. Values are widened to
 float32 as they are read, so results differ from NumPy's by the order of additions alone. Without a C compiler weights are
@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,25 @@ class _Product(ctypes.Structure):
         ("matrix", ctypes.c_void_p), ("vector", ctypes.c_void_p), ("product", ctypes.c_void_p),
         ("rows", ctypes.c_uint64), ("columns", ctypes.c_uint64),
     )  # fmt: skip
+
+
+class _CodedProduct(ctypes.Structure):
+    _fields_ = (
+        ("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("vector", ctypes.c_void_p), ("product", ctypes.c_void_p),
+        ("rows", ctypes.c_uint64), ("columns", ctypes.c_uint64), ("skew", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class CodedOperands(NamedTuple):
+    """One lane's experts in MXFP4: codes (E, rows, columns / 2) and scales (E, rows, groups), bytes both; `skew`: of the first
+    group of 32 columns how many belong to the lane before; vectors (K, columns), products (K, rows).
+    """
+
+    codes: Array
+    scales: Array
+    skew: int
+    vectors: Array
+    products: Array
 
 
 def bound(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
@@ -75,6 +94,37 @@ def bound_to_experts(operands: Sequence[tuple[Array, Array, Array]]) -> Callable
             for at, expert in enumerate(chosen, first):
                 table[at].matrix = base + expert * stride
         multiply()
+
+    return run
+
+
+def bound_to_coded_experts(operands: Sequence[CodedOperands]) -> Callable[[Sequence[int]], None]:
+    """`bound_to_experts` of MXFP4."""
+    path = library()
+    assert path is not None, "nobody keeps codes where there is no library"
+    function = ctypes.CDLL(str(path)).kog_mxfp4_products
+    function.restype = None
+    chosen_count = len(operands[0].vectors)
+    table = (_CodedProduct * (len(operands) * chosen_count))()
+    for idx, entry in enumerate(table):
+        one, place = operands[idx // chosen_count], idx % chosen_count
+        vector, product = one.vectors[place], one.products[place]
+        assert one.codes.shape[1:] == (len(product), len(vector) // 2)
+        assert one.scales.shape[1:] == (len(product), -(-(len(vector) + one.skew) // 32))
+        assert all(array.flags.c_contiguous for array in (one.codes, one.scales, vector, product))
+        assert len(vector) % 16 == 0
+        entry.vector, entry.product, entry.skew = vector.ctypes.data, product.ctypes.data, one.skew
+        entry.rows, entry.columns = len(product), len(vector)
+    scratch = np.empty(max(one.vectors.shape[1] for one in operands) + _SCRATCH, np.float32)
+    at, count, kept = ctypes.c_void_p(scratch.ctypes.data), ctypes.c_size_t(len(table)), (scratch, *operands)
+    bases = [(one.codes.ctypes.data, one.codes.strides[0], one.scales.ctypes.data, one.scales.strides[0]) for one in operands]
+
+    def run(chosen: Sequence[int]) -> None:
+        assert kept
+        for lane, (codes, codes_stride, scales, scales_stride) in enumerate(bases):
+            for place, expert in enumerate(chosen, lane * chosen_count):
+                table[place].codes, table[place].scales = codes + expert * codes_stride, scales + expert * scales_stride
+        function(table, count, at)
 
     return run
 

@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from kog_dist.model.formats.lanes import weight_format
+from kog_dist.model.formats.mxfp4 import FORM as MXFP4
 from kog_dist.model.layout import EXPERTS
 
 if TYPE_CHECKING:
@@ -38,6 +39,14 @@ def num_quantised(checkpoint: Checkpoint, *, of_token: bool = False) -> int:
     return _sum(
         checkpoint, {name: layouts[name].num_values for name in layouts if weight_format(checkpoint, name) is not None}, of_token
     )
+
+
+def num_kept_coded(checkpoint: Checkpoint, *, of_token: bool = False) -> tuple[int, int]:
+    """Of experts in MXFP4, which CPU ranks keep so: values, and bytes of codes and scales. `of_token` as above."""
+    names = [name for name in checkpoint.layouts if EXPERTS in name and weight_format(checkpoint, name) == MXFP4]
+    values = {name: checkpoint.layouts[name].num_values for name in names}
+    num_bytes = {name: MXFP4.num_bytes(*checkpoint.names[name].shape(checkpoint.layouts[name])) for name in names}
+    return _sum(checkpoint, values, of_token), _sum(checkpoint, num_bytes, of_token)
 
 
 def bytes_per_token(checkpoint: Checkpoint) -> int:

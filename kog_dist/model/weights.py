@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from math import prod
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, Protocol
@@ -12,31 +13,38 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.model.layout import EMBEDDING, TensorLayout, ffn_prefixes, head_name, layer_prefix, norm_name
+from kog_dist.model.formats.lanes import CodedSource, lane_codes, weight_format
+from kog_dist.model.formats.mxfp4 import FORM as MXFP4
+from kog_dist.model.formats.mxfp4 import GROUP
+from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name
 from kog_dist.model.spec import HeadType, ModelSpec
 
 Array = NDArray[Any]  # float32 or float64, C-contiguous; starts at a multiple of 64 bytes unless it is called a view
 BFLOAT16 = np.dtype(np.uint16)  # of a matrix that is kept as it is stored: NumPy has no type for such values
+MXFP4_CODES = np.dtype(np.uint8)  # of experts that are kept in MXFP4: codes, two in a byte
 _KEPT: Mapping[str, np.dtype[Any]] = {"BF16": BFLOAT16, "F16": np.dtype(np.float16)}  # by the name in safetensors files
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """What a layer with E experts has besides their matrices. Lanes share all but `w13_bias`."""
+    """What a layer with E experts has besides their matrices. Lanes share routers and `w2_bias`."""
 
     router: Array  # (E, D)
     router_bias: Array | None = None  # (E,)
     w13_bias: Array | None = None  # (E, 2F)
     w2_bias: Array | None = None  # (E, D)
+    w13_scales: Array | None = None  # (E, 2F, groups) of experts in MXFP4: bytes, as files have them
+    w2_scales: Array | None = None  # (E, D, groups)
+    w2_skew: int = 0  # columns of the first group that belong to the lane before
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer of one lane. Q, K, F: its query values (lane_heads * head_dim), key values and FFN columns; D: the hidden size.
 
-    With experts w13 and w2 have those of all E of them. None: the model has no such weights. Matrices that are applied to the
-    same vector are one array, since a decode step is bounded by matrix-vector products. Matrices may be of 16 bit
-    (`Checkpoint.rank_weights`).
+    With experts w13 and w2 have those of all E of them, or their codes (`MXFP4_CODES`). None: the model has no such weights.
+    Matrices that are applied to the same vector are one array, since a decode step is bounded by matrix-vector products. Matrices
+    may be of 16 bit (`Checkpoint.rank_weights`).
     """
 
     attention_norm: Array  # (D,)
@@ -148,20 +156,12 @@ class WeightArena:
         return array
 
 
-class TensorSource(Protocol):
+class TensorSource(CodedSource, Protocol):
     """What a `RankReader` asks of a checkpoint; see `Checkpoint`."""
 
     @property
     def spec(self) -> ModelSpec:
         """The model that the tensors belong to."""
-
-    @property
-    def layouts(self) -> Mapping[str, TensorLayout]:
-        """Every tensor by name."""
-
-    @property
-    def verify(self) -> bool:
-        """Whether values are checked as they are read."""
 
     def stored_dtype(self, name: str) -> str:
         """How a tensor is stored: `BF16`, `F16` or `F32`."""
@@ -205,7 +205,8 @@ class RankReader:
             for i in range(spec.num_layers):
                 shared = (norms[2 * i][lane], norms[2 * i + 1][lane], *head_norms[i], out_biases[i])
                 layers.append(self._layer(i, lane, *shared, experts[i]))
-                num_read += sum(matrix.size for matrix in (layers[-1].wqkv, layers[-1].wo, layers[-1].w13, layers[-1].w2))
+                matrices = (layers[-1].wqkv, layers[-1].wo, layers[-1].w13, layers[-1].w2)
+                num_read += sum(matrix.size * (1 + (matrix.dtype == MXFP4_CODES)) for matrix in matrices)
                 self.on_share(num_read / num_values)
             lanes[lane] = LaneWeights(tuple(layers))
         heads = {lane: self._head(lane, embedding) for lane in self.vocab_lanes}
@@ -254,13 +255,20 @@ class RankReader:
         gate_up, down = [[f"{ffn}w1.weight", f"{ffn}w3.weight"] for ffn in ffns], [[f"{ffn}w2.weight"] for ffn in ffns]
         if experts is not None and self.checkpoint.spec.experts is not None and self.checkpoint.spec.experts.bias:
             experts = replace(experts, w13_bias=self._expert_biases(ffns, lane))
+        if experts is None:
+            w13, w2 = self._stacked(gate_up[0], lane), self._stacked(down[0], lane)
+        elif self.keeps_halves and all(weight_format(self.checkpoint, name) == MXFP4 for name in chain(*gate_up, *down)):
+            (w13, w13_scales, _), (w2, w2_scales, skew) = self._codes(gate_up, lane), self._codes(down, lane)
+            experts = replace(experts, w13_scales=w13_scales, w2_scales=w2_scales, w2_skew=skew)
+        else:
+            w13, w2 = self._stacks(gate_up, lane), self._stacks(down, lane)
         return LayerWeights(
             attention_norm=attention_norm,
             wqkv=self._stacked([f"{attention}{name}.weight" for name in ("wq", "wk", "wv")], lane),
             wo=self._stacked([f"{attention}wo.weight"], lane),
             ffn_norm=ffn_norm,
-            w13=self._stacked(gate_up[0], lane) if experts is None else self._stacks(gate_up, lane),
-            w2=self._stacked(down[0], lane) if experts is None else self._stacks(down, lane),
+            w13=w13,
+            w2=w2,
             qkv_bias=self._qkv_bias(attention, lane),
             out_bias=out_bias,
             q_norm=q_norm,
@@ -328,6 +336,22 @@ class RankReader:
         out = self._matrix(names, sum(rows for _, rows, _ in shapes), shapes[0][2])
         self._fill(names, lane, out)
         return out
+
+    def _codes(self, names: list[list[str]], lane: int) -> tuple[Array, Array, int]:
+        """`_stacks` in MXFP4: codes, scales, and how many columns of the first group belong to the lane before."""
+        first = [lane_codes(self.checkpoint, name, lane, may_split=True) for name in names[0]]
+        rows = sum(len(coded.codes) for coded in first)
+        codes = self.arena.empty((len(names), rows, first[0].codes.shape[1] // 2), MXFP4_CODES)
+        scales = self.arena.empty((len(names), rows, first[0].scales.shape[1]), MXFP4_CODES)
+        for idx, of_expert in enumerate(names):
+            start = 0
+            for coded in first if idx == 0 else [lane_codes(self.checkpoint, name, lane, may_split=True) for name in of_expert]:
+                stop = start + len(coded.codes)
+                codes[idx, start:stop] = coded.packed()
+                np.right_shift(coded.scales.view(np.uint32), 23, out=scales[idx, start:stop], casting="unsafe")  # exponents
+                start = stop
+        whole = int(np.count_nonzero(first[0].groups == 0))
+        return codes, scales, GROUP - whole if whole < GROUP else 0
 
     def _fill(self, names: list[str], lane: int, out: Array) -> None:
         start = 0

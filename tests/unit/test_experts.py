@@ -17,6 +17,7 @@ from kog_dist.decode.steps import Kind, Message, Phase, PlannedMailbox, Value
 from kog_dist.decode.validate import validate
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
+from kog_dist.model.formats.numbers import NUMBERS, e8m0_values, nibbles
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weights import BFLOAT16, aligned_empty
 from kog_dist.runtime.abi import WaitOp, WaitRecord
@@ -91,6 +92,36 @@ def test_products_take_the_matrices_of_the_chosen_experts(dtype: np.dtype[Any]) 
         multiply(ids)
         for _, vectors, out, exact in operands:
             assert np.array_equal(out, np.stack([exact[expert] @ vector for expert, vector in zip(ids, vectors, strict=True)]))
+
+
+@pytest.mark.parametrize(("columns", "skew"), [(32, 0), (64, 0), (16, 0), (16, 16), (48, 0), (48, 16), (32, 16), (80, 16)])
+def test_products_of_codes_are_those_of_their_values(columns: int, skew: int) -> None:
+    """All codes and the ends of scales, in every place of a group; sums of few terms are exact."""
+    if half_products.library() is None:
+        pytest.skip("needs a C compiler")
+    rng = np.random.default_rng(7)
+    experts, rows, groups = 4, 32, -(-(columns + skew) // 32)
+    codes = rng.integers(0, 256, (experts, rows, columns // 2), dtype=np.uint8)
+    scales = rng.integers(122, 128, (experts, rows, groups), dtype=np.uint8)
+    group_of = (np.arange(columns) + skew) // 32
+    values = NUMBERS["E2M1"].values[nibbles(codes)] * e8m0_values(scales)[:, :, group_of]
+    vectors = rng.integers(-8, 9, (2, columns)).astype(np.float32)
+    out = np.empty((2, rows), np.float32)
+    multiply = half_products.bound_to_coded_experts([half_products.CodedOperands(codes, scales, skew, vectors, out)])
+    for ids in ([0, 3], [1, 2], [2, 2]):
+        multiply(ids)
+        assert np.array_equal(out, np.stack([values[expert] @ vector for expert, vector in zip(ids, vectors, strict=True)]))
+
+
+def test_scales_at_their_ends() -> None:
+    if half_products.library() is None:
+        pytest.skip("needs a C compiler")
+    scales = np.array([0, 1, 2, 126, 254], np.uint8).reshape(1, 5, 1)
+    codes = np.full((1, 5, 16), 0x22, np.uint8)  # 1.0
+    out = np.empty((1, 5), np.float32)
+    vectors = np.eye(1, 32, dtype=np.float32)
+    half_products.bound_to_coded_experts([half_products.CodedOperands(codes, scales, 0, vectors, out)])([0])
+    assert np.array_equal(out[0], e8m0_values(scales[0, :, 0]))
 
 
 # ---- what can be said ----

@@ -10,13 +10,17 @@ import pytest
 import torch
 from transformers import GptOssForCausalLM
 
+from kog_dist.config import LaunchConfig
+from kog_dist.decode import half_products
 from kog_dist.errors import CheckpointError
+from kog_dist.launch.inspection import cpu_rank_bytes, dry_run
+from kog_dist.launch.target import plan_target
 from kog_dist.model.checkpoint import open_checkpoint, planned_checkpoint
 from kog_dist.model.formats.lanes import lane_codes, weight_format
 from kog_dist.model.weight_bytes import bytes_per_token, formats
 from tests.unit import moe_models
 from tests.unit.moe_models import Reference
-from tests.unit.test_moe_families import PROMPT, TOLERANCE, Run, relative_error
+from tests.unit.test_moe_families import PROMPT, SINGLE, TOLERANCE, Run, relative_error
 
 
 class Case(NamedTuple):
@@ -41,6 +45,39 @@ def test_logits_and_choices_are_those_of_transformers(case: Case) -> None:
     for position, (logits, _, chosen) in enumerate(Run(case.folder).tokens(PROMPT)):
         assert relative_error(logits, case.reference.logits[position]) < TOLERANCE
         assert np.array_equal(chosen, np.stack([rows[position] for rows in case.reference.chosen]))
+
+
+def test_experts_that_are_kept_as_codes_are_multiplied_as_well(case: Case) -> None:
+    """What CPU ranks run: a lane's columns begin and end within groups."""
+    if half_products.library() is None:
+        pytest.skip("needs a C compiler")
+    same = 0
+    for position, (logits, _, chosen) in enumerate(Run(case.folder, np.float32, keeps_halves=True).tokens(PROMPT)):
+        if np.array_equal(chosen, np.stack([rows[position] for rows in case.reference.chosen])):
+            same += 1
+            assert relative_error(logits, case.reference.logits[position]) < SINGLE
+    assert same > 0.95 * len(PROMPT)
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_memory_is_said_as_it_is(case: Case, has_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_library:
+        monkeypatch.setattr(half_products, "library", lambda: None)
+    elif half_products.library() is None:
+        pytest.skip("needs a C compiler")
+    settings = LaunchConfig(model=str(case.folder), device="cpu", ranks=4)
+    target = plan_target(settings)[0]
+    checkpoint = target.checkpoint
+    small = 8 * sum(layout.num_values for layout in checkpoint.layouts.values() if len(layout.shape) < 2)
+    for rank in range(4):
+        weights = checkpoint.rank_weights([rank], keeps_halves=has_library)
+        experts = weights.lanes[rank].layers[1].experts
+        assert experts is not None
+        assert (experts.w2_scales is not None) == has_library
+        assert experts.w2_skew == (16 if has_library and rank % 2 else 0)
+        said = cpu_rank_bytes(target, rank)["weights"]
+        assert abs(weights.num_bytes - said) <= small + 8192, "and scales that two lanes share"
+    assert f"weights in {'MXFP4' if has_library else 'float32'} (" in dry_run(settings)
 
 
 def test_every_part_is_what_the_stack_has(case: Case) -> None:
