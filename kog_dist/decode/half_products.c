@@ -85,59 +85,54 @@ void kog_float16_products(const struct half_product *products, size_t count, flo
 }
 
 /* A matrix of MXFP4 codes, two columns in a byte, the even one in the lower half. Groups of 32 columns of a row share a scale, 2 to
-   the power of its byte less 127; the first group has `skew` columns less. `columns` and `skew` are multiples of 16. */
+   the power of its byte less 127; 0 counts as 0. A row begins with `skew` columns that are none, and ends with such: their codes
+   are 0, and `steps` of 128 columns are whole. `columns` and `skew` are multiples of 8. */
 struct mxfp4_product {
     const uint8_t *codes, *scales;
     const float *vector;
     float *product;
-    uint64_t rows, columns, skew;
+    uint64_t rows, columns, skew, steps;
 };
 
-typedef uint8_t bytes __attribute__((vector_size(kWidth)));
+enum { kPerWord = 8, kStep = kPerWord * kWidth };
+typedef int32_t integers __attribute__((vector_size(4 * kWidth)));
 
 /* Twice the values of codes 0 to 7 are 0, 1, 2, 3, 4, 6, 8 and 12: a hexadecimal digit each. */
 static inline floats doubled_values(words codes) {
     const words digits = (words){} + 0xc8643210u;
-    const floats magnitudes = __builtin_convertvector((digits >> ((codes & 7u) << 2)) & 15u, floats);
+    const floats magnitudes = __builtin_convertvector((integers)(digits >> ((codes & 7u) << 2) & 15u), floats);
     return (floats)((words)magnitudes ^ ((codes & 8u) << 28));
 }
 
-static inline float half_scale(uint8_t code) {
-    const uint32_t bits = code > 1 ? (code - 1u) << 23 : code ? 0x400000u : 0x200000u;
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return scale;
-}
-
-static inline float coded_row_times(
-    const uint8_t *codes, const uint8_t *scales, const float *even, const float *odd, size_t columns, size_t skew) {
-    floats lows = {}, highs = {};
-    for (size_t at = 0, stop = 2 * kWidth - skew; at < columns; at = stop, stop += 2 * kWidth, ++scales) {
-        const size_t end = stop < columns ? stop : columns;
-        bytes pairs = {};
-        if (end - at == 2 * kWidth)
-            memcpy(&pairs, codes + at / 2, sizeof pairs);
-        else
-            memcpy(&pairs, codes + at / 2, (end - at) / 2);
-        const words wide = __builtin_convertvector(pairs, words);
-        const float scale = half_scale(*scales);
-        lows += doubled_values(wide) * loaded(even + at / 2) * scale;
-        highs += doubled_values(wide >> 4) * loaded(odd + at / 2) * scale;
+/* `halves` has, of every step, half of the vector's values of columns 0, 8, ..., 120, then of 1, 9, ..., 121, and so on. */
+static inline float coded_row_times(const uint8_t *codes, const uint8_t *scales, const float *halves, size_t steps) {
+    const words places = {0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24};
+    floats sums = {};
+    for (size_t step = 0; step < steps; ++step, halves += kStep) {
+        words eights;
+        uint32_t four;
+        memcpy(&eights, codes + step * sizeof eights, sizeof eights);
+        memcpy(&four, scales + step * sizeof four, sizeof four);
+        floats lows = {}, highs = {};
+        for (unsigned int column = 0; column < kPerWord; column += 2) {
+            lows += doubled_values(eights >> 4 * column) * loaded(halves + column * kWidth);
+            highs += doubled_values(eights >> (4 * column + 4)) * loaded(halves + (column + 1) * kWidth);
+        }
+        sums += (lows + highs) * (floats)((((words){} + four) >> places & 255u) << 23);
     }
-    return total(lows + highs);
+    return total(sums);
 }
 
-/* `scratch` as above. */
+/* `scratch` has room for the longest vector and what makes its steps whole. */
 void kog_mxfp4_products(const struct mxfp4_product *products, size_t count, float *scratch) {
     for (const struct mxfp4_product *one = products; one < products + count; ++one) {
-        const size_t columns = one->columns, half = columns / 2 + kWidth + 1;
-        const size_t groups = (columns + one->skew + 2 * kWidth - 1) / (2 * kWidth);
-        float *even = scratch, *odd = scratch + half;
-        memset(even + columns / 2, 0, (kWidth + 1) * sizeof *even);
-        memset(odd + columns / 2, 0, (kWidth + 1) * sizeof *odd);
-        for (size_t at = 0; at < columns; ++at) (at & 1 ? odd : even)[at / 2] = one->vector[at];
+        memset(scratch, 0, one->steps * kStep * sizeof *scratch);
+        for (size_t at = 0; at < one->columns; ++at) {
+            const size_t column = at + one->skew, step = column / kStep, inner = column % kStep;
+            scratch[step * kStep + inner % kPerWord * kWidth + inner / kPerWord] = 0.5f * one->vector[at];
+        }
         for (size_t row = 0; row < one->rows; ++row)
             one->product[row] = coded_row_times(
-                one->codes + row * columns / 2, one->scales + row * groups, even, odd, columns, one->skew);
+                one->codes + row * one->steps * (kStep / 2), one->scales + row * one->steps * sizeof(uint32_t), scratch, one->steps);
     }
 }

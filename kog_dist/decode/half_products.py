@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.model.formats.mxfp4 import GROUP, STEP
 from kog_dist.model.weights import BFLOAT16
 from kog_dist.runtime.files import write_at_once
 from kog_dist.runtime.startup import compiling
@@ -45,13 +46,13 @@ class _Product(ctypes.Structure):
 class _CodedProduct(ctypes.Structure):
     _fields_ = (
         ("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("vector", ctypes.c_void_p), ("product", ctypes.c_void_p),
-        ("rows", ctypes.c_uint64), ("columns", ctypes.c_uint64), ("skew", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64), ("columns", ctypes.c_uint64), ("skew", ctypes.c_uint64), ("steps", ctypes.c_uint64),
     )  # fmt: skip
 
 
 class CodedOperands(NamedTuple):
-    """One lane's experts in MXFP4: codes (E, rows, columns / 2) and scales (E, rows, groups), bytes both; `skew`: of the first
-    group of 32 columns how many belong to the lane before; vectors (K, columns), products (K, rows).
+    """One lane's experts in MXFP4, as `mxfp4.kept` makes them: codes (E, rows, bytes), scales (E, rows, groups), and how many columns
+    come before the first one; vectors (K, columns) and products (K, rows).
     """
 
     codes: Array
@@ -109,13 +110,14 @@ def bound_to_coded_experts(operands: Sequence[CodedOperands]) -> Callable[[Seque
     for idx, entry in enumerate(table):
         one, place = operands[idx // chosen_count], idx % chosen_count
         vector, product = one.vectors[place], one.products[place]
-        assert one.codes.shape[1:] == (len(product), len(vector) // 2)
-        assert one.scales.shape[1:] == (len(product), -(-(len(vector) + one.skew) // 32))
+        steps = -(-(len(vector) + one.skew) // STEP)
+        assert one.codes.shape[1:] == (len(product), steps * STEP // 2)
+        assert one.scales.shape[1:] == (len(product), steps * STEP // GROUP)
         assert all(array.flags.c_contiguous for array in (one.codes, one.scales, vector, product))
-        assert len(vector) % 16 == 0
+        assert len(vector) % 8 == one.skew % 8 == 0
         entry.vector, entry.product, entry.skew = vector.ctypes.data, product.ctypes.data, one.skew
-        entry.rows, entry.columns = len(product), len(vector)
-    scratch = np.empty(max(one.vectors.shape[1] for one in operands) + _SCRATCH, np.float32)
+        entry.rows, entry.columns, entry.steps = len(product), len(vector), steps
+    scratch = np.empty(max(one.codes.shape[2] * 2 for one in operands), np.float32)
     at, count, kept = ctypes.c_void_p(scratch.ctypes.data), ctypes.c_size_t(len(table)), (scratch, *operands)
     bases = [(one.codes.ctypes.data, one.codes.strides[0], one.scales.ctypes.data, one.scales.strides[0]) for one in operands]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kog_dist.model.formats.lanes import weight_format
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
+from kog_dist.model.formats.mxfp4 import GROUP, kept_shapes
 from kog_dist.model.layout import EXPERTS
 
 if TYPE_CHECKING:
@@ -42,10 +43,14 @@ def num_quantised(checkpoint: Checkpoint, *, of_token: bool = False) -> int:
 
 
 def num_kept_coded(checkpoint: Checkpoint, *, of_token: bool = False) -> tuple[int, int]:
-    """Of experts in MXFP4, which CPU ranks keep so: values, and bytes of codes and scales. `of_token` as above."""
+    """Of experts in MXFP4, which CPU ranks keep so: values, and bytes that they keep. `of_token` as above."""
     names = [name for name in checkpoint.layouts if EXPERTS in name and weight_format(checkpoint, name) == MXFP4]
     values = {name: checkpoint.layouts[name].num_values for name in names}
-    num_bytes = {name: MXFP4.num_bytes(*checkpoint.names[name].shape(checkpoint.layouts[name])) for name in names}
+    num_bytes = dict.fromkeys(names, 0)
+    for name in names:
+        lanes, rows, columns = checkpoint.layouts[name].shape
+        splits = name.endswith(".w2.weight")  # by columns
+        num_bytes[name] = sum(rows * sum(kept_shapes(columns * lane % GROUP if splits else 0, columns)) for lane in range(lanes))
     return _sum(checkpoint, values, of_token), _sum(checkpoint, num_bytes, of_token)
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kog_dist.model.formats.lanes import CodedSource, lane_codes, weight_format
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
-from kog_dist.model.formats.mxfp4 import GROUP
+from kog_dist.model.formats.mxfp4 import GROUP, kept, kept_shapes
 from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name
 from kog_dist.model.spec import HeadType, ModelSpec
 
@@ -339,19 +339,19 @@ class RankReader:
 
     def _codes(self, names: list[list[str]], lane: int) -> tuple[Array, Array, int]:
         """`_stacks` in MXFP4: codes, scales, and how many columns of the first group belong to the lane before."""
-        first = [lane_codes(self.checkpoint, name, lane, may_split=True) for name in names[0]]
-        rows = sum(len(coded.codes) for coded in first)
-        codes = self.arena.empty((len(names), rows, first[0].codes.shape[1] // 2), MXFP4_CODES)
-        scales = self.arena.empty((len(names), rows, first[0].scales.shape[1]), MXFP4_CODES)
-        for idx, of_expert in enumerate(names):
+        every = ([lane_codes(self.checkpoint, name, lane, may_split=True) for name in of_expert] for of_expert in names)
+        shapes = [self.checkpoint.layouts[name].shape for name in names[0]]
+        skew = shapes[0][2] * lane % GROUP if len(shapes) == 1 else 0  # lanes are columns of w2, and rows of the others
+        num_bytes, num_groups = kept_shapes(skew, shapes[0][2])
+        rows = sum(count for _, count, _ in shapes)
+        codes, scales = (self.arena.empty((len(names), rows, count), MXFP4_CODES) for count in (num_bytes, num_groups))
+        for idx, of_expert in enumerate(every):
             start = 0
-            for coded in first if idx == 0 else [lane_codes(self.checkpoint, name, lane, may_split=True) for name in of_expert]:
+            for coded in of_expert:
                 stop = start + len(coded.codes)
-                codes[idx, start:stop] = coded.packed()
-                np.right_shift(coded.scales.view(np.uint32), 23, out=scales[idx, start:stop], casting="unsafe")  # exponents
+                codes[idx, start:stop], scales[idx, start:stop] = kept(coded, skew)
                 start = stop
-        whole = int(np.count_nonzero(first[0].groups == 0))
-        return codes, scales, GROUP - whole if whole < GROUP else 0
+        return codes, scales, skew
 
     def _fill(self, names: list[str], lane: int, out: Array) -> None:
         start = 0

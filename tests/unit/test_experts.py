@@ -17,7 +17,10 @@ from kog_dist.decode.steps import Kind, Message, Phase, PlannedMailbox, Value
 from kog_dist.decode.validate import validate
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
-from kog_dist.model.formats.numbers import NUMBERS, e8m0_values, nibbles
+from kog_dist.model.formats.mxfp4 import FORM as MXFP4
+from kog_dist.model.formats.mxfp4 import kept
+from kog_dist.model.formats.numbers import e8m0_values
+from kog_dist.model.formats.weight_format import CodedMatrix
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weights import BFLOAT16, aligned_empty
 from kog_dist.runtime.abi import WaitOp, WaitRecord
@@ -101,13 +104,15 @@ def test_products_of_codes_are_those_of_their_values(columns: int, skew: int) ->
         pytest.skip("needs a C compiler")
     rng = np.random.default_rng(7)
     experts, rows, groups = 4, 32, -(-(columns + skew) // 32)
-    codes = rng.integers(0, 256, (experts, rows, columns // 2), dtype=np.uint8)
+    codes = rng.integers(0, 16, (experts, rows, columns), dtype=np.uint8)
     scales = rng.integers(122, 128, (experts, rows, groups), dtype=np.uint8)
     group_of = (np.arange(columns) + skew) // 32
-    values = NUMBERS["E2M1"].values[nibbles(codes)] * e8m0_values(scales)[:, :, group_of]
+    coded = [CodedMatrix(MXFP4, codes[idx], e8m0_values(scales[idx]), group_of) for idx in range(experts)]
+    values = [matrix.values() for matrix in coded]
+    kept_codes, kept_scales = (np.stack(parts) for parts in zip(*(kept(matrix, skew) for matrix in coded), strict=True))
     vectors = rng.integers(-8, 9, (2, columns)).astype(np.float32)
     out = np.empty((2, rows), np.float32)
-    multiply = half_products.bound_to_coded_experts([half_products.CodedOperands(codes, scales, skew, vectors, out)])
+    multiply = half_products.bound_to_coded_experts([half_products.CodedOperands(kept_codes, kept_scales, skew, vectors, out)])
     for ids in ([0, 3], [1, 2], [2, 2]):
         multiply(ids)
         assert np.array_equal(out, np.stack([values[expert] @ vector for expert, vector in zip(ids, vectors, strict=True)]))
@@ -116,12 +121,13 @@ def test_products_of_codes_are_those_of_their_values(columns: int, skew: int) ->
 def test_scales_at_their_ends() -> None:
     if half_products.library() is None:
         pytest.skip("needs a C compiler")
-    scales = np.array([0, 1, 2, 126, 254], np.uint8).reshape(1, 5, 1)
-    codes = np.full((1, 5, 16), 0x22, np.uint8)  # 1.0
-    out = np.empty((1, 5), np.float32)
-    vectors = np.eye(1, 32, dtype=np.float32)
-    half_products.bound_to_coded_experts([half_products.CodedOperands(codes, scales, 0, vectors, out)])([0])
-    assert np.array_equal(out[0], e8m0_values(scales[0, :, 0]))
+    scales = np.array([1, 2, 126, 254], np.uint8).reshape(4, 1)
+    coded = CodedMatrix(MXFP4, np.full((4, 32), 2, np.uint8), e8m0_values(scales), np.zeros(32, np.intp))  # codes of 1.0
+    codes, kept_scales = kept(coded, 0)
+    out = np.empty((1, 4), np.float32)
+    operands = half_products.CodedOperands(codes[None], kept_scales[None], 0, np.eye(1, 32, dtype=np.float32), out)
+    half_products.bound_to_coded_experts([operands])([0])
+    assert np.array_equal(out[0], e8m0_values(scales[:, 0]))
 
 
 # ---- what can be said ----
