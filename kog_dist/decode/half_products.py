@@ -51,8 +51,8 @@ class _CodedProduct(ctypes.Structure):
 
 
 class CodedOperands(NamedTuple):
-    """One lane's experts in MXFP4, as `mxfp4.kept` makes them: codes (E, rows, bytes), scales (E, rows, groups), and how many columns
-    come before the first one; vectors (K, columns) and products (K, rows).
+    """One lane's experts in MXFP4, as `mxfp4.kept` makes them: codes (E, rows, bytes), scales (E, rows, groups), and how
+    many columns come before the first one; vectors (K, columns) and products (K, rows).
     """
 
     codes: Array
