@@ -104,7 +104,11 @@ class Reference(NamedTuple):
 
 def made(name: str, folder: Path) -> Any:
     """Write a model of CONFIGS into a folder in bfloat16; the same model in float64."""
-    kind, config = CONFIGS[name]
+    return written(*CONFIGS[name], folder)
+
+
+def written(kind: Any, config: Any, folder: Path) -> Any:
+    """Write a random model of a config in bfloat16; the same model in float64."""
     torch.manual_seed(7)
     model = kind(config)
     with torch.no_grad():

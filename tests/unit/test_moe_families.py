@@ -34,6 +34,7 @@ from kog_dist.model.weight_bytes import bytes_per_token, weight_bytes
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit import moe_models
+from tests.unit.formats.writers import METHODS
 from tests.unit.moe_models import CONFIGS, Reference
 
 TOLERANCE = 1e-5  # of the largest logit, in float64: rotary tables are float32
@@ -282,3 +283,68 @@ def test_the_published_config_of_gpt_oss() -> None:
     assert spec.rope_scaling is not None
     assert spec.rope_scaling.magnitude == pytest.approx(1.3466, abs=1e-4)
     assert read_config({**published, "quantization_config": None}).num_lanes == 8
+
+
+# ---- quantised ----
+def in_fp8(folder: Path, target: Path) -> dict[str, torch.Tensor]:
+    """The folder with all matrices of the layers in FP8, as Qwen publishes it; and the values that they have then."""
+    method, tensors, values = METHODS["fp8"], tensors_of(folder), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        written = method.write(tensors.pop(name))
+        values[name] = written.values
+        tensors |= {f"{name.removesuffix('.weight')}.{end}": tensor.contiguous() for end, tensor in written.tensors.items()}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": method.config}
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(tensors, target / "model.safetensors")
+    return values
+
+
+def test_experts_in_fp8(tmp_path: Path) -> None:
+    """Sizes are whole blocks, so that lanes are."""
+    config = moe_models.qwen3_moe(hidden_size=128, moe_intermediate_size=256, head_dim=64)
+    plain, quantised = tmp_path / "plain", tmp_path / "fp8"
+    quantised.mkdir()
+    model = moe_models.written(CONFIGS["qwen3_moe"][0], config, plain)
+    values = in_fp8(plain, quantised)
+    checkpoint = open_checkpoint(quantised)
+    assert checkpoint.spec.num_lanes == 4
+    with torch.no_grad():
+        for layer_idx, layer in enumerate(model.model.layers):
+            prefix = f"model.layers.{layer_idx}"
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                getattr(layer.self_attn, name).weight.copy_(values[f"{prefix}.self_attn.{name}.weight"])
+            for idx in range(config.num_experts):
+                gate, up, down = (values[f"{prefix}.mlp.experts.{idx}.{n}_proj.weight"] for n in ("gate", "up", "down"))
+                layer.mlp.experts.gate_up_proj[idx].copy_(torch.cat((gate, up)))
+                layer.mlp.experts.down_proj[idx].copy_(down)
+    expected = moe_models.reference(model, SHORT)
+    for position, (logits, _, chosen) in enumerate(Run(quantised).tokens(SHORT)):
+        assert relative_error(logits, expected.logits[position]) < TOLERANCE
+        assert np.array_equal(chosen, np.stack([rows[position] for rows in expected.chosen]))
+
+
+def test_experts_of_one_layer_must_be_quantised_alike(tmp_path: Path) -> None:
+    config = moe_models.qwen3_moe(hidden_size=128, moe_intermediate_size=256, head_dim=64)
+    plain, quantised = tmp_path / "plain", tmp_path / "fp8"
+    quantised.mkdir()
+    moe_models.written(CONFIGS["qwen3_moe"][0], config, plain)
+    in_fp8(plain, quantised)
+    tensors, name = load_file(quantised / "model.safetensors"), "model.layers.1.mlp.experts.3.up_proj"
+    del tensors[f"{name}.weight_scale_inv"]
+    tensors[f"{name}.weight"] = tensors_of(plain)[f"{name}.weight"]
+    save_file(tensors, quantised / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"tensor {name}\.weight is not quantised, but .*gate_proj.* must be alike"):
+        open_checkpoint(quantised)
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_experts_are_quantised_at_the_start(quantize: str, tmp_path: Path) -> None:
+    """Each matrix of each lane by itself; routers stay as they are."""
+    moe_models.made("qwen3_moe", tmp_path)
+    checkpoint, plain = open_checkpoint(tmp_path, quantize=quantize), open_checkpoint(tmp_path)
+    name = "model.layers.1.feed_forward.experts.4.w2.weight"
+    values, exact = checkpoint.tensor(name), plain.tensor(name)
+    assert 0 < np.abs(values - exact).max() < 0.2 * np.abs(exact).max()
+    router = "model.layers.1.feed_forward.router.weight"
+    assert np.array_equal(checkpoint.tensor(router), plain.tensor(router))
+    assert bytes_per_token(checkpoint) < bytes_per_token(plain)
