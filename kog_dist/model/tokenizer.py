@@ -27,7 +27,8 @@ from kog_dist.strict_json import parse_object
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_TOKENS_NAME = "special_tokens_map.json"
-CHANNEL_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")  # of gpt-oss
+CHANNEL_ENDS = ("<|return|>", "<|call|>")  # of answers of gpt-oss
+CHANNEL_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", *CHANNEL_ENDS)
 _MOST_PENDING_BYTES = 3  # of a character that is not finished; its first byte begins a character whatever stands before it
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -78,10 +79,13 @@ class Tokenizer:
         older = read_json(folder, SPECIAL_TOKENS_NAME, manifest) or {}
         tokenizer.special_tokens = _special_tokens(older) | _special_tokens(config)
         tokenizer.eos_ids = read_eos_ids(folder)
-        for name in ("eos_token", "eot_token"):  # fine-tuned models often end with a token that their config.json does not know
-            end = tokenizer.id_of(tokenizer.special_tokens.get(name, ""))
+        # Fine-tuned models often end with a token that their config.json does not know; eot_token, of CodeLlama, ends what fills
+        # the middle.
+        ends = [tokenizer.special_tokens.get(name, "") for name in ("eos_token", "eot_token")]
+        for token in (*ends, *(CHANNEL_ENDS if tokenizer.has_channels else ())):
+            end = tokenizer.id_of(token)
             if end is not None and end not in tokenizer.eos_ids and len(tokenizer.eos_ids) < MAX_EOS_IDS:
-                tokenizer.eos_ids += (end,)  # eot_token: that of CodeLlama ends what fills the middle
+                tokenizer.eos_ids += (end,)
         return tokenizer
 
     def check_fits(self, vocab_size: int) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,11 +31,16 @@ def tagged_model(base_model: ServedModel) -> ServedModel:
 @pytest.fixture(scope="session")
 def channels_model(base_model: ServedModel) -> ServedModel:
     """A tokenizer and a template as those of gpt-oss."""
-    raw = json.loads((Path(str(resources.files("kog_dist"))) / "models" / "demo" / "tokenizer.json").read_text())
+    tokenizer = Tokenizer(json.dumps(with_channels()))
+    return dataclasses.replace(base_model, tokenizer=tokenizer, chat_template=TemplateTwin(CHANNELS_TEMPLATE), vocab_size=4200)
+
+
+def with_channels() -> dict[str, Any]:
+    """The demo's tokenizer.json with the tags of channels."""
+    raw: dict[str, Any] = json.loads((Path(str(resources.files("kog_dist"))) / "models" / "demo" / "tokenizer.json").read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     first = 1 + max(raw["model"]["vocab"].values())
     raw["added_tokens"] += [
         {"id": first + idx, "content": tag, "special": True, **flags} for idx, tag in enumerate(CHANNEL_TAGS)
     ]  # fmt: skip
-    tokenizer = Tokenizer(json.dumps(raw))
-    return dataclasses.replace(base_model, tokenizer=tokenizer, chat_template=TemplateTwin(CHANNELS_TEMPLATE), vocab_size=4200)
+    return raw

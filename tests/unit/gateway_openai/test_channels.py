@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from kog_dist.gateway.openai.chat import plan_chat
 from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta
 from kog_dist.gateway.openai.responses import plan_response
 from kog_dist.gateway.openai.served import ServedModel
-from kog_dist.model.tokenizer import CHANNEL_TAGS
+from kog_dist.model.tokenizer import CHANNEL_TAGS, Tokenizer
+from tests.unit.gateway_openai.conftest import with_channels
 from tests.unit.gateway_openai.engine_script import cut, data_of, play
 from tests.unit.gateway_openai.test_prompts import prompt_of
 from tests.unit.gateway_openai.test_replies import whole
@@ -241,3 +244,12 @@ def test_tags_have_text_in_answers_and_none_in_grammars(channels_model: ServedMo
     decoder = tokenizer.stream()
     assert "".join(map(decoder.push, ids)) + decoder.flush() == ANALYSIS + "Hm.<|end|>"
     assert [tokenizer.token_bytes(tokenizer.id_of(tag) or 0) for tag in CHANNEL_TAGS] == [b""] * len(CHANNEL_TAGS)
+
+
+def test_the_ends_of_answers_and_calls_end_an_answer(tmp_path: Path) -> None:
+    """Also where no file of the folder says so."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(with_channels()))
+    (tmp_path / "config.json").write_text("{}")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.eos_ids == (tokenizer.id_of("<|return|>"), tokenizer.id_of("<|call|>"))
