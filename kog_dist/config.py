@@ -62,7 +62,7 @@ class LaunchConfig:
     scale_down_after: float = _setting(60.0, "Seconds with one replica too many until it stops.", _SECONDS)
     remote_replicas: str | None = _setting(None, "Access files of engines on other hosts: a.json,b.json.")
     kv_dtype: str = _setting(
-        "auto", "Type of the KV cache: {choices}.", choices=("auto", "float32", "float16", "bfloat16")
+        "auto", "Type of the KV cache: {choices}.", choices=("auto", "float32", "float16", "bfloat16", "fp8", "int4")
     )  # auto: float32 on CPU ranks, the 16-bit type of the weights on GPUs
     kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="4 on CPU ranks, 1 on GPUs")
     prefix_cache: str = _setting("auto", "GiB of each rank for the beginnings of earlier requests; off, or auto.")

@@ -103,6 +103,7 @@ class _Need:
 
 def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str) -> list[_Need]:
     """The ways in which ranks may run, the best one first: with `auto` they do without prefill where it does not fit."""
+    from kog_dist.workers.cuda.coded_source import coding_of
     from kog_dist.workers.prefill.model.memory import obstacle_to_prefill
 
     def need(prefill: str, note: str = "", obstacle: str = "") -> _Need:
@@ -111,7 +112,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
 
     if settings.prefill == "off" or (settings.prefill == "auto" and count > PREFILLED_GPUS):
         return [need("off")]
-    obstacle = obstacle_to_prefill(checkpoint.spec)
+    obstacle = obstacle_to_prefill(checkpoint.spec, is_quantised=coding_of(checkpoint) is not None)
     if settings.prefill == "on":
         return [need("on", obstacle=obstacle)]
     if obstacle:
@@ -162,21 +163,21 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
     from kog_dist.collectives.mailbox import place
-    from kog_dist.model.weight_bytes import quantised
+    from kog_dist.workers.cuda.coded_source import coding_of
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.prefill.model.memory import prefill_bytes
 
     spec = checkpoint.spec
     lanes = spec.lanes_of_rank(rank, world_size)
     shape = KernelShape(
-        spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, quantised=quantised(checkpoint)
+        spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, coding=coding_of(checkpoint)
     )
     norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.final_norm_lanes)
     rope = 4 * spec.max_context * spec.head_dim
     of_qkv = spec.num_layers * shape.num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
     of_qkv += spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0
     uses = {
-        "tape": 2 * shape.tape_values * shape.num_ctas,
+        "tape": 2 * shape.weight_words,
         "tables": 2 * (spec.vocab_size * spec.hidden_size + norms + of_qkv) + rope,
         "cache": shape.kv_bytes,
         "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), world_size))),

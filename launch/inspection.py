@@ -16,7 +16,15 @@ from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.prediction import LAYER_S, architecture, most_tokens_per_s, predictions
-from kog_dist.launch.target import Target, cpu_matrix_bytes, dequantised_bytes, kept_as, model_folder, not_on_gpus, plan_target
+from kog_dist.launch.target import (
+    Target,
+    cpu_matrix_bytes,
+    dequantised_bytes,
+    kept_as,
+    model_folder,
+    plan_target,
+    why_not_on_gpus,
+)
 from kog_dist.model.checkpoint import has_weights
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised, weight_bytes
@@ -27,7 +35,6 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 128 << 20
 _H200_PEAK_BYTES_S = 4.8e12  # HBM3e bandwidth in NVIDIA's data sheet
 _MIB = 2**20
-_NOT_ON_GPUS = "GPUs do not run {} yet; predicted is for those that would read them as they are"
 
 
 def check(settings: LaunchConfig, *, deep: bool = False) -> str:
@@ -101,8 +108,8 @@ def dry_run(settings: LaunchConfig) -> str:
         _as_published(target, settings), bytes_per_token(target.checkpoint), weight_bytes(target.checkpoint)
     )
     lines += [f"predicted  {first}", *(f"           {other}" for other in others)]
-    if what := not_on_gpus(target.checkpoint):
-        lines.append(f"note       {_NOT_ON_GPUS.format(what)}")
+    if reason := why_not_on_gpus(target.checkpoint):
+        lines.append(f"note       {reason}; predicted is for GPUs that would read its weights as they are")
     lines += [f"note       {target.note}"] if target.note else []
     lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]
     return "\n".join(lines)
@@ -165,7 +172,8 @@ def _memory(target: Target, rank: int) -> str:
         return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses) + _kept(target)
     uses = cpu_rank_bytes(target, rank)
     weights = f"{_size(uses['weights'])} weights in {kept_as(target.checkpoint)} ({_size(uses['read'])} read per token)"
-    return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{_kept(target)}"
+    form = "" if target.kv_dtype == "float32" else f" ({target.kv_dtype} values kept in float32)"
+    return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{form}{_kept(target)}"
 
 
 def _kept(target: Target) -> str:

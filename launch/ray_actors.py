@@ -14,6 +14,7 @@ import select
 import signal
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import AbortedError
@@ -23,6 +24,8 @@ from kog_dist.launch.hosted_ranks import host_rank, knock
 from kog_dist.launch.ray_devices import assigned_gpu
 from kog_dist.launch.ray_host import HostArgs
 from kog_dist.launch.ray_rendezvous import RayMeeting, RayRendezvous
+from kog_dist.rpc.ray_engines import EngineOnRay
+from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.process_page import ProcessPage
 from kog_dist.runtime.python_child import harden
 from kog_dist.runtime.wait import Deadline
@@ -33,9 +36,11 @@ _MARGIN_S = 10.0  # for Ray to carry an answer that is due
 class EngineHost:
     """Starts the engine's host process, hands its reports to the driver, and is where rank actors meet. On one event loop."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, launcher: LauncherFile, launcher_node: str) -> None:
         harden()
         _exit_with_raylet()
+        self._launcher, self._launcher_node = launcher, launcher_node
+        self._log_dir: Path | None = None
         self._meeting = RayMeeting(world_size)
         self._child: local.Child | None = None
         self._page: ProcessPage | None = None
@@ -48,12 +53,20 @@ class EngineHost:
         """See `RayMeeting`."""
         return await self._meeting.gather(round_number, rank, payload, timeout_s)
 
+    async def describe(self) -> EngineOnRay:
+        """Where its launcher and its ranks are, for `kog-client stop` and `logs`."""
+        import ray
+
+        here = LauncherFile.of_this_process(self._launcher.instance, self._launcher.shutdown_timeout_s, self._log_dir)
+        return EngineOnRay(self._launcher, self._launcher_node, here, ray.get_runtime_context().get_node_id())
+
     async def start(self, arguments: str, gpus: list[str]) -> None:
         """Start the host process with `HostArgs` as JSON; `gpus` are the UUIDs of the ranks' GPUs."""
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         environment = dict(os.environ) | ({VARIABLE: ",".join(gpus)} if gpus else {})
         self._page = ProcessPage.create()
         args = replace(HostArgs.from_json(arguments), report_fd=write_fd, page_fd=self._page.fd)
+        self._log_dir = None if args.settings["log_dir"] is None else Path(args.settings["log_dir"])
         try:
             child = local.spawn(
                 "engine host", "kog_dist.launch.ray_host", [args.to_json()], environment=environment,

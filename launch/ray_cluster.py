@@ -1,7 +1,6 @@
 """The Ray cluster that engines are placed on: one that exists, or a private one on this machine that ends with the launcher.
 
-A bare `ray.init()` waits for minutes on a cluster file that a dead cluster left behind, so an address is used only after it has
-answered a TCP probe. `ray stop` ends every Ray process of the machine and is never called.
+`ray stop` ends every Ray process of the machine and is never called.
 """
 
 from __future__ import annotations
@@ -10,24 +9,21 @@ import contextlib
 import os
 import secrets
 import select
-import signal
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from kog_dist.errors import ConfigError, LaunchError
-from kog_dist.launch.ray_token import auth_environment, token_refusal
+from kog_dist.errors import LaunchError
+from kog_dist.runtime.ray_join import Say, first_line, import_ray, init_quietly, join, resolve_address
 
-PROBE_S = 2.0
 CLOSE_S = 5.0
 OBJECT_STORE_BYTES = 80_000_000  # close to the least that Ray takes; nothing of ours goes through it
-_CLUSTER_FILE = "ray_current_cluster"
-Say = Callable[[str], None]
+_NEEDED_BY = "--launcher ray"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +52,13 @@ class RayCluster:
         Raises ConfigError, LaunchError.
         """
         found = resolve_address(address, os.environ, say)
-        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # an actor that dies is the gang's to tell of
-        os.environ.update(_private_environment() if found is None else auth_environment(os.environ))
-        try:
-            import ray
-        except ImportError:
-            raise LaunchError("--launcher ray needs Ray; install it with pip install 'kog-dist[ray]'") from None
-        if found is not None and (refusal := token_refusal(found)):
-            raise LaunchError(
-                f"cannot join the Ray cluster at {found}: {refusal}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's"
-            )
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
-        previous = signal.getsignal(signal.SIGTERM)  # Ray puts its own in place
-        try:
-            with contextlib.chdir(folder):  # actors import from the working directory, and Ray has no switch for that
-                if found is not None:
-                    ray.init(address=found, **quiet)
-                else:
-                    say(f"starting a private Ray {ray.__version__} on this machine")
-                    num_cpus = max(num_ranks, len(os.sched_getaffinity(0)))
-                    ray.init(
-                        address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
-                        _temp_dir=str(folder), **quiet,
-                    )  # fmt: skip
-        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            ray.shutdown()
-            raise LaunchError(_cannot_connect(found, error)) from error
-        finally:
-            signal.signal(signal.SIGTERM, previous)
-        ray._private.worker._worker_logs_enabled = False  # it prints deaths of actors to stdout, where answers go
+        with contextlib.chdir(folder):  # actors import from the working directory, and Ray has no switch for that
+            if found is not None:
+                join(found, _NEEDED_BY)
+            else:
+                _start_private(num_ranks, folder, say)
+        import ray
+
         return cls(found is None, ray.__version__, folder, _open_lifelines(is_private=found is None))
 
     def is_lost(self) -> bool:
@@ -122,6 +96,19 @@ def run_bounded(call: Callable[[], object], limit_s: float) -> None:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(limit_s)
+
+
+def _start_private(num_ranks: int, folder: Path, say: Say) -> None:
+    ray = import_ray(_private_environment(), _NEEDED_BY)
+    say(f"starting a private Ray {ray.__version__} on this machine")
+    num_cpus = max(num_ranks, len(os.sched_getaffinity(0)))
+    try:
+        init_quietly(
+            ray, address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(folder),
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise LaunchError(f"a private Ray cluster could not be started: {first_line(error)}") from error
 
 
 def _kill_daemons(folder: Path) -> None:
@@ -162,41 +149,6 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def resolve_address(given: str | None, environ: Mapping[str, str], say: Say) -> str | None:
-    """`host:port` of a cluster that answers, None for a private one. Raises ConfigError, and LaunchError for a dead address.
-
-    `auto` is what the cluster file names, if that is alive.
-    """
-    source = "--ray-address" if given else "RAY_ADDRESS"
-    address = (given or environ.get("RAY_ADDRESS", "")).strip()
-    if address in ("", "local"):
-        return None
-    if address == "auto":
-        recorded = _recorded_address(environ)
-        if recorded is not None and not _answers(recorded):
-            say(f"ignoring the dead Ray cluster {recorded} that the cluster file names")
-            return None
-        return recorded
-    scheme, separator, _ = address.partition("://")
-    if separator and scheme == "ray":
-        raise ConfigError(
-            f"{source} {address} is the port of Ray Client, through which actors cannot be watched; give HOST:PORT of the "
-            "cluster (6379, not 10001), or start with ray job submit"
-        )
-    if separator:
-        raise ConfigError(
-            f"{source} {address} is a dashboard, which takes jobs: ray job submit --address {address} -- kog-launch ... "
-            "--launcher ray; a launcher outside needs HOST:PORT of the cluster"
-        )
-    try:
-        is_alive = _answers(address)
-    except ValueError:
-        raise ConfigError(f"{source} must be HOST:PORT of a Ray cluster, auto or local; got {address!r}") from None
-    if not is_alive:
-        raise LaunchError(f"no Ray cluster answers at {source} {address}; start it, or leave the address out for a private one")
-    return address
-
-
 def shortfall(nodes: list[NodeResources], kind: str, count: int) -> str | None:
     """Why no node has `count` free right now, None if one has: `needs 8 GPUs on one node, best node has 6 free (10.0.0.7)`."""
     best = max(nodes, key=lambda node: (node.free, node.total), default=NodeResources("", 0, 0))
@@ -216,33 +168,3 @@ def _private_environment() -> dict[str, str]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-
-
-def _recorded_address(environ: Mapping[str, str]) -> str | None:
-    file = Path(environ.get("RAY_TMPDIR") or environ.get("RAY_TEMP_DIR") or "/tmp") / "ray" / _CLUSTER_FILE
-    try:
-        return file.read_text(encoding="utf-8").strip() or None
-    except OSError:
-        return None
-
-
-def _answers(address: str) -> bool:
-    """Whether something listens there. Raises ValueError for what is no address."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(address)
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def _cannot_connect(address: str | None, error: Exception) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if address is None:
-        return f"a private Ray cluster could not be started: {first}"
-    return (
-        f"cannot join the Ray cluster at {address}: {first}; if it uses token authentication, set RAY_AUTH_TOKEN or "
-        "RAY_AUTH_TOKEN_PATH, and see that it has the same Ray and Python versions"
-    )

@@ -1,6 +1,6 @@
 """One engine on one node of a Ray cluster, as its driver sees it: from asking for resources to giving them back.
 
-gang = RayGang(cluster, settings, target, instance="default")
+gang = RayGang(cluster, settings, target, launcher, instance="default")
 while not gang.is_ready and gang.outcome is None:
     for report in gang.poll(0.2): ...
 ...
@@ -25,7 +25,9 @@ from kog_dist.launch.ray_actors import EngineHost, RankActor
 from kog_dist.launch.ray_cluster import RayCluster, run_bounded, shortfall
 from kog_dist.launch.ray_host import HostArgs
 from kog_dist.launch.target import Target, plan_target
+from kog_dist.rpc.ray_engines import actor_name
 from kog_dist.rpc.transport import Access
+from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.wait import Deadline
 
 RELEASE_S = 2.0
@@ -54,8 +56,8 @@ class RayGang:
     """Host actor and rank actors of one engine in a placement group on one node."""
 
     def __init__(
-        self, cluster: RayCluster, settings: LaunchConfig, target: Target, *, instance: str, generation: int = 1,
-        over_tcp: bool = False,
+        self, cluster: RayCluster, settings: LaunchConfig, target: Target, launcher: LauncherFile, *, instance: str,
+        generation: int = 1, over_tcp: bool = False,
     ) -> None:  # fmt: skip
         """Ask for the resources and return. `over_tcp`: listen on the node's address, as on nodes other than the driver's."""
         from ray.util.placement_group import placement_group
@@ -67,7 +69,13 @@ class RayGang:
         self.folder: Path | None = None  # its instance folder there
         self.outcome: Outcome | None = None  # how it ended
         self.doing = "asking for resources"  # what start-up waits for
-        self._cluster, self._settings, self._target, self._over_tcp = cluster, settings, target, over_tcp
+        self._cluster, self._settings, self._target, self._launcher, self._over_tcp = (
+            cluster,
+            settings,
+            target,
+            launcher,
+            over_tcp,
+        )
         self._kind = "GPU" if target.device == "cuda" else "CPU"
         self._deadline = Deadline.after(settings.startup_timeout)
         self._patience = Deadline.after(_SHORTFALL_AFTER_S)
@@ -154,7 +162,9 @@ class RayGang:
             return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
 
         size, uses_gpu = self._target.world_size, self._kind == "GPU"
-        self._host = ray.remote(EngineHost).options(num_cpus=0, scheduling_strategy=place(0)).remote(size)
+        name = actor_name(self._launcher.instance, self.instance, self.generation)
+        host = ray.remote(EngineHost).options(name=name, num_cpus=0, scheduling_strategy=place(0))
+        self._host = host.remote(size, self._launcher, ray.get_runtime_context().get_node_id())
         self._actors.append(self._host)
         amount = {"num_cpus": 0, "num_gpus": 1} if uses_gpu else {"num_cpus": 1}
         for rank in range(size):

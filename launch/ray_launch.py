@@ -31,6 +31,7 @@ from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.files import write_at_once
 from kog_dist.runtime.instance import sweep_stale
+from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.socket_file import SocketFile
 from kog_dist.runtime.wait import Deadline
 
@@ -106,6 +107,7 @@ class RayLauncher:
         self._http = http
         self._signals, self._events = signals, events
         self._instance = settings.instance or ("default" if request is None else f"prompt-{os.getpid()}")
+        self._file = LauncherFile.of_this_process(self._instance, settings.shutdown_timeout, events.log_dir)
         self._begin_s = time.monotonic()
         self.has_lost_cluster = False
         self._progress = StartupProgress(under_starter=True)
@@ -117,6 +119,7 @@ class RayLauncher:
 
     def run(self) -> Outcome:
         """Connect, run generations of the engine, and return how the last one ended."""
+        self._file.write(self._place.path)
         try:
             cluster = RayCluster.connect(
                 self._settings.ray_address, self._target.world_size, self._place.path, self._progress.show
@@ -148,7 +151,9 @@ class RayLauncher:
         if self._signals.count:
             return self._interrupted(), False
         begin_s, was_ready = self._begin_s if generation == 1 else time.monotonic(), False
-        gang = RayGang(cluster, self._settings, self._target, instance=self._instance, generation=generation)
+        gang = RayGang(
+            cluster, self._settings, self._target, self._file, instance=self._instance, generation=generation
+        )  # fmt: skip
         try:
             while gang.outcome is None:
                 lines = gang.poll(_POLL_S)

@@ -10,16 +10,18 @@ from typing import Final
 
 from kog_dist.config import LaunchConfig
 from kog_dist.launch.outcome import Outcome
-from kog_dist.launch.ray_cluster import RayCluster, Say
+from kog_dist.launch.ray_cluster import RayCluster
 from kog_dist.launch.ray_gang import RayGang, choose_ray_target
 from kog_dist.launch.replica_places import Replica, StartReplica, replica_instance
 from kog_dist.rpc.transport import Access
+from kog_dist.runtime.launcher_file import LauncherFile
+from kog_dist.runtime.ray_join import Say
 
 _POLL_EVERY_S: Final = 0.1  # a question to Ray takes about a millisecond
 
 
 @contextlib.contextmanager
-def ray_replicas(settings: LaunchConfig, fleet: str, folder: Path, say: Say) -> Iterator[StartReplica]:
+def ray_replicas(settings: LaunchConfig, launcher: LauncherFile, folder: Path, say: Say) -> Iterator[StartReplica]:
     """Connect to the cluster, or start a private one with its files in `folder`; what starts a replica on it.
 
     Changes the environment of this process, and starts threads in it. Raises ConfigError, CheckpointError, LaunchError.
@@ -29,8 +31,8 @@ def ray_replicas(settings: LaunchConfig, fleet: str, folder: Path, say: Say) -> 
     cluster = RayCluster.connect(settings.ray_address, most * target.world_size, folder, say)
 
     def start(name: str, generation: int) -> Replica:
-        instance = replica_instance(fleet, name)
-        return RayReplica(RayGang(cluster, settings, target, instance=instance, generation=generation))
+        instance = replica_instance(launcher.instance, name)
+        return RayReplica(RayGang(cluster, settings, target, launcher, instance=instance, generation=generation))
 
     try:
         yield start

@@ -1,4 +1,4 @@
-"""`kog-launch --replicas N`: keeps N engines alive and a router in front of them. docs/launchers.md says who does what.
+"""`kog-launch --replicas N`: keeps N engines alive and a router in front of them. docs/replicas.md says who does what.
 
 Local replicas are child launchers; on a cluster Ray places them (`launch/replica_ray.py`).
 """
@@ -63,9 +63,11 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
                 stack.callback(http.close)
             remotes = RemoteReplicas(settings.remote_replicas)
             socket_file = None if http is None else http.socket_file
-            with FleetFolder(settings.instance or "default", socket_file) as folder, _starter(settings, folder, events) as start:
+            name = settings.instance or "default"
+            launcher = LauncherFile.of_this_process(name, settings.shutdown_timeout, events.log_dir)
+            with FleetFolder(name, socket_file) as folder, _starter(settings, folder, launcher, events) as start:
                 detach.check_logs(events)
-                LauncherFile.of_this_process(settings.shutdown_timeout, events.log_dir).write(folder.path)
+                launcher.write(folder.path)
                 outcome = FleetLauncher(settings, folder, start, remotes, signals, events, http).run()
         except KogError as error:
             events.note(str(error))
@@ -93,12 +95,14 @@ def _check(settings: LaunchConfig, request: PromptRequest | None) -> None:
 
 
 @contextlib.contextmanager
-def _starter(settings: LaunchConfig, folder: FleetFolder, events: EventLog) -> Iterator[StartReplica]:
+def _starter(
+    settings: LaunchConfig, folder: FleetFolder, launcher: LauncherFile, events: EventLog
+) -> Iterator[StartReplica]:  # fmt: skip
     """What starts a replica where this run wants them."""
     if settings.replicas and choose_launcher(settings, os.environ).launcher == "ray":
         from kog_dist.launch.replica_ray import ray_replicas
 
-        with ray_replicas(settings, folder.name, folder.path, events.note) as start:
+        with ray_replicas(settings, launcher, folder.path, events.note) as start:
             yield start
         return
 

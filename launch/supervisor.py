@@ -60,7 +60,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
         ended: Outcome | None = None
         try:
             detach.check_logs(events)
-            engine.introduce(LauncherFile.of_this_process(settings.shutdown_timeout, events.log_dir))
+            engine.introduce(LauncherFile.of_this_process(engine.instance, settings.shutdown_timeout, events.log_dir))
             ended = outcome = Supervisor(settings, engine, signals, events, http).run()
             _record(outcome, events, engine.instance)  # at once: where a host of a rank died, mpirun kills this process, too
         except KogError as error:

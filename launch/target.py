@@ -133,18 +133,21 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
 
 def _why_cpu(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
     """A note where nobody asked for CPU ranks and the model's weights rule out GPUs, however many there are."""
-    what = not_on_gpus(checkpoint)
-    return f"CPU ranks, since GPUs do not run {what} yet" if settings.device == "auto" and what else ""
+    reason = why_not_on_gpus(checkpoint)
+    return f"CPU ranks: {reason}" if settings.device == "auto" and reason else ""
 
 
-def not_on_gpus(checkpoint: Checkpoint) -> str:
-    """What the kernel will read and does not yet, in words; empty: nothing."""
-    from kog_dist.model.weight_bytes import quantised
+def why_not_on_gpus(checkpoint: Checkpoint) -> str:
+    """What the kernel lacks of a model with experts, or why it does not read its quantised weights; empty if it does."""
+    from kog_dist.workers.cuda.coded_source import coding_of
 
-    found = ["quantised weights"] if quantised(checkpoint) else []
-    found += ["experts"] if checkpoint.spec.experts is not None else []
-    found += ["attention sinks"] if checkpoint.spec.attention_sinks else []
-    return " and ".join(filter(None, (", ".join(found[:-1]), *found[-1:])))
+    if checkpoint.spec.experts is not None:
+        return f"GPUs do not run experts{' and attention sinks' if checkpoint.spec.attention_sinks else ''} yet"
+    try:
+        coding_of(checkpoint)
+    except ConfigError as error:
+        return str(error).removesuffix("; use --device cpu")
+    return ""
 
 
 def place_on_gpus(choice: GpuChoice, machine: CpuMap | None) -> tuple[Placement, ...]:
@@ -223,7 +226,7 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
     weights += dequantised
     if weights > available:
         have = f"{available / 2**30:.1f} GiB of memory are free here"
-        remedy = "use a machine with more" if not_on_gpus(target.checkpoint) else "use GPUs"
+        remedy = "use a machine with more" if why_not_on_gpus(target.checkpoint) else "use GPUs"
         kept = kept_as(target.checkpoint)
         error = LaunchError(f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights in {kept}, and {have}; {remedy}")
         return target, (error,)

@@ -24,7 +24,7 @@ A setting of `kog-launch` has one name in three places, and the first that gives
 (`--stall-timeout 2`), the environment (`KOG_STALL_TIMEOUT=2`), the TOML file of `--config` (`stall_timeout = 2`). An
 unknown key or variable is refused. `kog-launch --print-config` shows each value and where it came from. Files for
 common runs are in `configs/`. `python -m kog_dist.manual ~/.local/share` writes the same as man pages (`man
-kog-launch`), and what bash completes.
+kog-launch`), and what bash, zsh and fish complete ([how](installing.md#man-pages-and-completion)).
 """
 # Read by the code besides KOG_*; `tests/unit/test_documents.py` compares the names with the code.
 VARIABLES = {

@@ -23,6 +23,20 @@ __device__ __forceinline__ u32 opaque(u32 value) {
     return value;
 }
 
+// (value & mask) | bits, as one instruction: the compiler makes two of it where it knows both constants.
+template <u32 kMask>
+__device__ __forceinline__ u32 masked_or(u32 value, u32 bits) {
+    u32 v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(value), "n"(kMask), "r"(bits));
+    return v;
+}
+// Four FP8 numbers (E4M3), lowest byte first, as two pairs of binary16.
+__device__ __forceinline__ void widen_e4m3(u32 word, u32& first, u32& second) {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(first), "=r"(second)
+        : "r"(word));
+}
+
 __device__ __forceinline__ u64 globaltimer_ns() {
     u64 now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -142,6 +156,9 @@ __device__ __forceinline__ void store_system_x2(u64* p, u64 a, u64 b) {
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
 // Loads of global memory that this thread may have written before.
+__device__ __forceinline__ void load_global(const void* p, u32& v) {
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+}
 __device__ __forceinline__ void load_global(const void* p, uint4& v) {
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -160,6 +177,16 @@ __device__ __forceinline__ void load_shared(u32 address, uint4& v) {
 __device__ __forceinline__ void load_shared(u32 address, uint2& v) {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
 }
+__device__ __forceinline__ u32 load_shared_u8(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_shared_u16(u32 address) {
+    u32 v;
+    asm volatile("{ .reg .u16 half; ld.shared.u16 half, [%1]; cvt.u32.u16 %0, half; }" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
 __device__ __forceinline__ u32 load_shared_u32(u32 address) {  // another warp may write it
     u32 v;
     asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -172,6 +199,14 @@ __device__ __forceinline__ float load_shared_f32(u32 address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
     return v;
+}
+__device__ __forceinline__ u32 load_shared_u16(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_shared(u32 address, u16 v) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared(u32 address, u32 v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
@@ -237,6 +272,19 @@ struct Fp16 {
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     }
 };
+
+// Two E4M3 codes in the lower half of a register: to nearest, at most 448; as binary16, which is exact.
+__device__ __forceinline__ u32 pack_e4m3(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+__device__ __forceinline__ u32 expand_e4m3(u32 codes, bool upper = false) {
+    u32 packed;
+    if (upper) asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n cvt.rn.f16x2.e4m3x2 %0, h;\n}" : "=r"(packed) : "r"(codes));
+    else asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n cvt.rn.f16x2.e4m3x2 %0, l;\n}" : "=r"(packed) : "r"(codes));
+    return packed;
+}
 
 // What rounding to 16 bits leaves of (low, high): together the two carry 16 significant bits or more.
 template <class Format>

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kog_dist.bench.commands.agents import agents
 from kog_dist.bench.commands.chaos import chaos
 from kog_dist.bench.commands.collectives import collectives
 from kog_dist.bench.commands.compare import compare
@@ -66,6 +67,7 @@ for _command in (
     soak,
     replay,
     serve,
+    agents,
     compare,
     gateway,
     collectives,

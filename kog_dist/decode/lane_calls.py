@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from kog_dist.decode import lane_math
 from kog_dist.decode.cursor import Cursor
 from kog_dist.decode.groups import Array, Finder, Group
+from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.steps import Kind, Phase, Site
 from kog_dist.errors import PlanError
 from kog_dist.model.rope import rope_table
@@ -73,7 +75,7 @@ class LaneCalls:
 
     def _qkv(self, group: Group) -> Run:
         operands = self.find.of(group, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE))
-        spec, layer, cursor, own = self.spec, group.steps[0].layer, self.cursor, self.find.own(group)
+        spec, cursor = self.spec, self.cursor
         n, dim, kv = len(group.steps), spec.head_dim, spec.lane_kv_heads
         turned_heads = spec.lane_heads + kv
         projected = self.memory.empty(n, turned_heads + kv, dim)
@@ -86,10 +88,8 @@ class LaneCalls:
         new_value = projected[:, turned_heads:]
         assert all(np.shares_memory(a, b) for a, b in ((pairs, projected), (new_query, rotated), (new_key, rotated)))
         queries = operands.writes[0]
-        keys, values = ([cache[own] for cache in caches[layer]] for caches in (self.memory.keys, self.memory.values))
         scale, cos, sin = self.memory.dtype.type(dim**-0.5), self.cos, self.sin
-        rounds, storage = self.kv_dtype != str(self.memory.dtype), self.kv_dtype
-        lengths, rank = cursor.lengths[layer], self.rank
+        append = self._append(group, new_key, new_value)
 
         def run() -> None:
             position = cursor.position
@@ -100,15 +100,35 @@ class LaneCalls:
                 norm_heads()
             lane_math.rotate_pairs(pairs, cos[position], sin[position], scratch, rotated)
             np.multiply(new_query, scale, out=queries)
+            append()
+
+        return run
+
+    def _append(self, group: Group, new_key: Array, new_value: Array) -> Run:
+        """The call that puts the lanes' new keys and values (n, kv_heads, head_dim) into the KV cache, as its type keeps them."""
+        layer, cursor, own, rank = group.steps[0].layer, self.cursor, self.find.own(group), self.rank
+        keys, values = ([cache[own] for cache in caches[layer]] for caches in (self.memory.keys, self.memory.values))
+        form = KV_FORMATS.get(self.kv_dtype)
+        enter = form.enter if form else partial(lane_math.round_to, storage=self.kv_dtype)
+        rounds = self.kv_dtype != str(self.memory.dtype)
+        rounded = self.memory.empty(2, *new_key.shape)
+        key, value = (rounded[0], rounded[1]) if rounds else (new_key, new_value)
+        lengths = cursor.lengths[layer]
+
+        def run() -> None:
+            position, cache = cursor.position, cursor.kv_cache
             if rounds:
-                lane_math.round_to(new_key, storage)
-                lane_math.round_to(new_value, storage)
+                rounded[0], rounded[1] = new_key, new_value
+                enter(rounded)
             for lane in range(own.start, own.stop):
                 if lengths[lane] != position:
                     raise PlanError(f"rank {rank}: the cache of layer {layer} is appended to twice at position {position}")
                 lengths[lane] = position + 1
-            keys[cursor.kv_cache][:, :, position] = new_key
-            values[cursor.kv_cache][:, :, position] = new_value
+            if form and form.group and position and position % form.group == 0:
+                full = slice(position - form.group, position)
+                form.settle(keys[cache][:, :, full], values[cache][:, :, full])
+            keys[cache][:, :, position] = key
+            values[cache][:, :, position] = value
 
         return run
 

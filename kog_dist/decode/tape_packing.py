@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from kog_dist.decode.coding import CODED_COLUMNS, Coding
+
 STEP_COLUMNS = 32  # columns that one mma takes of eight rows
 _STEP = (4, 2, 2, 2)  # a step's columns: threads, halves (upper and lower rows of the operand), pairs, columns of a pair
 MAX_PIECES = 4  # of a tile in each warp: eight rows and 32 columns, what one mma takes
@@ -37,6 +39,7 @@ class OpShape:
     warps: int  # matrix warps, which share the columns
     real_steps: int = 0  # that hold columns, of all warps; what the last warps have beyond them is left out. 0: nothing is
     last_rows: int = 0  # of the last block, where it has fewer than the others; 0: as many
+    coding: Coding | None = None  # of a quantised matrix: its steps have 128 columns (coded_packing.py)
 
     @property
     def cta_rows(self) -> int:
@@ -60,7 +63,21 @@ class OpShape:
     @property
     def num_columns(self) -> int:
         """K with its padding."""
-        return self.per * self.warps * STEP_COLUMNS
+        return self.per * self.warps * self.step_columns
+
+    @property
+    def step_columns(self) -> int:
+        """Columns of a step."""
+        return STEP_COLUMNS if self.coding is None else CODED_COLUMNS
+
+    @property
+    def x_steps(self) -> int:
+        """Steps of 32 columns of x for each matrix warp."""
+        return self.per * self.step_columns // STEP_COLUMNS
+
+    def part_values(self, rows: int) -> int:
+        """16-bit words of a warp's part of a tile of so many rows."""
+        return rows * self.steps * STEP_COLUMNS if self.coding is None else self.steps * self.coding.part_bytes(rows) // 2
 
     def warps_of(self, tile: int) -> int:
         """Warps that have a part of a tile of a block: of the last ones it may have nothing."""
@@ -73,30 +90,31 @@ class OpShape:
 
     @property
     def num_values(self) -> int:
-        """Weights on the tape of one thread block."""
-        return self.cta_rows * self.steps * STEP_COLUMNS * sum(map(self.warps_of, range(self.tiles)))
+        """Weights on the tape of one thread block: 16-bit words."""
+        return sum(self.tile_sizes)
 
     @property
     def tile_values(self) -> int:
-        """Weights in one tile of one thread block, with the parts of all warps."""
-        return self.rows * self.steps * self.warps * STEP_COLUMNS
+        """Weights in one tile of one thread block, with the parts of all warps: 16-bit words."""
+        return self.warps * self.part_values(self.rows)
 
     @property
     def tile_sizes(self) -> list[int]:
         """Weights of each tile on the tape of one thread block."""
-        values = self.steps * STEP_COLUMNS
-        return [self.rows_of(block) * values * self.warps_of(tile) for block in range(self.blocks) for tile in range(self.tiles)]
+        parts = [self.part_values(self.rows_of(block)) for block in range(self.blocks)]
+        return [part * self.warps_of(tile) for part in parts for tile in range(self.tiles)]
 
 
 def op_shape(
     cta_rows: int, num_columns: int, multiple: int, *, warps: int, tile_rows: int, most_blocks: float, leaves_out: bool = False,
-    has_last: bool = False,
+    has_last: bool = False, coding: Coding | None = None, slice_steps: int = 1,
 ) -> OpShape:  # fmt: skip
     """Shape for at least `cta_rows` rows of `num_columns` values; the rows of a block are a multiple of `multiple`.
 
     `tile_rows`: most rows of a block, and of rows times steps of a tile with several steps. Of the numbers of blocks that are
     needed, and up to `most_blocks` times as many, the first with the fewest rows. `leaves_out`: parts of warps without columns,
     where a tile has one step. `has_last`: the last block may have fewer rows; then there are as few blocks as possible.
+    `coding`: of a quantised matrix, whose tiles have one step. `slice_steps`: a warp's columns are a multiple of so many steps.
     """
     fewest = -(-cta_rows // tile_rows)
     blocks = fewest if has_last else min(
@@ -104,13 +122,15 @@ def op_shape(
     )  # fmt: skip
     rows = _block_rows(cta_rows, blocks, multiple)
     blocks, last_rows = -(-cta_rows // rows), (cta_rows - 1) % rows + 1 if has_last and cta_rows % rows else 0
-    per = -(-num_columns // (warps * STEP_COLUMNS))
+    columns = STEP_COLUMNS if coding is None else CODED_COLUMNS
+    per = -(-num_columns // (warps * columns * slice_steps)) * slice_steps
     groups = -(-rows // 8)
-    steps = max(s for s in range(1, per + 1) if per % s == 0 and (s == 1 or (s * rows <= tile_rows and s * groups <= MAX_PIECES)))
-    real_steps = -(-num_columns // STEP_COLUMNS)
-    return OpShape(
-        rows, blocks, per, steps, warps, real_steps if leaves_out and steps == 1 and real_steps < per * warps else 0, last_rows
-    )
+    steps = 1 if coding is not None else max(
+        s for s in range(1, per + 1) if per % s == 0 and (s == 1 or (s * rows <= tile_rows and s * groups <= MAX_PIECES))
+    )  # fmt: skip
+    real_steps = -(-num_columns // columns)
+    left_out = leaves_out and steps == 1 and real_steps < per * warps
+    return OpShape(rows, blocks, per, steps, warps, real_steps if left_out else 0, last_rows, coding)
 
 
 def _block_rows(cta_rows: int, blocks: int, multiple: int) -> int:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from kog_dist.doctor.report import Finding, ok, warning
 from kog_dist.errors import ConfigError, LaunchError
-from kog_dist.launch.ray_cluster import resolve_address
+from kog_dist.runtime.ray_join import resolve_address
 
 
 def ray() -> Iterator[Finding]:

@@ -23,7 +23,7 @@ def _lines(program: Command) -> Iterator[str]:
     if program.commands:
         yield ".SH COMMANDS"
         for command in program.commands:
-            yield from (f".SS {_text(command.name.partition(' ')[2])}", _text(command.text), *_flags(command))
+            yield from (f".SS {_text(command.word)}", _text(command.text), *_flags(command))
     if program.name == "kog-launch":
         yield from (".SH ENVIRONMENT", *_environment())
     if program.examples:

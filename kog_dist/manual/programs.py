@@ -33,11 +33,17 @@ class Flag:
     meaning: str
     default: str = ""
     choices: tuple[str, ...] = ()
+    is_repeatable: bool = False
 
     @property
     def is_argument(self) -> bool:
         """Whether it has no dashes."""
         return not self.names[0].startswith("-")
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of its meaning, without its stop."""
+        return _first_sentence(self.meaning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,12 @@ class Command:
     @property
     def summary(self) -> str:
         """The first sentence, without its stop."""
-        return self.text.partition(". ")[0].rstrip(".")
+        return _first_sentence(self.text)
+
+    @property
+    def word(self) -> str:
+        """What stands behind the program's name on a command line: `stop`; empty for the program itself."""
+        return self.name.partition(" ")[2]
 
     @property
     def examples(self) -> tuple[tuple[str, str], ...]:
@@ -81,7 +92,12 @@ def _flag(parameter: Any, command: str) -> Flag:
     if not parameter.opts[0].startswith("-"):
         return Flag((parameter.metavar or parameter.name.upper(),), "", meaning, default)
     value = "" if parameter.is_flag else parameter.metavar or "VALUE"
-    return Flag(names, value, meaning, default, config.CHOICES.get(parameter.name, ()) if is_settings else ())
+    choices = config.CHOICES.get(parameter.name, ()) if is_settings else ()
+    return Flag(names, value, meaning, default, choices, bool(getattr(parameter, "multiple", False)))
+
+
+def _first_sentence(text: str) -> str:
+    return text.partition(". ")[0].rstrip(".")
 
 
 def _shown(value: Any) -> str:

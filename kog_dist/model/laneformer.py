@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from kog_dist.errors import ConfigError
+from kog_dist.model.kv_oracle import KvForm, attend_in_groups, kv_form
 from kog_dist.model.lane_experts import LaneExperts
 from kog_dist.model.lane_linear import LaneLinear, lane_matmul
 from kog_dist.model.rope import rope_table
@@ -96,7 +97,7 @@ class LaneAttention(nn.Module):
         self.layer_idx = layer_idx
         self.window = spec.window(layer_idx)
         self.head_dim, self.heads, self.kv_heads = spec.head_dim, spec.lane_heads, spec.lane_kv_heads
-        self.kv_dtype: torch.dtype | None = None
+        self.kv_form: KvForm | None = None
         self.wq = LaneLinear(lanes, self.heads * self.head_dim, d, has_bias=spec.qkv_bias)
         self.wk = LaneLinear(lanes, self.kv_heads * self.head_dim, d, has_bias=spec.qkv_bias)
         self.wv = LaneLinear(lanes, self.kv_heads * self.head_dim, d, has_bias=spec.qkv_bias)
@@ -125,8 +126,8 @@ class LaneAttention(nn.Module):
             part.permute(1, 0, 3, 2, 4).reshape(batch, -1, time, self.head_dim)
             for part in (rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin), value)
         )
-        if self.kv_dtype is not None:
-            key, value = key.to(self.kv_dtype).to(key.dtype), value.to(self.kv_dtype).to(value.dtype)
+        if self.kv_form is not None:
+            key, value = self.kv_form.enter(key), self.kv_form.enter(value)
         if cache is not None:
             key, value = cache.extend(self.layer_idx, key, value)
         mixed = self._attend(query, key, value, window_mask)
@@ -136,7 +137,10 @@ class LaneAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, window_mask: BlockMask | None) -> Tensor:
         if self.has_sinks:
+            assert self.kv_form is None or not self.kv_form.group, "only formats without groups go with sinks here"
             return self._attend_with_sinks(query, key, value)
+        if self.kv_form is not None and self.kv_form.group:
+            return attend_in_groups(query, key, value, self.kv_form, self.window)
         grouped = self.heads != self.kv_heads
         time, num_keys = query.shape[2], key.shape[2]
         if self.window is None and (time == num_keys or time == 1):
@@ -262,11 +266,15 @@ class Laneformer(nn.Module):
         module.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name)) for name in module.state_dict()})
         return module.to(dtype)
 
-    def round_keys_and_values(self, dtype: torch.dtype) -> None:
-        """From now on, round keys and values to `dtype` before they are used, as an engine with such a KV cache does."""
+    def round_keys_and_values(self, form: torch.dtype | str) -> None:
+        """From now on, round keys and values to `form` before they are used, as an engine with such a KV cache does.
+
+        A type, or the name of a format of `kv_formats.py`.
+        """
+        chosen = kv_form(form)
         for layer in self.model.layers:
             assert isinstance(layer, LaneLayer)
-            layer.attention.kv_dtype = dtype
+            layer.attention.kv_form = chosen
 
     def use_flex_windows(self, time: int) -> None:
         """Compute windowed layers of full sequences of `time` tokens with flex attention (CUDA, under torch.compile)."""

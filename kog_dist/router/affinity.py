@@ -1,41 +1,44 @@
-"""Which replica has the beginning of a prompt cached, as far as the requests that went by tell."""
+"""Which replica has how much of a prompt cached, as far as the requests that went by tell.
+
+What was seen is a tree of prefixes: a node is a block of a prompt behind all blocks before it, and its key a hash of these. So a
+dictionary of keys is the whole tree, and a path through it is found from any node on.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 TEXT_BLOCK_BYTES: Final = 256
 IDS_BLOCK: Final = 64
 MAX_BLOCKS: Final = 1024  # of one prompt; what is longer is known by its beginning
-MAX_KEYS: Final = 1 << 16
-MAX_HOMES: Final = 4  # replicas that are remembered for one beginning, the last ones
-MATCH_SHARE: Final = 0.5  # of the prompt's blocks that must be known; a shared system prompt is no reason to queue up
+MAX_KEYS: Final = 1 << 16  # 20 MB
+MAX_HOMES: Final = 16  # replicas that are remembered for one beginning, the last ones
 
 _ID_BYTES = 8
 _DIGEST_BYTES = 12
 
 
-def conversation_keys(conversation: str) -> tuple[bytes, ...]:
+def conversation_key(conversation: str) -> bytes:
     """The key of a conversation that names itself."""
-    return (b"conversation " + conversation.encode(),)
+    return b"conversation " + conversation.encode()
 
 
-def text_keys(text: str) -> tuple[bytes, ...]:
-    """One key per whole block from the beginning of a text; each stands for everything up to its end."""
-    return tuple(_chain(b"text", text.encode(), TEXT_BLOCK_BYTES))
+def text_keys(text: str, salt: str | None = None) -> tuple[bytes, ...]:
+    """One key per whole block from the beginning of a text; each stands for everything up to its end. Salts share none."""
+    return tuple(_chain(b"text", salt, text.encode(), TEXT_BLOCK_BYTES))
 
 
-def ids_keys(token_ids: Sequence[int]) -> tuple[bytes, ...]:
+def ids_keys(token_ids: Sequence[int], salt: str | None = None) -> tuple[bytes, ...]:
     """The same for token ids (each from -2^63 to 2^63 - 1)."""
-    return tuple(_chain(b"ids", array("q", token_ids[: IDS_BLOCK * MAX_BLOCKS]).tobytes(), IDS_BLOCK * _ID_BYTES))
+    return tuple(_chain(b"ids", salt, array("q", token_ids[: IDS_BLOCK * MAX_BLOCKS]).tobytes(), IDS_BLOCK * _ID_BYTES))
 
 
-def _chain(kind: bytes, content: bytes, block_bytes: int) -> Iterator[bytes]:
-    digest = kind
+def _chain(kind: bytes, salt: str | None, content: bytes, block_bytes: int) -> Iterator[bytes]:
+    digest = kind if salt is None else hashlib.blake2b(kind + b" " + salt.encode(), digest_size=_DIGEST_BYTES).digest()
     for begin in range(0, min(len(content), MAX_BLOCKS * block_bytes) - block_bytes + 1, block_bytes):
         digest = hashlib.blake2b(digest + content[begin : begin + block_bytes], digest_size=_DIGEST_BYTES).digest()
         yield digest
@@ -47,18 +50,19 @@ class Affinity:
     def __init__(self) -> None:
         self._homes_of: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
 
-    def find(self, keys: Sequence[bytes]) -> tuple[str, ...]:
-        """The replicas that saw the longest beginning, the last one first, if that is at least MATCH_SHARE of it."""
+    def find(self, keys: Sequence[bytes]) -> Mapping[str, int]:
+        """Replicas that saw a beginning of it, each with the number of blocks; who saw most comes first, of equals the last."""
+        found: dict[str, int] = {}
         for num_blocks in range(len(keys), 0, -1):
-            if num_blocks < MATCH_SHARE * len(keys):
+            for name in self._homes_of.get(keys[num_blocks - 1], ()):
+                found.setdefault(name, num_blocks)
+            if len(found) >= MAX_HOMES:
                 break
-            if homes := self._homes_of.get(keys[num_blocks - 1]):
-                return homes
-        return ()
+        return found
 
     def remember(self, keys: Sequence[bytes], name: str) -> None:
         """From now on `name` has all that `keys` stand for."""
-        for key in keys:
+        for key in reversed(keys):  # of a prompt the end is forgotten first: without it the beginning is still worth something
             others = [other for other in self._homes_of.get(key, ()) if other != name]
             self._homes_of[key] = (name, *others[: MAX_HOMES - 1])
             self._homes_of.move_to_end(key)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kog_dist.router.affinity import Affinity, conversation_keys, ids_keys, text_keys
+from kog_dist.router.affinity import Affinity, conversation_key, ids_keys, text_keys
 from kog_dist.router.link import ReplicaLink
 from kog_dist.router.rules import Waiting
-from kog_dist.rpc.messages import Generate
+from kog_dist.rpc.messages import Done, Generate
 
 BYTES_PER_ID = 8  # what a waiting token id counts for
+_BLOCKS_TO_TELL = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -20,9 +22,10 @@ class RoutedRequest:
     peer: bytes
     message: Generate
     arrived_s: float
-    keys: tuple[bytes, ...] = ()  # of the prompt or the conversation
-    homes: tuple[str, ...] = ()  # the replicas that have its beginning
+    keys: tuple[bytes, ...] = ()  # of the prompt, a block each
+    known: Mapping[str, int] = field(default_factory=dict)  # blocks of it that replicas have cached, see `Affinity.find`
     last_sent_ns: int = 0
+    passed_s: float | None = None  # when a free replica was first left to others for its sake
     link: ReplicaLink | None = None  # None while it waits here
     attempt_id: str = ""  # its name at the replica; another one for every attempt
     waited_s: float = 0.0  # from arrival to the attempt that counts
@@ -37,11 +40,15 @@ class RoutedRequest:
     @classmethod
     def arrived(cls, peer: bytes, message: Generate, affinity: Affinity, now_s: float) -> RoutedRequest:
         """A request that has just come."""
-        if message.conversation is not None:
-            keys = conversation_keys(message.conversation)
+        if message.prompt_ids is not None:
+            keys = ids_keys(message.prompt_ids, message.cache_salt)
         else:
-            keys = ids_keys(message.prompt_ids) if message.prompt_ids is not None else text_keys(message.prompt or "")
-        return cls(peer, message, now_s, keys, affinity.find(keys), round(now_s * 1e9))
+            keys = text_keys(message.prompt or "", message.cache_salt)
+        known = affinity.find(keys)
+        if message.conversation is not None:  # who has served it has all of it, or had
+            homes = affinity.find([conversation_key(message.conversation)])
+            known = {**dict.fromkeys(homes, max(1, len(keys))), **{name: known[name] for name in known if name not in homes}}
+        return cls(peer, message, now_s, keys, known, last_sent_ns=round(now_s * 1e9))
 
     @property
     def request_id(self) -> str:
@@ -60,23 +67,31 @@ class RoutedRequest:
 
     def waiting(self) -> Waiting:
         """What the rules need to know of it."""
-        return Waiting(self.request_id, self.arrived_s, self.homes, self.avoid)
+        return Waiting(self.request_id, self.passed_s, self.known, max(1, len(self.keys)), self.avoid)
+
+    def block_s(self, done: Done) -> float | None:
+        """Seconds that its replica took to compute a block of the prompt; None if there were too few to tell."""
+        num_blocks = len(self.keys) * (1 - done.num_cached_tokens / max(1, done.num_prompt_tokens))
+        return None if num_blocks < _BLOCKS_TO_TELL or done.prefill_s is None else done.prefill_s / num_blocks
 
     def keep(self, text: str, token_ids: list[int]) -> None:
         """Remember a part of the answer, which the next request of the conversation will begin with."""
         self.is_streamed = True
         self.num_tokens += len(token_ids)
-        if self.message.conversation is None:
-            self.answer_text.append(text)
-            self.answer_ids += token_ids
+        self.answer_text.append(text)
+        self.answer_ids += token_ids
 
-    def all_keys(self) -> tuple[bytes, ...]:
-        """Keys of prompt and answer together: what the replica has cached now."""
-        if self.message.conversation is not None:
-            return self.keys
-        if self.message.prompt_ids is not None:
-            return ids_keys([*self.message.prompt_ids, *self.answer_ids])
-        return text_keys((self.message.prompt or "") + "".join(self.answer_text))
+    def seen_by(self, name: str, affinity: Affinity) -> None:
+        """A replica has, or will have, what has come of prompt and answer until now in its cache."""
+        message = self.message
+        if message.prompt_ids is not None:
+            keys = ids_keys([*message.prompt_ids, *self.answer_ids], message.cache_salt) if self.answer_ids else self.keys
+        else:
+            whole = (message.prompt or "") + "".join(self.answer_text)
+            keys = text_keys(whole, message.cache_salt) if self.answer_text else self.keys
+        affinity.remember(keys, name)
+        if message.conversation is not None:
+            affinity.remember([conversation_key(message.conversation)], name)
 
 
 class RequestBook:

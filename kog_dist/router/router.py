@@ -95,6 +95,7 @@ class Router:
         self._greetings: list[bytes] = []  # clients whose hello waits for the first replica
         self._attempt_idx = itertools.count()
         self._turn_s = 1.0  # how long requests have a replica, lately
+        self._block_s = rules.BLOCK_S  # to compute a block of a prompt, lately
         self._look_again_s = 0.0  # when waiting requests should be looked at again
         self._next_chores_s = 0.0
         self._drain_deadline_s: float | None = None
@@ -238,8 +239,11 @@ class Router:
     # ---- requests and replicas ----
     def _dispatch(self, now_s: float) -> None:
         waiting = (request.waiting() for request in self._book.waiting.values())
-        decided = rules.assign(waiting, self.fleet.seats(now_s), now_s)
+        decided = rules.assign(waiting, self.fleet.seats(now_s), now_s, self._block_s)
         self._look_again_s = min(decided.look_again_s, now_s + _LOOK_AGAIN_S)
+        for request_id in decided.passed:
+            request = self._book.waiting[request_id]
+            request.passed_s = now_s if request.passed_s is None else request.passed_s
         for request_id, name in decided.pairs:
             self._hand_over(self._book.waiting[request_id], self.fleet.link(name), now_s)
 
@@ -252,7 +256,7 @@ class Router:
             link.failed("it takes no more requests")
             return
         self._book.start(request, link, attempt_id, now_s)
-        self._affinity.remember(request.keys, link.name)
+        request.seen_by(link.name, self._affinity)
 
     def _take_frame(self, link: ReplicaLink, frame: bytes, now_s: float) -> None:
         try:
@@ -297,8 +301,10 @@ class Router:
         if isinstance(event, Error):
             self._take_error(request, link, event, now_s)
         elif isinstance(event, Done):
-            self._affinity.remember(request.all_keys(), link.name)
+            request.seen_by(link.name, self._affinity)
             self._turn_s += _NEW_SHARE * (event.total_s - self._turn_s)
+            if (block_s := request.block_s(event)) is not None:
+                self._block_s += _NEW_SHARE * (block_s - self._block_s)
             self._clients.finish(request, event)
         elif not isinstance(event, Accepted) or not request.is_accepted:
             request.is_accepted = True

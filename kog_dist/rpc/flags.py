@@ -23,6 +23,7 @@ app = typer.Typer(
 
 Endpoint = Annotated[str | None, typer.Option(help="Address instead of a name: ipc://PATH, or tcp://HOST:PORT with --key-file.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds after which to give up.")]
+Ray = Annotated[str | None, typer.Option(metavar="ADDRESS", help="Look for it on a Ray cluster: HOST:PORT, or auto.")]
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -111,11 +112,14 @@ def drain(
 
 @app.command(epilog=examples("kog-client stop"))
 def stop(
-    now: Annotated[bool, typer.Option("--now", help="Do not wait for the running request.")] = False, instance: Instance = None
-) -> None:
-    """End an engine of this machine, and wait until it is gone. The running request may finish before."""
-    from kog_dist.rpc import instance_commands
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for the running request.")] = False,
+    instance: Instance = None, ray: Ray = None,
+) -> None:  # fmt: skip
+    """End an engine, and wait until it is gone. The running request may finish before."""
+    from kog_dist.rpc import instance_commands, ray_commands
 
+    if ray is not None:
+        raise typer.Exit(ray_commands.stop(ray, instance, at_once=now))
     raise typer.Exit(instance_commands.stop(instance, at_once=now))
 
 
@@ -125,10 +129,13 @@ def logs(
     lines: Annotated[int, typer.Option(min=0, help="How many of the last lines.")] = 30,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until the engine ends.")] = False,
     instance: Instance = None,
+    ray: Ray = None,
 ) -> None:
-    """Show what an engine of this machine has logged. Also when it has ended."""
-    from kog_dist.rpc import instance_commands
+    """Show what an engine has logged. On this machine also when it has ended."""
+    from kog_dist.rpc import instance_commands, ray_commands
 
+    if ray is not None:
+        raise typer.Exit(ray_commands.logs(ray, instance, process, num_lines=lines, follow=follow))
     raise typer.Exit(instance_commands.logs(instance, process, num_lines=lines, follow=follow))
 
 

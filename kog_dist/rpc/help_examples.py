@@ -34,10 +34,14 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "kog-client status": (("kog-client status --instance prod --json", "of a named engine, for programs"),),
     "kog-client cancel": (("kog-client cancel", "the request that runs"),),
     "kog-client drain": (("kog-client drain --instance prod", "a named engine"),),
-    "kog-client stop": (("kog-client stop --instance prod --now", "at once; clients are told"),),
+    "kog-client stop": (
+        ("kog-client stop --instance prod --now", "at once; clients are told"),
+        ("kog-client stop --ray head:6379", "wherever on the cluster its launcher runs"),
+    ),
     "kog-client logs": (
         ("kog-client logs", "what the launcher has said"),
         ("kog-client logs gateway --lines 100 --follow", "requests, as they end"),
+        ("kog-client logs rank-0 --ray auto", "from the node that the rank is on"),
     ),
     "kog-bench": (
         ("kog-bench latency --random --spec llama-3.2-1b --lanes 4", "the kernel on one GPU, beside its ceiling"),
@@ -51,12 +55,21 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "kog-bench latency": (("kog-bench latency --random --spec llama-3.2-1b --lanes 4 --baseline dense", "beside torch"),),
     "kog-bench prefill": (("kog-bench prefill --spec 2b", ""),),
     "kog-bench inspect": (("kog-bench inspect MODEL --layers 0,3,5", ""),),
-    "kog-bench router": (("kog-bench router", ""),),
+    "kog-bench router": (
+        ("kog-bench router", ""),
+        ("kog-bench router --agents 16 --replicas 4", "how much of what replicas have kept is used"),
+    ),
     "kog-bench requests": (("kog-bench requests --gpus 1 --spec 2b", ""),),
     "kog-bench first-token": (("kog-bench first-token --prompts 128,2048", ""),),
-    "kog-bench soak": (("kog-bench soak --requests 10000 --ranks 2 --clients 6 --seed 1", ""),),
+    "kog-bench soak": (
+        ("kog-bench soak --requests 10000 --ranks 2 --clients 6 --seed 1", ""),
+        ("kog-bench soak --long --ranks 1", "kept prefixes that are forgotten all the time"),
+    ),
     "kog-bench replay": (("kog-bench replay --rate 2000 --instance replayed", ""),),
     "kog-bench serve": (("kog-bench serve --url http://127.0.0.1:8000 --num-prompts 20", ""),),
+    "kog-bench agents": (
+        ("kog-bench agents --url http://127.0.0.1:8000 --ignore-eos", "an agent with 20,000 tokens of context"),
+    ),
     "kog-bench compare": (("kog-bench compare a.json b.json --fail-if-slower 5", ""),),
     "kog-bench gateway": (("kog-bench gateway --rate 500 --tokens 200 --repeats 1", ""),),
     "kog-bench collectives": (("kog-bench collectives --gpus 2 --out results", "table, collectives.json and a picture"),),

@@ -7,20 +7,21 @@ import os
 import select
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.rpc.log_tail import LogTail, log_names
 from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out
 from kog_dist.runtime.files import EXIT_FILE, log_folder
 from kog_dist.runtime.instance import instances_root, is_stale
 from kog_dist.runtime.launcher_file import LauncherFile, ask_to_stop
 
 STOP_MARGIN_S: Final = 20.0  # beside the time for the running request: that in which a launcher gives a process up, and more
-_FOLLOW_S: Final = 0.2
-_DEFAULT_LOG: Final = "launcher"
+FOLLOW_S: Final = 0.2
+DEFAULT_LOG: Final = "launcher"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,21 @@ class NamedEngine:
         if not name or "/" in name or name.startswith("."):
             raise ConfigError(f"instance name {name!r} must be a name, not a path")
         folder = instances_root() / name
-        return cls(name, folder, LauncherFile.read(folder))
+        return cls(name, folder, LauncherFile.read(folder) or _driver_of(name))
 
     def open_launcher(self) -> int | None:
         """A pidfd of its launcher, None if none runs here."""
         return None if self.launcher is None else self.launcher.open()
+
+
+def _driver_of(name: str) -> LauncherFile | None:
+    """The launcher of an engine that Ray has placed: such a launcher has a folder of its own. Raises ConfigError."""
+    files = (LauncherFile.read(folder) for folder in instances_root().glob("ray-*"))
+    found = [file for file in files if file is not None and file.instance == name]
+    if len(found) > 1:
+        others = " or ".join(f"ray-{file.pid}" for file in found)
+        raise ConfigError(f"several launchers on Ray run an engine {name!r}; say which one: --instance {others}")
+    return found[0] if found else None
 
 
 def stop(instance: str | None, *, at_once: bool) -> int:
@@ -53,7 +64,7 @@ def stop(instance: str | None, *, at_once: bool) -> int:
     if pidfd is None or engine.launcher is None:
         raise LaunchError(_why_not(engine))
     launcher, begin_s = engine.launcher, time.monotonic()
-    limit_s = STOP_MARGIN_S + (0.0 if at_once else launcher.shutdown_timeout_s)
+    limit_s = stop_limit_s(launcher, at_once=at_once)
     try:
         ask_to_stop(pidfd, at_once=at_once)
         with progress_line(enabled=True) as progress:
@@ -65,19 +76,35 @@ def stop(instance: str | None, *, at_once: bool) -> int:
     if not has_ended:
         remedy = f"kill -KILL {launcher.pid}" if at_once else "kog-client stop --now"
         raise LaunchError(f"engine {engine.name} (pid {launcher.pid}) has not ended after {limit_s:g} s; end it with {remedy}")
-    write_out(f"engine {engine.name} has stopped after {time.monotonic() - begin_s:.1f} s\n")
-    if launcher.log_dir is not None and (sentence := _last_sentence(Path(launcher.log_dir))) is not None:
+    sentence = None if launcher.log_dir is None else last_sentence(Path(launcher.log_dir))
+    return stopped(engine.name, time.monotonic() - begin_s, sentence)
+
+
+def stop_limit_s(launcher: LauncherFile, *, at_once: bool) -> float:
+    """After which an engine that was asked to stop is not waited for any more."""
+    return STOP_MARGIN_S + (0.0 if at_once else launcher.shutdown_timeout_s)
+
+
+def stopped(name: str, took_s: float, sentence: str | None) -> int:
+    """Say that an engine has, and what it has said of its end. Returns the exit code."""
+    write_out(f"engine {name} has stopped after {took_s:.1f} s\n")
+    if sentence is not None:
         write_error(f"kog-client: its last words: {sentence}")
     return 0
 
 
 def _why_not(engine: NamedEngine) -> str:
     if engine.folder.is_dir() and not is_stale(engine.folder):
-        return f"engine {engine.name} was not started by a kog-launch of this machine; kog-client drain asks the engine itself"
-    return f"no engine of the name {engine.name!r} runs here; kog-doctor lists those that do"
+        return (
+            f"engine {engine.name} was not started by a kog-launch of this machine; kog-client drain asks the engine itself, "
+            "and on a Ray cluster --ray ADDRESS finds its launcher"
+        )
+    return (
+        f"no engine of the name {engine.name!r} runs here; kog-doctor lists those that do, --ray ADDRESS looks on a Ray cluster"
+    )
 
 
-def _last_sentence(folder: Path) -> str | None:
+def last_sentence(folder: Path) -> str | None:
     """What the run says of its end, if that was a failure."""
     try:
         sentence = json.loads((folder / EXIT_FILE).read_text(encoding="utf-8"))["sentence"]
@@ -95,11 +122,11 @@ def logs(instance: str | None, process: str | None, *, num_lines: int, follow: b
     engine = NamedEngine.find(instance)
     pidfd = engine.open_launcher()
     try:
-        path = _log_file(_folder_of(engine, is_running=pidfd is not None), process or _DEFAULT_LOG)
-        with closing(_Tail(path)) as tail:
-            _show(tail.last_lines(num_lines))
+        path = _log_file(_folder_of(engine, is_running=pidfd is not None), process or DEFAULT_LOG)
+        with closing(LogTail(path)) as tail:
+            show(tail.last_lines(num_lines))
             for _ in _looks(pidfd) if follow else ():
-                _show(tail.news())
+                show(tail.news())
     except BrokenPipeError:  # whoever reads them has enough
         return 0
     except OSError as error:
@@ -122,51 +149,20 @@ def _folder_of(engine: NamedEngine, *, is_running: bool) -> Path:
 
 
 def _log_file(folder: Path, process: str) -> Path:
-    names = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.log"))
+    names = log_names(folder)
     if process not in names:
         raise ConfigError(f"there is no log of {process!r} in {folder}; there are {', '.join(names) or 'none'}")
     return folder / f"{process}.log"
 
 
-class _Tail:
-    """The end of a log that grows, and goes on as a new file when it has grown enough."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("rb")
-
-    def last_lines(self, num_lines: int) -> bytes:
-        """Of all that is there now, also in the file before it if this one has not so many."""
-        text = self._file.read()
-        older = Path(f"{self._path}.1")
-        if text.count(b"\n") < num_lines and older.exists():
-            text = older.read_bytes() + text
-        return b"".join(text.splitlines(keepends=True)[-num_lines:]) if num_lines else b""
-
-    def news(self) -> bytes:
-        """What was written since."""
-        if self._file.tell() > os.fstat(self._file.fileno()).st_size:  # logrotate has emptied it
-            self._file.seek(0)
-        text = self._file.read()
-        with suppress(FileNotFoundError):  # it is being renamed in this moment
-            if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
-                following = self._path.open("rb")
-                text += self._file.read() + following.read()
-                self._file.close()
-                self._file = following
-        return text
-
-    def close(self) -> None:
-        """Read no more."""
-        self._file.close()
-
-
 def _looks(pidfd: int | None) -> Iterator[None]:
     """Now and then, and once when the launcher writes no more."""
-    while pidfd is not None and not select.select([pidfd], [], [], _FOLLOW_S)[0]:
+    while pidfd is not None and not select.select([pidfd], [], [], FOLLOW_S)[0]:
         yield
     yield
 
 
-def _show(text: bytes) -> None:
+def show(text: bytes) -> None:
+    """Print a part of a log."""
     if text:
         write_out(text.decode(errors="replace"))

@@ -25,12 +25,13 @@ class LauncherFile:
     start_time: int
     shutdown_timeout_s: float  # most that a stop waits for the running request
     log_dir: str | None
+    instance: str  # name of its engine; that of the folder, but for a launcher whose engine Ray has placed
 
     @classmethod
-    def of_this_process(cls, shutdown_timeout_s: float, log_dir: Path | None) -> LauncherFile:
+    def of_this_process(cls, instance: str, shutdown_timeout_s: float, log_dir: Path | None) -> LauncherFile:
         """To be written by the launcher itself."""
-        pid = os.getpid()
-        return cls(pid, process_start_time(pid) or 0, shutdown_timeout_s, None if log_dir is None else str(log_dir.absolute()))
+        pid, logs = os.getpid(), None if log_dir is None else str(log_dir.absolute())
+        return cls(pid, process_start_time(pid) or 0, shutdown_timeout_s, logs, instance)
 
     def write(self, folder: Path) -> None:
         """Into the instance folder. Raises LaunchError."""

@@ -110,6 +110,23 @@ def test_requests_that_fail_are_counted_and_the_code_says_so(url: str) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["failed"] == 2
 
 
+@pytest.mark.parametrize("backend", ["openai-chat", "openai"])
+def test_turns_of_an_agent(url: str, tmp_path: Path, backend: str) -> None:
+    trace = tmp_path / "small.jsonl"
+    subprocess.run(command(str(trace), "1000", module="kog_dist.bench.service.own_trace"), check=True, timeout=60)
+    done = run("agents", str(trace), f"--url={url}", f"--backend={backend}", "--ignore-eos")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])["figures"]
+    prompts = [turn["prompt_tokens"] for turn in figures["turns"]]
+    assert len(prompts) == 16
+    assert prompts == sorted(prompts), "each turn has all of the one before it"
+    assert figures["total"]["output_tokens"] == sum(turn["output_tokens"] for turn in figures["turns"]) > 16 * 15
+    assert done.stdout.splitlines()[16].split()[:2] == ["16", str(prompts[-1])]
+    missing = run("agents", str(tmp_path / "none.jsonl"), f"--url={url}")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "none.jsonl cannot be read" in missing.stderr
+
+
 def test_nobody_there() -> None:
     done = run("serve", "--url=http://127.0.0.1:9")
     assert (done.returncode, done.stdout) == (3, "")

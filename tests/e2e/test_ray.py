@@ -113,6 +113,60 @@ def test_tokens_from_a_job(job_daemons: RayDaemons, plain_tokens: list[int]) -> 
     engines_are_gone(job_daemons, CLEAN_S + 1.0)
 
 
+def ask(session: EngineSession, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return session.run("kog_dist.rpc.cli", arguments, timeout_s=LOADED_S)
+
+
+@pytest.mark.timeout(240)
+def test_logs_and_stop_of_an_engine_on_another_node(daemons: RayDaemons, tiny_model: Path, tmp_path: Path) -> None:
+    """By its name where its launcher is, and by the cluster's address wherever that is: here for somebody without its folder."""
+    session, elsewhere = daemons.session, tmp_path / "run"
+    elsewhere.mkdir(mode=0o700)
+    flags = [str(tiny_model), f"--ranks={RANKS}", f"--log-dir={tmp_path / 'logs'}", "--instance=far"]
+    launcher = session.start("kog_dist.launch.cli", flags, "far")
+    with connect(session, "far", 1):
+        pass
+    shown = ask(session, "logs", "--instance=far")
+    assert "ready after" in shown.stdout, shown.stderr
+    ray = ("--ray", daemons.address)
+    unknown = ask(session, "logs", "--instance=near", *ray)
+    assert (unknown.returncode, unknown.stderr) == (3, "kog-client: no engine 'near' is on this Ray cluster; there is far\n")
+    variables = dict(session.variables)
+    session.variables |= {"XDG_RUNTIME_DIR": str(elsewhere), "XDG_STATE_HOME": str(elsewhere)}
+    try:
+        assert ask(session, "stop", "--instance=far").returncode == 3, "its launcher cannot be found here without the cluster"
+        assert ask(session, "logs", "--instance=far", *ray).stdout == shown.stdout
+        rank = ask(session, "logs", "rank-1", "--instance=far", "--lines=500", *ray)
+        assert rank.stdout == (tmp_path / "logs" / "rank-1.log").read_text(encoding="utf-8"), rank.stderr
+        wrong = ask(session, "logs", "rank-7", "--instance=far", *ray)
+        assert wrong.returncode == 2
+        assert "there is no log of 'rank-7'; there are coordinator, " in wrong.stderr
+        stopped = ask(session, "stop", "--instance=far", *ray)
+    finally:
+        session.variables.clear()
+        session.variables |= variables
+    assert stopped.stdout.startswith("engine far has stopped after "), stopped.stderr
+    assert launcher.wait(LOADED_S) == 0
+    engines_are_gone(daemons, CLEAN_S + 1.0)
+
+
+@pytest.mark.timeout(240)
+def test_followed_logs_end_with_the_launcher_that_is_stopped_by_its_engines_name(daemons: RayDaemons, tiny_model: Path) -> None:
+    session = daemons.session
+    launcher = session.start("kog_dist.launch.cli", [str(tiny_model), f"--ranks={RANKS}", "--instance=here"], "here")
+    with connect(session, "here", 1):
+        pass
+    follow = ["logs", "--follow", "--instance=here", "--ray", daemons.address]
+    following = session.start("kog_dist.rpc.cli", follow, "following")
+    until(lambda: "ready after" in session.output("following", "out"), LOADED_S, lambda: session.output("following"))
+    stopped = ask(session, "stop", "--instance=here")
+    assert stopped.stdout.startswith("engine here has stopped after "), stopped.stderr
+    assert launcher.wait(LOADED_S) == 0
+    assert following.wait(LOADED_S) == 0
+    assert "SIGTERM: draining" in session.output("following", "out")
+    engines_are_gone(daemons, CLEAN_S + 1.0)
+
+
 def test_too_few_resources_are_named(daemons: RayDaemons) -> None:
     done = daemons.session.run("kog_dist.launch.cli", ["--ranks=8", "--startup-timeout=1.5", *PLAIN_PROMPT])
     assert done.returncode == 3

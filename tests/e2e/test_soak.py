@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.engine.soak import soak
+from kog_dist.bench.engine.soak import LONG_BLOCKS, SoakedEngine, soak
 from kog_dist.bench.engine.soak_client import Record
 from kog_dist.bench.engine.soak_replay import compare, compare_rounded
 from kog_dist.bench.engine.soak_requests import Fate, RequestMix, SoakRequest
@@ -21,13 +21,23 @@ DONE = Done("r", FinishReason.LENGTH, 1, 3, 0.0, 1.0)
 
 @pytest.mark.timeout(300)  # seconds, but for a loaded machine
 def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
-    figures = soak(200, ranks=2, num_clients=4, seed=5)
+    figures = soak(SoakedEngine.tiny(), 200, ranks=2, num_clients=4, seed=5)
     assert figures["findings"] == []
     assert figures["replayed"] > 50
     assert figures["cached_tokens"] > 100
     for end in ("length", "stop", "cancelled", "deadline_exceeded", "vanished", "token_id_out_of_range"):
         assert figures["ends"].get(end, 0) > 0, f"no request ended with {end}: {figures['ends']}"
     assert {"coordinator", "rank 0", "rank 1", "launcher"} <= set(figures["growth"])
+
+
+@pytest.mark.timeout(300)  # seconds, but for a loaded machine
+def test_long_prompts_with_room_for_few_kept_prefixes() -> None:
+    figures = soak(SoakedEngine.long(1, 80), 80, ranks=1, num_clients=3, seed=2)
+    assert figures["findings"] == []
+    assert figures["replayed"] > 20
+    assert 0 < figures["cached_tokens"] < figures["prompt_tokens"]
+    assert figures["kept_blocks"] == LONG_BLOCKS, "the pool is full, so that what comes takes the room of something else"
+    assert figures["prompt_tokens"] > 60 * 80, "prompts are longer than a block"
 
 
 def record(fate: Fate = Fate.COMPLETE, end: Done | Error | None = DONE, ids: tuple[int, ...] = (5, 6, 7)) -> Record:

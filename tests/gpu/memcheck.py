@@ -12,10 +12,10 @@ from dataclasses import replace
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import LONGEST_WAIT_US, Monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest
+from kog_dist.workers.cuda.random_weights import random_weights
 from tests.silent import make_silent
 
 SMALL = ModelSpec(

@@ -77,7 +77,7 @@ def processed_answers(context: RankContext) -> list[tuple[list[int], list[TokenL
 
 def _kernel(context: RankContext, *, processors: bool) -> AbstractContextManager[Monokernel]:
     """The rank's kernel with the variant's random weights."""
-    from kog_dist.workers.cuda.device_weights import random_weights
+    from kog_dist.workers.cuda.random_weights import random_weights
 
     variant = VARIANTS[str(context.arguments["variant"])]
     shape = rank_shape(context, variant, partition_batches=1)  # 128 positions: answers come to attention's second part

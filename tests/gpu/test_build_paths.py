@@ -10,9 +10,9 @@ import pytest
 from kog_dist.cuda import build as build_module
 from kog_dist.errors import CompileError
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.cuda.random_weights import random_weights
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(200)]
 

@@ -24,7 +24,6 @@ SPEC = ModelSpec(
     num_lanes=4, delay=0, qk_norm=True,
 )  # fmt: skip
 BLOCK = block_tokens(KernelShape(SPEC, range(4)))
-GIB_OF_BLOCK = block_bytes(KernelShape(SPEC, range(4))) / 2**30
 SLOTS, HOST_SLOTS = 4, 6  # three conversations need more than the GPU's
 NUM_TOKENS = 24
 READY_S = 120.0
@@ -50,16 +49,17 @@ def digests(events: list[Tokens]) -> list[str]:
     return [digest for event in events for digest in event.digests]
 
 
-@pytest.mark.parametrize("prefill", ["off", "on"])
-def test_conversations_take_turns(tmp_path: Path, prefill: str) -> None:
+@pytest.mark.parametrize(("prefill", "kv_dtype"), [("off", "bfloat16"), ("off", "fp8"), ("on", "bfloat16"), ("on", "fp8")])
+def test_conversations_take_turns(tmp_path: Path, prefill: str, kv_dtype: str) -> None:
     assert BLOCK < 1000, "or nothing is copied"
     write_checkpoint(tmp_path, SPEC, random_tensors(SPEC, seed=3))
     write_tokenizer(tmp_path, SPEC.vocab_size)
-    room = (f"--prefix-cache={GIB_OF_BLOCK * (SLOTS + 0.5)}", f"--prefix-host={GIB_OF_BLOCK * (HOST_SLOTS + 0.5)}")
+    gib_of_block = block_bytes(KernelShape(SPEC, range(4), kv_dtype=kv_dtype)) / 2**30
+    room = (f"--prefix-cache={gib_of_block * (SLOTS + 0.5)}", f"--prefix-host={gib_of_block * (HOST_SLOTS + 0.5)}")
     shared = ids(BLOCK + 40, 1)
     held = [shared + ids(BLOCK, 10), shared + ids(BLOCK // 2, 20), ids(BLOCK + 9, 30)]
     with engine_session() as session:
-        session.launch(str(tmp_path), "--gpus=1", f"--prefill={prefill}", *room)
+        session.launch(str(tmp_path), "--gpus=1", f"--prefill={prefill}", f"--kv-dtype={kv_dtype}", *room)
         with session.connect(READY_S) as client:
             caches = []
             for turn in range(9):
@@ -73,7 +73,7 @@ def test_conversations_take_turns(tmp_path: Path, prefill: str) -> None:
                     assert (tokens(events), digests(events)) == (tokens(anew), digests(anew))
                 held[turn % 3] = prompt + tokens(events) + ids(5, turn)
             status = client.status()
-    print(prefill, caches, status.kept_used, status.kept_host_used)
+    print(prefill, kv_dtype, caches, status.kept_used, status.kept_host_used)
     assert (status.kept_block_tokens, status.kept_slots, status.kept_host_slots) == (BLOCK, SLOTS, HOST_SLOTS)
     assert caches[1] >= BLOCK, "what two begin with"
     assert status.kept_host_used > 0

@@ -15,7 +15,7 @@ pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 from kog_dist.bench.engine.request_measures import Workload
 from kog_dist.bench.engine.requests import OBEYED_MS, run
 from kog_dist.bench.engine.session import EngineSession, engine_session, until
-from kog_dist.bench.engine.soak import soak
+from kog_dist.bench.engine.soak import SoakedEngine, soak
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, ErrorCode, PromptLogprobs, Tokens
@@ -124,7 +124,7 @@ def test_killed_worker_is_one_error_and_the_next_engine_serves(session: EngineSe
 
 
 def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
-    figures = soak(200, ranks=1, num_clients=4, seed=5, on_gpus=True)
+    figures = soak(SoakedEngine.tiny(on_gpus=True), 200, ranks=1, num_clients=4, seed=5)
     assert figures["findings"] == []
     assert figures["replayed"] > 50
     assert figures["cached_tokens"] > 0

@@ -13,9 +13,9 @@ from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.cuda.random_weights import random_tensor, random_weights
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 

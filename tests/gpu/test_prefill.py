@@ -25,11 +25,11 @@ from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest
+from kog_dist.workers.cuda.random_weights import random_tensor, random_weights
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.notes import Watch
 from kog_dist.workers.prefill.dense.layers import DenseLayers

@@ -15,11 +15,11 @@ from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import ControlPage
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest
+from kog_dist.workers.cuda.random_weights import random_weights
 from tests.gpu.last_streams import published_streams, streams_in
 from tests.gpu.processors_reference import Case, check, logprobs_of
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.ranks import run_ranks as run_processes
 from kog_dist.decode.interpreter import Interpreter, StepOutput
+from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.sampling import Candidate, Sampler, TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError, PlanError
@@ -189,14 +190,26 @@ def test_logits_and_tokens_do_not_depend_on_the_world_size(folder: Path) -> None
         assert all(o.finite for o in several)
 
 
-@pytest.mark.parametrize(("sampling", "kv_dtype"), [(SamplingParams(0.9, seed=5), "float32"), (SamplingParams(), "bfloat16")])
-def test_sampling_and_narrow_caches_do_not_depend_on_it_either(sampling: SamplingParams, kv_dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "kv_dtype"),
+    [
+        (SamplingParams(0.9, seed=5), "float32"),
+        (SamplingParams(), "bfloat16"),
+        (SamplingParams(), "fp8"),
+        (SamplingParams(), "int4"),
+    ],
+)
+def test_sampling_and_narrow_caches_do_not_depend_on_it_either(
+    sampling: SamplingParams, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KV_FORMATS, "int4", KV_FORMATS["int4"]._replace(group=4))
     write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
     plain = generate(tmp_path, 1, SamplingParams())
     alone = generate(tmp_path, 1, sampling, kv_dtype)
-    several = generate(tmp_path, 4, sampling, kv_dtype)
-    assert [o.token_id for o in several] == [o.token_id for o in alone]
-    assert bits(several) == bits(alone)
+    for world_size in (2, 4):
+        several = generate(tmp_path, world_size, sampling, kv_dtype)
+        assert [o.token_id for o in several] == [o.token_id for o in alone]
+        assert bits(several) == bits(alone)
     assert bits(alone) != bits(plain)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.model.laneformer import KvCache, Laneformer
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -32,6 +33,7 @@ RING = 9 * 16 * 8
 FIRST = (0, WINDOW, RING - 6, 2 * RING - 6, 2048 - 5)
 PARTS = {48: 8, 64: 4}  # batches of a part, by the values of a head: three parts, five
 LOADED, STORED = "load_global(from + i * kStride, v)", "(to + i * kStride) ="
+LOADED_SCALES, STORED_SCALES = "load_global(scales_at(rows, batch),", "(scales_at(rows, rows.fresh_batch)) ="
 # Words of a part have other writers in another layer, which come to it behind the ones before.
 PUBLISHES = "        const u32 place = unit % kHeadUnits;\n        store_relaxed_x2(base + kPartOffset"
 NOTED = (
@@ -49,11 +51,11 @@ HEADS = {  # values of a head, so registers of a share: in pairs; more than one 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim", HEADS)
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(48, "bfloat16"), (64, "bfloat16"), (64, "fp8")])
 def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
-    head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = HEADS[head_dim]
+    spec, is_coded = HEADS[head_dim], kv_dtype in KV_FORMATS
     assert spec.head_dim == head_dim
     model = Model(spec, "bfloat16", monkeypatch)
     for name, words in model.words.items():  # sharp scores: what one position gets wrong shows
@@ -64,40 +66,46 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
     oracle = Laneformer(spec, seed=None).double()
     weights = {name: torch.from_numpy(words.view(np.int16)).view(torch.bfloat16) for name, words in model.words.items()}
     oracle.load_state_dict(weights)
-    oracle.round_keys_and_values(torch.bfloat16)
+    oracle.round_keys_and_values(kv_dtype if is_coded else torch.bfloat16)
     kept = KvCache()
     with torch.no_grad():
         wanted = oracle(torch.from_numpy(ids.astype(np.int64))[None], kept)[0].numpy()
 
-    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, partition_batches=PARTS[head_dim])
+    shape = KernelShape(
+        spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, partition_batches=PARTS[head_dim], kv_dtype=kv_dtype
+    )
     layout = CacheLayout.of(shape)
     assert (shape.window_batches, shape.full_batches, shape.num_partitions) == (9, 19, {48: 3, 64: 5}[head_dim])
     prepare(shape, model, ids, tmp_path)
-    rows = [layer.to(torch.bfloat16).transpose(1, 2) for layer in (part[:, 0] for part in kept._layers)]
+    rows = [
+        layer.to(torch.float32 if is_coded else torch.bfloat16).transpose(1, 2) for layer in (part[:, 0] for part in kept._layers)
+    ]
     before = {}
     for first in FIRST:
-        cache = torch.full((layout.num_values,), 1000.0, dtype=torch.bfloat16)  # nobody may see what is not stored
+        # Nobody may see what is not stored: 1,000; codes of 16, scales of 139.
+        cache = torch.full((layout.num_values,), 0x58 if is_coded else 1000.0, dtype=torch.uint8 if is_coded else torch.bfloat16)
         for layer, (keys, values) in enumerate(rows):
             gone = max(0, first + 1 - WINDOW) if layer in spec.window_layers else 0  # positions behind the window
             layout.store(cache, layer, gone, keys[gone:first], values[gone:first])
         before[first] = cache
-        cache.view(torch.int16).numpy().tofile(tmp_path / f"kv.{first}.bin")
+        cache.view(torch.uint8).numpy().tofile(tmp_path / f"kv.{first}.bin")
     command = ["./context", ".", str(shape.kv_bytes), str(shape.num_words), str(STEPS), str(LIMIT_US), *map(str, FIRST)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"ended with {done.returncode} (6: two threads had to do with one row; see context.cpp)"
     for first in FIRST:
-        after = torch.from_numpy(np.fromfile(tmp_path / f"kept.{first}.bin", np.int16)).view(torch.bfloat16)
+        after = torch.from_numpy(np.fromfile(tmp_path / f"kept.{first}.bin", np.uint8)).view(cache.dtype)
         for layer, parts in enumerate(rows):
             for part, found in zip(parts, layout.load(after, layer, first, first + STEPS), strict=True):
                 new = part[first : first + STEPS].float()
                 error = (found.float() - new).norm(dim=(1, 2)) / new.norm(dim=(1, 2))
-                assert error.max() < 4e-3, f"rows of layer {layer} from {first} on: {error}"
+                # A code may fall on the other side of a boundary.
+                assert error.max() < (3e-2 if is_coded else 4e-3), f"rows of layer {layer} from {first} on: {error}"
             layout.store(after, layer, first, *(part[first : first + STEPS] for part in parts))
             layout.store(before[first], layer, first, *(part[first : first + STEPS] for part in parts))
         assert torch.equal(after, before[first]), f"from {first} on other rows than the new ones were written"
         logits = np.fromfile(tmp_path / f"logits.{first}.bin", np.float32)
         last = wanted[first + STEPS - 1]
-        assert np.linalg.norm(logits - last) / np.linalg.norm(last) < 2e-3, f"from {first} on"
+        assert np.linalg.norm(logits - last) / np.linalg.norm(last) < (1.5e-2 if is_coded else 2e-3), f"from {first} on"
         check_later_parts(shape, np.fromfile(tmp_path / f"words.{first}.bin", np.uint64), first)
 
 
@@ -127,9 +135,13 @@ def prepare(
     cache = sources["attend_cache.cuh"]
     assert cache.count(LOADED) == cache.count(STORED) == 2
     assert sources["attend.cuh"].count(PUBLISHES) == 1
-    sources["attend_cache.cuh"] = cache.replace(LOADED, "load_global(twin::own(from + i * kStride), v)").replace(
+    assert cache.count(LOADED_SCALES) == sources["attend_query.cuh"].count(STORED_SCALES) == 1
+    cache = cache.replace(LOADED, "load_global(twin::own(from + i * kStride), v)").replace(
         STORED, "(twin::own(to + i * kStride)) ="
     )
+    sources["attend_cache.cuh"] = cache.replace(LOADED_SCALES, "load_global(twin::own(scales_at(rows, batch)),")
+    query = sources["attend_query.cuh"]
+    sources["attend_query.cuh"] = query.replace(STORED_SCALES, "(twin::own(scales_at(rows, rows.fresh_batch))) =")
     sources["attend.cuh"] = sources["attend.cuh"].replace(PUBLISHES, NOTED + PUBLISHES)
     build_twin("context", sources, folder)
     ids.tofile(folder / "prompt.bin")

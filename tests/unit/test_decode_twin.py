@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from kog_dist.collectives.mailbox import place
+from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
@@ -77,6 +78,7 @@ class Model:
         self.spec, self.dtype = spec, dtype
         tensors = dict(random_tensors(spec, 3))
         self.words = {name: to_words(np.asarray(tensors[name], np.float32), dtype) for name in tensor_layouts(spec)}
+        self.values = dict[str, Any]()  # float32, of what is not 16 bit
 
     def weights(self, shape: KernelShape) -> DeviceWeights:
         return from_tensors(shape, lambda name: self.words[name][slice(*needed_rows(shape, name))])
@@ -84,7 +86,8 @@ class Model:
     def logits(self, ids: list[int]) -> Any:
         oracle = Laneformer(self.spec, seed=None).double()
         dtype = getattr(torch, self.dtype)
-        oracle.load_state_dict({name: torch.from_numpy(words.view(np.int16)).view(dtype) for name, words in self.words.items()})
+        tensors = {name: torch.from_numpy(words.view(np.int16)).view(dtype) for name, words in self.words.items()}
+        oracle.load_state_dict(tensors | {name: torch.from_numpy(values) for name, values in self.values.items()})
         oracle.round_keys_and_values(dtype)
         with torch.no_grad():
             return oracle(torch.tensor([ids]))[0].numpy()
@@ -100,14 +103,17 @@ def twin_sources(generated: Mapping[str, str]) -> dict[str, str]:
 
 def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
     """Build `program`.cpp of decode_twin/ in a folder, with these sources beside its own."""
-    for name, text in {**sources, **{path.name: path.read_text() for path in TWIN.iterdir()}}.items():
+    numbers = TWIN.parent / "e4m3_on_cpu.h"
+    for name, text in {**sources, **{path.name: path.read_text() for path in (numbers, *TWIN.iterdir())}}.items():
         (folder / name).write_text(text)
     build = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-o", program, f"{program}.cpp"]
     done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def answer(model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0) -> tuple[list[int], Any]:
+def answer(
+    model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None
+) -> tuple[list[int], Any]:
     """Tokens of a greedy answer, and all logits (vocab,) before the last one.
 
     The same bits when the first token comes of streams that were handed to a launch that begins with the LM head, and when some
@@ -125,6 +131,7 @@ def answer(model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0) ->
             copies=2,
             max_slots=6,
             matrix_warps=matrix_warps,
+            coding=coding,
             keeps_hashes=True,
         )
         for rank in range(num_ranks)

@@ -48,14 +48,16 @@ def start(folder: Path, tmp_path: Path) -> Iterator[StartLauncher]:
     """Starts a launcher that ends after so many stop signals."""
     started: list[Launcher] = []
 
-    def launcher(num_signals: int, *, log_dir: Path | None = None) -> Launcher:
+    def launcher(num_signals: int, *, log_dir: Path | None = None, on_ray: bool = False) -> Launcher:
         process = subprocess.Popen([sys.executable, "-c", _COUNTS, str(num_signals)], stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         start_time = process_start_time(process.pid)
         assert start_time is not None
-        LauncherFile(process.pid, start_time, 0.2, None if log_dir is None else str(log_dir)).write(folder)
+        own = folder.parent / f"ray-{process.pid}" if on_ray else folder
+        own.mkdir(exist_ok=True)
+        LauncherFile(process.pid, start_time, 0.2, None if log_dir is None else str(log_dir), "default").write(own)
         return process
 
     yield launcher
@@ -92,7 +94,7 @@ def test_stop_gives_up_with_a_remedy(start: StartLauncher, monkeypatch: pytest.M
 
 def test_a_process_that_has_the_number_of_a_launcher_is_left_alone(start: StartLauncher, folder: Path) -> None:
     process = start(1)
-    LauncherFile(process.pid, 1, 0.2, None).write(folder)
+    LauncherFile(process.pid, 1, 0.2, None, "default").write(folder)
     with pytest.raises(LaunchError, match="no engine of the name 'default' runs here"):
         stop(None, at_once=True)
     assert process.poll() is None
@@ -105,6 +107,22 @@ def test_engines_of_other_starters_are_not_killed(folder: Path) -> None:
             stop(None, at_once=True)
     finally:
         lease.remove()
+
+
+def test_a_launcher_whose_engine_ray_has_placed_is_found_by_the_engines_name(
+    start: StartLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path / "elsewhere", "launcher.log", "there")
+    first = start(1, log_dir=tmp_path / "elsewhere", on_ray=True)
+    assert logs(None, None, num_lines=1, follow=False) == 0
+    assert capsys.readouterr().out == "there\n"
+    second = start(1, on_ray=True)
+    with pytest.raises(ConfigError, match=rf"several launchers .* --instance ray-({first.pid}|{second.pid}) or ray-"):
+        stop(None, at_once=False)
+    assert stop(f"ray-{second.pid}", at_once=False) == 0
+    assert (first.poll(), second.wait(10)) == (None, 0)
+    with pytest.raises(LaunchError, match=r"no engine of the name 'other' runs here; .* --ray ADDRESS looks on a Ray cluster"):
+        stop("other", at_once=False)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden"])

@@ -1,20 +1,24 @@
-"""Man pages and completion have every flag, and are what their readers take: man without a warning, bash without an error."""
+"""Man pages and completion have every flag, and are what their readers take: man without a warning, shells without an error."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kog_dist.manual.__main__ import main
-from kog_dist.manual.completion import bash_completion
+from kog_dist.manual.bash import bash_completion
+from kog_dist.manual.fish import fish_completion
 from kog_dist.manual.man_page import man_page
 from kog_dist.manual.programs import Command, Flag, programs
+from kog_dist.manual.zsh import zsh_completion
 from tests import settings_page
 
 PROGRAMS = {program.name: program for program in programs()}
@@ -81,29 +85,38 @@ def completed(program: str, line: str, folder: Path, *, splits_equals: bool = Fa
     return done.stdout.split()
 
 
+OFFERED: list[tuple[str, str, list[str]]] = [
+    ("kog-launch", "kog-launch --det", ["--detach"]),
+    ("kog-launch", "kog-launch --device ", ["auto", "cpu", "cuda"]),
+    ("kog-launch", "kog-launch MODEL --launcher m", ["mpi"]),
+    ("kog-client", "kog-client s", ["status", "stop"]),
+    ("kog-client", "kog-client stop --n", ["--now"]),
+    ("kog-client", "kog-client stop --instance ", ["default", "prod"]),
+    ("kog-client", "kog-client --v", ["--version"]),
+    ("kog-chat", "kog-chat --instance p", ["prod"]),
+    ("kog-bench", "kog-bench --json lat", ["latency"]),
+    ("kog-bench", "kog-bench first-token --chunk", ["--chunks-ms"]),
+    ("kog-doctor", "kog-doctor --", ["--json", "--version", "--help"]),
+]
+
+
+def make_instances(folder: Path) -> None:
+    for name in ("prod", "default"):
+        (folder / "kog" / name).mkdir(parents=True)
+        (folder / "kog" / name / "lease").touch()
+    (folder / "kog" / "no-engine").mkdir()
+
+
 @pytest.mark.parametrize(
     ("program", "line", "offered"),
     [
-        ("kog-launch", "kog-launch --det", ["--detach"]),
-        ("kog-launch", "kog-launch --device ", ["auto", "cpu", "cuda"]),
-        ("kog-launch", "kog-launch MODEL --launcher m", ["mpi"]),
+        *OFFERED,
         ("kog-launch", "kog-launch MODEL", []),  # files
         ("kog-launch", "kog-launch --log-dir -", []),
-        ("kog-client", "kog-client s", ["status", "stop"]),
-        ("kog-client", "kog-client stop --n", ["--now"]),
-        ("kog-client", "kog-client stop --instance ", ["default", "prod"]),
-        ("kog-client", "kog-client --v", ["--version"]),
-        ("kog-chat", "kog-chat --instance p", ["prod"]),
-        ("kog-bench", "kog-bench --json lat", ["latency"]),
-        ("kog-bench", "kog-bench first-token --chunk", ["--chunks-ms"]),
-        ("kog-doctor", "kog-doctor --", ["--json", "--version", "--help"]),
     ],
 )
 def test_bash_completes(tmp_path: Path, program: str, line: str, offered: list[str]) -> None:
-    for name in ("prod", "default"):
-        (tmp_path / "kog" / name).mkdir(parents=True)
-        (tmp_path / "kog" / name / "lease").touch()
-    (tmp_path / "kog" / "no-engine").mkdir()
+    make_instances(tmp_path)
     assert completed(program, line, tmp_path) == offered
 
 
@@ -114,11 +127,123 @@ def test_bash_takes_the_equals_sign_for_a_word(tmp_path: Path, line: str, offere
     assert completed("kog-launch", line, tmp_path, splits_equals=True) == offered
 
 
-def test_files_lie_where_man_and_bash_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def option_names(command: Command) -> set[str]:
+    return {name for flag in command.flags if not flag.is_argument for name in flag.names} | {"--help"}
+
+
+def zsh_calls(program: Command) -> dict[str, list[str]]:
+    """What `_arguments` is told, by command; "" is the program itself."""
+    calls: dict[str, list[str]] = {}
+    command, is_call = "", False
+    for word in shlex.split(zsh_completion(program), comments=True):
+        if word == "_arguments":
+            calls[command], is_call = [], True
+        elif is_call and word in (";;", "&&", "}"):
+            is_call = False
+        elif is_call and word not in ("-C", "\n"):
+            calls[command].append(word)
+        elif word.endswith(")") and word[:-1] in {one.word for one in program.commands}:
+            command = word[:-1]
+    return calls
+
+
+def zsh_names(specs: list[str]) -> set[str]:
+    found = (re.match(r"\*?(?:\([^)]*\))?(-[-\w]+)[=+]?\[", spec) for spec in specs)
+    return {match[1] for match in found if match is not None}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_zsh_gets_the_flags_of_each_command(name: str) -> None:
+    program = PROGRAMS[name]
+    calls = zsh_calls(program)
+    assert zsh_completion(program).startswith(f"#compdef {name}\n")
+    assert {command: zsh_names(specs) for command, specs in calls.items()} == {
+        command.word: option_names(command) for command in (program, *program.commands)
+    }
+    if program.commands:
+        (commands,) = (spec for spec in calls[""] if spec.startswith("1:command:"))
+        assert re.findall(r'([\w-]+)\\:"', commands) == [command.word for command in program.commands]
+
+
+def fish_lines(program: Command) -> dict[str, list[list[str]]]:
+    """The words behind `complete -c NAME`, by command; "" is the program itself."""
+    lines: dict[str, list[list[str]]] = {}
+    for line in fish_completion(program).splitlines():
+        if line.startswith("complete "):
+            words = shlex.split(line)
+            assert words[:3] == ["complete", "-c", program.name]
+            condition = words[4] if words[3] == "-n" else ""
+            command = condition.partition("__fish_seen_subcommand_from ")[2]
+            lines.setdefault(command, []).append(words[5:] if condition else words[3:])
+    return lines
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_fish_gets_the_flags_of_each_command(name: str) -> None:
+    program = PROGRAMS[name]
+    lines = fish_lines(program)
+    dashes = {"-l": "--", "-s": "-"}
+    found = {
+        command: {dashes[sign] + word for words in own for sign, word in itertools.pairwise(words) if sign in dashes}
+        for command, own in lines.items()
+    }
+    assert found == {command.word: option_names(command) for command in (program, *program.commands)}
+    assert [words[2] for words in lines[""] if words[:2] == ["-f", "-a"]] == [command.word for command in program.commands]
+
+
+HOSTILE = Command(
+    "kog-x", "What it's. More.",
+    (Flag(("--a", "-a"), "[x]:y", "A 'quoted' ]: \\ $word `run` \"it\". More."), Flag(("MODEL",), "", "")),
+    (Command("kog-x do", "Do \"it\" for $1: `now`'s.", (Flag(("--bit",), "B", "", "", ("x", "y"), is_repeatable=True),)),),
+)  # fmt: skip
+
+
+def test_text_ends_no_specification_of_zsh_and_no_word_of_fish() -> None:
+    called, lines = zsh_calls(HOSTILE), fish_lines(HOSTILE)
+    of_a = r"""[A 'quoted' \]\: \\ $word `run` "it"]:\[x\]\:y:_files"""
+    assert called[""][:3] == [f"(--a -a)--a={of_a}", f"(--a -a)-a+{of_a}", ":MODEL:_files"]
+    assert called[""][-2:] == [r"""1:command:((do\:"Do \"it\" for \$1\: \`now\`'s"))""", "*::argument:->argument"]
+    assert called["do"][0] == "*--bit=[]:B:(x y)"
+    described = "A 'quoted' ]: \\\\ $word `run` \"it\""
+    assert lines[""][1] == ["-l", "a", "-s", "a", "-r", "-d", described]
+    assert lines["do"][0] == ["-l", "bit", "-x", "-a", "x y", "-d", ""]
+
+
+@pytest.mark.parametrize(("shell", "text_of"), [("zsh", zsh_completion), ("fish", fish_completion)])
+def test_the_shells_themselves_read_it(shell: str, text_of: Callable[[Command], str], tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    for program in (*PROGRAMS.values(), HOSTILE):
+        script = tmp_path / program.name
+        script.write_text(text_of(program), encoding="utf-8")
+        done = subprocess.run([shell, "-n", str(script)], capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), program.name
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+@pytest.mark.parametrize(("program", "line", "offered"), OFFERED)
+def test_fish_completes(tmp_path: Path, program: str, line: str, offered: list[str]) -> None:
+    make_instances(tmp_path)
+    script = tmp_path / "script.fish"
+    script.write_text(f"{fish_completion(PROGRAMS[program])}complete -C {shlex.quote(line)}\n", encoding="utf-8")
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    command = ["fish", "--no-config", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, env=environ, cwd=tmp_path / "kog")
+    assert done.stderr == ""
+    found = [text.partition("\t")[0] for text in done.stdout.splitlines()]
+    assert sorted(found) == sorted(offered)
+
+
+def test_files_lie_where_man_and_the_shells_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "share")]) == 0
-    made = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert made == sorted(
-        [*(f"share/man/man1/{name}.1" for name in PROGRAMS), *(f"share/bash-completion/completions/{name}" for name in PROGRAMS)]
-    )
+    made = {str(path.relative_to(tmp_path / "share")) for path in tmp_path.rglob("*") if path.is_file()}
+    assert made == {
+        path.format(name)
+        for name in PROGRAMS
+        for path in (
+            "man/man1/{}.1", "bash-completion/completions/{}", "zsh/site-functions/_{}", "fish/vendor_completions.d/{}.fish"
+        )
+    }  # fmt: skip
+    assert "completion of zsh: " in capsys.readouterr().out
     assert main([os.devnull]) == 3
     assert capsys.readouterr().err == f"kog_dist.manual: {os.devnull} cannot be written: Not a directory; choose another folder\n"

@@ -218,7 +218,7 @@ def test_published_shapes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"{spec.num_layers} route, {spec.num_layers} select" in text
     needed = weight_bytes(plan_target(settings, needs_weights=False)[0].checkpoint) + 2 * spec.vocab_size * spec.hidden_size
     assert f"1 GPU  {(needed + kv_bytes(spec, spec.max_context)) / 2**30:6.1f} GiB each" in text
-    assert re.search("GPUs do not run (quantised weights, experts and attention sinks|experts) yet", text)
+    assert re.search("GPUs do not run experts( and attention sinks)? yet", text)
 
 
 @pytest.mark.parametrize("name", MOE)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kog_dist.decode.coded_packing import Codes, below_each_other, in_turn, put_codes, put_row_scales
 from kog_dist.decode.order import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
-from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model.spec import HeadType
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types
@@ -25,13 +25,21 @@ GpuArray = Any  # cupy.ndarray; cupy has no types
 MatrixSource = Callable[[Phase, int, int], GpuArray]
 # A tensor of a checkpoint as 16-bit words on the GPU, only the rows that `needed_rows` names.
 TensorSource = Callable[[str], GpuArray]
+# A quantised matrix: a tensor's name, and the hosted lane counted from 0.
+CodesSource = Callable[[str, int], Codes]
+ProductCodes = Callable[[Phase, int, int], Codes]  # like MatrixSource
+
+_MATRICES = {
+    Phase.QKV: ("attention.wq", "attention.wk", "attention.wv"), Phase.OUT: ("attention.wo",),
+    Phase.GATE_UP: ("feed_forward.w1", "feed_forward.w3"), Phase.DOWN: ("feed_forward.w2",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DeviceWeights:
     """All arrays are on the GPU; 16-bit ones are kept as uint16 words of `KernelShape.weight_dtype`."""
 
-    tape: GpuArray  # (num_ctas * tape_values,): those of all thread blocks, see decode/tape_packing.py
+    tape: GpuArray  # (weight_words,): those of all thread blocks, see decode/tape_packing.py, and scales of rows
     embedding: GpuArray  # (vocab, hidden)
     norms: GpuArray  # (layers, 2, lanes or 1, hidden)
     final_norm: GpuArray  # (KernelShape.final_norm_lanes, hidden)
@@ -62,25 +70,36 @@ def needed_rows(shape: KernelShape, name: str) -> tuple[int, int]:
     return parts[needed[0]][0], parts[needed[-1]][1]
 
 
-def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
-    """Fill `tape` (num_ctas * tape_values,) with all thread blocks' weights, in the order in which the kernel's loaders read.
+def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray, coded: ProductCodes | None = None) -> None:
+    """Fill `tape` (weight_words,) with all thread blocks' weights, in the order in which the kernel's loaders read.
 
     That is the order of the plan (decode/tape.py), but for the LM head: there it is one product for each lane's slice of the
-    vocabulary, here see `KernelShape.head`.
+    vocabulary, here see `KernelShape.head`. `coded`: the matrices of the layers, where they are quantised.
     """
     position = 0
     ops = shape.ops
-    places: list[tuple[Product, int]] = []
-    for product in shape.products:
-        places.append((product, position))
+    places: list[tuple[Product, int, int]] = []
+    for number, product in enumerate(shape.products):
+        places.append((product, position, number))
         position += ops[product.phase].num_values
-    for product, start in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
-        op = ops[product.phase]
-        matrix = source(product.phase, product.layer, product.lane - shape.hosted_lanes[0])
-        put_on_tape(tape, start, op, pack(matrix, op, shape.num_ctas))
+    for product, start, number in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
+        op, place = ops[product.phase], (product.phase, product.layer, product.lane - shape.hosted_lanes[0])
+        if coded is None:
+            put_on_tape(tape, start, op, pack(source(*place), op, shape.num_ctas))
+            continue
+        matrix = coded(*place)
+        put_codes(tape, start, op, shape.num_ctas, matrix)
+        if shape.scale_rows:
+            put_row_scales(_row_scales(shape, tape)[number], op, matrix.scales)
     for index in range(shape.num_head_products):
         put_on_tape(tape, position, shape.head, _packed_head(shape, source, index))
         position += shape.head.num_values
+
+
+def _row_scales(shape: KernelShape, tape: GpuArray) -> GpuArray:
+    """View (products, num_ctas, scale_rows) of what lies behind the tapes, float32."""
+    behind = tape[shape.num_ctas * shape.tape_values :].view(np.float32)
+    return behind.reshape(len(shape.products), shape.num_ctas, shape.scale_rows)
 
 
 def _packed_head(shape: KernelShape, source: MatrixSource, index: int) -> GpuArray:
@@ -93,18 +112,20 @@ def _packed_head(shape: KernelShape, source: MatrixSource, index: int) -> GpuArr
     return np.concatenate(parts, axis=1)
 
 
-def from_tensors(shape: KernelShape, tensors: TensorSource) -> DeviceWeights:
+def from_tensors(shape: KernelShape, tensors: TensorSource, codes: CodesSource | None = None) -> DeviceWeights:
     """Pack a model. Asks for each tensor once, in the order of `tensor_layouts`; a layer's tensors are dropped with the layer.
 
+    With `shape.coding` the matrices of layers are those of `codes`.
     GPU memory at the peak: tape, embedding, one layer, and two copies of one lane's largest matrix.
     """
     import cupy
 
     spec = shape.spec
-    tape = cupy.empty(shape.num_ctas * shape.tape_values, cupy.uint16)
+    assert (shape.coding is None) == (codes is None)
+    tape = cupy.empty(shape.weight_words, cupy.uint16)
     embedding = tensors(EMBEDDING)
-    layer = _LayerTensors(shape, tensors, embedding)
-    pack_tape(shape, layer.matrix, tape)
+    layer = _LayerTensors(shape, tensors, embedding, codes)
+    pack_tape(shape, layer.matrix, tape, layer.codes if codes is not None else None)
     return DeviceWeights(
         tape=tape,
         embedding=embedding,
@@ -119,8 +140,10 @@ def from_tensors(shape: KernelShape, tensors: TensorSource) -> DeviceWeights:
 class _LayerTensors:
     """The matrices of a model, layer by layer, made of its tensors; collects the norms on the way."""
 
-    def __init__(self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray) -> None:
-        self.shape, self.tensors, self.embedding = shape, tensors, embedding
+    def __init__(
+        self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray, codes_of: CodesSource | None = None
+    ) -> None:
+        self.shape, self.tensors, self.embedding, self.codes_of = shape, tensors, embedding, codes_of
         self.norms: list[GpuArray] = []  # attention, MLP, of layer 0, 1, ...
         self.biases: list[GpuArray] = []  # by layer, (hosted lanes, QKV rows)
         self.head_norms: list[GpuArray] = []  # by layer, (2, head_dim)
@@ -142,19 +165,33 @@ class _LayerTensors:
         )
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
+    def codes(self, phase: Phase, layer: int, lane: int) -> Codes:
+        """The same of a quantised matrix of a layer."""
+        if layer != self._layer:
+            self._load(layer)
+        assert self.codes_of is not None
+        names = [f"{layer_prefix(layer)}{name}.weight" for name in _MATRICES[phase]]
+        by_lane = [[self.codes_of(name, one) for name in names] for one in range(lane, lane + self.shape.lanes_of(phase))]
+        if phase is Phase.GATE_UP:
+            return below_each_other([in_turn(gate, up) for gate, up in by_lane])
+        return below_each_other([part for parts in by_lane for part in parts])
+
     def _load(self, layer: int) -> None:
         self._matrices.clear()  # the memory of the layer before
         prefix, tensors = layer_prefix(layer), self.tensors
+
+        def matrices(phase: Phase) -> tuple[GpuArray, ...]:
+            return tuple(tensors(f"{prefix}{name}.weight") for name in _MATRICES[phase]) if self.codes_of is None else ()
+
         self.norms.append(self._norm(f"{prefix}attention_norm"))
-        query, key, value, out = (tensors(f"{prefix}attention.{name}.weight") for name in ("wq", "wk", "wv", "wo"))
+        self._matrices |= {phase: matrices(phase) for phase in (Phase.QKV, Phase.OUT)}
         if self.shape.spec.qkv_bias:
             parts = [tensors(f"{prefix}attention.{name}.bias") for name in ("wq", "wk", "wv")]
             self.biases.append(np.concatenate(parts, axis=1))
         if self.shape.spec.qk_norm:
             self.head_norms.append(np.stack([tensors(f"{prefix}attention.{name}.weight") for name in ("q_norm", "k_norm")]))
         self.norms.append(self._norm(f"{prefix}ffn_norm"))
-        gate, up, down = (tensors(f"{prefix}feed_forward.{name}.weight") for name in ("w1", "w3", "w2"))
-        self._matrices |= {Phase.QKV: (query, key, value), Phase.OUT: (out,), Phase.GATE_UP: (gate, up), Phase.DOWN: (down,)}
+        self._matrices |= {phase: matrices(phase) for phase in (Phase.GATE_UP, Phase.DOWN)}
         self._layer = layer
 
     def _head_matrix(self, lane: int) -> GpuArray:
@@ -173,37 +210,3 @@ class _LayerTensors:
 
     def _norm(self, stem: str) -> GpuArray:
         return self.tensors(norm_name(self.shape.spec, stem)).reshape(-1, self.shape.spec.hidden_size)
-
-
-def random_weights(shape: KernelShape, seed: int, observe: Callable[[str, GpuArray], None] | None = None) -> DeviceWeights:
-    """Random weights of the right scale, made on the GPU: for timing shapes that no checkpoint exists of.
-
-    `observe`: see `load_weights`.
-    """
-
-    def tensor(name: str) -> GpuArray:
-        first, last = needed_rows(shape, name)
-        words = random_tensor(shape.spec, name, seed, shape.weight_dtype)[first:last]
-        if observe is not None:
-            observe(name, words)
-        return words
-
-    return from_tensors(shape, tensor)
-
-
-def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16") -> GpuArray:
-    """A whole tensor of random 16-bit words, made on the GPU; equal for equal arguments.
-
-    Scaled as `checkpoint.random_tensors` does it: matrices by 1 / sqrt(fan-in), norm weights around 1.
-    """
-    import cupy
-
-    shape = tensor_layouts(spec)[name].shape
-    generator = cupy.random.default_rng(seed << 32 | zlib.crc32(name.encode()))
-    values = generator.standard_normal(shape, dtype=cupy.float32)
-    if "norm." in name:  # of heads, too
-        values = np.float32(1.0) + np.float32(0.1) * values
-    elif name != EMBEDDING:
-        fan_in = shape[-1] * (spec.num_lanes if name.endswith(("wo.weight", "w2.weight")) else 1)  # those are summed over lanes
-        values *= np.float32(fan_in**-0.5)
-    return to_words(values, dtype)

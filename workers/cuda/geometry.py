@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_rows
 from kog_dist.model.spec import ModelSpec
@@ -59,11 +60,15 @@ class Geometry:
             return Registers(96, 80, 56, 184)
         return Registers(96, 72, 72, 192) if num_ranks <= 4 else Registers(96, 72, 96, 168)
 
-    def op_shape(self, cta_rows: int, num_columns: int, multiple: int, *, has_last: bool = False) -> OpShape:
+    def op_shape(
+        self, cta_rows: int, num_columns: int, multiple: int, *, has_last: bool = False, coding: Coding | None = None,
+        slice_steps: int = 1,
+    ) -> OpShape:  # fmt: skip
         """See `tape_packing.op_shape`."""
         return op_shape(
             cta_rows, num_columns, multiple, warps=self.matrix_warps, tile_rows=self.tile_rows, most_blocks=self.most_blocks,
-            leaves_out=self.in_flight_bytes > 0, has_last=has_last and self.in_flight_bytes > 0,
+            leaves_out=self.in_flight_bytes > 0, has_last=has_last and self.in_flight_bytes > 0, coding=coding,
+            slice_steps=slice_steps,
         )  # fmt: skip
 
 

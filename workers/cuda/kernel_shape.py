@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kog_dist.collectives.mailbox import place
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
-from kog_dist.decode.tape_packing import OpShape, owned_rows
+from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes, by_kind, layer_mask
+from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings, kv_lines, row_bytes
 from kog_dist.workers.cuda.model_limits import unsupported
 
 MAX_CTAS = 128
@@ -32,7 +34,8 @@ _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 
 _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
-FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
+_CODES = {"E4M3": "E4m3", "E2M1": "E2m1", "INT4": "Int4"}  # as phases/coded.cuh calls them
+_SCALES = {"F32": "Float32Scale", "BF16": "Bf16Scale", "F16": "Fp16Scale", "E8M0": "E8m0Scale"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class KernelShape:
     matrix_warps: int = 0  # 0: chosen by `geometry`
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
-    quantised: str = ""  # how weights are, in words, if they are: none can be run
+    coding: Coding | None = None  # of the matrices of all layers, if they are quantised; others have 16 bit
     keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
 
     def __post_init__(self) -> None:
@@ -69,9 +72,10 @@ class KernelShape:
         findings = []
         if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:
             findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
-        findings += unsupported(spec, self.quantised)
-        if self.weight_dtype not in FORMATS or self.kv_dtype not in FORMATS:
-            findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
+        findings += unsupported(spec)
+        if self.weight_dtype not in FORMATS:
+            findings.append(f"{self.weight_dtype} weights ({' or '.join(FORMATS)})")
+        findings += kv_findings(spec, self.kv_dtype)
         if self.keeps_hashes and self.traced_step >= 0:
             findings.append("hashes and a trace (one of them)")
         if self.partition_batches < 0:
@@ -93,6 +97,8 @@ class KernelShape:
     @cached_property
     def geometry(self) -> Geometry:
         """How products are divided. Chosen for the model as one rank has it: bits must not depend on the number of ranks."""
+        if self.coding is not None:
+            return EIGHT_WARPS
         if self.matrix_warps:
             return EIGHT_WARPS if self.matrix_warps == 8 else TWELVE_WARPS
         return choose(self.spec, self.max_ctas)
@@ -111,30 +117,36 @@ class KernelShape:
     def qkv(self) -> OpShape:
         """Query, key and value rows of `lanes_of` lanes, in pairs that rotate together."""
         rows = self.lanes_of(Phase.QKV) * self.spec.lane_qkv_rows
-        return self.geometry.op_shape(owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2)
+        return self.geometry.op_shape(owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2, coding=self.coding)
 
     @cached_property
     def out(self) -> OpShape:
         """Rows of the attention's output projection: those of the residual that the thread block owns."""
-        return self.geometry.op_shape(self._residual_rows, self.spec.lane_heads * self.spec.head_dim, 2)
+        return self.geometry.op_shape(self._residual_rows, self.spec.lane_heads * self.spec.head_dim, 2, coding=self.coding)
 
     @cached_property
     def gate_up(self) -> OpShape:
         """Gate and up rows of the same FFN columns of `lanes_of` lanes, one after the other; two columns at least."""
         columns = self.lanes_of(Phase.GATE_UP) * self.spec.lane_ffn
-        return self.geometry.op_shape(2 * owned_rows(columns, self.num_ctas, 2), self.spec.hidden_size, 4, has_last=True)
+        rows = 2 * owned_rows(columns, self.num_ctas, 2)
+        return self.geometry.op_shape(rows, self.spec.hidden_size, 4, has_last=True, coding=self.coding)
 
     @cached_property
     def down(self) -> OpShape:
         """Rows of the FFN's output projection; the same rows as `out`."""
-        return self.geometry.op_shape(self._residual_rows, self.spec.lane_ffn, 2)
+        return self.geometry.op_shape(self._residual_rows, self.spec.lane_ffn, 2, coding=self.coding)
 
     @cached_property
     def head(self) -> OpShape:
-        """Vocabulary rows of this rank, over the columns of one stream: one of `num_head_products`."""
+        """Vocabulary rows of this rank, over the columns of one stream: one of `num_head_products`.
+
+        A matrix warp has the same columns of a stream as in the layers' products.
+        """
         first, last = self.vocab_rows
         num_rows = self.lane_vocab if self.spec.head_type is HeadType.VOCAB_PARALLEL else last - first
-        return self.geometry.op_shape(owned_rows(num_rows, self.head_ctas, 1), self.spec.hidden_size, 1)
+        return self.geometry.op_shape(
+            owned_rows(num_rows, self.head_ctas, 1), self.spec.hidden_size, 1, slice_steps=self.qkv.step_columns // STEP_COLUMNS
+        )
 
     @property
     def head_ctas(self) -> int:
@@ -215,9 +227,21 @@ class KernelShape:
 
     @property
     def tape_values(self) -> int:
-        """16-bit weights on the tape of one thread block."""
+        """Weights on the tape of one thread block: 16-bit words."""
         layer = sum(self._products_of_layer(phase) * op.num_values for phase, op in self.ops.items())
         return self.spec.num_layers * layer + self.num_head_products * self.head.num_values
+
+    @property
+    def scale_rows(self) -> int:
+        """Scales of a product in a thread block that lie behind all tapes: where each row of a quantised matrix has one."""
+        if self.coding is None or self.coding.scales:
+            return 0
+        return max(op.cta_rows for op in self.ops.values())
+
+    @property
+    def weight_words(self) -> int:
+        """16-bit words of all tapes and of what lies behind them."""
+        return self.num_ctas * (self.tape_values + 2 * len(self.products) * self.scale_rows)
 
     @property
     def tape_tiles(self) -> int:
@@ -328,7 +352,12 @@ class KernelShape:
         """Size of the KV cache."""
         windowed = len(self.spec.window_layers)
         batches = windowed * self.window_batches + (self.spec.num_layers - windowed) * self.full_batches
-        return batches * self.num_lanes * self.spec.lane_kv_heads * self.splits * 2 * 16 * self.spec.head_dim * 2
+        return batches * self.num_lanes * self.spec.lane_kv_heads * self.splits * self.batch_bytes
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of 16 positions of a KV head in the KV cache, K and V."""
+        return 2 * 16 * row_bytes(self.spec.head_dim, self.kv_dtype)
 
     @property
     def set_heads(self) -> int:
@@ -372,9 +401,11 @@ class KernelShape:
     def is_packed(self) -> bool:
         """Whether tiles lie in the ring one behind the other instead of each in a slot of the largest one's size.
 
-        Models of one lane, which are so small that their chain of waits decides, are faster with slots.
+        Models of one lane, which are so small that their chain of waits decides, are faster with slots; not with quantised
+        weights, whose slots would have to be as large as the largest tile.
         """
-        return self.geometry.in_flight_bytes > 0 and self.num_pieces == 1 and self.spec.num_lanes > 1
+        is_chosen = self.spec.num_lanes > 1 or self.coding is not None
+        return self.geometry.in_flight_bytes > 0 and self.num_pieces == 1 and is_chosen
 
     @cached_property
     def num_slots(self) -> int:
@@ -403,7 +434,8 @@ class KernelShape:
     @property
     def x_steps(self) -> int:
         """Steps of 32 columns of each matrix warp that `Shared` has room for: the longest input, of all lanes of a gather."""
-        return max(self.head.per, self.qkv.per, self.gate_up.per, *(self.gathered_lanes(p) * self.ops[p].per for p in _OUTPUTS))
+        streams = (self.head.x_steps, self.qkv.x_steps, self.gate_up.x_steps)
+        return max(*streams, *(self.gathered_lanes(phase) * self.ops[phase].x_steps for phase in _OUTPUTS))
 
     def gathered_lanes(self, phase: Phase) -> int:
         """Hosted lanes whose inputs of OUT or DOWN are gathered at a time.
@@ -411,7 +443,8 @@ class KernelShape:
         One, which hides its way behind others' products, except where these are so small that they cannot: then those whose
         inputs come of one product.
         """
-        return self.lanes_of(_OUTPUTS[phase]) if self.ops[phase].per <= _FEW_STEPS else 1
+        few = _FEW_STEPS if self.coding is None else 1
+        return self.lanes_of(_OUTPUTS[phase]) if self.ops[phase].per <= few else 1
 
     @property
     def shared_bytes_besides(self) -> int:
@@ -487,6 +520,8 @@ class KernelShape:
         lines += [
             by_kind(mask_type, f"{mode.value}_layers", [mask_type + code for code in codes]) for mode, codes in by_mode.items()
         ]
+        if self.coding is not None:
+            floats |= {"kCodedXScale": self.coding.x_scale, "kCodeFactor": self.coding.factor * x_scale}
         lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
         codes = [p.phase | (p.lane - self.hosted_lanes[0]) << 2 | p.layer << 8 for p in self.products]
         end = spec.num_layers << 8  # the LM head's place, and what comes after it
@@ -502,7 +537,7 @@ class KernelShape:
         }  # fmt: skip
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]
-        lines += [f"using WeightFormat = {FORMATS[self.weight_dtype]};", f"using KvFormat = {FORMATS[self.kv_dtype]};"]
+        lines += [f"using WeightFormat = {FORMATS[self.weight_dtype]};", *kv_lines(self.kv_dtype)]
         offset = 0
         for name, (words, count) in self._word_lists.items():
             lines += [f"constexpr u32 k{name}Offset = {offset}, k{name}Stride = {words};"]
@@ -515,8 +550,22 @@ class KernelShape:
             for name, op in ops.items()
         ]
         lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, self.delays))}"]
+        if self.coding is not None:
+            lines += self._coding_header(self.coding)
         if self.keeps_hashes:
             lines += [f"#define KOG_HASHES {NUM_HASHES}", f"#define KOG_HASH_TOKENS {HASH_TOKENS}"]
         if self.traced_step >= 0:
             lines += ["#define KOG_TRACE 1", f"namespace kog {{ constexpr u32 kTracedStep = {self.traced_step}; }}"]
         return "\n".join(lines) + "\n"
+
+    def _coding_header(self, coding: Coding) -> list[str]:
+        """What the kernel knows of quantised weights."""
+        numbers = {
+            "kCodeBits": coding.bits, "kScales": coding.scales, "kScaleBytes": coding.scale_bytes,
+            "kZeroBytes": coding.zero_bytes, "kScaleRows": self.scale_rows,
+        }  # fmt: skip
+        return [
+            f"#define KOG_CODE {_CODES[coding.number]}", f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded]}",
+            f"#define KOG_SCALE {_SCALES[coding.scale]}",
+            *(f"namespace kog {{ constexpr int {name} = {value}; }}" for name, value in numbers.items()),
+        ]  # fmt: skip

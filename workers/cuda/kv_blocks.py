@@ -102,8 +102,8 @@ def _touch(part: Any) -> None:
 
 
 def _row_bytes(shape: KernelShape) -> int:
-    """Of a batch: 16 rows of K, and as many of V."""
-    return 2 * _BATCH * shape.spec.head_dim * 2
+    """Of a batch."""
+    return shape.batch_bytes
 
 
 def _num_rows(shape: KernelShape) -> int:

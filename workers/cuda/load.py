@@ -16,10 +16,11 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from kog_dist.decode.coded_packing import Codes
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint
-from kog_dist.model.layout import tensor_layouts
-from kog_dist.model.weight_bytes import quantised
+from kog_dist.model.layout import is_layer_matrix, tensor_layouts
+from kog_dist.workers.cuda.coded_source import CodesReader
 from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_parts, needed_rows
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
@@ -35,32 +36,38 @@ def load_weights(
     *,
     on_share: Callable[[float], None] = lambda share: None,
 ) -> DeviceWeights:
-    """Read and pack what a rank needs of a checkpoint; no value passes through float32 or stays on the host.
+    """Read and pack what a rank needs of a checkpoint; no 16-bit value passes through float32 or stays on the host.
 
-    `observe` is shown every tensor, as it goes into the packing: its name and the rank's rows of it. `on_share` is told which
-    share of all words has come so far.
+    `observe` is shown every tensor of 16 bits, as it goes into the packing: its name and the rank's rows of it. `on_share` is
+    told which share of all words has come so far. With `shape.coding` the matrices of layers are packed as codes.
 
     With `checkpoint.verify` the bytes of the rank's own parts are compared with the manifest on the way, and all values must be
     finite, which the GPU looks at. GPU memory at the peak: what `from_tensors` says and AHEAD_BYTES; host memory: 2 * READERS
     buffers. Raises CheckpointError naming file and tensor.
     """
-    if what := quantised(checkpoint):
-        raise CheckpointError(f"{checkpoint.folder}: GPUs do not run quantised weights: {what}; use the unquantised folder")
     import cupy
 
     num_words, num_taken = _num_needed_words(shape), 0
-    with _opened(shape, checkpoint) as tensors:
+    with _opened(shape, checkpoint) as tensors, _codes_of(shape, checkpoint) as reader:
+
+        def count(words: int) -> None:
+            nonlocal num_taken
+            num_taken += words
+            on_share(num_taken / num_words)
+
+        def codes(name: str, lane: int) -> Codes:
+            found = reader.codes(name, lane)
+            count(int(found.codes.size))
+            return found
 
         def take(name: str) -> GpuArray:
-            nonlocal num_taken
             words = tensors.take(name)
-            num_taken += int(words.size)
-            on_share(num_taken / num_words)
+            count(int(words.size))
             if observe is not None:
                 observe(name, words)
             return words
 
-        weights = from_tensors(shape, take)
+        weights = from_tensors(shape, take, codes if shape.coding is not None else None)
         tensors.check_finite()
     cupy.get_default_memory_pool().free_all_blocks()
     cupy.get_default_pinned_memory_pool().free_all_blocks()
@@ -90,7 +97,8 @@ class _Tensors:
         self._shape, self._checkpoint, self._pool = shape, checkpoint, pool
         self._device = cupy.cuda.Device()
         self._layouts = tensor_layouts(shape.spec)
-        self._waiting = deque(self._layouts)
+        is_coded = shape.coding is not None
+        self._waiting = deque(name for name in self._layouts if not (is_coded and is_layer_matrix(self._layouts, name)))
         self._loading: dict[str, _Loading] = {}
         self._largest: dict[str, GpuArray] = {}  # by name: the largest magnitude, as a word
         self._stages: SimpleQueue[_Stage] = SimpleQueue()
@@ -180,3 +188,13 @@ def _opened(shape: KernelShape, checkpoint: Checkpoint) -> Iterator[_Tensors]:
         yield _Tensors(shape, checkpoint, pool)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _codes_of(shape: KernelShape, checkpoint: Checkpoint) -> Iterator[CodesReader]:
+    """The reader of quantised matrices; its threads begin with the first one that is asked for."""
+    reader = CodesReader(checkpoint, shape.hosted_lanes)
+    try:
+        yield reader
+    finally:
+        reader.close()

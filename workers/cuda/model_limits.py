@@ -9,12 +9,9 @@ MAX_LAYERS = 128  # bits of two words
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 
 
-def unsupported(spec: ModelSpec, quantised: str = "") -> list[str]:
-    """What the model has and no build of the kernel can run, in words with the limit; empty: it can.
-
-    `quantised`: how its weights are, if they are.
-    """
-    findings = [f"quantised weights, {quantised} (16 bit: use the unquantised folder, without --quantize)"] if quantised else []
+def unsupported(spec: ModelSpec) -> list[str]:
+    """What the model has and no build of the kernel can run, in words with the limit; empty: it can."""
+    findings = list[str]()
     if spec.num_lanes > MAX_LANES:
         findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
     if spec.experts is not None:

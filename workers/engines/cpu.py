@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.decode import half_products
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
+from kog_dist.decode.kv_formats import group_of
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import DecodeRequest, KvUse
@@ -103,10 +105,11 @@ class CpuEngine:
         assert self._interpreter is not None
         memory = self._interpreter.memory
         slots = num_slots(spec, num_lanes, memory.dtype.itemsize, self._args.kept_bytes)
+        layout = KvLayout(self._args.num_kv_caches, group_positions=group_of(self._args.kv_dtype))
         if not slots:
-            return KvLayout(self._args.num_kv_caches)
+            return layout
         self._blocks = CpuBlocks(memory, slots)
-        return KvLayout(self._args.num_kv_caches, block_tokens=BLOCK_TOKENS, num_slots=slots)
+        return replace(layout, block_tokens=BLOCK_TOKENS, num_slots=slots)
 
     # ---- requests ----
     def run(self, seq: int, request: DecodeRequest) -> Finish:

@@ -1,156 +1,14 @@
 // Attention of one position. An item is a KV head and a split: positions p with p % kSplits == split. A layer without a window has
 // more items far into a context: each takes the next kPartitionBatches batches of a split. Items are spread over the thread blocks by a
-// map that depends on layer, lane and partition only, and the batches of an item over the warps by their number. So the thread that appends its share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its
-// rows in batches of 16 (K by rows, V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
-// The new position does not come back from memory: its warp reads the words and passes them on in shared memory (`fresh`), and the
-// threads that hold its row of the batch put it into their registers.
+// map that depends on layer, lane and partition only, and the batches of an item over the warps by their number. So the thread that appends its
+// share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its rows in batches of 16 (K by rows,
+// V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
 #pragma once
-#include "attend_cache.cuh"
+#include "attend_query.cuh"
 
 namespace kog {
 
-struct Attender : CacheReader {
-    // Norm and rotation of pairs of a head's values, for models whose query and key heads are normed: the finaliser has no whole heads.
-    // They are read before the words have come.
-    template <int kPairs>
-    struct HeadNorm {
-        u32 weights[kPairs];
-        float2 turns[kPairs];
-
-        __device__ __forceinline__ void load(const KogDecodeParams& params, int i, u32 layer, u32 is_key, u32 position, u32 pair) {
-            weights[i] = reinterpret_cast<const u32*>(params.head_norms_ptr)[(2 * layer + is_key) * (kHeadDim / 2) + pair];
-            turns[i] = reinterpret_cast<const float2*>(params.rope_ptr)[position * (kHeadDim / 2) + pair];
-        }
-        __device__ __forceinline__ float2 apply(int i, float inverse_rms, float a, float b) const {
-            const float x = a * inverse_rms * WeightFormat::low(weights[i]), y = b * inverse_rms * WeightFormat::high(weights[i]);
-            return make_float2(x * turns[i].x - y * turns[i].y, x * turns[i].y + y * turns[i].x);
-        }
-    };
-    static __device__ __forceinline__ float inverse_rms(float squares) { return inverse_root_approx(squares * (1.0f / kHeadDim) + kNormEps); }
-
-    // Wait for the query of the thread's head, in high and low halves; the warp that has the batch of the new row stages K and V of it in
-    // shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
-    __device__ __forceinline__ bool wait_for_query(const u64* words, u32 layer, u32 kv_head, u32 set, u32 position, bool has_fresh, u32 tag,
-                                                   u32 (&query)[kDimRegisters]) {
-        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, is_low = group & 1;
-        [[maybe_unused]] HeadNorm<kQkNorm ? kHalf : 1> query_norm;
-        [[maybe_unused]] HeadNorm<kQkNorm ? kNewKeys : 1> key_norm;
-        if constexpr (kQkNorm) {
-#pragma unroll
-            for (int i = 0; i < kHalf; ++i) query_norm.load(params, i, layer, 0, position, key_pair(part, is_low * kHalf + i));
-#pragma unroll
-            for (int i = 0; i < kNewKeys; ++i)
-                if (i * 32 + lane < kNewWords / 2) key_norm.load(params, i, layer, 1, position, i * 32 + lane);
-        }
-        if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), first_vector + product + 1)) return false;
-        const u64* query_words = words + ((kv_head * kGroup + set * kSetHeads + head_of(group, set)) * kHeadDim) / 2;
-        const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
-        u64 got[kHalf], got_new[kNew];
-        while (true) {
-            bool ready = true;
-            if (has_fresh) {  // first, so that they are under way together with the query's: a look takes one way to L2, not two
-#pragma unroll
-                for (int i = 0; i < kNew; ++i)
-                    if (i * 32 + lane < kNewWords)
-                        got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
-            }
-#pragma unroll
-            for (int i = 0; i < kHalf; i += kQueryLoad) {
-                const u64* at = query_words + key_pair(part, is_low * kHalf + i);
-                if constexpr (kQueryLoad == 2) {
-                    const ulonglong2 two = load_relaxed_x2(at);
-                    got[i] = two.x, got[i + 1] = two.y;
-                } else {
-                    got[i] = load_relaxed(at);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kHalf; ++i) ready &= has_tag(got[i], tag);
-            if (has_fresh) {
-#pragma unroll
-                for (int i = 0; i < kNew; ++i) ready &= i * 32 + lane >= kNewWords || has_tag(got_new[i], tag);
-            }
-            if (__all_sync(kFullWarp, ready)) break;
-            if (must_leave(role.stopped())) return false;
-        }
-        [[maybe_unused]] float query_rms = 1, key_rms = 1;
-        if constexpr (kQkNorm) {
-            float squares = 0;
-#pragma unroll
-            for (int i = 0; i < kHalf; ++i) squares += first_of(got[i]) * first_of(got[i]) + second_of(got[i]) * second_of(got[i]);
-#pragma unroll
-            for (int offset = 1; offset < 8; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
-            query_rms = inverse_rms(squares);
-        }
-#pragma unroll
-        for (int i = 0; i < kHalf; ++i) {
-            float a = first_of(got[i]), b = second_of(got[i]);
-            if constexpr (kQkNorm) {
-                const float2 turned = query_norm.apply(i, query_rms, a, b);
-                a = turned.x, b = turned.y;
-            }
-            const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
-            const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
-            query[i] = is_low ? theirs : high;
-            query[kHalf + i] = is_low ? low : theirs;
-        }
-        if (has_fresh) {
-            if constexpr (kQkNorm) {
-                float squares = 0;
-#pragma unroll
-                for (int i = 0; i < kNewKeys; ++i)
-                    if (i * 32 + lane < kNewWords / 2)
-                        squares += first_of(got_new[i]) * first_of(got_new[i]) + second_of(got_new[i]) * second_of(got_new[i]);
-#pragma unroll
-                for (int offset = 1; offset < 32; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
-                key_rms = inverse_rms(squares);
-            }
-#pragma unroll
-            for (int i = 0; i < kNew; ++i) {
-                if (i * 32 + lane >= kNewWords) continue;
-                float2 pair = make_float2(first_of(got_new[i]), second_of(got_new[i]));
-                if constexpr (kQkNorm)
-                    if (i < kNewKeys && i * 32 + lane < kNewWords / 2) pair = key_norm.apply(i < kNewKeys ? i : 0, key_rms, pair.x, pair.y);
-                store_shared(role.base + KOG_OFFSET(fresh) + (i * 32 + lane) * 4, KvFormat::pack(pair.x, pair.y));
-            }
-            __syncwarp();
-        }
-        return true;
-    }
-    static constexpr int kHalf = kDimRegisters / 2, kQueryLoad = kHalf % 2 == 0 ? 2 : 1;  // registers of the query; words of a load
-    static constexpr int kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32, kNewKeys = (kNewWords / 2 + 31) / 32;
-    // Query heads of a set; the one whose columns a group of threads has, the last one for those left over.
-    static __device__ __forceinline__ u32 num_heads(u32 set) { return kGroup % kSetHeads == 0 || set + 1 < kSets ? kSetHeads : kGroup % kSetHeads; }
-    static __device__ __forceinline__ u32 head_of(u32 group, u32 set) { return (group >> 1) < num_heads(set) ? group >> 1 : num_heads(set) - 1; }
-
-    // The staged row goes into the registers of the threads that hold its place, and into the cache.
-    __device__ __forceinline__ void put_fresh(const Rows& rows, Batch& batch) const {
-        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, row = rows.last & 15, i = row >> 3;
-        const u32 staged = opaque(role.base) + KOG_OFFSET(fresh);
-        if (group == (row & 7)) {
-#pragma unroll
-            for (int k = 0; k < kDimRegisters; ++k) {
-                const u32 both = load_shared_u32(staged + key_pair(part, k) * 4);
-                batch.keys[0][k] = i == 0 ? both : batch.keys[0][k], batch.keys[1][k] = i == 0 ? batch.keys[1][k] : both;
-            }
-            unsigned char* at = keys_at(rows, rows.fresh_batch);
-            if (i == 0) store_share<kKeyChunks>(at, batch.keys[0]);
-            else store_share<kKeyChunks>(at + kKeysStride, batch.keys[1]);
-        }
-        if (part == (row >> 1 & 3)) {
-#pragma unroll
-            for (int k = 0; k < kDimRegisters; ++k) {
-                const u32 both = load_shared_u32(staged + (kNewWords / 2 + value_dim(group, k) / 2) * 4);
-                const u32 mixed = with_half(i == 0 ? batch.values[0][k] : batch.values[1][k], k & 1 ? both >> 16 : both, row & 1);
-                batch.values[0][k] = i == 0 ? mixed : batch.values[0][k], batch.values[1][k] = i == 0 ? batch.values[1][k] : mixed;
-            }
-            unsigned char* at = values_at(rows, rows.fresh_batch);
-            if (i == 0) store_share<kValueChunks>(at, batch.values[0]);
-            else store_share<kValueChunks>(at + kValuesStride, batch.values[1]);
-        }
-        __syncwarp();
-    }
-
+struct Attender : QueryReader {
     // Softmax over a warp's rows so far: the largest score and the sum of weights of the thread's rows for one head, and outputs.
     struct Mixed {
         float outputs[kHeadDim / 16][4] = {};
@@ -160,55 +18,64 @@ struct Attender : CacheReader {
     __device__ __forceinline__ void mix(const Rows& rows, u32 set, u32 number, u32 next, const u32 (&query)[kDimRegisters], Batch& batch, Mixed& mixed) {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3;
         if (number == rows.fresh_batch) put_fresh(rows, batch);
-        // Scores: rows `group` and `group + 8` of the batch, for query head `part`.
-        float scores[4] = {};
+        // Scores: rows `group` and `group + 8` of the batch, for query head `part`; of codes in two chains that do not wait for each other.
+        float sums[kChains][4] = {};
 #pragma unroll
         for (int i = 0; i < kHeadDim / 16; ++i)
-            KvFormat::mma(scores, batch.keys[0][2 * i], batch.keys[1][2 * i], batch.keys[0][2 * i + 1], batch.keys[1][2 * i + 1], query[2 * i],
-                          query[2 * i + 1]);
+            KvFormat::mma(sums[i % kChains], expand_pair(batch.keys[0], 2 * i), expand_pair(batch.keys[1], 2 * i),
+                          expand_pair(batch.keys[0], 2 * i + 1), expand_pair(batch.keys[1], 2 * i + 1), query[2 * i], query[2 * i + 1]);
         if (warp == 0) stamp(role, kScored, step, product);
         load_keys(rows, next, batch);
-        bool seen[2];
+        float scores[2];
+        u32 scales[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const u32 slot = number * 16 + group + 8 * i;
-            seen[i] = (rows.last >= slot ? rows.last - slot : rows.last + rows.capacity - slot) < rows.num_seen;  // rows before the last one
+            const bool seen = (rows.last >= slot ? rows.last - slot : rows.last + rows.capacity - slot) < rows.num_seen;  // rows before the last one
+            float score = sums[0][2 * i] + sums[0][2 * i + 1], scale = kScoreScale;
+            if constexpr (kKvCoded) {
+                scales[i] = __shfl_sync(kFullWarp, batch.scales, group + 8 * i);
+                score += sums[kChains - 1][2 * i] + sums[kChains - 1][2 * i + 1], scale *= Fp16::low(scales[i]);
+            }
+            scores[i] = seen ? score * scale : -INFINITY;
         }
-        const float score0 = seen[0] ? (scores[0] + scores[1]) * kScoreScale : -INFINITY;
-        const float score1 = seen[1] ? (scores[2] + scores[3]) * kScoreScale : -INFINITY;
-        float next_peak = fmaxf(mixed.peak, fmaxf(score0, score1));
+        float next_peak = fmaxf(mixed.peak, fmaxf(scores[0], scores[1]));
 #pragma unroll
         for (int offset = 4; offset < 32; offset <<= 1) next_peak = fmaxf(next_peak, __shfl_xor_sync(kFullWarp, next_peak, offset));
         const float base = next_peak == -INFINITY ? 0.0f : next_peak;
         const float shrink = exp2_approx(mixed.peak - base);
-        const float weight0 = exp2_approx(score0 - base), weight1 = exp2_approx(score1 - base);
-        mixed.sum = mixed.sum * shrink + (weight0 + weight1);
+        float weights[2] = {exp2_approx(scores[0] - base), exp2_approx(scores[1] - base)};
+        mixed.sum = mixed.sum * shrink + (weights[0] + weights[1]);
         mixed.peak = next_peak;
+        if constexpr (kKvCoded) weights[0] *= kWeightScale * Fp16::high(scales[0]), weights[1] *= kWeightScale * Fp16::high(scales[1]);
         const int from = part * 8 + head_of(group, set);  // the thread that holds this head's weight of position 2 * part
-        const float a = __shfl_sync(kFullWarp, weight0, from), b = __shfl_sync(kFullWarp, weight0, from + 4);
-        const float c = __shfl_sync(kFullWarp, weight1, from), d = __shfl_sync(kFullWarp, weight1, from + 4);
+        const float a = __shfl_sync(kFullWarp, weights[0], from), b = __shfl_sync(kFullWarp, weights[0], from + 4);
+        const float c = __shfl_sync(kFullWarp, weights[1], from), d = __shfl_sync(kFullWarp, weights[1], from + 4);
         u32 first = KvFormat::pack(a, b), second = KvFormat::pack(c, d);
         if (group & 1) first = pack_rest<KvFormat>(a, b, first), second = pack_rest<KvFormat>(c, d, second);
 #pragma unroll
         for (int i = 0; i < kHeadDim / 16; ++i) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) mixed.outputs[i][k] *= shrink;
-            KvFormat::mma(mixed.outputs[i], batch.values[0][2 * i], batch.values[0][2 * i + 1], batch.values[1][2 * i], batch.values[1][2 * i + 1],
-                          first, second);
+            KvFormat::mma(mixed.outputs[i], expand_pair(batch.values[0], 2 * i), expand_pair(batch.values[0], 2 * i + 1),
+                          expand_pair(batch.values[1], 2 * i), expand_pair(batch.values[1], 2 * i + 1), first, second);
         }
         load_values(rows, next, batch);
-        read_ahead(rows, next + kAttendWarps);
+        read_ahead(rows, next + kBatchesAhead * kAttendWarps);
     }
+    // Weights times the scale of values are multiplied by this, too, so that they are in binary16's range.
+    static constexpr float kWeightScale = 256, kUnscale = kKvCoded ? 1 / kWeightScale : 1;
+    static constexpr u32 kChains = kKvCoded ? 2 : 1;
 
     // For one set of the query heads. The first one puts the new row into the cache, where the others' threads read what they have stored
     // there themselves.
     __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 set, u32 partition, u32 position, u32 tag) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits;
         const Rows rows = rows_of(layer, lane_idx, item_idx, partition, position, set == 0);
-        // Two batches are on their way, or here before the query is.
-        Batch even, odd;
-        load_keys(rows, warp, even), load_values(rows, warp, even);
-        load_keys(rows, warp + kAttendWarps, odd), load_values(rows, warp + kAttendWarps, odd);
+        // They are on their way, or here before the query is.
+        Batch batches[kBatches];
+#pragma unroll
+        for (u32 i = 0; i < kBatches; ++i) load_keys(rows, warp + i * kAttendWarps, batches[i]), load_values(rows, warp + i * kAttendWarps, batches[i]);
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kAttendWarps == warp;
         u32 query[kDimRegisters];
@@ -216,9 +83,12 @@ struct Attender : CacheReader {
         if (warp == 0) stamp(role, kQuerySeen, step, product);
         Mixed mixed;
 #pragma unroll 1
-        for (u32 batch = warp; batch < rows.num_batches; batch += 2 * kAttendWarps) {
-            mix(rows, set, batch, batch + 2 * kAttendWarps, query, even, mixed);
-            if (batch + kAttendWarps < rows.num_batches) mix(rows, set, batch + kAttendWarps, batch + 3 * kAttendWarps, query, odd, mixed);
+        for (u32 batch = warp; batch < rows.num_batches; batch += kBatches * kAttendWarps) {
+#pragma unroll
+            for (u32 i = 0; i < kBatches; ++i) {
+                const u32 number = batch + i * kAttendWarps;
+                if (i == 0 || number < rows.num_batches) mix(rows, set, number, number + kBatches * kAttendWarps, query, batches[i], mixed);
+            }
         }
         if (warp == 0) stamp(role, kMixed, step, product);
         return merge(kv_head, set, split, partition, lane_idx, tag, mixed);
@@ -328,7 +198,7 @@ struct Attender : CacheReader {
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)
                 *reinterpret_cast<float2*>(&shared.attended[half][warp][head][value_dim(group, 2 * i)]) =
-                    make_float2(own.outputs[i][0] + own.outputs[i][1], own.outputs[i][2] + own.outputs[i][3]);
+                    make_float2((own.outputs[i][0] + own.outputs[i][1]) * kUnscale, (own.outputs[i][2] + own.outputs[i][3]) * kUnscale);
             if (group == 0) {
                 shared.attended_max[half][warp][head] = own.peak;
                 shared.attended_sum[half][warp][head] = sum;

@@ -1,25 +1,29 @@
 // The KV cache as attention reads it: where the rows of an item lie, and the share of a batch that each thread has in registers.
 #pragma once
+#include "kv_codes.cuh"
 #include "layout.cuh"
 
 namespace kog {
 
-constexpr u32 kBatchBytes = 2 * 16 * kHeadDim * 2;
+// Of a batch: 16 rows of K, 8 pairs of rows of V, and where they are coded the scales of each position's two rows.
+constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kBatchBytes = 2 * 16 * kRowBytes + 16 * kScaleBytes;
 constexpr int kDimRegisters = kHeadDim / 8;  // 16-bit pairs: a thread's share of a row of K, or of a pair of positions of V
-static_assert(kHeadDim % 16 == 0, "the matrix unit takes 16 dimensions at a time");
+constexpr int kShareRegisters = kDimRegisters / kKvPairs;  // that it takes in the cache
+static_assert(kHeadDim % 16 == 0 && kShareRegisters % 2 == 0, "the matrix unit takes 16 dimensions at a time, a load two registers");
 // The registers of a share come in chunks of one load. Chunks of neighbouring threads lie side by side, so that a load of a warp takes whole
 // sectors: four threads share a row of K, eight a pair of positions of V. The order of dimensions is the same for K and the query.
-constexpr int kChunk = kDimRegisters % 4 == 0 ? 4 : 2, kChunkBytes = kChunk * 4, kChunks = kDimRegisters / kChunk;
+constexpr int kChunkRegisters = kShareRegisters % 4 == 0 ? 4 : 2, kChunkBytes = kChunkRegisters * 4;
+constexpr int kChunk = kChunkRegisters * kKvPairs, kChunks = kShareRegisters / kChunkRegisters;  // pairs of a chunk
 constexpr u32 kKeyChunks = 4 * kChunkBytes, kValueChunks = 8 * kChunkBytes;  // from a thread's chunk to its next one, in bytes
 // Pair of dimensions in register `k` of a thread's share of K; dimension in that of V.
 __device__ __forceinline__ constexpr u32 key_pair(u32 part, u32 k) { return k / kChunk * (4 * kChunk) + part * kChunk + k % kChunk; }
 __device__ __forceinline__ constexpr u32 value_dim(u32 group, u32 k) { return k / kChunk * (8 * kChunk) + group * kChunk + k % kChunk; }
 
 template <u32 kStride>
-__device__ __forceinline__ void load_share(const unsigned char* from, u32 (&to)[kDimRegisters]) {
+__device__ __forceinline__ void load_share(const unsigned char* from, u32 (&to)[kShareRegisters]) {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-        if constexpr (kChunk == 4) {
+        if constexpr (kChunkRegisters == 4) {
             uint4 v;
             load_global(from + i * kStride, v);
             to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
@@ -31,10 +35,10 @@ __device__ __forceinline__ void load_share(const unsigned char* from, u32 (&to)[
     }
 }
 template <u32 kStride>
-__device__ __forceinline__ void store_share(unsigned char* to, const u32 (&from)[kDimRegisters]) {
+__device__ __forceinline__ void store_share(unsigned char* to, const u32 (&from)[kShareRegisters]) {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-        if constexpr (kChunk == 4)
+        if constexpr (kChunkRegisters == 4)
             *reinterpret_cast<uint4*>(to + i * kStride) = make_uint4(from[4 * i], from[4 * i + 1], from[4 * i + 2], from[4 * i + 3]);
         else *reinterpret_cast<uint2*>(to + i * kStride) = make_uint2(from[2 * i], from[2 * i + 1]);
     }
@@ -46,15 +50,19 @@ __device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_
     return role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
 }
 
+// Batches of an item that are on their way to a warp's registers, and further ones to L2.
+constexpr u32 kBatches = kKvCoded ? 3 : 2, kBatchesAhead = kKvCoded ? 2 : 1;
+
 struct CacheReader {
     const KogDecodeParams& params;
     const Role& role;
     u32 warp, lane;
     u32 num_items = 0, first_vector = 0, step = 0, product = 0;  // products of earlier tokens; the token; the number of its QKV product
 
-    // A pair of 16-bit values with another lower or upper one.
-    static __device__ __forceinline__ u32 with_half(u32 pair, u32 value, bool upper) {
-        return upper ? __byte_perm(pair, value, 0x5410) : __byte_perm(pair, value, 0x3254);
+    // Register `k` of a share of V, of even and odd positions, with those of one position from a pair of dimensions and its neighbours.
+    static __device__ __forceinline__ u32 with_values(u32 both, u32 k, u32 own, bool is_odd) {
+        if constexpr (kKvCoded) return __byte_perm(both, own, is_odd ? 0x5240 : 0x3514);
+        else return __byte_perm(both, k & 1 ? own >> 16 : own, is_odd ? 0x5410 : 0x3254);
     }
 
     // The rows of K and V of an item.
@@ -85,19 +93,23 @@ struct CacheReader {
     }
     static constexpr u32 kNoBatch = ~0u;
 
-    // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V.
+    // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V. Where
+    // they are coded, threads 0 to 15 also have the scales of K and V of one position each.
     struct Batch {
-        u32 keys[2][kDimRegisters], values[2][kDimRegisters];
+        u32 keys[2][kShareRegisters], values[2][kShareRegisters], scales;
     };
-    static constexpr u32 kKeysStride = 8 * kHeadDim * 2, kValuesStride = 4 * kHeadDim * 4;
+    static constexpr u32 kKeysStride = 8 * kRowBytes, kValuesStride = 4 * 2 * kRowBytes;
     // Where the first of two shares lies. Computed anew each time: registers are full.
     __device__ __forceinline__ unsigned char* keys_at(const Rows& rows, u32 batch) const {
         const u32 lane = opaque(this->lane);
-        return batch_at(rows, batch) + ((lane >> 2) * kHeadDim * 2 + (lane & 3) * kChunkBytes);
+        return batch_at(rows, batch) + ((lane >> 2) * kRowBytes + (lane & 3) * kChunkBytes);
     }
     __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const {
         const u32 lane = opaque(this->lane);
-        return batch_at(rows, batch) + (16 * kHeadDim * 2 + (lane & 3) * kHeadDim * 4 + (lane >> 2) * kChunkBytes);
+        return batch_at(rows, batch) + (16 * kRowBytes + (lane & 3) * (2 * kRowBytes) + (lane >> 2) * kChunkBytes);
+    }
+    __device__ __forceinline__ unsigned char* scales_at(const Rows& rows, u32 batch) const {
+        return batch_at(rows, batch) + (2 * 16 * kRowBytes + opaque(this->lane) * kScaleBytes);
     }
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
@@ -109,11 +121,13 @@ struct CacheReader {
     }
     __device__ __forceinline__ void load_values(const Rows& rows, u32 batch, Batch& to) const {
         if (batch >= rows.num_batches) return;
+        if constexpr (kKvCoded)
+            if (opaque(this->lane) < 16) load_global(scales_at(rows, batch), to.scales);
         const unsigned char* at = values_at(rows, batch);
         load_share<kValueChunks>(at, to.values[0]), load_share<kValueChunks>(at + kValuesStride, to.values[1]);
     }
-    // A batch is brought into the L2 cache where there are many of them: registers have room for two on their way, and memory can do with
-    // a third. Where there are few it comes no earlier, and weights do not (docs/history/geometry.md).
+    // A batch is brought into the L2 cache where there are many of them: registers have room for few on their way, and memory can do with
+    // more. Where there are few it comes no earlier, and weights do not (docs/history/geometry.md).
     static constexpr u32 kMany = 64;
     __device__ __forceinline__ void read_ahead(const Rows& rows, u32 batch) const {
         if (rows.num_batches >= kMany && batch < rows.num_batches && opaque(this->lane) == 0) prefetch_l2(batch_at(rows, batch), kBatchBytes);

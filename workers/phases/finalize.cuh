@@ -43,8 +43,10 @@ struct Finalizer : FinalizedRows {
             if (kQkvBias && row < kQkvLanes * kQkvRows)
                 bias = WeightFormat::low(reinterpret_cast<const u16*>(params.qkv_bias_ptr)[(layer * kLanes + lane_idx) * kQkvRows + row]);
             float sum;
+            const float own_scale = row_scale<QkvOp>(block);
             if (block == 0 && !norm_scale(lane_idx, scale)) return false;
             if (!row_sum(sum, QkvOp::kRows)) return false;
+            if constexpr (kRowScales) sum *= own_scale;
             sum *= scale;
             if constexpr (kQkvBias) sum += bias;
             const float other = __shfl_xor_sync(kFullWarp, sum, 1);
@@ -66,8 +68,10 @@ struct Finalizer : FinalizedRows {
 #pragma unroll 1
         for (u32 block = 0; block < GateUpOp::kBlocks; ++block) {
             float sum;
+            const float own_scale = row_scale<GateUpOp>(block);
             if (block == 0 && !norm_scale(lane_idx, scale)) return false;
             if (!row_sum(sum, GateUpOp::kRows)) return false;
+            if constexpr (kRowScales) sum *= own_scale;
             sum *= scale;
             const float up = __shfl_down_sync(kFullWarp, sum, 1);
             const float activation = sum * reciprocal_approx(1.0f + exp2_approx(sum * -1.44269504f)) * up;
@@ -150,7 +154,9 @@ struct Finalizer : FinalizedRows {
             }
             if (block == OutOp::kBlocks - 1) look_ahead(product);
             float stream = load_shared_f32(role.base + KOG_OFFSET(residual[lane_idx][row]));
+            const float own_scale = row_scale<OutOp>(block);
             if (!row_sum(sum, OutOp::kRows)) return false;
+            if constexpr (kRowScales) sum *= own_scale;
             sum *= kInverseXScale;
             if (!blocking) {  // the usual way, with as little as possible between the sum and its publication
                 stream += (delayed ? sum : sum * kLocalScale) + others;
@@ -192,7 +198,9 @@ struct Finalizer : FinalizedRows {
         for (u32 block = 0; block < OutOp::kBlocks; ++block) {
             const u32 row = block * OutOp::kRows + (mine ? lane : 0);
             float sum;
+            const float own_scale = row_scale<OutOp>(block);
             if (!row_sum(sum, OutOp::kRows)) return false;
+            if constexpr (kRowScales) sum *= own_scale;
             if (mine) now[lane_idx][row] = sum * kInverseXScale;
             end_block();
             if (kDirectSums && is_last) {
@@ -309,6 +317,7 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
             const Place at(number);
             const u32 tag = layer_tag(epoch, at.layer());
             if (kRanks > 1) finalizer.lane = opaque(laneid());  // addresses are computed anew instead of being kept
+            if (kRowScales) finalizer.product = number;
             if (!(at.phase() & 1)) finalizer.look_ahead(number);
             bool ok;
             if (at.phase() == kQkvPhase) ok = finalizer.qkv(at.layer(), at.lane(), position, tag);

@@ -9,7 +9,7 @@ struct FinalizedRows {
     const KogPeers& peers;
     const Role& role;
     u32 lane;
-    u32 num_vectors = 0, num_blocks = 0, step = 0, first_vector = 0;
+    u32 num_vectors = 0, num_blocks = 0, step = 0, first_vector = 0, product = 0;
     u32 squares_parity = 0;  // one bit for each slot of `squares`
 
     // A product of kProductLanes lanes, `lane_idx` and those behind it, is done.
@@ -41,6 +41,18 @@ struct FinalizedRows {
         for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
         scale = inverse_root_approx(sum * (1.0f / kHidden) + kNormEps) * kInverseXScale;
         return true;
+    }
+
+    // The scale of row `lane` of a block of the present product, where each row of a quantised matrix has one.
+    template <class O>
+    __device__ __forceinline__ float row_scale(u32 block) const {
+#ifdef KOG_CODE
+        if constexpr (kRowScales) {
+            const float* scales = reinterpret_cast<const float*>(params.tape_ptr + kNumCtas * kTapeBytes) + (product * kNumCtas + role.cta) * kScaleRows;
+            if (lane < O::kRows) return scales[block * O::kRows + lane];
+        }
+#endif
+        return 1.0f;
     }
 
     // Sum of row `lane` of the next block, over the matrix warps. Threads past the last row get 0.

@@ -42,7 +42,7 @@ struct HeadGatherer : VectorGatherer {
                 if (HiddenSlice::is_real(warp, lane, i))
                     store_relaxed_x2(words + 64 * i, make_pair_word(stream[i].x, stream[i].y, tag), make_pair_word(stream[i].z, stream[i].w, tag));
         }
-        write_units<HiddenSlice, true>(squares);
+        write_units<HiddenSlice, true, HeadX>(squares);
         loaded = false;
         __syncwarp();
         return true;
@@ -57,7 +57,7 @@ struct HeadGatherer : VectorGatherer {
         const Source from = last_source(lane_idx);
         if (!wait_for_units<HiddenSlice, kStreamsToAll>(from, [&] { note_wait(kHeadPhase, kNowhere, lane_idx, from.tag, from.words, kHidden / 2); }))
             return false;
-        write_units<HiddenSlice, true>(squares);
+        write_units<HiddenSlice, true, HeadX>(squares);
         loaded = false;
         __syncwarp();
         return true;
@@ -174,7 +174,7 @@ struct HeadGatherer : VectorGatherer {
                 load_shared(place_of(i * 32 + lane), weights);
                 v = times(v, widen(weights));
             }
-            write_x(place_of(i * 32 + lane), v);
+            write_x<HeadX>(place_of(i * 32 + lane), v);
         }
         ++num_heads;
         forget();

@@ -7,6 +7,20 @@ namespace kog {
 
 constexpr int kMany = (kMaxPer * 8 + 31) / 32;      // units (four neighbouring values) of a thread
 
+// How x is kept for the products of the LM head, and of the layers: quantised weights become bfloat16, whatever the others are.
+struct HeadX {
+    using Format = WeightFormat;
+    static constexpr float kScale = kXScale;
+};
+#ifdef KOG_CODE
+struct LayerX {
+    using Format = KOG_CODE_FORMAT;
+    static constexpr float kScale = kCodedXScale;
+};
+#else
+using LayerX = HeadX;
+#endif
+
 // What a warp knows and holds while it gathers; and vectors whose words it takes one by one (streams, activations).
 struct VectorGatherer {
     const KogDecodeParams& params;
@@ -38,10 +52,12 @@ struct VectorGatherer {
         return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
     }
     // x of a unit: in two 16-bit parts.
+    template <class X = LayerX>
     __device__ __forceinline__ void write_x(u32 at, const float4& value) {
-        const float4 v = make_float4(value.x * kXScale, value.y * kXScale, value.z * kXScale, value.w * kXScale);
-        const u32 high0 = WeightFormat::pack(v.x, v.y), high1 = WeightFormat::pack(v.z, v.w);
-        const u32 low0 = pack_rest<WeightFormat>(v.x, v.y, high0), low1 = pack_rest<WeightFormat>(v.z, v.w, high1);
+        using Format = typename X::Format;
+        const float4 v = make_float4(value.x * X::kScale, value.y * X::kScale, value.z * X::kScale, value.w * X::kScale);
+        const u32 high0 = Format::pack(v.x, v.y), high1 = Format::pack(v.z, v.w);
+        const u32 low0 = pack_rest<Format>(v.x, v.y, high0), low1 = pack_rest<Format>(v.z, v.w, high1);
         store_shared(at, make_uint2(high0, high1));
         store_shared(at + 32, make_uint2(low0, low1));
     }
@@ -190,7 +206,7 @@ struct VectorGatherer {
             note_wait(kPhase, at.layer(), at.lane(), from.tag, from.words, S::kColumns / 2);
         });
     }
-    template <class S, bool kNormed>
+    template <class S, bool kNormed, class X = LayerX>
     __device__ __forceinline__ void write_units(float& squares) {
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i) {
@@ -203,7 +219,7 @@ struct VectorGatherer {
                     v = times(v, widen(scale[i]));
                 }
             }
-            write_x(place_of(i * 32 + lane), v);
+            write_x<X>(place_of(i * 32 + lane), v);
         }
     }
 };

@@ -54,33 +54,56 @@ constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector,
 
 constexpr int kMaxFragments = 4;  // of a tile in each warp: eight rows (or fewer) and 32 columns, what one mma takes
 
+// How weights lie in a warp's part of a tile: a step's columns, by 32, and its bytes. Quantised ones as in decode/coded_packing.py.
+struct PlainWeights {
+    static constexpr int kXSteps = 1;
+    static constexpr bool kCoded = false;
+    static constexpr u32 step_bytes(u32 rows) { return rows * 64; }
+};
+#ifdef KOG_CODE
+struct CodedWeights {
+    static constexpr int kXSteps = 4;
+    static constexpr bool kCoded = true;
+    static constexpr u32 kRowBytes = 16 * kCodeBits;
+    static constexpr u32 step_bytes(u32 rows) { return rows * kRowBytes + (rows * (kScaleBytes + kZeroBytes) + 15) / 16 * 16; }
+};
+using LayerWeights = CodedWeights;
+constexpr bool kRowScales = kScales == 0;  // each row of a matrix has one scale, which lies behind all tapes
+#else
+using LayerWeights = PlainWeights;
+constexpr bool kRowScales = false;
+#endif
+
 // Shape of one matrix-vector product in one thread block: kRows rows in kBlocks blocks, K = kPer * 32 * kMatrixWarps.
-// A tile is kSteps k-steps of 32 columns for each warp; the tape holds [block][tile][warp][step][row][32]. Tiles have parts of kWarps warps;
+// A tile is kSteps k-steps of 32 columns (or 128) for each warp; the tape holds [block][tile][warp][step][row][32]. Tiles have parts of kWarps warps;
 // of each block's tiles those behind the first kLongTiles have one part less, since the last warp has no columns there. The last block has
 // kLastRows rows.
-template <int kRows_, int kBlocks_, int kPer_, int kSteps_, int kWarps_, int kLongTiles_, int kLastRows_>
+template <class Weights, int kRows_, int kBlocks_, int kPer_, int kSteps_, int kWarps_, int kLongTiles_, int kLastRows_>
 struct Op {
-    static constexpr int kRows = kRows_, kBlocks = kBlocks_, kPer = kPer_, kSteps = kSteps_, kWarps = kWarps_, kLongTiles = kLongTiles_,
+    static constexpr bool kCoded = Weights::kCoded;
+    static constexpr int kXSteps = kSteps_ * Weights::kXSteps;  // of a tile
+    static constexpr int kRows = kRows_, kBlocks = kBlocks_, kPer = kPer_ * Weights::kXSteps, kSteps = kSteps_, kWarps = kWarps_, kLongTiles = kLongTiles_,
                          kLastRows = kLastRows_;
-    static constexpr int kTiles = kPer / kSteps;
+    static constexpr int kTiles = kPer_ / kSteps;
     static constexpr bool kHasAll = kWarps == kMatrixWarps && kLongTiles == kTiles;  // every warp has a part of every tile
     static constexpr bool kIsEven = kHasAll && kLastRows == kRows;
-    using Last = Op<kLastRows, 1, kPer, kSteps, kWarps, kLongTiles, kLastRows>;  // its last block
+    using Last = Op<Weights, kLastRows, 1, kPer_, kSteps, kWarps, kLongTiles, kLastRows>;  // its last block
     static constexpr int kRowGroups = (kRows + 7) / 8;
     static constexpr int kCtaRows = kRows * (kBlocks - 1) + kLastRows;
-    static constexpr u32 kWarpBytes = kSteps * kRows * 64;
+    static constexpr u32 kWarpBytes = kSteps * Weights::step_bytes(kRows);
     static constexpr u32 kTileBytes = kWarps * kWarpBytes, kShortTileBytes = kTileBytes - kWarpBytes;
-    static constexpr u64 kBytes = u64{kCtaRows} * (kTileBytes / kRows) * kTiles - u64{kCtaRows} * (kWarpBytes / kRows) * (kTiles - kLongTiles);
+    static constexpr u64 block_bytes(u32 rows) { return u64{kSteps * Weights::step_bytes(rows)} * (kWarps * kTiles - (kTiles - kLongTiles)); }
+    static constexpr u64 kBytes = (kBlocks - 1) * block_bytes(kRows) + block_bytes(kLastRows);
     static_assert(kIsEven || kPieces == 1, "a piece is what some of all warps need");
     static_assert(kHasAll || (kPieces == 1 && kSteps == 1), "parts are left out of whole tiles of one step");
-    static_assert(kTileBytes <= kSlotBytes && kPer % kSteps == 0 && kRows <= kTileRows, "the tile must fit into a slot");
+    static_assert((kCoded ? kPacked : kTileBytes <= kSlotBytes) && kPer_ % kSteps == 0 && kRows <= kTileRows, "the tile must fit into a slot");
     static_assert(kSteps * kRowGroups <= kMaxFragments, "the tile must fit into registers");
 };
-using QkvOp = Op<KOG_QKV_OP>;
-using OutOp = Op<KOG_OUT_OP>;
-using GateUpOp = Op<KOG_GATE_UP_OP>;
-using DownOp = Op<KOG_DOWN_OP>;
-using HeadOp = Op<KOG_HEAD_OP>;
+using QkvOp = Op<LayerWeights, KOG_QKV_OP>;
+using OutOp = Op<LayerWeights, KOG_OUT_OP>;
+using GateUpOp = Op<LayerWeights, KOG_GATE_UP_OP>;
+using DownOp = Op<LayerWeights, KOG_DOWN_OP>;
+using HeadOp = Op<PlainWeights, KOG_HEAD_OP>;
 static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRows, "a row of the residual has one owner");
 
 // The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention

@@ -3,9 +3,28 @@
 // its A operand are the first halves of the columns, the lower eight the second; the columns of B are x in two 16-bit parts (high,
 // low) of the first half, then of the second. Useful results are column 0 + 1 of the upper rows and column 2 + 3 of the lower rows.
 #pragma once
+#include "coded.cuh"
 #include "gather.cuh"
 
 namespace kog {
+
+// Partial sums of a block of rows in a thread of a matrix warp: as the matrix unit leaves them, or `CodedSums` of quantised weights.
+template <bool kCoded>
+struct SumsOfKind {
+    using Type = float[kRowGroups][4];
+};
+#ifdef KOG_CODE
+template <>
+struct SumsOfKind<true> {
+    using Type = CodedSums;
+};
+__device__ __forceinline__ float part_of(const CodedSums& sums, u32 lane, int group) { return sums.part(lane, group); }
+#endif
+template <class O>
+using SumsOf = typename SumsOfKind<O::kCoded>::Type;
+__device__ __forceinline__ float part_of(const float (&sums)[kRowGroups][4], u32 lane, int group) {
+    return (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
+}
 
 struct Multiplier {
     const KogDecodeParams& params;
@@ -77,7 +96,7 @@ struct Multiplier {
     }
     // Partial sums of a block of rows over this warp's columns.
     template <class O>
-    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, float (&sums)[kRowGroups][4]) {
+    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, SumsOf<O>& sums) {
         constexpr int kGroups = O::kRowGroups, kSteps = O::kSteps;
         u32 num_tiles = O::kTiles;
 #pragma unroll 1
@@ -92,28 +111,37 @@ struct Multiplier {
                 next_slot(tile_bytes);
                 continue;
             }
-            Tile<kGroups, kSteps> tile;
-            read<kGroups, kSteps, kSteps == 1 ? 0 : O::kRows * 64>(tile, offset, x_address);
-            const u32 held = full;
-            next_slot(tile_bytes);
-            x_address += kSteps * 128;
-            add_products(tile, sums);
-            u32 loaded = 0;
+            if constexpr (O::kCoded) {
+                const u32 held = full, at = slot_at + offset;
+                next_slot(tile_bytes);
+                const u32 loaded = sums.template add<kGroups, O::kRows>(lane, at, x_address);
+                x_address += O::kXSteps * 128;
+                free_slot(held, loaded);
+                continue;
+            } else {
+                Tile<kGroups, kSteps> tile;
+                read<kGroups, kSteps, kSteps == 1 ? 0 : O::kRows * 64>(tile, offset, x_address);
+                const u32 held = full;
+                next_slot(tile_bytes);
+                x_address += kSteps * 128;
+                add_products(tile, sums);
+                u32 loaded = 0;
 #pragma unroll
-            for (int i = 0; i < kSteps * kGroups; ++i) loaded |= tile.weights[i].x;
-            free_slot(held, loaded);
+                for (int i = 0; i < kSteps * kGroups; ++i) loaded |= tile.weights[i].x;
+                free_slot(held, loaded);
+            }
         } while (--num_tiles != 0);
         return true;
     }
     // The partial sums of a block of rows, to the finaliser.
-    template <int kGroups>
-    __device__ __forceinline__ bool hand_over(u32 num_rows, const float (&sums)[kRowGroups][4]) {
+    template <int kGroups, class S>
+    __device__ __forceinline__ bool hand_over(u32 num_rows, const S& sums) {
         const u32 place = num_blocks % kSums;
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[place]), (num_blocks / kSums & 1) ^ 1)) return false;
         const u32 at = role.base + KOG_OFFSET(red[place][warp]) + (lane & ~3u);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            float part = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
+            float part = part_of(sums, lane, group);
             part += __shfl_xor_sync(kFullWarp, part, 1);
             if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, part);
         }
@@ -131,13 +159,13 @@ struct Multiplier {
         const u32 offset = opaque(warp % kPieceWarps * O::kWarpBytes);
 #pragma unroll 1
         for (u32 i = 0; i < O::kBlocks - kHasLast<O>; ++i) {
-            float sums[kRowGroups][4] = {};
+            SumsOf<O> sums = {};
             if (!sum_tiles<O>(offset, x_address, sums)) return false;
             if (!hand_over<O::kRowGroups>(O::kRows, sums)) return false;
         }
         if constexpr (kHasLast<O>) {
             using Last = typename O::Last;
-            float sums[kRowGroups][4] = {};
+            SumsOf<O> sums = {};
             if (!sum_tiles<Last>(opaque(warp % kPieceWarps * Last::kWarpBytes), x_address, sums)) return false;
             if (!hand_over<Last::kRowGroups>(Last::kRows, sums)) return false;
         }

@@ -6,7 +6,7 @@ import math
 
 from kog_dist.collectives.cuda_abi import PEERS, device_header
 from kog_dist.runtime.abi import WAIT_RECORD, Field, Struct
-from kog_dist.workers.cuda.kernel_shape import FORMATS
+from kog_dist.workers.cuda.kv_format import FORMATS, kv_lines
 from kog_dist.workers.prefill.model.buffers import UNIT
 from kog_dist.workers.prefill.model.cache_layout import BATCH, CacheLayout
 
@@ -120,7 +120,7 @@ def cache_lines(layout: CacheLayout, weight_dtype: str, kv_dtype: str) -> list[s
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
         f"__constant__ const bool kIsWindowed[] = {{{is_windowed}}};",
         f"__constant__ const unsigned long long kFirstBatches[] = {{{first_batches}}};",
-        f"using WeightFormat = {FORMATS[weight_dtype]};", f"using KvFormat = {FORMATS[kv_dtype]};",
+        f"using WeightFormat = {FORMATS[weight_dtype]};", *kv_lines(kv_dtype),
     ]  # fmt: skip
 
 

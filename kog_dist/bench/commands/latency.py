@@ -26,6 +26,9 @@ def latency(
         str, typer.Option(help="Measure compiled torch in a CUDA graph, too: lanes, dense (one wide lane), or lanes,dense.")
     ] = "",
     sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Format of the KV cache: bfloat16, float16, fp8; none: the weights' type.")
+    ] = None,
     output: Output = None,
 ) -> None:
     """Microseconds per token of the kernel on one GPU. Beside the time that reading the weights alone takes."""
@@ -42,4 +45,4 @@ def latency(
     check_destination(trace)
     counts, samplings = counts_of(lanes, "--lanes"), samplings_of(sampling)
     with writing(output):
-        benchmark.run(model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings)
+        benchmark.run(model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings, kv_dtype)

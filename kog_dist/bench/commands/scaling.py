@@ -45,7 +45,7 @@ def scaling(
     """Microseconds per token on several GPUs, or a prediction. Whether the bits are the same, too (else code 1)."""
     from kog_dist.bench.kernel import scaling as benchmark
     from kog_dist.bench.kernel.scaling_files import measured_in
-    from kog_dist.bench.kernel.shapes import named_spec
+    from kog_dist.bench.kernel.shapes import named_shape
 
     if not model:
         from kog_dist.bench.kernel import scaling_run
@@ -67,5 +67,5 @@ def scaling(
     lanes = files.lanes_us | times_of(lanes_us, "--lanes-us")
     measured_us = files.gpus_us | times_of(gpus_us, "--gpus-us")
     with writing(output):
-        good = benchmark.run(named_spec(spec), spec, lanes, measured_us, costs, has_ceiling=rate is not None)
+        good = benchmark.run(named_shape(spec)[0], spec, lanes, measured_us, costs, has_ceiling=rate is not None)
     raise typer.Exit(0 if good else 1)

@@ -25,7 +25,7 @@ def run(rates: Sequence[int], *, num_tokens: int, num_streams: int) -> None:
     """Measure every rate on one stream and on `num_streams` at once; prints a line for each, then the JSON object."""
     before = machine()
     figures = []
-    with _fleet(num_streams) as (router, sources):
+    with fleet(num_streams) as (router, sources):
         for rate in rates:
             for count in sorted({1, num_streams}):
                 direct_us = _delays_us(sources[:count], rate, num_tokens)
@@ -47,8 +47,8 @@ def _summary(delays_us: Sequence[float]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _fleet(num_sources: int) -> Iterator[tuple[Access, list[Access]]]:
-    """A router, and the sources that it knows."""
+def fleet(num_sources: int, *, kept_tokens: int = 0, us_per_token: int = 0) -> Iterator[tuple[Access, list[Access]]]:
+    """A router, and the sources that it knows; see `FakeReplica` for what they keep."""
     ours, theirs = socket_pair()
     with tempfile.TemporaryDirectory(prefix="kog-r-") as root, contextlib.ExitStack() as running, ours, theirs:
         folders = [Path(root) / name for name in ("router", *(f"s{i}" for i in range(num_sources)))]
@@ -56,7 +56,7 @@ def _fleet(num_sources: int) -> Iterator[tuple[Access, list[Access]]]:
             folder.mkdir(mode=0o700)
         sources = [Access.from_folder(folder) for folder in folders[1:]]
         for folder in folders[1:]:
-            running.enter_context(_process("kog_dist.bench.fakes.fake_replica", str(folder)))
+            running.enter_context(_process("kog_dist.bench.fakes.fake_replica", str(folder), str(kept_tokens), str(us_per_token)))
         args = RouterArgs("bench", str(folders[0]), -1, theirs.fileno(), 1.0)
         running.enter_context(_process("kog_dist.router.process", args.to_json(), pass_fd=theirs.fileno()))
         orders = (ReplicaOrder(f"r{i}", 1, access) for i, access in enumerate(sources))
@@ -70,9 +70,9 @@ def _fleet(num_sources: int) -> Iterator[tuple[Access, list[Access]]]:
 
 
 @contextlib.contextmanager
-def _process(module: str, argument: str, *, pass_fd: int = -1) -> Iterator[None]:
+def _process(module: str, *arguments: str, pass_fd: int = -1) -> Iterator[None]:
     """A child that is told to end by its closed standard input, and is killed if it does not."""
-    command = python_child.command(module, argument)
+    command = python_child.command(module, *arguments)
     with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(pass_fd,) if pass_fd >= 0 else ()) as child:
         try:
             yield

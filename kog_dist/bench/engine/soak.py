@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,14 +18,19 @@ from typing import Any
 from kog_dist.bench.engine.session import EngineSession, TimedOut, engine_session, until
 from kog_dist.bench.engine.soak_client import Record, SoakClient
 from kog_dist.bench.engine.soak_replay import compare, compare_rounded, replay_of
-from kog_dist.bench.engine.soak_requests import RequestMix, SoakRequest
+from kog_dist.bench.engine.soak_requests import PREFIX_LENGTHS, RequestMix, SoakRequest
 from kog_dist.bench.fakes.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
 from kog_dist.bench.report import finish, machine
+from kog_dist.config import LaunchConfig
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.hardware.visible import visible_gpus
+from kog_dist.launch.target import model_folder
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, StatusReport
 from kog_dist.rpc.transport import Access
+from kog_dist.workers.engines.cpu_blocks import BLOCK_TOKENS
 
 MORE_RSS_KB = 5 * 1024  # that a process may have grown by; in file descriptors: nothing
 MORE_MAPPINGS = 4
@@ -35,35 +41,75 @@ _MOST_AT_ONCE = 3
 _IDLE_S = 5.0
 _STALL_S = 10.0  # many clients on few cores are slow; who judges a silent process is not what is measured here
 _SHOWN = 20
+LONG_CONTEXT, LONG_PREFIXES = 768, (150, 400)  # tokens
+LONG_BLOCKS = 6  # for kept prefixes: less than the longest sequence has
+LONG_REPLAY_EVERY, _ALL_REPLAYED = 8, 1000
 _START_S = 150.0  # kernels may have to be compiled
 _ENDED_S = 20.0
 
 
-def run(num_requests: int, ranks: int, num_clients: int, seed: int, *, on_gpus: bool = False) -> bool:
-    """Soak an engine of the tiny model; prints findings, then the JSON object. True: nothing was wrong."""
+@dataclass(frozen=True, slots=True)
+class SoakedEngine:
+    """What is soaked. `flags` are those of the launcher, `num_blocks` what it must then say that it has for kept prefixes."""
+
+    name: str
+    spec: ModelSpec
+    folder: Path | None = None  # None: random weights of the spec
+    on_gpus: bool = False
+    prefix_lengths: tuple[int, int] = PREFIX_LENGTHS
+    flags: tuple[str, ...] = ()
+    num_blocks: int | None = None
+    replay_every: int = 1  # streams; the others are compared with nothing
+
+    @classmethod
+    def tiny(cls, *, on_gpus: bool = False) -> SoakedEngine:
+        """Short prompts, and room for all that is kept."""
+        return cls("tiny", TINY_ON_GPUS if on_gpus else TINY, on_gpus=on_gpus)
+
+    @classmethod
+    def long(cls, ranks: int, num_requests: int, *, is_demo: bool = False) -> SoakedEngine:
+        """Prompts of several blocks on CPU ranks, and room for few of them, so that blocks are forgotten all the time."""
+        folder = model_folder(LaunchConfig())[0] if is_demo else None
+        spec = replace(TINY, max_context=LONG_CONTEXT) if folder is None else open_checkpoint(folder, verify=False).spec
+        token_bytes = 2 * spec.num_layers * spec.num_kv_heads // ranks * spec.head_dim * 4
+        gib = (LONG_BLOCKS + 0.5) * BLOCK_TOKENS * token_bytes / 2**30
+        flags = ("--kv-dtype=float32", "--kv-caches=1", f"--prefix-cache={gib:.12f}")
+        every = 1 if num_requests <= _ALL_REPLAYED else LONG_REPLAY_EVERY
+        return cls("demo" if is_demo else "tiny", spec, folder, False, LONG_PREFIXES, flags, LONG_BLOCKS, every)
+
+
+def run(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, seed: int) -> bool:
+    """Soak an engine; prints findings, then the JSON object. True: nothing was wrong."""
     before = machine()
-    figures = soak(num_requests, ranks, num_clients, seed, on_gpus=on_gpus)
+    figures = soak(engine, num_requests, ranks, num_clients, seed)
     for finding in figures["findings"][:_SHOWN]:
         print(finding, flush=True)
     configuration: dict[str, Any] = {
-        "model": "tiny", "requests": num_requests, "gpus" if on_gpus else "ranks": ranks, "clients": num_clients, "seed": seed,
+        "model": engine.name, "requests": num_requests, "gpus" if engine.on_gpus else "ranks": ranks, "clients": num_clients,
+        "seed": seed, "context": engine.spec.max_context, "blocks": engine.num_blocks, "replay_every": engine.replay_every,
     }  # fmt: skip
     finish("soak", configuration, before, figures)
     return not figures["findings"]
 
 
-def soak(num_requests: int, ranks: int, num_clients: int, seed: int, *, on_gpus: bool = False) -> dict[str, Any]:
+def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, seed: int) -> dict[str, Any]:
     """The figures of a soak of `ranks` CPU ranks or GPUs; `findings` are sentences about what was wrong.
 
     Replays follow when the engine has ended: on one CPU rank, or on the same GPUs, whose prefill and decoding round differently.
     """
+    on_gpus = engine.on_gpus
     limits = [f"--queue-limit={QUEUE_LIMIT}", f"--client-queue-limit={CLIENT_QUEUE_LIMIT}"]
     with TemporaryDirectory(prefix="kog-soak-") as folder:
-        model, begin_s = Path(folder) / "model", time.monotonic()
-        mix = RequestMix(write_tiny_model(model, TINY_ON_GPUS if on_gpus else TINY), seed, kept_is_exact=not on_gpus)
+        model, begin_s = engine.folder or Path(folder) / "model", time.monotonic()
+        if engine.folder is None:
+            write_tiny_model(model, engine.spec)
+        mix = RequestMix(engine.spec, seed, kept_is_exact=not on_gpus, prefix_lengths=engine.prefix_lengths)
         flags = [str(model), f"--stall-timeout={_STALL_S:g}", *([f"--gpus={ranks}"] if on_gpus else ["--device=cpu"])]
-        checker = Checker(mix)
-        with _engine([*flags, *limits, *([] if on_gpus else [f"--ranks={ranks}"])], checker.findings) as (session, client):
+        checker = Checker(mix, engine.replay_every)
+        with _engine([*flags, *limits, *engine.flags, *([] if on_gpus else [f"--ranks={ranks}"])], checker.findings) as (
+            session,
+            client,
+        ):
             num_warm = max(1, round(_WARM_UP * num_requests))
             sizes: list[dict[str, dict[str, int]]] = []
             for num_in_phase in (num_warm, num_requests - num_warm):
@@ -77,8 +123,19 @@ def soak(num_requests: int, ranks: int, num_clients: int, seed: int, *, on_gpus:
         counters = {name: getattr(report, name) for name in StatusReport.__slots__ if name.startswith("num_")}
         growth = {role: {name: sizes[1][role][name] - was for name, was in sizes[0][role].items()} for role in sizes[0]}
         checker.check_engine(counters, growth)
+        if engine.num_blocks is not None and report.kept_slots != engine.num_blocks:
+            checker.findings.append(
+                f"the engine has {report.kept_slots} blocks for kept prefixes, {engine.num_blocks} were asked"
+            )
         seconds = {"asked_s": asked_s, "seconds": round(time.monotonic() - begin_s, 1)}
-        return {**checker.figures(), **seconds, "engine": counters, "growth": growth, "sizes": sizes[1]}
+        return {
+            **checker.figures(),
+            **seconds,
+            "kept_blocks": report.kept_used,
+            "engine": counters,
+            "growth": growth,
+            "sizes": sizes[1],
+        }
 
 
 @contextmanager
@@ -100,8 +157,8 @@ def _engine(flags: list[str], findings: list[str]) -> Iterator[tuple[EngineSessi
 class Checker:
     """What clients have recorded; replays it on an engine that keeps no prefix; adds up what there is to report."""
 
-    def __init__(self, mix: RequestMix) -> None:
-        self.mix = mix
+    def __init__(self, mix: RequestMix, replay_every: int = 1) -> None:
+        self.mix, self._replay_every = mix, replay_every
         self.findings: list[str] = []
         self.records: list[Record] = []
         self._ends: Counter[str] = Counter()
@@ -122,7 +179,7 @@ class Checker:
 
     def replay(self, replayer: SoakClient) -> None:
         """Compare all records with their replays."""
-        for record in self.records:
+        for record in self.records[:: self._replay_every]:
             if record.token_ids or record.is_whole:
                 replay = replay_of(record, replayer)
                 if self.mix.kept_is_exact or not record.planned.message.reuse_kv:

@@ -14,7 +14,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.sampling_params import SamplingParams
 
-_LONGEST_PREFIX = 90
+PREFIX_LENGTHS = (4, 90)  # tokens
 _SHARED = 40
 _MOST_TOKENS = 24
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -47,12 +47,14 @@ class SoakRequest:
 class RequestMix:
     """An endless series of requests for one model; the same for the same seed, but for prompts that extend earlier answers."""
 
-    def __init__(self, spec: ModelSpec, seed: int, *, kept_is_exact: bool = True) -> None:
+    def __init__(
+        self, spec: ModelSpec, seed: int, *, kept_is_exact: bool = True, prefix_lengths: tuple[int, int] = PREFIX_LENGTHS
+    ) -> None:  # fmt: skip
         """`kept_is_exact`: a token does not depend on what was cached. If not, only plain greedy requests use what is; then most
         prompts begin alike, because GPUs keep one cache."""
         self._spec, self._chance, self.kept_is_exact = spec, random.Random(seed), kept_is_exact
         shared = () if kept_is_exact else self._ids(_SHARED)
-        self._prefixes = [shared + self._ids(self._chance.randint(4, _LONGEST_PREFIX)) for _ in range(6)]
+        self._prefixes = [shared + self._ids(self._chance.randint(*prefix_lengths)) for _ in range(6)]
         self._sequences: deque[tuple[int, ...]] = deque(maxlen=3)
         self._number = 0
 
@@ -124,8 +126,8 @@ class RequestMix:
             ({"prompt_ids": ids, "regex": "(unclosed"}, ErrorCode.INVALID_CONSTRAINT),
             ({"prompt_ids": (*ids, spec.vocab_size)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE),
             ({"prompt_ids": ids, "max_tokens": spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
-            ({"prompt": "x" * spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
-            ({"prompt": "x" * 12 * spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),  # read beside the loop
+            ({"prompt": "x " * spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+            ({"prompt": "x " * 12 * spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),  # read beside the loop
         ]
         fields, code = self._chance.choice(choices)
         return SoakRequest(Generate(request_id, **fields), Fate.REFUSED, code=code)

@@ -39,7 +39,7 @@ def random_model(name: str, *, on_gpus: bool) -> Iterator[tuple[Path, ModelSpec]
 
 def write_on_gpu(name: str, folder: Path) -> None:
     """Write a checkpoint without hashes and its tokenizer; the same weights as other benchmarks have without a checkpoint."""
-    from kog_dist.workers.cuda.device_weights import random_tensor
+    from kog_dist.workers.cuda.random_weights import random_tensor
 
     spec = named_spec(name)
     write_stored_checkpoint(

@@ -35,7 +35,7 @@ _CONTEXT, _TIMED_TOKENS, _ROUNDS = 512, 400, 5  # where the cost of hashes is me
 
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     """What one rank does: `hashes` (hexadecimal) of the long run, and the seconds it `took_s`."""
-    from kog_dist.workers.cuda.device_weights import random_weights
+    from kog_dist.workers.cuda.random_weights import random_weights
 
     tokens = int(context.arguments["tokens"])
     spec = named_spec(str(context.arguments["spec"]))
@@ -59,7 +59,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
 
 def cost_on_ranks(context: RankContext) -> list[list[float]]:
     """What one rank does to measure what hashes cost: `us` per token with and without them, round by round."""
-    from kog_dist.workers.cuda.device_weights import random_weights
+    from kog_dist.workers.cuda.random_weights import random_weights
 
     spec = named_spec(str(context.arguments["spec"]))
     hashing, plain = (rank_shape(context, spec, keeps_hashes=keeps) for keeps in (True, False))

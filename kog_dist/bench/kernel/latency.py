@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_dist.bench.kernel import sampling as processed_requests
 from kog_dist.bench.kernel.gpu import free_memory, gpu_name
-from kog_dist.bench.kernel.shapes import SEED, named_spec
+from kog_dist.bench.kernel.shapes import SEED, named_shape
 from kog_dist.bench.kernel.token_times import token_times_us
 from kog_dist.bench.report import drawn, finishing, machine, percentile
 from kog_dist.errors import ConfigError
@@ -36,16 +36,19 @@ def run(
     trace: str | None,
     baselines: tuple[str, ...],
     samplings: tuple[str, ...] = (),
+    kv_dtype: str | None = None,
 ) -> None:
     """Measure every lane count at every context and print the report; its last line is one JSON object."""
     configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}
+    if kv_dtype is not None:
+        configuration["kv_dtype"] = kv_dtype
     before = machine()
     figures: list[dict[str, Any]] = []
     traces: dict[str, Any] = {}
     with finishing("latency", configuration, before, figures):
         for lanes in lane_counts:
             page = _mask_page(model, spec_name) if samplings else None
-            kernel = _kernel(model, spec_name, lanes, page=page)
+            kernel = _kernel(model, spec_name, lanes, kv_dtype, page=page)
             _measure(kernel, contexts, tokens, figures)
             if page is not None:
                 at = _nearest(contexts, 512)
@@ -127,25 +130,29 @@ def _mask_page(model: str | None, spec_name: str) -> ControlPage:
     """A control page, for its masks alone."""
     from kog_dist.model.checkpoint import open_checkpoint
 
-    spec = named_spec(spec_name) if model is None else open_checkpoint(Path(model), verify=False).spec
+    spec = named_shape(spec_name)[0] if model is None else open_checkpoint(Path(model), verify=False).spec
     return ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size)
 
 
-def _kernel(model: str | None, spec_name: str, lanes: int, page: ControlPage | None) -> Monokernel:
-    from kog_dist.workers.cuda.device_weights import random_weights
+def _kernel(
+    model: str | None, spec_name: str, lanes: int, kv_dtype: str | None, page: ControlPage | None
+) -> Monokernel:  # fmt: skip
     from kog_dist.workers.cuda.load import load_weights
+    from kog_dist.workers.cuda.random_weights import random_weights
 
     if model is None:
-        spec = named_spec(spec_name)
-        shape = KernelShape(spec, _hosted(spec, lanes))
+        spec, coding = named_shape(spec_name)
+        shape = KernelShape(spec, _hosted(spec, lanes), kv_dtype=kv_dtype or "bfloat16", coding=coding)
         return Monokernel(
             shape, random_weights(shape, SEED), processors=page is not None, masks=None if page is None else page.masks
         )
     from kog_dist.model.checkpoint import open_checkpoint
+    from kog_dist.workers.cuda.coded_source import coding_of
 
     checkpoint = open_checkpoint(Path(model), verify=False)
     hosted = _hosted(checkpoint.spec, lanes)
-    shape = KernelShape(checkpoint.spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
+    dtype, coding = checkpoint.dtype, coding_of(checkpoint)
+    shape = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=kv_dtype or dtype, coding=coding)
     return Monokernel(
         shape, load_weights(shape, checkpoint), processors=page is not None, masks=None if page is None else page.masks
     )
@@ -161,7 +168,7 @@ def kv_bytes_read(shape: KernelShape, context: int) -> int:
     """Bytes of keys and values that a step at this context reads."""
     spec = shape.spec
     positions = sum(min(context, spec.window(i) or context) for i in range(spec.num_layers))
-    return positions * shape.num_lanes * spec.lane_kv_heads * 2 * spec.head_dim * 2
+    return positions * shape.num_lanes * spec.lane_kv_heads * shape.batch_bytes // 16
 
 
 def write_trace(kernel: Monokernel, context: int, path: Path) -> dict[str, Any]:

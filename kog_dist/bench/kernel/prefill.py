@@ -21,10 +21,10 @@ from kog_dist.bench.kernel.shapes import SEED, named_spec, random_checkpoint
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
-from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.cuda.random_weights import random_weights
 from kog_dist.workers.notes import Watch
 from kog_dist.workers.prefill.gpu import (
     DEFAULT,

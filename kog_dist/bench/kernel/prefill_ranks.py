@@ -50,9 +50,9 @@ def prepared(
     import torch
 
     from kog_dist.workers.cuda.build import PLAIN_HEAD_SOURCE, PLAIN_SOURCE, STREAMS_SOURCE, build
-    from kog_dist.workers.cuda.device_weights import random_weights
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
+    from kog_dist.workers.cuda.random_weights import random_weights
 
     rank, world_size = context.info.rank, context.info.world_size
     shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size)

@@ -10,7 +10,7 @@ of GPUs had measured is not lost with an error of another.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from kog_dist.bench.kernel.rank_kernel import (
 )
 from kog_dist.bench.kernel.sampling import figures as processed_figures
 from kog_dist.bench.kernel.sampling import times_us
-from kog_dist.bench.kernel.shapes import SEED, named_spec
+from kog_dist.bench.kernel.shapes import SEED, named_shape
 from kog_dist.bench.kernel.token_times import token_times_us
 from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.bench.report import finishing, machine, percentile
@@ -72,16 +72,16 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     launch that is repeated, and how many of the `repeats` had others. What the arguments ask for besides: `long`, `samplings`,
     `builds`, `rounds` of the yardstick; or the `trace` alone.
     """
-    from kog_dist.workers.cuda.device_weights import random_weights
+    from kog_dist.workers.cuda.random_weights import random_weights
 
     arguments, world_size = context.arguments, context.info.world_size
-    spec, max_tokens = named_spec(str(arguments["spec"])), int(arguments["tokens"])
+    (spec, coding), max_tokens = named_shape(str(arguments["spec"])), int(arguments["tokens"])
     contexts, samplings = [int(at) for at in arguments["contexts"]], list(arguments.get("samplings", ()))
-    shape = rank_shape(context, spec)
+    shape = rank_shape(context, spec, coding=coding)
     bare = [partial(build_without_delayed_sums, shape)] if arguments.get("yardstick") and world_size > 1 else []
     if arguments.get("trace"):
-        return {"trace": _trace(context, rank_shape(context, spec, traced_step=TRACED_STEP), Path(str(arguments["trace"])))}
-    builds = [rank_shape(context, spec, **options) for options in arguments.get("builds", ())]
+        return {"trace": _trace(context, replace(shape, traced_step=TRACED_STEP), Path(str(arguments["trace"])))}
+    builds = [rank_shape(context, spec, coding=coding, **options) for options in arguments.get("builds", ())]
     prepare(context, builds, others=bare)
     prepare(context, [shape], processors=bool(samplings))
     weights = random_weights(shape, SEED)
@@ -131,7 +131,7 @@ def long_run(kernel: Monokernel, contexts: Sequence[int]) -> dict[str, Any]:
 
 def _trace(context: RankContext, shape: KernelShape, folder: Path) -> dict[str, Any]:
     """Rank 0's trace of a token, as a table and a summary; a picture goes into `folder`."""
-    from kog_dist.workers.cuda.device_weights import random_weights
+    from kog_dist.workers.cuda.random_weights import random_weights
 
     prepare(context, [shape])
     with rank_kernel(context, shape, random_weights(shape, SEED)) as kernel:

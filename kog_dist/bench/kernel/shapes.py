@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kog_dist.decode.coding import Coding
 from kog_dist.errors import ConfigError
+from kog_dist.model.formats.quantisation import KEY, read_quantisation
 from kog_dist.model.published_config import read_config, read_config_file
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 
@@ -54,6 +56,23 @@ MOE: dict[str, Mapping[str, Any]] = {
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }  # fmt: skip
+# What they say of quantised weights, by the name that follows a shape's.
+_INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+_ROWS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+_FLOATS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+QUANTISED: dict[str, Mapping[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
+    **{
+        name: {
+            "quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        }
+        for name, kind, weights in (
+            ("fp8-rows", "float-quantized", _ROWS), ("int4", "pack-quantized", _INTEGERS),
+            ("mxfp4", "mxfp4-pack-quantized", _FLOATS),
+        )
+    },
+}  # fmt: skip
 _DENSE_CONTEXT = 4096
 SEED = 1
 _TMPFS = Path("/dev/shm")
@@ -86,6 +105,25 @@ def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
     return replace(spec, num_lanes=int(lanes)) if lanes else spec
 
 
+def named_shape(name: str) -> tuple[ModelSpec, Coding | None]:
+    """The same of a shape whose layers may be quantised: NAME+FORMAT, with lanes and tokens behind it as above."""
+    base, plus, form = name.partition("+")
+    end = next((i for i, character in enumerate(form) if character in ":@"), len(form))
+    form, behind = form[:end], form[end:]
+    if not plus:
+        return named_spec(name), None
+    if base not in DENSE or form not in QUANTISED:
+        raise ConfigError(
+            f"--spec {name!r} is not known; quantised are NAME+FORMAT with a format of {', '.join(QUANTISED)}, "
+            f"for {', '.join(DENSE)}"
+        )
+    config = {**DENSE[base], KEY: QUANTISED[form]}
+    said = read_quantisation(config)
+    assert said is not None
+    lanes = "" if behind.startswith(":") else f":{read_config(config).num_lanes}"
+    return named_spec(f"{base}{lanes}{behind}"), Coding.of(said.form)
+
+
 @contextmanager
 def random_checkpoint(spec: ModelSpec, parent: Path | None) -> Iterator[Path]:
     """A folder with a bfloat16 checkpoint and its manifest, made on the GPU; removed at the end.
@@ -93,7 +131,7 @@ def random_checkpoint(spec: ModelSpec, parent: Path | None) -> Iterator[Path]:
     It lies in `parent`; None: in memory (/dev/shm) if there is room, else where temporary files go.
     """
     from kog_dist.model.checkpoint import write_stored_checkpoint
-    from kog_dist.workers.cuda.device_weights import random_tensor
+    from kog_dist.workers.cuda.random_weights import random_tensor
 
     with model_folder(spec, parent) as folder:
         write_stored_checkpoint(folder, spec, lambda tensor: random_tensor(spec, tensor, SEED).get(), max_shard_bytes=2**30)

@@ -51,6 +51,18 @@ def settings_of(
     return settings, asked
 
 
+def trace_settings(
+    *, url: str, backend: str, model: str | None, output_len: int, ignore_eos: bool, temperature: float, timeout_s: float,
+    extra_body: str, api_key: str,
+) -> ServeSettings:  # fmt: skip
+    """How the turns of a trace are asked: one after the other, and none before. Raises ConfigError naming the wrong flag."""
+    return settings_of(
+        url=url, backend=backend, model=model, num_prompts=1, num_warmups=0, max_concurrency=1, request_rate=None, input_len=1,
+        output_len=output_len, prompts=None, ignore_eos=ignore_eos, temperature=temperature, seed=0, timeout_s=timeout_s,
+        extra_body=extra_body, api_key=api_key,
+    )[0]  # fmt: skip
+
+
 def _object(text: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)

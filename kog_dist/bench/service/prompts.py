@@ -20,11 +20,12 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked: a text, or the messages of a chat. `max_tokens`: of this prompt alone."""
+    """What is asked: a text, or the messages of a chat and its tools. `max_tokens`: of this prompt alone."""
 
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     max_tokens: int | None = None
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def num_words(self) -> int:

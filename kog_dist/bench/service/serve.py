@@ -55,6 +55,8 @@ class ServeSettings:
             "model": model, **asked, "max_tokens": prompt.max_tokens or self.output_len, "stream": True,
             "stream_options": {"include_usage": True},
         }  # fmt: skip
+        if prompt.tools and self.backend == "openai-chat":
+            body["tools"] = list(prompt.tools)
         if self.temperature is not None:
             body["temperature"] = self.temperature
         if self.ignore_eos:
@@ -74,7 +76,7 @@ def run(
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
     before = machine()
-    load = asyncio.run(_measure(settings, prompts))
+    load = asyncio.run(measure(settings, prompts))
     answers = [answer_of(exchange, prompt.num_words) for exchange, prompt in zip(load.exchanges, prompts, strict=True)]
     result = _result(settings, load, answers, before)
     if output is not None:
@@ -89,7 +91,7 @@ def run(
 
 
 @dataclass(slots=True)
-class _Load:
+class Load:
     """What came of a run; exchanges are in the order of the prompts."""
 
     model: str
@@ -99,7 +101,8 @@ class _Load:
     cpu_s: float  # of this process, meanwhile
 
 
-async def _measure(settings: ServeSettings, prompts: Sequence[Prompt]) -> _Load:
+async def measure(settings: ServeSettings, prompts: Sequence[Prompt]) -> Load:
+    """Ask all prompts, after a warm-up. Raises LaunchError, ConfigError and RequestFailed, see `run`."""
     async with LoadClient(settings.url, settings.api_key) as client:
         path = settings.url.prefix + PATHS[settings.backend]
         model = await _model_of(client, settings)
@@ -114,7 +117,7 @@ async def _measure(settings: ServeSettings, prompts: Sequence[Prompt]) -> _Load:
         try:
             begin_ns, cpu_s = time.monotonic_ns(), time.process_time()
             exchanges = await _load(client, path, bodies, settings, begin_ns)
-            return _Load(model, exchanges, begin_ns, time.monotonic_ns(), time.process_time() - cpu_s)
+            return Load(model, exchanges, begin_ns, time.monotonic_ns(), time.process_time() - cpu_s)
         finally:
             gc.enable()
             gc.unfreeze()
@@ -182,7 +185,7 @@ async def _show_progress(show: Callable[[str], None], num_done: Callable[[], int
         await asyncio.sleep(_SHOW_EVERY_S)
 
 
-def _result(settings: ServeSettings, load: _Load, answers: Sequence[RequestRecord], before: dict[str, Any]) -> dict[str, Any]:
+def _result(settings: ServeSettings, load: Load, answers: Sequence[RequestRecord], before: dict[str, Any]) -> dict[str, Any]:
     duration_s = (load.end_ns - load.begin_ns) / 1e9
     num_chunks = sum(len(exchange.stamps_ns) for exchange in load.exchanges)
     busy_us = sum(exchange.busy_ns for exchange in load.exchanges) / 1e3

@@ -22,6 +22,7 @@ from kog_dist.quoting import short
 
 MOST_LANES = 8
 LANE_WEIGHTS, SMALL_LAYER = 12_000_000, 4_000_000
+CODED_LANE_COLUMNS = 1024
 HEAD = "lm_head.weight"
 IGNORED = ("rotary_emb.inv_freq",)  # old files have the table
 KEYS = frozenset(
@@ -94,7 +95,7 @@ def read_dense(
         attention_sinks=attention_sinks,
         experts=experts,
     )
-    return replace(spec, num_lanes=lanes_of(spec, 1 if quantisation is None else quantisation.lane_columns))
+    return replace(spec, num_lanes=lanes_of(spec, 0 if quantisation is None else quantisation.lane_columns))
 
 
 def num_layers_of(config: Mapping[str, Any]) -> int:
@@ -102,19 +103,21 @@ def num_layers_of(config: Mapping[str, Any]) -> int:
     return min(int(number(config, "num_hidden_layers", None, int)), MAX_LAYERS + 1)
 
 
-def lanes_of(spec: ModelSpec, columns: int = 1) -> int:
-    """Lanes of a dense model: the most, of 1, 2, 4 and 8, that divide its heads, KV heads and FFN columns, those and attention's
-    into whole groups of `columns`.
+def lanes_of(spec: ModelSpec, columns: int = 0) -> int:
+    """Lanes of a dense model: the most, of 1, 2, 4 and 8, that divide its heads, KV heads and FFN columns; of quantised weights
+    those and attention's into whole groups of `columns`.
 
     Fewer for models so small that on a GPU the ways between products, of which lanes have more, cost more than their weights: a
-    lane then has at least LANE_WEIGHTS of each layer that a token reads. Not for the smallest, which are for CPU ranks.
+    lane then has at least LANE_WEIGHTS of each layer that a token reads. Of quantised weights it has at least CODED_LANE_COLUMNS
+    of attention's output, so that none of the kernel's matrix warps is without some. Not for the smallest: they are for CPU ranks.
     """
     ffn = 3 * spec.intermediate_size * spec.num_ffns_read
     layer_weights = spec.hidden_size * (2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + ffn)
-    lanes = MOST_LANES
+    attention, lanes = spec.num_heads * spec.head_dim, MOST_LANES
     while lanes > 1 and (
         any(size % lanes for size in (spec.num_heads, spec.num_kv_heads, spec.intermediate_size))
-        or any(width % (lanes * columns) for width in (spec.num_heads * spec.head_dim, spec.intermediate_size))
+        or any(columns and width % (lanes * columns) for width in (attention, spec.intermediate_size))
+        or (columns and layer_weights >= SMALL_LAYER and attention < lanes * CODED_LANE_COLUMNS)
         or SMALL_LAYER <= layer_weights < lanes * LANE_WEIGHTS
     ):
         lanes //= 2

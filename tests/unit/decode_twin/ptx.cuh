@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "e4m3_on_cpu.h"
+
 #define __device__
 #define __global__
 #define __constant__
@@ -187,6 +189,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     return result;
 }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 template <class T>
 T twin_shuffle(T value, unsigned source) {
     unsigned long long bits = 0;
@@ -209,6 +212,12 @@ inline bool __all_sync(unsigned, bool predicate) {
     for (int i = 0; i < 32; ++i)
         if (!all[i][0]) return false;
     return true;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    const auto* all = twin::collective(value);
+    unsigned long long most = 0;
+    for (int i = 0; i < 32; ++i) most = std::max<unsigned long long>(most, all[i][0]);
+    return static_cast<unsigned>(most);
 }
 inline bool __any_sync(unsigned mask, bool predicate) { return !__all_sync(mask, !predicate); }
 inline void __syncwarp() { twin::collective(0); }
@@ -318,12 +327,27 @@ inline void store_system(u64* p, u64 a) { store_relaxed(p, a); }
 inline void store_system_x2(u64* p, u64 a, u64 b) { store_relaxed_x2(p, a, b); }
 inline void load_global(const void* p, uint4& v) { memcpy(&v, p, 16); }
 inline void load_global(const void* p, uint2& v) { memcpy(&v, p, 8); }
+inline void load_global(const void* p, u32& v) { memcpy(&v, p, 4); }
 inline void load_shared(u32 address, uint4& v) { v = twin_at<uint4>(address); }
 inline void load_shared(u32 address, uint2& v) { v = twin_at<uint2>(address); }
+template <u32 kMask>
+u32 masked_or(u32 value, u32 bits) { return (value & kMask) | bits; }
+inline u32 twin_widen_e4m3(u32 code) {  // 8 + 1 bits of exponent and significand, and the sign
+    return twin_bits<u16>(static_cast<_Float16>(static_cast<float>(twin_bits<_Float16>(static_cast<u16>((code & 0x7f) << 7 | (code & 0x80) << 8))) * 256));
+}
+inline void widen_e4m3(u32 word, u32& first, u32& second) {
+    u32 wide[4];
+    for (int i = 0; i < 4; ++i) wide[i] = twin_widen_e4m3(word >> 8 * i & 0xff);
+    first = wide[0] | wide[1] << 16, second = wide[2] | wide[3] << 16;
+}
+inline u32 load_shared_u8(u32 address) { return twin_at<unsigned char>(address); }
+inline u32 load_shared_u16(u32 address) { return twin_at<u16>(address); }
 inline u32 load_shared_u32(u32 address) { return *const_cast<volatile u32*>(&twin_at<u32>(address)); }
 inline float load_shared_f32(u32 address) { return twin_at<float>(address); }
 inline void store_shared(u32 address, float v) { twin_at<float>(address) = v; }
 inline void store_shared(u32 address, u32 v) { twin_at<u32>(address) = v; }
+inline u32 load_shared_u16(u32 address) { return twin_at<u16>(address); }
+inline void store_shared(u32 address, u16 v) { twin_at<u16>(address) = v; }
 inline void store_shared(u32 address, uint2 v) { twin_at<uint2>(address) = v; }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
@@ -362,6 +386,11 @@ struct Fp16 {
     static float high(u32 packed) { return low(packed >> 16); }
     static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { twin_mma<Fp16>(d, a0, a1, a2, a3, b0, b1); }
 };
+inline u32 pack_e4m3(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
+inline u32 expand_e4m3(u32 codes, bool upper = false) {
+    if (upper) codes >>= 16;
+    return Fp16::pack(e4m3_value(codes & 0xff), e4m3_value(codes >> 8 & 0xff));
+}
 template <class Format>
 u32 pack_rest(float low, float high, u32 packed) {
     return Format::pack(low - Format::low(packed), high - Format::high(packed));

@@ -306,7 +306,8 @@ def test_published_configs_are_read() -> None:
         "vocab_size": 151936, "num_hidden_layers": 36, "model_type": "qwen3",
     }  # fmt: skip
     fp8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert read_config(qwen | {"quantization_config": fp8}).num_lanes == 8
+    assert read_config(qwen).num_lanes == 8
+    assert read_config(qwen | {"quantization_config": fp8}).num_lanes == 4, "512 columns of attention's output are too few"
     small = qwen | {"hidden_size": 2560, "intermediate_size": 9728}
     assert read_config(small).num_lanes == 8
     assert read_config(small | {"quantization_config": fp8}).num_lanes == 4, "1216 columns are no whole groups of 128"
@@ -324,7 +325,7 @@ def test_published_configs_are_read() -> None:
         "true_sequential": True,
     }  # fmt: skip
     for config in (awq, gptq):
-        assert read_config(qwen | {"quantization_config": config}).num_lanes == 8
+        assert read_config(qwen | {"quantization_config": config}).num_lanes == 4
     dynamic = {
         "config_groups": {
             "group_0": {
@@ -340,7 +341,7 @@ def test_published_configs_are_read() -> None:
         "format": "float-quantized", "global_compression_ratio": 1.46, "ignore": ["lm_head"], "kv_cache_scheme": None,
         "quant_method": "compressed-tensors", "quantization_status": "compressed",
     }  # fmt: skip
-    assert read_config(qwen | {"quantization_config": dynamic}).num_lanes == 8
+    assert read_config(qwen | {"quantization_config": dynamic}).num_lanes == 4
 
 
 # ---- what is said of them ----

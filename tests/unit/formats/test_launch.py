@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.bench.fakes.tiny_model import write_tiny_model
 from kog_dist.config import LaunchConfig
 from kog_dist.decode import half_products
-from kog_dist.errors import CheckpointError, ConfigError
+from kog_dist.decode.coding import Coding
+from kog_dist.errors import ConfigError
 from kog_dist.launch.inspection import check, cpu_rank_bytes, dry_run
 from kog_dist.launch.target import plan_target
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.weight_bytes import bytes_per_token, num_quantised
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.engines.cuda_device import kernel_shapes
 from tests.unit.formats.folders import made
 
@@ -53,11 +53,11 @@ def test_a_dry_run_of_config_json_alone_counts_codes_and_scales(tmp_path: Path, 
         "FP8 (E4M3) in blocks of 128 x 128, BF16 scales, as published (fp8), the rest bfloat16; the folder has no weights" in text
     )
     assert "4 lanes with delay 0" in text
+    assert "GPUs do not run" not in text
     found = re.search(r"1 GPU .*H200 at most ([0-9,]+) tokens/s", text)
     assert found is not None
     assert abs(int(found[1].replace(",", "")) - 4.57e12 / read) < 2
     assert "weights in float32" in text
-    assert "GPUs do not run quantised weights yet" in text
 
 
 def test_cpu_ranks_are_said_to_keep_float32(tmp_path: Path) -> None:
@@ -72,26 +72,33 @@ def test_cpu_ranks_are_said_to_keep_float32(tmp_path: Path) -> None:
     assert width * num_quantised(target.checkpoint) < sum(kept.num_bytes for kept in weights)
 
 
-@pytest.mark.parametrize("quantize", ["none", "fp8"])
-def test_gpus_refuse_quantised_weights_by_name(tmp_path: Path, quantize: str) -> None:
-    if quantize == "none":
-        made(tmp_path, "pack-quantized")
-    else:
-        write_tiny_model(tmp_path)
-    form = "INT4 in groups of 16, BF16 scales" if quantize == "none" else r"FP8 .* rounded at the start"
-    message = rf"it has quantised weights, {form}.*use the unquantised folder, without --quantize.*; use --device cpu"
-    checkpoint = open_checkpoint(tmp_path, quantize=quantize)
+def test_gpus_refuse_what_the_kernel_does_not_read(tmp_path: Path) -> None:
+    made(tmp_path, "pack-quantized")
+    message = (
+        "GPUs do not run INT4 in groups of 16, BF16 scales: groups have 32, 64 or a multiple of 128 columns; use --device cpu"
+    )
     with pytest.raises(ConfigError, match=message):
-        kernel_shapes(checkpoint, "bfloat16", 1)
+        kernel_shapes(open_checkpoint(tmp_path), "bfloat16", 1)
     with pytest.raises(ConfigError, match=message):
-        plan_target(LaunchConfig(model=str(tmp_path), device="cuda", quantize=quantize))
-    with pytest.raises(CheckpointError, match="GPUs do not run quantised weights"):
-        load_weights(None, checkpoint)  # type: ignore[arg-type]
+        plan_target(LaunchConfig(model=str(tmp_path), device="cuda"))
+
+
+def test_gpus_have_prompts_of_quantised_weights_token_by_token(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B_FP8))
+    settings = LaunchConfig(model=str(tmp_path), device="cuda")
+    target = plan_target(settings, needs_weights=False)[0]
+    assert (target.device, target.prefill) == ("cuda", "off")
+    assert "prompts go token by token: prefill does not read quantised weights" in target.note
+    shape = kernel_shapes(target.checkpoint, "bfloat16", 1)[0]
+    assert shape.coding == Coding("E4M3", 1, "BF16")
+    obstacles = plan_target(replace(settings, prefill="on"), needs_weights=False)[1]
+    assert any("--prefill on cannot be had: prefill does not read quantised weights" in str(one) for one in obstacles)
 
 
 def test_who_did_not_ask_for_cpu_ranks_hears_why_there_are_some(tmp_path: Path) -> None:
-    made(tmp_path, "awq")
-    for device, told in (("auto", "CPU ranks, since GPUs do not run quantised weights yet"), ("cpu", "")):
+    made(tmp_path, "pack-quantized")
+    reason = "CPU ranks: GPUs do not run INT4 in groups of 16, BF16 scales: groups have 32, 64 or a multiple of 128 columns"
+    for device, told in (("auto", reason), ("cpu", "")):
         target, obstacles = plan_target(LaunchConfig(model=str(tmp_path), device=device, ranks=1))
         assert (target.device, target.note, obstacles) == ("cpu", told, ())
 

@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "e4m3_on_cpu.h"
+
 #define __device__
 #define __global__
 #define __host__
@@ -73,6 +75,22 @@ T __ldg(const T* from) {
 template <class T>
 T __ldcg(const T* from) {
     return *from;
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
 }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
@@ -148,6 +166,12 @@ struct Fp16 {
     }
     static float high(u32 packed) { return low(packed >> 16); }
 };
+
+inline u32 pack_e4m3(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
+inline u32 expand_e4m3(u32 codes, bool upper = false) {
+    if (upper) codes >>= 16;
+    return Fp16::pack(e4m3_value(codes & 0xff), e4m3_value(codes >> 8 & 0xff));
+}
 
 // Run all blocks of a launch, `cluster` at a time.
 template <class Params>

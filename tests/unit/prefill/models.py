@@ -44,11 +44,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def layout_of(spec: ModelSpec, num_lanes: int) -> CacheLayout:
+def layout_of(spec: ModelSpec, num_lanes: int, kv_dtype: str = "bfloat16") -> CacheLayout:
     """As `KernelShape` has it."""
     window = min(spec.sliding_window or spec.max_context, spec.max_context)
     batches = [-(-positions // (BATCH * SPLITS)) for positions in (window, spec.max_context)]
-    return CacheLayout(spec, num_lanes, SPLITS, *batches)
+    return CacheLayout(spec, num_lanes, SPLITS, batches[0], batches[1], kv_dtype)
 
 
 class Rank:
@@ -60,7 +60,7 @@ class Rank:
         *,
         lanes: range | None = None,
         dtype: torch.dtype = torch.float32,
-        kv_dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | str = torch.bfloat16,
         exchange: SumExchange | None = None,
         sizes: tuple[int, ...] = SIZES,
         exact_size: int = 0,
@@ -68,8 +68,9 @@ class Rank:
     ) -> None:
         self.spec, self.checkpoint = checkpoint.spec, checkpoint
         self.lanes = lanes or range(self.spec.num_lanes)
-        self.layout = layout_of(self.spec, len(self.lanes))
-        self.cache = torch.zeros(self.layout.num_values, dtype=kv_dtype)
+        self.kv_dtype = str(kv_dtype).removeprefix("torch.")
+        self.layout = layout_of(self.spec, len(self.lanes), self.kv_dtype)
+        self.cache = torch.zeros(self.layout.num_values, dtype=kv_dtype if isinstance(kv_dtype, torch.dtype) else torch.uint8)
         self.matrices = matrices_of(self.spec, self.lanes, self.tensor, dtype).layers()
         self.buffers: Any
         self.layers: Any
@@ -93,7 +94,7 @@ class Rank:
 
     def interpreter(self, num_tokens: int) -> Interpreter:
         """An interpreter whose KV cache holds what the monokernel's does, as far as windowed layers still have it."""
-        engine = interpreter(self.checkpoint, str(self.cache.dtype).removeprefix("torch."))
+        engine = interpreter(self.checkpoint, self.kv_dtype)
         for layer in range(self.spec.num_layers):
             first = self.layout.first_kept(layer, num_tokens)
             for part, kept in zip(

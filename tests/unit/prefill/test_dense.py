@@ -11,6 +11,7 @@ import torch
 
 from kog_dist.bench.kernel.shapes import named_spec
 from kog_dist.cuda import build as compiler
+from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import ModelSpec
@@ -37,7 +38,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one lane": {"num_lanes": 1, "sliding_window": None, "window_layers": ()},
     "biases, normed heads": {"own_head_dim": 8, "qkv_bias": True, "qk_norm": True, "num_lanes": 2},
     "rows of several turns": {"hidden_size": 2 * 256 + 32, "num_heads": 8, "own_head_dim": 8},
+    "a cache of fp8": {"own_head_dim": 32},
 }  # fmt: skip
+KV_OF_VARIANT = {"a cache of fp8": "fp8"}  # others: bfloat16
 
 
 class Asked(OneRank):
@@ -59,10 +62,11 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v
     monkeypatch.setattr("kog_dist.workers.prefill.dense.device._LOADING", 3)
     checkpoint = checkpoint_of(tmp_path, {**TINY, **VARIANTS[variant]})
     spec, sizes = checkpoint.spec, (2, 3)
-    rank = Rank(checkpoint, dtype=torch.float16, sizes=sizes)
+    kv_dtype = KV_OF_VARIANT.get(variant, "bfloat16")
+    rank = Rank(checkpoint, dtype=torch.float16, kv_dtype=kv_dtype if kv_dtype in KV_FORMATS else torch.bfloat16, sizes=sizes)
     cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
     buffers = DenseBuffers(rank.layout, torch.float16, max(sizes), "cpu")
-    made = EmulatedDenseOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    made = EmulatedDenseOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype)
     layers = DenseLayers(spec, rank.matrices, made, OneRank())
     emulated = Prefill(HostRunner(layers, buffers, sizes), max_context=spec.max_context, sizes=sizes)
     ids = token_ids(spec, 11)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from kog_dist.router.affinity import Affinity
 from kog_dist.router.link import LinkState, ReplicaLink
 from kog_dist.router.requests import BYTES_PER_ID, RequestBook, RoutedRequest
 from kog_dist.router.router import NO_REPLICA_S
-from kog_dist.router.rules import MAX_LOSSES, STICKY_WAIT_S, Seat, Waiting, assign
+from kog_dist.router.rules import MAX_LOSSES, Seat, Waiting, assign
 from kog_dist.rpc.messages import Done, Error, Generate
 
 from .conftest import FakeReplica, World
@@ -93,17 +91,9 @@ def test_a_request_is_tried_as_often_as_it_may(world: World) -> None:
     assert sum(replica._listener is not None for replica in replicas) == 1, "one is left for the others"
 
 
-@pytest.mark.parametrize(("waited_s", "pairs"), [(STICKY_WAIT_S - 0.001, ()), (STICKY_WAIT_S, (("a", "r1"),))])
-def test_a_home_that_is_busy_is_waited_for_up_to_its_limit(waited_s: float, pairs: tuple[tuple[str, str], ...]) -> None:
-    seats = [Seat("r0", is_usable=True, is_free=False, idle_since_s=0.0), Seat("r1", True, True, 0.0)]
-    found = assign([Waiting("a", 0.0, ("r0",))], seats, waited_s)
-    assert found.pairs == pairs
-    assert found.look_again_s == (STICKY_WAIT_S if not pairs else float("inf"))
-
-
 def test_of_free_replicas_the_longest_idle_is_taken_and_none_twice() -> None:
     seats = [Seat("r0", True, True, 5.0), Seat("r1", True, True, 3.0), Seat("r2", True, True, 3.0)]
-    waiting = [Waiting("a", 0.0), Waiting("b", 0.0, ("r0",)), Waiting("c", 0.0, (), frozenset({"r2"})), Waiting("d", 0.0)]
+    waiting = [Waiting("a"), Waiting("b", None, {"r0": 1}), Waiting("c", None, {}, 1, frozenset({"r2"})), Waiting("d")]
     assert assign(waiting, seats, 9.0).pairs == (("a", "r1"), ("b", "r0"), ("d", "r2"))
 
 

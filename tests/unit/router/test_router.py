@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kog_dist.router import router as router_module
+from kog_dist.router.affinity import TEXT_BLOCK_BYTES
 from kog_dist.router.router import NO_REPLICA_S
 from kog_dist.router.rules import STICKY_WAIT_S
 from kog_dist.rpc import file_port
@@ -120,6 +121,7 @@ def test_conversation_returns_to_its_replica(world: World, pair: Pair) -> None:
     for i in range(1, 4):
         home.accept()
         home.finish()
+        world.until(lambda: len(client.of(Done)) == i)  # noqa: B023  # until is over before the next round
         client.generate(f"q{i}", conversation="c")
         world.until(lambda: running(home, other) == [1, 0])
 
@@ -138,17 +140,50 @@ def test_prompt_that_goes_on_returns_to_its_replica(world: World, pair: Pair) ->
     world.until(lambda: running(home, other) == [1, 0])
 
 
-def test_stickiness_yields_after_a_while(world: World, pair: Pair) -> None:
+def test_a_long_beginning_returns_to_its_replica_in_another_conversation(world: World, pair: Pair) -> None:
     client = world.client()
-    client.generate("q0", conversation="c")
+    client.generate("q0", LONG, conversation="first")
     world.until(lambda: sum(running(*pair)) == 1)
     home, other = pair if pair[0].running else pair[::-1]
-    client.generate("q1", conversation="c")
+    home.accept()
+    home.finish()
+    world.until(lambda: client.of(Done))
+    client.generate("q1", LONG + "another task", conversation="second")
+    world.until(lambda: running(home, other) == [1, 0])
+    client.generate("q2", LONG + "of somebody else", cache_salt="salted")
+    world.until(lambda: running(home, other) == [1, 1])
+
+
+def test_what_a_prompt_costs_is_learned_from_answers(world: World, pair: Pair) -> None:
+    """Five blocks of text in half a second."""
+    before_s = world.router._block_s
+    client = world.client()
+    for number, (cached, prefill_s) in enumerate([(0, 0.5), (4, 0.5), (0, None)]):
+        client.generate(f"q{number}", "x" * 5 * TEXT_BLOCK_BYTES)
+        world.until(lambda: sum(running(*pair)) == 1)
+        home = pair[0] if pair[0].running else pair[1]
+        request = home.running[0]
+        home.accept()
+        done = Done(request.request_id, FinishReason.LENGTH, 5, 0, 0.0, 1.0, num_cached_tokens=cached, prefill_s=prefill_s)
+        home.send(done)
+        home.running.remove(request)
+        world.until(lambda: len(client.of(Done)) == number + 1)  # noqa: B023  # until is over before the next round
+    assert world.router._block_s == pytest.approx(before_s + 0.2 * (0.1 - before_s)), "too few blocks, or no time, tell nothing"
+
+
+def test_stickiness_yields_after_a_while(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("q0", LONG)
+    world.until(lambda: sum(running(*pair)) == 1)
+    home, other = pair if pair[0].running else pair[::-1]
+    world.router._block_s = 1.0  # so that it waits as long as it may
+    client.generate("q1", LONG)
     client.generate("q2")
     world.until(lambda: running(home, other) == [1, 1])
     other.accept()
     other.finish()
     world.until(lambda: other.running == [])
+    assert running(home, other) == [1, 0]
     world.skipped_s += STICKY_WAIT_S
     world.until(lambda: running(home, other) == [1, 1])
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist.router.rules import STICKY_WAIT_S, Seat, Waiting, assign
+from kog_dist.router.rules import STICKY_WAIT_S, Assignment, Seat, Waiting, assign
 
 NOW_S = 100.0
 
@@ -18,61 +20,88 @@ def seat(name: str, *, free: bool = True, usable: bool = True, idle_since_s: flo
 
 def test_requests_go_in_order_to_the_replica_that_idles_longest() -> None:
     seats = [seat("r0", idle_since_s=3.0), seat("r1", idle_since_s=1.0), seat("r2", free=False), seat("r3", idle_since_s=2.0)]
-    waiting = [Waiting(f"q{i}", NOW_S) for i in range(4)]
+    waiting = [Waiting(f"q{i}") for i in range(4)]
     decided = assign(waiting, seats, NOW_S)
     assert decided.pairs == (("q0", "r1"), ("q1", "r3"), ("q2", "r0"))
 
 
-def test_home_is_preferred_to_one_that_idles_longer() -> None:
+def asking(known: dict[str, int], num_blocks: int = 4, *, avoid: frozenset[str] = frozenset()) -> Waiting:
+    return Waiting("q", None, known, num_blocks, avoid)
+
+
+def test_the_free_replica_that_has_most_is_preferred_to_one_that_idles_longer() -> None:
+    seats = [seat("r0", idle_since_s=1.0), seat("r1", idle_since_s=50.0), seat("r2", idle_since_s=60.0)]
+    assert assign([asking({"r1": 3, "r2": 4})], seats, NOW_S).pairs == (("q", "r2"),)
+    assert assign([asking({"r1": 3, "r2": 3})], seats, NOW_S).pairs == (("q", "r1"),), "of equals the one that idles longest"
+
+
+@pytest.mark.parametrize(
+    ("num_known", "num_blocks", "is_long"),
+    [(0, 1, False), (1, 2, True), (1, 3, False), (2, 4, True), (127, 1000, False), (128, 1000, True), (127, 254, True)],
+)
+def test_a_beginning_is_long_if_it_is_half_of_the_prompt_or_128_blocks(num_known: int, num_blocks: int, is_long: bool) -> None:
     seats = [seat("r0", idle_since_s=1.0), seat("r1", idle_since_s=50.0)]
-    assert assign([Waiting("q", NOW_S, ("r1",))], seats, NOW_S).pairs == (("q", "r1"),)
+    assert assign([asking({"r1": num_known}, num_blocks)], seats, NOW_S).pairs == (("q", "r1" if is_long else "r0"),)
 
 
-def test_the_best_free_home_is_taken() -> None:
-    seats = [seat("r0", idle_since_s=1.0), seat("r1", free=False), seat("r2", idle_since_s=9.0), seat("r3")]
-    assert assign([Waiting("q", NOW_S, ("r1", "r2", "r0"))], seats, NOW_S).pairs == (("q", "r2"),)
-
-
-def test_busy_home_is_waited_for_and_others_pass() -> None:
+def test_a_busy_replica_is_waited_for_and_others_pass() -> None:
     seats = [seat("r0"), seat("r1", free=False)]
-    waiting = [Waiting("sticky", NOW_S, ("r1",)), Waiting("other", NOW_S)]
-    decided = assign(waiting, seats, NOW_S)
-    assert decided.pairs == (("other", "r0"),)
-    assert decided.look_again_s == NOW_S + STICKY_WAIT_S
+    decided = assign([asking({"r1": 4}), Waiting("other")], seats, NOW_S, block_s=0.25)
+    assert decided == Assignment((("other", "r0"),), NOW_S + 1.0, ("q",))
 
 
-def test_patience_ends() -> None:
+@pytest.mark.parametrize(
+    ("known", "block_s", "patience_s"),
+    [
+        ({"r1": 4}, 0.25, 1.0), ({"r1": 4, "r0": 3}, 0.25, 0.25), ({"r1": 4, "r0": 4}, 0.25, 0.0),
+        ({"r1": 3, "r0": 4}, 0.25, 0.0), ({"r1": 100}, 0.25, STICKY_WAIT_S), ({"r2": 4}, 0.25, 0.0),
+    ],
+)  # fmt: skip
+def test_patience_is_the_time_to_compute_what_the_busy_one_has_more(
+    known: dict[str, int], block_s: float, patience_s: float
+) -> None:
     seats = [seat("r0"), seat("r1", free=False)]
-    waiting = [Waiting("sticky", NOW_S, ("r1",))]
-    assert assign(waiting, seats, NOW_S + STICKY_WAIT_S - 1e-6).pairs == ()
-    decided = assign(waiting, seats, NOW_S + STICKY_WAIT_S)
-    assert decided == decided.__class__((("sticky", "r0"),), math.inf)
+    request = asking(known, 100)
+    served = Assignment((("q", "r0"),), math.inf)
+    assert assign([request], seats, NOW_S, block_s) == (Assignment((), NOW_S + patience_s, ("q",)) if patience_s else served)
+    passed = replace(request, passed_s=NOW_S - patience_s)
+    assert assign([passed], seats, NOW_S, block_s) == served
+    if patience_s:
+        not_yet = replace(request, passed_s=NOW_S - patience_s + 1e-6)
+        assert assign([not_yet], seats, NOW_S, block_s).passed == ("q",)
 
 
-def test_home_that_does_not_serve_is_not_waited_for() -> None:
+def test_a_replica_that_does_not_serve_is_not_waited_for() -> None:
     seats = [seat("r0"), seat("r1", usable=False)]
-    assert assign([Waiting("q", NOW_S, ("r1",))], seats, NOW_S).pairs == (("q", "r0"),)
-    assert assign([Waiting("q", NOW_S, ("gone",))], seats, NOW_S).pairs == (("q", "r0"),)
+    assert assign([asking({"r1": 4})], seats, NOW_S).pairs == (("q", "r0"),)
+    assert assign([asking({"gone": 4})], seats, NOW_S).pairs == (("q", "r0"),)
 
 
-def test_replica_that_has_just_refused_is_avoided_even_as_home() -> None:
+def test_replica_that_has_just_refused_is_avoided_whatever_it_has() -> None:
     seats = [seat("r0", idle_since_s=9.0), seat("r1", idle_since_s=1.0)]
-    refused = Waiting("q", NOW_S, ("r1",), frozenset({"r1"}))
+    refused = asking({"r1": 4}, avoid=frozenset({"r1"}))
     assert assign([refused], seats, NOW_S).pairs == (("q", "r0"),)
     assert assign([refused], [seat("r1")], NOW_S).pairs == ()
+    assert assign([refused], [seat("r0"), seat("r1", free=False)], NOW_S).pairs == (("q", "r0"),), "nor is it waited for"
 
 
 @given(
-    homes=st.lists(st.lists(st.sampled_from(["r0", "r1", "r2", "r3", "gone"]), unique=True, max_size=3).map(tuple), max_size=12),
-    ages_s=st.lists(st.floats(0, 1), min_size=12, max_size=12),
+    known=st.lists(
+        st.dictionaries(st.sampled_from(["r0", "r1", "r2", "r3", "gone"]), st.integers(1, 8), max_size=3), max_size=12
+    ),
+    ages_s=st.lists(st.none() | st.floats(0, 3), min_size=12, max_size=12),
     kinds=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=4, max_size=4),
 )
 def test_nobody_is_served_twice_and_no_replica_idles_while_somebody_could_have_it(
-    homes: list[tuple[str, ...]], ages_s: list[float], kinds: list[tuple[bool, bool]]
+    known: list[dict[str, int]], ages_s: list[float | None], kinds: list[tuple[bool, bool]]
 ) -> None:
     seats = [seat(f"r{i}", free=free, usable=usable) for i, (free, usable) in enumerate(kinds)]
-    waiting = [Waiting(f"q{i}", NOW_S - age_s, home) for i, (home, age_s) in enumerate(zip(homes, ages_s, strict=False))]
-    decided = assign(waiting, seats, NOW_S)
+    waiting = [
+        Waiting(f"q{i}", None if age_s is None else NOW_S - age_s, blocks, 8)
+        for i, (blocks, age_s) in enumerate(zip(known, ages_s, strict=False))
+    ]
+    decided = assign(waiting, seats, NOW_S, block_s=0.5)
+    assert decided == assign(waiting, list(reversed(seats)), NOW_S, block_s=0.5), "the order of replicas tells nothing"
     requests, replicas = [pair[0] for pair in decided.pairs], [pair[1] for pair in decided.pairs]
     free = {s.name for s in seats if s.is_free}
     assert len(set(requests)) == len(requests)
@@ -81,4 +110,6 @@ def test_nobody_is_served_twice_and_no_replica_idles_while_somebody_could_have_i
     if free - set(replicas):
         left = [request for request in waiting if request.request_id not in requests]
         busy = {s.name for s in seats if s.is_usable} - free | set(replicas)
-        assert all(busy & set(request.homes) and request.since_s + STICKY_WAIT_S > NOW_S for request in left)
+        assert [request.request_id for request in left] == list(decided.passed)
+        assert all(busy & set(request.known) for request in left)
+        assert all(request.passed_s is None or request.passed_s + STICKY_WAIT_S > NOW_S for request in left)

@@ -137,21 +137,28 @@ struct Appended {
             const float4 normed = normed_head(value, __ldg(&norms[of_lane % kHeadThreads]));
             if (is_rotated) value = normed;
         }
-        if (!is_mine) return true;
+        if (!kKvCoded && !is_mine) return true;
         if (is_rotated) {
             const u32 turn = position < kMaxContext ? position : kMaxContext - 1;
             value = turned(value, __ldg(&reinterpret_cast<const float4*>(params.rope_ptr)[static_cast<u64>(turn) * (kHeadDim / 4) + of_lane % (kHeadDim / 4)]));
         }
         uint2 half = {Fp16::pack(value.x, value.y), Fp16::pack(value.z, value.w)};
+        [[maybe_unused]] float scale = 1;
+        [[maybe_unused]] const bool was_finite = is_finite_pair(half.x) && is_finite_pair(half.y);  // the largest code is
+        if constexpr (kKvCoded) {
+            scale = shared_scale<kHeadThreads>(value);  // of the head: all threads are still here
+            if (!is_mine) return true;
+        }
         if (is_query) {
             reinterpret_cast<uint2*>(params.query_ptr)[(static_cast<u64>(row) * kLanes + lane) * kQueryFours + of_lane] = half;
         } else {
-            half = as_half({KvFormat::pack(value.x, value.y), KvFormat::pack(value.z, value.w)});
+            if constexpr (kKvCoded) half = decode_four(encode_four(value, scale), scale);
+            else half = as_half({KvFormat::pack(value.x, value.y), KvFormat::pack(value.z, value.w)});
             const u32 of_kind = of_lane - (is_rotated ? kQueryFours : kQueryFours + kKeyFours);
             uint2* kept = reinterpret_cast<uint2*>(is_rotated ? params.keys_ptr : params.values_ptr);
             kept[(static_cast<u64>(position) * kLanes + lane) * kKeyFours + of_kind] = half;
         }
-        return is_finite_pair(half.x) && is_finite_pair(half.y);
+        return kKvCoded ? was_finite : is_finite_pair(half.x) && is_finite_pair(half.y);
     }
 };
 

@@ -110,7 +110,7 @@ class TorchDenseOperations:
         rows.query.view(rows.size, lanes, spec.lane_heads, -1).copy_(query)
         self._load(layer, start)
         for part, kept in zip((key, value), self._kept, strict=True):
-            kept[start : start + rows.size].view(part.shape).copy_(part.to(self.cache.dtype))
+            kept[start : start + rows.size].view(part.shape).copy_(self.layout.rounded(part, self.cache))
         found = (rows.query, *(kept[start : start + rows.size] for kept in self._kept))
         if not all(bool(part.isfinite().all()) for part in found):
             self.buffers.overflow.fill_(1)
@@ -136,7 +136,7 @@ class TorchDenseOperations:
 
     def _store(self, layer: int, first: int, end: int) -> None:
         if not int(self.buffers.overflow):
-            keys, values = (kept[first:end].to(self.cache.dtype) for kept in self._kept)
+            keys, values = (self.layout.rounded(kept[first:end], self.cache) for kept in self._kept)
             self.layout.store(self.cache, layer, first, keys, values)
 
     def attend(self, rows: DenseRows, layer: int) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.runtime.abi import Field, Struct
-from kog_dist.workers.cuda.kernel_shape import FORMATS
+from kog_dist.workers.cuda.kv_format import FORMATS
 from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUPS, product
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 

@@ -2,7 +2,8 @@
 
 The cache is, layer by layer, [lane][kv_head][split][batch] of batches of 16 positions. Position p belongs to split p % splits,
 and is number p / splits there; a windowed layer has room for `capacity` positions, and p takes the place of p - capacity. A batch
-is 16 rows of K, then 8 pairs of rows of V: for every dimension the value of the even position and that of the odd one.
+is 16 rows of K, then 8 pairs of rows of V: for every dimension the value of the even position and that of the odd one. Caches in
+codes: coded_rows.py.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import numpy as np
 
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kv_format import CODE_BITS, row_bytes
+from kog_dist.workers.prefill.model import coded_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BATCH = 16  # positions
+Places = tuple["Tensor", "Tensor", "Tensor"]  # of positions: split, batch, row
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,22 @@ class CacheLayout:
     splits: int
     window_batches: int
     full_batches: int
+    kv_dtype: str = "bfloat16"
 
     @classmethod
     def of(cls, shape: KernelShape) -> CacheLayout:
         """That of a build of the monokernel."""
-        return cls(shape.spec, shape.num_lanes, shape.splits, shape.window_batches, shape.full_batches)
+        return cls(shape.spec, shape.num_lanes, shape.splits, shape.window_batches, shape.full_batches, shape.kv_dtype)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether it holds codes: its values are bytes then."""
+        return self.kv_dtype in CODE_BITS
 
     @property
     def batch_values(self) -> int:
-        """16-bit values of a batch."""
-        return 2 * BATCH * self.spec.head_dim
+        """16-bit values of a batch; bytes of one in codes."""
+        return 2 * BATCH * row_bytes(self.spec.head_dim, self.kv_dtype) // (1 if self.is_coded else 2)
 
     @property
     def heads(self) -> int:
@@ -55,7 +65,7 @@ class CacheLayout:
 
     @property
     def num_values(self) -> int:
-        """16-bit values of the whole cache."""
+        """16-bit values of the whole cache, or bytes."""
         return self.first_batches[-1] * self.batch_values
 
     def batches(self, layer: int) -> int:
@@ -75,28 +85,48 @@ class CacheLayout:
 
         `cache` has `num_values` 16-bit values.
         """
-        first, last = (batch * self.batch_values for batch in self.first_batches[layer : layer + 2])
-        rows = cache[first:last].view(self.heads, self.splits, self.batches(layer), 2, BATCH * self.spec.head_dim)
         shape = (self.heads, self.splits, self.batches(layer))
+        rows = self._batches(cache, layer).view(*shape, 2, BATCH * self.spec.head_dim)
         keys = rows[..., 0, :].view(*shape, BATCH, self.spec.head_dim)
         return keys, rows[..., 1, :].view(*shape, BATCH // 2, self.spec.head_dim, 2)
 
+    def _batches(self, cache: Tensor, layer: int) -> Tensor:
+        first, last = (batch * self.batch_values for batch in self.first_batches[layer : layer + 2])
+        return cache[first:last].view(self.heads, self.splits, self.batches(layer), self.batch_values)
+
     def store(self, cache: Tensor, layer: int, first: int, keys: Tensor, values: Tensor) -> None:
-        """Write the positions from `first` on; keys and values (positions, heads, head_dim) have the type of `cache`."""
+        """Write the positions from `first` on; keys and values (positions, heads, head_dim) have the type of `cache`.
+
+        In codes: of any type; they are rounded here.
+        """
         kept = max(first, self.first_kept(layer, first + len(keys)))
         keys, values = keys[kept - first :], values[kept - first :]
-        split, batch, row = self._places(layer, kept, len(keys), cache)
+        places = split, batch, row = self._places(layer, kept, len(keys), cache)
+        if self.is_coded:
+            parts = coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim)
+            coded_rows.store_rows(parts, places, (keys, values))
+            return
         k, v = self.parts(cache, layer)
         k[:, split, batch, row] = keys.transpose(0, 1)
         v[:, split, batch, row // 2, :, row % 2] = values
 
     def load(self, cache: Tensor, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (positions, heads, head_dim) of the positions `first` to `last` - 1, which it must still have."""
-        split, batch, row = self._places(layer, first, last - first, cache)
+        """Keys and values (positions, heads, head_dim) of the positions `first` to `last` - 1, which it must still have.
+
+        In codes: as float32.
+        """
+        places = split, batch, row = self._places(layer, first, last - first, cache)
+        if self.is_coded:
+            parts = coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim)
+            return coded_rows.load_rows(parts, places)
         k, v = self.parts(cache, layer)
         return k[:, split, batch, row].transpose(0, 1), v[:, split, batch, row // 2, :, row % 2]
 
-    def _places(self, layer: int, first: int, count: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def rounded(self, rows: Tensor, cache: Tensor) -> Tensor:
+        """What the cache keeps of keys or values (..., head_dim)."""
+        return coded_rows.rounded_rows(rows) if self.is_coded else rows.to(cache.dtype)
+
+    def _places(self, layer: int, first: int, count: int, like: Tensor) -> Places:
         import torch
 
         positions = torch.arange(first, first + count, device=like.device)

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 _SMS = 132  # of the GPUs that attention.cu is for
 _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within graphs
+QUANTISED = "prefill does not read quantised weights"
 
 
-def obstacle_to_prefill(spec: ModelSpec) -> str:
+def obstacle_to_prefill(spec: ModelSpec, *, is_quantised: bool = False) -> str:
     """Why ranks of this machine cannot go through prompts in chunks; empty if they can (with a torch that uses GPUs)."""
+    if is_quantised:
+        return QUANTISED
     if finding := misfit(spec):
         return f"the model has {finding}"
     return "" if find_spec("torch") is not None else "the package torch is not installed"

@@ -42,7 +42,7 @@ def bash_completion(program: Command) -> str:
 
 
 def _body(program: Command) -> Iterator[str]:
-    names = [command.name.partition(" ")[2] for command in program.commands]
+    names = [command.word for command in program.commands]
     if names:
         yield '    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do'
         yield f"        case $word in {'|'.join(names)}) command=$word; break ;; esac"
@@ -53,7 +53,7 @@ def _body(program: Command) -> Iterator[str]:
     yield "    *)"
     yield "        case $command:$current in"
     for command in program.commands:
-        yield f"        {command.name.partition(' ')[2]}:-*) words='{_flag_words(command.flags)}' ;;"
+        yield f"        {command.word}:-*) words='{_flag_words(command.flags)}' ;;"
     yield f"        :-*) words='{_flag_words(program.flags)}' ;;"
     if names:
         yield f"        :*) words='{' '.join(names)}' ;;"
@@ -62,7 +62,7 @@ def _body(program: Command) -> Iterator[str]:
 
 def _values(command: Command) -> Iterator[str]:
     """What stands behind flags that take a value."""
-    own = command.name.partition(" ")[2]
+    own = command.word
     plain = [name for flag in command.flags if flag.value and not flag.choices for name in flag.names if name != "--instance"]
     for flag in command.flags:
         if flag.choices:

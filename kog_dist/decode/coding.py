@@ -1,0 +1,95 @@
+"""How quantised matrices are coded on weight tapes (coded_packing.py), as far as shapes and the kernel's headers need it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kog_dist.errors import ConfigError
+from kog_dist.model.formats.numbers import NUMBERS
+from kog_dist.model.formats.weight_format import SCALE_BYTES, WeightFormat
+
+CODED_COLUMNS = 128  # of a step
+
+
+class _Expanded(NamedTuple):
+    """Codes as the matrix unit sees them: values times 2 ** `exponent`. x is multiplied by 2 ** `x_exponent`: binary16 reaches
+    only 65504, and products with subnormal numbers of bfloat16 would be lost in float32.
+    """
+
+    dtype: str
+    exponent: int
+    x_exponent: int
+
+
+_EXPANDED = {
+    "E4M3": _Expanded("float16", 0, -4),
+    "E2M1": _Expanded("bfloat16", -126, 100),
+    "INT4": _Expanded("bfloat16", -4, 0),
+}
+_GROUPS = (32, 64, 128)  # columns of a scale, of which a step has several or one
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How the matrices of all layers are quantised, as far as tape and kernel are concerned.
+
+    `number` and `scale` are those of `WeightFormat`. `scales`: of a row in a step, 0 if each row has one scale.
+    """
+
+    number: str
+    scales: int
+    scale: str
+    has_zeros: bool = False
+
+    @classmethod
+    def of(cls, form: WeightFormat) -> Coding:
+        """Raises ConfigError for a format that the kernel does not read."""
+        columns = form.block_columns
+        if form.is_ordered:
+            raise ConfigError(f"GPUs do not run {form}: the columns of a group are no neighbours; use --device cpu")
+        if columns and columns not in _GROUPS and columns % CODED_COLUMNS:
+            raise ConfigError(f"GPUs do not run {form}: groups have 32, 64 or a multiple of 128 columns; use --device cpu")
+        if (form.scale == "E8M0" and columns != 32) or (form.has_zeros and not columns):
+            raise ConfigError(f"GPUs do not run {form}: no kernel was made for it; use --device cpu")
+        return cls(form.number, -(-CODED_COLUMNS // columns) if columns else 0, form.scale, form.has_zeros)
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return NUMBERS[self.number].bits
+
+    @property
+    def row_bytes(self) -> int:
+        """Codes of a row of a step."""
+        return CODED_COLUMNS * self.bits // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales of a row of a step."""
+        return self.scales * SCALE_BYTES[self.scale]
+
+    @property
+    def zero_bytes(self) -> int:
+        """Zero points of a row of a step."""
+        return self.scales if self.has_zeros else 0
+
+    def part_bytes(self, rows: int) -> int:
+        """A warp's part of a tile of so many rows."""
+        return rows * self.row_bytes + -(-rows * (self.scale_bytes + self.zero_bytes) // 16) * 16
+
+    @property
+    def expanded(self) -> str:
+        """The 16-bit type that codes become for the matrix unit, and x with them."""
+        return _EXPANDED[self.number].dtype
+
+    @property
+    def x_scale(self) -> float:
+        """What the kernel multiplies x by."""
+        return 2.0 ** _EXPANDED[self.number].x_exponent
+
+    @property
+    def factor(self) -> float:
+        """What it multiplies sums of products by, so that they are those of the values of codes with x."""
+        expanded = _EXPANDED[self.number]
+        return 2.0 ** -(expanded.exponent + expanded.x_exponent)

@@ -1,0 +1,181 @@
+// What attention waits for in each layer: the query, and K and V of the new position. These do not come back from memory: the warp that has the
+// batch of their row reads the words and passes them on in shared memory (`fresh`), and the threads that hold the row put it into their registers.
+#pragma once
+#include "attend_cache.cuh"
+
+namespace kog {
+
+struct QueryReader : CacheReader {
+    // Norm and rotation of pairs of a head's values, for models whose query and key heads are normed: the finaliser has no whole heads.
+    // They are read before the words have come.
+    template <int kPairs>
+    struct HeadNorm {
+        u32 weights[kPairs];
+        float2 turns[kPairs];
+
+        __device__ __forceinline__ void load(const KogDecodeParams& params, int i, u32 layer, u32 is_key, u32 position, u32 pair) {
+            weights[i] = reinterpret_cast<const u32*>(params.head_norms_ptr)[(2 * layer + is_key) * (kHeadDim / 2) + pair];
+            turns[i] = reinterpret_cast<const float2*>(params.rope_ptr)[position * (kHeadDim / 2) + pair];
+        }
+        __device__ __forceinline__ float2 apply(int i, float inverse_rms, float a, float b) const {
+            const float x = a * inverse_rms * WeightFormat::low(weights[i]), y = b * inverse_rms * WeightFormat::high(weights[i]);
+            return make_float2(x * turns[i].x - y * turns[i].y, x * turns[i].y + y * turns[i].x);
+        }
+    };
+    static __device__ __forceinline__ float inverse_rms(float squares) { return inverse_root_approx(squares * (1.0f / kHeadDim) + kNormEps); }
+
+    // Wait for the query of the thread's head, in high and low halves; the warp that has the batch of the new row stages K and V of it in
+    // shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
+    __device__ __forceinline__ bool wait_for_query(const u64* words, u32 layer, u32 kv_head, u32 set, u32 position, bool has_fresh, u32 tag,
+                                                   u32 (&query)[kDimRegisters]) {
+        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, is_low = group & 1;
+        [[maybe_unused]] HeadNorm<kQkNorm ? kHalf : 1> query_norm;
+        [[maybe_unused]] HeadNorm<kQkNorm ? kNewKeys : 1> key_norm;
+        if constexpr (kQkNorm) {
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) query_norm.load(params, i, layer, 0, position, key_pair(part, is_low * kHalf + i));
+#pragma unroll
+            for (int i = 0; i < kNewKeys; ++i)
+                if (i * 32 + lane < kNewWords / 2) key_norm.load(params, i, layer, 1, position, i * 32 + lane);
+        }
+        if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), first_vector + product + 1)) return false;
+        const u64* query_words = words + ((kv_head * kGroup + set * kSetHeads + head_of(group, set)) * kHeadDim) / 2;
+        const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
+        u64 got[kHalf], got_new[kNew];
+        while (true) {
+            bool ready = true;
+            if (has_fresh) {  // first, so that they are under way together with the query's: a look takes one way to L2, not two
+#pragma unroll
+                for (int i = 0; i < kNew; ++i)
+                    if (i * 32 + lane < kNewWords)
+                        got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
+            }
+#pragma unroll
+            for (int i = 0; i < kHalf; i += kQueryLoad) {
+                const u64* at = query_words + key_pair(part, is_low * kHalf + i);
+                if constexpr (kQueryLoad == 2) {
+                    const ulonglong2 two = load_relaxed_x2(at);
+                    got[i] = two.x, got[i + 1] = two.y;
+                } else {
+                    got[i] = load_relaxed(at);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) ready &= has_tag(got[i], tag);
+            if (has_fresh) {
+#pragma unroll
+                for (int i = 0; i < kNew; ++i) ready &= i * 32 + lane >= kNewWords || has_tag(got_new[i], tag);
+            }
+            if (__all_sync(kFullWarp, ready)) break;
+            if (must_leave(role.stopped())) return false;
+        }
+        [[maybe_unused]] float query_rms = 1, key_rms = 1;
+        if constexpr (kQkNorm) {
+            float squares = 0;
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) squares += first_of(got[i]) * first_of(got[i]) + second_of(got[i]) * second_of(got[i]);
+#pragma unroll
+            for (int offset = 1; offset < 8; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+            query_rms = inverse_rms(squares);
+        }
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+            float a = first_of(got[i]), b = second_of(got[i]);
+            if constexpr (kQkNorm) {
+                const float2 turned = query_norm.apply(i, query_rms, a, b);
+                a = turned.x, b = turned.y;
+            }
+            const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
+            const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
+            query[i] = is_low ? theirs : high;
+            query[kHalf + i] = is_low ? low : theirs;
+        }
+        if (has_fresh) {
+            if constexpr (kQkNorm) {
+                float squares = 0;
+#pragma unroll
+                for (int i = 0; i < kNewKeys; ++i)
+                    if (i * 32 + lane < kNewWords / 2)
+                        squares += first_of(got_new[i]) * first_of(got_new[i]) + second_of(got_new[i]) * second_of(got_new[i]);
+#pragma unroll
+                for (int offset = 1; offset < 32; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+                key_rms = inverse_rms(squares);
+            }
+            float2 pairs[kNew];
+#pragma unroll
+            for (int i = 0; i < kNew; ++i) {
+                if (i * 32 + lane >= kNewWords) continue;
+                pairs[i] = make_float2(first_of(got_new[i]), second_of(got_new[i]));
+                if constexpr (kQkNorm)
+                    if (i < kNewKeys && i * 32 + lane < kNewWords / 2) pairs[i] = key_norm.apply(i < kNewKeys ? i : 0, key_rms, pairs[i].x, pairs[i].y);
+                if constexpr (!kKvCoded) store_shared(role.base + KOG_OFFSET(fresh) + (i * 32 + lane) * 4, KvFormat::pack(pairs[i].x, pairs[i].y));
+            }
+            if constexpr (kKvCoded) stage_codes(pairs);
+            __syncwarp();
+        }
+        return true;
+    }
+    static constexpr int kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32, kNewKeys = (kNewWords / 2 + 31) / 32;
+    // Codes of the new row and both of its scales, in shared memory: those of a pair of values in two bytes.
+    __device__ __forceinline__ void stage_codes(const float2 (&pairs)[kNew]) const {
+        const u32 lane = opaque(this->lane), staged = role.base + KOG_OFFSET(fresh);
+        const auto is_value = [lane](int i) { return i * 32 + lane >= kNewWords / 2; };
+        u32 largest_key = 0, largest_value = 0;  // positive floats are in the order of their bits
+#pragma unroll
+        for (int i = 0; i < kNew; ++i) {
+            if (i * 32 + lane >= kNewWords) continue;
+            const u32 magnitude = __float_as_uint(fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
+            if (is_value(i)) largest_value = max(largest_value, magnitude);
+            else largest_key = max(largest_key, magnitude);
+        }
+        const float key_scale = row_scale(__uint_as_float(__reduce_max_sync(kFullWarp, largest_key)));
+        const float value_scale = row_scale(__uint_as_float(__reduce_max_sync(kFullWarp, largest_value)));
+        const float key_inverse = 1.0f / key_scale, value_inverse = 1.0f / value_scale;
+#pragma unroll
+        for (int i = 0; i < kNew; ++i) {
+            const u32 codes = encode_pair(pairs[i].x, pairs[i].y, is_value(i) ? value_inverse : key_inverse);
+            if (i * 32 + lane < kNewWords) store_shared(staged + (i * 32 + lane) * 2, static_cast<u16>(codes));
+        }
+        if (lane == 0) store_shared(staged + kNewWords * 2, Fp16::pack(key_scale, value_scale));
+    }
+    static constexpr int kHalf = kDimRegisters / 2, kQueryLoad = kHalf % 2 == 0 ? 2 : 1;  // registers of the query; words of a load
+    // Query heads of a set; the one whose columns a group of threads has, the last one for those left over.
+    static __device__ __forceinline__ u32 num_heads(u32 set) { return kGroup % kSetHeads == 0 || set + 1 < kSets ? kSetHeads : kGroup % kSetHeads; }
+    static __device__ __forceinline__ u32 head_of(u32 group, u32 set) { return (group >> 1) < num_heads(set) ? group >> 1 : num_heads(set) - 1; }
+
+    // The staged row goes into the registers of the threads that hold its place, and into the cache.
+    __device__ __forceinline__ void put_fresh(const Rows& rows, Batch& batch) const {
+        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, row = rows.last & 15, i = row >> 3;
+        const u32 staged = opaque(role.base) + KOG_OFFSET(fresh);
+        if (group == (row & 7)) {
+#pragma unroll
+            for (int k = 0; k < kShareRegisters; ++k) {
+                const u32 new_keys = load_shared_u32(staged + key_pair(part, k * kKvPairs) * (4 / kKvPairs));
+                batch.keys[0][k] = i == 0 ? new_keys : batch.keys[0][k], batch.keys[1][k] = i == 0 ? batch.keys[1][k] : new_keys;
+            }
+            unsigned char* at = keys_at(rows, rows.fresh_batch);
+            if (i == 0) store_share<kKeyChunks>(at, batch.keys[0]);
+            else store_share<kKeyChunks>(at + kKeysStride, batch.keys[1]);
+        }
+        if (part == (row >> 1 & 3)) {
+#pragma unroll
+            for (int k = 0; k < kShareRegisters; ++k) {
+                const u32 at = staged + (kNewWords / 2 + value_dim(group, k * kKvPairs) / 2) * (4 / kKvPairs);
+                const u32 both = kKvCoded ? load_shared_u16(at) : load_shared_u32(at);
+                const u32 mixed = with_values(i == 0 ? batch.values[0][k] : batch.values[1][k], k, both, row & 1);
+                batch.values[0][k] = i == 0 ? mixed : batch.values[0][k], batch.values[1][k] = i == 0 ? batch.values[1][k] : mixed;
+            }
+            unsigned char* at = values_at(rows, rows.fresh_batch);
+            if (i == 0) store_share<kValueChunks>(at, batch.values[0]);
+            else store_share<kValueChunks>(at + kValuesStride, batch.values[1]);
+        }
+        if constexpr (kKvCoded)
+            if (lane == row) {
+                batch.scales = load_shared_u32(staged + kNewWords * 2);
+                *reinterpret_cast<u32*>(scales_at(rows, rows.fresh_batch)) = batch.scales;
+            }
+        __syncwarp();
+    }
+};
+
+}  // namespace kog

@@ -1,0 +1,192 @@
+// Quantised weights: how a thread's codes become pairs of 16-bit numbers for the matrix unit, which multiplies them exactly, and how
+// sums are scaled. How bits lie in a word is defined in kog_dist/decode/coded_packing.py. What the matrix unit sees of a code is its value
+// times a power of two (kCodeFactor undoes that and x's kCodedXScale), and of an integer that much above a constant.
+#pragma once
+#include "layout.cuh"
+
+#ifdef KOG_CODE
+namespace kog {
+
+__device__ __forceinline__ u32 rotated_right(u32 value, u32 bits) { return value >> bits | value << (32 - bits); }
+
+// FP8: sign, four bits of exponent, three of significand; as binary16.
+struct E4m3 {
+    static constexpr int kWords = 2;  // of a thread, for one operand
+    static constexpr bool kHasOffset = false;
+    static __device__ __forceinline__ void expand(const u32 (&q)[2], u32 (&a)[4], u32) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) widen_e4m3(q[i], a[2 * i], a[2 * i + 1]);
+    }
+};
+// FP4: sign, two bits of exponent, one of significand; as bfloat16, whose subnormal numbers are the subnormal ones.
+struct E2m1 {
+    static constexpr int kWords = 1;
+    static constexpr bool kHasOffset = false;
+    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4], u32) {
+        a[0] = q[0] & 0x81c081c0u, a[1] = q[0] << 3 & 0x81c081c0u, a[2] = q[0] << 6 & 0x81c081c0u;
+        a[3] = (q[0] >> 4 & 0x00c000c0u) | (q[0] >> 5 & 0x01000100u) | (q[0] << 1 & 0x80008000u);
+    }
+};
+// Integers n of four bits: 1 + n / 16 as bfloat16.
+struct Int4 {
+    static constexpr int kWords = 1;
+    static constexpr bool kHasOffset = true;
+    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4], u32 ones) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = masked_or<0x00780078u>(i == 0 ? q[0] : rotated_right(q[0], 4 * i), ones);
+    }
+};
+using Code = KOG_CODE;
+using CodeFormat = KOG_CODE_FORMAT;
+constexpr u32 kOnes = 0x3f803f80u;       // two of bfloat16
+constexpr float kUsualOffset = 1.5f;     // of integers without zero points: n = 8 stands for 0
+constexpr int kOperands = 4;             // of a step: of eight rows and 32 columns
+constexpr int kLoads = Code::kWords;     // of 16 bytes, of a thread for a step of eight rows
+constexpr int kOperandsOfLoad = kOperands / kLoads;
+static_assert(kLoads * 64 == CodedWeights::kRowBytes, "codes of a row of a step");
+
+// Scales of a row of a step, as read from shared memory; `get<i>` of the words that hold them.
+struct Float32Scale {
+    static __device__ __forceinline__ float get(const u32 (&words)[4], int i) { return __uint_as_float(words[i]); }
+};
+struct Bf16Scale {
+    static __device__ __forceinline__ float get(const u32 (&words)[4], int i) {
+        return i & 1 ? Bf16::high(words[i / 2]) : Bf16::low(words[i / 2]);
+    }
+};
+struct Fp16Scale {
+    static __device__ __forceinline__ float get(const u32 (&words)[4], int i) {
+        return i & 1 ? Fp16::high(words[i / 2]) : Fp16::low(words[i / 2]);
+    }
+};
+struct E8m0Scale {
+    static __device__ __forceinline__ float get(const u32 (&words)[4], int i) { return __uint_as_float((words[0] >> 8 * i & 0xff) << 23); }
+};
+using Scale = KOG_SCALE;
+
+// kBytes of shared memory, a power of two, into the words that hold them.
+template <int kBytes>
+__device__ __forceinline__ void load_bytes(u32 address, u32 (&words)[4]) {
+    if constexpr (kBytes == 1) words[0] = load_shared_u8(address);
+    if constexpr (kBytes == 2) words[0] = load_shared_u16(address);
+    if constexpr (kBytes == 4) words[0] = load_shared_u32(address);
+    if constexpr (kBytes == 8) {
+        uint2 v;
+        load_shared(address, v);
+        words[0] = v.x, words[1] = v.y;
+    }
+    if constexpr (kBytes == 16) {
+        uint4 v;
+        load_shared(address, v);
+        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    }
+}
+
+// Of an mma's results the sum that belongs to this thread's row; threads behind the second of a row have none.
+__device__ __forceinline__ float own_sum(u32 lane, const float (&sum)[4]) { return (lane & 1) ? sum[2] + sum[3] : sum[0] + sum[1]; }
+
+// Partial sums of a block of rows in a thread of a matrix warp. With scales on the tape `scaled` has them, of this thread's columns; else
+// `sums` as the matrix unit leaves them, and `x` the sums of x that belong to the offset of integers.
+struct CodedSums {
+    float sums[kRowGroups][4] = {};
+    float x[4] = {};
+    float scaled[kRowGroups] = {};
+
+    __device__ __forceinline__ float own(u32 lane, int group) const {
+        if constexpr (kScales > 0) return scaled[group];
+        const float sum = own_sum(lane, sums[group]);
+        return Code::kHasOffset ? sum - kUsualOffset * own_sum(lane, x) : sum;
+    }
+    __device__ __forceinline__ float part(u32 lane, int group) const { return own(lane, group) * kCodeFactor; }
+
+    // A warp's part of a tile, which begins at `at` (for this thread: 16 bytes for each thread in front of it). Returns what depends on all
+    // codes and scales that were read.
+    template <int kGroups, int kRows>
+    __device__ __forceinline__ u32 add(u32 lane, u32 at, u32 x_address) {
+        u32 loaded = 0, scales[kGroups][4], zeros[kGroups][4];
+        if constexpr (kScales > 0) {
+            const u32 first = at - lane * 16 + kRows * CodedWeights::kRowBytes;
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                const u32 row = group * 8 + (lane >> 2);
+                load_bytes<kScaleBytes>(first + row * kScaleBytes, scales[group]);
+                if constexpr (kZeroBytes > 0) load_bytes<kZeroBytes>(first + kRows * kScaleBytes + row * kZeroBytes, zeros[group]);
+                loaded |= scales[group][0] | (kZeroBytes > 0 ? zeros[group][0] : 0);
+            }
+        }
+        if constexpr (kScales == 1) {  // unrolled, this would need more registers than there are
+            begin_group<kGroups>();
+#pragma unroll 1
+            for (int load = 0; load < kLoads; ++load) loaded |= add_load<kGroups, kRows>(lane, at, x_address, load, scales, zeros);
+            end_group<kGroups>(lane, 0, scales, zeros);
+        } else {
+#pragma unroll
+            for (int load = 0; load < kLoads; ++load) loaded |= add_load<kGroups, kRows>(lane, at, x_address, load, scales, zeros);
+        }
+        return loaded;
+    }
+
+private:
+    static constexpr int kOperandsOfScale = kScales > 0 ? kOperands / kScales : kOperands;
+    // What 16 bytes of each thread and row add.
+    template <int kGroups, int kRows>
+    __device__ __forceinline__ u32 add_load(u32 lane, u32 at, u32 x_address, int load, const u32 (&scales)[kGroups][4],
+                                            const u32 (&zeros)[kGroups][4]) {
+        uint2 x_pairs[kOperandsOfLoad];
+        uint4 codes[kGroups];
+        u32 loaded = 0;
+        const u32 ones = opaque(kOnes);
+#pragma unroll
+        for (int i = 0; i < kOperandsOfLoad; ++i) load_shared(x_address + (load * kOperandsOfLoad + i) * 128, x_pairs[i]);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            load_shared(at + load * kRows * 64 + group * 512, codes[group]);
+            loaded |= codes[group].x;
+        }
+#pragma unroll
+        for (int i = 0; i < kOperandsOfLoad; ++i) {
+            const int operand = load * kOperandsOfLoad + i;
+            if (kScales > 1 && operand % kOperandsOfScale == 0) begin_group<kGroups>();
+            if constexpr (Code::kHasOffset) CodeFormat::mma(x, ones, ones, ones, ones, x_pairs[i].x, x_pairs[i].y);
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                const u32 all[4] = {codes[group].x, codes[group].y, codes[group].z, codes[group].w};
+                u32 q[Code::kWords], a[4];
+#pragma unroll
+                for (int k = 0; k < Code::kWords; ++k) q[k] = all[i * Code::kWords + k];
+                Code::expand(q, a, ones);
+                CodeFormat::mma(sums[group], a[0], a[1], a[2], a[3], x_pairs[i].x, x_pairs[i].y);
+            }
+            if (kScales > 1 && operand % kOperandsOfScale == kOperandsOfScale - 1)
+                end_group<kGroups>(lane, operand / kOperandsOfScale, scales, zeros);
+        }
+        return loaded;
+    }
+    template <int kGroups>
+    __device__ __forceinline__ void begin_group() {
+        if (kScales == 0) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            x[i] = 0;
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) sums[group][i] = 0;
+        }
+    }
+    template <int kGroups>
+    __device__ __forceinline__ void end_group(u32 lane, int i, const u32 (&scales)[kGroups][4], const u32 (&zeros)[kGroups][4]) {
+        if (kScales == 0) return;
+        const float own_x = own_sum(lane, x);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            float sum = own_sum(lane, sums[group]);
+            if constexpr (Code::kHasOffset) {
+                const float offset = kZeroBytes > 0 ? 1.0f + static_cast<float>(zeros[group][0] >> 8 * i & 0xff) * 0.0625f : kUsualOffset;
+                sum -= offset * own_x;
+            }
+            scaled[group] += Scale::get(scales[group], i) * sum;
+        }
+    }
+};
+
+}  // namespace kog
+#endif
