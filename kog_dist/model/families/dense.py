@@ -109,7 +109,7 @@ def lanes_of(spec: ModelSpec, columns: int = 0) -> int:
 
     Fewer for models so small that on a GPU the ways between products, of which lanes have more, cost more than their weights: a
     lane then has at least LANE_WEIGHTS of each layer that a token reads. Of quantised weights it has at least CODED_LANE_COLUMNS
-    of attention's output, so that none of the kernel's matrix warps is without some. Not for the smallest: they are for CPU ranks.
+    of attention's output, so that none of the kernel's matrix warps is without some. Not for the smallest, for CPU ranks.
     """
     ffn = 3 * spec.intermediate_size * spec.num_ffns_read
     layer_weights = spec.hidden_size * (2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + ffn)
