@@ -7,7 +7,7 @@ namespace kog {
 
 constexpr bool kKvCoded = kKvBits < 16;
 constexpr int kKvPairs = 16 / kKvBits;         // pairs of values in a register
-constexpr u32 kScaleBytes = kKvCoded ? 4 : 0;  // of a position of a head: the scales of its rows of K and V, binary16
+constexpr u32 kKvScaleBytes = kKvCoded ? 4 : 0;  // of a position of a head: the scales of its rows of K and V, binary16
 
 // A row's scale, by the largest magnitude in it, which gets the largest code: 7 significant bits, so that rounding a rounded row changes nothing.
 __device__ __forceinline__ float row_scale(float largest) {

@@ -30,12 +30,6 @@ __device__ __forceinline__ u32 masked_or(u32 value, u32 bits) {
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(value), "n"(kMask), "r"(bits));
     return v;
 }
-// Four FP8 numbers (E4M3), lowest byte first, as two pairs of binary16.
-__device__ __forceinline__ void widen_e4m3(u32 word, u32& first, u32& second) {
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
-        : "=r"(first), "=r"(second)
-        : "r"(word));
-}
 
 __device__ __forceinline__ u64 globaltimer_ns() {
     u64 now;
@@ -198,11 +192,6 @@ __device__ __forceinline__ void store_shared(u32 address, float v) {
 __device__ __forceinline__ float load_shared_f32(u32 address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-    return v;
-}
-__device__ __forceinline__ u32 load_shared_u16(u32 address) {
-    u16 v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
     return v;
 }
 __device__ __forceinline__ void store_shared(u32 address, u16 v) {

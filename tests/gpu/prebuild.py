@@ -46,9 +46,12 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
                 spec = ModelSpec(**{**DEMO, **overrides})
                 yield spec, {"weight_dtype": dtype, "kv_dtype": kv_dtype, **attention_options(spec)}
     elif group == "ranks":
+        from tests.gpu.rank_bodies import KV_OF_VARIANT
         from tests.gpu.rank_bodies import VARIANTS as OF_RANKS
 
-        yield from ((spec, options) for spec in OF_RANKS.values() for options in ({"partition_batches": 1}, {}))
+        for name, spec in OF_RANKS.items():
+            options = {"kv_dtype": KV_OF_VARIANT.get(name, "bfloat16")}
+            yield from ((spec, {**options, **more}) for more in ({"partition_batches": 1}, {}))
     elif group == "demo":
         checkpoint = open_checkpoint(Path(str(resources.files("kog_dist"))) / "models" / "demo", verify=False)
         dtypes = ({"weight_dtype": checkpoint.dtype, "kv_dtype": kv_dtype} for kv_dtype in ("bfloat16", "float16"))

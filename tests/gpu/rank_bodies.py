@@ -34,7 +34,9 @@ VARIANTS = {
     "head of all lanes": replace(SPEC, head_type=HeadType.LANE, shared_norm_scale=False, vocab_size=997),
     "head by lane": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL),
     "head by lane, all blocking": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, shared_norm_scale=False, delay=0),
+    "all blocking, cache of fp8": replace(SPEC, delay=0, own_head_dim=32),
 }
+KV_OF_VARIANT = {"all blocking, cache of fp8": "fp8"}  # others: bfloat16
 PROMPT = [(7 * i + 3) % SPEC.vocab_size for i in range(40)]
 
 
@@ -80,6 +82,8 @@ def _kernel(context: RankContext, *, processors: bool) -> AbstractContextManager
     from kog_dist.workers.cuda.random_weights import random_weights
 
     variant = VARIANTS[str(context.arguments["variant"])]
-    shape = rank_shape(context, variant, partition_batches=1)  # 128 positions: answers come to attention's second part
+    kv_dtype = KV_OF_VARIANT.get(str(context.arguments["variant"]), "bfloat16")
+    # 128 positions: answers come to attention's second part.
+    shape = rank_shape(context, variant, partition_batches=1, kv_dtype=kv_dtype)
     prepare(context, [shape], processors=processors)
     return rank_kernel(context, shape, random_weights(shape, 5), processors=processors)

@@ -6,7 +6,7 @@
 namespace kog {
 
 // Of a batch: 16 rows of K, 8 pairs of rows of V, and where they are coded the scales of each position's two rows.
-constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kBatchBytes = 2 * 16 * kRowBytes + 16 * kScaleBytes;
+constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kBatchBytes = 2 * 16 * kRowBytes + 16 * kKvScaleBytes;
 constexpr int kDimRegisters = kHeadDim / 8;  // 16-bit pairs: a thread's share of a row of K, or of a pair of positions of V
 constexpr int kShareRegisters = kDimRegisters / kKvPairs;  // that it takes in the cache
 static_assert(kHeadDim % 16 == 0 && kShareRegisters % 2 == 0, "the matrix unit takes 16 dimensions at a time, a load two registers");
@@ -109,7 +109,7 @@ struct CacheReader {
         return batch_at(rows, batch) + (16 * kRowBytes + (lane & 3) * (2 * kRowBytes) + (lane >> 2) * kChunkBytes);
     }
     __device__ __forceinline__ unsigned char* scales_at(const Rows& rows, u32 batch) const {
-        return batch_at(rows, batch) + (2 * 16 * kRowBytes + opaque(this->lane) * kScaleBytes);
+        return batch_at(rows, batch) + (2 * 16 * kRowBytes + opaque(this->lane) * kKvScaleBytes);
     }
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;

@@ -15,7 +15,7 @@ struct E4m3 {
     static constexpr bool kHasOffset = false;
     static __device__ __forceinline__ void expand(const u32 (&q)[2], u32 (&a)[4], u32) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) widen_e4m3(q[i], a[2 * i], a[2 * i + 1]);
+        for (int i = 0; i < 2; ++i) a[2 * i] = expand_e4m3(q[i]), a[2 * i + 1] = expand_e4m3(q[i], true);
     }
 };
 // FP4: sign, two bits of exponent, one of significand; as bfloat16, whose subnormal numbers are the subnormal ones.

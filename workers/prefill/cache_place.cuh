@@ -6,7 +6,7 @@
 
 namespace kog {
 
-constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kBatchBytes = 2 * kBatch * kRowBytes + kBatch * kScaleBytes;
+constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kBatchBytes = 2 * kBatch * kRowBytes + kBatch * kKvScaleBytes;
 constexpr u32 kCachedHeads = kLanes * kKvHeads;
 
 __device__ __forceinline__ bool is_finite_pair(u32 packed) {
@@ -25,7 +25,7 @@ struct CachePlace {
         unsigned char* at = reinterpret_cast<unsigned char*>(cache) + batch * kBatchBytes;
         key_row = at + row * kRowBytes;
         value_pair = at + kBatch * kRowBytes + (row >> 1) * 2 * kRowBytes;
-        scales = at + 2 * kBatch * kRowBytes + row * kScaleBytes;
+        scales = at + 2 * kBatch * kRowBytes + row * kKvScaleBytes;
     }
 };
 
@@ -54,7 +54,7 @@ struct CachedItems {
         // Of codes:
         __device__ __forceinline__ u32* key_codes(u32 odd) const { return reinterpret_cast<u32*>(place.key_row + odd * kRowBytes) + four; }
         __device__ __forceinline__ uint2* value_codes() const { return reinterpret_cast<uint2*>(place.value_pair) + four; }
-        __device__ __forceinline__ u32* scales(u32 odd) const { return reinterpret_cast<u32*>(place.scales + odd * kScaleBytes); }
+        __device__ __forceinline__ u32* scales(u32 odd) const { return reinterpret_cast<u32*>(place.scales + odd * kKvScaleBytes); }
     };
     __device__ __forceinline__ Item item(u32 index) const {
         const u32 four = index % kFours, head = index / kFours % kCachedHeads, split = index / (kFours * kCachedHeads) % kSplits;

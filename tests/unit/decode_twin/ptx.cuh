@@ -332,16 +332,7 @@ inline void load_shared(u32 address, uint4& v) { v = twin_at<uint4>(address); }
 inline void load_shared(u32 address, uint2& v) { v = twin_at<uint2>(address); }
 template <u32 kMask>
 u32 masked_or(u32 value, u32 bits) { return (value & kMask) | bits; }
-inline u32 twin_widen_e4m3(u32 code) {  // 8 + 1 bits of exponent and significand, and the sign
-    return twin_bits<u16>(static_cast<_Float16>(static_cast<float>(twin_bits<_Float16>(static_cast<u16>((code & 0x7f) << 7 | (code & 0x80) << 8))) * 256));
-}
-inline void widen_e4m3(u32 word, u32& first, u32& second) {
-    u32 wide[4];
-    for (int i = 0; i < 4; ++i) wide[i] = twin_widen_e4m3(word >> 8 * i & 0xff);
-    first = wide[0] | wide[1] << 16, second = wide[2] | wide[3] << 16;
-}
 inline u32 load_shared_u8(u32 address) { return twin_at<unsigned char>(address); }
-inline u32 load_shared_u16(u32 address) { return twin_at<u16>(address); }
 inline u32 load_shared_u32(u32 address) { return *const_cast<volatile u32*>(&twin_at<u32>(address)); }
 inline float load_shared_f32(u32 address) { return twin_at<float>(address); }
 inline void store_shared(u32 address, float v) { twin_at<float>(address) = v; }
