@@ -16,10 +16,18 @@ from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.prediction import LAYER_S, architecture, most_tokens_per_s, predictions
-from kog_dist.launch.target import Target, cpu_matrix_bytes, dequantised_bytes, model_folder, plan_target, why_not_on_gpus
+from kog_dist.launch.target import (
+    Target,
+    cpu_matrix_bytes,
+    dequantised_bytes,
+    kept_as,
+    model_folder,
+    plan_target,
+    why_not_on_gpus,
+)
 from kog_dist.model.checkpoint import has_weights
 from kog_dist.model.spec import ModelSpec
-from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised
+from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised, weight_bytes
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -64,8 +72,9 @@ def check(settings: LaunchConfig, *, deep: bool = False) -> str:
 
 
 def _per_token(opened: Checkpoint) -> str:
-    """What a token needs of quantised weights: nobody can tell from their files' size."""
-    return f" ({bytes_per_token(opened) / _MIB:.1f} MiB per token as they are)" if quantised(opened) else ""
+    """What a token needs of quantised weights and of experts: nobody can tell from their files' size."""
+    told = quantised(opened) or opened.spec.experts is not None
+    return f" ({bytes_per_token(opened) / _MIB:.1f} MiB per token as they are)" if told else ""
 
 
 def dry_run(settings: LaunchConfig) -> str:
@@ -79,7 +88,7 @@ def dry_run(settings: LaunchConfig) -> str:
     launcher = choose_launcher(settings, os.environ)
     target, obstacles = plan_target(settings, needs_weights=False)
     spec = target.checkpoint.spec
-    plan = make_plan(spec, target.world_size, staggered=target.device == "cuda")
+    plan = make_plan(spec, target.world_size, staggered=target.device == "cuda", checks_experts=settings.check_experts)
     check_plan(plan)
     steps = Counter(step.phase.name.lower() for step in plan.ranks[0].steps)
     sent = sum(step.publishes is not None for step in plan.ranks[0].steps)
@@ -95,7 +104,9 @@ def dry_run(settings: LaunchConfig) -> str:
     for rank in range(target.world_size):
         lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank)}"]
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
-    first, *others = predictions(_as_published(target, settings), bytes_per_token(target.checkpoint))
+    first, *others = predictions(
+        _as_published(target, settings), bytes_per_token(target.checkpoint), weight_bytes(target.checkpoint)
+    )
     lines += [f"predicted  {first}", *(f"           {other}" for other in others)]
     if reason := why_not_on_gpus(target.checkpoint):
         lines.append(f"note       {reason}; predicted is for GPUs that would read its weights as they are")
@@ -130,12 +141,18 @@ def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
     head_rows = sum(last - first for first, last in map(spec.vocab_slice, lanes))
     head_width = spec.hidden_size * (spec.num_lanes if spec.head_type.value == "lane" else 1)
     attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    layers = int(spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size) * share)
-    matrices = layers + head_rows * head_width
-    read = cpu_matrix_bytes(target.checkpoint) * matrices + 4 * norms * (1 if spec.shared_norm_scale else spec.num_lanes)
-    read += int(dequantised_bytes(target.checkpoint) * share)
+    router = spec.num_layers * spec.experts.num_experts * spec.hidden_size if spec.experts is not None else 0
+    norm_bytes = 4 * norms * (1 if spec.shared_norm_scale else spec.num_lanes)
+
+    def num_bytes(num_ffns: int, dequantised: int) -> int:
+        layers = int(spec.num_layers * (attention + num_ffns * 3 * spec.hidden_size * spec.intermediate_size) * share)
+        matrices = layers + router + head_rows * head_width
+        return cpu_matrix_bytes(target.checkpoint) * matrices + norm_bytes + int(dequantised * share)
+
+    kept = num_bytes(spec.num_ffns, dequantised_bytes(target.checkpoint))
+    read = num_bytes(spec.num_ffns_read, dequantised_bytes(target.checkpoint, of_token=True))
     cache = 2 * spec.num_layers * spec.max_context * spec.lane_kv_heads * spec.head_dim * len(lanes)
-    return {"weights": read + 4 * embedding, "read": read, "cache": 4 * cache}
+    return {"weights": kept + 4 * embedding, "read": read, "cache": 4 * cache}
 
 
 def _place(target: Target, rank: int) -> str:
@@ -154,8 +171,7 @@ def _memory(target: Target, rank: int) -> str:
         }  # fmt: skip
         return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses) + _kept(target)
     uses = cpu_rank_bytes(target, rank)
-    kept = "16 bit" if cpu_matrix_bytes(target.checkpoint) == 2 and not quantised(target.checkpoint) else "float32"
-    weights = f"{_size(uses['weights'])} weights in {kept} ({_size(uses['read'])} read per token)"
+    weights = f"{_size(uses['weights'])} weights in {kept_as(target.checkpoint)} ({_size(uses['read'])} read per token)"
     form = "" if target.kv_dtype == "float32" else f" ({target.kv_dtype} values kept in float32)"
     return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{form}{_kept(target)}"
 

@@ -27,10 +27,12 @@ GPUS: Final = (GpuModel("H100", 3.12e12, 78 * _GIB), GpuModel("H200", 4.57e12, 1
 
 def architecture(spec: ModelSpec) -> str:
     """One line about a model's shape."""
+    experts = spec.experts
+    ffn = "FFN" if experts is None else f"{experts.num_experts} experts, {experts.per_token} of them chosen, of"
     parts = [
         f"{spec.num_layers} layers of {spec.hidden_size}",
         f"{spec.num_heads} query and {spec.num_kv_heads} KV heads of {spec.head_dim}",
-        f"FFN {spec.intermediate_size}", f"vocabulary {spec.vocab_size}{' (tied)' if spec.tied_embeddings else ''}",
+        f"{ffn} {spec.intermediate_size}", f"vocabulary {spec.vocab_size}{' (tied)' if spec.tied_embeddings else ''}",
         f"context {spec.max_context}", f"{spec.num_lanes} lane{'s' if spec.num_lanes > 1 else ''} with delay {spec.delay}",
     ]  # fmt: skip
     if spec.window_layers:
@@ -39,7 +41,12 @@ def architecture(spec: ModelSpec) -> str:
         parts.append(f"{spec.rope_scaling.rope_type} rope")
     parts += [
         text
-        for text, is_so in (("QKV bias", spec.qkv_bias), ("bias of attention's output", spec.out_bias), ("QK norm", spec.qk_norm))
+        for text, is_so in (
+            ("attention sinks", spec.attention_sinks),
+            ("QKV bias", spec.qkv_bias),
+            ("bias of attention's output", spec.out_bias),
+            ("QK norm", spec.qk_norm),
+        )
         if is_so
     ]
     return ", ".join(parts)
@@ -56,17 +63,17 @@ def most_tokens_per_s(spec: ModelSpec, read_bytes: float, bytes_s: float) -> flo
     return 1.0 / max(read_bytes / bytes_s, spec.num_layers * LAYER_S + _TOKEN_S)
 
 
-def predictions(spec: ModelSpec, read: int) -> list[str]:
+def predictions(spec: ModelSpec, read: int, kept: int) -> list[str]:
     """For each number of GPUs that the model's lanes can be split over: memory of each GPU, and what it reaches at most.
 
-    Each reads its share of the weights, `read` bytes in all, for each token; the embedding table lies whole on every GPU.
-    Communication is not counted.
+    Each keeps its share of the weights, `kept` bytes in all, and reads for each token its share of `read` of them; the embedding
+    table lies whole on every GPU. Communication is not counted.
     """
     table = spec.vocab_size * spec.hidden_size * _BYTES
     cache = kv_bytes(spec, spec.max_context)
     lines = []
     for count in (n for n in (1, 2, 4, 8) if spec.num_lanes % n == 0):
-        needed = read // count + table + cache // count
+        needed = kept // count + table + cache // count
         reached = ", ".join(_reached(spec, gpu, needed, read / count, cache / count) for gpu in GPUS)
         lines.append(f"{count} GPU{'s' if count > 1 else ' '} {needed / _GIB:6.1f} GiB each: {reached}")
     return lines

@@ -138,9 +138,11 @@ def _why_cpu(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
 
 
 def why_not_on_gpus(checkpoint: Checkpoint) -> str:
-    """Why the kernel does not read a model's quantised weights; empty if it does, or if they are 16 bit."""
+    """What the kernel lacks of a model with experts, or why it does not read its quantised weights; empty if it does."""
     from kog_dist.workers.cuda.coded_source import coding_of
 
+    if checkpoint.spec.experts is not None:
+        return f"GPUs do not run experts{' and attention sinks' if checkpoint.spec.attention_sinks else ''} yet"
     try:
         coding_of(checkpoint)
     except ConfigError as error:
@@ -171,7 +173,7 @@ def _ranks_for(num_lanes: int) -> int:
 def cpu_matrix_bytes(checkpoint: Checkpoint) -> int:
     """Of a value of a matrix that CPU ranks keep: as it is stored if it is 16 bit and can be multiplied so, else float32.
 
-    Quantised matrices are float32 whatever the others are; see `dequantised_bytes`.
+    Quantised matrices are float32 whatever the others are, or codes; see `dequantised_bytes`.
     """
     if checkpoint.dtype == "float32":
         return _CPU_BYTES
@@ -179,11 +181,34 @@ def cpu_matrix_bytes(checkpoint: Checkpoint) -> int:
         return _CPU_BYTES if half_products.library() is None else 2
 
 
-def dequantised_bytes(checkpoint: Checkpoint) -> int:
-    """What quantised matrices take in CPU ranks in addition to `cpu_matrix_bytes` of each of their values."""
-    from kog_dist.model.weight_bytes import num_quantised
+def dequantised_bytes(checkpoint: Checkpoint, *, of_token: bool = False) -> int:
+    """What quantised matrices take in CPU ranks in addition to `cpu_matrix_bytes` of each of their values; less than 0 if less.
 
-    return (_CPU_BYTES - cpu_matrix_bytes(checkpoint)) * num_quantised(checkpoint)
+    `of_token`: of those alone that a token reads.
+    """
+    from kog_dist.model.weight_bytes import num_kept_coded, num_quantised
+
+    width, coded, coded_bytes = cpu_matrix_bytes(checkpoint), 0, 0
+    if keeps_codes(checkpoint):
+        coded, coded_bytes = num_kept_coded(checkpoint, of_token=of_token)
+    dequantised = num_quantised(checkpoint, of_token=of_token) - coded
+    return (_CPU_BYTES - width) * dequantised + coded_bytes - width * coded
+
+
+def kept_as(checkpoint: Checkpoint) -> str:
+    """In what CPU ranks keep most weights, for people."""
+    from kog_dist.model.weight_bytes import quantised
+
+    if keeps_codes(checkpoint):
+        return "MXFP4"
+    return "16 bit" if cpu_matrix_bytes(checkpoint) == 2 and not quantised(checkpoint) else "float32"
+
+
+def keeps_codes(checkpoint: Checkpoint) -> bool:
+    """Whether CPU ranks keep experts in MXFP4: those that are published so, where products of them can be had."""
+    from kog_dist.model.weight_bytes import num_kept_coded
+
+    return checkpoint.spec.experts is not None and half_products.library() is not None and num_kept_coded(checkpoint)[0] > 0
 
 
 def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
@@ -201,8 +226,9 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
     weights += dequantised
     if weights > available:
         have = f"{available / 2**30:.1f} GiB of memory are free here"
-        kept = "16 bit" if width == 2 and not dequantised else "float32"
-        error = LaunchError(f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights in {kept}, and {have}; use GPUs")
+        remedy = "use a machine with more" if why_not_on_gpus(target.checkpoint) else "use GPUs"
+        kept = kept_as(target.checkpoint)
+        error = LaunchError(f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights in {kept}, and {have}; {remedy}")
         return target, (error,)
     per_position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _CPU_BYTES * target.num_kv_caches
     room = (available - weights) * _SHARE_OF_MEMORY // 100 // per_position

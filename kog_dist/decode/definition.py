@@ -57,7 +57,8 @@ class Definition:
                 if sublayer is Sublayer.ATTENTION:
                     outputs = [self._attention(known, before, layer, lane, h[lane]) for lane in lanes]
                 else:
-                    outputs = [self._mlp(known, layer, lane, h[lane]) for lane in lanes]
+                    chosen = self._choice(known, layer, h)
+                    outputs = [self._mlp(known, layer, lane, h[lane], *chosen) for lane in lanes]
                 partials[sublayer, layer] = outputs
                 h = self._reduce(known, partials, layer, sublayer, h)
         self._head(known, h)
@@ -73,9 +74,18 @@ class Definition:
         known[Value(Kind.PARTIAL, layer, lane, Site.ATTENTION)] = partial = term("out", layer, lane, mixed)
         return partial
 
-    def _mlp(self, known: dict[Value, Term], layer: int, lane: int, h: Term) -> Term:
-        known[Value(Kind.ACTIVATION, layer, lane)] = activation = self.term("gate_up", layer, lane, h)
-        known[Value(Kind.PARTIAL, layer, lane, Site.MLP)] = partial = self.term("down", layer, lane, activation)
+    def _choice(self, known: dict[Value, Term], layer: int, h: list[Term]) -> tuple[Term, ...]:
+        """The experts of a layer: of the one stream, so that all ranks choose from the same term. Nothing in a model without."""
+        if self.spec.experts is None:
+            return ()
+        (shared,) = set(h)
+        known[Value(Kind.ROUTER_LOGITS, layer)] = logits = self.term("route", layer, shared)
+        known[Value(Kind.CHOICE, layer)] = choice = self.term("select", layer, logits)
+        return (choice,)
+
+    def _mlp(self, known: dict[Value, Term], layer: int, lane: int, h: Term, *chosen: Term) -> Term:
+        known[Value(Kind.ACTIVATION, layer, lane)] = activation = self.term("gate_up", layer, lane, h, *chosen)
+        known[Value(Kind.PARTIAL, layer, lane, Site.MLP)] = partial = self.term("down", layer, lane, activation, *chosen)
         return partial
 
     def _reduce(

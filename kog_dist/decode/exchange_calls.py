@@ -54,7 +54,7 @@ class ExchangeCalls:
         step = group.steps[0]
         terms = self.find.own_rows(step, Kind.STREAM if self.spec.pre_norm_lane_agg and step.site == Site.FINAL else Kind.PARTIAL)
         own_sum, scratch = self.memory.rows(step.writes[0]), self.tree
-        publish = self._publisher(step.publishes)
+        publish = self.publisher(step.publishes)
 
         def run() -> None:
             lane_math.tree_sum(terms, scratch, own_sum)
@@ -86,7 +86,7 @@ class ExchangeCalls:
             return lambda: _scale_into(total, share, target)
         own = self.find.own_rows(step, Kind.PARTIAL).reshape(-1)
         target = self.memory.rows(step.writes[0])
-        publish, collect = self._publisher(step.publishes), self._collector(step.waits)
+        publish, collect = self.publisher(step.publishes), self.collector(step.waits)
 
         def run() -> None:
             publish(own)
@@ -97,7 +97,7 @@ class ExchangeCalls:
     def _gather(self, group: Group) -> Run:
         step, spec, cursor = group.steps[0], self.spec, self.cursor
         own = self.find.own_rows(step, Kind.LOGITS)
-        publish, collect, is_root = self._publisher(step.publishes), self._collector(step.waits), bool(step.writes)
+        publish, collect, is_root = self.publisher(step.publishes), self.collector(step.waits), bool(step.writes)
         slices = [spec.vocab_slice(lane) for lane in range(spec.num_lanes)]
 
         def run() -> None:
@@ -111,7 +111,7 @@ class ExchangeCalls:
     def _sample(self, group: Group) -> Run:
         step, cursor = group.steps[0], self.cursor
         rows = self.find.own_rows(step, Kind.LOGITS)
-        publish, collect = self._publisher(step.publishes), self._collector(step.waits)
+        publish, collect = self.publisher(step.publishes), self.collector(step.waits)
         bounds = [self.spec.vocab_slice(lane) for lane in self.memory.lanes]
         slices = [row[: last - first] for row, (first, last) in zip(rows, bounds, strict=True)]
         own = np.zeros(2 * len(slices) + 1, np.float32)
@@ -168,7 +168,8 @@ class ExchangeCalls:
 
         return address
 
-    def _publisher(self, message: Message | None) -> Callable[[Array], None]:
+    def publisher(self, message: Message | None) -> Callable[[Array], None]:
+        """A call that publishes this rank's row as a message of the current token."""
         comm = self.comm
         if message is None or comm is None:
             return lambda values: None
@@ -180,7 +181,8 @@ class ExchangeCalls:
 
         return publish
 
-    def _collector(self, message: Message | None) -> Callable[[Array], Array]:
+    def collector(self, message: Message | None) -> Callable[[Array], Array]:
+        """A call with this rank's row, which waits for those of all ranks; on one rank it gives the row itself."""
         comm = self.comm
         if message is None or comm is None:
             return lambda own: own

@@ -139,6 +139,7 @@ class Flow:
             Phase.HEAD_INPUT: lanes * spec.hidden_size,
             Phase.GATHER: lanes * spec.vocab_slice(0)[1],
             Phase.SAMPLE: 2 * lanes + 1,  # value and id per lane; the stop bit
+            Phase.SELECT: spec.num_ffns_read,
         }[step.phase]
         room = self.plan.mailbox_by_name[message.mailbox].length
         if room != length:
@@ -209,6 +210,10 @@ class Flow:
                 return term("embedding", token)
             case Phase.ATTEND:
                 return term("attend", layer, lane, *inputs)
+            case Phase.ROUTE:
+                return term("route", layer, *inputs)
+            case Phase.SELECT:  # where ranks compare their choices, of the logits of all of them
+                return term("select", layer, *inputs[:1]) if len(set(inputs)) == 1 else term("differing choices", *inputs)
             case Phase.OUT | Phase.GATE_UP | Phase.DOWN:
                 return term(step.phase.name.lower(), layer, lane, *inputs)
             case Phase.SUM | Phase.TOTAL:

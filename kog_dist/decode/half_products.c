@@ -1,4 +1,4 @@
-/* Products of 16-bit matrices and float32 vectors, for CPU ranks. A row's sum has an order that its length alone decides, so
+/* Products of 16-bit and MXFP4 matrices and float32 vectors, for CPU ranks. A row's sum has an order that its length alone decides, so
    its bits depend neither on the other rows nor on how many there are. */
 #include <stddef.h>
 #include <stdint.h>
@@ -82,4 +82,57 @@ void kog_bfloat16_products(const struct half_product *products, size_t count, fl
 }
 void kog_float16_products(const struct half_product *products, size_t count, float *scratch) {
     multiply(products, count, scratch, kFloat16);
+}
+
+/* A matrix of MXFP4 codes, two columns in a byte, the even one in the lower half. Groups of 32 columns of a row share a scale, 2 to
+   the power of its byte less 127; 0 counts as 0. A row begins with `skew` columns that are none, and ends with such: their codes
+   are 0, and `steps` of 128 columns are whole. `columns` and `skew` are multiples of 8. */
+struct mxfp4_product {
+    const uint8_t *codes, *scales;
+    const float *vector;
+    float *product;
+    uint64_t rows, columns, skew, steps;
+};
+
+enum { kPerWord = 8, kStep = kPerWord * kWidth };
+typedef int32_t integers __attribute__((vector_size(4 * kWidth)));
+
+/* Twice the values of codes 0 to 7 are 0, 1, 2, 3, 4, 6, 8 and 12: a hexadecimal digit each. */
+static inline floats doubled_values(words codes) {
+    const words digits = (words){} + 0xc8643210u;
+    const floats magnitudes = __builtin_convertvector((integers)(digits >> ((codes & 7u) << 2) & 15u), floats);
+    return (floats)((words)magnitudes ^ ((codes & 8u) << 28));
+}
+
+/* `halves` has, of every step, half of the vector's values of columns 0, 8, ..., 120, then of 1, 9, ..., 121, and so on. */
+static inline float coded_row_times(const uint8_t *codes, const uint8_t *scales, const float *halves, size_t steps) {
+    const words places = {0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24};
+    floats sums = {};
+    for (size_t step = 0; step < steps; ++step, halves += kStep) {
+        words eights;
+        uint32_t four;
+        memcpy(&eights, codes + step * sizeof eights, sizeof eights);
+        memcpy(&four, scales + step * sizeof four, sizeof four);
+        floats lows = {}, highs = {};
+        for (unsigned int column = 0; column < kPerWord; column += 2) {
+            lows += doubled_values(eights >> 4 * column) * loaded(halves + column * kWidth);
+            highs += doubled_values(eights >> (4 * column + 4)) * loaded(halves + (column + 1) * kWidth);
+        }
+        sums += (lows + highs) * (floats)((((words){} + four) >> places & 255u) << 23);
+    }
+    return total(sums);
+}
+
+/* `scratch` has room for the longest vector and what makes its steps whole. */
+void kog_mxfp4_products(const struct mxfp4_product *products, size_t count, float *scratch) {
+    for (const struct mxfp4_product *one = products; one < products + count; ++one) {
+        memset(scratch, 0, one->steps * kStep * sizeof *scratch);
+        for (size_t at = 0; at < one->columns; ++at) {
+            const size_t column = at + one->skew, step = column / kStep, inner = column % kStep;
+            scratch[step * kStep + inner % kPerWord * kWidth + inner / kPerWord] = 0.5f * one->vector[at];
+        }
+        for (size_t row = 0; row < one->rows; ++row)
+            one->product[row] = coded_row_times(
+                one->codes + row * one->steps * (kStep / 2), one->scales + row * one->steps * sizeof(uint32_t), scratch, one->steps);
+    }
 }

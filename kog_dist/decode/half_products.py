@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices for CPU ranks: C (half_products.c), built for this machine at the first use and kept.
+"""Products of 16-bit and MXFP4 matrices for CPU ranks: C (half_products.c), built for this machine at the first use and kept.
 
 A decode step is bounded by the bytes of the weights, and NumPy multiplies nothing narrower than float32. Values are widened to
 float32 as they are read, so results differ from NumPy's by the order of additions alone. Without a C compiler weights are
@@ -19,11 +19,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.model.formats.mxfp4 import GROUP, STEP
 from kog_dist.model.weights import BFLOAT16
 from kog_dist.runtime.files import write_at_once
 from kog_dist.runtime.startup import compiling
@@ -42,12 +43,96 @@ class _Product(ctypes.Structure):
     )  # fmt: skip
 
 
+class _CodedProduct(ctypes.Structure):
+    _fields_ = (
+        ("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("vector", ctypes.c_void_p), ("product", ctypes.c_void_p),
+        ("rows", ctypes.c_uint64), ("columns", ctypes.c_uint64), ("skew", ctypes.c_uint64), ("steps", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class CodedOperands(NamedTuple):
+    """One lane's experts in MXFP4, as `mxfp4.kept` makes them: codes (E, rows, bytes), scales (E, rows, groups), and how
+    many columns come before the first one; vectors (K, columns) and products (K, rows).
+    """
+
+    codes: Array
+    scales: Array
+    skew: int
+    vectors: Array
+    products: Array
+
+
 def bound(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
     """A call that does product (rows,) = matrix (rows, columns) @ vector (columns,) for each (matrix, vector, product).
 
     Matrices are all float16, or all bfloat16 (`BFLOAT16`); vectors and products float32. All are C-contiguous, and stay where
     they are.
     """
+    run, _ = _bound(triples)
+    return run
+
+
+def bound_to_experts(operands: Sequence[tuple[Array, Array, Array]]) -> Callable[[Sequence[int]], None]:
+    """A call with the numbers of K experts: for each lane's (matrices, vectors, products) the product of each with its vector.
+
+    Matrices are (experts, rows, columns), vectors (K, columns), products (K, rows); otherwise as of `bound`.
+    """
+    assert all(matrices.flags.c_contiguous for matrices, _, _ in operands)
+    triples = [
+        (matrices[0], vector, product)
+        for matrices, vectors, products in operands
+        for vector, product in zip(vectors, products, strict=True)
+    ]
+    multiply, table = _bound(triples)
+    places = [  # by lane: its first entry in the table, and where experts lie
+        (lane * len(operands[0][1]), matrices.ctypes.data, matrices.strides[0]) for lane, (matrices, _, _) in enumerate(operands)
+    ]
+    kept = [matrices for matrices, _, _ in operands]
+
+    def run(chosen: Sequence[int]) -> None:
+        assert kept
+        for first, base, stride in places:
+            for at, expert in enumerate(chosen, first):
+                table[at].matrix = base + expert * stride
+        multiply()
+
+    return run
+
+
+def bound_to_coded_experts(operands: Sequence[CodedOperands]) -> Callable[[Sequence[int]], None]:
+    """`bound_to_experts` of MXFP4."""
+    path = library()
+    assert path is not None, "nobody keeps codes where there is no library"
+    function = ctypes.CDLL(str(path)).kog_mxfp4_products
+    function.restype = None
+    chosen_count = len(operands[0].vectors)
+    table = (_CodedProduct * (len(operands) * chosen_count))()
+    for idx, entry in enumerate(table):
+        one, place = operands[idx // chosen_count], idx % chosen_count
+        vector, product = one.vectors[place], one.products[place]
+        steps = -(-(len(vector) + one.skew) // STEP)
+        assert one.codes.shape[1:] == (len(product), steps * STEP // 2)
+        assert one.scales.shape[1:] == (len(product), steps * STEP // GROUP)
+        assert all(array.flags.c_contiguous for array in (one.codes, one.scales, vector, product))
+        assert len(vector) % 8 == one.skew % 8 == 0
+        entry.vector, entry.product, entry.skew = vector.ctypes.data, product.ctypes.data, one.skew
+        entry.rows, entry.columns, entry.steps = len(product), len(vector), steps
+    scratch = np.empty(max(one.codes.shape[2] * 2 for one in operands), np.float32)
+    at, count, kept = ctypes.c_void_p(scratch.ctypes.data), ctypes.c_size_t(len(table)), (scratch, *operands)
+    bases = [(one.codes.ctypes.data, one.codes.strides[0], one.scales.ctypes.data, one.scales.strides[0]) for one in operands]
+
+    def run(chosen: Sequence[int]) -> None:
+        assert kept
+        for lane, (codes, codes_stride, scales, scales_stride) in enumerate(bases):
+            for place, expert in enumerate(chosen, lane * chosen_count):
+                table[place].codes, table[place].scales = codes + expert * codes_stride, scales + expert * scales_stride
+        function(table, count, at)
+
+    return run
+
+
+def _bound(triples: Sequence[tuple[Array, Array, Array]]) -> tuple[Callable[[], None], ctypes.Array[_Product]]:
+    """The call, and its table: an entry for each triple, whose matrix may be replaced by another of the same shape."""
     dtype, path = triples[0][0].dtype, library()
     assert path is not None, "nobody has such matrices where there is no library"
     loaded = ctypes.CDLL(str(path))
@@ -68,7 +153,7 @@ def bound(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
         assert kept
         function(table, count, at)
 
-    return run
+    return run, table
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.decode.cursor import Choose, Cursor
 from kog_dist.decode.exchange_calls import ExchangeCalls, RankExchange
+from kog_dist.decode.expert_calls import ExpertCalls
 from kog_dist.decode.groups import Finder, Group, group_steps
 from kog_dist.decode.kv_formats import KV_FORMATS, group_of
 from kog_dist.decode.lane_calls import LaneCalls
@@ -119,7 +120,10 @@ class Interpreter:
         self._cursor = Cursor(plan, len(part.lanes), num_kv_caches, group_of(kv_dtype))
         find = Finder(rank, self.memory)
         makers = LaneCalls(find, weights, self._cursor, kv_dtype).makers
-        makers |= ExchangeCalls(find, weights, self._cursor, comm).makers
+        exchange = ExchangeCalls(find, weights, self._cursor, comm)
+        makers |= exchange.makers
+        if plan.spec.experts is not None:
+            makers |= ExpertCalls(find, weights, self._cursor, exchange).makers
         self._cells: dict[tuple[int, ...], int] = {}
         self._idents: dict[Value, int] = {}
         calls = [(group.when, self._compile(group, makers[group.phase])) for group in group_steps(part.steps)]

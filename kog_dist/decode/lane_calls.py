@@ -42,7 +42,8 @@ class LaneCalls:
         shared = all(array is arrays[0] for array in arrays)
         return arrays[0] if shared else np.stack(arrays)
 
-    def _lane_weights(self, group: Group, name: str) -> list[Array]:
+    def lane_weights(self, group: Group, name: str) -> list[Array]:
+        """What each lane of a group has under a name of `LayerWeights`."""
         return [getattr(self.weights.lanes[step.lane].layers[step.layer], name) for step in group.steps]
 
     def _embed(self, group: Group) -> Run:
@@ -56,10 +57,10 @@ class LaneCalls:
 
     def _normed_product(self, group: Group, streams: Array, norm: str, matrix: str, products: Array) -> Run:
         """Norm of the streams (n, D), or of the one that the lanes share (D,), then one product per lane."""
-        weight, eps = self._norm_weight(self._lane_weights(group, norm)), self.spec.norm_eps
+        weight, eps = self._norm_weight(self.lane_weights(group, norm)), self.spec.norm_eps
         inverse, normed = self._scratch(group, streams)
         inputs = normed if streams.ndim > 1 else [normed] * len(group.steps)
-        multiply = lane_math.products(list(zip(self._lane_weights(group, matrix), inputs, products, strict=True)))
+        multiply = lane_math.products(list(zip(self.lane_weights(group, matrix), inputs, products, strict=True)))
 
         def run() -> None:
             lane_math.rms_norm(streams, weight, eps, inverse, normed)
@@ -135,13 +136,13 @@ class LaneCalls:
         """What is added to the lanes' projected heads (n, heads, head_dim); None in a model without."""
         if not self.spec.qkv_bias:
             return None
-        return np.stack(self._lane_weights(group, "qkv_bias")).reshape(projected.shape)
+        return np.stack(self.lane_weights(group, "qkv_bias")).reshape(projected.shape)
 
     def _qk_norm(self, group: Group, heads: Array) -> Run | None:
         """The call that norms the lanes' query and key heads (n, heads, head_dim) in place; None in a model without."""
         if not self.spec.qk_norm:
             return None
-        q_norm, k_norm = (self._lane_weights(group, name)[0] for name in ("q_norm", "k_norm"))
+        q_norm, k_norm = (self.lane_weights(group, name)[0] for name in ("q_norm", "k_norm"))
         weight = np.stack([q_norm] * self.spec.lane_heads + [k_norm] * self.spec.lane_kv_heads)
         inverse, eps = self.memory.empty(*heads.shape[:2], 1), self.spec.norm_eps
         return lambda: lane_math.rms_norm(heads, weight, eps, inverse, heads)
@@ -157,6 +158,7 @@ class LaneCalls:
         heads = (len(group.steps), spec.lane_kv_heads, spec.lane_heads // spec.lane_kv_heads)
         queries, mixed = queries.reshape(*heads, spec.head_dim), mixed.reshape(*heads, spec.head_dim)
         scores, peaks, sums = (self.memory.empty(*heads, width) for width in (window, 1, 1))
+        sinks = np.stack(self.lane_weights(group, "sinks")).reshape(sums.shape) if spec.attention_sinks else None
         ones = self.memory.empty(window)
         ones[:] = 1
 
@@ -165,14 +167,14 @@ class LaneCalls:
             start = max(0, stop - window)
             seen, n = slice(start, stop), stop - start
             seen_keys, seen_values = keys[cursor.kv_cache][:, :, seen], values[cursor.kv_cache][:, :, seen]
-            lane_math.attend(queries, seen_keys, seen_values, scores[..., :n], ones[:n], peaks, sums, mixed)
+            lane_math.attend(queries, seen_keys, seen_values, scores[..., :n], ones[:n], peaks, sums, mixed, sinks)
 
         return run
 
     def _out(self, group: Group) -> Run:
         (mixed,), (partials,) = self.find.of(group, (Kind.MIXED,), (Kind.PARTIAL,))
         flat = mixed.reshape(len(mixed), -1)
-        return lane_math.products(list(zip(self._lane_weights(group, "wo"), flat, partials, strict=True)))
+        return lane_math.products(list(zip(self.lane_weights(group, "wo"), flat, partials, strict=True)))
 
     def _gate_up(self, group: Group) -> Run:
         (streams,), (activations,) = self.find.of(group, (Kind.STREAM,), (Kind.ACTIVATION,))
@@ -187,7 +189,7 @@ class LaneCalls:
 
     def _down(self, group: Group) -> Run:
         (activations,), (partials,) = self.find.of(group, (Kind.ACTIVATION,), (Kind.PARTIAL,))
-        return lane_math.products(list(zip(self._lane_weights(group, "w2"), activations, partials, strict=True)))
+        return lane_math.products(list(zip(self.lane_weights(group, "w2"), activations, partials, strict=True)))
 
     def _residual(self, group: Group) -> Run:
         kinds = tuple(value.kind for value in group.steps[0].reads)

@@ -61,20 +61,36 @@ def rotate_pairs(pairs: Array, cos: Array, sin: Array, scratch: Array, rotated: 
 
 
 def attend(
-    queries: Array, keys: Array, values: Array, scores: Array, ones: Array, peaks: Array, sums: Array, mixed: Array
+    queries: Array,
+    keys: Array,
+    values: Array,
+    scores: Array,
+    ones: Array,
+    peaks: Array,
+    sums: Array,
+    mixed: Array,
+    sinks: Array | None = None,
 ) -> None:
     """Softmax attention of one position, with `group` query heads to a KV head, already scaled by head_dim ** -0.5.
 
     queries: (n, kv_heads, group, head_dim); keys, values: (n, kv_heads, positions, head_dim); ones: (positions,), all 1.
     scores (n, kv_heads, group, positions), peaks and sums (n, kv_heads, group, 1) are scratch; mixed is the result, shaped as
-    queries. matmul and vecdot call BLAS once per lane and KV head.
+    queries. matmul and vecdot call BLAS once per lane and KV head. `sinks`, as sums: one more logit of each head, from which
+    nothing is mixed; its term is the last of the sum.
     """
     np.matmul(queries, keys.swapaxes(2, 3), out=scores)
     np.maximum.reduce(scores, axis=3, keepdims=True, out=peaks)
+    if sinks is not None:
+        np.maximum(peaks, sinks, out=peaks)
     np.subtract(scores, peaks, out=scores)
     for lane_scores in scores:
         np.exp(lane_scores, out=lane_scores)
     np.vecdot(scores, ones, out=sums[..., 0])
+    if sinks is not None:
+        np.subtract(sinks, peaks, out=peaks)
+        for lane_peaks in peaks:
+            np.exp(lane_peaks, out=lane_peaks)
+        np.add(sums, peaks, out=sums)
     np.matmul(scores, values, out=mixed)
     np.divide(mixed, sums, out=mixed)
 
@@ -89,6 +105,54 @@ def swiglu(gate_up: Array, activation: Array) -> None:
     np.add(activation, 1, out=activation)
     np.divide(gate, activation, out=activation)
     np.multiply(activation, up, out=activation)
+
+
+def clamped_swiglu(gate_up: Array, activation: Array, alpha: float, limit: float) -> None:
+    """`swiglu` of (u + 1) * g / (1 + exp(-alpha * g)), with g at most `limit` and u within -limit .. limit."""
+    width = activation.shape[1]
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    np.minimum(gate, limit, out=gate)
+    np.clip(up, -limit, limit, out=up)
+    np.multiply(gate, -alpha, out=activation)
+    for lane_row in activation:
+        np.exp(lane_row, out=lane_row)
+    np.add(activation, 1, out=activation)
+    np.divide(gate, activation, out=activation)
+    np.add(up, 1, out=up)
+    np.multiply(activation, up, out=activation)
+
+
+def select(logits: Array, scores: Array, is_normalised: bool, choice: Array) -> None:
+    """`choice` (2, K) = numbers of the experts with the largest `logits` (E,), ascending, and their weights.
+
+    Of equal logits the smaller numbers are chosen. Weights are those of a softmax over the chosen ones, or over all. `scores`
+    (E,) is scratch.
+    """
+    chosen = np.sort(np.argsort(-logits, kind="stable")[: choice.shape[1]])
+    np.subtract(logits, np.maximum.reduce(logits), out=scores)
+    np.exp(scores, out=scores)
+    terms = scores[chosen] if is_normalised else scores
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    choice[0] = chosen
+    np.divide(scores[chosen], total, out=choice[1])
+
+
+def chosen_products(operands: Sequence[tuple[Array, Array, Array]]) -> Callable[[Sequence[int]], None]:
+    """A call with the numbers of K experts, which does product (rows,) = matrix (rows, columns) @ vector (columns,) for each.
+
+    Each lane's (matrices (E, rows, columns), vectors (K, columns), products (K, rows)); otherwise as `products`.
+    """
+    if operands[0][0].dtype.itemsize == 2:
+        return half_products.bound_to_experts(operands)
+
+    def run(chosen: Sequence[int]) -> None:
+        for matrices, vectors, results in operands:
+            for expert, vector, result in zip(chosen, vectors, results, strict=True):
+                np.dot(matrices[expert], vector, out=result)
+
+    return run
 
 
 def tree_sum(terms: Array, scratch: Array, total: Array) -> None:

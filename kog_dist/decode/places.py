@@ -26,4 +26,6 @@ def with_place(spec: ModelSpec, record: WaitRecord) -> WaitRecord:
             layers = [layer for layer in range(spec.num_layers) if is_summed(spec, layer, sublayer)]
             layer = layers[record.slot] if record.slot < len(layers) else NONE
             return replace(record, phase=phase, layer=layer)
+    if record.label == "experts":
+        return replace(record, phase=Phase.SELECT, layer=record.slot)
     return replace(record, phase=_OTHERS[record.label]) if record.label in _OTHERS else record

@@ -56,11 +56,14 @@ class Plan:
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def make_plan(spec: ModelSpec, world_size: int, num_ctas: int = 128, *, staggered: bool = False) -> Plan:
+def make_plan(
+    spec: ModelSpec, world_size: int, num_ctas: int = 128, *, staggered: bool = False, checks_experts: bool = False
+) -> Plan:
     """The plan of `spec` on `world_size` ranks whose kernels have `num_ctas` compute CTAs.
 
     `staggered`: steps in the kernel's order (`order.product_order`); else phase by phase, which suits the interpreter, since it
     joins neighbouring lanes. Both make the same values, and are the same order where a rank hosts few lanes.
+    `checks_experts`: in every layer with experts each rank compares its choice with those of all others.
     Deterministic. Raises ConfigError if the lanes cannot be spread over the ranks or the sizes cannot be run.
     """
     if num_ctas < 1:
@@ -68,6 +71,9 @@ def make_plan(spec: ModelSpec, world_size: int, num_ctas: int = 128, *, staggere
     if spec.vocab_size > LARGEST_VOCAB:
         raise ConfigError(f"vocab_size {spec.vocab_size} is not supported: token ids must stay below {LARGEST_VOCAB}")
     spec.lanes_of_rank(0, world_size)  # raises if they cannot be spread
-    schedulers = [Scheduler(spec, rank, world_size, num_ctas, staggered=staggered) for rank in range(world_size)]
+    schedulers = [
+        Scheduler(spec, rank, world_size, num_ctas, staggered=staggered, checks_experts=checks_experts)
+        for rank in range(world_size)
+    ]
     ranks = tuple(scheduler.rank_plan() for scheduler in schedulers)
     return Plan(spec, world_size, num_ctas, schedulers[0].mailboxes(), ranks)

@@ -17,10 +17,13 @@ Values = tuple[Value, ...]
 class Scheduler:
     """Makes the `RankPlan` of one rank: phase by phase, or `staggered`, in the kernel's order of products."""
 
-    def __init__(self, spec: ModelSpec, rank: int, world_size: int, num_ctas: int, *, staggered: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, rank: int, world_size: int, num_ctas: int, *, staggered: bool, checks_experts: bool
+    ) -> None:
         self.spec, self.rank, self.world_size, self.num_ctas = spec, rank, world_size, num_ctas
         hosted = spec.lanes_of_rank(rank, world_size)
         self.lanes = tuple(hosted)
+        self.checks_experts = checks_experts and spec.experts is not None and world_size > 1
         self.streams = (NONE,) if spec.has_one_stream else self.lanes  # by the lane that they belong to
         self.products = product_order(spec, hosted) if staggered else plain_order(hosted, spec.num_layers)
         self.peers = tuple(peer for peer in range(world_size) if peer != rank)
@@ -52,6 +55,8 @@ class Scheduler:
             count = sum(key[0] == site for key in self.sequence)
             if count:  # one slot per layer: a slot is rewritten one token later
                 boxes.append(PlannedMailbox(site.name.lower(), count, spec.hidden_size, count))
+        if self.checks_experts and spec.experts is not None:
+            boxes.append(PlannedMailbox("experts", spec.num_layers, spec.experts.per_token, spec.num_layers))
         if spec.gathers_streams:
             lanes_in_row = num_lanes if spec.head_type is HeadType.LANE else 1
             boxes.append(PlannedMailbox("final", 1, spec.hidden_size * lanes_in_row, 1))
@@ -84,14 +89,28 @@ class Scheduler:
         self._add_reduction(Site.ATTENTION, layer, lanes)
 
     def _add_gate_up(self, layer: int, lanes: Sequence[int]) -> None:
+        chosen = self._choice(layer)
+        if chosen:
+            before, router_logits = self._stream(2 * layer + 1, NONE), Value(Kind.ROUTER_LOGITS, layer)
+            exchange = Message("experts", layer, self.peers) if self.checks_experts else None
+            self.steps.append(Step(Phase.ROUTE, layer, reads=(before,), writes=(router_logits,)))
+            self.steps.append(Step(Phase.SELECT, layer, NONE, NONE, (router_logits,), chosen, exchange, exchange))
+
         def values(lane: int) -> tuple[Values, Values]:
-            return (self._stream(2 * layer + 1, lane),), (activation(layer, lane),)
+            return (self._stream(2 * layer + 1, lane), *chosen), (activation(layer, lane),)
 
         self._per_lane(Phase.GATE_UP, values, lanes, layer)
 
     def _add_down(self, layer: int, lanes: Sequence[int]) -> None:
-        self._per_lane(Phase.DOWN, lambda lane: ((activation(layer, lane),), (partial(Site.MLP, layer, lane),)), lanes, layer)
+        def values(lane: int) -> tuple[Values, Values]:
+            return (activation(layer, lane), *self._choice(layer)), (partial(Site.MLP, layer, lane),)
+
+        self._per_lane(Phase.DOWN, values, lanes, layer)
         self._add_reduction(Site.MLP, layer, lanes)
+
+    def _choice(self, layer: int) -> Values:
+        """What says which experts a token has; nothing in a model without."""
+        return () if self.spec.experts is None else (Value(Kind.CHOICE, layer),)
 
     def _add_reduction(self, site: Site, layer: int, lanes: Sequence[int]) -> None:
         """What follows the outputs of `lanes`: the own lanes' sum if anybody needs it and it is whole now, and the streams' next

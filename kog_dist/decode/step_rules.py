@@ -15,13 +15,20 @@ def value_name(value: Value) -> str:
     return " ".join(parts)
 
 
+_PER_LAYER = (
+    Phase.QKV, Phase.ATTEND, Phase.OUT, Phase.ROUTE, Phase.SELECT, Phase.GATE_UP, Phase.DOWN, Phase.RESIDUAL,
+)  # fmt: skip
+_PER_RANK = (Phase.SUM, Phase.TOTAL, Phase.HEAD_INPUT, Phase.GATHER, Phase.SAMPLE, Phase.ROUTE, Phase.SELECT)
+
+
 def malformed(spec: ModelSpec, part: RankPlan, step: Step) -> Iterator[str]:
     """What is wrong with a step by itself: labels, kinds of what it reads, and that it writes what its labels say."""
     layer, lane, site = step.layer, step.lane, step.site
-    per_layer = step.phase in (Phase.QKV, Phase.ATTEND, Phase.OUT, Phase.GATE_UP, Phase.DOWN, Phase.RESIDUAL) or (
-        step.phase in (Phase.SUM, Phase.TOTAL) and site != Site.FINAL
-    )
-    per_lane = step.phase not in (Phase.SUM, Phase.TOTAL, Phase.HEAD_INPUT, Phase.GATHER, Phase.SAMPLE)
+    per_layer = step.phase in _PER_LAYER or (step.phase in (Phase.SUM, Phase.TOTAL) and site != Site.FINAL)
+    per_lane = step.phase not in _PER_RANK
+    if spec.experts is None and step.phase in (Phase.ROUTE, Phase.SELECT):
+        yield "the model has no experts"
+        return
     if spec.has_one_stream and step.phase in (Phase.EMBED, Phase.RESIDUAL, Phase.FINAL_NORM):
         per_lane = False
     if (0 <= layer < spec.num_layers) != per_layer or (not per_layer and layer != NONE):
@@ -47,8 +54,8 @@ def malformed(spec: ModelSpec, part: RankPlan, step: Step) -> Iterator[str]:
 
 
 def _wrong_messages(part: RankPlan, step: Step) -> Iterator[str]:
-    may_publish = step.phase in (Phase.SUM, Phase.HEAD_INPUT, Phase.GATHER, Phase.SAMPLE)
-    may_wait = step.phase in (Phase.TOTAL, Phase.HEAD_INPUT, Phase.GATHER, Phase.SAMPLE)
+    may_publish = step.phase in (Phase.SUM, Phase.HEAD_INPUT, Phase.GATHER, Phase.SAMPLE, Phase.SELECT)
+    may_wait = step.phase in (Phase.TOTAL, Phase.HEAD_INPUT, Phase.GATHER, Phase.SAMPLE, Phase.SELECT)
     for message, allowed, verb in ((step.publishes, may_publish, "publishes to"), (step.waits, may_wait, "waits for")):
         if message is not None and not allowed:
             yield f"{verb} peers, which the phase does not do"
@@ -69,6 +76,10 @@ def _written(spec: ModelSpec, part: RankPlan, step: Step) -> tuple[Value, ...]:
             return (Value(Kind.MIXED, layer, lane),)
         case Phase.OUT | Phase.DOWN:
             return (Value(Kind.PARTIAL, layer, lane, Site.ATTENTION if step.phase is Phase.OUT else Site.MLP),)
+        case Phase.ROUTE:
+            return (Value(Kind.ROUTER_LOGITS, layer),)
+        case Phase.SELECT:
+            return (Value(Kind.CHOICE, layer),)
         case Phase.GATE_UP:
             return (Value(Kind.ACTIVATION, layer, lane),)
         case Phase.SUM:
@@ -94,17 +105,22 @@ def _written(spec: ModelSpec, part: RankPlan, step: Step) -> tuple[Value, ...]:
 def _readable(spec: ModelSpec, part: RankPlan, step: Step) -> tuple[tuple[Kind, ...], ...]:
     """The combinations of kinds that a phase can read."""
     lanes = len(part.lanes)
+    chosen = () if spec.experts is None else (Kind.CHOICE,)
     match step.phase:
         case Phase.EMBED:
             return ((),)
-        case Phase.QKV | Phase.GATE_UP | Phase.FINAL_NORM:
+        case Phase.QKV | Phase.ROUTE | Phase.FINAL_NORM:
             return ((Kind.STREAM,),)
+        case Phase.SELECT:
+            return ((Kind.ROUTER_LOGITS,),)
+        case Phase.GATE_UP:
+            return ((Kind.STREAM, *chosen),)
         case Phase.ATTEND:
             return ((Kind.QUERY, Kind.CACHE),)
         case Phase.OUT:
             return ((Kind.MIXED,),)
         case Phase.DOWN:
-            return ((Kind.ACTIVATION,),)
+            return ((Kind.ACTIVATION, *chosen),)
         case Phase.SUM:
             of_streams = step.site == Site.FINAL and spec.pre_norm_lane_agg
             return ((Kind.STREAM if of_streams else Kind.PARTIAL,) * lanes,)

@@ -30,6 +30,8 @@ class Phase(enum.IntEnum):
     HEAD_INPUT = 11
     GATHER = 12
     SAMPLE = 13
+    ROUTE = 14  # logits of a layer's experts, from the stream that all lanes share
+    SELECT = 15  # which of them the token's FFN is made of
 
 
 def phase_enum() -> str:
@@ -74,6 +76,8 @@ class Kind(enum.IntEnum):
     LOGITS = 9  # of a lane's slice of the vocabulary
     ALL_LOGITS = 10
     TOKEN = 11
+    ROUTER_LOGITS = 12  # of a layer's experts
+    CHOICE = 13  # (2, K): numbers of the chosen experts, ascending, and their weights
 
 
 class Value(NamedTuple):

@@ -60,7 +60,9 @@ def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0, quan
     layouts = tensor_layouts(spec)
     names = family.stored_names(spec, layouts)
     files, place = open_shards(folder, manifest)
-    if quantisation is not None:
+    if family.unstack is not None:
+        place = family.unstack(folder, spec, place, quantisation is not None)
+    elif quantisation is not None:
         shapes = {stored.name: stored.shape(layouts[name]) for name, stored in names.items() if name != EMBEDDING}
         place = with_matrices(folder, quantisation, place, shapes)
     extra = () if quantisation is None else IGNORED

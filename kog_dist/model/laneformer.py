@@ -17,18 +17,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.kv_oracle import KvForm, attend_in_groups, kv_form
+from kog_dist.model.lane_experts import LaneExperts
+from kog_dist.model.lane_linear import LaneLinear, lane_matmul
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
-
-
-class LaneLinear(nn.Module):
-    """One matrix per lane; `weight` is (lanes, out, in)."""
-
-    def __init__(self, lanes: int, out_features: int, in_features: int, *, has_bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(lanes, out_features, in_features))
-        if has_bias:
-            self.bias = nn.Parameter(torch.zeros(lanes, out_features))
 
 
 class HeadNorm(nn.Module):
@@ -60,17 +52,6 @@ class LaneNorm(nn.Module):
         """Normalise `stream` (lanes or 1, batch, time, hidden); per-lane scales give all lanes."""
         weight = self.scale[:, None, None, :] if self.per_lane else self.weight
         return stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + self.eps) * weight
-
-
-def lane_matmul(stream: Tensor, weight: Tensor) -> Tensor:
-    """Each lane's `stream` (lanes or 1, batch, time, in) times its `weight` (lanes, out, in): (lanes, batch, time, out)."""
-    lanes, out_features, in_features = weight.shape
-    batch, time = stream.shape[1], stream.shape[2]
-    if stream.shape[0] == 1:  # all lanes read the same rows: one wide product instead of `lanes` copies
-        wide = functional.linear(stream[0], weight.reshape(lanes * out_features, in_features))
-        return wide.view(batch, time, lanes, out_features).permute(2, 0, 1, 3)
-    rows = stream.reshape(lanes, batch * time, in_features)
-    return torch.bmm(rows, weight.transpose(1, 2)).view(lanes, batch, time, out_features)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -124,6 +105,9 @@ class LaneAttention(nn.Module):
         if spec.out_bias:
             self.wo.bias = nn.Parameter(torch.zeros(d))  # of the sum over lanes: the first one adds it
         self.has_out_bias = spec.out_bias
+        if spec.attention_sinks:
+            self.sinks = nn.Parameter(torch.zeros(lanes, self.heads))
+        self.has_sinks = spec.attention_sinks
         if spec.qk_norm:
             self.q_norm, self.k_norm = HeadNorm(spec), HeadNorm(spec)
         self.has_bias, self.has_norms = spec.qkv_bias, spec.qk_norm
@@ -152,6 +136,9 @@ class LaneAttention(nn.Module):
         return torch.cat((partial[:1] + self.wo.bias, partial[1:])) if self.has_out_bias else partial
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, window_mask: BlockMask | None) -> Tensor:
+        if self.has_sinks:
+            assert self.kv_form is None or not self.kv_form.group, "only formats without groups go with sinks here"
+            return self._attend_with_sinks(query, key, value)
         if self.kv_form is not None and self.kv_form.group:
             return attend_in_groups(query, key, value, self.kv_form, self.window)
         grouped = self.heads != self.kv_heads
@@ -162,12 +149,26 @@ class LaneAttention(nn.Module):
             result = flex_attention(query, key, value, block_mask=window_mask, enable_gqa=grouped)
             assert isinstance(result, Tensor)
             return result
+        seen = self._seen(query, key)
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=grouped)
+
+    def _seen(self, query: Tensor, key: Tensor) -> Tensor:
+        """Which keys each of the last positions sees, (time, keys)."""
+        time, num_keys = query.shape[2], key.shape[2]
         key_pos = torch.arange(num_keys, device=query.device)
         query_pos = torch.arange(num_keys - time, num_keys, device=query.device)[:, None]
         seen = key_pos <= query_pos
-        if self.window is not None:
-            seen &= key_pos > query_pos - self.window
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=grouped)
+        return seen if self.window is None else seen & (key_pos > query_pos - self.window)
+
+    def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Of each head the softmax has one more logit, which nothing is mixed from."""
+        group = self.heads // self.kv_heads
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        scores = (query @ key.transpose(2, 3)) * self.head_dim**-0.5
+        scores = scores.masked_fill(~self._seen(query, key), -math.inf)
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        mixed: Tensor = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1] @ value
+        return mixed
 
 
 class LaneFeedForward(nn.Module):
@@ -194,7 +195,7 @@ class LaneLayer(nn.Module):
         self.attention_norm = LaneNorm(spec, per_lane=not spec.shared_norm_scale)
         self.attention = LaneAttention(spec, layer_idx)
         self.ffn_norm = LaneNorm(spec, per_lane=not spec.shared_norm_scale)
-        self.feed_forward = LaneFeedForward(spec)
+        self.feed_forward = LaneFeedForward(spec) if spec.experts is None else LaneExperts(spec, spec.experts)
 
 
 class LaneStack(nn.Module):
@@ -248,7 +249,7 @@ class Laneformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         spec = self.spec
         for name, parameter in self.named_parameters():
-            if "norm" in name or name.endswith(".bias"):
+            if "norm" in name or name.endswith((".bias", ".sinks")):
                 continue
             std = 0.05 if "tok_embeddings" in name else 0.5 * parameter.shape[-1] ** -0.5
             if name.endswith(("wo.weight", "w2.weight")):  # L lanes add up, in every layer

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from kog_dist.model.spec import HeadType, ModelSpec
 
 EMBEDDING = "model.tok_embeddings.weight"
+SINKS = ".attention.sinks"
+EXPERTS = ".feed_forward.experts."  # within the names of all that one expert has
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,14 @@ class TensorLayout:
 def layer_prefix(layer_idx: int) -> str:
     """Start of the names of a layer's tensors."""
     return f"model.layers.{layer_idx}."
+
+
+def ffn_prefixes(spec: ModelSpec, layer_idx: int) -> list[str]:
+    """Start of the names of the tensors of a layer's FFN, or of each of its experts."""
+    prefix = layer_prefix(layer_idx).rstrip(".")
+    if spec.experts is None:
+        return [f"{prefix}.feed_forward."]
+    return [f"{prefix}{EXPERTS}{expert}." for expert in range(spec.experts.num_experts)]
 
 
 def norm_name(spec: ModelSpec, stem: str) -> str:
@@ -95,13 +105,25 @@ def _layouts(spec: ModelSpec) -> Iterator[tuple[str, TensorLayout]]:
                 yield f"{prefix}attention.{name}.bias", TensorLayout((lanes, rows), one_row_per_lane)
         if spec.out_bias:
             yield f"{prefix}attention.wo.bias", TensorLayout((d,), ((0, d),))
+        if spec.attention_sinks:
+            yield f"{prefix}attention.sinks", TensorLayout((lanes, spec.lane_heads), one_row_per_lane)
         if spec.qk_norm:
             for name in ("q_norm", "k_norm"):
                 yield f"{prefix}attention.{name}.weight", TensorLayout((spec.head_dim,), ((0, spec.head_dim),))
         yield norm(f"{prefix}ffn_norm")
-        yield f"{prefix}feed_forward.w1.weight", lane_first(ffn, d)
-        yield f"{prefix}feed_forward.w3.weight", lane_first(ffn, d)
-        yield f"{prefix}feed_forward.w2.weight", lane_first(d, ffn)
+        if spec.experts is not None:
+            num_experts = spec.experts.num_experts
+            yield f"{prefix}feed_forward.router.weight", TensorLayout((num_experts, d), ((0, num_experts),))
+            if spec.experts.router_bias:
+                yield f"{prefix}feed_forward.router.bias", TensorLayout((num_experts,), ((0, num_experts),))
+        for ffn_prefix in ffn_prefixes(spec, layer_idx):
+            yield f"{ffn_prefix}w1.weight", lane_first(ffn, d)
+            yield f"{ffn_prefix}w3.weight", lane_first(ffn, d)
+            yield f"{ffn_prefix}w2.weight", lane_first(d, ffn)
+            if spec.experts is not None and spec.experts.bias:
+                for name in ("w1", "w3"):
+                    yield f"{ffn_prefix}{name}.bias", TensorLayout((lanes, ffn), one_row_per_lane)
+                yield f"{ffn_prefix}w2.bias", TensorLayout((d,), ((0, d),))
     yield norm("model.norm")
     if spec.head_type is HeadType.VOCAB_PARALLEL:
         yield head_name(spec), lane_first(vocab // lanes, d)

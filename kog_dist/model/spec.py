@@ -10,6 +10,7 @@ from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model import limits
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.rope_scaling import RopeScaling
 from kog_dist.quoting import short
 
@@ -46,7 +47,8 @@ class ModelSpec:
     An ordinary Llama-like model is `num_lanes` lanes with `delay` 0: every reduction is then BLOCKING, and the lanes share one
     residual stream (`has_one_stream`). `own_head_dim`: values per head where they are not hidden_size / num_heads.
     `qkv_bias`: added to queries, keys and values; `out_bias`: to attention's output, of models with one stream. `qk_norm`: an
-    RMS norm of every query and key head before it is rotated.
+    RMS norm of every query and key head before it is rotated. `attention_sinks`: one more logit in the softmax of each query
+    head. `experts`: of every layer's FFN, each `intermediate_size` wide.
     """
 
     hidden_size: int
@@ -74,6 +76,8 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    attention_sinks: bool = False
+    experts: ExpertsSpec | None = None
 
     def __post_init__(self) -> None:
         if self.own_head_dim is not None and self.own_head_dim * self.num_heads == self.hidden_size:
@@ -113,6 +117,11 @@ class ModelSpec:
                 f"num_hidden_layers {self.num_layers} times num_lanes {self.num_lanes} must be at most "
                 f"{limits.MAX_LANES_OF_LAYERS}"
             )
+        if self.experts is not None and self.num_layers * self.experts.num_experts > limits.MAX_EXPERTS_OF_LAYERS:
+            raise ConfigError(
+                f"num_hidden_layers {self.num_layers} times {self.experts.num_experts} experts must be at most "
+                f"{limits.MAX_EXPERTS_OF_LAYERS}"
+            )
         if self.delay < 0:
             raise ConfigError(f"broadcast_delay must not be negative, got {self.delay}")
         if not self.norm_eps > 0:
@@ -143,10 +152,9 @@ class ModelSpec:
             raise ConfigError(f"vocab_size {self.vocab_size} cannot be split over {lanes} lanes (lm_head_type vocab_parallel)")
         if self.pre_norm_lane_agg and self.head_type is not HeadType.REPLICATE:
             raise ConfigError(f"pre_norm_lane_agg goes only with lm_head_type replicate, not {self.head_type.value}")
-        if self.out_bias and not self.has_one_stream:
-            raise ConfigError(
-                "out_bias goes only with one residual stream: broadcast_delay 0, and norms and LM head for all lanes"
-            )
+        if (self.out_bias or self.experts is not None) and not self.has_one_stream:
+            what = "out_bias goes" if self.out_bias else "experts go"
+            raise ConfigError(f"{what} only with one residual stream: broadcast_delay 0, and norms and LM head for all lanes")
         if self.tied_embeddings and self.head_type is not HeadType.REPLICATE:
             raise ConfigError(f"tie_word_embeddings goes only with lm_head_type replicate, not {self.head_type.value}")
 
@@ -177,23 +185,49 @@ class ModelSpec:
         return self.intermediate_size // self.num_lanes
 
     @property
+    def num_ffns(self) -> int:
+        """FFNs of a layer: one, or its experts."""
+        return 1 if self.experts is None else self.experts.num_experts
+
+    @property
+    def num_ffns_read(self) -> int:
+        """Those of them that a token reads."""
+        return 1 if self.experts is None else self.experts.per_token
+
+    @property
     def num_parameters(self) -> int:
         """All parameters of the checkpoint; tied embeddings count once."""
+        return self._num_values(self.num_ffns)
+
+    @property
+    def _ffn_values(self) -> int:
+        biases = 2 * self.intermediate_size + self.hidden_size if self.experts is not None and self.experts.bias else 0
+        return 3 * self.hidden_size * self.intermediate_size + biases
+
+    @property
+    def _router_values(self) -> int:
+        return 0 if self.experts is None else self.experts.num_experts * (self.hidden_size + self.experts.router_bias)
+
+    def _num_values(self, num_ffns: int) -> int:
+        """All parameters, with so many FFNs in each layer."""
         d, v, lanes = self.hidden_size, self.vocab_size, self.num_lanes
         norm_rows = 1 if self.shared_norm_scale else lanes
         final_norm_rows = 1 if self.pre_norm_lane_agg else norm_rows
         attention = 2 * d * self.num_heads * self.head_dim + 2 * d * self.num_kv_heads * self.head_dim
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        biases += d if self.out_bias else 0
+        biases += (d if self.out_bias else 0) + (self.num_heads if self.attention_sinks else 0)
         head_norms = 2 * self.head_dim if self.qk_norm else 0
-        layer = attention + biases + head_norms + 3 * d * self.intermediate_size + 2 * norm_rows * d
+        layer = attention + biases + head_norms + self._router_values + num_ffns * self._ffn_values + 2 * norm_rows * d
         head = 0 if self.tied_embeddings else v * d * (lanes if self.head_type is HeadType.LANE else 1)
         return v * d + self.num_layers * layer + final_norm_rows * d + head
 
     def bytes_per_token(self, weight_bytes: int = 2) -> int:
-        """Weight bytes that one decode step must read: everything but the embedding table (KV cache not counted)."""
+        """Weight bytes that one decode step must read: all but the embedding table and the experts that are not chosen.
+
+        The KV cache is not counted.
+        """
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
-        return (self.num_parameters - embedding) * weight_bytes
+        return (self._num_values(self.num_ffns_read) - embedding) * weight_bytes
 
     # ---- behaviour per layer ----
     def reduce_mode(self, layer_idx: int, sublayer: Sublayer) -> ReduceMode:
@@ -295,6 +329,10 @@ class ModelSpec:
             config["out_bias"] = True
         if self.qk_norm:
             config["qk_norm"] = True
+        if self.attention_sinks:
+            config["attention_sinks"] = True
+        if self.experts is not None:
+            config["experts"] = self.experts.to_config()
         return config
 
 

@@ -27,6 +27,8 @@ from kog_dist.strict_json import parse_object
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_TOKENS_NAME = "special_tokens_map.json"
+CHANNEL_ENDS = ("<|return|>", "<|call|>")  # of answers of gpt-oss
+CHANNEL_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", *CHANNEL_ENDS)
 _MOST_PENDING_BYTES = 3  # of a character that is not finished; its first byte begins a character whatever stands before it
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -36,7 +38,7 @@ class Tokenizer:
     """The tokenizer of a model folder.
 
     eos_ids: ids that end a generation. special_tokens: texts of bos_token, eos_token, ... as a chat template wants them.
-    num_ids: one more than the largest id.
+    num_ids: one more than the largest id. has_channels: answers are messages in channels, whose tags have text (docs/openai.md).
     """
 
     def __init__(self, raw: str, eos_ids: Sequence[int] = (), special_tokens: Mapping[str, str] | None = None) -> None:
@@ -47,6 +49,9 @@ class Tokenizer:
         self._bytes_of = _ByteDecoder.from_json(parsed)
         self._token_bytes: dict[int, bytes] = {}
         self._special_ids = frozenset(i for i, token in self._library.get_added_tokens_decoder().items() if token.special)
+        channels = {token: self.id_of(token) for token in CHANNEL_TAGS}
+        self.has_channels = None not in channels.values()
+        self._tags = {i: token.encode() for token, i in channels.items() if i is not None} if self.has_channels else {}
         self.eos_ids = tuple(eos_ids)
         self.special_tokens = dict(special_tokens or {})
         self.num_ids = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -74,10 +79,13 @@ class Tokenizer:
         older = read_json(folder, SPECIAL_TOKENS_NAME, manifest) or {}
         tokenizer.special_tokens = _special_tokens(older) | _special_tokens(config)
         tokenizer.eos_ids = read_eos_ids(folder)
-        for name in ("eos_token", "eot_token"):  # fine-tuned models often end with a token that their config.json does not know
-            end = tokenizer.id_of(tokenizer.special_tokens.get(name, ""))
+        # Fine-tuned models often end with a token that their config.json does not know; eot_token, of CodeLlama, ends what fills
+        # the middle.
+        ends = [tokenizer.special_tokens.get(name, "") for name in ("eos_token", "eot_token")]
+        for token in (*ends, *(CHANNEL_ENDS if tokenizer.has_channels else ())):
+            end = tokenizer.id_of(token)
             if end is not None and end not in tokenizer.eos_ids and len(tokenizer.eos_ids) < MAX_EOS_IDS:
-                tokenizer.eos_ids += (end,)  # eot_token: that of CodeLlama ends what fills the middle
+                tokenizer.eos_ids += (end,)
         return tokenizer
 
     def check_fits(self, vocab_size: int) -> None:
@@ -119,9 +127,13 @@ class Tokenizer:
             known = self._token_bytes[token_id] = b"" if token is None else self._bytes_of(token)
         return known
 
+    def text_bytes(self, token_id: int) -> bytes:
+        """The same for texts of answers, in which the tags of channels have bytes, too."""
+        return self._tags.get(token_id) or self.token_bytes(token_id)
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of a whole sequence."""
-        whole = b"".join(map(self.token_bytes, token_ids))
+        whole = b"".join(map(self.text_bytes, token_ids))
         return self._bytes_of.strip_start(whole).decode("utf-8", "replace")
 
     def stream(self, after: Sequence[int] = ()) -> IncrementalDecoder:
@@ -157,7 +169,7 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty inside a character."""
-        piece = self._tokenizer.token_bytes(token_id)
+        piece = self._tokenizer.text_bytes(token_id)
         if self._to_strip and piece:
             kept = piece[: self._to_strip].lstrip(b" ") + piece[self._to_strip :]
             # Only an unbroken run of leading spaces counts: whatever else comes ends it.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Final
 
 from kog_dist.model.formats.lanes import weight_format
+from kog_dist.model.formats.mxfp4 import FORM as MXFP4
+from kog_dist.model.formats.mxfp4 import GROUP, kept_shapes
+from kog_dist.model.layout import EXPERTS
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -30,15 +34,49 @@ def quantised(checkpoint: Checkpoint) -> str:
     return f"{'; '.join(found)}, {source}, the rest {checkpoint.dtype}"
 
 
-def num_quantised(checkpoint: Checkpoint) -> int:
-    """Values of all matrices that are quantised."""
+def num_quantised(checkpoint: Checkpoint, *, of_token: bool = False) -> int:
+    """Values of all matrices that are quantised; or `of_token`, of those that a token reads."""
     layouts = checkpoint.layouts
-    return sum(layouts[name].num_values for name in layouts if weight_format(checkpoint, name) is not None)
+    return _sum(
+        checkpoint, {name: layouts[name].num_values for name in layouts if weight_format(checkpoint, name) is not None}, of_token
+    )
+
+
+def num_kept_coded(checkpoint: Checkpoint, *, of_token: bool = False) -> tuple[int, int]:
+    """Of experts in MXFP4, which CPU ranks keep so: values, and bytes that they keep. `of_token` as above."""
+    names = [name for name in checkpoint.layouts if EXPERTS in name and weight_format(checkpoint, name) == MXFP4]
+    values = {name: checkpoint.layouts[name].num_values for name in names}
+    num_bytes = dict.fromkeys(names, 0)
+    for name in names:
+        lanes, rows, columns = checkpoint.layouts[name].shape
+        splits = name.endswith(".w2.weight")  # by columns
+        num_bytes[name] = sum(rows * sum(kept_shapes(columns * lane % GROUP if splits else 0, columns)) for lane in range(lanes))
+    return _sum(checkpoint, values, of_token), _sum(checkpoint, num_bytes, of_token)
 
 
 def bytes_per_token(checkpoint: Checkpoint) -> int:
     """Weight bytes that a decode step reads where matrices stay as they are: codes with their scales, others in 16 bit."""
-    total = checkpoint.spec.bytes_per_token(_HALF)
+    return checkpoint.spec.bytes_per_token(_HALF) + _sum(checkpoint, _differences(checkpoint), of_token=True)
+
+
+def weight_bytes(checkpoint: Checkpoint) -> int:
+    """The same of all experts, whether a token reads them or not: what GPUs would keep besides the embedding table."""
+    spec = checkpoint.spec
+    embedding = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
+    return (spec.num_parameters - embedding) * _HALF + _sum(checkpoint, _differences(checkpoint), of_token=False)
+
+
+def _sum(checkpoint: Checkpoint, of_tensors: Mapping[str, int], of_token: bool) -> int:
+    """The sum of what tensors have; `of_token`: of experts, which all have the same, as many as a token reads."""
+    of_experts = sum(count for name, count in of_tensors.items() if EXPERTS in name)
+    others = sum(of_tensors.values()) - of_experts
+    spec = checkpoint.spec
+    return others + (of_experts * spec.num_ffns_read // spec.num_ffns if of_token else of_experts)
+
+
+def _differences(checkpoint: Checkpoint) -> dict[str, int]:
+    """Of quantised matrices the bytes, less those in 16 bit."""
+    found = {}
     for name, layout in checkpoint.layouts.items():
         form = weight_format(checkpoint, name)
         if form is None:
@@ -48,5 +86,5 @@ def bytes_per_token(checkpoint: Checkpoint) -> int:
             num_bytes = lanes * form.num_bytes(rows, columns)
         else:
             num_bytes = form.num_bytes(*checkpoint.names[name].shape(layout))
-        total += num_bytes - _HALF * prod(layout.shape)
-    return total
+        found[name] = num_bytes - _HALF * prod(layout.shape)
+    return found

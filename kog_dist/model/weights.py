@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from math import prod
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, Protocol
@@ -12,32 +13,52 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.model.layout import EMBEDDING, TensorLayout, head_name, layer_prefix, norm_name
+from kog_dist.model.formats.lanes import CodedSource, lane_codes, weight_format
+from kog_dist.model.formats.mxfp4 import FORM as MXFP4
+from kog_dist.model.formats.mxfp4 import GROUP, kept, kept_shapes
+from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name
 from kog_dist.model.spec import HeadType, ModelSpec
 
 Array = NDArray[Any]  # float32 or float64, C-contiguous; starts at a multiple of 64 bytes unless it is called a view
 BFLOAT16 = np.dtype(np.uint16)  # of a matrix that is kept as it is stored: NumPy has no type for such values
+MXFP4_CODES = np.dtype(np.uint8)  # of experts that are kept in MXFP4: codes, two in a byte
 _KEPT: Mapping[str, np.dtype[Any]] = {"BF16": BFLOAT16, "F16": np.dtype(np.float16)}  # by the name in safetensors files
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """What a layer with E experts has besides their matrices. Lanes share routers and `w2_bias`."""
+
+    router: Array  # (E, D)
+    router_bias: Array | None = None  # (E,)
+    w13_bias: Array | None = None  # (E, 2F)
+    w2_bias: Array | None = None  # (E, D)
+    w13_scales: Array | None = None  # (E, 2F, groups) of experts in MXFP4: bytes, as files have them
+    w2_scales: Array | None = None  # (E, D, groups)
+    w2_skew: int = 0  # columns of the first group that belong to the lane before
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer of one lane. Q, K, F: its query values (lane_heads * head_dim), key values and FFN columns; D: the hidden size.
 
-    None: the model has no such weights. Matrices that are applied to the same vector are one array, since a decode step is
-    bounded by matrix-vector products. Matrices may be of 16 bit (`Checkpoint.rank_weights`).
+    With experts w13 and w2 have those of all E of them, or their codes (`MXFP4_CODES`). None: the model has no such weights.
+    Matrices that are applied to the same vector are one array, since a decode step is bounded by matrix-vector products. Matrices
+    may be of 16 bit (`Checkpoint.rank_weights`).
     """
 
     attention_norm: Array  # (D,)
     wqkv: Array  # (Q + 2K, D): query rows, then key rows, then value rows
     wo: Array  # (D, Q)
     ffn_norm: Array  # (D,)
-    w13: Array  # (2F, D): gate rows w1, then up rows w3
-    w2: Array  # (D, F)
+    w13: Array  # (2F, D): gate rows w1, then up rows w3; with experts (E, 2F, D)
+    w2: Array  # (D, F); with experts (E, D, F)
     qkv_bias: Array | None = None  # (Q + 2K,): as wqkv
     out_bias: Array | None = None  # (D,): of wo, whose lanes share it
     q_norm: Array | None = None  # (head_dim,): of every query head
     k_norm: Array | None = None  # (head_dim,): of every key head
+    sinks: Array | None = None  # (lane_heads,)
+    experts: ExpertWeights | None = None
 
     @property
     def wq(self) -> Array:
@@ -92,8 +113,13 @@ class RankWeights:
         arrays = [self.embedding, *self.heads.values(), *self.norms.values()]
         for lane in self.lanes.values():
             for layer in lane.layers:
-                arrays += [getattr(layer, part.name) for part in fields(layer) if getattr(layer, part.name) is not None]
+                arrays += _arrays_of(layer) + ([] if layer.experts is None else _arrays_of(layer.experts))
         return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
+
+
+def _arrays_of(weights: LayerWeights | ExpertWeights) -> list[Array]:
+    values = [getattr(weights, item.name) for item in fields(weights)]
+    return [value for value in values if isinstance(value, np.ndarray)]
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -130,20 +156,12 @@ class WeightArena:
         return array
 
 
-class TensorSource(Protocol):
+class TensorSource(CodedSource, Protocol):
     """What a `RankReader` asks of a checkpoint; see `Checkpoint`."""
 
     @property
     def spec(self) -> ModelSpec:
         """The model that the tensors belong to."""
-
-    @property
-    def layouts(self) -> Mapping[str, TensorLayout]:
-        """Every tensor by name."""
-
-    @property
-    def verify(self) -> bool:
-        """Whether values are checked as they are read."""
 
     def stored_dtype(self, name: str) -> str:
         """How a tensor is stored: `BF16`, `F16` or `F32`."""
@@ -178,6 +196,7 @@ class RankReader:
         out_biases = [
             self._whole(f"{layer_prefix(i)}attention.wo.bias") if spec.out_bias else None for i in range(spec.num_layers)
         ]
+        experts = [self._experts(i) for i in range(spec.num_layers)]
         num_read, num_values = embedding.size, embedding.size + self._num_lane_values()
         self.on_share(num_read / num_values)
         lanes: dict[int, LaneWeights] = {}
@@ -185,8 +204,9 @@ class RankReader:
             layers: list[LayerWeights] = []
             for i in range(spec.num_layers):
                 shared = (norms[2 * i][lane], norms[2 * i + 1][lane], *head_norms[i], out_biases[i])
-                layers.append(self._layer(i, lane, *shared))
-                num_read += sum(matrix.size for matrix in (layers[-1].wqkv, layers[-1].wo, layers[-1].w13, layers[-1].w2))
+                layers.append(self._layer(i, lane, *shared, experts[i]))
+                matrices = (layers[-1].wqkv, layers[-1].wo, layers[-1].w13, layers[-1].w2)
+                num_read += sum(matrix.size * (1 + (matrix.dtype == MXFP4_CODES)) for matrix in matrices)
                 self.on_share(num_read / num_values)
             lanes[lane] = LaneWeights(tuple(layers))
         heads = {lane: self._head(lane, embedding) for lane in self.vocab_lanes}
@@ -229,55 +249,127 @@ class RankReader:
 
     def _layer(
         self, layer_idx: int, lane: int, attention_norm: Array, ffn_norm: Array, q_norm: Array | None, k_norm: Array | None,
-        out_bias: Array | None,
+        out_bias: Array | None, experts: ExpertWeights | None,
     ) -> LayerWeights:  # fmt: skip
-        prefix = layer_prefix(layer_idx)
-        attention, ffn = f"{prefix}attention.", f"{prefix}feed_forward."
+        attention, ffns = f"{layer_prefix(layer_idx)}attention.", ffn_prefixes(self.checkpoint.spec, layer_idx)
+        gate_up, down = [[f"{ffn}w1.weight", f"{ffn}w3.weight"] for ffn in ffns], [[f"{ffn}w2.weight"] for ffn in ffns]
+        if experts is not None and self.checkpoint.spec.experts is not None and self.checkpoint.spec.experts.bias:
+            experts = replace(experts, w13_bias=self._expert_biases(ffns, lane))
+        if experts is None:
+            w13, w2 = self._stacked(gate_up[0], lane), self._stacked(down[0], lane)
+        elif self.keeps_halves and all(weight_format(self.checkpoint, name) == MXFP4 for name in chain(*gate_up, *down)):
+            (w13, w13_scales, _), (w2, w2_scales, skew) = self._codes(gate_up, lane), self._codes(down, lane)
+            experts = replace(experts, w13_scales=w13_scales, w2_scales=w2_scales, w2_skew=skew)
+        else:
+            w13, w2 = self._stacks(gate_up, lane), self._stacks(down, lane)
         return LayerWeights(
             attention_norm=attention_norm,
             wqkv=self._stacked([f"{attention}{name}.weight" for name in ("wq", "wk", "wv")], lane),
             wo=self._stacked([f"{attention}wo.weight"], lane),
             ffn_norm=ffn_norm,
-            w13=self._stacked([f"{ffn}w1.weight", f"{ffn}w3.weight"], lane),
-            w2=self._stacked([f"{ffn}w2.weight"], lane),
-            qkv_bias=self._biases([f"{attention}{name}.bias" for name in ("wq", "wk", "wv")], lane),
+            w13=w13,
+            w2=w2,
+            qkv_bias=self._qkv_bias(attention, lane),
             out_bias=out_bias,
             q_norm=q_norm,
             k_norm=k_norm,
+            sinks=self._sinks(attention, lane),
+            experts=experts,
         )
 
-    def _biases(self, names: list[str], lane: int) -> Array | None:
-        """The lane's biases of several lane-first tensors, one behind the other."""
+    def _sinks(self, prefix: str, lane: int) -> Array | None:
+        if not self.checkpoint.spec.attention_sinks:
+            return None
+        out = self._empty(self.checkpoint.spec.lane_heads)
+        self._read_biases([f"{prefix}sinks"], lane, out)
+        return out
+
+    def _qkv_bias(self, prefix: str, lane: int) -> Array | None:
         if not self.checkpoint.spec.qkv_bias:
             return None
-        sizes = [self.checkpoint.layouts[name].shape[1] for name in names]
-        out = self._empty(sum(sizes))
+        out = self._empty(self.checkpoint.spec.lane_qkv_rows)
+        self._read_biases([f"{prefix}{name}.bias" for name in ("wq", "wk", "wv")], lane, out)
+        return out
+
+    def _read_biases(self, names: list[str], lane: int, out: Array) -> None:
+        """Fill `out` with the lane's biases of several lane-first tensors, one behind the other."""
         start = 0
-        for name, size in zip(names, sizes, strict=True):
+        for name in names:
+            size = self.checkpoint.layouts[name].shape[1]
             self.checkpoint.read_part(name, lane, out[start : start + size], verify=self.checkpoint.verify)
             start += size
+
+    # ---- experts ----
+    def _experts(self, layer_idx: int) -> ExpertWeights | None:
+        """What all lanes share."""
+        experts = self.checkpoint.spec.experts
+        if experts is None:
+            return None
+        prefix = f"{layer_prefix(layer_idx)}feed_forward.router."
+        router = self._matrix([f"{prefix}weight"], experts.num_experts, self.checkpoint.spec.hidden_size)
+        self._read_rows(f"{prefix}weight", 0, router, verify=self.checkpoint.verify and 0 in self.lanes)
+        if not experts.bias:
+            return ExpertWeights(router, self._whole(f"{prefix}bias") if experts.router_bias else None)
+        w2_bias = self._empty(experts.num_experts, self.checkpoint.spec.hidden_size)
+        for ffn, out in zip(ffn_prefixes(self.checkpoint.spec, layer_idx), w2_bias, strict=True):
+            self.checkpoint.read_parts(f"{ffn}w2.bias", out, (0,), self.lanes)
+        return ExpertWeights(router, self._whole(f"{prefix}bias") if experts.router_bias else None, w2_bias=w2_bias)
+
+    def _expert_biases(self, ffns: list[str], lane: int) -> Array:
+        out = self._empty(len(ffns), 2 * self.checkpoint.spec.lane_ffn)
+        for ffn, row in zip(ffns, out, strict=True):
+            self._read_biases([f"{ffn}w1.bias", f"{ffn}w3.bias"], lane, row)
+        return out
+
+    def _stacks(self, names: list[list[str]], lane: int) -> Array:
+        """`_stacked` of every expert."""
+        shapes = [self.checkpoint.layouts[name].shape for name in names[0]]
+        every = [name for of_expert in names for name in of_expert]
+        out = self._matrix(every, len(names), sum(rows for _, rows, _ in shapes), shapes[0][2])
+        for of_expert, matrix in zip(names, out, strict=True):
+            self._fill(of_expert, lane, matrix)
         return out
 
     def _stacked(self, names: list[str], lane: int) -> Array:
         """The lane's matrices of several lane-first tensors, one below the other."""
         shapes = [self.checkpoint.layouts[name].shape for name in names]
         out = self._matrix(names, sum(rows for _, rows, _ in shapes), shapes[0][2])
-        start = 0
-        for name, (_, rows, _) in zip(names, shapes, strict=True):
-            self._read_rows(name, lane, out[start : start + rows])
-            start += rows
+        self._fill(names, lane, out)
         return out
 
-    def _matrix(self, names: list[str], rows: int, columns: int) -> Array:
-        """Room for a matrix that is made of these tensors."""
+    def _codes(self, names: list[list[str]], lane: int) -> tuple[Array, Array, int]:
+        """`_stacks` in MXFP4: codes, scales, and how many columns of the first group belong to the lane before."""
+        every = ([lane_codes(self.checkpoint, name, lane, may_split=True) for name in of_expert] for of_expert in names)
+        shapes = [self.checkpoint.layouts[name].shape for name in names[0]]
+        skew = shapes[0][2] * lane % GROUP if len(shapes) == 1 else 0  # lanes are columns of w2, and rows of the others
+        num_bytes, num_groups = kept_shapes(skew, shapes[0][2])
+        rows = sum(count for _, count, _ in shapes)
+        codes, scales = (self.arena.empty((len(names), rows, count), MXFP4_CODES) for count in (num_bytes, num_groups))
+        for idx, of_expert in enumerate(every):
+            start = 0
+            for coded in of_expert:
+                stop = start + len(coded.codes)
+                codes[idx, start:stop], scales[idx, start:stop] = kept(coded, skew)
+                start = stop
+        return codes, scales, skew
+
+    def _fill(self, names: list[str], lane: int, out: Array) -> None:
+        start = 0
+        for name in names:
+            rows = self.checkpoint.layouts[name].shape[1]
+            self._read_rows(name, lane, out[start : start + rows], verify=self.checkpoint.verify)
+            start += rows
+
+    def _matrix(self, names: list[str], *shape: int) -> Array:
+        """Room for a matrix, or several, that are made of these tensors."""
         stored = {self.checkpoint.stored_dtype(name) for name in names} if self.keeps_halves else set()
         kept = _KEPT.get(stored.pop()) if len(stored) == 1 else None
-        return self.arena.empty((rows, columns), kept or self.dtype)
+        return self.arena.empty(shape, kept or self.dtype)
 
-    def _read_rows(self, name: str, part_idx: int, out: Array) -> None:
+    def _read_rows(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
         """Fill rows of a `_matrix`."""
         read = out if out.dtype == self.dtype else aligned_empty(out.shape, np.dtype(np.float32))
-        self.checkpoint.read_part(name, part_idx, read, verify=self.checkpoint.verify)
+        self.checkpoint.read_part(name, part_idx, read, verify=verify)
         if read is not out:
             _narrow(read, out)
 
@@ -291,7 +383,7 @@ class RankReader:
         if spec.head_type is HeadType.VOCAB_PARALLEL:
             return self._stacked([name], lane)
         out = self._matrix([name], last - first, self.checkpoint.layouts[name].shape[1])
-        self._read_rows(name, lane, out)
+        self._read_rows(name, lane, out, verify=self.checkpoint.verify)
         return out
 
 

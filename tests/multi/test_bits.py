@@ -27,6 +27,7 @@ from kog_dist.decode.plan import make_plan
 from kog_dist.decode.sampling import Candidate, Sampler, TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError, PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.rope_scaling import Llama3Scaling
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.sampling_params import SamplingParams
@@ -154,6 +155,15 @@ SPECS = {
     "delay_exceeds_layers": replace(BASE, delay=9),
     "all_windowed": replace(BASE, sliding_window=3, window_layers=tuple(range(6))),
     "no_window": replace(BASE, sliding_window=None, window_layers=()),
+    "experts": replace(BASE, delay=0, experts=ExpertsSpec(6, 2)),
+    "experts_with_biases": replace(
+        BASE,
+        delay=0,
+        qkv_bias=True,
+        out_bias=True,
+        attention_sinks=True,
+        experts=ExpertsSpec(5, 3, is_normalised=False, router_bias=True, bias=True, clamp=ClampedSwiglu(1.7, 0.5)),
+    ),
     "rope_scaling": replace(BASE, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8)),
 }
 
@@ -296,7 +306,7 @@ def test_a_logit_that_is_not_finite_on_one_rank_is_known_to_all(tmp_path: Path) 
     ("name", "world_size", "temperature"),
     [
         ("laneformer", 2, 0.0), ("laneformer", 8, 0.7), ("pre_norm", 4, 0.0), ("lane_head", 4, 0.7), ("vocab_parallel", 4, 0.0),
-        ("delay_0", 2, 0.0),
+        ("delay_0", 2, 0.0), ("experts", 4, 0.0),
     ],
 )  # fmt: skip
 def test_rank_processes_give_the_same_bits(name: str, world_size: int, temperature: float, tmp_path: Path) -> None:

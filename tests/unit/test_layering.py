@@ -17,7 +17,7 @@ FOLDERS = {"launch": "launch", "workers": "workers", "collectives": "collectives
 TOP = ("bench", "doctor", "manual", "train")  # folders of kog_dist that may import everything, and that nothing else imports
 # Never imported by a rank process or the client when it starts, so never at the top of a module there.
 HEAVY = {"torch", "ray", "cupy", "mpi4py", "matplotlib", "transformers", "llguidance"}
-TORCH_MODULES = {"kog_dist/model/laneformer.py", "kog_dist/model/kv_oracle.py"}
+TORCH_MODULES = {f"kog_dist/model/{name}.py" for name in ("laneformer", "lane_linear", "lane_experts", "kv_oracle")}
 BANNED = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 # Who may name the interpreter: what starts children, and what only says where it is or looks for mpirun next to it.
 NAMES_INTERPRETER = {

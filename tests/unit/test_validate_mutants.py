@@ -17,6 +17,7 @@ import pytest
 from kog_dist.decode.plan import Plan, make_plan
 from kog_dist.decode.steps import NONE, Kind, Message, Phase, PlannedMailbox, RankPlan, RowSplit, Site, Step, Value, When
 from kog_dist.decode.validate import validate
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 
 PRIME = (1 << 61) - 1
@@ -43,6 +44,8 @@ def expected_tokens(spec: ModelSpec) -> list[tuple[int, int]]:
         for layer in range(spec.num_layers):
             for sublayer in Sublayer:
                 p = []
+                routed = mix(Phase.SELECT, layer, NONE, mix(Phase.ROUTE, layer, NONE, h[0]))
+                chosen = () if spec.experts is None else (routed,)
                 for lane in lanes:
                     if sublayer is Sublayer.ATTENTION:
                         query = mix(Phase.QKV, layer, lane, h[lane])
@@ -50,7 +53,8 @@ def expected_tokens(spec: ModelSpec) -> list[tuple[int, int]]:
                         mixed = mix(Phase.ATTEND, layer, lane, query, caches[layer, lane])
                         p.append(mix(Phase.OUT, layer, lane, mixed))
                     else:
-                        p.append(mix(Phase.DOWN, layer, lane, mix(Phase.GATE_UP, layer, lane, h[lane])))
+                        activation = mix(Phase.GATE_UP, layer, lane, h[lane], *chosen)
+                        p.append(mix(Phase.DOWN, layer, lane, activation, *chosen))
                 made[layer, sublayer] = p
                 mode = spec.reduce_mode(layer, sublayer)
                 if mode is ReduceMode.BLOCKING:
@@ -135,6 +139,8 @@ def run_step(plan: Plan, step: Step, inputs: list[int], memory: dict[Any, int], 
             result = mix(step.phase, lane, *inputs)
         case Phase.HEAD_INPUT | Phase.GATHER | Phase.SAMPLE:
             result = mix(step.phase, *inputs)
+        case Phase.SELECT if len(set(inputs)) == 1:  # ranks that compare their choices have equal ones
+            result = mix(step.phase, layer, lane, inputs[0])
         case _:
             result = mix(step.phase, layer, lane, *inputs)
     for value in step.writes:
@@ -575,20 +581,27 @@ BASES = [
     (replace(SMALL, num_lanes=2, head_type=HeadType.VOCAB_PARALLEL), 1),
     (SMALL, 1),
     (EIGHT_LANES, 2),
+    (replace(SMALL, delay=0, num_layers=2, experts=ExpertsSpec(4, 2)), 2),
 ]  # staggered where a rank hosts two lanes or more and not every sum is awaited
 
 
 @pytest.mark.parametrize(("spec", "world_size"), BASES)
 def test_the_unchecked_engine_runs_good_plans(spec: ModelSpec, world_size: int) -> None:
-    plan = make_plan(spec, world_size, num_ctas=3, staggered=True)
-    assert (plan != make_plan(spec, world_size, num_ctas=3)) == (spec.num_lanes > world_size and spec.delay > 0)
+    plan = make_plan(spec, world_size, num_ctas=3, staggered=True, checks_experts=True)
+    assert (plan != make_plan(spec, world_size, num_ctas=3, checks_experts=True)) == (
+        spec.num_lanes > world_size and spec.delay > 0
+    )
     assert validate(plan) == []
     assert not goes_wrong(plan, wanted_results(spec, world_size), random.Random(1))
 
 
 def test_no_wrong_plan_is_accepted() -> None:
     rng = random.Random(2026)
-    plans = [(make_plan(spec, ranks, num_ctas=3, staggered=True), wanted_results(spec, ranks)) for spec, ranks in BASES]
+    plans = [
+        (make_plan(spec, ranks, num_ctas=3, staggered=True, checks_experts=checks), wanted_results(spec, ranks))
+        for spec, ranks in BASES
+        for checks in ((False, True) if spec.experts is not None else (False,))
+    ]
     wrong: Counter[str] = Counter()
     harmless = 0
     damages = [*((damage, True) for damage in BY_CONSTRUCTION), *((damage, False) for damage in PERHAPS)]

@@ -21,10 +21,12 @@ _READERS, _AHEAD = 8, 24  # matrices of lanes that are read before they are aske
 
 
 def coding_of(checkpoint: Checkpoint) -> Coding | None:
-    """How the matrices of all layers are coded; None if they are 16 bit.
+    """How the matrices of all layers are coded; None if they are 16 bit, or of experts.
 
     Raises ConfigError where they are quantised in several ways, or in one that the kernel does not read.
     """
+    if checkpoint.spec.experts is not None:
+        return None  # the kernel refuses experts, whatever they are
     forms = {name: weight_format(checkpoint, name) for name in checkpoint.layouts}
     of_layers = {form for name, form in forms.items() if is_layer_matrix(checkpoint.layouts, name)}
     others = [name for name, form in forms.items() if form is not None and not is_layer_matrix(checkpoint.layouts, name)]

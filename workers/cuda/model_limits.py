@@ -14,6 +14,10 @@ def unsupported(spec: ModelSpec) -> list[str]:
     findings = list[str]()
     if spec.num_lanes > MAX_LANES:
         findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
+    if spec.experts is not None:
+        findings.append(f"{spec.experts.num_experts} experts")
+    if spec.attention_sinks:
+        findings.append("attention sinks")
     if spec.out_bias:
         findings.append("a bias of attention's output")
     if spec.head_dim % 16:

@@ -74,7 +74,7 @@ class CpuEngine:
         lanes = spec.lanes_of_rank(rank, self._world_size)
         self._start.begin(StartStage.WEIGHTS)
         weights = checkpoint.rank_weights(lanes, keeps_halves=products is not None, on_share=self._start.share)
-        plan = make_plan(spec, self._world_size)
+        plan = make_plan(spec, self._world_size, checks_experts=args.check_experts)
         check(plan)
         self._control.set_state(rank, RankState.LINKING)
         self._start.begin(StartStage.PEERS)

@@ -25,6 +25,14 @@ def _config(model_type: str, hidden: int, layers: int, heads: int, kv_heads: int
     }  # fmt: skip
 
 
+def _gpt_oss(layers: int, num_experts: int) -> Any:
+    return {
+        "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": layers, "num_local_experts": num_experts,
+        "num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+        "vocab_size": 201088, "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+
+
 # What the configs of models that people run say of their shape.
 DENSE: dict[str, Mapping[str, Any]] = {
     "smollm2-135m": _config("llama", 576, 30, 9, 3, 1536, 49152, tie_word_embeddings=True),
@@ -40,6 +48,14 @@ DENSE: dict[str, Mapping[str, Any]] = {
     "qwen3-4b": _config("qwen3", 2560, 36, 32, 8, 9728, 151936, tie_word_embeddings=True),
     "qwen3-8b": _config("qwen3", 4096, 36, 32, 8, 12288, 151936),
 }
+MOE: dict[str, Mapping[str, Any]] = {
+    "qwen3-30b-a3b": _config(
+        "qwen3_moe", 2048, 48, 32, 4, 6144, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True,
+    ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+}  # fmt: skip
 # What they say of quantised weights, by the name that follows a shape's.
 _INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 _ROWS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
@@ -65,7 +81,7 @@ _TMPFS = Path("/dev/shm")
 def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
     """The spec of a name, or of a `config.json` or its folder.
 
-    Dense ones may say how many lanes they have and for how many tokens their caches are: NAME:LANES, NAME@TOKENS,
+    All but 2b may say how many lanes they have and for how many tokens their caches are: NAME:LANES, NAME@TOKENS,
     NAME:LANES@TOKENS; else as many lanes as their family has, for 4,096 tokens.
 
     Raises ConfigError listing the known ones, and `others` that the caller knows.
@@ -75,13 +91,13 @@ def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
     base, at, tokens = name.partition("@")
     base, colon, lanes = base.partition(":")
     wrong = (colon and lanes not in ("1", "2", "4", "8")) or (at and not tokens.isdecimal())
-    if base in DENSE and not wrong:
-        spec = read_config(DENSE[base])
+    if base in DENSE | MOE and not wrong:
+        spec = read_config((DENSE | MOE)[base])
     elif Path(base).exists() and not wrong:
         path = Path(base)
         spec = read_config_file(path.parent if path.is_file() else path).spec
     else:
-        known = ", ".join((*others, "2b", *DENSE))
+        known = ", ".join((*others, "2b", *DENSE, *MOE))
         raise ConfigError(
             f"--spec {name!r} is not known; known: {known}, or a config.json; NAME:1@8192 has one lane, 8,192 tokens"
         )

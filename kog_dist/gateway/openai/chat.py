@@ -10,7 +10,7 @@ from kog_dist.gateway.openai.chat_request import AllowedTools, ChatRequest, Json
 from kog_dist.gateway.openai.chunks import ChunkReply, ReplyForm, quoted
 from kog_dist.gateway.openai.errors import invalid
 from kog_dist.gateway.openai.logprobs import TokenNames, entries, to_json
-from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, PlainText, TextDelta
+from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, PlainText, ReasoningDelta, TextDelta
 from kog_dist.gateway.openai.planning import (
     Stamp,
     answer_limit,
@@ -20,7 +20,7 @@ from kog_dist.gateway.openai.planning import (
     sampling_params,
     schema_text,
 )
-from kog_dist.gateway.openai.prompt import beginning_of, prompt_ids
+from kog_dist.gateway.openai.prompt import beginning_of, effort_of, prompt_ids
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.request_model import JsonObjectFormat, TextFormat
 from kog_dist.gateway.openai.served import ServedModel
@@ -39,7 +39,8 @@ def plan_chat(body: object, served: ServedModel) -> Planned:
     answer_schema = format_schema(request.response_format, "response_format")
     use = _tool_use(request, served, has_format=answer_schema is not None)
     tools = [function.as_chat_tool() for function in use.offered]
-    ids = prompt_ids(request.messages, tools, served, variables=request.chat_template_kwargs)
+    variables = effort_of(request.reasoning_effort, served) | (request.chat_template_kwargs or {})
+    ids = prompt_ids(request.messages, tools, served, variables=variables, begins_with=use.begins_with)
     num_choices = request.n or 1
     stamp = Stamp.new("chatcmpl-")
     conversation = conversation_of(request, beginning_of(request.messages))
@@ -151,6 +152,8 @@ class ChatReply(ChunkReply):
     def _delta(self, choice: int, delta: Delta) -> bytes:
         if isinstance(delta, TextDelta):
             return _CONTENT + quoted(delta.text) + b"}"
+        if isinstance(delta, ReasoningDelta):
+            return b'"delta":{"reasoning_content":' + quoted(delta.text) + b"}"
         call: dict[str, Any] = {"index": delta.idx}
         if isinstance(delta, CallStart):
             call_id = call_name(self.form.stamp.id, choice, delta.idx)
@@ -168,6 +171,7 @@ def call_name(answer_id: str, choice: int, idx: int) -> str:
 def assembled(deltas: Sequence[Delta], answer_id: str, choice: int) -> dict[str, Any]:
     """The message that the deltas make together."""
     text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+    thought = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
     calls: list[dict[str, Any]] = []
     for delta in deltas:
         if isinstance(delta, CallStart):
@@ -176,6 +180,8 @@ def assembled(deltas: Sequence[Delta], answer_id: str, choice: int) -> dict[str,
         elif isinstance(delta, CallArguments):
             calls[delta.idx]["function"]["arguments"] += delta.text
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    if thought:
+        message["reasoning_content"] = thought
     if calls:
         message["tool_calls"] = calls
     return message

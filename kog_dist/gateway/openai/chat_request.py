@@ -167,6 +167,6 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: Annotated[dict[TemplateName, TemplateValue], Field(max_length=MAX_TEMPLATE_VALUES)] | None = Field(
         default=None, description="Variables of the model's chat template, such as enable_thinking; see its model card."
     )
-    reasoning_effort: Any = ignored("the model does not reason apart from its answer")
+    reasoning_effort: Any = Field(default=None, description="Of gpt-oss: low, medium or high. Else accepted and ignored.")
     verbosity: Any = ignored("the model does not know it")
     prediction: Any = ignored("it would make the answer no other")

@@ -17,6 +17,13 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallStart:
     """A call of the function `name`; `idx` counts the answer's calls."""
 
@@ -32,7 +39,7 @@ class CallArguments:
     text: str
 
 
-Delta: TypeAlias = TextDelta | CallStart | CallArguments
+Delta: TypeAlias = TextDelta | ReasoningDelta | CallStart | CallArguments
 
 
 class AnswerParser(Protocol):
@@ -166,7 +173,7 @@ class TaggedCalls:
             if self._is_after_call:
                 self._held = self._held.lstrip()
             begin = self._held.find(_OPEN)
-            self._tell(deltas, begin if begin >= 0 else len(self._held) - _overlap(self._held, _OPEN))
+            self._tell(deltas, begin if begin >= 0 else len(self._held) - overlap(self._held, _OPEN))
             if begin < 0:
                 return deltas
             end = self._held.find(_CLOSE, 0, _MAX_CALL)
@@ -206,6 +213,6 @@ class TaggedCalls:
         return name, json.dumps(call["arguments"], ensure_ascii=False)
 
 
-def _overlap(text: str, tag: str) -> int:
+def overlap(text: str, tag: str) -> int:
     """Length of the longest end of `text` that `tag` begins with."""
     return next((length for length in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:length])), 0)

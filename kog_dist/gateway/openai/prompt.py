@@ -12,16 +12,17 @@ from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.planning import encode_prompt
 from kog_dist.gateway.openai.served import ServedModel
 
+_EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 _OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}
 
 
 def prompt_ids(
     messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages",
-    *, variables: Mapping[str, Any] | None = None,
+    *, variables: Mapping[str, Any] | None = None, begins_with: str = "",
 ) -> tuple[int, ...]:  # fmt: skip
     """Token ids of the conversation, up to where the answer begins. Raises ApiError 400 naming the message that is wrong.
 
-    `variables`: further ones of the chat template.
+    `variables`: further ones of the chat template. `begins_with`: of the answer, what is decided before it.
     """
     for name in variables or ():
         if name in _OWN_VARIABLES or name.endswith("_token"):
@@ -31,13 +32,30 @@ def prompt_ids(
     plain = [_plain_message(message, f"{param}[{idx}]") for idx, message in enumerate(messages)]
     if served.chat_template is None or served.tokenizer is None:
         return encode_prompt(joined_text(plain), served, param, add_special_tokens=True)
+    if served.has_channels:
+        plain = [_with_thinking(message) for message in plain]
     try:
         text = served.chat_template.render(plain, tools=tools or None, variables=variables)
     except RequestError as error:
         raise invalid(param, str(error), error.code) from None
     except CheckpointError as error:
         raise ApiError(500, "server_error", "chat_template_unusable", None, str(error)) from None
-    return encode_prompt(text, served, param, add_special_tokens=False)
+    return encode_prompt(text + begins_with, served, param, add_special_tokens=False)
+
+
+def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as gpt-oss's template wants it: reasoning has another name, and before calls it has all of the text."""
+    thought = "\n".join(filter(None, (message.get("reasoning_content"), message["content"] if message.get("tool_calls") else "")))
+    changed = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if not thought:
+        return changed
+    return {**changed, "thinking": thought, **({"content": ""} if message.get("tool_calls") else {})}
+
+
+def effort_of(effort: object, served: ServedModel) -> dict[str, str]:
+    """The variable of gpt-oss's template for an effort that a request asks for; nothing of other models and other words."""
+    word = _EFFORTS.get(effort) if isinstance(effort, str) else None
+    return {"reasoning_effort": word} if served.has_channels and word is not None else {}
 
 
 def beginning_of(messages: Sequence[ChatMessage]) -> list[str]:

@@ -18,7 +18,7 @@ from kog_dist.gateway.openai.planning import (
     sampling_params,
     schema_text,
 )
-from kog_dist.gateway.openai.prompt import arguments_object, beginning_of, prompt_ids
+from kog_dist.gateway.openai.prompt import arguments_object, beginning_of, effort_of, prompt_ids
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.request_model import JsonObjectFormat, TextFormat
 from kog_dist.gateway.openai.responses_reply import ResponseReply
@@ -46,7 +46,9 @@ def plan_response(body: object, served: ServedModel) -> Planned:
     answer_schema = _format_schema(request)
     use = _tool_use(request, served, has_format=answer_schema is not None)
     messages = _messages(request)
-    ids = prompt_ids(messages, [function.as_chat_tool() for function in use.offered], served, "input")
+    tools = [function.as_chat_tool() for function in use.offered]
+    variables = effort_of(request.effort, served)
+    ids = prompt_ids(messages, tools, served, "input", variables=variables, begins_with=use.begins_with)
     has_logprobs = request.top_logprobs is not None or LOGPROBS_INCLUDED in (request.include or ())
     stamp = Stamp.new("resp_")
     params = sampling_params(request, served, (request.top_logprobs or 0) if has_logprobs else None)
@@ -97,17 +99,22 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     messages = [ChatMessage(role="system", content=request.instructions)] if request.instructions else []
     if isinstance(request.input, str):
         return [*messages, ChatMessage(role="user", content=request.input)]
+    thought: str | None = None  # of the answer that comes next
     for idx, item in enumerate(request.input):
         where = f"input[{idx}]"
-        if item.type == "message":
-            messages.append(_message(item, where))
+        if item.type == "reasoning":
+            thought = _text(item.content or "") or None
+        elif item.type == "message":
+            messages.append(_message(item, where, thought if item.role == "assistant" else None))
+            thought = None
         elif item.type == "function_call":
             call = _call(item, where)
             if messages and messages[-1].role == "assistant":
                 last = messages.pop()
                 messages.append(last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), call]}))
             else:
-                messages.append(ChatMessage(role="assistant", tool_calls=[call]))
+                messages.append(ChatMessage(role="assistant", tool_calls=[call], reasoning_content=thought))
+                thought = None
         elif item.type == "function_call_output":
             output = _needed(item.output, f"{where}.output")
             messages.append(
@@ -118,8 +125,9 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     return messages
 
 
-def _message(item: InputItem, where: str) -> ChatMessage:
-    return ChatMessage(role=_needed(item.role, f"{where}.role"), content=_text(_needed(item.content, f"{where}.content")))
+def _message(item: InputItem, where: str, thought: str | None) -> ChatMessage:
+    role, content = _needed(item.role, f"{where}.role"), _text(_needed(item.content, f"{where}.content"))
+    return ChatMessage(role=role, content=content, reasoning_content=thought)
 
 
 def _call(item: InputItem, where: str) -> ToolCall:
@@ -168,7 +176,7 @@ def _outline(request: ResponsesRequest, stamp: Stamp, served: ServedModel, param
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": request.effort, "summary": None},
         "service_tier": "default",
         "store": False,
         "temperature": params.temperature,

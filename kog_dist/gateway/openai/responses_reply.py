@@ -10,12 +10,13 @@ from kog_dist.gateway.openai.chat import call_name
 from kog_dist.gateway.openai.chunks import quoted
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError, cancelled, from_rpc
 from kog_dist.gateway.openai.logprobs import TokenNames, entries, to_json
-from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, PlainText, TextDelta
+from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, PlainText, ReasoningDelta, TextDelta
 from kog_dist.gateway.openai.reply import KEEPALIVE, StreamEvent
 from kog_dist.gateway.openai.tools import ToolUse
 from kog_dist.rpc.messages import Accepted, Done, Error, FinishReason, Tokens
 
 _DELTA: Final = b"response.output_text.delta"
+_REASONING: Final = "response.reasoning_text"
 
 
 class ResponseReply:
@@ -111,6 +112,10 @@ class ResponseReply:
                     frames += self._close() + self._open_message()
                 frames += self._add_text(delta.text, told)
                 told = []
+            elif isinstance(delta, ReasoningDelta):
+                if self._open is None or self._open["type"] != "reasoning":
+                    frames += self._close() + self._open_reasoning()
+                frames += self._add_reasoning(delta.text)
             elif isinstance(delta, CallStart):
                 frames += self._close() + self._open_call(delta)
             else:
@@ -134,6 +139,21 @@ class ResponseReply:
         return self._event("response.output_item.added", {"output_index": idx, "item": self._open}) + self._event(
             "response.content_part.added", {"item_id": item_id, "output_index": idx, "content_index": 0, "part": part}
         )
+
+    def _open_reasoning(self) -> bytes:
+        idx = len(self._output)
+        item_id = f"rs_{self._id.removeprefix('resp_')}_{idx}"
+        self._open = {"type": "reasoning", "id": item_id, "status": "in_progress", "summary": [], "content": []}
+        at_part = {"item_id": item_id, "output_index": idx, "content_index": 0}
+        return self._event("response.output_item.added", {"output_index": idx, "item": self._open}) + self._event(
+            "response.content_part.added", {**at_part, "part": {"type": "reasoning_text", "text": ""}}
+        )
+
+    def _add_reasoning(self, text: str) -> bytes:
+        assert self._open is not None, "its item has been opened"
+        self._pieces.append(text)
+        at_part = {"item_id": self._open["id"], "output_index": len(self._output), "content_index": 0}
+        return self._event(f"{_REASONING}.delta", {**at_part, "delta": text})
 
     def _add_text(self, text: str, told: list[dict[str, Any]]) -> bytes:
         self._pieces.append(text)
@@ -173,6 +193,12 @@ class ResponseReply:
             at_part = {**place, "content_index": 0}
             frames = self._event("response.output_text.done", {**at_part, "text": text, "logprobs": told})
             frames += self._event("response.content_part.done", {**at_part, "part": part})
+        elif item["type"] == "reasoning":
+            thought = {"type": "reasoning_text", "text": text}
+            item = {**item, "status": status, "content": [thought]}
+            at_part = {**place, "content_index": 0}
+            frames = self._event(f"{_REASONING}.done", {**at_part, "text": text})
+            frames += self._event("response.content_part.done", {**at_part, "part": thought})
         else:
             item = {**item, "status": status, "arguments": text}
             frames = self._event("response.function_call_arguments.done", {**place, "arguments": text, "name": item["name"]})

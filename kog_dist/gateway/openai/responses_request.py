@@ -36,7 +36,7 @@ HOSTED_TOOLS = (
 class InputPart(RequestModel):
     """A piece of a message: of a user, or of an earlier answer. Only text."""
 
-    type: Literal["input_text", "output_text", "text", "refusal"]
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text"]
     text: str = ""
     refusal: str = ""
     annotations: Any = ignored("of an earlier answer")
@@ -46,7 +46,7 @@ class InputPart(RequestModel):
 
 
 class InputItem(RequestModel):
-    """A message, a call that an earlier answer made, or what came of it. Reasoning of other models is left out."""
+    """A message, a call that an earlier answer made, or what came of it. Reasoning without text is left out."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = Field(default=None, description="Of a message.")
@@ -156,6 +156,12 @@ class ResponsesRequest(SamplingFields):
     )
     stream_options: ResponsesStreamOptions | None = None
     max_tool_calls: Any = ignored("it limits tools that OpenAI runs itself")
-    reasoning: Any = ignored("the model does not reason apart from its answer")
+    reasoning: Any = Field(default=None, description="Its effort, of gpt-oss: low, medium or high. Else accepted and ignored.")
     client_metadata: Any = ignored("nothing is stored")
     access_programs: Any = ignored("there are none")
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model shall reason, in the client's word."""
+        effort = self.reasoning.get("effort") if isinstance(self.reasoning, dict) else None
+        return effort if isinstance(effort, str) else None

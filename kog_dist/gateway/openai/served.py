@@ -66,6 +66,12 @@ class ServedModel:
         }
 
     @property
+    def has_channels(self) -> bool:
+        """Whether answers are messages in channels, as those of gpt-oss; see `channels`."""
+        told = self.chat_template is not None and "<|channel|>" in self.chat_template.source
+        return told and self.tokenizer is not None and self.tokenizer.has_channels
+
+    @property
     def chat_style(self) -> str:
         """How messages become a prompt: `template`, `plain` (joined text, for base models) or `none` (no tokenizer)."""
         if self.tokenizer is None:

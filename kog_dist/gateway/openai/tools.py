@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from kog_dist.gateway.openai.channels import FINAL_HEADER, Channels, call_header
 from kog_dist.gateway.openai.errors import invalid
 from kog_dist.gateway.openai.parsers import AnswerParser, ChosenCall, NamedCall, PlainText, TaggedCalls
 from kog_dist.gateway.openai.planning import schema_text
@@ -46,6 +47,8 @@ class ToolUse:
     named: str | None = None  # the one function that must be called
     choosable: tuple[str, ...] = ()  # else one of these must be called
     is_tagged: bool = False
+    has_channels: bool = False  # the answer is messages in channels
+    begins_with: str = ""  # what the prompt ends with, so that an enforced answer is one message
 
     def parser(self) -> AnswerParser:
         """A reader for one choice's text."""
@@ -53,8 +56,11 @@ class ToolUse:
             return NamedCall(self.named)
         if self.choosable:
             return ChosenCall()
+        names = frozenset(function.name for function in self.offered)
+        if self.has_channels:
+            return Channels(names)
         if self.is_tagged:
-            return TaggedCalls(frozenset(function.name for function in self.offered))
+            return TaggedCalls(names)
         return PlainText()
 
 
@@ -66,6 +72,19 @@ def tool_use(
     Raises ApiError 400 for a name that no tool or two tools have, a choice without tools, or parameters that are no schema of
     an object.
     """
+    use = _tool_use(functions, mode, names, served, has_format=has_format)
+    if not served.has_channels:
+        return use
+    if use.named is not None:
+        return replace(use, begins_with=call_header(use.named))
+    if use.json_schema is not None or has_format:
+        return replace(use, begins_with=FINAL_HEADER)
+    return replace(use, has_channels=True)
+
+
+def _tool_use(
+    functions: Sequence[Function], mode: str, names: Sequence[str] | None, served: ServedModel, *, has_format: bool
+) -> ToolUse:
     by_name = {function.name: function for function in functions}
     if len(by_name) < len(functions):
         raise invalid("tools", "tools: two functions have the same name")

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.families.fields import check_keys, number, read_rope
 from kog_dist.model.families.stored import Names, StoredTensorName
 from kog_dist.model.formats.quantisation import read_quantisation
-from kog_dist.model.layout import EMBEDDING, TensorLayout
+from kog_dist.model.layout import EMBEDDING, SINKS, TensorLayout
 from kog_dist.model.limits import MAX_LAYERS
 from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import short
@@ -33,7 +34,7 @@ WINDOW_KEYS = frozenset(("use_sliding_window", "sliding_window", "max_window_lay
 FIXED_VALUES: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "mlp_bias": (False, None)}
 _OUTER = {EMBEDDING: "model.embed_tokens.weight", "model.norm.weight": "model.norm.weight", HEAD: HEAD}
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm"}
-_FFN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+FFN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _TURNED = ("wq", "wk", "q_norm", "k_norm")
 _COLUMNS = ("wo", "w2")
@@ -51,16 +52,24 @@ def read_dense(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
+    attention_sinks: bool = False,
+    experts: ExpertsSpec | None = None,
+    ffn_key: str = "intermediate_size",
+    stacks_experts: bool = False,
+    norm_eps: float = 1e-6,
 ) -> ModelSpec:
     """The spec of a config of transformers. `keys`: those that the caller reads or has read; the rest are its family's defaults.
+    `ffn_key`: which one has the width of an FFN. `stacks_experts`: whether files have one tensor for all experts of a layer.
 
     Raises ConfigError naming the key that is unknown, missing or contradictory, or the feature that is not supported.
     """
     quantisation = read_quantisation(config)
+    if quantisation is not None and quantisation.is_of_experts and not stacks_experts:
+        raise ConfigError(f"quantization_config: quant_method {quantisation.method} is supported for gpt_oss alone")
     check_keys(config, KEYS | keys, {**FIXED_VALUES, **(fixed or {})})
     num_heads = number(config, "num_attention_heads", None, int)
     num_kv_heads = number(config, "num_key_value_heads", kv_heads or num_heads, int)
-    intermediate_size = number(config, "intermediate_size", None, int)
+    intermediate_size = number(config, ffn_key, None, int)
     context = number(config, "max_position_embeddings", max_context, int)
     theta, scaling = read_rope(config, context)
     window, window_layers = windows
@@ -74,7 +83,7 @@ def read_dense(
         max_context=context,
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=number(config, "rms_norm_eps", 1e-6, float),
+        norm_eps=number(config, "rms_norm_eps", norm_eps, float),
         delay=0,
         tied_embeddings=number(config, "tie_word_embeddings", False, bool),
         sliding_window=window,
@@ -83,6 +92,8 @@ def read_dense(
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         qk_norm=qk_norm,
+        attention_sinks=attention_sinks,
+        experts=experts,
     )
     return replace(spec, num_lanes=lanes_of(spec, 0 if quantisation is None else quantisation.lane_columns))
 
@@ -97,10 +108,11 @@ def lanes_of(spec: ModelSpec, columns: int = 0) -> int:
     those and attention's into whole groups of `columns`.
 
     Fewer for models so small that on a GPU the ways between products, of which lanes have more, cost more than their weights: a
-    lane then has at least LANE_WEIGHTS of each layer. Of quantised weights it has at least CODED_LANE_COLUMNS of attention's
-    output, so that none of the kernel's matrix warps is without some. Not for the smallest, which are for CPU ranks.
+    lane then has at least LANE_WEIGHTS of each layer that a token reads. Of quantised weights it has at least CODED_LANE_COLUMNS
+    of attention's output, so that none of the kernel's matrix warps is without some. Not for the smallest, for CPU ranks.
     """
-    layer_weights = spec.hidden_size * (2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + 3 * spec.intermediate_size)
+    ffn = 3 * spec.intermediate_size * spec.num_ffns_read
+    layer_weights = spec.hidden_size * (2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + ffn)
     attention, lanes = spec.num_heads * spec.head_dim, MOST_LANES
     while lanes > 1 and (
         any(size % lanes for size in (spec.num_heads, spec.num_kv_heads, spec.intermediate_size))
@@ -137,11 +149,13 @@ def stored_names(spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:
 def _stored(spec: ModelSpec, name: str) -> StoredTensorName:
     if name in _OUTER:
         return StoredTensorName(_OUTER[name])
+    if name.endswith(SINKS):
+        return StoredTensorName(f"{name.removesuffix(SINKS)}.self_attn.sinks", is_whole=True)
     model, layers, layer_idx, *module, kind = name.split(".")
     prefix, part = f"{model}.{layers}.{layer_idx}", module[-1]
     if part in _NORMS:
         return StoredTensorName(f"{prefix}.{_NORMS[part]}.{kind}")
-    theirs = f"self_attn.{_ATTENTION[part]}" if part in _ATTENTION else f"mlp.{_FFN[part]}"
+    theirs = f"self_attn.{_ATTENTION[part]}" if part in _ATTENTION else f"mlp.{FFN[part]}"
     return StoredTensorName(
         f"{prefix}.{theirs}.{kind}", is_whole=True, has_columns=part in _COLUMNS and kind == "weight",
         half_pairs=spec.head_dim if part in _TURNED else 0,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.families.fields import check_keys, number, read_rope
 from kog_dist.model.families.stored import Family, same_names
 from kog_dist.model.limits import MAX_LAYERS
@@ -21,7 +22,8 @@ _KEYS = frozenset(
     """model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
     max_position_embeddings rope_theta rope_scaling rope_parameters norm_eps rms_norm_eps num_lanes broadcast_delay use_comm
     use_attention_comm use_mlp_comm use_early_comm lm_head_type pre_norm_lane_agg replicated_rmsn_scale tie_word_embeddings
-    sliding_window sliding_window_n_layers unclamped_layers swa_layers head_dim qkv_bias out_bias qk_norm""".split()
+    sliding_window sliding_window_n_layers unclamped_layers swa_layers head_dim qkv_bias out_bias qk_norm
+    attention_sinks experts""".split()
 )
 
 
@@ -59,6 +61,8 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         qkv_bias=number(config, "qkv_bias", False, bool),
         out_bias=number(config, "out_bias", False, bool),
         qk_norm=number(config, "qk_norm", False, bool),
+        attention_sinks=number(config, "attention_sinks", False, bool),
+        experts=ExpertsSpec.from_config(config.get("experts")),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,8 @@ Names = Mapping[str, StoredTensorName]
 class Family:
     """One adapter. `stored_names`: where the files of a model have the tensors of its `tensor_layouts`, by the engine's names.
 
+    `unstack`: of files with one tensor for all experts of a layer, the files of their tensors with one for each, by names that
+    `stored_names` gives; see `stacked_experts`.
     `ignored`: ends of names of further tensors that files may have and that are not read; with tied embeddings a head is another.
     """
 
@@ -100,6 +103,7 @@ class Family:
     stored_names: Callable[[ModelSpec, Mapping[str, TensorLayout]], Names]
     ignored: tuple[str, ...] = ()
     head: str | None = None  # its name in files that have one although it is tied
+    unstack: Callable[[Path, ModelSpec, Mapping[str, SafetensorsFile], bool], dict[str, SafetensorsFile]] | None = None
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
         """Whether a tensor of this name may be in the files of a model that does not need it."""

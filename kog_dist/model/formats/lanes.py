@@ -7,22 +7,83 @@ the same for published folders and for `--quantize`. As values, the same parts a
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.formats.numbers import NUMBERS
+from kog_dist.model.formats.quantisation import Quantisation
 from kog_dist.model.formats.quantised_file import QuantisedFile, form_in
 from kog_dist.model.formats.rounding import rounded
+from kog_dist.model.formats.source import Box
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
-from kog_dist.model.layout import is_layer_matrix
-
-if TYPE_CHECKING:
-    from kog_dist.model.checkpoint import Checkpoint
+from kog_dist.model.layout import EXPERTS, TensorLayout, is_layer_matrix
+from kog_dist.model.safetensors_file import SafetensorsFile
 
 
-def weight_format(checkpoint: Checkpoint, name: str) -> WeightFormat | None:
+class CodedSource(Protocol):
+    """What is asked of a checkpoint; see `Checkpoint`."""
+
+    @property
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        """Every tensor by name."""
+
+    @property
+    def owner(self) -> Mapping[str, SafetensorsFile]:
+        """The file of every tensor."""
+
+    @property
+    def names(self) -> Mapping[str, StoredBox]:
+        """What every tensor is called there, and where lanes lie."""
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        """Of the files."""
+
+    @property
+    def rounding(self) -> WeightFormat | None:
+        """What matrices are rounded to."""
+
+    @property
+    def manifest(self) -> Any:
+        """Hashes, or None."""
+
+    @property
+    def verify(self) -> bool:
+        """Whether values are checked as they are read."""
+
+    def is_rounded(self, name: str) -> bool:
+        """Whether a tensor's parts are rounded."""
+
+    def read_unrounded(self, name: str, part_idx: int, out: NDArray[Any], *, verify: bool) -> None:
+        """Fill `out` with a part of a tensor."""
+
+    def check_digest(self, name: str, part_idx: int, digest: str) -> None:
+        """Compare a part's hash with the manifest."""
+
+
+class StoredBox(Protocol):
+    """See `StoredTensorName`."""
+
+    @property
+    def name(self) -> str:
+        """Of the tensor in its file."""
+
+    @property
+    def half_pairs(self) -> int:
+        """Values per head, if rotary pairs lie half a head apart."""
+
+    def box(self, layout: TensorLayout, part_idx: int) -> Box:
+        """The values of a part."""
+
+    def in_order(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Rows in the engine's order."""
+
+
+def weight_format(checkpoint: CodedSource, name: str) -> WeightFormat | None:
     """How the tensor that the engine calls `name` is quantised; None if its values are stored.
 
     Without files it is what config.json says, of all matrices of the layers that it does not exclude by their names.
@@ -32,17 +93,18 @@ def weight_format(checkpoint: Checkpoint, name: str) -> WeightFormat | None:
     if name in checkpoint.owner:
         return form_in(checkpoint.owner[name], checkpoint.names[name].name)
     said = checkpoint.quantisation
-    if said is None or not is_layer_matrix(checkpoint.layouts, name):
+    if said is None or not is_layer_matrix(checkpoint.layouts, name) or (said.is_of_experts and EXPERTS not in name):
         return None
     return None if checkpoint.names[name].name.removesuffix(".weight") in said.ignored else said.form
 
 
-def lane_codes(checkpoint: Checkpoint, name: str, lane: int) -> CodedMatrix:
+def lane_codes(checkpoint: CodedSource, name: str, lane: int, *, may_split: bool = False) -> CodedMatrix:
     """A lane's part of a quantised matrix (`weight_format` is not None), rows as everywhere in the engine.
 
-    Its columns are whole groups: column k belongs to group k // block_columns. With `checkpoint.verify` codes and scales are
-    those of finite values, and of the manifest if there is one. Raises CheckpointError naming file and tensor, also for a lane
-    that begins or ends within a group, and for act-order, where the columns of a group are no neighbours.
+    Its columns are whole groups: column k belongs to group k // block_columns; with `may_split` to the one that `groups` says.
+    With `checkpoint.verify` codes and scales are those of finite values, and of the manifest if there is one. Raises
+    CheckpointError naming file and tensor, also for a lane that begins or ends within a group, unless it `may_split`, and for
+    act-order, where the columns of a group are no neighbours.
     """
     first, last = checkpoint.layouts[name].parts[lane]
     shape = checkpoint.layouts[name].shape
@@ -56,7 +118,7 @@ def lane_codes(checkpoint: Checkpoint, name: str, lane: int) -> CodedMatrix:
     box, columns = stored.box(checkpoint.layouts[name], lane), file.tensors[stored.name].shape[1]
     matrix = file.matrices[stored.name]
     what = f"{file.path}: tensor {stored.name}, {matrix.form}"
-    if not matrix.form.is_aligned(box.left, box.right, columns):
+    if not may_split and not matrix.form.is_aligned(box.left, box.right, columns):
         raise CheckpointError(
             f"{what}: lane {lane} has columns {box.left} to {box.right} of {columns}, which are no whole groups of "
             f"{matrix.form.block_columns}; use --device cpu"
@@ -74,7 +136,7 @@ def lane_codes(checkpoint: Checkpoint, name: str, lane: int) -> CodedMatrix:
     return coded
 
 
-def _verify(checkpoint: Checkpoint, name: str, lane: int, coded: CodedMatrix) -> None:
+def _verify(checkpoint: CodedSource, name: str, lane: int, coded: CodedMatrix) -> None:
     number = NUMBERS[coded.form.number]
     largest = 15.0 if coded.zeros is not None else float(np.nanmax(np.abs(number.values)))
     with np.errstate(over="ignore"):

@@ -13,11 +13,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.model.formats.numbers import e8m0_values, nibbles
+from kog_dist.model.formats.numbers import Codes, e8m0_values, nibbles
 from kog_dist.model.formats.source import Box, Pieces, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 
 GROUP: Final = 32
+STEP: Final = 128  # columns that CPU ranks multiply at a time; rows are kept with codes of 0 up to a whole number of steps
 FORM: Final = WeightFormat("E2M1", 1, GROUP, "E8M0")
 
 
@@ -47,3 +48,22 @@ def expert(blocks: NDArray[np.uint8], scales: NDArray[Any], box: Box) -> CodedMa
     rows = blocks[box.first : box.last]
     codes = nibbles(rows).reshape(len(rows), -1)[:, box.left : box.right]
     return regular(FORM, box, np.ascontiguousarray(codes), e8m0_values(scales[box.first : box.last]))
+
+
+def kept_shapes(skew: int, columns: int) -> tuple[int, int]:
+    """Bytes of codes, and scales, of a row as CPU ranks keep it: `skew` columns that belong to others, then its own."""
+    steps = -(-(skew + columns) // STEP)
+    return steps * STEP // 2, steps * STEP // GROUP
+
+
+def kept(coded: CodedMatrix, skew: int) -> tuple[Codes, Codes]:
+    """A matrix as CPU ranks keep it: codes (rows, bytes), and scales (rows, groups) as files have them.
+
+    A lane's first column may be within a group: `skew` columns before it are there, with codes of 0, so that groups are whole.
+    """
+    rows, columns = coded.codes.shape
+    num_bytes, num_groups = kept_shapes(skew, columns)
+    codes, scales = np.zeros((rows, 2 * num_bytes), np.uint8), np.zeros((rows, num_groups), np.uint8)
+    codes[:, skew : skew + columns] = coded.codes
+    np.right_shift(coded.scales.view(np.uint32), 23, out=scales[:, : coded.scales.shape[1]], casting="unsafe")  # exponents
+    return np.asarray(codes[:, 0::2] | codes[:, 1::2] << 4, np.uint8), scales

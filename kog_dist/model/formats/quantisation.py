@@ -32,6 +32,7 @@ Raw = Mapping[str, Any]
 class Quantisation:
     """`method` as published. `ignored`: modules that are not quantised, where there are no files to tell.
 
+    `is_of_experts`: experts alone are quantised, as `stacked_experts` says.
     Files may have another type of scales than `form.scale`.
     """
 
@@ -39,14 +40,18 @@ class Quantisation:
     form: WeightFormat
     storage: Storage
     ignored: tuple[str, ...] = ()
+    is_of_experts: bool = False
 
     def __str__(self) -> str:
         return f"{self.form} ({self.method})"
 
     @property
     def lane_columns(self) -> int:
-        """The columns of each lane's matrices must be whole groups of so many, so that a lane's codes come with their scales."""
-        return self.form.block_columns or 1
+        """The columns of each lane's matrices must be whole groups of so many, so that a lane's codes come with their scales.
+
+        Of gpt-oss's experts half a group: 2,880 columns are 90 groups, and 4 lanes of 22 and a half.
+        """
+        return self.form.block_columns // 2 if self.is_of_experts else self.form.block_columns or 1
 
 
 def read_quantisation(config: Raw) -> Quantisation | None:
@@ -144,6 +149,11 @@ def _gptq(raw: Raw) -> Quantisation:
     return Quantisation("gptq", form, GptqStorage(less))
 
 
+def _mxfp4(raw: Raw) -> Quantisation:
+    _check_keys(raw, ("modules_to_not_convert", "dequantize"))
+    return Quantisation("mxfp4", MXFP4, MxStorage(), _names(raw, "modules_to_not_convert"), is_of_experts=True)
+
+
 def _compressed_tensors(raw: Raw) -> Quantisation:
     _check_keys(raw, _CT_KEYS)
     for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
@@ -205,7 +215,7 @@ def _strategy(weights: Raw) -> tuple[int, int]:
 
 _READERS: Final[Mapping[str, Callable[[Raw], Quantisation]]] = {
     "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,
-    "compressed-tensors": _compressed_tensors,
+    "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4,
 }  # fmt: skip
 
 

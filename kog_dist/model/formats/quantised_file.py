@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.formats.quantisation import Quantisation
-from kog_dist.model.formats.source import FLOAT_SCALES, Box, Pieces, Storage, StoredPiece
+from kog_dist.model.formats.source import FLOAT_SCALES, Box, BoxReader, Pieces, StoredPiece
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import SafetensorsFile, StoredTensor
 
@@ -40,7 +40,7 @@ class QuantisedMatrix:
     """
 
     form: WeightFormat
-    storage: Storage
+    storage: BoxReader
     pieces: Pieces
     bias: StoredPiece | None = None
 
@@ -151,7 +151,7 @@ def _matrix(
 
 # Matrices that read the same vector, which engines multiply as one: by the ends of their names.
 _STACKED: Final[tuple[tuple[str, ...], ...]] = (
-    ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"), ("feed_forward.w1.weight", "feed_forward.w3.weight"),
+    ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"), (".w1.weight", ".w3.weight"),
 )  # fmt: skip
 
 

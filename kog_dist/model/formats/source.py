@@ -81,7 +81,14 @@ class StoredPiece:
 Pieces = Mapping[str, StoredPiece]  # by what they have: codes, scales, zeros, groups, shape
 
 
-class Storage(Protocol):
+class BoxReader(Protocol):
+    """Reads a quantised matrix."""
+
+    def read(self, pieces: Pieces, form: WeightFormat, box: Box) -> CodedMatrix:
+        """A part of a matrix. Raises CheckpointError."""
+
+
+class Storage(BoxReader, Protocol):
     """How files of one kind hold quantised matrices."""
 
     @property
@@ -90,9 +97,6 @@ class Storage(Protocol):
 
     def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, TensorRule]:
         """The tensors of a matrix by what they have. Raises ValueError, with what it has, if there can be no such matrix."""
-
-    def read(self, pieces: Pieces, form: WeightFormat, box: Box) -> CodedMatrix:
-        """A part of a matrix. Raises CheckpointError."""
 
 
 def regular(form: WeightFormat, box: Box, codes: NDArray[np.uint8], scales: Values, zeros: Any = None) -> CodedMatrix:

@@ -257,7 +257,7 @@ def packed(**weights: Any) -> dict[str, Any]:
     [
         (3, "quantization_config must be an object"),
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; supported: fp8, fbgemm_fp8, modelopt"),
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is not supported"),
+        ({"quant_method": "mxfp4"}, "quant_method mxfp4 is supported for gpt_oss alone"),
         ({}, "quant_method None is not supported"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be rows and columns"),

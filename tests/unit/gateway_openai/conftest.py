@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kog_dist.gateway.openai.served import ServedModel
-from kog_dist.model.tokenizer import Tokenizer
-from tests.unit.gateway_openai.engine_script import TAGGED_TEMPLATE, TemplateTwin
+from kog_dist.model.tokenizer import CHANNEL_TAGS, Tokenizer
+from tests.unit.gateway_openai.engine_script import CHANNELS_TEMPLATE, TAGGED_TEMPLATE, TemplateTwin
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,21 @@ def base_model() -> ServedModel:
 def tagged_model(base_model: ServedModel) -> ServedModel:
     """A template that has models write calls inside <tool_call>."""
     return dataclasses.replace(base_model, chat_template=TemplateTwin(TAGGED_TEMPLATE))
+
+
+@pytest.fixture(scope="session")
+def channels_model(base_model: ServedModel) -> ServedModel:
+    """A tokenizer and a template as those of gpt-oss."""
+    tokenizer = Tokenizer(json.dumps(with_channels()))
+    return dataclasses.replace(base_model, tokenizer=tokenizer, chat_template=TemplateTwin(CHANNELS_TEMPLATE), vocab_size=4200)
+
+
+def with_channels() -> dict[str, Any]:
+    """The demo's tokenizer.json with the tags of channels."""
+    raw: dict[str, Any] = json.loads((Path(str(resources.files("kog_dist"))) / "models" / "demo" / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    first = 1 + max(raw["model"]["vocab"].values())
+    raw["added_tokens"] += [
+        {"id": first + idx, "content": tag, "special": True, **flags} for idx, tag in enumerate(CHANNEL_TAGS)
+    ]  # fmt: skip
+    return raw

@@ -25,6 +25,21 @@ TAGGED_TEMPLATE = """\
 """
 
 
+CHANNELS_TEMPLATE = """\
+{{- '<|start|>system<|message|>Reasoning: ' ~ (reasoning_effort or 'medium') ~ '<|end|>' }}
+{%- if tools %}{{ '<|start|>developer<|message|>' ~ (tools | length) ~ ' tools<|end|>' }}{% endif %}
+{%- for message in messages %}
+{%- if message.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' ~ message.thinking ~ '<|end|>' }}{% endif %}
+{%- if message.tool_calls %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' ~ call.name ~ '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson ~ '<|call|>' }}
+{%- else %}{{ '<|start|>' ~ message.role ~ '<|message|>' ~ message.content ~ '<|end|>' }}{% endif %}
+{%- endfor %}
+{{- '<|start|>assistant' }}
+"""
+
+
 class TemplateTwin:
     """A chat template rendered in this process."""
 

@@ -1,0 +1,255 @@
+"""Answers in channels, as gpt-oss writes them: content, reasoning and calls, however they are cut; and prompts of such models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from kog_dist.gateway.openai.channels import Channels
+from kog_dist.gateway.openai.chat import plan_chat
+from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta
+from kog_dist.gateway.openai.responses import plan_response
+from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.model.tokenizer import CHANNEL_TAGS, Tokenizer
+from tests.unit.gateway_openai.conftest import with_channels
+from tests.unit.gateway_openai.engine_script import cut, data_of, play
+from tests.unit.gateway_openai.test_prompts import prompt_of
+from tests.unit.gateway_openai.test_replies import whole
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
+CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+NEXT = "<|end|><|start|>assistant"
+TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": TOOL}]
+USER = {"role": "user", "content": "hi"}
+
+
+def read(pieces: list[str], names: tuple[str, ...] = ("add", "sub")) -> list[tuple[str, str]]:
+    """Kind, or the function's name, and text of each message; neighbours of one kind joined."""
+    parser = Channels(frozenset(names))
+    deltas: list[Delta] = [delta for piece in pieces for delta in parser.push(piece)]
+    deltas += parser.finish()
+    found: list[tuple[str, str]] = []
+    for delta in deltas:
+        match delta:
+            case CallStart(idx, name):
+                assert idx == sum(kind not in ("content", "reasoning") for kind, _ in found)
+                found.append((name, ""))
+            case CallArguments(idx, text):
+                assert idx == sum(kind not in ("content", "reasoning") for kind, _ in found) - 1
+                found[-1] = (found[-1][0], found[-1][1] + text)
+            case TextDelta(text) | ReasoningDelta(text):
+                kind = "content" if isinstance(delta, TextDelta) else "reasoning"
+                if found and found[-1][0] == kind:
+                    found[-1] = (kind, found[-1][1] + text)
+                else:
+                    found.append((kind, text))
+    return found
+
+
+READINGS = {
+    "reasoning and answer": (ANALYSIS + "Hm." + NEXT + FINAL + "Yes.<|return|>", [("reasoning", "Hm."), ("content", "Yes.")]),
+    "answer alone": (FINAL + "Yes.", [("content", "Yes.")]),
+    "a call": (ANALYSIS + "1?" + NEXT + CALL + '{"a": 1}', [("reasoning", "1?"), ("add", '{"a": 1}')]),
+    "a call that ends with its tag": (CALL + '{"a": 1}<|call|>', [("add", '{"a": 1}')]),
+    "the recipient before the channel": (
+        " to=functions.sub<|channel|>commentary json<|message|>{}<|call|>", [("sub", "{}")]
+    ),
+    "two calls": (CALL + '{"a": 1}<|call|><|start|>assistant' + CALL + '{"a": 2}', [("add", '{"a": 1}'), ("add", '{"a": 2}')]),
+    "a call without arguments": (CALL + "<|call|>", [("add", "{}")]),
+    "a preamble": (
+        "<|channel|>commentary<|message|>I will add." + NEXT + CALL + "{}", [("content", "I will add."), ("add", "{}")]
+    ),
+    "a tool that nobody offered": ("<|channel|>commentary to=functions.rm<|message|>{}", [("reasoning", "{}")]),
+    "a tool of its own": (ANALYSIS.replace("<|message|>", " to=python code<|message|>") + "1+1", [("reasoning", "1+1")]),
+    "no header": ("Yes.", [("content", "Yes.")]),
+    "no header, and text that begins like one": ("to be", [("content", "to be")]),
+    "the beginning of one": ("to", [("content", "to")]),
+    "a message alone": ("<|message|>Yes.", [("content", "Yes.")]),
+    "a role first": ("<|start|>assistant" + FINAL + "Yes.", [("content", "Yes.")]),
+    "cut in a header": (ANALYSIS + "Hm." + NEXT + "<|channel|>fin", [("reasoning", "Hm.")]),
+    "cut in a tag": (FINAL + "Yes.<|retu", [("content", "Yes.<|retu")]),
+    "no end before the next channel": (ANALYSIS + "Hm." + FINAL + "Yes.", [("reasoning", "Hm."), ("content", "Yes.")]),
+    "text that looks like a tag": (FINAL + "a <| b |> c <|x|>", [("content", "a <| b |> c <|x|>")]),
+    "between messages": (ANALYSIS + "Hm.<|end|>\n<|start|>a" + FINAL + "No.", [("reasoning", "Hm."), ("content", "No.")]),
+    "a header without end": ("<|channel|>" + "x" * 1100, [("content", "x" * 1100)]),
+    "nothing": ("", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_answers_are_read(name: str) -> None:
+    text, expected = READINGS[name]
+    assert read([text]) == expected
+    assert read(list(text)) == expected, "character by character"
+
+
+PIECES = (
+    ANALYSIS,
+    FINAL,
+    CALL,
+    NEXT,
+    *CHANNEL_TAGS,
+    "<|",
+    "|>",
+    "to=functions.sub",
+    " ",
+    "x",
+    '{"a": 1}',
+    "assistant",
+    "final",
+    "é",
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(text=st.lists(st.sampled_from(PIECES), max_size=10).map("".join), cuts=st.lists(st.integers(0, 300), max_size=8))
+def test_however_it_is_cut_the_same_is_read(text: str, cuts: list[int]) -> None:
+    assert read(cut(text, cuts)) == read([text])
+
+
+# ---- replies ----
+ANSWER = [ANALYSIS, "Let", " me.", "<|end|>", "<|start|>", "assistant", CALL, '{"a"', ": 1}"]
+
+
+def test_a_chat_has_reasoning_content_and_calls(channels_model: ServedModel) -> None:
+    body = {"messages": [USER], "tools": TOOLS}
+    answer = whole(plan_chat(body, channels_model), ANSWER)
+    choice = ChatCompletion.model_validate(answer).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert answer["choices"][0]["message"]["reasoning_content"] == "Let me."
+    assert choice.message.tool_calls is not None
+    assert choice.message.content is None
+    call = choice.message.tool_calls[0]
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+    chunks = data_of(play(plan_chat({**body, "stream": True}, channels_model), ANSWER))[:-1]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Let me."
+    assert [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta] == ["", '{"a"', ": 1}"]
+    assert not any("<|" in str(delta) for delta in deltas)
+
+
+def test_a_chat_without_tools_has_content(channels_model: ServedModel) -> None:
+    answer = whole(plan_chat({"messages": [USER]}, channels_model), [ANALYSIS, "Hm.", NEXT, FINAL, "Yes."])
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert (
+        "reasoning_content"
+        not in whole(plan_chat({"messages": [USER]}, channels_model), [FINAL, "Yes."])["choices"][0]["message"]
+    )
+
+
+def test_a_response_has_reasoning_items(channels_model: ServedModel) -> None:
+    body = {"input": "hi", "tools": [{"type": "function", **TOOL}]}
+    response = whole(plan_response(body, channels_model), ANSWER)
+    Response.model_validate(response)
+    assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
+    assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "Let me."}]
+    assert response["output"][0]["summary"] == []
+    events = data_of(play(plan_response({**body, "stream": True}, channels_model), ANSWER))
+    for event in events:
+        EVENT.validate_python(event)
+    assert [event["type"].removeprefix("response.") for event in events[:8]] == [
+        "created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done",
+    ]  # fmt: skip
+    ended = events[-1]["response"]["output"]
+    assert [item["content"] for item in ended[:1]] == [response["output"][0]["content"]]
+    assert ended[1]["arguments"] == '{"a": 1}'
+
+
+def test_other_models_keep_their_text(base_model: ServedModel, tagged_model: ServedModel, channels_model: ServedModel) -> None:
+    """Whatever it looks like; and so does a text completion of such a model."""
+    for served in (base_model, tagged_model):
+        message = whole(plan_chat({"messages": [USER]}, served), [FINAL, "Yes."])["choices"][0]["message"]
+        assert message["content"] == FINAL + "Yes."
+    assert channels_model.has_channels
+    assert not tagged_model.has_channels
+
+
+# ---- prompts ----
+def test_enforced_answers_begin_within_a_message(channels_model: ServedModel) -> None:
+    def prompt(**fields: Any) -> str:
+        return prompt_of(plan_chat({"messages": [USER], **fields}, channels_model).generates[0], channels_model)
+
+    named = {"type": "function", "function": {"name": "add"}}
+    assert prompt(tools=TOOLS).endswith("<|start|>assistant")
+    assert prompt(tools=TOOLS, tool_choice=named).endswith(CALL)
+    assert prompt(tools=TOOLS, tool_choice="required").endswith(CALL)
+    assert prompt(response_format={"type": "json_object"}).endswith(FINAL)
+    two = [*TOOLS, {"type": "function", "function": {**TOOL, "name": "sub"}}]
+    assert prompt(tools=two, tool_choice="required").endswith(FINAL)
+    answer = whole(plan_chat({"messages": [USER], "tools": TOOLS, "tool_choice": "required"}, channels_model), ['{"a": 1}'])
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    response = plan_response({"input": "hi", "text": {"format": {"type": "json_object"}}}, channels_model)
+    assert prompt_of(response.generates[0], channels_model).endswith(FINAL)
+
+
+@pytest.mark.parametrize(
+    ("effort", "word"), [("high", "high"), ("minimal", "low"), ("of the utmost", "medium"), (None, "medium")]
+)
+def test_the_effort_reaches_the_template(
+    effort: str | None, word: str, channels_model: ServedModel, tagged_model: ServedModel
+) -> None:
+    asked = plan_chat({"messages": [USER], "reasoning_effort": effort}, channels_model).generates[0]
+    assert f"Reasoning: {word}<|end|>" in prompt_of(asked, channels_model)
+    planned = plan_response({"input": "hi", "reasoning": {"effort": effort}}, channels_model)
+    assert f"Reasoning: {word}<|end|>" in prompt_of(planned.generates[0], channels_model)
+    assert whole(planned, [FINAL, "Yes."])["reasoning"]["effort"] == effort
+    others = plan_chat({"messages": [USER], "reasoning_effort": effort}, tagged_model).generates[0]
+    assert prompt_of(others, tagged_model) == "<|user|>hi\n<|assistant|>"
+
+
+def test_earlier_reasoning_goes_back_before_its_call(channels_model: ServedModel) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages: list[dict[str, Any]] = [
+        USER,
+        {"role": "assistant", "content": "I add.", "reasoning_content": "Let me.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+    ]
+    text = prompt_of(plan_chat({"messages": messages, "tools": TOOLS}, channels_model).generates[0], channels_model)
+    expected = (
+        "<|channel|>analysis<|message|>Let me.\nI add.<|end|>"
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    )
+    assert expected in text
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Let me."}]},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+    ]
+    body = {"input": items, "tools": [{"type": "function", **TOOL}]}
+    text = prompt_of(plan_response(body, channels_model).generates[0], channels_model)
+    assert expected.replace("\nI add.", "") in text
+
+
+def test_tags_have_text_in_answers_and_none_in_grammars(channels_model: ServedModel) -> None:
+    tokenizer = channels_model.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode(ANALYSIS + "Hm.<|end|>", add_special_tokens=False)
+    assert tokenizer.decode(ids) == ANALYSIS + "Hm.<|end|>"
+    decoder = tokenizer.stream()
+    assert "".join(map(decoder.push, ids)) + decoder.flush() == ANALYSIS + "Hm.<|end|>"
+    assert [tokenizer.token_bytes(tokenizer.id_of(tag) or 0) for tag in CHANNEL_TAGS] == [b""] * len(CHANNEL_TAGS)
+
+
+def test_the_ends_of_answers_and_calls_end_an_answer(tmp_path: Path) -> None:
+    """Also where no file of the folder says so."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(with_channels()))
+    (tmp_path / "config.json").write_text("{}")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.eos_ids == (tokenizer.id_of("<|return|>"), tokenizer.id_of("<|call|>"))

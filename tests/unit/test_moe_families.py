@@ -1,0 +1,350 @@
+"""Families with experts against transformers in float64: logits, oracle, which experts are chosen, folders that are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+from numpy.typing import DTypeLike, NDArray
+from safetensors.torch import load_file, save_file
+
+from kog_dist.bench.kernel.shapes import MOE, named_spec
+from kog_dist.config import LaunchConfig
+from kog_dist.decode import half_products, lane_math
+from kog_dist.decode.interpreter import Interpreter
+from kog_dist.decode.plan import make_plan
+from kog_dist.decode.steps import Kind, Value
+from kog_dist.errors import CheckpointError, ConfigError
+from kog_dist.launch.inspection import check as inspection_check
+from kog_dist.launch.inspection import cpu_rank_bytes, dry_run
+from kog_dist.launch.prediction import kv_bytes
+from kog_dist.launch.target import plan_target
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.laneformer import Laneformer
+from kog_dist.model.published_config import read_config
+from kog_dist.model.weight_bytes import bytes_per_token, weight_bytes
+from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from tests.unit import moe_models
+from tests.unit.formats.writers import METHODS
+from tests.unit.moe_models import CONFIGS, Reference
+
+TOLERANCE = 1e-5  # of the largest logit, in float64: rotary tables are float32
+SINGLE = 2e-5  # in float32
+MARGIN = 1e-4  # between router logits, above all that float32 rounds
+PROMPT = np.random.default_rng(3).integers(0, moe_models.VOCAB, 300).tolist()
+SHORT = PROMPT[:40]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Reference]:
+    """A folder as transformers writes it, the model in float64, and what that makes of PROMPT."""
+    folder = tmp_path_factory.mktemp("moe") / "model"
+    model = moe_models.made(request.param, folder)
+    return folder, model, moe_models.reference(model, PROMPT)
+
+
+class Run:
+    """One rank's engine on a folder; of each position the logits, and of each layer the router's and the choice."""
+
+    def __init__(self, folder: Path, dtype: DTypeLike = np.float64, *, keeps_halves: bool = False) -> None:
+        checkpoint = open_checkpoint(folder)
+        lanes = range(checkpoint.spec.num_lanes)
+        weights = checkpoint.rank_weights(lanes, dtype=dtype, keeps_halves=keeps_halves)
+        self.engine = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None, dtype=dtype, kv_dtype=np.dtype(dtype).name)
+        self.num_layers = checkpoint.spec.num_layers
+
+    def tokens(self, prompt: list[int]) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+        """Logits, router logits (layers, E), chosen experts (layers, K) at each position."""
+        memory = self.engine.memory
+        for position, token in enumerate(prompt):
+            output = self.engine.step(token, position, SamplingParams(), gather_logits=True)
+            assert output.logits is not None
+            router, choice = (
+                np.stack([memory.rows(Value(kind, layer)) for layer in range(self.num_layers)])
+                for kind in (Kind.ROUTER_LOGITS, Kind.CHOICE)
+            )
+            yield output.logits.copy(), router, choice[:, 0]
+
+
+def relative_error(logits: NDArray[Any], expected: NDArray[Any]) -> float:
+    return float(np.abs(logits - expected).max() / np.abs(expected).max())
+
+
+def test_logits_and_choices_are_those_of_transformers_at_every_position(case: tuple[Path, Any, Reference]) -> None:
+    folder, _, expected = case
+    for position, (logits, router, chosen) in enumerate(Run(folder).tokens(PROMPT)):
+        assert relative_error(logits, expected.logits[position]) < TOLERANCE
+        assert np.abs(router - np.stack([rows[position] for rows in expected.router])).max() < TOLERANCE * 100
+        assert np.array_equal(chosen, np.stack([rows[position] for rows in expected.chosen]))
+
+
+def test_the_oracle_agrees(case: tuple[Path, Any, Reference]) -> None:
+    folder, _, expected = case
+    oracle = Laneformer.from_checkpoint(folder, torch.float64)
+    with torch.no_grad():
+        assert relative_error(oracle(torch.tensor([PROMPT]))[0].numpy(), expected.logits) < TOLERANCE
+
+
+def is_clear(router: NDArray[Any], num_chosen: int) -> bool:
+    """Whether in every layer the chosen ones of `router` (layers, E) stand off the others by more than rounding."""
+    ordered = np.sort(router, axis=1)[:, ::-1]
+    return num_chosen == router.shape[1] or bool((ordered[:, num_chosen - 1] - ordered[:, num_chosen]).min() > MARGIN)
+
+
+@pytest.mark.parametrize("keeps_halves", [False, True])
+def test_in_float32_choices_are_the_same_where_the_margin_exceeds_rounding(
+    case: tuple[Path, Any, Reference], keeps_halves: bool
+) -> None:
+    if keeps_halves and half_products.library() is None:
+        pytest.skip("needs a C compiler")
+    folder, _, expected = case
+    clear = 0
+    for position, (logits, _, chosen) in enumerate(Run(folder, np.float32, keeps_halves=keeps_halves).tokens(PROMPT)):
+        wanted = np.stack([rows[position] for rows in expected.chosen])
+        if is_clear(np.stack([rows[position] for rows in expected.router]), wanted.shape[1]):
+            clear += 1
+            assert np.array_equal(chosen, wanted)
+        if np.array_equal(chosen, wanted):
+            assert relative_error(logits, expected.logits[position]) < SINGLE
+    assert clear > 0.9 * len(PROMPT)
+
+
+def test_with_transformers_choices_logits_agree_whatever_the_margin(
+    case: tuple[Path, Any, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Teacher-forced routing: other experts would be another model."""
+    folder, _, expected = case
+    calls = 0
+
+    def forced(logits: NDArray[Any], scores: NDArray[Any], is_normalised: bool, choice: NDArray[Any]) -> None:
+        nonlocal calls
+        position, layer = divmod(calls, len(expected.chosen))
+        calls += 1
+        chosen = expected.chosen[layer][position]
+        np.exp(logits - logits.max(), out=scores)
+        choice[0] = chosen
+        choice[1] = scores[chosen] / (scores[chosen].sum() if is_normalised else scores.sum())
+
+    monkeypatch.setattr(lane_math, "select", forced)
+    errors = [
+        relative_error(logits, expected.logits[position])
+        for position, (logits, _, _) in enumerate(Run(folder, np.float32).tokens(PROMPT))
+    ]
+    assert calls == len(PROMPT) * len(expected.chosen)
+    assert max(errors) < SINGLE
+
+
+# ---- folders ----
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def rewritten(folder: Path, target: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def test_missing_extra_and_misshapen_tensors_are_refused_by_their_own_names(
+    case: tuple[Path, Any, Reference], tmp_path: Path
+) -> None:
+    folder, _, _ = case
+    tensors = tensors_of(folder)
+    victims = [name for name in tensors if ".mlp." in name and "layers.1." in name]
+    for name in (victims[0], victims[-1]):
+        rewritten(folder, tmp_path, {key: value for key, value in tensors.items() if key != name})
+        with pytest.raises(CheckpointError, match=f"lacks tensor {name}, which its config.json asks for"):
+            open_checkpoint(tmp_path)
+        rewritten(folder, tmp_path, tensors | {name: tensors[name][:-1].contiguous()})
+        with pytest.raises(CheckpointError, match=f"tensor {name} has shape .* but config.json asks for"):
+            open_checkpoint(tmp_path)
+    extra = "model.layers.0.mlp.shared_expert.gate_proj.weight"
+    rewritten(folder, tmp_path, tensors | {extra: torch.ones(3, 3, dtype=torch.bfloat16)})
+    with pytest.raises(CheckpointError, match=f"has a tensor '{extra}' that a model of this config"):
+        open_checkpoint(tmp_path)
+
+
+def test_specs_with_experts_travel_as_configs(case: tuple[Path, Any, Reference]) -> None:
+    spec = open_checkpoint(case[0]).spec
+    assert spec.experts is not None
+    assert spec.num_lanes == min(spec.num_kv_heads, 8)
+    assert read_config(json.loads(json.dumps(spec.to_config()))) == spec
+
+
+def test_memory_is_what_all_experts_take_and_tokens_read_fewer(case: tuple[Path, Any, Reference]) -> None:
+    folder, _, _ = case
+    target = plan_target(LaunchConfig(model=str(folder), device="cpu", ranks=2))[0]
+    checkpoint, spec = target.checkpoint, target.checkpoint.spec
+    assert spec.num_parameters == sum(layout.num_values for layout in checkpoint.layouts.values())
+    keeps_halves = half_products.library() is not None
+    for rank in range(2):
+        kept = checkpoint.rank_weights(spec.lanes_of_rank(rank, 2), keeps_halves=keeps_halves).num_bytes
+        small = 8 * sum(layout.num_values for layout in checkpoint.layouts.values() if len(layout.shape) < 2)  # biases, norms
+        said = cpu_rank_bytes(target, rank)
+        assert kept - small <= said["weights"] <= kept + small
+        if spec.num_ffns_read < spec.num_ffns:
+            assert said["read"] < said["weights"] - 4 * spec.vocab_size * spec.hidden_size
+    mib = bytes_per_token(checkpoint) / 2**20
+    assert f" ({mib:.1f} MiB per token as they are)" in inspection_check(LaunchConfig(model=str(folder), device="cpu", ranks=1))
+
+
+# ---- configs ----
+PARAMETERS = {"qwen3-30b-a3b": 30_532_122_624, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
+PER_TOKEN_MB = {"qwen3-30b-a3b": 6_084, "gpt-oss-20b": 3_708, "gpt-oss-120b": 5_003}  # without keys and values
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_published_shapes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
+    spec = read_config(MOE[name])
+    assert (spec.num_parameters, spec.num_lanes) == (PARAMETERS[name], 4)
+    assert named_spec(f"{name}:2@1024").num_lanes == 2
+    (tmp_path / "config.json").write_text(json.dumps(MOE[name]))
+    settings = LaunchConfig(model=str(tmp_path), device="cpu", ranks=4)
+    per_token = bytes_per_token(plan_target(settings, needs_weights=False)[0].checkpoint)
+    assert per_token / 1e6 == pytest.approx(PER_TOKEN_MB[name], rel=0.001)
+    text = dry_run(settings)
+    assert spec.experts is not None
+    assert f"{spec.experts.num_experts} experts, {spec.experts.per_token} of them chosen, of {spec.intermediate_size}" in text
+    assert f"{spec.num_layers} route, {spec.num_layers} select" in text
+    needed = weight_bytes(plan_target(settings, needs_weights=False)[0].checkpoint) + 2 * spec.vocab_size * spec.hidden_size
+    assert f"1 GPU  {(needed + kv_bytes(spec, spec.max_context)) / 2**30:6.1f} GiB each" in text
+    assert re.search("GPUs do not run experts( and attention sinks)? yet", text)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_gpus_refuse_experts_by_name(name: str) -> None:
+    spec = named_spec(name)
+    with pytest.raises(ConfigError, match=f"cannot run this model: it has {spec.num_ffns} experts.*use --device cpu"):
+        KernelShape(spec, spec.lanes_of_rank(0, 1), weight_dtype="bfloat16", kv_dtype="bfloat16", num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("qwen3-30b-a3b", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], only \[\] is supported"),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, only 1 is supported"),
+        ("qwen3-30b-a3b", {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size is 512"),
+        ("qwen3-30b-a3b", {"num_local_experts": 64}, "num_experts 128 contradicts num_local_experts 64"),
+        ("qwen3-30b-a3b", {"num_experts": None}, "num_experts is missing"),
+        ("qwen3-30b-a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok must be between 1 and the 128 experts, got 129"),
+        ("qwen3-30b-a3b", {"num_experts": 1025}, "the number of experts must be between 1 and 1024, got 1025"),
+        ("qwen3-30b-a3b", {"num_experts": 1024}, "48 times 1024 experts must be at most 16384"),
+        ("qwen3-30b-a3b", {"norm_topk_prob": 1}, "norm_topk_prob must be bool"),
+        ("qwen3-30b-a3b", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ("qwen3-30b-a3b", {"n_group": 2}, "unknown config keys: 'n_group'"),
+        ("qwen3-30b-a3b", {"hidden_act": "gelu"}, "hidden_act"),
+        ("qwen3-30b-a3b", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 is supported for gpt_oss alone"),
+        (
+            "gpt-oss-20b",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quant_method fp8 of gpt_oss is not",
+        ),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4", "bits": 4}}, "unknown keys 'bits'"),
+        ("gpt-oss-20b", {"experts_per_token": 2}, "num_experts_per_tok 4 contradicts experts_per_token 2"),
+        ("gpt-oss-20b", {"layer_types": ["full_attention"] * 23}, "for each of 24 layers"),
+        ("gpt-oss-20b", {"layer_types": ["linear_attention"] * 24}, "must be sliding_attention or full_attention"),
+        ("gpt-oss-20b", {"swiglu_limit": -7.0}, "swiglu_limit must be positive"),
+        ("gpt-oss-20b", {"attention_bias": "yes"}, "attention_bias"),
+        ("gpt-oss-20b", {"num_local_experts": 0}, "the number of experts must be between 1 and 1024"),
+        ("gpt-oss-20b", {"swiglu_beta": 1.0}, "unknown config keys: 'swiglu_beta'"),
+    ],
+)
+def test_what_is_not_run_is_named(name: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_config({**MOE[name], **changes})
+
+
+def test_the_published_config_of_gpt_oss() -> None:
+    """With the keys that its file has, some of them twice."""
+    published = {
+        **MOE["gpt-oss-20b"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4,
+        "hidden_act": "silu", "initial_context_length": 4096, "initializer_range": 0.02, "max_position_embeddings": 131072,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "output_router_logits": False, "pad_token_id": 199999,
+        "rms_norm_eps": 1e-5, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+            "truncate": False,
+        },
+        "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True,
+    }  # fmt: skip
+    spec = read_config(published)
+    assert spec == read_config(MOE["gpt-oss-20b"])
+    assert (spec.sliding_window, spec.window_layers) == (128, tuple(range(0, 24, 2)))
+    assert spec.rope_scaling is not None
+    assert spec.rope_scaling.magnitude == pytest.approx(1.3466, abs=1e-4)
+    assert read_config({**published, "quantization_config": None}).num_lanes == 8
+
+
+# ---- quantised ----
+def in_fp8(folder: Path, target: Path) -> dict[str, torch.Tensor]:
+    """The folder with all matrices of the layers in FP8, as Qwen publishes it; and the values that they have then."""
+    method, tensors, values = METHODS["fp8"], tensors_of(folder), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        written = method.write(tensors.pop(name))
+        values[name] = written.values
+        tensors |= {f"{name.removesuffix('.weight')}.{end}": tensor.contiguous() for end, tensor in written.tensors.items()}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": method.config}
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(tensors, target / "model.safetensors")
+    return values
+
+
+def test_experts_in_fp8(tmp_path: Path) -> None:
+    """Sizes are whole blocks, so that lanes are."""
+    config = moe_models.qwen3_moe(hidden_size=128, moe_intermediate_size=256, head_dim=64)
+    plain, quantised = tmp_path / "plain", tmp_path / "fp8"
+    quantised.mkdir()
+    model = moe_models.written(CONFIGS["qwen3_moe"][0], config, plain)
+    values = in_fp8(plain, quantised)
+    checkpoint = open_checkpoint(quantised)
+    assert checkpoint.spec.num_lanes == 4
+    with torch.no_grad():
+        for layer_idx, layer in enumerate(model.model.layers):
+            prefix = f"model.layers.{layer_idx}"
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                getattr(layer.self_attn, name).weight.copy_(values[f"{prefix}.self_attn.{name}.weight"])
+            for idx in range(config.num_experts):
+                gate, up, down = (values[f"{prefix}.mlp.experts.{idx}.{n}_proj.weight"] for n in ("gate", "up", "down"))
+                layer.mlp.experts.gate_up_proj[idx].copy_(torch.cat((gate, up)))
+                layer.mlp.experts.down_proj[idx].copy_(down)
+    expected = moe_models.reference(model, SHORT)
+    for position, (logits, _, chosen) in enumerate(Run(quantised).tokens(SHORT)):
+        assert relative_error(logits, expected.logits[position]) < TOLERANCE
+        assert np.array_equal(chosen, np.stack([rows[position] for rows in expected.chosen]))
+
+
+def test_experts_of_one_layer_must_be_quantised_alike(tmp_path: Path) -> None:
+    config = moe_models.qwen3_moe(hidden_size=128, moe_intermediate_size=256, head_dim=64)
+    plain, quantised = tmp_path / "plain", tmp_path / "fp8"
+    quantised.mkdir()
+    moe_models.written(CONFIGS["qwen3_moe"][0], config, plain)
+    in_fp8(plain, quantised)
+    tensors, name = load_file(quantised / "model.safetensors"), "model.layers.1.mlp.experts.3.up_proj"
+    del tensors[f"{name}.weight_scale_inv"]
+    tensors[f"{name}.weight"] = tensors_of(plain)[f"{name}.weight"]
+    save_file(tensors, quantised / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"tensor {name}\.weight is not quantised, but .*gate_proj.* must be alike"):
+        open_checkpoint(quantised)
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_experts_are_quantised_at_the_start(quantize: str, tmp_path: Path) -> None:
+    """Each matrix of each lane by itself; routers stay as they are."""
+    moe_models.made("qwen3_moe", tmp_path)
+    checkpoint, plain = open_checkpoint(tmp_path, quantize=quantize), open_checkpoint(tmp_path)
+    name = "model.layers.1.feed_forward.experts.4.w2.weight"
+    values, exact = checkpoint.tensor(name), plain.tensor(name)
+    assert 0 < np.abs(values - exact).max() < 0.2 * np.abs(exact).max()
+    router = "model.layers.1.feed_forward.router.weight"
+    assert np.array_equal(checkpoint.tensor(router), plain.tensor(router))
+    assert bytes_per_token(checkpoint) < bytes_per_token(plain)
