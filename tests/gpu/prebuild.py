@@ -50,8 +50,8 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
         from tests.gpu.rank_bodies import VARIANTS as OF_RANKS
 
         for name, spec in OF_RANKS.items():
-            options = {"kv_dtype": KV_OF_VARIANT.get(name, "bfloat16")}
-            yield from ((spec, {**options, **more}) for more in ({"partition_batches": 1}, {}))
+            kv_dtype = KV_OF_VARIANT.get(name, "bfloat16")
+            yield from ((spec, {"kv_dtype": kv_dtype, **more}) for more in ({"partition_batches": 1}, {}))
     elif group == "demo":
         checkpoint = open_checkpoint(Path(str(resources.files("kog_dist"))) / "models" / "demo", verify=False)
         dtypes = ({"weight_dtype": checkpoint.dtype, "kv_dtype": kv_dtype} for kv_dtype in ("bfloat16", "float16"))

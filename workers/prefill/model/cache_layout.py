@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BATCH = 16  # positions
-Places = tuple["Tensor", "Tensor", "Tensor"]  # of positions: split, batch, row
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class CacheLayout:
         """What the cache keeps of keys or values (..., head_dim)."""
         return coded_rows.rounded_rows(rows) if self.is_coded else rows.to(cache.dtype)
 
-    def _places(self, layer: int, first: int, count: int, like: Tensor) -> Places:
+    def _places(self, layer: int, first: int, count: int, like: Tensor) -> coded_rows.Places:
         import torch
 
         positions = torch.arange(first, first + count, device=like.device)

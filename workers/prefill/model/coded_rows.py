@@ -13,7 +13,7 @@ from kog_dist.decode.kv_formats import CodedRows, encode_fp8, values_of_fp8
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kog_dist.workers.prefill.model.cache_layout import Places
+Places = tuple["Tensor", "Tensor", "Tensor"]  # of positions: split, batch, row
 
 
 class CodedParts(NamedTuple):
