@@ -6,7 +6,7 @@
 namespace kog {
 
 constexpr bool kKvCoded = kKvBits < 16;
-constexpr int kKvPairs = 16 / kKvBits;         // pairs of values in a register
+constexpr int kCodePairs = 16 / kKvBits;         // pairs of values in a register
 constexpr u32 kKvScaleBytes = kKvCoded ? 4 : 0;  // of a position of a head: the scales of its rows of K and V, binary16
 
 // A row's scale, by the largest magnitude in it, which gets the largest code: 7 significant bits, so that rounding a rounded row changes nothing.
@@ -38,7 +38,7 @@ __device__ __forceinline__ uint2 decode_four(u32 codes, float scale) {
 // The scale of a row of `kThreads` neighbouring threads with four values each. All threads of the warp call it.
 template <u32 kThreads>
 __device__ __forceinline__ float shared_scale(const float4& value) {
-    static_assert(kThreads <= 32 && (kThreads & (kThreads - 1)) == 0, "the threads of a row are in one warp");
+    static_assert(!kKvCoded || (kThreads <= 32 && (kThreads & (kThreads - 1)) == 0), "the threads of a row are in one warp");
     float largest = fmaxf(fmaxf(fabsf(value.x), fabsf(value.y)), fmaxf(fabsf(value.z), fabsf(value.w)));
 #pragma unroll
     for (u32 offset = 1; offset < kThreads; offset *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));

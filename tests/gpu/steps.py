@@ -73,7 +73,8 @@ STEPS = {
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),
     "families": _tests(1, 60, 240, "test_families"),
     "quantised": _tests(1, 40, 200, "test_quantised"),
-    "kept": _tests(1, 30, 150, "test_kept_prefixes"),
+    "kept": _tests(1, 70, 200, "test_kept_prefixes"),
+    "kv_formats": _tests(1, 30, 150, "test_kv_formats"),
     "processors": _tests(1, 10, 90, "test_processors"),
     "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),
     "smollm2": _tests(1, 70, 200, "test_smollm2"),  # with `make model`

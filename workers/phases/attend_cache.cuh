@@ -8,12 +8,12 @@ namespace kog {
 // Of a batch: 16 rows of K, 8 pairs of rows of V, and where they are coded the scales of each position's two rows.
 constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kBatchBytes = 2 * 16 * kRowBytes + 16 * kKvScaleBytes;
 constexpr int kDimRegisters = kHeadDim / 8;  // 16-bit pairs: a thread's share of a row of K, or of a pair of positions of V
-constexpr int kShareRegisters = kDimRegisters / kKvPairs;  // that it takes in the cache
+constexpr int kShareRegisters = kDimRegisters / kCodePairs;  // that it takes in the cache
 static_assert(kHeadDim % 16 == 0 && kShareRegisters % 2 == 0, "the matrix unit takes 16 dimensions at a time, a load two registers");
 // The registers of a share come in chunks of one load. Chunks of neighbouring threads lie side by side, so that a load of a warp takes whole
 // sectors: four threads share a row of K, eight a pair of positions of V. The order of dimensions is the same for K and the query.
 constexpr int kChunkRegisters = kShareRegisters % 4 == 0 ? 4 : 2, kChunkBytes = kChunkRegisters * 4;
-constexpr int kChunk = kChunkRegisters * kKvPairs, kChunks = kShareRegisters / kChunkRegisters;  // pairs of a chunk
+constexpr int kChunk = kChunkRegisters * kCodePairs, kChunks = kShareRegisters / kChunkRegisters;  // pairs of a chunk
 constexpr u32 kKeyChunks = 4 * kChunkBytes, kValueChunks = 8 * kChunkBytes;  // from a thread's chunk to its next one, in bytes
 // Pair of dimensions in register `k` of a thread's share of K; dimension in that of V.
 __device__ __forceinline__ constexpr u32 key_pair(u32 part, u32 k) { return k / kChunk * (4 * kChunk) + part * kChunk + k % kChunk; }

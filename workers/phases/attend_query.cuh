@@ -150,7 +150,7 @@ struct QueryReader : CacheReader {
         if (group == (row & 7)) {
 #pragma unroll
             for (int k = 0; k < kShareRegisters; ++k) {
-                const u32 new_keys = load_shared_u32(staged + key_pair(part, k * kKvPairs) * (4 / kKvPairs));
+                const u32 new_keys = load_shared_u32(staged + key_pair(part, k * kCodePairs) * (4 / kCodePairs));
                 batch.keys[0][k] = i == 0 ? new_keys : batch.keys[0][k], batch.keys[1][k] = i == 0 ? batch.keys[1][k] : new_keys;
             }
             unsigned char* at = keys_at(rows, rows.fresh_batch);
@@ -160,7 +160,7 @@ struct QueryReader : CacheReader {
         if (part == (row >> 1 & 3)) {
 #pragma unroll
             for (int k = 0; k < kShareRegisters; ++k) {
-                const u32 at = staged + (kNewWords / 2 + value_dim(group, k * kKvPairs) / 2) * (4 / kKvPairs);
+                const u32 at = staged + (kNewWords / 2 + value_dim(group, k * kCodePairs) / 2) * (4 / kCodePairs);
                 const u32 both = kKvCoded ? load_shared_u16(at) : load_shared_u32(at);
                 const u32 mixed = with_values(i == 0 ? batch.values[0][k] : batch.values[1][k], k, both, row & 1);
                 batch.values[0][k] = i == 0 ? mixed : batch.values[0][k], batch.values[1][k] = i == 0 ? batch.values[1][k] : mixed;

@@ -79,7 +79,7 @@ class Parts:
 
     def start(self, prefill: str, world_size: int = 1) -> tuple[Any, Any]:
         args = WorkerArgs(RankInfo(0, world_size, 0, "test"), "model", "cuda:0", "bfloat16", True, 1.0, 1.0, prefill=prefill)
-        shape: Any = type("Shape", (), {"spec": laneformer_2b()})
+        shape: Any = type("Shape", (), {"spec": laneformer_2b(), "coding": None})
         nothing: Any = None
         tell = StartTeller(self.told.append)
         return Start(args, shape, nothing, None, 1000, link=lambda tokens: None, sums=None, tell=tell).load()
