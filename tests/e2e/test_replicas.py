@@ -35,15 +35,19 @@ def test_any_process_may_be_killed(session: EngineSession, tiny_model: Path) -> 
 
 
 def test_any_process_may_be_stopped_or_told_to_end(session: EngineSession, tiny_model: Path) -> None:
-    """By somebody else than its launcher, which acts as on a kill."""
+    """By somebody else than its launcher, which acts as on a kill.
+
+    A second without a sign of life is enough, which the error says. It takes longer where a launcher is held up itself in that
+    second: that counts for nobody, and the second begins anew.
+    """
     access = launch(session, tiny_model, "--replicas=2", "--stall-timeout=1")
     for victim, how in (("coordinator", "gave no sign of life for 1."), ("launcher", "gave no sign of life for 1.")):
-        check_kill_in_a_replica(session, access, victim, signal.SIGSTOP, how, told_s=1.75)
+        check_kill_in_a_replica(session, access, victim, signal.SIGSTOP, how, told_s=6.0)
     check_kill_in_a_replica(session, access, "coordinator", signal.SIGTERM, "was killed by SIGTERM")
     for signum, how, told_s in (
         (signal.SIGKILL, "was killed by SIGKILL", 0.75),
         (signal.SIGTERM, "was killed by SIGTERM", 0.75),
-        (signal.SIGSTOP, "gave no sign of life for 1.", 1.75),
+        (signal.SIGSTOP, "gave no sign of life for 1.", 6.0),
     ):
         check_lost_router(session, access, signum, how, told_s)
     os.kill(session.processes()["launcher"], signal.SIGTERM)
