@@ -20,7 +20,7 @@ Array = NDArray[Any]
 Values = NDArray[np.float32]
 _E4M3: Final = NUMBERS["E4M3"]
 _NAN_CODE: Final = np.uint8(0x7F)
-_LARGEST: Final = np.float32(_E4M3.largest)
+MOST_CODE: Final = np.float32(_E4M3.largest)  # of FP8
 _MOST_INT4: Final = np.float32(15)
 INT4_GROUP: Final = 32  # positions
 LEAST_SCALE: Final = np.float32(2.0**-14)  # float16's smallest normal number
@@ -68,7 +68,7 @@ def encode_fp8(rows: Array) -> CodedRows:
     """
     values: Values = rows.astype(np.float32, copy=False)
     largest = np.fmax.reduce(np.abs(values), axis=-1, keepdims=True)
-    ideal: Values = np.divide(largest, _LARGEST, dtype=np.float32)
+    ideal: Values = np.divide(largest, MOST_CODE, dtype=np.float32)
     scales = np.fmin(np.fmax(_with_seven_bits(ideal), LEAST_SCALE), MOST_SCALE)
     with np.errstate(invalid="ignore"):  # of a NaN, whose code is put right below
         codes = _E4M3.nearest(values * np.divide(np.float32(1), scales, dtype=np.float32))

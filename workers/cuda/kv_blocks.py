@@ -31,7 +31,7 @@ def block_tokens(shape: KernelShape) -> int:
 
 def block_bytes(shape: KernelShape) -> int:
     """Of one block."""
-    return _num_rows(shape) * _row_bytes(shape)
+    return _num_rows(shape) * shape.batch_bytes
 
 
 class KvBlocks:
@@ -58,7 +58,7 @@ class KvBlocks:
         """Queue the copies of `kv`, in order, behind what is queued on the stream."""
         from cupy.cuda import runtime
 
-        width, height = _row_bytes(self.shape), _num_rows(self.shape)
+        width, height = self.shape.batch_bytes, _num_rows(self.shape)
         pitch = self.shape.full_batches * width
         for kind, slot, place in kv.copies:
             block = self._address(slot)
@@ -99,11 +99,6 @@ class _HostMemory:
 
 def _touch(part: Any) -> None:
     part[:: mmap.PAGESIZE] = 0
-
-
-def _row_bytes(shape: KernelShape) -> int:
-    """Of a batch."""
-    return shape.batch_bytes
 
 
 def _num_rows(shape: KernelShape) -> int:

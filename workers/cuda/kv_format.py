@@ -5,13 +5,14 @@ A row is what one position has in one KV head, of K or of V.
 
 from __future__ import annotations
 
+from kog_dist.decode.kv_formats import LEAST_SCALE, MOST_CODE, MOST_SCALE
 from kog_dist.model.spec import ModelSpec
 
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}  # names of 16-bit formats in device code
 CODE_BITS = {"fp8": 8}  # of the formats in codes
 _HEAD_DIMS = (32, 64, 128)  # a warp of prefill has whole heads
 _SCALE_BYTES = 2
-_FP8_NUMBERS = {"kKvMostCode": 448.0, "kKvLeastScale": 2.0**-14, "kKvMostScale": 144.0}
+_FP8_NUMBERS = {"kKvMostCode": float(MOST_CODE), "kKvLeastScale": float(LEAST_SCALE), "kKvMostScale": float(MOST_SCALE)}
 
 
 def row_bytes(head_dim: int, kv_dtype: str) -> int:
