@@ -6,7 +6,7 @@ every number of ranks that divides it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -144,6 +144,12 @@ def qwen_windows(config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]
 def stored_names(spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:
     """transformers' names of all tensors, and how lanes lie in them."""
     return {name: _stored(spec, name) for name in layouts}
+
+
+def names_beside(ffn: Callable[[str], StoredTensorName], spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:
+    """The same, but for the tensors of an FFN of another kind, whose names `ffn` gives."""
+    others = {name: layout for name, layout in layouts.items() if ".feed_forward." not in name}
+    return dict(stored_names(spec, others)) | {name: ffn(name) for name in layouts if name not in others}
 
 
 def _stored(spec: ModelSpec, name: str) -> StoredTensorName:

@@ -87,9 +87,7 @@ def _module(layer_idx: int | str) -> str:
 
 def stored_names(spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:
     """transformers' names, and those of `stacked_experts` for the parts of stacks."""
-    others = {name: layout for name, layout in layouts.items() if ".feed_forward." not in name}
-    names = dict(dense.stored_names(spec, others))
-    return names | {name: _stored(name) for name in layouts if name not in others}
+    return dense.names_beside(_stored, spec, layouts)
 
 
 def _stored(name: str) -> StoredTensorName:

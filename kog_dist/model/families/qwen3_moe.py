@@ -50,9 +50,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 def stored_names(spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:
     """transformers' names: of attention as in dense models, of experts one tensor for each matrix of each."""
-    others = {name: layout for name, layout in layouts.items() if ".feed_forward." not in name}
-    names = dict(dense.stored_names(spec, others))
-    return names | {name: _stored(name) for name in layouts if name not in others}
+    return dense.names_beside(_stored, spec, layouts)
 
 
 def _stored(name: str) -> StoredTensorName:
