@@ -7,26 +7,24 @@ from typing import Annotated
 
 import typer
 
+from kog_dist.bench.commands.options import AnswerTimeout, ApiKey, ExtraBody, IgnoreEos, ServedModel, Temperature, Url
+
 
 def agents(
     trace: Annotated[
         str | None, typer.Argument(metavar="TRACE", help="Messages of a session, one a line. None: the one that comes with it.")
     ] = None,
-    url: Annotated[str, typer.Option(help="The server: http://HOST:PORT, with or without /v1.")] = "http://127.0.0.1:8000",
+    url: Url = "http://127.0.0.1:8000",
     backend: Annotated[
         str, typer.Option(help="openai-chat: /v1/chat/completions; openai: /v1/completions, with a template of its own.")
     ] = "openai-chat",
-    model: Annotated[str | None, typer.Option(help="Name to send. Default: the first that the server lists.")] = None,
+    model: ServedModel = None,
     output_len: Annotated[int, typer.Option(help="Most tokens of answers without max_tokens in the trace.")] = 128,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Ask for answers of full length (kog_dist, vLLM, SGLang).")
-    ] = False,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; below 0: the server's default.")] = 0.0,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one answer.")] = 600.0,
-    extra_body: Annotated[str, typer.Option(metavar="JSON", help="Object with more fields of each request.")] = "{}",
-    api_key: Annotated[
-        str, typer.Option(envvar=["KOG_API_KEY", "OPENAI_API_KEY"], show_envvar=False, help="Or KOG_API_KEY, OPENAI_API_KEY.")
-    ] = "",
+    ignore_eos: IgnoreEos = False,
+    temperature: Temperature = 0.0,
+    timeout: AnswerTimeout = 600.0,
+    extra_body: ExtraBody = "{}",
+    api_key: ApiKey = "",
 ) -> None:
     """The turns of a recorded agent, one after the other. Tokens, cached tokens, TTFT and speed of each. Code 4: one failed."""
     from kog_dist.bench.service import agents as benchmark

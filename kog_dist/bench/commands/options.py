@@ -20,6 +20,16 @@ Output = Annotated[
         help="Write the figures, too: .md, .csv, .json, or as a picture .png, .svg. May be given several times.",
     ),
 ]  # fmt: skip
+# Of requests to any server.
+Url = Annotated[str, typer.Option(help="The server: http://HOST:PORT, with or without /v1.")]
+ServedModel = Annotated[str | None, typer.Option(help="Name to send. Default: the first that the server lists.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Ask for answers of full length (kog_dist, vLLM, SGLang).")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; below 0: the server's default.")]
+AnswerTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="For one answer.")]
+ExtraBody = Annotated[str, typer.Option(metavar="JSON", help="Object with more fields of each request.")]
+ApiKey = Annotated[
+    str, typer.Option(envvar=["KOG_API_KEY", "OPENAI_API_KEY"], show_envvar=False, help="Or KOG_API_KEY, OPENAI_API_KEY.")
+]
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")]
 
 

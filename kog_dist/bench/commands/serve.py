@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
+from kog_dist.bench.commands.options import AnswerTimeout, ApiKey, ExtraBody, IgnoreEos, ServedModel, Temperature, Url
 from kog_dist.bench.report import check_destination
 
 
 def serve(
-    url: Annotated[str, typer.Option(help="The server: http://HOST:PORT, with or without /v1.")] = "http://127.0.0.1:8000",
+    url: Url = "http://127.0.0.1:8000",
     backend: Annotated[str, typer.Option(help="openai: /v1/completions; openai-chat: /v1/chat/completions.")] = "openai",
-    model: Annotated[str | None, typer.Option(help="Name to send. Default: the first that the server lists.")] = None,
+    model: ServedModel = None,
     num_prompts: Annotated[int, typer.Option(help="Requests that are measured.")] = 20,
     num_warmups: Annotated[int, typer.Option(help="Requests before, one after the other, which are not.")] = 1,
     max_concurrency: Annotated[
@@ -30,16 +31,12 @@ def serve(
     agents: Annotated[int, typer.Option(help="Agents that take turns: --input-len words more each time. 0: none.")] = 0,
     shared_len: Annotated[int, typer.Option(help="Words that the prompts of all agents begin with.")] = 0,
     each: Annotated[bool, typer.Option("--each", help="A line for each request, in the order in which they were asked.")] = False,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Ask for answers of full length (kog_dist, vLLM, SGLang).")
-    ] = False,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; below 0: the server's default.")] = 0.0,
+    ignore_eos: IgnoreEos = False,
+    temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Another seed: other prompts and arrivals.")] = 0,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one answer.")] = 600.0,
-    extra_body: Annotated[str, typer.Option(metavar="JSON", help="Object with more fields of each request.")] = "{}",
-    api_key: Annotated[
-        str, typer.Option(envvar=["KOG_API_KEY", "OPENAI_API_KEY"], show_envvar=False, help="Or KOG_API_KEY, OPENAI_API_KEY.")
-    ] = "",
+    timeout: AnswerTimeout = 600.0,
+    extra_body: ExtraBody = "{}",
+    api_key: ApiKey = "",
     output: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the JSON object, each chunk's moment included.")
     ] = None,
