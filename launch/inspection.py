@@ -105,7 +105,7 @@ def dry_run(settings: LaunchConfig) -> str:
         lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank)}"]
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
     first, *others = predictions(
-        _as_published(target, settings), bytes_per_token(target.checkpoint), weight_bytes(target.checkpoint)
+        _as_published(target, settings), bytes_per_token(target.checkpoint), weight_bytes(target.checkpoint), settings.kv_dtype
     )
     lines += [f"predicted  {first}", *(f"           {other}" for other in others)]
     if reason := why_not_on_gpus(target.checkpoint):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.kv_format import row_bytes
 
-_BYTES: Final = 2  # of a weight, key or value: 16 bit
+_BYTES: Final = 2  # of a value of the embedding table
 _GIB: Final = 2**30
 # The least that a token's chain takes, from traces: six times a layer all thread blocks wait for what others write, 0.7 us and
 # more each, with what is computed between (docs/history/geometry.md); and the end of a token.
@@ -52,10 +53,13 @@ def architecture(spec: ModelSpec) -> str:
     return ", ".join(parts)
 
 
-def kv_bytes(spec: ModelSpec, num_positions: int) -> int:
-    """Keys and values of so many positions, of all lanes, in 16 bit; layers with a window keep the window."""
+def kv_bytes(spec: ModelSpec, num_positions: int, kv_dtype: str = "auto") -> int:
+    """Keys and values of so many positions, of all lanes; layers with a window keep the window.
+
+    In 16 bit, but where `--kv-dtype` asks for a format that GPUs have in codes.
+    """
     kept = sum(min(num_positions, spec.window(layer) or num_positions) for layer in range(spec.num_layers))
-    return 2 * kept * spec.num_kv_heads * spec.head_dim * _BYTES
+    return 2 * kept * spec.num_kv_heads * row_bytes(spec.head_dim, kv_dtype)
 
 
 def most_tokens_per_s(spec: ModelSpec, read_bytes: float, bytes_s: float) -> float:
@@ -63,14 +67,14 @@ def most_tokens_per_s(spec: ModelSpec, read_bytes: float, bytes_s: float) -> flo
     return 1.0 / max(read_bytes / bytes_s, spec.num_layers * LAYER_S + _TOKEN_S)
 
 
-def predictions(spec: ModelSpec, read: int, kept: int) -> list[str]:
+def predictions(spec: ModelSpec, read: int, kept: int, kv_dtype: str = "auto") -> list[str]:
     """For each number of GPUs that the model's lanes can be split over: memory of each GPU, and what it reaches at most.
 
     Each keeps its share of the weights, `kept` bytes in all, and reads for each token its share of `read` of them; the embedding
     table lies whole on every GPU. Communication is not counted.
     """
     table = spec.vocab_size * spec.hidden_size * _BYTES
-    cache = kv_bytes(spec, spec.max_context)
+    cache = kv_bytes(spec, spec.max_context, kv_dtype)
     lines = []
     for count in (n for n in (1, 2, 4, 8) if spec.num_lanes % n == 0):
         needed = kept // count + table + cache // count

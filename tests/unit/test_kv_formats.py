@@ -26,6 +26,7 @@ from kog_dist.decode.kv_formats import (
 )
 from kog_dist.errors import ConfigError, PlanError
 from kog_dist.launch.inspection import dry_run
+from kog_dist.launch.prediction import kv_bytes, predictions
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import KvCache, Laneformer
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -285,6 +286,15 @@ def test_formats_are_settings_and_gpus_refuse_by_name_what_they_cannot_do() -> N
             KernelShape(spec, range(spec.num_lanes), kv_dtype=name)
     plain, coded = (KernelShape(dense, range(dense.num_lanes), kv_dtype=name) for name in ("float16", "fp8"))
     assert coded.kv_bytes == plain.kv_bytes * (128 + 2) // 256, "codes of a row, and its scale"
+
+
+def test_predictions_for_gpus_are_of_the_format_that_is_asked_for() -> None:
+    spec = named_spec("qwen3-0.6b")
+    plain = kv_bytes(spec, 1000)
+    assert plain == 1000 * spec.num_layers * spec.num_kv_heads * 2 * 128 * 2
+    assert kv_bytes(spec, 1000, "fp8") == plain * (128 + 2) // 256
+    assert kv_bytes(spec, 1000, "int4") == plain, "which GPUs do not have"
+    assert predictions(spec, 10**9, 10**9, "fp8") != predictions(spec, 10**9, 10**9)
 
 
 def test_a_dry_run_says_what_the_cache_takes_on_cpu_ranks() -> None:
