@@ -277,7 +277,6 @@ class _Experts:
     def weights(self) -> ExpertWeights:
         """Those of all layers, once all were loaded."""
         layers = self._spec.num_layers
-        found = {
-            f"{name}_bias": np.stack(biases).reshape(layers, self._experts.num_experts, -1) for name, biases in self._biases.items() if biases
-        }
+        shape = (layers, self._experts.num_experts, -1)
+        found = {f"{name}_bias": np.stack(biases).reshape(shape) for name, biases in self._biases.items() if biases}
         return ExpertWeights(self._matrices, **found)

@@ -87,7 +87,7 @@ class ExpertShape:
         return replace(self.down, warps=self.warps)
 
     def skew(self, lane: int) -> int:
-        """Columns of a lane of the model that stand in front of its own in `down`: of a group of 32 that the lane before has, too."""
+        """Columns in front of a lane's own in `down`, of a group of 32 that the lane before it in the model has, too."""
         return 0 if self.coding is None else lane * self.spec.lane_ffn % (CODED_COLUMNS // max(self.coding.scales, 1))
 
     @property
@@ -127,7 +127,8 @@ class ExpertShape:
         op = self.route
         return [
             "#define KOG_EXPERTS 1",
-            f"#define KOG_ROUTE_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, {op.rows}",
+            f"#define KOG_ROUTE_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
+            f"{op.rows}",
             "namespace kog {",
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
             *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import CODED_COLUMNS
 from kog_dist.model.formats.numbers import NUMBERS
-from kog_dist.model.layout import EMBEDDING, tensor_layouts
+from kog_dist.model.layout import EMBEDDING, EXPERTS, tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -33,17 +34,25 @@ def random_weights(shape: KernelShape, seed: int, observe: Callable[[str, GpuArr
 
     if shape.coding is None:
         return from_tensors(shape, tensor)
-    return from_tensors(shape, tensor, lambda name, lane: _random_codes(shape, name, lane, seed))
+    return from_tensors(shape, tensor, lambda name, lane: random_codes(shape, name, lane, seed))
 
 
-def _random_codes(shape: KernelShape, name: str, lane: int, seed: int) -> Codes:
+def _generator(name: str, text: str, seed: int) -> Any:
+    """One for a tensor of this name. Those of experts are many: a generator that begins at once."""
+    import cupy
+
+    own_seed = seed << 32 | zlib.crc32(text.encode())
+    return cupy.random.Generator(cupy.random.Philox4x3210(own_seed)) if EXPERTS in name else cupy.random.default_rng(own_seed)
+
+
+def random_codes(shape: KernelShape, name: str, lane: int, seed: int) -> Codes:
     """A hosted lane's part of a quantised matrix; equal for equal arguments, whoever hosts the lane."""
     import cupy
 
     coding, spec = shape.coding, shape.spec
     assert coding is not None
     _, rows, columns = tensor_layouts(spec)[name].shape
-    generator = cupy.random.default_rng(seed << 32 | zlib.crc32(f"{name} {shape.hosted_lanes[lane]}".encode()))
+    generator = _generator(name, f"{name} {shape.hosted_lanes[lane]}", seed)
     values = NUMBERS[coding.number].values
     few = np.arange(len(values)) & 0xBF  # of 8 bits those below 2: no NaN
     codes = generator.integers(0, len(values), (rows, columns), cupy.uint8) & cupy.uint8(0xBF)
@@ -65,7 +74,7 @@ def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16"
     import cupy
 
     shape = tensor_layouts(spec)[name].shape
-    generator = cupy.random.default_rng(seed << 32 | zlib.crc32(name.encode()))
+    generator = _generator(name, name, seed)
     values = generator.standard_normal(shape, dtype=cupy.float32)
     if "norm." in name:  # of heads, too
         values = np.float32(1.0) + np.float32(0.1) * values
