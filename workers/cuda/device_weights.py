@@ -119,10 +119,13 @@ def _packed_head(shape: KernelShape, source: MatrixSource, index: int) -> GpuArr
     return np.concatenate(parts, axis=1)
 
 
-def from_tensors(shape: KernelShape, tensors: TensorSource, codes: CodesSource | None = None) -> DeviceWeights:
+def from_tensors(
+    shape: KernelShape, tensors: TensorSource, codes: CodesSource | None = None, *, repeats_experts: bool = False
+) -> DeviceWeights:  # fmt: skip
     """Pack a model. Asks for each tensor once, in the order of `tensor_layouts`; a layer's tensors are dropped with the layer.
 
-    With `shape.coding` the matrices of layers are those of `codes`.
+    With `shape.coding` the matrices of layers are those of `codes`. `repeats_experts`: those of all layers are alike, and
+    only the first layer's are asked for.
     GPU memory at the peak: tape, embedding, one layer, and two copies of one lane's largest matrix.
     """
     import cupy
@@ -131,7 +134,7 @@ def from_tensors(shape: KernelShape, tensors: TensorSource, codes: CodesSource |
     assert (shape.coding is None) == (codes is None)
     tape = cupy.empty(shape.weight_words, cupy.uint16)
     embedding = tensors(EMBEDDING)
-    layer = _LayerTensors(shape, tensors, embedding, codes)
+    layer = _LayerTensors(shape, tensors, embedding, codes, repeats_experts=repeats_experts)
     pack_tape(shape, layer.matrix, tape, layer.codes if codes is not None else None)
     return DeviceWeights(
         tape=tape,
@@ -151,15 +154,16 @@ class _LayerTensors:
     """The matrices of a model, layer by layer, made of its tensors; collects the norms on the way."""
 
     def __init__(
-        self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray, codes_of: CodesSource | None = None
-    ) -> None:
+        self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray, codes_of: CodesSource | None = None, *,
+        repeats_experts: bool = False,
+    ) -> None:  # fmt: skip
         self.shape, self.tensors, self.embedding, self.codes_of = shape, tensors, embedding, codes_of
         self.norms: list[GpuArray] = []  # attention, MLP, of layer 0, 1, ...
         self.biases: list[GpuArray] = []  # by layer, (hosted lanes, QKV rows)
         self.head_norms: list[GpuArray] = []  # by layer, (2, head_dim)
         self.out_biases: list[GpuArray] = []  # by layer, (hidden,)
         self.sinks: list[GpuArray] = []  # by layer, (hosted lanes, heads)
-        self.experts = None if shape.experts is None else _Experts(shape, tensors, codes_of)
+        self.experts = None if shape.experts is None else _Experts(shape, tensors, codes_of, repeats=repeats_experts)
         self.final_norm: GpuArray = None
         self._head: GpuArray = None
         self._layer = -1
@@ -239,12 +243,12 @@ class _LayerTensors:
 class _Experts:
     """The experts of a model, which go to their places layer by layer, and the router of the layer that was loaded last."""
 
-    def __init__(self, shape: KernelShape, tensors: TensorSource, codes_of: CodesSource | None) -> None:
+    def __init__(self, shape: KernelShape, tensors: TensorSource, codes_of: CodesSource | None, *, repeats: bool) -> None:
         import cupy
 
         assert shape.experts is not None
         self._spec, self._experts, self._hosted = shape.spec, shape.experts, shape.hosted_lanes
-        self._tensors, self._codes_of = tensors, codes_of
+        self._tensors, self._codes_of, self._repeats = tensors, codes_of, repeats
         experts = shape.experts
         self._matrices = cupy.empty((shape.spec.num_layers, experts.num_experts, experts.num_values), cupy.uint16)
         self._biases: dict[str, list[GpuArray]] = {"router": [], "gate_up": [], "down": []}
@@ -257,6 +261,11 @@ class _Experts:
         self.router = self._tensors(f"{prefix}feed_forward.router.weight")
         if numbers.router_bias:
             self._biases["router"].append(self._tensors(f"{prefix}feed_forward.router.bias"))
+        if self._repeats and layer:
+            self._matrices[layer] = self._matrices[0]
+            for name in ("gate_up", "down") if numbers.bias else ():
+                self._biases[name] += self._biases[name][: numbers.num_experts]
+            return
         for expert, start in enumerate(ffn_prefixes(self._spec, layer)):
             put_expert(self._matrices[layer, expert], self._experts, *self._parts(start))
             if numbers.bias:
