@@ -106,6 +106,14 @@ class ExpertShape:
         return self.gate_up_values + self.num_lanes * self.down_values
 
     @property
+    def num_bytes(self) -> int:
+        """GPU memory of the experts of all layers, their biases included."""
+        experts = self.spec.experts
+        assert experts is not None
+        biases = 2 * self.num_lanes * self.spec.lane_ffn + self.spec.hidden_size if experts.bias else 0
+        return 2 * self.spec.num_layers * self.num_experts * (self.num_values + biases)
+
+    @property
     def read_values(self) -> int:
         """16-bit words of the chosen experts of all layers that a token reads."""
         return self.spec.num_layers * self.per_token * self.num_values

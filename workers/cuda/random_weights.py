@@ -44,10 +44,11 @@ def _generator(text: str, seed: int) -> Any:
     return cupy.random.default_rng(seed << 32 | zlib.crc32(text.encode()))
 
 
-class _Expert:
-    """What is drawn of a tensor of an expert, with a generator's methods: parts of one array, since generators begin slowly.
+class _Parts:
+    """What is drawn of a tensor of a layer with experts, with a generator's methods: parts of one array.
 
-    The same in all layers, so that many of them are made at once.
+    A generator takes 0.1 s to begin, and there are thousands of tensors. Experts are the same in all layers, so that they need
+    be packed once.
     """
 
     _drawn: ClassVar[dict[int, GpuArray]] = {}  # by seed, of the newest one
@@ -55,8 +56,8 @@ class _Expert:
     def __init__(self, text: str, seed: int) -> None:
         if seed not in self._drawn:
             self._drawn.clear()
-            self._drawn[seed] = _generator("experts", seed).standard_normal(_DRAWN, dtype=np.float32)
-        of_any_layer = text.partition(EXPERTS)[2]
+            self._drawn[seed] = _generator("layers", seed).standard_normal(_DRAWN, dtype=np.float32)
+        of_any_layer = text.partition(EXPERTS)[2] or text
         self._values, self._first = self._drawn[seed], zlib.crc32(of_any_layer.encode()) % _DRAWN
 
     def standard_normal(self, shape: tuple[int, ...], dtype: Any) -> GpuArray:
@@ -84,7 +85,7 @@ def random_codes(shape: KernelShape, name: str, lane: int, seed: int) -> Codes:
     assert coding is not None
     _, rows, columns = tensor_layouts(spec)[name].shape
     text = f"{name} {shape.hosted_lanes[lane]}"
-    generator = _Expert(text, seed) if EXPERTS in name else _generator(text, seed)
+    generator = _Parts(text, seed) if EXPERTS in name else _generator(text, seed)
     values = NUMBERS[coding.number].values
     few = np.arange(len(values)) & 0xBF  # of 8 bits those below 2: no NaN
     codes = generator.integers(0, len(values), (rows, columns), cupy.uint8) & cupy.uint8(0xBF)
@@ -106,7 +107,8 @@ def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16"
     import cupy
 
     shape = tensor_layouts(spec)[name].shape
-    generator = _Expert(name, seed) if EXPERTS in name else _generator(name, seed)
+    is_part = spec.experts is not None and name.startswith("model.layers.")
+    generator = _Parts(name, seed) if is_part else _generator(name, seed)
     values = generator.standard_normal(shape, dtype=cupy.float32)
     if "norm." in name:  # of heads, too
         values = np.float32(1.0) + np.float32(0.1) * values
