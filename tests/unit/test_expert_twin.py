@@ -10,12 +10,18 @@ import pytest
 
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
+from kog_dist.model.formats.lanes import lane_codes
+from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.formats.rounding import rounded
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.layout import EXPERTS
+from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
+from kog_dist.workers.cuda.expert_weights import behind
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from tests.unit import moe_models
 from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, pytestmark  # noqa: F401
 
 QWEN3 = replace(
@@ -92,3 +98,22 @@ def test_experts_in_mxfp4_give_the_logits_of_their_values(tmp_path: Path, monkey
     others, other_logits = answer(model, 1, tmp_path / "1", coding=Coding.of(MXFP4), max_ctas=4)
     assert others == tokens
     assert other_logits.tobytes() == logits.tobytes()
+
+
+def test_columns_of_published_experts_are_whole_groups_behind_those_of_the_lane_before(tmp_path: Path) -> None:
+    config, stored, _ = moe_models.in_mxfp4()
+    moe_models.write_mxfp4(tmp_path, config, stored)
+    checkpoint = open_checkpoint(tmp_path)
+    assert coding_of(checkpoint) == Coding.of(MXFP4)
+    shape = KernelShape(checkpoint.spec, range(checkpoint.spec.num_lanes), coding=coding_of(checkpoint), max_ctas=4)
+    assert shape.experts is not None
+    assert [shape.experts.skew(lane) for lane in range(4)] == [0, 16, 0, 16]
+    name = "model.layers.1.feed_forward.experts.3.w2.weight"
+    for lane in range(4):
+        skew = shape.experts.skew(lane)
+        codes = behind(skew, Codes.of(lane_codes(checkpoint, name, lane, may_split=True), np.asarray))
+        values = NUMBERS["E2M1"].values[codes.codes] * codes.scales[:, np.arange(codes.codes.shape[1]) // 32]
+        wanted = np.empty((64, 48), np.float32)
+        checkpoint.read_part(name, lane, wanted, verify=False)
+        np.testing.assert_array_equal(values[:, skew:], wanted)
+        assert not values[:, :skew].any()
