@@ -15,7 +15,7 @@ from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType
-from kog_dist.workers.cuda.expert_weights import ExpertWeights, behind, interleaved, put_expert
+from kog_dist.workers.cuda.expert_weights import DeviceExperts, behind, interleaved, put_expert
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types
@@ -49,7 +49,7 @@ class DeviceWeights:
     head_norms: GpuArray | None = None  # (layers, 2, head_dim): of query heads, of key heads
     out_bias: GpuArray | None = None  # (layers, hidden)
     sinks: GpuArray | None = None  # (layers, lanes, heads)
-    experts: ExpertWeights | None = None
+    experts: DeviceExperts | None = None
 
 
 def to_words(values: GpuArray, dtype: str) -> GpuArray:
@@ -283,9 +283,9 @@ class _Experts:
         both = below_each_other([in_turn(codes(gate, lane), codes(up, lane)) for lane in lanes])
         return both, [behind(self._experts.skew(self._hosted[lane]), codes(down, lane)) for lane in lanes]
 
-    def weights(self) -> ExpertWeights:
+    def weights(self) -> DeviceExperts:
         """Those of all layers, once all were loaded."""
         layers = self._spec.num_layers
         shape = (layers, self._experts.num_experts, -1)
         found = {f"{name}_bias": np.stack(biases).reshape(shape) for name, biases in self._biases.items() if biases}
-        return ExpertWeights(self._matrices, **found)
+        return DeviceExperts(self._matrices, **found)

@@ -17,7 +17,7 @@ Matrix = Any  # GpuArray of 16-bit words, or Codes
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
+class DeviceExperts:
     """Arrays on the GPU, of 16-bit words; None where a model has no such biases."""
 
     matrices: GpuArray  # (layers, experts, ExpertShape.num_values)
