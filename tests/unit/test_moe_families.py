@@ -227,7 +227,8 @@ def test_a_gpu_reads_little_more_than_the_chosen_experts(name: str) -> None:
     spec, coding = named_shape(name)
     for count in (1, 2, 4):
         shape = KernelShape(spec, spec.lanes_of_rank(0, count), num_ranks=count, coding=coding)
-        assert shape.read_bytes * count < (1.04 if count < 4 else 1.08) * PER_TOKEN_MB[name] * 1e6
+        # On four a thread block has eleven rows of gpt-oss's QKV, which come in pairs; and every rank reads the router.
+        assert shape.read_bytes * count < (1.04 if count < 4 else 1.1) * PER_TOKEN_MB[name] * 1e6
 
 
 @pytest.mark.parametrize(("per_token", "reason"), [(6, "6 experts for each token .1, 2, 4 or 8."), (1, "")])

@@ -58,7 +58,7 @@ struct FinalizedExperts : FinalizedRows {
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) {
                 WaitNote& note = role.shared->note;
-                note.phase = kRoutePhase + 1, note.layer = layer, note.lane = 0, note.wanted = tag, note.set_words(words, kNumExperts);
+                note.phase = kSelectPhase + 1, note.layer = layer, note.lane = kNowhere, note.wanted = tag, note.set_words(words, kNumExperts);
             }
         }
 #pragma unroll
