@@ -7,6 +7,7 @@
 namespace kog {
 
 using Params = KogExpandParams;
+constexpr u32 kRowGroups = 4;  // of eight rows, which a warp takes at a time: a block of rows has at most 32
 constexpr u32 kSections = kRowBytes / 64;  // of a row's codes in a step: each thread has 16 bytes of one
 
 // How a thread's codes of eight neighbouring columns lie in kWords words: four pairs, which begin at these columns.
@@ -87,34 +88,50 @@ __device__ __forceinline__ bool find_part(const Params& params, u32 cta, Part& p
     return true;
 }
 
-// Eight neighbouring columns of a row of a product.
-__device__ __forceinline__ void store(const Params& params, const Part& part, u32 row, u32 column, Unit unit) {
-    if (column >= params.columns) return;
-    const u32 lane = part.product * (params.product_rows / params.lane_rows) + row / params.lane_rows;
+// Where the columns of a row of a product go, and their factors.
+struct Target {
+    u16* out;
+    const float* factors;  // nullptr: there are none
+};
+
+__device__ __forceinline__ Target find_target(const Params& params, u32 product, u32 row) {
+    const u32 lane = product * (params.product_rows / params.lane_rows) + row / params.lane_rows;
     u32 lane_row = row % params.lane_rows;
     if (params.is_interleaved) lane_row = lane_row % 2 * (params.lane_rows / 2) + lane_row / 2;
-    if (params.factor_ptr) {
-        const Unit factor = float_unit(reinterpret_cast<const float*>(params.factor_ptr) + u64{lane} * params.factor_stride + column);
+    const float* const factors = reinterpret_cast<const float*>(params.factor_ptr);
+    return {reinterpret_cast<u16*>(params.out_ptr) + (u64{lane} * params.lane_rows + lane_row) * params.columns,
+            factors ? factors + u64{lane} * params.factor_stride : nullptr};
+}
+
+__device__ __forceinline__ void store(const Target& to, u32 column, Unit unit) {
+    if (to.factors) {
+        const Unit factor = float_unit(to.factors + column);
 #pragma unroll
         for (int k = 0; k < kUnit; ++k) unit.v[k] *= factor.v[k];
     }
-    const u64 at = (u64{lane} * params.lane_rows + lane_row) * params.columns + column;
-    *reinterpret_cast<uint4*>(reinterpret_cast<u16*>(params.out_ptr) + at) = narrowed(unit);
+    *reinterpret_cast<uint4*>(to.out + column) = narrowed(unit);
 }
 
-// A row's part of the codes, for the thread that has its `quarter`.
-__device__ __forceinline__ void expand_row(const Params& params, const Part& part, u32 row, u32 quarter, float row_scale) {
-    const unsigned char* const scales = part.codes + part.num_rows * kRowBytes + row * kScaleBytes;
-    const unsigned char* const zeros = part.codes + part.num_rows * (kRowBytes + kScaleBytes) + row * kZeroBytes;
-    uint4 codes[kSections];
+// The codes of a row, for the thread that has its `quarter`.
+struct Codes {
+    uint4 sections[kSections];
+};
+__device__ __forceinline__ Codes load_row(const Part& part, u32 row, u32 quarter) {
+    Codes codes;
 #pragma unroll
     for (u32 section = 0; section < kSections; ++section)
-        codes[section] = __ldg(reinterpret_cast<const uint4*>(part.codes + (section * part.num_rows + row) * 64 + quarter * 16));
+        codes.sections[section] = __ldg(reinterpret_cast<const uint4*>(part.codes + (section * part.num_rows + row) * 64 + quarter * 16));
+    return codes;
+}
+__device__ __forceinline__ void expand_row(const Params& params, const Part& part, const Codes& codes, u32 row, u32 quarter, float row_scale) {
+    const unsigned char* const scales = part.codes + part.num_rows * kRowBytes + row * kScaleBytes;
+    const unsigned char* const zeros = part.codes + part.num_rows * (kRowBytes + kScaleBytes) + row * kZeroBytes;
+    const Target to = find_target(params, part.product, part.first_row + row);
 #pragma unroll
     for (u32 operand = 0; operand < 4; ++operand) {
-        const uint4& mine = codes[operand / kSectionOperands];
+        const uint4& mine = codes.sections[operand / kSectionOperands];
         const u32 words[4] = {mine.x, mine.y, mine.z, mine.w};
-        const u32 group = operand * kScales / 4;
+        const u32 group = operand * kScales / 4, column = part.column + operand * 32 + quarter * 8;
         float scale = row_scale, zero = 8.0f;
         if constexpr (kScales > 0) scale = Scale::get(scales + group * (kScaleBytes / kScales));
         if constexpr (kZeroBytes > 0) zero = static_cast<float>(__ldg(zeros + group));
@@ -122,7 +139,7 @@ __device__ __forceinline__ void expand_row(const Params& params, const Part& par
         Code::values(words + operand % kSectionOperands * Code::kWords, unit, zero);
 #pragma unroll
         for (int k = 0; k < kUnit; ++k) unit.v[k] *= scale;
-        store(params, part, part.first_row + row, part.column + operand * 32 + quarter * 8, unit);
+        if (column < params.columns) store(to, column, unit);
     }
 }
 
@@ -134,9 +151,16 @@ __device__ __forceinline__ void expand_tile(const Params& params) {
     const u64 number = reinterpret_cast<const u64*>(params.places_ptr)[2 * part.product + 1];
     const u32 own_row = part.first_row - cta * (params.rows * (params.blocks - 1) + params.last_rows);
     const float* const row_scales = reinterpret_cast<const float*>(params.scales_ptr) + (number * params.num_ctas + cta) * kScaleRows + own_row;
-#pragma unroll 2
-    for (u32 row = laneid() / 4; row < part.num_rows; row += 8)
-        if (part.first_row + row < params.product_rows) expand_row(params, part, row, laneid() % 4, kScales > 0 ? 1.0f : __ldg(row_scales + row));
+    Codes codes[kRowGroups];  // all are on their way before the first is used
+#pragma unroll
+    for (u32 group = 0; group < kRowGroups; ++group)
+        if (group * 8 + laneid() / 4 < part.num_rows) codes[group] = load_row(part, group * 8 + laneid() / 4, laneid() % 4);
+#pragma unroll
+    for (u32 group = 0; group < kRowGroups; ++group) {
+        const u32 row = group * 8 + laneid() / 4;
+        if (row < part.num_rows && part.first_row + row < params.product_rows)
+            expand_row(params, part, codes[group], row, laneid() % 4, kScales > 0 ? 1.0f : __ldg(row_scales + row));
+    }
 }
 
 }  // namespace kog
