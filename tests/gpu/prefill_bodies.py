@@ -11,6 +11,7 @@ import torch
 
 from kog_dist.bench.kernel.prefill_ranks import prepared
 from kog_dist.collectives.ranks import RankContext
+from kog_dist.decode.coding import Coding
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.sampling_params import SamplingParams
@@ -28,7 +29,8 @@ def fill(context: RankContext) -> dict[str, Any]:
     """
     variant = str(context.arguments["variant"])
     spec = laneformer_2b() if variant == "2b" else VARIANTS[variant]
-    comm, kernel, prefill = prepared(context, spec, SEED, Tuning() if variant == "2b" else TUNING)
+    coding = Coding(*context.arguments["coding"]) if "coding" in context.arguments else None
+    comm, kernel, prefill = prepared(context, spec, SEED, Tuning() if variant == "2b" else TUNING, coding=coding)
     layout = CacheLayout.of(kernel.shape)
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
     ids: list[int] = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()

@@ -191,10 +191,7 @@ def obstacle(shape: KernelShape) -> str:
     """Why this rank cannot have prefill, as far as that can be said before anything is made; empty if it may."""
     from kog_dist.workers.prefill import gpu
     from kog_dist.workers.prefill.model.buffers import misfit
-    from kog_dist.workers.prefill.model.memory import QUANTISED
 
-    if shape.coding is not None:
-        return QUANTISED
     finding = misfit(shape.spec)
     return f"the model has {finding}" if finding else gpu.obstacle_in_torch()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 
-_ROOMS = ("dense", "gemm", "attention", "exchange")
+_ROOMS = ("dense", "expand", "gemm", "attention", "exchange")
 SOURCE_FOLDERS = (
     ("kog_dist.workers", "prefill"), *(("kog_dist.workers.prefill", room) for room in _ROOMS), ("kog_dist.collectives", "device")
 )  # fmt: skip

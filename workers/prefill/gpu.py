@@ -19,6 +19,7 @@ from kog_dist.workers.prefill.dense.device import DenseDeviceOperations
 from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal, SumExchange
+from kog_dist.workers.prefill.expand.expanded import expanded_on_gpu
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE, SPLIT_SIZE, Chunk, sizes_within, work_of
@@ -70,6 +71,7 @@ def release_unused() -> None:
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
     """An empty collection in the products' type, and the observer that `load_weights` fills it through.
 
+    Where weights are quantised it stays empty: matrices are expanded from the monokernel's tape.
     From here on torch uses the GPU that cupy uses.
     """
     import cupy
@@ -77,7 +79,8 @@ def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], Non
 
     torch.cuda.set_device(cupy.cuda.Device().id)
     matrices = Matrices(shape.spec, torch.float16)
-    return matrices, observer(matrices.take, matrices.wants, shape.weight_dtype)
+    wants = matrices.wants if shape.coding is None else lambda name: False
+    return matrices, observer(matrices.take, wants, shape.weight_dtype)
 
 
 def prefill_for(
@@ -128,6 +131,7 @@ def runner_for(
     ended("head start")
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
+    of_layers = matrices.layers() if shape.coding is None else expanded_on_gpu(shape, kernel.weights)
     dtypes = {"weight_dtype": shape.weight_dtype, "kv_dtype": shape.kv_dtype}
     buffers: Buffers | DenseBuffers
     operations: DeviceOperations | DenseDeviceOperations
@@ -135,11 +139,11 @@ def runner_for(
     if spec.has_one_stream:
         buffers = DenseBuffers(layout, torch.float16, max(tuning.sizes), "cuda")
         operations = DenseDeviceOperations(buffers, embedding, cache, **dtypes)
-        layers = DenseLayers(spec, matrices.layers(), operations, exchange or OneRank())
+        layers = DenseLayers(spec, of_layers, operations, exchange or OneRank())
     else:
         buffers = Buffers(layout, torch.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)
         operations = DeviceOperations(buffers, embedding, cache, **dtypes)
-        layers = Layers(spec, matrices.layers(), operations, exchange or OneRank())
+        layers = Layers(spec, of_layers, operations, exchange or OneRank())
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
     ended("kernels of prefill")
 

@@ -17,10 +17,11 @@ from kog_dist.bench.kernel import prefill_ranks
 from kog_dist.bench.kernel.gpu import free_memory, gpu_name, require_gpus
 from kog_dist.bench.kernel.prefill_operations import cases, row_bits
 from kog_dist.bench.kernel.prefill_ranks import first_token
-from kog_dist.bench.kernel.shapes import SEED, named_spec, random_checkpoint
+from kog_dist.bench.kernel.shapes import SEED, named_shape, named_spec, random_checkpoint
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -99,7 +100,7 @@ def run_on_several(
     """The prompts on several GPUs, a process each. Prints the report; its last line is one JSON object."""
     configuration = {"model": f"{spec_name}, random weights", "repeats": repeats, "gpu": require_gpus(max(gpu_counts))}
     before = machine()
-    cases = _cases(prompts, named_spec(spec_name).max_context)
+    cases = _cases(prompts, named_shape(spec_name)[0].max_context)
     figures = [
         figure
         for count in gpu_counts
@@ -118,12 +119,12 @@ def _cases(prompts: Sequence[int], max_context: int) -> list[tuple[int, int]]:
 def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, Matrices]:
     if model is not None:
         checkpoint = open_checkpoint(Path(model), verify=False)
-        lanes = range(checkpoint.spec.num_lanes)
-        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
+        lanes, coding = range(checkpoint.spec.num_lanes), coding_of(checkpoint)
+        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype, coding=coding)
         matrices, observe = matrices_for(shape)
         return Monokernel(shape, load_weights(shape, checkpoint, observe)), matrices
-    spec = named_spec(spec_name)
-    shape = KernelShape(spec, range(spec.num_lanes))
+    spec, coding = named_shape(spec_name)
+    shape = KernelShape(spec, range(spec.num_lanes), coding=coding)
     matrices, observe = matrices_for(shape)
     return Monokernel(shape, random_weights(shape, SEED, observe)), matrices
 

@@ -105,7 +105,7 @@ class Matrices:
 
     def _make(self, parts: dict[str, Tensor]) -> LayerMatrices:
         norm = parts["attention_norm"].float().reshape(-1, self._spec.hidden_size)
-        scale = _scale(norm)
+        scale = stream_scale(norm)
         wo, w2 = (self._matrix(parts, name) for name in ("wo", "w2"))
         return LayerMatrices(
             self._matrix(parts, "wqkv", norm / scale), wo, self._matrix(parts, "w13", parts["ffn_norm"]), w2, scale, 1 / scale
@@ -145,7 +145,7 @@ def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Tensor], 
     return matrices
 
 
-def _scale(norm: Tensor) -> Tensor:
+def stream_scale(norm: Tensor) -> Tensor:
     """See `LayerMatrices`: at most 2, at least 2**-7 of that."""
     import torch
 
