@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +68,10 @@ def _of_packages(name: str) -> list[str]:
 
 
 def _of_toolkits(name: str) -> list[str]:
-    folders = filter(None, (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"))
-    return [f"{folder}/lib64/{name}" for folder in folders]
+    """Beside the compiler that device programs are built with, and where toolkits are by default."""
+    nvcc = shutil.which("nvcc")
+    folders = [*([Path(nvcc).resolve().parents[1]] if nvcc else []), Path("/usr/local/cuda")]
+    return [str(folder / "lib64" / name) for folder in folders]
 
 
 def version() -> int:

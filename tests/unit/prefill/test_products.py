@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -60,8 +61,7 @@ def test_cublaslt_is_looked_for_in_packages_then_in_the_system(
     packaged.parent.mkdir(parents=True)
     packaged.touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("CUDA_PATH", "/toolkit")
-    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda program: f"/toolkit/bin/{program}")
     with pytest.raises(LaunchError, match=r"libcublasLt\.so\.13 cannot be loaded; pip install nvidia-cublas"):
         cublas_lt.library()
     system = ["libcublasLt.so.13", "/toolkit/lib64/libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"]
