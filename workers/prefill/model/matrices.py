@@ -105,7 +105,7 @@ class Matrices:
 
     def _make(self, parts: dict[str, Array]) -> LayerMatrices:
         norm = _on_host(parts["attention_norm"]).reshape(-1, self._spec.hidden_size)
-        scale = _scale(norm)
+        scale = stream_scale(norm)
         there = library_of(parts["attention_norm"]).asarray
         wo, w2 = (self._matrix(parts, name) for name in ("wo", "w2"))
         return LayerMatrices(
@@ -152,7 +152,7 @@ def _on_host(array: Array) -> NDArray[np.float32]:
     return float32_of(host)
 
 
-def _scale(norm: NDArray[np.float32]) -> NDArray[np.float32]:
+def stream_scale(norm: NDArray[np.float32]) -> NDArray[np.float32]:
     """See `LayerMatrices`: at most 2, at least 2**-7 of that."""
     largest = np.maximum(np.abs(norm).max(), np.float32(2.0**-100))
     scaled = norm / np.ldexp(np.float32(1), int(np.rint(np.log2(largest))))
