@@ -58,7 +58,7 @@ def test_expanded_weights_are_the_definition(form_name: str) -> None:
         ):  # fmt: skip
             tensors = [f"{layer_prefix(layer)}{part}.weight" for part in parts]
             lanes = [np.concatenate([coded[tensor, lane].values() for tensor in tensors]) for lane in range(spec.num_lanes)]
-            got = getattr(found, name).cpu().numpy()
+            got = getattr(found, name).get()
             assert np.array_equal(got.view(np.uint16), np.stack(lanes).astype(np.float16).view(np.uint16)), name
 
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from kog_dist.bench.kernel.prefill_operations import cases, row_bits
 from kog_dist.bench.kernel.prefill_ranks import first_token
 from kog_dist.bench.kernel.shapes import SEED, named_shape, named_spec, random_checkpoint
 from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.cuda.driver import Graph
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.workers.cuda.coded_source import coding_of
@@ -30,7 +31,6 @@ from kog_dist.workers.notes import Watch
 from kog_dist.workers.prefill.gpu import (
     DEFAULT,
     GraphRunner,
-    exact_products,
     matrices_for,
     prefill_by,
     runner_for,
@@ -38,9 +38,6 @@ from kog_dist.workers.prefill.gpu import (
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
 from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
-
-if TYPE_CHECKING:
-    import torch
 
 _TO_1024, _TO_2048 = (tuple(size for size in CHUNK_SIZES if size <= largest) for largest in (1024, 2048))
 CHOICES = {  # what could be the default
@@ -159,7 +156,7 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
 
 def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
     """Microseconds of each graph at the beginning of the context: what its operations take, and the gaps between them."""
-    import torch
+    import cupy
 
     figures = []
     for size, graph in sorted(runner.graphs.items()):
@@ -168,9 +165,9 @@ def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
             times = []
             for _ in range(5):
                 if measured is graph:
-                    runner.buffers.next_start.zero_()
-                runner.buffers.last_position.copy_(runner.rows(size).place[:1] * (measured is not graph) + size - 1)
-                torch.cuda.synchronize()
+                    runner.buffers.next_start.fill(0)
+                runner.buffers.last_position[...] = runner.rows(size).place[:1] * (measured is not graph) + size - 1
+                cupy.cuda.Device().synchronize()
                 times.append(_graph_us(runner, measured))
             figure[name] = round(percentile(times, 0.5), 1)
         figures.append(figure)
@@ -179,16 +176,15 @@ def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
     return figures
 
 
-def _graph_us(runner: GraphRunner, graph: torch.cuda.CUDAGraph) -> float:
-    import torch
+def _graph_us(runner: GraphRunner, graph: Graph) -> float:
+    import cupy
 
-    with torch.cuda.stream(runner.stream):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-    return 1000 * float(begin.elapsed_time(end))
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    begin.record(runner.stream)
+    graph.launch(runner.stream.ptr)
+    end.record(runner.stream)
+    end.synchronize()
+    return 1000 * float(cupy.cuda.get_elapsed_time(begin, end))
 
 
 def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any]]:
@@ -210,22 +206,21 @@ def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any
 
 def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:
     """Of one run among many in a graph. Small matrices are then found in the L2 cache, which in a chunk they are not."""
-    import torch
+    import cupy
 
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), exact_products(), torch.cuda.stream(runner.stream):
+    cupy.cuda.Device().synchronize()
+    graph, events = Graph(), [cupy.cuda.Event() for _ in range(5)]
+    with runner.stream:
         operation()
         runner.stream.synchronize()
-        with torch.cuda.graph(graph, stream=runner.stream, capture_error_mode="thread_local"):
+        with graph.captured_from(runner.stream.ptr):
             for _ in range(_REPEATS_OF_OPERATIONS):
                 operation()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]  # type: ignore[no-untyped-call]
         for event in events:
-            graph.replay()
-            event.record()
+            graph.launch(runner.stream.ptr)
+            event.record(runner.stream)
         runner.stream.synchronize()
-    times = [1000 * a.elapsed_time(b) / _REPEATS_OF_OPERATIONS for a, b in itertools.pairwise(events)]
+    times = [1000 * cupy.cuda.get_elapsed_time(a, b) / _REPEATS_OF_OPERATIONS for a, b in itertools.pairwise(events)]
     return percentile(times, 0.5)
 
 

@@ -49,7 +49,6 @@ def prepared(
 ) -> tuple[CudaCommunicator | None, Monokernel, Prefill]:
     """One rank's communicator (None if it is alone), kernel with random weights, and prefill. Collective."""
     import cupy
-    import torch
 
     from kog_dist.workers.cuda.build import PLAIN_HEAD_SOURCE, PLAIN_SOURCE, STREAMS_SOURCE, build
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -59,7 +58,6 @@ def prepared(
     rank, world_size = context.info.rank, context.info.world_size
     shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, coding=coding)
     cupy.cuda.Device(context.gpu).use()
-    torch.cuda.set_device(context.gpu)
     if rank == 0:
         for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):
             build(shape.headers(), source)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from kog_dist.decode.steps import Phase
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.arrays import Array, address, float32_of, library, on_host
 from kog_dist.workers.prefill.expand.expand_abi import EXPAND_PARAMS, expand_header
 from kog_dist.workers.prefill.model.matrices import stream_scale
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Launch = Callable[[int, int, bytes, bool], None]  # see `kernel_calls.Launchers`
 
@@ -32,16 +30,14 @@ class ExpandedMatrices:
     """
 
     def __init__(
-        self, shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str, factors: dict[Phase, Tensor] | None = None
+        self, shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str, factors: dict[Phase, Array] | None = None
     ) -> None:  # fmt: skip
-        import torch
-
-        self.shape, self._launch = shape, launch
-        self._tape = torch.as_tensor(weights.tape.view(np.int16), device=device)
-        self._places, self._factors = torch.as_tensor(_places(shape), device=device), factors or {}
+        self.shape, self._launch, self._tape = shape, launch, weights.tape
+        xp = library(device)
+        self._places, self._factors = xp.asarray(_places(shape)), factors or {}
         sizes = matrix_shapes(shape)
-        self._memory = torch.empty(max(map(prod, sizes.values())), dtype=torch.float16, device=device)
-        self._matrices = {phase: self._memory[: prod(size)].view(size) for phase, size in sizes.items()}
+        self._memory: Array = xp.empty(max(map(prod, sizes.values())), np.float16)
+        self._matrices: dict[Phase, Array] = {phase: self._memory[: prod(size)].reshape(size) for phase, size in sizes.items()}
         self._params = {
             (phase, layer): self._params_of(phase, layer, self._factors.get(phase))
             for phase in sizes
@@ -53,7 +49,7 @@ class ExpandedMatrices:
         """Of memory that is not the monokernel's."""
         return sum(part.nbytes for part in (self._memory, self._places, *self._factors.values()))
 
-    def matrix(self, phase: Phase, layer: int) -> Tensor:
+    def matrix(self, phase: Phase, layer: int) -> Array:
         """Queue the expansion of a matrix."""
         op = self.shape.ops[phase]
         num_products = self.shape.num_lanes // self.shape.lanes_of(phase)
@@ -61,15 +57,15 @@ class ExpandedMatrices:
         self._launch(num_ctas, 32 * op.warps, self._params[phase, layer], False)
         return self._matrices[phase]
 
-    def _params_of(self, phase: Phase, layer: int, factors: Tensor | None) -> bytes:
+    def _params_of(self, phase: Phase, layer: int, factors: Array | None) -> bytes:
         shape, op, params = self.shape, self.shape.ops[phase], np.zeros((), EXPAND_PARAMS.dtype)
         _, lane_rows, columns = matrix_shapes(shape)[phase]
-        tape = self._tape.data_ptr()
+        tape = address(self._tape)
         params["tape_ptr"], params["scales_ptr"] = tape, tape + 2 * shape.num_ctas * shape.tape_values
-        params["places_ptr"] = self._places[layer, list(shape.ops).index(phase)].data_ptr()
-        params["out_ptr"] = self._memory.data_ptr()
+        params["places_ptr"] = address(self._places[layer, list(shape.ops).index(phase)])
+        params["out_ptr"] = address(self._memory)
         if factors is not None:
-            params["factor_ptr"] = factors[layer].data_ptr()
+            params["factor_ptr"] = address(factors[layer])
             params["factor_stride"] = columns if factors.shape[1] > 1 else 0
         numbers = {
             "num_ctas": shape.num_ctas, "rows": op.rows, "last_rows": op.rows_of(op.blocks - 1), "blocks": op.blocks,
@@ -89,22 +85,22 @@ class ExpandedLayer:
     layer: int
 
     @property
-    def wqkv(self) -> Tensor:
+    def wqkv(self) -> Array:
         """Query rows, key rows, value rows."""
         return self.matrices.matrix(Phase.QKV, self.layer)
 
     @property
-    def wo(self) -> Tensor:
+    def wo(self) -> Array:
         """Of the attention's output."""
         return self.matrices.matrix(Phase.OUT, self.layer)
 
     @property
-    def w13(self) -> Tensor:
+    def w13(self) -> Array:
         """Gate rows, up rows."""
         return self.matrices.matrix(Phase.GATE_UP, self.layer)
 
     @property
-    def w2(self) -> Tensor:
+    def w2(self) -> Array:
         """Of the FFN's output."""
         return self.matrices.matrix(Phase.DOWN, self.layer)
 
@@ -113,22 +109,22 @@ class ExpandedLayer:
 class ExpandedLaneLayer(ExpandedLayer):
     """See `LayerMatrices`."""
 
-    scale: Tensor
-    unscale: Tensor
+    scale: Array
+    unscale: Array
 
 
 @dataclass(frozen=True)
 class ExpandedDenseLayer(ExpandedLayer):
     """See `DenseMatrices`."""
 
-    attention_norm: Tensor
-    ffn_norm: Tensor
-    qkv_bias: Tensor | None = None
-    head_norms: Tensor | None = None
+    attention_norm: Array
+    ffn_norm: Array
+    qkv_bias: Array | None = None
+    head_norms: Array | None = None
 
 
 def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights) -> list[Any]:
-    """All layers, on torch's current stream. Raises CompileError or LaunchError."""
+    """All layers, on cupy's current stream. Raises CompileError or LaunchError."""
     assert shape.coding is not None
     cubin = compiled.build("expand", expand_header(shape.coding, shape.scale_rows))
     return expanded_layers(shape, weights, partial(compiled.launch, Kernel(cubin.path, "expand", 0)), "cuda")
@@ -136,18 +132,19 @@ def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights) -> list[Any]:
 
 def expanded_layers(shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str) -> list[Any]:
     """All layers of the model's kind; what is no matrix is read from the monokernel's weights."""
-    import torch
+    there = library(device).asarray
 
-    def values(words: Any) -> Tensor:
-        return torch.as_tensor(words.view(np.int16), device=device).view(getattr(torch, shape.weight_dtype)).float()
+    def values(words: Any) -> Array:
+        return float32_of(words if shape.weight_dtype == "bfloat16" else words.view(np.float16))
 
-    norms = values(weights.norms)  # layers, 2, lanes or 1, hidden
     spec, layers = shape.spec, range(shape.spec.num_layers)
+    norms = values(weights.norms)  # layers, 2, lanes or 1, hidden
     if not spec.has_one_stream:
-        scales = [stream_scale(norms[layer, 0]) for layer in layers]
-        factors = {Phase.QKV: norms[:, 0] / torch.stack(scales), Phase.GATE_UP: norms[:, 1].contiguous()}
+        host = on_host(norms)
+        scales = np.stack([stream_scale(host[layer, 0]) for layer in layers])
+        factors = {Phase.QKV: there(host[:, 0] / scales), Phase.GATE_UP: there(np.ascontiguousarray(host[:, 1]))}
         matrices = ExpandedMatrices(shape, weights, launch, device, factors)
-        return [ExpandedLaneLayer(matrices, i, scales[i], 1 / scales[i]) for i in layers]
+        return [ExpandedLaneLayer(matrices, i, there(scales[i]), there(1 / scales[i])) for i in layers]
     matrices = ExpandedMatrices(shape, weights, launch, device)
     biases, head_norms = (None if words is None else values(words) for words in (weights.qkv_bias, weights.head_norms))
     return [

@@ -1,9 +1,8 @@
-"""How much GPU memory prefill takes, without making any of it (and without torch)."""
+"""How much GPU memory prefill takes, without making any of it (and without a GPU)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -25,10 +24,9 @@ _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within g
 
 
 def obstacle_to_prefill(spec: ModelSpec) -> str:
-    """Why ranks of this machine cannot go through prompts in chunks; empty if they can (with a torch that uses GPUs)."""
-    if finding := misfit(spec):
-        return f"the model has {finding}"
-    return "" if find_spec("torch") is not None else "the package torch is not installed"
+    """Why ranks of this machine cannot go through prompts in chunks; empty if they can (as far as the model decides)."""
+    finding = misfit(spec)
+    return f"the model has {finding}" if finding else ""
 
 
 def prefill_bytes(shape: KernelShape) -> dict[str, int]:
@@ -41,7 +39,9 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
         sums = 8 * sum(box.num_words for box in boxes)
     layout = CacheLayout.of(shape)
     work = dense_buffer_bytes(layout, max(sizes)) if shape.spec.has_one_stream else buffer_bytes(layout, sizes, EXACT_SIZE)
-    parts = most_parts_bytes(heads_of(layout), sizes, shape.spec.max_context, _SMS)
+    heads = heads_of(layout)
+    parts = most_parts_bytes(heads, sizes, shape.spec.max_context, _SMS)
+    parts += 2 * max(sizes) * heads.num_heads * heads.head_dim  # outputs
     weights = matrix_bytes(shape.spec, shape.num_lanes) if shape.coding is None else expanded_bytes(shape)
     return {"prefill weights": weights, "prefill": work + sums + parts + _BESIDES_BYTES}
 
