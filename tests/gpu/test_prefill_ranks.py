@@ -30,8 +30,13 @@ def results(world_size: int, body: str, **arguments: Any) -> list[dict[str, Any]
 @pytest.mark.parametrize("world_size", ON_2_AND_4)
 @pytest.mark.parametrize("variant", ["delayed", "all blocking", "late", "attention alone", "2b"])
 def test_ranks_fill_the_cache_of_one(variant: str, world_size: int) -> None:
-    (alone,) = results(1, "fill", variant=variant)
-    ranks = results(world_size, "fill", variant=variant)
+    check_that_ranks_fill_the_cache_of_one(world_size, variant=variant)
+
+
+def check_that_ranks_fill_the_cache_of_one(world_size: int, **arguments: Any) -> None:
+    """`arguments`: of the body `fill`."""
+    (alone,) = results(1, "fill", **arguments)
+    ranks = results(world_size, "fill", **arguments)
     num_other = 0
     for number, wanted in enumerate(alone["logits"]):
         found = np.concatenate([rank["logits"][number] for rank in ranks])

@@ -18,7 +18,7 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
+from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, MIN_QUANTISED_TOKENS, CudaEngine
 from kog_dist.workers.notes import NOTE
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
 
@@ -152,14 +152,18 @@ def test_the_coordinator_hears_of_the_launch_and_of_the_end_of_prefill(
     assert len(at) == 3, "there was no prefill"
 
 
-def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
+@pytest.mark.parametrize("least", [MIN_PREFILL_TOKENS, MIN_QUANTISED_TOKENS])
+def test_few_tokens_are_left_to_the_kernel(parts: Parts, least: int) -> None:
     engine, kernel, prefill = parts
-    engine.run(1, request(num_prompt=MIN_PREFILL_TOKENS, max_tokens=2))
+    engine._min_prefill_tokens = least
+    engine.run(1, request(num_prompt=least, max_tokens=2))
     engine.run(2, request(num_prompt=101, max_tokens=2, kv=KvUse(num_cached=99)))
     assert prefill.calls == []
     assert prefill.forgotten == [0, 99], "what stands in the cache from there on is the kernel's"
-    assert kernel.begun == [(MIN_PREFILL_TOKENS, 0), (101, 99)]
+    assert kernel.begun == [(least, 0), (101, 99)]
     assert kernel.streams is None
+    engine.run(3, request(num_prompt=least + 1, max_tokens=2))
+    assert prefill.calls == [(least + 1, 0)]
 
 
 def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: Parts) -> None:
