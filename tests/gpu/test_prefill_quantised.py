@@ -1,4 +1,4 @@
-"""Prefill of quantised weights: expanded weights are the definition, logits those of CPU ranks, bits those of one GPU."""
+"""Prefill of quantised weights: expanded weights are the definition, and logits those of CPU ranks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ from kog_dist.workers.prefill.expand.expanded import expanded_on_gpu
 from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
 from tests.gpu.test_families import on_cpu
 from tests.gpu.test_prefill import begin_at_head, decode, fill, relative_error
-from tests.gpu.test_prefill_ranks import ON_2_AND_4, check_that_ranks_fill_the_cache_of_one
 from tests.unit.test_coded_twin import DENSE as SMALL
 from tests.unit.test_coded_twin import FORMS
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 LAYERS, VOCABULARY, CONTEXT, TOKENS, CACHED = 2, 4096, 128, 40, 17
 LIMIT = 4e-3  # as of 16-bit weights, of models with one stream; a wrong scale or code is 1e-1
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("form_name", FORMS)
 def test_expanded_weights_are_the_definition(form_name: str) -> None:
     import cupy
@@ -62,7 +60,6 @@ def test_expanded_weights_are_the_definition(form_name: str) -> None:
             assert np.array_equal(got.view(np.uint16), np.stack(lanes).astype(np.float16).view(np.uint16)), name
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize(("shape", "quantize"), [("llama-3.2-1b", "fp8"), ("qwen3-4b", "int4")])
 def test_logits_after_prefill_are_those_of_cpu_ranks(tmp_path: Path, shape: str, quantize: str) -> None:
     config = {**DENSE[shape], "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
@@ -93,9 +90,3 @@ def test_logits_after_prefill_are_those_of_cpu_ranks(tmp_path: Path, shape: str,
     print(shape, quantize, {name: f"{error:.1e}" for name, error in errors.items()})
     assert np.array_equal(logits["whole"].view(np.uint32), logits["behind a kept prefix"].view(np.uint32))
     assert max(errors.values()) < LIMIT
-
-
-@pytest.mark.parametrize("world_size", ON_2_AND_4)
-@pytest.mark.parametrize(("variant", "coding"), [("all blocking", ("E4M3", 1, "F32")), ("delayed", ("INT4", 0, "BF16"))])
-def test_ranks_fill_the_cache_of_one(variant: str, coding: tuple[Any, ...], world_size: int) -> None:
-    check_that_ranks_fill_the_cache_of_one(world_size, variant=variant, coding=coding)

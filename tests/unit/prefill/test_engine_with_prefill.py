@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.masks import num_words
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
@@ -152,17 +154,28 @@ def test_the_coordinator_hears_of_the_launch_and_of_the_end_of_prefill(
     assert len(at) == 3, "there was no prefill"
 
 
-@pytest.mark.parametrize("least", [MIN_PREFILL_TOKENS, MIN_QUANTISED_TOKENS])
-def test_few_tokens_are_left_to_the_kernel(parts: Parts, least: int) -> None:
+def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
     engine, kernel, prefill = parts
-    engine._min_prefill_tokens = least
-    engine.run(1, request(num_prompt=least, max_tokens=2))
+    engine.run(1, request(num_prompt=MIN_PREFILL_TOKENS, max_tokens=2))
     engine.run(2, request(num_prompt=101, max_tokens=2, kv=KvUse(num_cached=99)))
     assert prefill.calls == []
     assert prefill.forgotten == [0, 99], "what stands in the cache from there on is the kernel's"
-    assert kernel.begun == [(least, 0), (101, 99)]
+    assert kernel.begun == [(MIN_PREFILL_TOKENS, 0), (101, 99)]
     assert kernel.streams is None
-    engine.run(3, request(num_prompt=least + 1, max_tokens=2))
+
+
+@pytest.mark.parametrize(("coding", "least"), [(None, MIN_PREFILL_TOKENS), (Coding("E4M3", 1, "F32"), MIN_QUANTISED_TOKENS)])
+def test_more_tokens_are_few_where_weights_are_quantised(
+    monkeypatch: pytest.MonkeyPatch, parts: Parts, coding: Coding | None, least: int
+) -> None:
+    engine, kernel, prefill = parts
+    started = SimpleNamespace(load=lambda: (kernel, prefill))
+    monkeypatch.setattr("kog_dist.workers.engines.cuda.Start", lambda *args, **options: started)
+    shape: Any = SimpleNamespace(coding=coding)
+    checkpoint: Any = None
+    engine._load(checkpoint, shape)
+    engine.run(1, request(num_prompt=least, max_tokens=2))
+    engine.run(2, request(num_prompt=least + 1, max_tokens=2))
     assert prefill.calls == [(least + 1, 0)]
 
 

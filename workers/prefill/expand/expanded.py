@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.steps import Phase
@@ -134,22 +135,23 @@ def expanded_layers(shape: KernelShape, weights: DeviceWeights, launch: Launch, 
     """All layers of the model's kind; what is no matrix is read from the monokernel's weights."""
     there = library(device).asarray
 
-    def values(words: Any) -> Array:
-        return float32_of(words if shape.weight_dtype == "bfloat16" else words.view(np.float16))
+    def values(words: Array) -> NDArray[np.float32]:
+        host: Array = on_host(words)  # they are few: no kernels of cupy's need be compiled for them
+        return float32_of(host if shape.weight_dtype == "bfloat16" else host.view(np.float16))
 
     spec, layers = shape.spec, range(shape.spec.num_layers)
     norms = values(weights.norms)  # layers, 2, lanes or 1, hidden
     if not spec.has_one_stream:
-        host = on_host(norms)
-        scales = np.stack([stream_scale(host[layer, 0]) for layer in layers])
-        factors = {Phase.QKV: there(host[:, 0] / scales), Phase.GATE_UP: there(np.ascontiguousarray(host[:, 1]))}
+        scales = np.stack([stream_scale(norms[layer, 0]) for layer in layers])
+        factors = {Phase.QKV: there(norms[:, 0] / scales), Phase.GATE_UP: there(np.ascontiguousarray(norms[:, 1]))}
         matrices = ExpandedMatrices(shape, weights, launch, device, factors)
         return [ExpandedLaneLayer(matrices, i, there(scales[i]), there(1 / scales[i])) for i in layers]
     matrices = ExpandedMatrices(shape, weights, launch, device)
-    biases, head_norms = (None if words is None else values(words) for words in (weights.qkv_bias, weights.head_norms))
+    others = (weights.qkv_bias, weights.head_norms)
+    biases, head_norms = (None if words is None else there(values(words)) for words in others)
     return [
         ExpandedDenseLayer(
-            matrices, i, norms[i, 0, 0], norms[i, 1, 0], None if biases is None else biases[i],
+            matrices, i, there(norms[i, 0, 0]), there(norms[i, 1, 0]), None if biases is None else biases[i],
             None if head_norms is None else head_norms[i],
         )
         for i in layers
