@@ -10,7 +10,15 @@ from kog_dist.bench.kernel.yardsticks import replaced, without_delayed_sums
 from kog_dist.workers.cuda.build import device_sources
 from tests.silent import with_silent_cta
 
-BUILDS = {"KOG_PROCESSORS", "KOG_HEAD_ONLY", "KOG_TRACE", "KOG_HASHES", "KOG_CODE"}  # what is built of the sources
+BUILDS = {
+    "KOG_PROCESSORS",
+    "KOG_HEAD_ONLY",
+    "KOG_TRACE",
+    "KOG_HASHES",
+    "KOG_CODE",
+    "KOG_EXPERTS",
+    "KOG_STREAM",
+}  # what is built of the sources
 
 
 def test_the_sources_have_no_switch_for_a_trial() -> None:
