@@ -109,8 +109,8 @@ class TorchDenseOperations:
         query, key = self._rotated(query, start), self._rotated(key, start)
         rows.query.view(rows.size, lanes, spec.lane_heads, -1).copy_(query)
         self._load(layer, start)
-        for part, kept in zip((key, value), self._kept, strict=True):
-            kept[start : start + rows.size].view(part.shape).copy_(self.layout.rounded(part, self.cache))
+        for part, kept in zip(self.layout.rounded(key, value, self.cache), self._kept, strict=True):
+            kept[start : start + rows.size].view(part.shape).copy_(part)
         found = (rows.query, *(kept[start : start + rows.size] for kept in self._kept))
         if not all(bool(part.isfinite().all()) for part in found):
             self.buffers.overflow.fill_(1)
@@ -136,8 +136,8 @@ class TorchDenseOperations:
 
     def _store(self, layer: int, first: int, end: int) -> None:
         if not int(self.buffers.overflow):
-            keys, values = (self.layout.rounded(kept[first:end], self.cache) for kept in self._kept)
-            self.layout.store(self.cache, layer, first, keys, values)
+            keys, values = (kept[first:end] for kept in self._kept)
+            self.layout.store(self.cache, layer, first, *self.layout.rounded(keys, values, self.cache))
 
     def attend(self, rows: DenseRows, layer: int) -> Tensor:
         """See `DenseOperations`."""

@@ -1,72 +1,149 @@
-"""The rows of a KV cache of FP8 (phases/attend_cache.cuh, kv_codes.cuh): for those who fill or read it from outside.
+"""The rows of a KV cache in codes (phases/attend_cache.cuh, kv_codes.cuh): for those who fill or read it from outside.
 
-A batch is 16 rows of codes of K; 8 pairs of rows of V: for every dimension the code of the even position and that of the odd one;
-and for each position the scales of its rows of K and V.
+A batch of FP8 is 16 rows of codes of K; 8 pairs of rows of V: for every dimension the code of the even position and that of the
+odd one; and for each position the scales of its rows of K and V.
+
+INT4 the same with four bits of each code: a 32-bit word has eight neighbouring dimensions of K, the even ones in its lower half,
+or four of a pair of V, the even position in its lower half. Between K and V stand the upper two bits of each code of K, sixteen
+dimensions to a word, again the even ones in the lower half.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kog_dist.decode.kv_formats import CodedRows, encode_fp8, values_of_fp8
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.decode.kv_formats import (
+    INT4_KEY_LEVELS,
+    INT4_VALUE_LEVELS,
+    KV_FORMATS,
+    CodedRows,
+    Values,
+    encode_fp8,
+    encode_int4,
+    values_of_fp8,
+    values_of_int4,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Places = tuple["Tensor", "Tensor", "Tensor"]  # of positions: split, batch, row
+Codes = NDArray[np.uint8]
+_PLACES = np.array([[0], [2], [4], [6]], np.uint8)  # of upper bits in a byte
+_ENCODE: dict[str, tuple[Callable[[Any], CodedRows], ...]] = {
+    "fp8": (encode_fp8, encode_fp8),
+    "int4": (partial(encode_int4, levels=INT4_KEY_LEVELS), partial(encode_int4, levels=INT4_VALUE_LEVELS)),
+}
+_DECODE: dict[str, tuple[Callable[[CodedRows], Values], ...]] = {
+    "fp8": (values_of_fp8, values_of_fp8),
+    "int4": (partial(values_of_int4, levels=INT4_KEY_LEVELS), partial(values_of_int4, levels=INT4_VALUE_LEVELS)),
+}
 
 
 class CodedParts(NamedTuple):
-    """Views of a layer's batches: codes as uint8, scales as float16."""
+    """Views of a layer's batches, of shape (heads, splits, batches, ...): uint8, and scales as float16."""
 
-    keys: Tensor  # (heads, splits, batches, 16, head_dim)
-    values: Tensor  # (heads, splits, batches, 8, head_dim, 2)
-    scales: Tensor  # (heads, splits, batches, 16, 2)
+    keys: tuple[Tensor, ...]  # (16, bytes) each: codes, of INT4 their lower and their upper bits
+    values: Tensor  # of FP8 (8, head_dim, 2), of INT4 (8, head_dim / 4, 2, 2): pairs of positions, two bytes of each
+    scales: Tensor  # (16, 2)
+    kv_dtype: str
+
+    def store(self, places: Places, rows: tuple[Tensor, Tensor]) -> None:
+        """Round keys and values (positions, heads, head_dim) and write them."""
+        import torch
+
+        split, batch, row = places
+        keys, values = (encode(part.float().numpy()) for encode, part in zip(_ENCODE[self.kv_dtype], rows, strict=True))
+        for part, packed in zip(self.keys, _packed_keys(keys.codes, len(self.keys)), strict=True):
+            part[:, split, batch, row] = torch.from_numpy(packed).transpose(0, 1)
+        packed = values.codes if self.values.ndim == 6 else _in(_nibbles(values.codes), 2)
+        self.values[:, split, batch, row // 2, :, row % 2] = torch.from_numpy(packed)
+        for number, coded in enumerate((keys, values)):
+            self.scales[:, split, batch, row, number] = torch.from_numpy(coded.scales)[..., 0].transpose(0, 1)
+
+    def load(self, places: Places) -> tuple[Tensor, Tensor]:
+        """Keys and values (positions, heads, head_dim), float32."""
+        import torch
+
+        split, batch, row = places
+        keys = _unpacked_keys(*(part[:, split, batch, row].transpose(0, 1).numpy() for part in self.keys))
+        packed = self.values[:, split, batch, row // 2, :, row % 2].numpy()
+        values = packed if self.values.ndim == 6 else _of_nibbles(_flat(packed, 2))
+        scales = self.scales[:, split, batch, row].transpose(0, 1)[..., None].numpy()
+        found = (
+            decode(CodedRows(codes, scales[:, :, number]))
+            for number, (decode, codes) in enumerate(zip(_DECODE[self.kv_dtype], (keys, values), strict=True))
+        )
+        of_keys, of_values = map(torch.from_numpy, found)
+        return of_keys, of_values
 
 
-def coded_parts(batches: Tensor, head_dim: int) -> CodedParts:
+def coded_parts(batches: Tensor, head_dim: int, kv_dtype: str) -> CodedParts:
     """Of `batches` (heads, splits, batches, bytes of a batch), uint8."""
     import torch
 
-    of_keys = 16 * head_dim
-    keys, values, scales = batches.tensor_split((of_keys, 2 * of_keys), dim=-1)
     shape = batches.shape[:-1]
-    return CodedParts(
-        keys.view(*shape, 16, head_dim), values.view(*shape, 8, head_dim, 2), scales.view(torch.float16).view(*shape, 16, 2)
-    )
+    if kv_dtype == "fp8":
+        keys, values, scales = batches.tensor_split((16 * head_dim, 32 * head_dim), dim=-1)
+        of_keys: tuple[Tensor, ...] = (keys.view(*shape, 16, head_dim),)
+        of_values = values.view(*shape, 8, head_dim, 2)
+    else:
+        keys, tops, values, scales = batches.tensor_split((8 * head_dim, 12 * head_dim, 20 * head_dim), dim=-1)
+        of_keys = keys.view(*shape, 16, head_dim // 2), tops.view(*shape, 16, head_dim // 4)
+        of_values = values.view(*shape, 8, head_dim // 4, 2, 2)
+    return CodedParts(of_keys, of_values, scales.view(torch.float16).view(*shape, 16, 2), kv_dtype)
 
 
-def store_rows(parts: CodedParts, places: Places, rows: tuple[Tensor, Tensor]) -> None:
-    """Round keys and values (positions, heads, head_dim) and write them."""
-    import torch
-
-    split, batch, row = places
-    for number, values in enumerate(rows):
-        coded = encode_fp8(values.float().numpy())
-        codes, scales = torch.from_numpy(coded.codes), torch.from_numpy(coded.scales)[..., 0]
-        if number == 0:
-            parts.keys[:, split, batch, row] = codes.transpose(0, 1)
-        else:
-            parts.values[:, split, batch, row // 2, :, row % 2] = codes
-        parts.scales[:, split, batch, row, number] = scales.transpose(0, 1)
+def _packed_keys(codes: Codes, num_parts: int) -> tuple[Codes, ...]:
+    if num_parts == 1:
+        return (codes,)
+    halves = _in(codes, 2, 4, 2)  # words of upper bits: byte of a half, bits of it, half
+    tops = np.bitwise_or.reduce(halves >> np.uint8(4) << _PLACES, axis=-2)
+    halves = _in(codes, 2, 4)  # words of lower bits: byte of a half, bits and half
+    lows = _nibbles(halves[..., [0, 2, 1, 3]] & np.uint8(15))  # ..., byte of a half, half
+    return tuple(_flat(part.swapaxes(-1, -2), 3) for part in (lows, tops))
 
 
-def load_rows(parts: CodedParts, places: Places) -> tuple[Tensor, Tensor]:
-    """Keys and values (positions, heads, head_dim), float32."""
-    import torch
-
-    split, batch, row = places
-    codes = parts.keys[:, split, batch, row].transpose(0, 1), parts.values[:, split, batch, row // 2, :, row % 2]
-    scales = parts.scales[:, split, batch, row].transpose(0, 1)[..., None]
-    keys, values = (
-        torch.from_numpy(values_of_fp8(CodedRows(of_codes.numpy(), of_scales.numpy())))
-        for of_codes, of_scales in zip(codes, scales.unbind(2), strict=True)
-    )
-    return keys, values
+def _unpacked_keys(lows: Codes, tops: Codes | None = None) -> Codes:
+    if tops is None:
+        return lows
+    of_lows = _flat(_of_nibbles(_in(lows, 2, 2).swapaxes(-1, -2))[..., [0, 2, 1, 3]], 3)
+    of_tops = _in(tops, 2, 2).swapaxes(-1, -2)
+    upper = _flat(of_tops[..., None, :] >> _PLACES & np.uint8(3), 4)
+    return of_lows | upper << np.uint8(4)
 
 
-def rounded_rows(rows: Tensor) -> Tensor:
+def _nibbles(codes: Codes) -> Codes:
+    """Two neighbouring codes in a byte."""
+    return codes[..., 0::2] | codes[..., 1::2] << np.uint8(4)
+
+
+def _of_nibbles(packed: Codes) -> Codes:
+    return _flat(np.stack((packed & np.uint8(15), packed >> np.uint8(4)), axis=-1), 2)
+
+
+def _in(codes: Codes, *sizes: int) -> Codes:
+    """The last dimension in pieces of these sizes; it may be the only one that is not empty."""
+    return codes.reshape(*codes.shape[:-1], codes.shape[-1] // prod(sizes), *sizes)
+
+
+def _flat(codes: Codes, count: int) -> Codes:
+    """The last `count` dimensions in one."""
+    return codes.reshape(*codes.shape[:-count], prod(codes.shape[-count:]))
+
+
+def rounded_rows(keys: Tensor, values: Tensor, kv_dtype: str) -> tuple[Tensor, Tensor]:
     """What is kept of rows (..., head_dim), float32."""
     import torch
 
-    return torch.from_numpy(values_of_fp8(encode_fp8(rows.float().numpy())))
+    found = [part.float().numpy().copy() for part in (keys, values)]
+    for enter, part in zip(KV_FORMATS[kv_dtype], found, strict=True):
+        enter(part)
+    of_keys, of_values = map(torch.from_numpy, found)
+    return of_keys, of_values
