@@ -48,12 +48,15 @@ class Vigil:
     def look(self, beat_age_s: float = 0.0, beat_limit_s: float = math.inf) -> Silence | None:
         """Its silence once that has lasted too long. Of a loop that beats: the age of its beat, and what that may be."""
         now_s = self._clock()
-        was_held_up = now_s - self._looked_s > min(HELD_UP_S, self._stall_s / 2)
+        missed_s = now_s - self._looked_s
+        was_held_up = missed_s > min(HELD_UP_S, self._stall_s / 2)
         self._looked_s = now_s
         if not self.process.is_stopped():
             self._stopped_s = None
-        elif self._stopped_s is None or was_held_up:
+        elif self._stopped_s is None:
             self._stopped_s = now_s
+        elif was_held_up:
+            self._stopped_s += missed_s
         if was_held_up:
             return None
         if self._stopped_s is not None and now_s - self._stopped_s > self._stall_s:

@@ -143,9 +143,9 @@ def _word_of_four(first: tuple[Any, Any], second: tuple[Any, Any]) -> AnyArray:
 
 
 def _word_of_eight(pairs: list[tuple[Any, Any]]) -> AnyArray:
-    """Integers of 4 bits: of the first pair in the highest bits of bfloat16's significands, each further one four bits higher."""
-    word = sum(low << 4 * i | high << (16 + 4 * i) for i, (low, high) in enumerate(pairs))
-    return word << 3 | word >> 29
+    """Integers of 4 bits: of the first two pairs in the highest eight bits of binary16's significand, the others eight higher."""
+    word = sum(low << place | high << (16 + place) for place, (low, high) in zip((4, 0, 12, 8), pairs, strict=True))
+    return word << 2 | word >> 30
 
 
 def _word_of_eight_floats(pairs: list[tuple[Any, Any]]) -> AnyArray:

@@ -25,7 +25,7 @@ class _Expanded(NamedTuple):
 _EXPANDED = {
     "E4M3": _Expanded("float16", 0, -4),
     "E2M1": _Expanded("bfloat16", -126, 100),
-    "INT4": _Expanded("bfloat16", -4, 0),
+    "INT4": _Expanded("float16", -4, -4),
 }
 _GROUPS = (32, 64, 128)  # columns of a scale, of which a step has several or one
 

@@ -30,10 +30,11 @@ def launcher_of(pid: int) -> int:
 
 
 def process_name(pid: int) -> str:
-    """`process PID (COMMAND)`, without the command where that cannot be read."""
+    """`process PID (COMMAND)`, the command on one line, and left out where it cannot be read."""
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
-        command = ""
+        arguments = ""
+    command = " ".join("".join(one if one.isprintable() else " " for one in arguments).split())
     command = _SECRET.sub(r"\1 ...", command)
     return f"process {pid} ({command[:_SHOWN]})" if command else f"process {pid}"

@@ -64,6 +64,8 @@ RUNS_ALL = os.environ.get("DECODE_TWIN") == "all"
 DTYPES = ("bfloat16", "float16") if RUNS_ALL else ("bfloat16",)
 PROMPT = [3, 70, 11]
 MAX_TOKENS = 3
+# Options and environments of a program: as it is, from streams that were handed to it, and with warps that are far behind others.
+RUNS: tuple[tuple[list[str], dict[str, str]], ...] = (([], {}), (["head"], {}), ([], {"UNREST": "1"}))
 HEAD_ONLY = "constexpr bool kHeadOnly = KOG_HEAD_ONLY;"  # here both builds are one
 SHARED = "extern __shared__ __align__(128) unsigned char memory[];"
 
@@ -112,12 +114,11 @@ def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
 
 
 def answer(
-    model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None
+    model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None, num_runs: int = len(RUNS)
 ) -> tuple[list[int], Any]:
     """Tokens of a greedy answer, and all logits (vocab,) before the last one.
 
-    The same bits when the first token comes of streams that were handed to a launch that begins with the LM head, and when some
-    warps are far behind others.
+    The same bits in the first `num_runs` of RUNS.
     """
     spec = model.spec
     shapes = [
@@ -154,7 +155,7 @@ def answer(
     heap_words = sum(box.num_words for box in place(shapes[0].boxes.specs(), num_ranks))
     numbers = (MAX_TOKENS, shapes[0].kv_bytes, shapes[0].num_words, heap_words)
     answers = []
-    for options, unrest in (([], {}), (["head"], {}), ([], {"UNREST": "1"})):
+    for options, unrest in RUNS[:num_runs]:
         command = ["./decode", ".", *map(str, numbers), *options]
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, **unrest}, capture_output=True, text=True, timeout=100, check=False

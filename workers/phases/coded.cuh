@@ -9,11 +9,15 @@ namespace kog {
 
 __device__ __forceinline__ u32 rotated_right(u32 value, u32 bits) { return value >> bits | value << (32 - bits); }
 
+// Pairs of binary16 that integers are put on, in registers: constants of an instruction besides its mask would be another one.
+struct Offsets {
+    u32 one, sixteen;
+};
 // FP8: sign, four bits of exponent, three of significand; as binary16.
 struct E4m3 {
     static constexpr int kWords = 2;  // of a thread, for one operand
     static constexpr bool kHasOffset = false;
-    static __device__ __forceinline__ void expand(const u32 (&q)[2], u32 (&a)[4], u32) {
+    static __device__ __forceinline__ void expand(const u32 (&q)[2], u32 (&a)[4], const Offsets&) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) a[2 * i] = expand_e4m3(q[i]), a[2 * i + 1] = expand_e4m3(q[i], true);
     }
@@ -22,24 +26,26 @@ struct E4m3 {
 struct E2m1 {
     static constexpr int kWords = 1;
     static constexpr bool kHasOffset = false;
-    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4], u32) {
+    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4], const Offsets&) {
         a[0] = q[0] & 0x81c081c0u, a[1] = q[0] << 3 & 0x81c081c0u, a[2] = q[0] << 6 & 0x81c081c0u;
         a[3] = (q[0] >> 4 & 0x00c000c0u) | (q[0] >> 5 & 0x01000100u) | (q[0] << 1 & 0x80008000u);
     }
 };
-// Integers n of four bits: 1 + n / 16 as bfloat16.
+// Integers n of four bits: as binary16, 1 + n / 16 in the first and third register, 16 + n / 16 in the others. So one rotation is enough:
+// the significand has room for two integers. Products with the same numbers of n = 0 take off what is too much.
 struct Int4 {
     static constexpr int kWords = 1;
     static constexpr bool kHasOffset = true;
-    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4], u32 ones) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = masked_or<0x00780078u>(i == 0 ? q[0] : rotated_right(q[0], 4 * i), ones);
+    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4], const Offsets& of) {
+        const u32 rotated = rotated_right(q[0], 8);
+        a[0] = masked_or<0x03c003c0u>(q[0], of.one), a[1] = masked_or<0x003c003cu>(q[0], of.sixteen);
+        a[2] = masked_or<0x03c003c0u>(rotated, of.one), a[3] = masked_or<0x003c003cu>(rotated, of.sixteen);
     }
 };
 using Code = KOG_CODE;
 using CodeFormat = KOG_CODE_FORMAT;
-constexpr u32 kOnes = 0x3f803f80u;       // two of bfloat16
-constexpr float kUsualOffset = 1.5f;     // of integers without zero points: n = 8 stands for 0
+constexpr u32 kOnes = 0x3c003c00u, kSixteens = 0x4c004c00u;    // two of binary16
+constexpr u32 kEights = 0x3e003e00u, kOtherEights = 0x4c204c20u;  // n = 8, which stands for 0 where there are no zero points
 constexpr int kOperands = 4;             // of a step: of eight rows and 32 columns
 constexpr int kLoads = Code::kWords;     // of 16 bytes, of a thread for a step of eight rows
 constexpr int kOperandsOfLoad = kOperands / kLoads;
@@ -86,16 +92,16 @@ __device__ __forceinline__ void load_bytes(u32 address, u32 (&words)[4]) {
 __device__ __forceinline__ float own_sum(u32 lane, const float (&sum)[4]) { return (lane & 1) ? sum[2] + sum[3] : sum[0] + sum[1]; }
 
 // Partial sums of a block of rows in a thread of a matrix warp. With scales on the tape `scaled` has them, of this thread's columns; else
-// `sums` as the matrix unit leaves them, and `x` the sums of x that belong to the offset of integers.
+// `sums` as the matrix unit leaves them, and `x` what they have too much; with zero points `all_x`, too: the sums of x.
 struct CodedSums {
     float sums[kRowGroups][4] = {};
-    float x[4] = {};
+    float x[4] = {}, all_x[4] = {};
     float scaled[kRowGroups] = {};
 
     __device__ __forceinline__ float own(u32 lane, int group) const {
         if constexpr (kCodeScales > 0) return scaled[group];
         const float sum = own_sum(lane, sums[group]);
-        return Code::kHasOffset ? sum - kUsualOffset * own_sum(lane, x) : sum;
+        return Code::kHasOffset ? sum - own_sum(lane, x) : sum;
     }
     __device__ __forceinline__ float part(u32 lane, int group) const { return own(lane, group) * kCodeFactor; }
 
@@ -135,7 +141,7 @@ private:
         uint2 x_pairs[kOperandsOfLoad];
         uint4 codes[kGroups];
         u32 loaded = 0;
-        const u32 ones = opaque(kOnes);
+        const Offsets offsets{opaque(kOnes), opaque(kSixteens)};
 #pragma unroll
         for (int i = 0; i < kOperandsOfLoad; ++i) load_shared(x_address + (load * kOperandsOfLoad + i) * 128, x_pairs[i]);
 #pragma unroll
@@ -147,14 +153,19 @@ private:
         for (int i = 0; i < kOperandsOfLoad; ++i) {
             const int operand = load * kOperandsOfLoad + i;
             if (kCodeScales > 1 && operand % kOperandsOfScale == 0) begin_group<kGroups>();
-            if constexpr (Code::kHasOffset) CodeFormat::mma(x, ones, ones, ones, ones, x_pairs[i].x, x_pairs[i].y);
+            if constexpr (kCodeZeroBytes > 0) {
+                CodeFormat::mma(x, offsets.one, offsets.sixteen, offsets.one, offsets.sixteen, x_pairs[i].x, x_pairs[i].y);
+                CodeFormat::mma(all_x, offsets.one, offsets.one, offsets.one, offsets.one, x_pairs[i].x, x_pairs[i].y);
+            } else if constexpr (Code::kHasOffset) {
+                CodeFormat::mma(x, kEights, kOtherEights, kEights, kOtherEights, x_pairs[i].x, x_pairs[i].y);
+            }
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {
                 const u32 all[4] = {codes[group].x, codes[group].y, codes[group].z, codes[group].w};
                 u32 q[Code::kWords], a[4];
 #pragma unroll
                 for (int k = 0; k < Code::kWords; ++k) q[k] = all[i * Code::kWords + k];
-                Code::expand(q, a, ones);
+                Code::expand(q, a, offsets);
                 CodeFormat::mma(sums[group], a[0], a[1], a[2], a[3], x_pairs[i].x, x_pairs[i].y);
             }
             if (kCodeScales > 1 && operand % kOperandsOfScale == kOperandsOfScale - 1)
@@ -165,20 +176,19 @@ private:
     template <int kGroups>
     __device__ __forceinline__ void begin_group() {
         clear(x);
+        if constexpr (kCodeZeroBytes > 0) clear(all_x);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) clear(sums[group]);
     }
     static __device__ __forceinline__ void clear(float (&sum)[4]) { sum[0] = 0, sum[1] = 0, sum[2] = 0, sum[3] = 0; }
     template <int kGroups>
     __device__ __forceinline__ void end_group(u32 lane, int i, const u32 (&scales)[kGroups][4], const u32 (&zeros)[kGroups][4]) {
-        const float own_x = own_sum(lane, x);
+        const float own_x = Code::kHasOffset ? own_sum(lane, x) : 0;
+        const float sixteenth = kCodeZeroBytes > 0 ? own_sum(lane, all_x) * 0.0625f : 0;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            float sum = own_sum(lane, sums[group]);
-            if constexpr (Code::kHasOffset) {
-                const float offset = kCodeZeroBytes > 0 ? 1.0f + static_cast<float>(zeros[group][0] >> 8 * i & 0xff) * 0.0625f : kUsualOffset;
-                sum -= offset * own_x;
-            }
+            float sum = own_sum(lane, sums[group]) - own_x;
+            if constexpr (kCodeZeroBytes > 0) sum -= static_cast<float>(zeros[group][0] >> 8 * i & 0xff) * sixteenth;
             scaled[group] += Scale::get(scales[group], i) * sum;
         }
     }
