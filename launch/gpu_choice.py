@@ -22,7 +22,7 @@ KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compil
 PREFILLED_GPUS = 4  # with `--prefill auto` at most that many take prompts in blocks: with more it has not run
 LEAST_CONTEXT, _CONTEXT_STEP = 4096, 1024  # tokens of a context that is shortened to what fits
 # The CUDA context with its kernels, and what loading takes for a while; measured with one rank. Of several each loads all kernels
-# of torch (`CUDA_MODULE_LOADING` in workers/worker.py): tests/gpu/test_engine_ranks.py compares what they take with what is
+# of cuBLAS (`CUDA_MODULE_LOADING` in workers/worker.py): tests/gpu/test_engine_ranks.py compares what they take with what is
 # counted.
 BESIDES_BYTES = 1 << 30
 
@@ -103,7 +103,6 @@ class _Need:
 
 def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str) -> list[_Need]:
     """The ways in which ranks may run, the best one first: with `auto` they do without prefill where it does not fit."""
-    from kog_dist.workers.cuda.coded_source import coding_of
     from kog_dist.workers.prefill.model.memory import obstacle_to_prefill
 
     def need(prefill: str, note: str = "", obstacle: str = "") -> _Need:
@@ -112,7 +111,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
 
     if settings.prefill == "off" or (settings.prefill == "auto" and count > PREFILLED_GPUS):
         return [need("off")]
-    obstacle = obstacle_to_prefill(checkpoint.spec, is_quantised=coding_of(checkpoint) is not None)
+    obstacle = obstacle_to_prefill(checkpoint.spec)
     if settings.prefill == "on":
         return [need("on", obstacle=obstacle)]
     if obstacle:

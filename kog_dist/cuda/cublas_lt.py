@@ -1,4 +1,4 @@
-"""The few calls of cuBLASLt that a matrix product needs which is to run with a certain algorithm; torch offers no choice of them.
+"""The few calls of cuBLASLt that a matrix product needs which is to run with a certain algorithm.
 
 Constants and layouts are those of cublasLt.h (cuBLAS 12 and 13); matrices are column by column there.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from kog_dist.errors import LaunchError
 
@@ -44,14 +47,36 @@ class Operand:
 
 
 @functools.cache
-def library(major: int) -> ctypes.CDLL:
-    """cuBLASLt of this major version, which torch has loaded. Raises OSError without it."""
-    return ctypes.CDLL(f"libcublasLt.so.{major}")
+def library() -> ctypes.CDLL:
+    """cuBLASLt for the CUDA that cupy is made for: a package's in this environment, else the system's. Raises LaunchError."""
+    import cupy
+
+    name = f"libcublasLt.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
+    for path in (*_of_packages(name), name, *_of_toolkits(name)):
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise LaunchError(f"{name} cannot be loaded; pip install nvidia-cublas, or install CUDA's toolkit")
 
 
-def version(major: int) -> int:
-    """Of the library itself. Raises OSError without it."""
-    read = library(major).cublasLtGetVersion
+def _of_packages(name: str) -> list[str]:
+    """nvidia-cublas puts it into a folder of the namespace `nvidia`."""
+    found = importlib.util.find_spec("nvidia")
+    folders = found.submodule_search_locations if found is not None else None
+    return [str(path) for folder in folders or () for path in sorted(Path(folder).glob(f"*/lib/{name}"))]
+
+
+def _of_toolkits(name: str) -> list[str]:
+    """Beside the compiler that device programs are built with, and where toolkits are by default."""
+    nvcc = shutil.which("nvcc")
+    folders = [*([Path(nvcc).resolve().parents[1]] if nvcc else []), Path("/usr/local/cuda")]
+    return [str(folder / "lib64" / name) for folder in folders]
+
+
+def version() -> int:
+    """Of the library itself. Raises LaunchError."""
+    read = library().cublasLtGetVersion
     read.restype = ctypes.c_size_t
     return int(read())
 
@@ -63,9 +88,9 @@ class GemmProblem:
     `alignment`: bytes that divide all addresses and strides. Raises LaunchError.
     """
 
-    def __init__(self, major: int, x: Operand, w: Operand, y: Operand, *, count: int, alignment: int) -> None:
-        self._library = library(major)
-        self._handle = _handle(major)
+    def __init__(self, x: Operand, w: Operand, y: Operand, *, count: int, alignment: int) -> None:
+        self._library = library()
+        self._handle = _handle()
         # Row by row is column by column of the transposed matrix: y^T = w x^T, and w is read transposed.
         self._description = ctypes.c_void_p()
         self._do("cublasLtMatmulDescCreate", ctypes.byref(self._description), _COMPUTE_FLOAT32, FLOAT32)
@@ -149,9 +174,9 @@ class GemmProblem:
 
 
 @functools.cache
-def _handle(major: int) -> ctypes.c_void_p:
+def _handle() -> ctypes.c_void_p:
     """Of the current GPU: a process uses one."""
     handle = ctypes.c_void_p()
-    if code := library(major).cublasLtCreate(ctypes.byref(handle)):
+    if code := library().cublasLtCreate(ctypes.byref(handle)):
         raise LaunchError(f"cublasLtCreate failed ({code})")
     return handle

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ _HOST_REGISTER_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
 _FLOAT16, _PROMOTE_256B = 6, 3  # of tensor maps: type, and what L2 reads at once
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_ by bytes
 _MAP_BYTES = 128
+_NOT_READY, _THREAD_LOCAL, _NODE_PRIORITIES = 600, 1, 8  # CUresult; CU_STREAM_CAPTURE_MODE_; CUDA_GRAPH_INSTANTIATE_FLAG_
 # CU_LAUNCH_ATTRIBUTE_: CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION, PRIORITY
 _CLUSTER, _EARLY, _PRIORITY = 4, 6, 8
 
@@ -89,6 +92,49 @@ def copy_to_device(device_ptr: int, host_ptr: int, num_bytes: int, stream_ptr: i
         ctypes.c_uint64(device_ptr), ctypes.c_void_p(host_ptr), ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream_ptr)
     )
     _check(code, f"copying {num_bytes} bytes to the GPU")
+
+
+def copy_to_host(host_ptr: int, device_ptr: int, num_bytes: int, stream_ptr: int) -> None:
+    """Queue a copy into page-locked memory."""
+    code = _driver().cuMemcpyDtoHAsync_v2(
+        ctypes.c_void_p(host_ptr), ctypes.c_uint64(device_ptr), ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream_ptr)
+    )
+    _check(code, f"copying {num_bytes} bytes from the GPU")
+
+
+def has_ended(event_ptr: int) -> bool:
+    """Whether the GPU has come to a CUevent. Raises LaunchError when what is before it has failed."""
+    code = _driver().cuEventQuery(ctypes.c_void_p(event_ptr))
+    if code != _NOT_READY:
+        _check(code, "waiting for the GPU")
+    return bool(code == 0)
+
+
+class Graph:
+    """What is queued on a CUDA stream, and on those that wait for it, within `captured_from`, to be launched as a whole."""
+
+    def __init__(self) -> None:
+        self.exec_ptr = 0
+
+    @contextmanager
+    def captured_from(self, stream_ptr: int) -> Iterator[None]:
+        """Nothing that is queued within the block runs. Other threads may do what they like meanwhile. Raises LaunchError."""
+        stream, captured, made = ctypes.c_void_p(stream_ptr), ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuStreamBeginCapture_v2(stream, _THREAD_LOCAL), "capturing a graph")
+        try:
+            yield
+        finally:
+            code = _driver().cuStreamEndCapture(stream, ctypes.byref(captured))
+        _check(code, "capturing a graph")
+        code = _driver().cuGraphInstantiateWithFlags(ctypes.byref(made), captured, ctypes.c_uint64(_NODE_PRIORITIES))
+        _driver().cuGraphDestroy(captured)
+        _check(code, "making a graph")
+        self.exec_ptr = made.value or 0
+        weakref.finalize(self, _driver().cuGraphExecDestroy, made).atexit = False
+
+    def launch(self, stream_ptr: int) -> None:
+        """Queue it."""
+        launch_graph(self.exec_ptr, stream_ptr)
 
 
 def launch_graph(graph_ptr: int, stream_ptr: int) -> None:

@@ -9,7 +9,7 @@ from kog_dist.errors import LaunchError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of cupy, torch or the driver, or the one that it was made of, says that GPU memory is used up."""
+    """Whether an error of cupy or the driver, or the one that it was made of, says that GPU memory is used up."""
     names = ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY")
     is_it = type(error).__name__ == "OutOfMemoryError" or any(name in str(error) for name in names)
     return is_it or (error.__cause__ is not None and is_out_of_memory(error.__cause__))

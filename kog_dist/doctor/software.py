@@ -76,7 +76,7 @@ def _wanted_by_sources() -> list[str]:
 
 
 def torch_build() -> Iterator[Finding]:
-    """Whether torch can use GPUs, as prefill there and training need it to."""
+    """Whether torch can use GPUs, as training there needs it to."""
     version, spec = _version("torch"), util.find_spec("torch")
     if version is None or spec is None or spec.origin is None:
         return

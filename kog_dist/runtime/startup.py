@@ -20,21 +20,19 @@ class StartStage(enum.IntEnum):
     INTERPRETER = 0
     CHECKPOINT = 1
     DEVICE = 2
-    TORCH = 3
-    WEIGHTS = 4
-    COMPILING = 5
-    KERNEL = 6
-    PRODUCTS = 7
-    GRAPHS = 8
-    PEERS = 9
-    TRIAL = 10
+    WEIGHTS = 3
+    COMPILING = 4
+    KERNEL = 5
+    PRODUCTS = 6
+    GRAPHS = 7
+    PEERS = 8
+    TRIAL = 9
 
 
 DOING: Final[Mapping[StartStage, str]] = {
     StartStage.INTERPRETER: "starting its interpreter",
     StartStage.CHECKPOINT: "opening the checkpoint",
     StartStage.DEVICE: "starting CUDA",
-    StartStage.TORCH: "starting torch",
     StartStage.WEIGHTS: "loading and packing weights",
     StartStage.COMPILING: "compiling, as at the first start on a machine",
     StartStage.KERNEL: "setting up the kernel",

@@ -1,14 +1,14 @@
-"""Prefill's operations on the GPU, each compared at once with its twin in torch: the first one that is wrong is named."""
+"""Prefill's operations on the GPU, each compared at once with its twin in array code: the first one that is wrong is named."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import cupy
 
 from kog_dist.model.spec import ReduceMode
+from kog_dist.workers.prefill.arrays import Array, float32_of
 from kog_dist.workers.prefill.dense.buffers import DenseRows
 from kog_dist.workers.prefill.model.buffers import PromptBuffers, Rows
 from kog_dist.workers.prefill.model.matrices import DenseMatrices, LayerMatrices
@@ -23,19 +23,23 @@ class Checked:
         self.device, self.twin, self.buffers = device, twin, buffers
         self.errors: dict[str, float] = {}
 
-    def _compare(self, name: str, outputs: dict[str, Tensor], run: Callable[[Any], None]) -> None:
-        before = {key: tensor.clone() for key, tensor in outputs.items()}
+    def _compare(self, name: str, outputs: dict[str, Array], run: Callable[[Any], None]) -> None:
+        before = {key: array.copy() for key, array in outputs.items()}
         run(self.device)
-        found = {key: tensor.clone() for key, tensor in outputs.items()}
-        for key, tensor in outputs.items():
-            tensor.copy_(before[key])
+        found = {key: array.copy() for key, array in outputs.items()}
+        for key, array in outputs.items():
+            array[...] = before[key]
         run(self.twin)
-        for key, tensor in outputs.items():
-            wanted, got = tensor.double(), found[key].double()
-            error = float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
+        for key, array in outputs.items():
+            wanted, got = (float32_of(one).astype(cupy.float64) for one in (array, found[key]))
+            error = float(_norm(got - wanted) / max(_norm(wanted), 1e-30))
             self.errors[name] = max(self.errors.get(name, 0.0), error)
             assert error < LIMIT, f"{name}: {key} is wrong by {error:.1e}"
-            tensor.copy_(found[key])
+            array[...] = found[key]
+
+
+def _norm(array: Any) -> float:
+    return float(cupy.sqrt((array**2).sum()))
 
 
 class CheckedOperations(Checked):
@@ -45,11 +49,11 @@ class CheckedOperations(Checked):
         outputs = {"place": rows.place, "next start": self.buffers.next_start}
         self._compare("begin", outputs, lambda do: do.begin(rows))
 
-    def embed(self, rows: Rows, scale: Tensor) -> None:
+    def embed(self, rows: Rows, scale: Array) -> None:
         outputs = {"stream": rows.kept_stream, "1 / rms": rows.inverse_rms}
         self._compare("embed", outputs, lambda do: do.embed(rows, scale))
 
-    def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+    def product(self, x: Array, matrix: Array, out: Array) -> None:
         self._compare("product", {"product": out}, lambda do: do.product(x, matrix, out))
 
     def append(self, rows: Rows, matrices: LayerMatrices, layer: int, *, queries: bool = True, others: bool = True) -> None:
@@ -60,18 +64,17 @@ class CheckedOperations(Checked):
         wanted = {"queries": queries, "others": others}
         self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, matrices, layer, **wanted))
 
-    def attend(self, rows: Rows, layer: int) -> Tensor:
-        results: list[Tensor] = []
-        mixed = torch.empty(len(rows.stream), rows.size, rows.query.numel() // rows.size // len(rows.stream), device="cuda")
+    def attend(self, rows: Rows, layer: int) -> Array:
+        mixed = cupy.empty((len(rows.stream), rows.size, rows.query.size // rows.size // len(rows.stream)), cupy.float16)
 
         def run(do: Any) -> None:
-            results.append(do.attend(rows, layer))
-            mixed.copy_(results[-1])
+            mixed[...] = do.attend(rows, layer)
 
         self._compare(f"attention of layer {layer}", {"outputs": mixed}, run)
-        return results[0]
+        found: Array = mixed
+        return found
 
-    def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
+    def lane_sum(self, rows: Rows, partial: Array, own_sum: Array) -> None:
         self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(rows, partial, own_sum))
 
     def residual(
@@ -79,12 +82,12 @@ class CheckedOperations(Checked):
         rows: Rows,
         after: Rows,
         mode: ReduceMode,
-        partial: Tensor,
-        past: Tensor | None,
-        total: Tensor | None,
-        own_sum: Tensor | None,
-        unscale: Tensor | None,
-        scale: Tensor | None,
+        partial: Array,
+        past: Array | None,
+        total: Array | None,
+        own_sum: Array | None,
+        unscale: Array | None,
+        scale: Array | None,
     ) -> None:
         outputs = {"stream": after.kept_stream, "1 / rms": rows.inverse_rms}
         if own_sum is not None:
@@ -92,10 +95,10 @@ class CheckedOperations(Checked):
         name = f"{mode.value} residual, " + ("sums here" if total is None else "sums given")
         self._compare(name, outputs, lambda do: do.residual(rows, after, mode, partial, past, total, own_sum, unscale, scale))
 
-    def gate(self, rows: Rows, matrix: Tensor) -> None:
+    def gate(self, rows: Rows, matrix: Array) -> None:
         self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrix))
 
-    def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Array, Array]]) -> None:
         self.device.take_last(rows, last, pasts)  # the twin's own code
 
     def give_streams(self, last: Rows) -> None:
@@ -116,10 +119,10 @@ class CheckedDenseOperations(Checked):
     def begin(self, rows: DenseRows) -> None:
         self._compare("begin", {"place": rows.place, "next start": self.buffers.next_start}, lambda do: do.begin(rows))
 
-    def embed(self, rows: DenseRows, norm: Tensor) -> None:
+    def embed(self, rows: DenseRows, norm: Array) -> None:
         self._compare("embed", {"stream": rows.stream, "x": rows.x}, lambda do: do.embed(rows, norm))
 
-    def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+    def product(self, x: Array, matrix: Array, out: Array) -> None:
         self._compare("product", {"product": out}, lambda do: do.product(x, matrix, out))
 
     def append(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
@@ -129,25 +132,24 @@ class CheckedDenseOperations(Checked):
         }  # fmt: skip
         self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, matrices, layer))
 
-    def attend(self, rows: DenseRows, layer: int) -> Tensor:
-        results: list[Tensor] = []
-        mixed = torch.empty(len(rows.partial), rows.size, rows.query.numel() // rows.size // len(rows.partial), device="cuda")
+    def attend(self, rows: DenseRows, layer: int) -> Array:
+        mixed = cupy.empty((len(rows.partial), rows.size, rows.query.size // rows.size // len(rows.partial)), cupy.float16)
 
         def run(do: Any) -> None:
-            results.append(do.attend(rows, layer))
-            mixed.copy_(results[-1])
+            mixed[...] = do.attend(rows, layer)
 
         self._compare(f"attention of layer {layer}", {"outputs": mixed}, run)
-        return results[0]
+        found: Array = mixed
+        return found
 
-    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Tensor) -> None:
+    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array) -> None:
         self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(rows, scale, own_sum))
 
-    def residual(self, rows: DenseRows, scale: float, total: Tensor | None, norm: Tensor | None) -> None:
+    def residual(self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None) -> None:
         outputs = {"stream": rows.stream, "x": rows.x}
         self._compare("residual", outputs, lambda do: do.residual(rows, scale, total, norm))
 
-    def gate(self, rows: DenseRows, matrix: Tensor) -> None:
+    def gate(self, rows: DenseRows, matrix: Array) -> None:
         self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrix))
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:

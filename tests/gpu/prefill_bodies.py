@@ -6,11 +6,12 @@ import hashlib
 import time
 from typing import Any
 
+import cupy
 import numpy as np
-import torch
 
 from kog_dist.bench.kernel.prefill_ranks import prepared
 from kog_dist.collectives.ranks import RankContext
+from kog_dist.decode.coding import Coding
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.sampling_params import SamplingParams
@@ -28,9 +29,10 @@ def fill(context: RankContext) -> dict[str, Any]:
     """
     variant = str(context.arguments["variant"])
     spec = laneformer_2b() if variant == "2b" else VARIANTS[variant]
-    comm, kernel, prefill = prepared(context, spec, SEED, Tuning() if variant == "2b" else TUNING)
+    coding = Coding(*context.arguments["coding"]) if "coding" in context.arguments else None
+    comm, kernel, prefill = prepared(context, spec, SEED, Tuning() if variant == "2b" else TUNING, coding=coding)
     layout = CacheLayout.of(kernel.shape)
-    cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
+    cache = kernel.kv.view(np.uint16)
     ids: list[int] = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()
     heads, logits = [], []
     for end, start in (
@@ -38,7 +40,7 @@ def fill(context: RankContext) -> dict[str, Any]:
     ):
         context.rendezvous.barrier(context.deadline)
         assert prefill.run(ids[:end], start, should_stop=lambda: False) == end
-        torch.cuda.synchronize()
+        cupy.cuda.Device().synchronize()
         context.rendezvous.barrier(context.deadline)
         kernel.begin(ids[:end], 1, SamplingParams(), first_position=end - 1, streams=prefill.streams)
         kernel.launch(1)
@@ -56,8 +58,8 @@ def fill(context: RankContext) -> dict[str, Any]:
     return {"heads": heads, "logits": logits}
 
 
-def _digest(cache: torch.Tensor, layout: CacheLayout, layer: int, head: int) -> str:
-    parts = [part[head].contiguous().cpu().numpy().tobytes() for part in layout.parts(cache, layer)]
+def _digest(cache: Any, layout: CacheLayout, layer: int, head: int) -> str:
+    parts = [cupy.ascontiguousarray(part[head]).get().tobytes() for part in layout.parts(cache, layer)]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 

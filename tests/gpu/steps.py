@@ -73,6 +73,7 @@ STEPS = {
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),
     "families": _tests(1, 60, 240, "test_families"),
     "quantised": _tests(1, 40, 200, "test_quantised"),
+    "prefill_quantised": _tests(1, 40, 200, "test_prefill_quantised"),
     "kept": _tests(1, 70, 200, "test_kept_prefixes"),
     "kv_formats": _tests(1, 30, 150, "test_kv_formats"),
     "processors": _tests(1, 10, 90, "test_processors"),
@@ -95,7 +96,7 @@ STEPS = {
     "endurance_1": _bench(1, 125, 175, "endurance --gpus 1 --tokens 100000 --deadline-s 150", _OF_GPUS, "benchmarks:1"),
     # ---- two GPUs ----
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2 benchmarks:1,2"),
-    "prefill_ranks_2": _tests(2, 60, 200, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),
+    "prefill_ranks_2": _tests(2, 120, 260, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),
     "ranks_4_on_2": _tests(2, 145, 350, "test_ranks", "4]", builds="ranks:1,4 benchmarks:1,4", ranks_per_gpu=2),
     "ranks_8_on_2": _tests(2, 240, 500, "test_ranks", "8]", builds="ranks:1,8 benchmarks:1,8", ranks_per_gpu=4),
     "prefill_ranks_4_on_2": _tests(2, 140, 320, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4", ranks_per_gpu=2),

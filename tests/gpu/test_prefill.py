@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cupy
 import numpy as np
 import pytest
 import torch
@@ -33,19 +34,21 @@ from kog_dist.workers.cuda.random_weights import random_tensor, random_weights
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.notes import Watch
 from kog_dist.workers.prefill.dense.layers import DenseLayers
-from kog_dist.workers.prefill.dense.operations import TorchDenseOperations
+from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.device_operations import DeviceOperations
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
-from kog_dist.workers.prefill.gpu import Tuning, exact_products, matrices_for, prefill_by, prefill_for, runner_for
+from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_kept
+from kog_dist.workers.prefill.gpu import Tuning, matrices_for, prefill_by, prefill_for, runner_for
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import Matrices
-from kog_dist.workers.prefill.operations import TorchOperations
+from kog_dist.workers.prefill.operations import PlainOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.gpu.checked_operations import CheckedDenseOperations, CheckedOperations
 from tests.gpu.last_streams import published_streams, streams_in
 from tests.gpu.test_monokernel import DEMO, HEADS, attention_options
 from tests.gpu.test_monokernel import VARIANTS as KERNEL_VARIANTS
+from tests.unit.prefill.models import CACHE_DTYPES
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
@@ -102,7 +105,7 @@ def fill(prefill: Prefill, ids: list[int], start: int = 0) -> None:
 def clear(kernel: Monokernel) -> None:
     """Forget the cache, which a decoded position stands in as well."""
     kernel.kv.fill(0)
-    torch.cuda.synchronize()
+    cupy.cuda.Device().synchronize()
 
 
 def decode(kernel: Monokernel, ids: list[int], first_position: int) -> np.ndarray[Any, Any]:
@@ -130,26 +133,24 @@ def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str
     model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
     tuning = Tuning((16, 32), exact_size=24, split_size=16).within(model.spec)
     runner = runner_for(model.kernel, model.collected, tuning=tuning)
-    embedding = torch.as_tensor(model.kernel.weights.embedding.view(np.int16), device="cuda").view(torch.bfloat16)
-    cache = torch.as_tensor(model.kernel.kv.view(np.int16), device="cuda").view(getattr(torch, kv_dtype))
+    embedding, cache = model.kernel.weights.embedding, model.kernel.kv.view(CACHE_DTYPES[kv_dtype])
     checked: CheckedOperations | CheckedDenseOperations
     layers: Layers | DenseLayers
     if model.spec.has_one_stream:
-        twin = TorchDenseOperations(runner.buffers, embedding, cache)
+        twin = PlainDenseOperations(runner.buffers, embedding, cache)
         checked = CheckedDenseOperations(runner.layers.operations, twin, runner.buffers)
         layers = DenseLayers(model.spec, model.matrices, checked, OneRank())
     else:
-        of_lanes = TorchOperations(runner.buffers, embedding, cache)
+        of_lanes = PlainOperations(runner.buffers, embedding, cache)
         checked = CheckedOperations(runner.layers.operations, of_lanes, runner.buffers)
         layers = Layers(model.spec, model.matrices, checked, OneRank())
     by_host = HostRunner(layers, runner.buffers, tuning.sizes, exact_size=tuning.exact_size)
     prefill = Prefill(by_host, max_context=model.spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size)
-    with torch.no_grad():
-        fill(prefill, model.ids[:20])
-        fill(prefill, model.ids[:150])
-        layers.exchange = Asked()
-        fill(prefill, model.ids[:20])
-        fill(prefill, model.ids[:190])
+    fill(prefill, model.ids[:20])
+    fill(prefill, model.ids[:150])
+    layers.exchange = Asked()
+    fill(prefill, model.ids[:20])
+    fill(prefill, model.ids[:190])
     print(variant, kv_dtype, {name: f"{error:.1e}" for name, error in checked.errors.items()})
 
 
@@ -268,9 +269,9 @@ def test_values_out_of_range_leave_the_cache_alone(demo: Prepared) -> None:
     fill(prefill, demo.ids[:100])
     before = demo.kernel.kv.copy()
     matrix = demo.matrices[2].wqkv
-    kept = matrix.clone()
-    matrix.fill_(60000)
-    torch.cuda.synchronize()  # the kernel's stream does not wait for this one
+    kept = matrix.copy()
+    matrix.fill(60000)
+    cupy.cuda.Device().synchronize()  # the kernel's stream does not wait for this one
     kernel, ids = demo.kernel, demo.ids[:300]
 
     def launch() -> None:  # behind prefill, before anybody knows
@@ -281,8 +282,8 @@ def test_values_out_of_range_leave_the_cache_alone(demo: Prepared) -> None:
     kernel.finish()
     assert kernel.token(0) is None, "the launch did nothing"
     assert bool((kernel.kv == before).all())
-    matrix.copy_(kept)
-    torch.cuda.synchronize()
+    matrix[...] = kept
+    cupy.cuda.Device().synchronize()
     fill(prefill, ids, 100)
     kept_logits = begin_at_head(kernel, prefill, ids)
     prefill.forget(100)
@@ -313,13 +314,10 @@ def test_the_next_start_tries_no_algorithms(demo: Prepared, tmp_path: Path, monk
 # ---- the 2B shape ----
 @pytest.fixture(scope="module")
 def big() -> Iterator[tuple[Monokernel, Matrices]]:
-    import cupy
-
     shape = KernelShape(SPEC, range(SPEC.num_lanes))
     matrices, observe = matrices_for(shape)
     yield Monokernel(shape, random_weights(shape, SEED, observe)), matrices
     cupy.get_default_memory_pool().free_all_blocks()
-    torch.cuda.empty_cache()
 
 
 LENGTHS_2B = (2, MIN_PREFILL_TOKENS + 1, 17, 65, 128, 300, 512, 513, 600, 800, 1500, 2048, 3000, 3951, 4000)
@@ -360,18 +358,18 @@ def test_our_products_have_the_bits_of_cublas(big: tuple[Monokernel, Matrices]) 
     kernel, matrices = big
     runner, layer = runner_for(kernel, matrices), 1
     of_layer, do, buffers = matrices.layers()[layer], runner.layers.operations, runner.buffers
-    generator, other = torch.Generator("cuda").manual_seed(1), list[str]()
+    random, other = np.random.default_rng(1), list[str]()
     assert isinstance(do, DeviceOperations)
     ours = do._tiles
     assert set(ours) == {"gate_up", "down", "qkv"}
-    with torch.no_grad(), exact_products(), torch.cuda.stream(runner.stream):
+    with runner.stream:
         for size in runner.graphs:
             rows = runner.rows(size)
             if rows.is_exact:
                 continue
-            rows.stream.copy_(torch.randn(rows.stream.shape, device="cuda", generator=generator))
-            rows.inverse_rms.copy_(1 + torch.rand(rows.inverse_rms.shape, device="cuda", generator=generator))
-            rows.place.copy_(torch.tensor([100, 0, 100 + size]))
+            rows.stream[...] = cupy.asarray(random.standard_normal(rows.stream.shape, np.float32))
+            rows.inverse_rms[...] = cupy.asarray(1 + random.random(rows.inverse_rms.shape, np.float32))
+            rows.place[...] = cupy.asarray([100, 0, 100 + size])
             for streams, what in ((rows, "of all lanes"), (rows.shared, "of one stream")):
                 found = []
                 for do._tiles in (ours, {}):
@@ -379,33 +377,36 @@ def test_our_products_have_the_bits_of_cublas(big: tuple[Monokernel, Matrices]) 
                         "query": rows.query, "keys": buffers.keys[layer], "values": buffers.values[layer],
                         "activation": rows.activation, "partial": rows.partials[0][0],
                     }  # fmt: skip
-                    for tensor in outputs.values():
-                        tensor.fill_(3)
+                    for array in outputs.values():
+                        array.fill(3)
                     do.append(streams, of_layer, layer)
                     do.gate(streams, of_layer.w13)
                     do.product(rows.activation, of_layer.w2, rows.partials[0][0])
-                    found.append({name: tensor.clone() for name, tensor in outputs.items()})
-                pairs = {name: (found[0][name], found[1][name]) for name in found[0]}
-                other += [f"{name} {what}, {size} rows" for name, (one, two) in pairs.items() if not torch.equal(one, two)]
+                    found.append({name: array.copy() for name, array in outputs.items()})
+                other += [f"{name} {what}, {size} rows" for name in found[0] if not _same(found[0][name], found[1][name])]
     print("of", sorted(runner.graphs), "rows:", other or "all the same")
     assert not other
+
+
+def _same(one: Any, two: Any) -> bool:
+    return bool((one == two).all())
 
 
 @pytest.mark.parametrize("num_lanes", [4, 2])
 def test_products_have_the_same_bits_for_fewer_lanes(big: tuple[Monokernel, Matrices], num_lanes: int) -> None:
     """What the keys and values of several ranks rest on, to be those of one."""
-    matrices, other = big[1].layers()[0], list[str]()
-    generator = torch.Generator("cuda").manual_seed(1)
-    with torch.no_grad(), exact_products():
-        for name in ("wqkv", "wo", "w13", "w2"):
-            matrix = getattr(matrices, name)
-            of_chunks = [(size, torch.float32 if name == "wqkv" else torch.float16) for size in CHUNK_SIZES]
-            for size, dtype in [*of_chunks, (EXACT_SIZE if name == "wo" else 2 * EXACT_SIZE, torch.float32)]:
-                x = torch.randn(8, size, matrix.shape[2], device="cuda", dtype=torch.float16, generator=generator)
-                whole = torch.bmm(x, matrix.transpose(1, 2), out_dtype=dtype)
-                part = torch.bmm(x[:num_lanes], matrix[:num_lanes].transpose(1, 2), out_dtype=dtype)
-                if not torch.equal(part, whole[:num_lanes]):
-                    other.append(f"{name} of {size} rows in {dtype}")
+    matrices, other, multiply = big[1].layers()[0], list[str](), Products(algorithms_kept())
+    random = cupy.asarray(np.random.default_rng(1).standard_normal((8, max(CHUNK_SIZES), SPEC.hidden_size), np.float32))
+    for name in ("wqkv", "wo", "w13", "w2"):
+        matrix = getattr(matrices, name)
+        of_chunks = [(size, np.float32 if name == "wqkv" else np.float16) for size in CHUNK_SIZES]
+        for size, dtype in [*of_chunks, (EXACT_SIZE if name == "wo" else 2 * EXACT_SIZE, np.float32)]:
+            x = cupy.ascontiguousarray(random[:, :size, : matrix.shape[2]].astype(np.float16))
+            whole, part = (cupy.empty((count, size, matrix.shape[1]), dtype) for count in (8, num_lanes))
+            multiply(x, matrix, whole)
+            multiply(x[:num_lanes], matrix[:num_lanes], part)
+            if not _same(part, whole[:num_lanes]):
+                other.append(f"{name} of {size} rows in {np.dtype(dtype)}")
     assert not other
 
 
@@ -453,7 +454,7 @@ def test_engine_with_prefill(tmp_path: Path) -> None:
         return [entry.digest for entry in entries if entry is not None]
 
     first: list[bytes | None] = []
-    for number in range(2):  # a process may open an engine again: nothing that torch keeps may belong to the one before
+    for number in range(2):  # a process may open an engine again: nothing that is kept may belong to the one before
         engine = CudaEngine(WorkerArgs(info, str(tmp_path), "cuda:0", "bfloat16", False, 60.0, 10.0, prefill="on"), control)
         engine.startup()
         assert isinstance(engine._prefill, Prefill)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import cupy
 import pytest
 import torch
 
+from kog_dist.cuda.driver import Graph
 from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
 from kog_dist.workers.prefill.attention.hopper_attention import Attention, attention_on_gpu
 from tests.gpu.on_hopper import on_hopper
@@ -45,6 +47,15 @@ def place(start: int, size: int) -> torch.Tensor:
     return torch.tensor([start, 0, start + size], dtype=torch.int32, device="cuda")
 
 
+def run(
+    attention: Attention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, where: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """A copy of the outputs, by the default stream of both libraries."""
+    arrays = [cupy.asarray(tensor) for tensor in (query, keys, values, where)]
+    found = attention.run(arrays[0], arrays[1], arrays[2], arrays[3], window)
+    return torch.as_tensor(found, device="cuda").clone()
+
+
 def reference(
     shape: AttentionShape, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, window: int | None
 ) -> torch.Tensor:
@@ -70,8 +81,8 @@ def test_outputs(shape: AttentionShape) -> None:
     for window, (size, start) in itertools.product(WINDOWS, PLACES):
         query, keys, values = tensors(shape, size)
         wanted = reference(shape, query, keys, values, start, window)
-        found = attention.run(query, keys, values, place(start, size), window)
-        assert torch.equal(found, attention.run(query, keys, values, place(start, size), window)), "other bits when run again"
+        found = run(attention, query, keys, values, place(start, size), window)
+        assert torch.equal(found, run(attention, query, keys, values, place(start, size), window)), "other bits when run again"
         errors[window, size, start] = float((found.double() - wanted).norm() / wanted.norm())
     print(shape, f"{max(errors.values()):.1e}")
     assert max(errors.values()) < LIMIT, errors
@@ -86,48 +97,52 @@ def of_2b() -> Attention:
 def test_a_row_has_the_same_bits_in_every_chunk(of_2b: Attention, window: int | None) -> None:
     query, keys, values = tensors(SHAPE_2B, MAX_CONTEXT)
 
-    def run(start: int, size: int) -> torch.Tensor:
-        return of_2b.run(query[start : start + size], keys, values, place(start, size), window)
+    def rows(start: int, size: int) -> torch.Tensor:
+        return run(of_2b, query[start : start + size], keys, values, place(start, size), window)
 
-    whole = torch.cat([run(0, LARGEST), run(LARGEST, LARGEST)], dim=1)
+    whole = torch.cat([rows(0, LARGEST), rows(LARGEST, LARGEST)], dim=1)
     for start, size in (
         (0, 1024), (0, 128), (3900, 128), (77, 256), (3001, 512), (3333, 1), (0, 1), (1023, 1), (2048, 64), (1000, 64),
         (1555, 2048), (4095, 1), (0, 4096),
     ):  # fmt: skip
-        assert torch.equal(run(start, size), whole[:, start : start + size]), f"{size} rows at {start}"
+        assert torch.equal(rows(start, size), whole[:, start : start + size]), f"{size} rows at {start}"
 
 
 def test_heads_of_a_rank_have_the_bits_of_all(of_2b: Attention) -> None:
     some = attention_on_gpu(AttentionShape(96, 8, 4, 4), MAX_CONTEXT)
     query, keys, values = tensors(SHAPE_2B, 512)
     for window, start in itertools.product((512, None), (0, 3000)):
-        found = some.run(
-            query[:, 8:16].contiguous(), keys[:, 4:8].contiguous(), values[:, 4:8].contiguous(), place(start, 512), window
+        found = run(
+            some, query[:, 8:16].contiguous(), keys[:, 4:8].contiguous(), values[:, 4:8].contiguous(), place(start, 512), window
         )
-        assert torch.equal(found, of_2b.run(query, keys, values, place(start, 512), window)[2:4])
+        assert torch.equal(found, run(of_2b, query, keys, values, place(start, 512), window)[2:4])
 
 
 def test_positions_are_read_when_a_graph_is_replayed(of_2b: Attention) -> None:
     query, keys, values = tensors(SHAPE_2B, 128)
-    where, stream = place(0, 128), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    where, stream, graph = place(0, 128), cupy.cuda.Stream(non_blocking=True), Graph()
+    run(of_2b, query, keys, values, where, None)  # makes its memory
+    arrays = [cupy.asarray(tensor) for tensor in (query, keys, values, where)]
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = of_2b.run(query, keys, values, where, None)
+    with stream, graph.captured_from(stream.ptr):
+        outputs = of_2b.run(arrays[0], arrays[1], arrays[2], arrays[3], None)
     for start in (0, 1000, 3900):
         where.copy_(place(start, 128))
-        graph.replay()
-        assert torch.equal(found, of_2b.run(query, keys, values, place(start, 128), None)), start
+        torch.cuda.synchronize()
+        graph.launch(stream.ptr)
+        stream.synchronize()
+        found = torch.as_tensor(outputs, device="cuda").clone()
+        assert torch.equal(found, run(of_2b, query, keys, values, place(start, 128), None)), start
 
 
 def test_what_no_row_sees_changes_nothing(of_2b: Attention) -> None:
     query, keys, values = tensors(SHAPE_2B, 100)
-    before = [of_2b.run(query, keys, values, place(1000, 100), window) for window in (512, None)]
+    before = [run(of_2b, query, keys, values, place(1000, 100), window) for window in (512, None)]
     keys[1100:], values[1100:] = torch.inf, 60000
     keys[:480], values[:480] = -torch.inf, 60000
-    assert torch.equal(of_2b.run(query, keys, values, place(1000, 100), 512), before[0])
+    assert torch.equal(run(of_2b, query, keys, values, place(1000, 100), 512), before[0])
     keys[:480], values[:480] = tensors(SHAPE_2B, 100)[1][:480], tensors(SHAPE_2B, 100)[2][:480]
-    assert torch.equal(of_2b.run(query, keys, values, place(1000, 100), None), before[1])
+    assert torch.equal(run(of_2b, query, keys, values, place(1000, 100), None), before[1])
 
 
 def test_values_that_are_not_finite_are_not_hidden(of_2b: Attention) -> None:
@@ -135,5 +150,5 @@ def test_values_that_are_not_finite_are_not_hidden(of_2b: Attention) -> None:
     for changed in (query, keys, values):
         kept = changed[40].clone()
         changed[40] = torch.nan
-        assert not bool(of_2b.run(query, keys, values, place(0, 64), None)[:, 40].isfinite().any())
+        assert not bool(run(of_2b, query, keys, values, place(0, 64), None)[:, 40].isfinite().any())
         changed[40] = kept

@@ -30,8 +30,19 @@ def results(world_size: int, body: str, **arguments: Any) -> list[dict[str, Any]
 @pytest.mark.parametrize("world_size", ON_2_AND_4)
 @pytest.mark.parametrize("variant", ["delayed", "all blocking", "late", "attention alone", "2b"])
 def test_ranks_fill_the_cache_of_one(variant: str, world_size: int) -> None:
-    (alone,) = results(1, "fill", variant=variant)
-    ranks = results(world_size, "fill", variant=variant)
+    check_that_ranks_fill_the_cache_of_one(world_size, variant=variant)
+
+
+@pytest.mark.parametrize("world_size", ON_2_AND_4)
+@pytest.mark.parametrize(("variant", "coding"), [("all blocking", ("E4M3", 1, "F32")), ("delayed", ("INT4", 0, "BF16"))])
+def test_ranks_fill_the_cache_of_one_with_quantised_weights(variant: str, coding: tuple[Any, ...], world_size: int) -> None:
+    check_that_ranks_fill_the_cache_of_one(world_size, variant=variant, coding=coding)
+
+
+def check_that_ranks_fill_the_cache_of_one(world_size: int, **arguments: Any) -> None:
+    """`arguments`: of the body `fill`."""
+    (alone,) = results(1, "fill", **arguments)
+    ranks = results(world_size, "fill", **arguments)
     num_other = 0
     for number, wanted in enumerate(alone["logits"]):
         found = np.concatenate([rank["logits"][number] for rank in ranks])

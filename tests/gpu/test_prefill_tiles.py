@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import cupy
 import pytest
 import torch
 
@@ -30,7 +31,8 @@ LIMIT = 5e-4  # cuBLAS and swiglu have 3.9e-4
 @pytest.fixture(autouse=True)
 def own_stream() -> Iterator[None]:
     """Ours, so that everything is queued in order, and graphs can be captured."""
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
         yield
     torch.cuda.synchronize()
 
@@ -49,11 +51,16 @@ def operands(shape: TileShape, lanes: int, size: int) -> Operands:
     return x, matrix, torch.rsqrt(x.float().square().mean(-1) + 1e-5)
 
 
+def multiply(tiles: Tiles, x: torch.Tensor, matrix: torch.Tensor, **tensors: torch.Tensor) -> None:
+    """`Tiles.run` with tensors of torch."""
+    tiles.run(cupy.asarray(x), cupy.asarray(matrix), **{name: cupy.asarray(tensor) for name, tensor in tensors.items()})
+
+
 def run(tiles: Tiles, x: torch.Tensor, matrix: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
     """Activations, or partial sums."""
     results = tiles.shape.width // (2 if tiles.shape.interleaves else 1)
     found = torch.full((len(matrix), x.shape[1], results), torch.nan, dtype=torch.float16, device="cuda")
-    tiles.run(x, matrix, inverse_rms=inverse_rms.contiguous(), out=found)
+    multiply(tiles, x, matrix, inverse_rms=inverse_rms.contiguous(), out=found)
     return found
 
 
@@ -122,7 +129,7 @@ def test_it_waits_for_what_is_queued_before_it_in_a_graph(of_2b: Tiles) -> None:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         torch.mul(x, 1, out=read)  # a kernel
-        of_2b.run(read, matrix, inverse_rms=inverse_rms, out=found)
+        multiply(of_2b, read, matrix, inverse_rms=inverse_rms, out=found)
     for other, reference in zip(others * 3, expected * 3, strict=True):
         x.copy_(other)
         graph.replay()
@@ -163,7 +170,7 @@ def test_queries_keys_and_values(spec: ModelSpec, lanes: int, size: int, start: 
     query, keys, values = empty(size, heads), empty(start + size, kv_heads), empty(start + size, kv_heads)
     tiles = tiles_on_gpu(shape)
     fields = {"rope": rope, "place": place, "query": query, "keys": keys, "values": values, "overflow": overflow}
-    tiles.run(x, matrix, inverse_rms=inverse_rms, **fields)
+    multiply(tiles, x, matrix, inverse_rms=inverse_rms, **fields)
     positions = torch.arange(start, start + size, device="cuda").clamp(max=spec.max_context - 1)
     cos, sin = rope[positions].double()[:, None].unbind(-1)  # (size, 1, head_dim / 2)
     rounding = 3e-3 if kv_dtype == "bfloat16" else LIMIT
@@ -178,5 +185,5 @@ def test_queries_keys_and_values(spec: ModelSpec, lanes: int, size: int, start: 
     assert bool(values[:start].isnan().all()), "what stands before the chunk is left alone"
     assert int(overflow) == 0
     x[lanes - 1, 17, 3] = torch.inf
-    tiles.run(x, matrix, inverse_rms=inverse_rms, **fields)
+    multiply(tiles, x, matrix, inverse_rms=inverse_rms, **fields)
     assert int(overflow) == 1

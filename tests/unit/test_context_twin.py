@@ -19,6 +19,7 @@ from kog_dist.model.laneformer import KvCache, Laneformer
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.published import Published, Words
+from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from tests.unit.test_decode_twin import Model, build_twin, twin_sources
 
@@ -77,32 +78,31 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
     layout = CacheLayout.of(shape)
     assert (shape.window_batches, shape.full_batches, shape.num_partitions) == (9, 19, {48: 3, 64: 5}[head_dim])
     prepare(shape, model, ids, tmp_path)
-    rows = [
-        layer.to(torch.float32 if is_coded else torch.bfloat16).transpose(1, 2) for layer in (part[:, 0] for part in kept._layers)
-    ]
+    kept_values = (part[:, 0].float().numpy().swapaxes(1, 2) for part in kept._layers)
+    rows = [values if is_coded else rounded(values, BFLOAT16) for values in kept_values]
     before, firsts = {}, FIRST[::2] if is_coded else FIRST
     for first in firsts:
         # Nobody may see what is not stored: 1,000; codes of 16, scales of 139.
-        cache = torch.full((layout.num_values,), 0x58 if is_coded else 1000.0, dtype=torch.uint8 if is_coded else torch.bfloat16)
+        cache: Array = np.full(layout.num_values, *((0x58, np.uint8) if is_coded else (0x447A, BFLOAT16)))
         for layer, (keys, values) in enumerate(rows):
             gone = max(0, first + 1 - WINDOW) if layer in spec.window_layers else 0  # positions behind the window
             layout.store(cache, layer, gone, keys[gone:first], values[gone:first])
         before[first] = cache
-        cache.view(torch.uint8).numpy().tofile(tmp_path / f"kv.{first}.bin")
+        cache.tofile(tmp_path / f"kv.{first}.bin")
     command = ["./context", ".", str(shape.kv_bytes), str(shape.num_words), str(STEPS), str(LIMIT_US), *map(str, firsts)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"ended with {done.returncode} (6: two threads had to do with one row; see context.cpp)"
     for number, first in enumerate(firsts):
-        after = torch.from_numpy(np.fromfile(tmp_path / f"kept.{first}.bin", np.uint8)).view(cache.dtype)
+        after = np.fromfile(tmp_path / f"kept.{first}.bin", cache.dtype)
         for layer, parts in enumerate(rows):
             for part, found in zip(parts, layout.load(after, layer, first, first + STEPS), strict=True):
-                new = part[first : first + STEPS].float()
-                error = (found.float() - new).norm(dim=(1, 2)) / new.norm(dim=(1, 2))
+                new = float32_of(part[first : first + STEPS])
+                error = np.linalg.norm(float32_of(found) - new, axis=(1, 2)) / np.linalg.norm(new, axis=(1, 2))
                 # A code may fall on the other side of a boundary.
                 assert error.max() < (3e-2 if is_coded else 4e-3), f"rows of layer {layer} from {first} on: {error}"
             layout.store(after, layer, first, *(part[first : first + STEPS] for part in parts))
             layout.store(before[first], layer, first, *(part[first : first + STEPS] for part in parts))
-        assert torch.equal(after, before[first]), f"from {first} on other rows than the new ones were written"
+        assert np.array_equal(after, before[first]), f"from {first} on other rows than the new ones were written"
         logits = np.fromfile(tmp_path / f"logits.{first}.bin", np.float32)
         last = wanted[first + STEPS - 1]
         assert np.linalg.norm(logits - last) / np.linalg.norm(last) < (1.5e-2 if is_coded else 2e-3), f"from {first} on"

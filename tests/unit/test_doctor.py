@@ -301,7 +301,7 @@ def test_sources_that_are_not_installed_want_what_pyproject_says(tmp_path: Path,
     text = shown(software.packages())
     assert "problem: packages are missing: jinja2, " in text, "nothing can start here"
     assert text.splitlines()[0].endswith(", typer, uvicorn; pip install -e .")
-    assert "ok: for GPUs, where it is wanted: pip install 'kog-dist[cuda]' (not here: cupy-cuda13x, torch)" in text
+    assert "ok: for GPUs, where it is wanted: pip install 'kog-dist[cuda]' (not here: cupy-cuda13x, nvidia-cublas)" in text
     monkeypatch.setattr(software, "_ROOT", tmp_path)
     assert shown(software.packages()).startswith("warning: kog-dist is not installed, so versions are not compared")
 

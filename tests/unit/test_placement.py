@@ -30,7 +30,6 @@ from kog_dist.rpc.transport import Access
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.prefill.model import memory
 from tests.unit.fake_nvml import FakeGpu, node
 
 NODE_0, NODE_1 = frozenset(range(4)) | frozenset(range(8, 12)), frozenset(range(4, 8)) | frozenset(range(12, 16))
@@ -203,16 +202,6 @@ def test_a_gpu_without_room_for_prefill_runs_without_it(demo: Checkpoint, with_c
         refused = choose(demo, narrow, prefill="on", **asked)
         assert refused is not None
         assert names_the_way_out in str(refused.obstacles[0])
-
-
-def test_prefill_without_torch(demo: Checkpoint, with_cupy: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "find_spec", lambda name: None)
-    found, asked = (choose(demo, inventory_from(node()), gpus="1", prefill=prefill) for prefill in ("auto", "on"))
-    assert found is not None
-    assert asked is not None
-    assert (found.prefill, found.obstacles) == ("off", ())
-    assert found.note == "prompts go token by token: the package torch is not installed"
-    assert "--prefill on cannot be had: the package torch is not installed; use --prefill off" in str(asked.obstacles[0])
 
 
 def test_a_missing_package_is_said(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

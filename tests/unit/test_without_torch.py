@@ -1,8 +1,9 @@
-"""Serving on CPU ranks needs no torch, which has 700 MB; what needs it says which extra brings it."""
+"""Serving needs no torch, which has 700 MB and takes seconds to import; what needs it says which extra brings it."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from kog_dist.errors import LaunchError, naming_extra
 
 BIN = Path(sys.executable).parent
-DEMO = Path(__file__).parents[2] / "kog_dist" / "models" / "demo"
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "kog_dist" / "models" / "demo"
 
 
 @pytest.fixture
@@ -27,6 +29,32 @@ def test_cpu_ranks_decode_without_torch(without_torch: dict[str, str]) -> None:
     done = subprocess.run(command, env=without_torch, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "3 generated" in done.stdout + done.stderr
+
+
+PREFILL = """
+import sys
+from pathlib import Path
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.workers.engines import cuda, cuda_start
+from kog_dist.workers.prefill import gpu
+from kog_dist.workers.prefill.exchange import peer_exchange
+from tests.unit.prefill.models import Rank
+assert Rank(open_checkpoint(Path(sys.argv[1]), verify=False)).run([1, 2, 3]) == 3
+"""
+
+
+def test_prefill_runs_without_torch(without_torch: dict[str, str]) -> None:
+    command = [sys.executable, "-c", PREFILL, str(DEMO)]
+    done = subprocess.run(command, env=without_torch, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("folder", ["workers", "collectives", "launch", "kog_dist/cuda", "kog_dist/decode", "kog_dist/runtime"])
+def test_what_a_rank_is_made_of_never_imports_torch(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert len(files) > 3
+    wanted = [str(path.relative_to(ROOT)) for path in files if re.search(r"^\s*(from|import) torch\b", path.read_text(), re.M)]
+    assert wanted == []
 
 
 def test_training_without_torch_names_the_extra(without_torch: dict[str, str], tmp_path: Path) -> None:

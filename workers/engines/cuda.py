@@ -51,6 +51,7 @@ POLL_S = 20e-6
 FIRST_TOKEN_SPIN_S = 0.004  # behind prefill it comes within about a millisecond, and whoever asked waits for it
 REFILL_TOKENS = 16
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a chunk takes as long as reading the weights
+MIN_QUANTISED_TOKENS = 6  # the same where a chunk has to expand them
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
 AMONG_PEERS_WAIT_US = 2_000_000  # hosts start their launches at different times; a stopped one is found sooner, by its heartbeat
@@ -65,6 +66,7 @@ class CudaEngine:
         self._kernel: DecodeKernel | None = None
         self._blocks: kv_blocks.KvBlocks | None = None
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
+        self._min_prefill_tokens = MIN_PREFILL_TOKENS
         self._has_overflown = False  # prefill, in any request so far
         self._max_context = 0
         self._start = StartTeller(partial(control.set_startup, self._rank))
@@ -115,6 +117,7 @@ class CudaEngine:
 
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
         peers = self._peers
+        self._min_prefill_tokens = MIN_PREFILL_TOKENS if shape.coding is None else MIN_QUANTISED_TOKENS
         kernel, self._prefill = Start(
             self._args, shape, checkpoint, self._control.masks, tell=self._start,
             limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,
@@ -235,7 +238,7 @@ class CudaEngine:
         start, num_prompt, prefill = request.kv.num_cached, len(request.prompt), self._prefill
         if prefill is None:
             return start, None
-        if num_prompt - 1 - start < MIN_PREFILL_TOKENS:
+        if num_prompt - 1 - start < self._min_prefill_tokens:
             prefill.forget(start)
             return start, None
         begin = partial(self._begin, request, num_prompt)

@@ -41,18 +41,13 @@ def device_index(device: str) -> int:
 
 @contextmanager
 def translated_errors(device: str) -> Iterator[None]:
-    """Errors of cupy, torch and the driver as one sentence of ours; cupy and torch are not imported here, so that tests run the
-    engine without them.
-
-    Those of cuBLAS come from torch as plain RuntimeErrors.
-    """
+    """Errors of cupy and the driver as one sentence of ours. cupy is not imported here: tests run the engine without it."""
     try:
         yield
     except DriverError as error:
         raise LaunchError(f"{device} failed: {error}; start the engine again") from error
     except Exception as error:
-        is_torch_s = type(error) is RuntimeError and any(name in str(error) for name in ("CUDA", "CUBLAS"))
-        if not is_torch_s and not type(error).__module__.startswith(("cupy", "torch")):
+        if not type(error).__module__.startswith("cupy"):
             raise
         name = type(error).__name__
         if name == "OutOfMemoryError":

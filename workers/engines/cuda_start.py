@@ -83,11 +83,10 @@ class Start:
         loaded: tuple[Any, Matrices] | None = None
         kernel: DecodeKernel | None = None
         heap: CudaHeap | None = None
-        self.tell.begin(StartStage.TORCH)
         cause = self._agreed(obstacle(self.shape))
-        watch.ended("torch")
+        watch.ended("cuBLAS")
         if not cause:
-            loaded, cause = self._attempt(partial(self._load_both, watch.ended))
+            loaded, cause = self._attempt(self._load_both)
             watch.ended("weights")
         if loaded is not None:
             heap = self._link(max(sizes_within(self.shape.spec)))
@@ -132,24 +131,20 @@ class Start:
             raise refusal(cause)
         return self.first_cause(cause)
 
-    def _load_both(self, ended: Callable[[str], None]) -> tuple[Any, Matrices]:
+    def _load_both(self) -> tuple[Any, Matrices]:
         """The kernel's weights, and prefill's. Errors of prefill's own are `LaunchError`s that name it."""
         from kog_dist.workers.cuda.load import load_weights
         from kog_dist.workers.prefill import gpu
 
         with _of_prefill():
             matrices, observe = gpu.matrices_for(self.shape)
-        ended("torch on the GPU")
 
         def show(name: str, words: Any) -> None:
             with _of_prefill():
                 observe(name, words)
 
         self.tell.begin(StartStage.WEIGHTS)
-        weights = load_weights(self.shape, self.checkpoint, show, on_share=self.tell.share)
-        with _of_prefill():
-            gpu.release_unused()
-        return weights, matrices
+        return load_weights(self.shape, self.checkpoint, show, on_share=self.tell.share), matrices
 
     def _link(self, prefill_tokens: int) -> CudaHeap | None:
         """The memory that the peers map, with room for prefill; once they have begun, they keep it."""
@@ -191,12 +186,9 @@ def obstacle(shape: KernelShape) -> str:
     """Why this rank cannot have prefill, as far as that can be said before anything is made; empty if it may."""
     from kog_dist.workers.prefill import gpu
     from kog_dist.workers.prefill.model.buffers import misfit
-    from kog_dist.workers.prefill.model.memory import QUANTISED
 
-    if shape.coding is not None:
-        return QUANTISED
     finding = misfit(shape.spec)
-    return f"the model has {finding}" if finding else gpu.obstacle_in_torch()
+    return f"the model has {finding}" if finding else gpu.obstacle_on_gpu()
 
 
 def refusal(cause: str) -> LaunchError:
@@ -220,11 +212,8 @@ def free_memory() -> None:
     """Give back GPU memory that nobody uses any more."""
     import cupy
 
-    from kog_dist.workers.prefill import gpu
-
     gc.collect()
     cupy.get_default_memory_pool().free_all_blocks()
-    gpu.release_unused()
 
 
 @contextmanager

@@ -1,11 +1,12 @@
-"""The device sources of prefill: built, and launched on torch's current stream."""
+"""The device sources of prefill: built, and launched on cupy's current stream."""
 
 from __future__ import annotations
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
+from kog_dist.workers.prefill.arrays import current_stream
 
-_ROOMS = ("dense", "gemm", "attention", "exchange")
+_ROOMS = ("dense", "expand", "gemm", "attention", "exchange")
 SOURCE_FOLDERS = (
     ("kog_dist.workers", "prefill"), *(("kog_dist.workers.prefill", room) for room in _ROOMS), ("kog_dist.collectives", "device")
 )  # fmt: skip
@@ -20,7 +21,4 @@ def launch(
     kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, early: bool = False, *, priority: int = 0
 ) -> None:  # fmt: skip
     """Queue a kernel; `early`: see `Kernel.launch_grid`. Raises LaunchError."""
-    import torch
-
-    stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch_grid(num_ctas, num_threads, params, stream, priority=priority, early=early)
+    kernel.launch_grid(num_ctas, num_threads, params, current_stream(), priority=priority, early=early)

@@ -1,7 +1,7 @@
 """The operations of a chunk on a GPU: products by kernels of our own, with what comes behind them, or by cuBLAS, where those do
-not fit or are not worth it; attention of our own, or torch's; and the fused kernels of prefill.cu for the rest.
+not fit or are not worth it; attention of our own; and the fused kernels of prefill.cu for the rest.
 
-All of it is queued on torch's current stream and reads positions from device memory, so a chunk can be captured once and replayed
+All of it is queued on cupy's current stream and reads positions from device memory, so a chunk can be captured once and replayed
 for any place in any prompt.
 """
 
@@ -16,11 +16,11 @@ import numpy as np
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.attention.choice import attention_for, flash_attention
+from kog_dist.workers.prefill.arrays import Array
+from kog_dist.workers.prefill.attention.choice import attention_for
 from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_kept
 from kog_dist.workers.prefill.gemm.gemm_abi import tile_shapes
 from kog_dist.workers.prefill.gemm.hopper_gemm import Tiles, tiles_on_gpu
-from kog_dist.workers.prefill.hopper_abi import HOPPER
 from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
 from kog_dist.workers.prefill.model.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
@@ -28,8 +28,6 @@ from kog_dist.workers.prefill.operations import wanted_rows
 from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kog_dist.workers.prefill.model.matrices import LayerMatrices
 
 _RESIDUALS = tuple(f"residual_{mode}" for mode in ("blocking", "blocking_alone", "delayed", "delayed_alone", "local"))
@@ -48,7 +46,7 @@ class DeviceOperations:
     `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. Raises CompileError or LaunchError.
     """
 
-    def __init__(self, buffers: Buffers, embedding: Tensor, cache: Tensor, *, weight_dtype: str, kv_dtype: str) -> None:
+    def __init__(self, buffers: Buffers, embedding: Array, cache: Array, *, weight_dtype: str, kv_dtype: str) -> None:
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = prefill_header(
             self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype
@@ -59,37 +57,37 @@ class DeviceOperations:
         self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
         self._attention, self._tiles = attention_for(self.layout), _tiles_for(self.layout, kv_dtype)
 
-    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Launchers) -> None:
+    def _bind(self, embedding: Array, cache: Array, launchers: Launchers) -> None:
         """`launchers`: see `KernelCalls`."""
         buffers = self.buffers
-        tensors = {
+        arrays = {
             "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
             "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
             "last_position": buffers.last_position, "last_streams": buffers.last_streams,
         }  # fmt: skip
-        self._launch = KernelCalls(PREFILL_PARAMS, launchers, tensors)
+        self._launch = KernelCalls(PREFILL_PARAMS, launchers, arrays)
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
         self._launch("begin", 1, 1, size=rows.size, place=rows.place)
 
-    def embed(self, rows: Rows, scale: Tensor) -> None:
+    def embed(self, rows: Rows, scale: Array) -> None:
         """See `Operations`."""
         self._launch(
             "embed_split" if rows.is_split else "embed", rows.size, self._row_threads, size=rows.size, place=rows.place,
             stream=rows.stream, inverse_rms=rows.inverse_rms, scale=scale, num_written=len(rows.kept_stream),
         )  # fmt: skip
 
-    def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+    def product(self, x: Array, matrix: Array, out: Array) -> None:
         """See `Operations`. That of `down` by our own kernel."""
         tiles = self._worthwhile("down", x.shape[1])
-        if tiles is not None and tiles.fits(matrix) and out.dtype == x.dtype and out.is_contiguous():
+        if tiles is not None and tiles.fits(matrix) and out.dtype == x.dtype and out.flags.c_contiguous:
             tiles.run(x, matrix, out=out)
             return
         self.products(x, matrix, out)
 
-    def gate(self, rows: Rows, matrix: Tensor) -> None:
+    def gate(self, rows: Rows, matrix: Array) -> None:
         """See `Operations`. One kernel or two."""
         tiles = None if rows.is_exact else self._worthwhile("gate_up", rows.size)
         if tiles is not None:
@@ -130,19 +128,12 @@ class DeviceOperations:
             keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
 
-    def attend(self, rows: Rows, layer: int) -> Tensor:
+    def attend(self, rows: Rows, layer: int) -> Array:
         """See `Operations`."""
-        if self._attention is None:
-            return self.attend_by_torch(rows, layer)
         keys, values = self.buffers.keys[layer], self.buffers.values[layer]
         return self._attention.run(rows.query, keys, values, rows.place, self.spec.window(layer))
 
-    def attend_by_torch(self, rows: Rows, layer: int) -> Tensor:
-        """The same by flash attention."""
-        keys, values, window = self.buffers.keys[layer], self.buffers.values[layer], self.spec.window(layer)
-        return flash_attention(rows.query, keys, values, rows.query_bounds, rows.place, window, self.layout.num_lanes)
-
-    def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
+    def lane_sum(self, rows: Rows, partial: Array, own_sum: Array) -> None:
         """See `Operations`."""
         kernel = "lane_sum_exact" if rows.is_exact else "lane_sum"
         self._launch(kernel, rows.size, self._row_threads, size=rows.size, partial=partial, own_sum=own_sum)
@@ -152,19 +143,19 @@ class DeviceOperations:
         rows: Rows,
         after: Rows,
         mode: ReduceMode,
-        partial: Tensor,
-        past: Tensor | None,
-        total: Tensor | None,
-        own_sum: Tensor | None,
-        unscale: Tensor | None,
-        scale: Tensor | None,
+        partial: Array,
+        past: Array | None,
+        total: Array | None,
+        own_sum: Array | None,
+        unscale: Array | None,
+        scale: Array | None,
     ) -> None:
         """See `Operations`."""
         alone = "_alone" if total is None and mode is not ReduceMode.LOCAL else ""
         self._launch(
             f"residual_{mode.value}{alone}{_form(rows)}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
             inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
-            is_shared=int(rows.stream.stride(0) == 0), num_written=len(after.kept_stream),
+            is_shared=int(rows.stream.strides[0] == 0), num_written=len(after.kept_stream),
             early=total is None,  # else it is not a product alone that comes before
             place=rows.place,
         )  # fmt: skip
@@ -177,7 +168,7 @@ class DeviceOperations:
             gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip
 
-    def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Array, Array]]) -> None:
         """See `Operations`."""
         (partial, last_partial), (past, last_past) = (*pasts, (None, None), (None, None))[:2]
         self._launch(
@@ -216,19 +207,16 @@ def _tiles_for(layout: CacheLayout, kv_dtype: str) -> dict[str, Tiles]:
     """Products of our own, likewise. Not on one rank of several, where sums between GPUs take
     multiprocessors from products: these kernels give each as many tiles as any other.
     """
-    import torch
-
-    if torch.cuda.get_device_capability() != HOPPER or layout.num_lanes < layout.spec.num_lanes:
+    if layout.num_lanes < layout.spec.num_lanes:
         return {}
     return {product: tiles_on_gpu(shape) for product, shape in tile_shapes(layout, kv_dtype).items()}
 
 
-def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:
+def observer(take: Callable[[str, Array], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:
     """For `load_weights`: hands tensors of 16-bit words on the GPU (cupy) to `Matrices.take`, without a copy."""
-    import torch
 
     def observe(name: str, words: Any) -> None:
         if wants(name):
-            take(name, torch.as_tensor(words.view(np.int16), device="cuda").view(getattr(torch, weight_dtype)))
+            take(name, words if weight_dtype == "bfloat16" else words.view(np.float16))
 
     return observe

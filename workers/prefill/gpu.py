@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kog_dist.cuda.driver import launch_graph
+import numpy as np
+
+from kog_dist.cuda import cublas_lt
+from kog_dist.cuda.driver import Graph, has_ended, launch_graph
+from kog_dist.errors import LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.startup import NOBODY, StartStage, StartTeller
 from kog_dist.workers.cuda.head_start import LastStreams
@@ -19,6 +21,8 @@ from kog_dist.workers.prefill.dense.device import DenseDeviceOperations
 from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal, SumExchange
+from kog_dist.workers.prefill.expand.expanded import expanded_on_gpu
+from kog_dist.workers.prefill.hopper_abi import HOPPER
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE, SPLIT_SIZE, Chunk, sizes_within, work_of
@@ -27,8 +31,6 @@ from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
 
 if TYPE_CHECKING:
-    import torch
-
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 
@@ -49,35 +51,28 @@ class Tuning:
 DEFAULT = Tuning()
 
 
-def obstacle_in_torch() -> str:
-    """Why there is no torch that can use a GPU; empty if there is one."""
+def obstacle_on_gpu() -> str:
+    """Why prefill cannot run on the current GPU, or without a library; empty if it can."""
+    import cupy
+
+    found = divmod(int(cupy.cuda.Device().compute_capability), 10)
+    if found != HOPPER:
+        return "the GPU has compute capability {}.{}, and prefill is made for {}.{}".format(*found, *HOPPER)
     try:
-        import torch
-    except Exception as error:  # a missing library is an OSError; an installation that does not fit together raises anything
-        return f"torch cannot be loaded ({error})"
-    if torch.version.cuda is None:
-        return "torch was built without CUDA"
-    return "" if torch.cuda.is_available() else "torch finds no GPU"
-
-
-def release_unused() -> None:
-    """Give back what torch's allocator keeps; nothing happens without a torch that has used a GPU."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        cublas_lt.library()
+    except LaunchError as error:
+        return str(error)
+    return ""
 
 
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
     """An empty collection in the products' type, and the observer that `load_weights` fills it through.
 
-    From here on torch uses the GPU that cupy uses.
+    Where weights are quantised it stays empty: matrices are expanded from the monokernel's tape.
     """
-    import cupy
-    import torch
-
-    torch.cuda.set_device(cupy.cuda.Device().id)
-    matrices = Matrices(shape.spec, torch.float16)
-    return matrices, observer(matrices.take, matrices.wants, shape.weight_dtype)
+    matrices = Matrices(shape.spec, np.float16)
+    wants = matrices.wants if shape.coding is None else lambda name: False
+    return matrices, observer(matrices.take, wants, shape.weight_dtype)
 
 
 def prefill_for(
@@ -118,29 +113,25 @@ def runner_for(
     tell: StartTeller = NOBODY,
 ) -> GraphRunner:
     """The runner of `prefill_for`."""
-    import numpy as np
-    import torch
-
     shape = kernel.shape
     spec, layout = shape.spec, CacheLayout.of(shape)
     tuning = tuning.within(spec)
     kernel.prepare_head_start()
     ended("head start")
-    embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
-    cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
+    embedding, cache = kernel.weights.embedding, kernel.kv
+    of_layers = matrices.layers() if shape.coding is None else expanded_on_gpu(shape, kernel.weights)
     dtypes = {"weight_dtype": shape.weight_dtype, "kv_dtype": shape.kv_dtype}
     buffers: Buffers | DenseBuffers
     operations: DeviceOperations | DenseDeviceOperations
     layers: Layers | DenseLayers
     if spec.has_one_stream:
-        buffers = DenseBuffers(layout, torch.float16, max(tuning.sizes), "cuda")
+        buffers = DenseBuffers(layout, np.float16, max(tuning.sizes), "cuda")
         operations = DenseDeviceOperations(buffers, embedding, cache, **dtypes)
-        layers = DenseLayers(spec, matrices.layers(), operations, exchange or OneRank())
+        layers = DenseLayers(spec, of_layers, operations, exchange or OneRank())
     else:
-        buffers = Buffers(layout, torch.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)
+        buffers = Buffers(layout, np.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)
         operations = DeviceOperations(buffers, embedding, cache, **dtypes)
-        layers = Layers(spec, matrices.layers(), operations, exchange or OneRank())
-    stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
+        layers = Layers(spec, of_layers, operations, exchange or OneRank())
     ended("kernels of prefill")
 
     def prepared() -> None:
@@ -148,7 +139,7 @@ def runner_for(
         products.end_trials()
         ended(f"products, {products.num_tried} of {products.num_shapes} tried,")
 
-    runner = GraphRunner(layers, buffers, stream, tuning, prepared, tell)
+    runner = GraphRunner(layers, buffers, kernel.stream, tuning, prepared, tell)
     ended("graphs")
     return runner
 
@@ -156,7 +147,7 @@ def runner_for(
 class GraphRunner:
     """See `Runner`. Each size is captured once; what differs between chunks is in device memory.
 
-    `layers` are a `Layers` with `Buffers`, or a `DenseLayers` with `DenseBuffers`.
+    `layers` are a `Layers` with `Buffers`, or a `DenseLayers` with `DenseBuffers`; `stream` is one of cupy's.
     `prepared` is called when a chunk of each size has run, before the first is captured.
     """
 
@@ -164,29 +155,29 @@ class GraphRunner:
         self,
         layers: Any,
         buffers: Any,
-        stream: torch.cuda.Stream,
+        stream: Any,
         tuning: Tuning = DEFAULT,
         prepared: Callable[[], None] = lambda: None,
         tell: StartTeller = NOBODY,
     ) -> None:
-        import torch
+        import cupy
 
         self.layers, self.buffers, self.stream = layers, buffers, stream
-        self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size
-        self.ends: dict[int, torch.cuda.CUDAGraph] = {}  # what is left for the prompt's last token, by the size of its chunk
+        self._make_event = partial(cupy.cuda.Event, disable_timing=True)
+        self._stored = self._make_event()
+        self.graphs: dict[int, Graph] = {}  # by size
+        self.ends: dict[int, Graph] = {}  # what is left for the prompt's last token, by the size of its chunk
         self._rows: dict[int, Any] = {size: buffers.rows(size) for size in tuning.sizes}  # the graphs have their addresses
         if tuning.exact_size:
             self._rows[tuning.exact_size] = buffers.rows(tuning.exact_size, is_exact=True)
         self._last = buffers.last_rows()
-        torch.cuda.synchronize()  # weights and buffers were filled on other streams
-        pool = torch.cuda.graph_pool_handle()
+        cupy.cuda.Device().synchronize()  # weights and buffers were filled on other streams
         largest_first = sorted(self._rows.items(), reverse=True)
-        with torch.no_grad(), exact_products(), torch.cuda.stream(stream):
+        with stream:
             tell.begin(StartStage.PRODUCTS)
             for num_done, (_, rows) in enumerate(largest_first):
                 tell.share(num_done / len(largest_first))
-                buffers.next_start.zero_()
+                buffers.next_start.fill(0)
                 self._warm_up(rows)
             stream.synchronize()
             prepared()
@@ -194,15 +185,10 @@ class GraphRunner:
             for num_done, (size, rows) in enumerate(largest_first):
                 tell.share(num_done / len(largest_first))
                 for graphs, run in ((self.ends, partial(layers.finish, last=self._last)), (self.graphs, layers.run)):
-                    graphs[size] = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graphs[size], pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    graphs[size] = Graph()
+                    with graphs[size].captured_from(stream.ptr):
                         run(rows)
         stream.synchronize()
-        self._stream_ptr = stream.cuda_stream
-        # By size: what is launched without torch, which looks up device, stream and random numbers first.
-        self._chunks, self._ends = (
-            {size: graph.raw_cuda_graph_exec() for size, graph in graphs.items()} for graphs in (self.graphs, self.ends)
-        )
 
     def _warm_up(self, rows: Any) -> None:
         """Have all workspaces and modules that a graph needs. Peers may come to this at another time."""
@@ -224,21 +210,17 @@ class GraphRunner:
 
     def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """See `Runner`."""
-        import torch
-
-        self.buffers.staging.load(token_ids, start, self.buffers.max_size, self._stream_ptr)
+        self.buffers.staging.load(token_ids, start, self.buffers.max_size, self.stream.ptr)
         if held < start:
-            with torch.cuda.stream(self.stream):
+            with self.stream:
                 self.layers.load_cache(held, start)
 
     def queue(self, chunk: Chunk) -> Callable[[], bool]:
         """See `Runner`."""
-        import torch
-
-        launch_graph(self._chunks[chunk.size], self._stream_ptr)
-        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        launch_graph(self.graphs[chunk.size].exec_ptr, self.stream.ptr)
+        ended = self._make_event()
         ended.record(self.stream)
-        return ended.query
+        return lambda: has_ended(ended.ptr)
 
     @property
     def streams(self) -> LastStreams:
@@ -248,49 +230,29 @@ class GraphRunner:
 
     def queue_end(self, chunk: Chunk) -> None:
         """See `Runner`."""
-        launch_graph(self._ends[chunk.size], self._stream_ptr)
+        launch_graph(self.ends[chunk.size].exec_ptr, self.stream.ptr)
 
     def store(self, first: int, last: int) -> None:
         """See `Runner`."""
-        import torch
-
-        with torch.cuda.stream(self.stream):
+        with self.stream:
             self.layers.exchange.share_overflow(self.buffers.overflow)
             self.layers.store_cache(first, last)
-            self.buffers.staging.read_back()
-            self._stored.record()
+            self.buffers.staging.read_back(self.stream.ptr)
+            self._stored.record(self.stream)
 
     def has_ended(self) -> bool:
         """See `Runner`."""
-        return bool(self._stored.query())  # type: ignore[no-untyped-call]
+        return has_ended(self._stored.ptr)
 
     def finish(self) -> bool:
         """See `Runner`."""
-        import torch
-
         self.layers.exchange.check()
         has_overflown = self.buffers.staging.has_overflown
         if has_overflown:
-            with torch.cuda.stream(self.stream):
+            with self.stream:
                 self.buffers.forget()
         return not has_overflown
 
     def stop(self) -> None:
         """See `Runner`."""
         self.layers.exchange.stop()
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Products by cuBLAS, summed in float32 to the end: torch may otherwise let it add partial sums in binary16."""
-    import torch
-
-    matmul, prefer = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
-    before, library_before = matmul.allow_fp16_reduced_precision_reduction, prefer()
-    matmul.allow_fp16_reduced_precision_reduction = False
-    prefer("cublas")
-    try:
-        yield
-    finally:
-        matmul.allow_fp16_reduced_precision_reduction = before
-        prefer(library_before)

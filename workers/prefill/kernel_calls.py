@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kog_dist.runtime.abi import Struct
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kog_dist.workers.prefill.arrays import Array, address
 
 Launchers = Mapping[str, Callable[[int, int, bytes, bool], None]]
 
@@ -18,23 +15,23 @@ Launchers = Mapping[str, Callable[[int, int, bytes, bool], None]]
 class KernelCalls:
     """`launchers`: by kernel; called with thread blocks, threads of each, parameters, and whether it may begin early.
 
-    `tensors` are what all launches have in common, by the names of their pointers. They are held.
+    `arrays` are what all launches have in common, by the names of their pointers. They are held.
     """
 
-    def __init__(self, params: Struct, launchers: Launchers, tensors: Mapping[str, Tensor]) -> None:
-        self._launchers, self._tensors = launchers, tensors
+    def __init__(self, params: Struct, launchers: Launchers, arrays: Mapping[str, Array]) -> None:
+        self._launchers, self._arrays = launchers, arrays
         self._params = np.zeros((), params.dtype)
-        for name, tensor in tensors.items():
-            self._params[f"{name}_ptr"] = tensor.data_ptr()
+        for name, array in arrays.items():
+            self._params[f"{name}_ptr"] = address(array)
 
     def __call__(
-        self, kernel: str, num_ctas: int, num_threads: int, *, early: bool = False, **fields: Tensor | float | None
+        self, kernel: str, num_ctas: int, num_threads: int, *, early: bool = False, **fields: Array | float | None
     ) -> None:
-        """`fields`: tensors are for the pointers of their names; None: there is none. `early`: see `Kernel.launch_grid`."""
+        """`fields`: arrays are for the pointers of their names; None: there is none. `early`: see `Kernel.launch_grid`."""
         params = self._params.copy()
         for name, value in fields.items():
             if isinstance(value, (int, float)):
                 params[name] = value
             else:
-                params[f"{name}_ptr"] = 0 if value is None else value.data_ptr()
+                params[f"{name}_ptr"] = 0 if value is None else address(value)
         self._launchers[kernel](num_ctas, num_threads, params.tobytes(), early)

@@ -12,7 +12,7 @@ from kog_dist.errors import ConfigError
 
 def prefill(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: --spec.")] = None,
-    spec: Annotated[str, typer.Option(help="Shape with random weights, if no MODEL is given: 2b.")] = "2b",
+    spec: Annotated[str, typer.Option(help="Shape with random weights, if no MODEL is given: 2b, llama-3.1-8b+fp8, ...")] = "2b",
     prompts: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,2048,4000",
     repeats: Annotated[int, typer.Option(help="Prompts of each length; the median counts.")] = 10,
     choices: Annotated[

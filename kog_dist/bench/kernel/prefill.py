@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +17,12 @@ from kog_dist.bench.kernel import prefill_ranks
 from kog_dist.bench.kernel.gpu import free_memory, gpu_name, require_gpus
 from kog_dist.bench.kernel.prefill_operations import cases, row_bits
 from kog_dist.bench.kernel.prefill_ranks import first_token
-from kog_dist.bench.kernel.shapes import SEED, named_spec, random_checkpoint
+from kog_dist.bench.kernel.shapes import SEED, named_shape, named_spec, random_checkpoint
 from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.cuda.driver import Graph
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -29,7 +31,6 @@ from kog_dist.workers.notes import Watch
 from kog_dist.workers.prefill.gpu import (
     DEFAULT,
     GraphRunner,
-    exact_products,
     matrices_for,
     prefill_by,
     runner_for,
@@ -37,9 +38,6 @@ from kog_dist.workers.prefill.gpu import (
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
 from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
-
-if TYPE_CHECKING:
-    import torch
 
 _TO_1024, _TO_2048 = (tuple(size for size in CHUNK_SIZES if size <= largest) for largest in (1024, 2048))
 CHOICES = {  # what could be the default
@@ -99,7 +97,7 @@ def run_on_several(
     """The prompts on several GPUs, a process each. Prints the report; its last line is one JSON object."""
     configuration = {"model": f"{spec_name}, random weights", "repeats": repeats, "gpu": require_gpus(max(gpu_counts))}
     before = machine()
-    cases = _cases(prompts, named_spec(spec_name).max_context)
+    cases = _cases(prompts, named_shape(spec_name)[0].max_context)
     figures = [
         figure
         for count in gpu_counts
@@ -118,12 +116,12 @@ def _cases(prompts: Sequence[int], max_context: int) -> list[tuple[int, int]]:
 def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, Matrices]:
     if model is not None:
         checkpoint = open_checkpoint(Path(model), verify=False)
-        lanes = range(checkpoint.spec.num_lanes)
-        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
+        lanes, coding = range(checkpoint.spec.num_lanes), coding_of(checkpoint)
+        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype, coding=coding)
         matrices, observe = matrices_for(shape)
         return Monokernel(shape, load_weights(shape, checkpoint, observe)), matrices
-    spec = named_spec(spec_name)
-    shape = KernelShape(spec, range(spec.num_lanes))
+    spec, coding = named_shape(spec_name)
+    shape = KernelShape(spec, range(spec.num_lanes), coding=coding)
     matrices, observe = matrices_for(shape)
     return Monokernel(shape, random_weights(shape, SEED, observe)), matrices
 
@@ -158,7 +156,7 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
 
 def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
     """Microseconds of each graph at the beginning of the context: what its operations take, and the gaps between them."""
-    import torch
+    import cupy
 
     figures = []
     for size, graph in sorted(runner.graphs.items()):
@@ -167,9 +165,9 @@ def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
             times = []
             for _ in range(5):
                 if measured is graph:
-                    runner.buffers.next_start.zero_()
-                runner.buffers.last_position.copy_(runner.rows(size).place[:1] * (measured is not graph) + size - 1)
-                torch.cuda.synchronize()
+                    runner.buffers.next_start.fill(0)
+                runner.buffers.last_position[...] = runner.rows(size).place[:1] * (measured is not graph) + size - 1
+                cupy.cuda.Device().synchronize()
                 times.append(_graph_us(runner, measured))
             figure[name] = round(percentile(times, 0.5), 1)
         figures.append(figure)
@@ -178,16 +176,15 @@ def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
     return figures
 
 
-def _graph_us(runner: GraphRunner, graph: torch.cuda.CUDAGraph) -> float:
-    import torch
+def _graph_us(runner: GraphRunner, graph: Graph) -> float:
+    import cupy
 
-    with torch.cuda.stream(runner.stream):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-    return 1000 * float(begin.elapsed_time(end))
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    begin.record(runner.stream)
+    graph.launch(runner.stream.ptr)
+    end.record(runner.stream)
+    end.synchronize()
+    return 1000 * float(cupy.cuda.get_elapsed_time(begin, end))
 
 
 def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any]]:
@@ -209,22 +206,21 @@ def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any
 
 def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:
     """Of one run among many in a graph. Small matrices are then found in the L2 cache, which in a chunk they are not."""
-    import torch
+    import cupy
 
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), exact_products(), torch.cuda.stream(runner.stream):
+    cupy.cuda.Device().synchronize()
+    graph, events = Graph(), [cupy.cuda.Event() for _ in range(5)]
+    with runner.stream:
         operation()
         runner.stream.synchronize()
-        with torch.cuda.graph(graph, stream=runner.stream, capture_error_mode="thread_local"):
+        with graph.captured_from(runner.stream.ptr):
             for _ in range(_REPEATS_OF_OPERATIONS):
                 operation()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]  # type: ignore[no-untyped-call]
         for event in events:
-            graph.replay()
-            event.record()
+            graph.launch(runner.stream.ptr)
+            event.record(runner.stream)
         runner.stream.synchronize()
-    times = [1000 * a.elapsed_time(b) / _REPEATS_OF_OPERATIONS for a, b in itertools.pairwise(events)]
+    times = [1000 * cupy.cuda.get_elapsed_time(a, b) / _REPEATS_OF_OPERATIONS for a, b in itertools.pairwise(events)]
     return percentile(times, 0.5)
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from kog_dist.model.spec import ReduceMode
+from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.dense.device import DenseDeviceOperations
 from kog_dist.workers.prefill.dense.operations import wide_product
 from kog_dist.workers.prefill.device_operations import DeviceOperations
-from kog_dist.workers.prefill.gpu import GraphRunner, exact_products
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kog_dist.workers.prefill.gpu import GraphRunner
 
 Case = tuple[str, Callable[[], object], int, int]  # name, what to run, its FLOP and bytes (0: not of interest)
 
@@ -30,47 +30,45 @@ def cases(runner: GraphRunner, size: int) -> Iterator[Case]:
 def _dense(runner: GraphRunner, size: int) -> Iterator[Case]:
     rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
     for name, x, matrix, out in (("qkv", rows.x, matrices.wqkv, rows.qkv), ("gate_up", rows.x, matrices.w13, rows.gate_up)):
-        yield name, partial(wide_product, do, x, matrix, out), 2 * size * matrix.numel(), 0
-    mixed = rows.query.view(size, len(rows.partial), -1).transpose(0, 1)
+        yield name, partial(wide_product, do, x, matrix, out), 2 * size * matrix.size, 0
+    mixed = rows.query.reshape(size, len(rows.partial), -1).swapaxes(0, 1)
     for name, x, matrix in (("out", mixed, matrices.wo), ("down", rows.activation, matrices.w2)):
-        yield name, partial(do.product, x, matrix, rows.partial), 2 * size * matrix.numel(), 0
-    yield "qkv and append", partial(do.append, rows, matrices, 0), 2 * size * matrices.wqkv.numel(), 0
-    yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.numel(), 0
+        yield name, partial(do.product, x, matrix, rows.partial), 2 * size * matrix.size, 0
+    yield "qkv and append", partial(do.append, rows, matrices, 0), 2 * size * matrices.wqkv.size, 0
+    yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.size, 0
     moved = rows.partial.nbytes + 2 * rows.stream.nbytes + rows.x.nbytes
     yield "residual", partial(do.residual, rows, 1.0, None, matrices.ffn_norm), 0, moved
-    yield from _attention(runner, rows, (("attend", do.attend),), ((0, "first"),))
+    yield from _attention(runner, rows, ((0, "first"),))
 
 
-def _attention(
-    runner: GraphRunner, rows: Any, ways: Sequence[tuple[str, Any]], layers: Sequence[tuple[int, str]]
-) -> Iterator[Case]:
+def _attention(runner: GraphRunner, rows: Any, layers: Sequence[tuple[int, str]]) -> Iterator[Case]:
     """At the beginning of the context and at its end."""
     spec, size = runner.layers.spec, rows.size
     for layer, kind in layers:
         for start in (0, spec.max_context - size):
             rows.place[0], rows.place[2] = start, start + size
             seen = sum(min(position + 1, spec.window(layer) or position + 1) for position in range(start, start + size))
-            flops = 4 * seen * rows.query.numel() // size
-            for way, attend in ways:
-                yield f"{way} of the {kind} layer at {start}", partial(attend, rows, layer), flops, 0
+            flops = 4 * seen * rows.query.size // size
+            attend = partial(runner.layers.operations.attend, rows, layer)
+            yield f"attend of the {kind} layer at {start}", attend, flops, 0
 
 
 def _products(runner: GraphRunner, size: int) -> Iterator[Case]:
     rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
     assert isinstance(do, DeviceOperations)
-    mixed = rows.query.view(size, len(rows.stream), -1).transpose(0, 1)
-    shapes: list[tuple[str, Tensor, Tensor, Tensor]] = [
+    mixed = rows.query.reshape(size, len(rows.stream), -1).swapaxes(0, 1)
+    shapes: list[tuple[str, Array, Array, Array]] = [
         ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, rows.partials[0][0]),
         ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, rows.partials[0][0]),
         ("qkv of one stream", rows.shared.stream, matrices.wqkv, rows.qkv),
         ("gate_up of one stream", rows.shared.stream, matrices.w13, rows.gate_up),
     ]  # fmt: skip
     for name, x, matrix, out in shapes:
-        yield name, partial(do.products, x, matrix, out), 2 * size * matrix.numel(), 0
+        yield name, partial(do.products, x, matrix, out), 2 * size * matrix.size, 0
     down = partial(do.product, rows.activation, matrices.w2, rows.partials[0][0])
-    yield "down as in chunks", down, 2 * size * matrices.w2.numel(), 0
-    yield "qkv and append", partial(do.append, rows, matrices, 0), 2 * size * matrices.wqkv.numel(), 0
-    yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.numel(), 0
+    yield "down as in chunks", down, 2 * size * matrices.w2.size, 0
+    yield "qkv and append", partial(do.append, rows, matrices, 0), 2 * size * matrices.wqkv.size, 0
+    yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.size, 0
 
 
 def _others(runner: GraphRunner, size: int) -> Iterator[Case]:
@@ -89,30 +87,26 @@ def _others(runner: GraphRunner, size: int) -> Iterator[Case]:
     end = spec.max_context - 1
     yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0
     yield f"store {size} positions", partial(do.store_cache, 0, size), 0, 0
-    ways = (("attend", do.attend), ("torch's", do.attend_by_torch))
-    yield from _attention(runner, rows, ways, ((0, "first"), (spec.num_layers - 1, "last")))
+    yield from _attention(runner, rows, ((0, "first"), (spec.num_layers - 1, "last")))
 
 
 def row_bits(runner: GraphRunner, sizes: Sequence[int]) -> dict[str, dict[str, bool]]:
     """Whether each product gives a row the same bits in a chunk of every size as in the largest one."""
-    import torch
+    import cupy
 
     found: dict[str, dict[str, bool]] = {}
-    outputs_of = {"wqkv": torch.float32, "wo": torch.float16, "w13": torch.float16, "w2": torch.float16}
     is_dense = isinstance(runner.layers.operations, DenseDeviceOperations)
-    generator = torch.Generator("cuda").manual_seed(1)
-    with torch.no_grad(), exact_products():
-        for name, dtype in outputs_of.items():
-            matrix = getattr(runner.layers.matrices[0], name)
-            if is_dense and name in ("wqkv", "w13"):
-                matrix = matrix.view(1, -1, matrix.shape[2])
-            lanes, out_rows, columns = matrix.shape
-            x = torch.randn(lanes, max(sizes), columns, device="cuda", dtype=torch.float16, generator=generator)
-            outputs = {}
-            for size in sizes:
-                outputs[size] = torch.empty(lanes, size, out_rows, device="cuda", dtype=dtype)
-                runner.layers.operations.product(x[:, :size].contiguous(), matrix, outputs[size])
-            largest = outputs[max(sizes)]
-            found[name] = {str(size): torch.equal(outputs[size], largest[:, :size]) for size in sizes}
+    for name in ("wqkv", "wo", "w13", "w2"):
+        matrix = getattr(runner.layers.matrices[0], name)
+        if is_dense and name in ("wqkv", "w13"):
+            matrix = matrix.reshape(1, -1, matrix.shape[2])
+        lanes, out_rows, columns = matrix.shape
+        random = np.random.default_rng(1).standard_normal((lanes, max(sizes), columns), np.float32)
+        x, outputs = cupy.asarray(random.astype(np.float16)), {}
+        for size in sizes:
+            outputs[size] = cupy.empty((lanes, size, out_rows), np.float32 if name == "wqkv" else np.float16)
+            runner.layers.operations.product(cupy.ascontiguousarray(x[:, :size]), matrix, outputs[size])
+        largest = outputs[max(sizes)]
+        found[name] = {str(size): bool((outputs[size] == largest[:, :size]).all()) for size in sizes}
     print(f"  rows have the bits of the largest chunk: {found}", flush=True)
     return found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kog_dist.bench.kernel.shapes import SEED, named_spec
+from kog_dist.bench.kernel.shapes import SEED, named_shape
 from kog_dist.bench.report import percentile
 from kog_dist.collectives.ranks import RankContext, run_ranks
 from kog_dist.errors import LaunchError
@@ -20,6 +20,7 @@ from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda import CudaCommunicator
+    from kog_dist.decode.coding import Coding
     from kog_dist.workers.cuda.monokernel import Monokernel
     from kog_dist.workers.prefill.prefill import Prefill
 
@@ -44,10 +45,10 @@ def prepared(
     tuning: Tuning = DEFAULT,
     limit_s: float = _LIMIT_S,
     exchange_ctas: int = peer_exchange.DEFAULT_CTAS,
+    coding: Coding | None = None,
 ) -> tuple[CudaCommunicator | None, Monokernel, Prefill]:
     """One rank's communicator (None if it is alone), kernel with random weights, and prefill. Collective."""
     import cupy
-    import torch
 
     from kog_dist.workers.cuda.build import PLAIN_HEAD_SOURCE, PLAIN_SOURCE, STREAMS_SOURCE, build
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -55,9 +56,8 @@ def prepared(
     from kog_dist.workers.cuda.random_weights import random_weights
 
     rank, world_size = context.info.rank, context.info.world_size
-    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size)
+    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, coding=coding)
     cupy.cuda.Device(context.gpu).use()
-    torch.cuda.set_device(context.gpu)
     if rank == 0:
         for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):
             build(shape.headers(), source)
@@ -78,9 +78,9 @@ def prepared(
 
 def measure(context: RankContext) -> dict[str, Any]:
     """Median milliseconds of each case from a prompt to a full cache, and to its first token, on this rank."""
-    spec, repeats = named_spec(str(context.arguments["spec"])), int(context.arguments["repeats"])
+    (spec, coding), repeats = named_shape(str(context.arguments["spec"])), int(context.arguments["repeats"])
     tuning, exchange_ctas = CHOICES[str(context.arguments["choice"])]
-    comm, kernel, prefill = prepared(context, spec, SEED, tuning, exchange_ctas=exchange_ctas)
+    comm, kernel, prefill = prepared(context, spec, SEED, tuning, exchange_ctas=exchange_ctas, coding=coding)
     ids = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()
     figures = []
     for length, cached in context.arguments["cases"]:

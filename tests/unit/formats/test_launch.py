@@ -15,6 +15,7 @@ from kog_dist.config import LaunchConfig
 from kog_dist.decode import half_products
 from kog_dist.decode.coding import Coding
 from kog_dist.errors import ConfigError
+from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.inspection import check, cpu_rank_bytes, dry_run
 from kog_dist.launch.target import plan_target
 from kog_dist.model.checkpoint import open_checkpoint
@@ -83,16 +84,17 @@ def test_gpus_refuse_what_the_kernel_does_not_read(tmp_path: Path) -> None:
         plan_target(LaunchConfig(model=str(tmp_path), device="cuda"))
 
 
-def test_gpus_have_prompts_of_quantised_weights_token_by_token(tmp_path: Path) -> None:
+def test_gpus_have_prefill_of_quantised_weights_without_a_second_copy(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B_FP8))
     settings = LaunchConfig(model=str(tmp_path), device="cuda")
     target = plan_target(settings, needs_weights=False)[0]
-    assert (target.device, target.prefill) == ("cuda", "off")
-    assert "prompts go token by token: prefill does not read quantised weights" in target.note
-    shape = kernel_shapes(target.checkpoint, "bfloat16", 1)[0]
-    assert shape.coding == Coding("E4M3", 1, "BF16")
+    assert (target.device, target.prefill) == ("cuda", "auto")
+    assert "token by token" not in target.note
+    assert kernel_shapes(target.checkpoint, "bfloat16", 1)[0].coding == Coding("E4M3", 1, "BF16")
+    uses = gpu_rank_bytes(target.checkpoint, 0, 1, "bfloat16", prefill=True)
+    assert 0 < uses["prefill weights"] < 0.1 * uses["tape"]
     obstacles = plan_target(replace(settings, prefill="on"), needs_weights=False)[1]
-    assert any("--prefill on cannot be had: prefill does not read quantised weights" in str(one) for one in obstacles)
+    assert not any("prefill" in str(one) for one in obstacles)
 
 
 def test_who_did_not_ask_for_cpu_ranks_hears_why_there_are_some(tmp_path: Path) -> None:

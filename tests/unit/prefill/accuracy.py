@@ -33,12 +33,12 @@ def main() -> None:
         oracle = Laneformer.from_checkpoint(Path(name), torch.float64).eval()
         with torch.no_grad():
             plain = oracle(torch.tensor([ids]))[0]
-        for kv_dtype in (torch.bfloat16, torch.float16):
-            oracle.round_keys_and_values(kv_dtype)
+        for kv_dtype in ("bfloat16", "float16"):
+            oracle.round_keys_and_values(getattr(torch, kv_dtype))
             with torch.no_grad():
                 wanted = oracle(torch.tensor([ids]))[0]
             _show(f"rounding alone, cache {kv_dtype}", [relative_error(plain[n - 1], wanted[n - 1]) for n in LENGTHS])
-            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for dtype in ("float32", "float16"):
                 rank, errors = Rank(checkpoint, dtype=dtype, kv_dtype=kv_dtype, sizes=(128,), exact_size=64), list[float]()
                 for length in LENGTHS:
                     rank.run(ids[: length - 1])

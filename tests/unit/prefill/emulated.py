@@ -17,10 +17,10 @@ from kog_dist.workers.prefill.compiled import SOURCE_FOLDERS
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers
 from kog_dist.workers.prefill.dense.dense_abi import DENSE_PARAMS, dense_header
 from kog_dist.workers.prefill.dense.device import KERNELS, DenseDeviceOperations
-from kog_dist.workers.prefill.dense.operations import TorchDenseOperations
+from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.device_operations import _KERNELS, DeviceOperations
 from kog_dist.workers.prefill.model.buffers import Buffers
-from kog_dist.workers.prefill.operations import TorchOperations
+from kog_dist.workers.prefill.operations import PlainOperations
 from kog_dist.workers.prefill.prefill_abi import PREFILL_PARAMS, prefill_header
 
 LAUNCH = """
@@ -87,10 +87,10 @@ def map_on_cpu(address: int, sizes: Sequence[int], strides: Sequence[int], box: 
 
 
 class EmulatedOperations(DeviceOperations):
-    """`DeviceOperations` whose kernels run here. Products and attention are those of `TorchOperations`."""
+    """`DeviceOperations` whose kernels run here. Products and attention are those of `PlainOperations`."""
 
     def __init__(self, buffers: Buffers, embedding: Any, cache: Any, folder: Path, *, weight_dtype: str, kv_dtype: str) -> None:
-        twin = TorchOperations(buffers, embedding, cache)
+        twin = PlainOperations(buffers, embedding, cache)
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = prefill_header(self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype)
         library = ctypes.CDLL(str(compiled(folder, "prefill", header, _KERNELS, "KogPrefillParams")))
@@ -105,7 +105,7 @@ class EmulatedDenseOperations(DenseDeviceOperations):
     def __init__(
         self, buffers: DenseBuffers, embedding: Any, cache: Any, folder: Path, *, weight_dtype: str, kv_dtype: str
     ) -> None:  # fmt: skip
-        twin = TorchDenseOperations(buffers, embedding, cache)
+        twin = PlainDenseOperations(buffers, embedding, cache)
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
         library = ctypes.CDLL(str(compiled(folder, "dense", header, KERNELS, "KogDenseParams")))

@@ -5,28 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from numpy.typing import DTypeLike
 
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers
 from kog_dist.workers.prefill.dense.layers import DenseLayers
-from kog_dist.workers.prefill.dense.operations import TorchDenseOperations
+from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, SumExchange
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.cache_layout import BATCH, CacheLayout
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import matrices_of
-from kog_dist.workers.prefill.operations import TorchOperations
+from kog_dist.workers.prefill.operations import PlainOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 
 SPLITS = 8
 SIZES = (8, 16)
+CACHE_DTYPES: dict[str, DTypeLike] = {"bfloat16": BFLOAT16, "float16": np.float16, "fp8": np.uint8, "int4": np.uint8}
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "num_layers": 5, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 128, "vocab_size": 97,
     "max_context": 256, "num_lanes": 4, "delay": 2, "sliding_window": 37, "window_layers": (0, 1, 3),
@@ -59,8 +59,8 @@ class Rank:
         checkpoint: Checkpoint,
         *,
         lanes: range | None = None,
-        dtype: torch.dtype = torch.float32,
-        kv_dtype: torch.dtype | str = torch.bfloat16,
+        dtype: DTypeLike = np.float32,
+        kv_dtype: str = "bfloat16",
         exchange: SumExchange | None = None,
         sizes: tuple[int, ...] = SIZES,
         exact_size: int = 0,
@@ -68,26 +68,30 @@ class Rank:
     ) -> None:
         self.spec, self.checkpoint = checkpoint.spec, checkpoint
         self.lanes = lanes or range(self.spec.num_lanes)
-        self.kv_dtype = str(kv_dtype).removeprefix("torch.")
+        self.kv_dtype = kv_dtype
         self.layout = layout_of(self.spec, len(self.lanes), self.kv_dtype)
-        self.cache = torch.zeros(self.layout.num_values, dtype=kv_dtype if isinstance(kv_dtype, torch.dtype) else torch.uint8)
+        self.cache: Array = np.zeros(self.layout.num_values, CACHE_DTYPES[kv_dtype])
         self.matrices = matrices_of(self.spec, self.lanes, self.tensor, dtype).layers()
         self.buffers: Any
         self.layers: Any
         if self.spec.has_one_stream:
             exact_size = 0
             self.buffers = DenseBuffers(self.layout, dtype, max(sizes), "cpu")
-            of_dense = TorchDenseOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
+            of_dense = PlainDenseOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
             self.layers = DenseLayers(self.spec, self.matrices, of_dense, exchange or OneRank())
         else:
             self.buffers = Buffers(self.layout, dtype, max(*sizes, exact_size), "cpu", split_size=split_size)
-            operations = TorchOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
+            operations = PlainOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
             self.layers = Layers(self.spec, self.matrices, operations, exchange or OneRank())
         runner = HostRunner(self.layers, self.buffers, sizes, exact_size=exact_size)
         self.prefill = Prefill(runner, max_context=self.spec.max_context, sizes=sizes, exact_size=exact_size)
 
-    def tensor(self, name: str) -> Tensor:
-        return torch.from_numpy(self.checkpoint.tensor(name))
+    def tensor(self, name: str) -> Array:
+        return self.checkpoint.tensor(name)
+
+    def embedding(self) -> Array:
+        """As the kernels have it: in bfloat16."""
+        return rounded(self.tensor(EMBEDDING), BFLOAT16)
 
     def run(self, ids: list[int], start: int = 0) -> int:
         return self.prefill.run(ids, start, should_stop=lambda: False)
@@ -100,8 +104,8 @@ class Rank:
             for part, kept in zip(
                 self.layout.load(self.cache, layer, first, num_tokens), (engine.memory.keys, engine.memory.values), strict=True
             ):
-                by_lane = part.float().transpose(0, 1).reshape(len(self.lanes), -1, num_tokens - first, self.spec.head_dim)
-                kept[layer][0][:, :, first:num_tokens] = by_lane.numpy()
+                by_lane = float32_of(part).swapaxes(0, 1).reshape(len(self.lanes), -1, num_tokens - first, self.spec.head_dim)
+                kept[layer][0][:, :, first:num_tokens] = by_lane
         engine._cursor.held[0] = num_tokens
         return engine
 
@@ -118,7 +122,7 @@ def token_ids(spec: ModelSpec, count: int) -> list[int]:
     return ids
 
 
-def relative_error(found: NDArray[Any] | Tensor, wanted: NDArray[Any] | Tensor) -> float:
+def relative_error(found: Any, wanted: Any) -> float:
     """|found - wanted| / |wanted|."""
     a, b = (np.asarray(part, np.float64) for part in (found, wanted))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))

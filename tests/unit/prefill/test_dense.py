@@ -1,4 +1,4 @@
-"""Prefill of models with one residual stream: its kernels are the twin in torch, its values stay in range, memory is counted."""
+"""Prefill of models with one residual stream: its kernels are their twin, its values stay in range, memory is counted."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from kog_dist.bench.kernel.shapes import named_spec
 from kog_dist.cuda import build as compiler
-from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
-from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.arrays import float32_of
 from kog_dist.workers.prefill.compiled import SOURCE_FOLDERS
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_bytes
 from kog_dist.workers.prefill.dense.dense_abi import dense_header
@@ -64,9 +63,9 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v
     checkpoint = checkpoint_of(tmp_path, {**TINY, **VARIANTS[variant]})
     spec, sizes = checkpoint.spec, (2, 3)
     kv_dtype = KV_OF_VARIANT.get(variant, "bfloat16")
-    rank = Rank(checkpoint, dtype=torch.float16, kv_dtype=kv_dtype if kv_dtype in KV_FORMATS else torch.bfloat16, sizes=sizes)
-    cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
-    buffers = DenseBuffers(rank.layout, torch.float16, max(sizes), "cpu")
+    rank = Rank(checkpoint, dtype=np.float16, kv_dtype=kv_dtype, sizes=sizes)
+    cache, embedding = np.zeros_like(rank.cache), rank.embedding()
+    buffers = DenseBuffers(rank.layout, np.float16, max(sizes), "cpu")
     made = EmulatedDenseOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype)
     layers = DenseLayers(spec, rank.matrices, made, OneRank())
     emulated = Prefill(HostRunner(layers, buffers, sizes), max_context=spec.max_context, sizes=sizes)
@@ -74,13 +73,13 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v
     # A chunk with padding; one behind the cache of it, as a rank among others; several; one behind them.
     for end, start, asked in ((4, 0, False), (7, 4, True), (9, 0, False), (11, 9, False)):
         layers.exchange = Asked() if asked else OneRank()
-        buffers.keys.fill_(9), buffers.values.fill_(9)  # what a layer sees comes from the cache
+        buffers.keys.fill(9), buffers.values.fill(9)  # what a layer sees comes from the cache
         assert rank.run(ids[:end], start) == end
         assert emulated.run(ids[:end], start, should_stop=lambda: False) == end
-        wanted, got = rank.cache.float(), cache.float()
-        assert torch.equal(wanted != 0, got != 0), "other places of the cache were written"
+        wanted, got = float32_of(rank.cache), float32_of(cache)
+        assert np.array_equal(wanted != 0, got != 0), "other places of the cache were written"
         assert relative_error(got, wanted) < 1e-3
-        assert (wanted != got).float().mean() < 0.01
+        assert (wanted != got).mean() < 0.01
         assert relative_error(buffers.last_streams, rank.buffers.last_streams) < 1e-3
 
 
@@ -90,18 +89,18 @@ def test_kernels_load_and_store_as_the_twin_does_where_windows_wrap(tmp_path: Pa
         monkeypatch.setattr(f"kog_dist.workers.prefill.{place}.MAX_THREADS", 32)
     monkeypatch.setattr("kog_dist.workers.prefill.dense.device._LOADING", 2)
     checkpoint = checkpoint_of(tmp_path, {**TINY, "max_context": 300, "num_layers": 2, "window_layers": (0,)})
-    rank = Rank(checkpoint, dtype=torch.float16, sizes=(64, 160))
+    rank = Rank(checkpoint, dtype=np.float16, sizes=(64, 160))
     assert rank.layout.capacity(0) < 150 < rank.layout.capacity(1)
-    cache, buffers = torch.zeros_like(rank.cache), DenseBuffers(rank.layout, torch.float16, 160, "cpu")
-    embedding = rank.tensor(EMBEDDING).to(torch.bfloat16)
+    cache, buffers = np.zeros_like(rank.cache), DenseBuffers(rank.layout, np.float16, 160, "cpu")
+    embedding = rank.embedding()
     made = EmulatedDenseOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
     layers = DenseLayers(checkpoint.spec, rank.matrices, made, OneRank())
     emulated = Prefill(HostRunner(layers, buffers, (64, 160)), max_context=300, sizes=(64, 160))
     ids = token_ids(checkpoint.spec, 290)
     for end, start in ((150, 0), (290, 147)):
         assert emulated.run(ids[:end], start, should_stop=lambda: False) == rank.run(ids[:end], start) == end
-        assert torch.equal(rank.cache != 0, cache != 0)
-        assert relative_error(cache.float(), rank.cache.float()) < 1e-3
+        assert np.array_equal(rank.cache != 0, cache != 0)
+        assert relative_error(float32_of(cache), float32_of(rank.cache)) < 1e-3
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -120,42 +119,42 @@ def test_kernels_build_without_spills(tmp_path: Path, name: str) -> None:
 def test_large_streams_and_activations_do_not_overflow(tmp_path: Path) -> None:
     """What binary16 could not hold: a stream beyond 65,504, as some models' outliers have, and activations of a million."""
     checkpoint = checkpoint_of(tmp_path, {**DENSE, "num_layers": 3, "window_layers": (0,)})
-    rank, exact = (Rank(checkpoint, dtype=dtype) for dtype in (torch.float16, torch.float32))
+    rank, exact = (Rank(checkpoint, dtype=dtype) for dtype in (np.float16, np.float32))
     ids = token_ids(checkpoint.spec, 40)
     for one in (rank, exact):
         one.matrices[0].wo[:, 5] = 300  # of one column of the stream, as outliers are
         one.matrices[0].w2[:, 7] = 20000
         one.matrices[1].w13[:, 3] = one.matrices[1].w13[:, 32 + 3] = 9  # a gate and its up
         assert one.run(ids) == len(ids)
-    assert exact.layers.operations.buffers.last_streams.abs().max() > 65504
+    assert np.abs(exact.layers.operations.buffers.last_streams).max() > 65504
     runners: list[Any] = [one.prefill._runner for one in (rank, exact)]
-    activations = [float(runner._rows[16].activation.abs().max()) for runner in runners]
+    activations = [float(np.abs(runner._rows[16].activation).max()) for runner in runners]
     assert activations[1] / ACTIVATION_SCALE > 1000
     assert relative_error(rank.buffers.last_streams, exact.buffers.last_streams) < 2e-3
-    assert relative_error(rank.cache.float(), exact.cache.float()) < 5e-3
+    assert relative_error(float32_of(rank.cache), float32_of(exact.cache)) < 5e-3
 
 
 def test_a_value_out_of_range_gives_the_cache_up(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path, DENSE)
-    rank, fresh = (Rank(checkpoint, dtype=torch.float16) for _ in range(2))
+    rank, fresh = (Rank(checkpoint, dtype=np.float16) for _ in range(2))
     ids = token_ids(checkpoint.spec, 141)
     rank.run(ids[:20])
-    wqkv = rank.matrices[2].wqkv.clone()
-    rank.matrices[2].wqkv.mul_(60000)
+    wqkv = rank.matrices[2].wqkv.copy()
+    np.multiply(rank.matrices[2].wqkv, 60000, out=rank.matrices[2].wqkv)
     assert rank.run(ids, 20) == 0, "layers before the third have been stored: the kernel begins anew"
-    assert bool(rank.buffers.values.isfinite().all())
-    rank.matrices[2].wqkv.copy_(wqkv)
-    w2 = rank.matrices[-1].w2.clone()
-    rank.matrices[-1].w2.fill_(torch.inf)  # which only the prompt's last token needs
+    assert bool(np.isfinite(rank.buffers.values).all())
+    rank.matrices[2].wqkv[...] = wqkv
+    w2 = rank.matrices[-1].w2.copy()
+    rank.matrices[-1].w2.fill(np.inf)  # which only the prompt's last token needs
     assert rank.run(ids) == 0
-    rank.matrices[-1].w2.copy_(w2)
+    rank.matrices[-1].w2[...] = w2
     assert rank.run(ids) == fresh.run(ids) == len(ids), "the next request is unharmed"
-    assert torch.equal(rank.cache, fresh.cache)
+    assert np.array_equal(rank.cache, fresh.cache)
 
 
 def test_one_layer_of_plain_keys_and_values_is_kept() -> None:
     spec = ModelSpec(**DENSE)
-    buffers = DenseBuffers(layout_of(spec, 4), torch.float16, 16, "cpu")
+    buffers = DenseBuffers(layout_of(spec, 4), np.float16, 16, "cpu")
     for size in (8, 16):
         buffers.rows(size)
     buffers.last_rows()

@@ -1,4 +1,4 @@
-"""The fused kernels of prefill.cu: on a CPU they do what the twin in torch says; built for a GPU, nothing spills."""
+"""The fused kernels of prefill.cu: on a CPU they do what the twin in array code says; built for a GPU, nothing spills."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from kog_dist.cuda import build as compiler
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
-from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.arrays import BFLOAT16, float32_of
 from kog_dist.workers.prefill.compiled import SOURCE_FOLDERS
 from kog_dist.workers.prefill.exchange import peer_exchange
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.layers import Layers
-from kog_dist.workers.prefill.operations import TorchOperations
+from kog_dist.workers.prefill.operations import PlainOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 from tests.unit.prefill.emulated import EmulatedOperations
-from tests.unit.prefill.models import SMALL, Rank, layout_of, token_ids
+from tests.unit.prefill.models import SMALL, Rank, layout_of, relative_error, token_ids
 
 TINY: dict[str, Any] = {
     **SMALL, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 32, "num_layers": 4, "max_context": 40,
@@ -60,14 +60,14 @@ def test_kernels_are_the_twin(
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
     rank = Rank(
         open_checkpoint(tmp_path),
-        dtype=torch.float16,
-        kv_dtype=getattr(torch, kv_dtype),
+        dtype=np.float16,
+        kv_dtype=kv_dtype,
         sizes=(2,),
         exact_size=3,
         split_size=split_size,
     )
-    cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
-    buffers = Buffers(rank.layout, torch.float16, 3, "cpu", split_size=split_size)
+    cache, embedding = np.zeros_like(rank.cache), rank.embedding()
+    buffers = Buffers(rank.layout, np.float16, 3, "cpu", split_size=split_size)
     made = EmulatedOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype)
     layers = Layers(spec, rank.matrices, made, OneRank())
     runner = HostRunner(layers, buffers, (2,), exact_size=3)
@@ -79,14 +79,14 @@ def test_kernels_are_the_twin(
         assert rank.run(ids[:found], start) == found
         emulated.forget(1)  # so that it loads the cache
         assert emulated.run(ids[:found], start, should_stop=lambda: False) == found
-        wanted, got = rank.cache.float(), cache.float()
+        wanted, got = float32_of(rank.cache), float32_of(cache)
         assert (wanted != 0).any()
-        assert torch.equal(wanted != 0, got != 0), "other places of the cache were written"
-        assert ((wanted - got).norm() / wanted.norm()) < 1e-3
+        assert np.array_equal(wanted != 0, got != 0), "other places of the cache were written"
+        assert relative_error(got, wanted) < 1e-3
         streams = rank.buffers.last_streams
-        assert ((streams - buffers.last_streams).norm() / streams.norm()) < 1e-3
-        assert (wanted != got).float().mean() < 0.01
-    assert isinstance(rank.layers.operations, TorchOperations)
+        assert relative_error(buffers.last_streams, streams) < 1e-3
+        assert (wanted != got).mean() < 0.01
+    assert isinstance(rank.layers.operations, PlainOperations)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -95,9 +95,9 @@ def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MOST_PADDING", 1)  # in chunks from 4 on
     spec = ModelSpec(**{**TINY, "attention_comm": True})
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
-    rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, sizes=(8,), split_size=0)
-    cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
-    buffers = Buffers(rank.layout, torch.float16, 8, "cpu", split_size=0)
+    rank = Rank(open_checkpoint(tmp_path), dtype=np.float16, sizes=(8,), split_size=0)
+    cache, embedding = np.zeros_like(rank.cache), rank.embedding()
+    buffers = Buffers(rank.layout, np.float16, 8, "cpu", split_size=0)
     made = EmulatedOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
     runner = HostRunner(Layers(spec, rank.matrices, made, OneRank()), buffers, (8,))
     emulated = Prefill(runner, max_context=spec.max_context, sizes=(8,))
@@ -105,12 +105,12 @@ def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = runner._rows[8]
     for length in (8, 7):  # what the first leaves behind is not in the second
         assert emulated.run(ids[:length], 0, should_stop=lambda: False) == rank.run(ids[:length]) == length
-        assert torch.equal(rows.stream[:, length:], torch.zeros_like(rows.stream[:, length:]))
+        assert np.array_equal(rows.stream[:, length:], np.zeros_like(rows.stream[:, length:]))
         assert (rows.stream[:, :length] != 0).any(-1).all()
         streams = rank.buffers.last_streams
-        assert ((streams - buffers.last_streams).norm() / streams.norm()) < 1e-3
-        wanted, got = rank.cache.float(), cache.float()
-        assert ((wanted - got).norm() / wanted.norm()) < 1e-3
+        assert relative_error(buffers.last_streams, streams) < 1e-3
+        wanted, got = float32_of(rank.cache), float32_of(cache)
+        assert relative_error(got, wanted) < 1e-3
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -119,20 +119,21 @@ def test_positions_are_stored_as_the_twin_stores_them(tmp_path: Path, monkeypatc
     spec = ModelSpec(**{**TINY, "max_context": 300})
     layout = layout_of(spec, spec.num_lanes)
     assert layout.capacity(0) < 250 < layout.capacity(3), "windows wrap, others do not"
-    buffers = Buffers(layout, torch.float16, 2, "cpu")
-    wanted, found = (torch.zeros(layout.num_values, dtype=torch.bfloat16) for _ in range(2))
-    twin = TorchOperations(buffers, torch.zeros(1), wanted)
-    made = EmulatedOperations(buffers, torch.zeros(1), found, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    buffers = Buffers(layout, np.float16, 2, "cpu")
+    wanted, found = (np.zeros(layout.num_values, BFLOAT16) for _ in range(2))
+    twin = PlainOperations(buffers, np.zeros(1, np.float32), wanted)
+    made = EmulatedOperations(buffers, np.zeros(1, np.float32), found, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    random = np.random.default_rng(1)
     for first, last in ((0, 290), (5, 8), (37, 38), (100, 250), (120, 145)):
         for kept in (buffers.keys, buffers.values):
-            kept.copy_(torch.randn(kept.shape))
+            kept[...] = random.standard_normal(kept.shape)
         twin.store_cache(first, last)
         made.store_cache(first, last)
-        assert torch.equal(wanted, found), f"{first} to {last}"
-    buffers.overflow.fill_(1)
-    buffers.keys.zero_()
+        assert np.array_equal(wanted, found), f"{first} to {last}"
+    buffers.overflow.fill(1)
+    buffers.keys.fill(0)
     made.store_cache(0, 290)
-    assert torch.equal(wanted, found), "nothing is stored behind an overflow"
+    assert np.array_equal(wanted, found), "nothing is stored behind an overflow"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

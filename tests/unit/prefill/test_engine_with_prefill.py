@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.masks import num_words
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
@@ -18,7 +20,7 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
+from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, MIN_QUANTISED_TOKENS, CudaEngine
 from kog_dist.workers.notes import NOTE
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
 
@@ -160,6 +162,21 @@ def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
     assert prefill.forgotten == [0, 99], "what stands in the cache from there on is the kernel's"
     assert kernel.begun == [(MIN_PREFILL_TOKENS, 0), (101, 99)]
     assert kernel.streams is None
+
+
+@pytest.mark.parametrize(("coding", "least"), [(None, MIN_PREFILL_TOKENS), (Coding("E4M3", 1, "F32"), MIN_QUANTISED_TOKENS)])
+def test_more_tokens_are_few_where_weights_are_quantised(
+    monkeypatch: pytest.MonkeyPatch, parts: Parts, coding: Coding | None, least: int
+) -> None:
+    engine, kernel, prefill = parts
+    started = SimpleNamespace(load=lambda: (kernel, prefill))
+    monkeypatch.setattr("kog_dist.workers.engines.cuda.Start", lambda *args, **options: started)
+    shape: Any = SimpleNamespace(coding=coding)
+    checkpoint: Any = None
+    engine._load(checkpoint, shape)
+    engine.run(1, request(num_prompt=least, max_tokens=2))
+    engine.run(2, request(num_prompt=least + 1, max_tokens=2))
+    assert prefill.calls == [(least + 1, 0)]
 
 
 def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: Parts) -> None:

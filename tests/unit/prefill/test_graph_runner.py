@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
-import torch
 
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
@@ -19,6 +21,7 @@ from kog_dist.workers.prefill.gpu import GraphRunner, Tuning
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.operations import Operations
 from kog_dist.workers.prefill.prefill import Prefill
+from tests.unit.fake_cupy import PlayedDevice
 from tests.unit.prefill.models import SMALL, Rank, token_ids
 
 SIZES, EXACT_SIZE = (8, 16), 12
@@ -35,9 +38,17 @@ class Graph:
         self.num_replays = 0
         self.by_ptr[id(self)] = self
 
-    def raw_cuda_graph_exec(self) -> int:
+    @property
+    def exec_ptr(self) -> int:
         assert Graph.capturing is None
         return id(self)
+
+    @contextmanager
+    def captured_from(self, stream_ptr: int) -> Iterator[None]:
+        assert stream_ptr == Stream.ptr
+        Graph.capturing = self
+        yield
+        Graph.capturing = None
 
     def replay(self) -> None:
         self.num_replays += 1
@@ -46,20 +57,26 @@ class Graph:
 
 
 class Event:
-    recorded = False
+    recorded: ClassVar[set[int]] = set()
 
-    def record(self, stream: Any = None) -> None:
-        self.recorded = True
+    def __init__(self, *, disable_timing: bool) -> None:
+        self.ptr = id(self)
 
-    def query(self) -> bool:
-        return self.recorded
-
-    def synchronize(self) -> None:
-        assert self.recorded, "nothing was stored"
+    def record(self, stream: Any) -> None:
+        self.recorded.add(self.ptr)
 
 
 class Stream:
-    cuda_stream = 7
+    ptr = 7
+
+    def __init__(self, entered: Callable[[], None] = lambda: None) -> None:
+        self._entered = entered
+
+    def __enter__(self) -> None:
+        self._entered()
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass
@@ -77,39 +94,29 @@ class Captured:
         def run(*arguments: Any, **named: Any) -> object:
             result = call(*arguments, **named)
             if Graph.capturing is not None:
-                again = (lambda: result.copy_(call(*arguments))) if name == "attend" else (lambda: call(*arguments, **named))
+                again = (lambda: np.copyto(result, call(*arguments))) if name == "attend" else (lambda: call(*arguments, **named))
                 Graph.capturing.calls.append(again)
             return result
 
         return run
 
 
-@contextmanager
-def capture(graph: Graph, **options: Any) -> Iterator[None]:
-    assert options["capture_error_mode"] == "thread_local", "a heartbeat thread must not spoil a capture"
-    Graph.capturing = graph
-    yield
-    Graph.capturing = None
-
-
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank, GraphRunner]:
     """A rank for the expected cache, one that `runner` fills, and the runner."""
-    for name, fake in {
-        "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": capture, "synchronize": lambda: None,
-        "graph_pool_handle": lambda: (0, 0), "stream": lambda stream: nullcontext(),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Event=Event, Device=PlayedDevice)))
+    monkeypatch.setattr(gpu, "Graph", Graph)
+    monkeypatch.setattr(gpu, "has_ended", Event.recorded.__contains__)
 
     def launch(graph_ptr: int, stream_ptr: int) -> None:
-        assert stream_ptr == Stream.cuda_stream
+        assert stream_ptr == Stream.ptr
         Graph.by_ptr[graph_ptr].replay()
 
     monkeypatch.setattr(gpu, "launch_graph", launch)
     spec = ModelSpec(**SMALL)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
     checkpoint = open_checkpoint(tmp_path)
-    expected, rank = (Rank(checkpoint, dtype=torch.float16, sizes=SIZES, exact_size=EXACT_SIZE) for _ in range(2))
+    expected, rank = (Rank(checkpoint, dtype=np.float16, sizes=SIZES, exact_size=EXACT_SIZE) for _ in range(2))
     operations: Any = Captured(rank.layers.operations)
     layers = Layers(spec, rank.matrices, operations, OneRank())
     stream: Any = Stream()
@@ -123,8 +130,8 @@ def test_graphs_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> Non
     for start, end in ((0, 20), (20, 87), (0, 87), (0, 11)):  # 16 + 4; 4 * 16 + 3; 5 * 16 + 7; an exact one
         assert prefill.run(ids[:end], start, should_stop=lambda: False) == end
         assert expected.run(ids[:end], start) == end
-        assert torch.equal(rank.cache, expected.cache)
-        assert torch.equal(rank.buffers.last_streams, expected.buffers.last_streams)
+        assert np.array_equal(rank.cache, expected.cache)
+        assert np.array_equal(rank.buffers.last_streams, expected.buffers.last_streams)
     graphs: Any = runner.graphs
     assert {size: graph.num_replays for size, graph in graphs.items()} == {16: 10, 8: 3, 12: 1}
 
@@ -171,20 +178,16 @@ def test_the_first_graph_waits_for_one_copy_and_nothing_else(
 
     def event() -> Event:
         order.append("event")
-        return Event()
-
-    def context(stream: Any) -> Any:
-        order.append("context")
-        return nullcontext()
+        return Event(disable_timing=True)
 
     monkeypatch.setattr(rank.buffers.staging, "load", loading)
     monkeypatch.setattr(gpu, "launch_graph", launching)
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(torch.cuda, "stream", context)
+    monkeypatch.setattr(runner, "_make_event", event)
+    runner.stream = Stream(lambda: order.append("context"))
     prefill = Prefill(runner, max_context=rank.spec.max_context, sizes=SIZES, exact_size=EXACT_SIZE)
     assert prefill.run(token_ids(rank.spec, 16), 0, should_stop=lambda: False) == 16
     assert order == ["load", "launch", "event", "launch", "context"], "a chunk, the last token, and then the rest"
     prefill.forget(14)  # the kernel has decoded
     order.clear()
     assert prefill.run(token_ids(rank.spec, 20), 16, should_stop=lambda: False) == 20
-    assert order[:4] == ["load", "context", "launch", "event"], "decoded keys and values are loaded in torch's order"
+    assert order[:4] == ["load", "context", "launch", "event"], "decoded keys and values are loaded in the stream's order"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from kog_dist.collectives.mailbox import place
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
@@ -26,17 +26,17 @@ def test_memory_is_counted_beforehand(tmp_path: Path, variant: str) -> None:
     lanes = range(max(1, spec.num_lanes // 2))
     layout = layout_of(spec, len(lanes))
     if spec.has_one_stream:
-        dense = DenseBuffers(layout, torch.float16, 16, "cpu")
+        dense = DenseBuffers(layout, np.float16, 16, "cpu")
         for size in (8, 16):
             dense.rows(size)
         dense.last_rows()
         assert dense_buffer_bytes(layout, 16) == dense.num_bytes
     else:
-        buffers = Buffers(layout, torch.float16, 16, "cpu")
+        buffers = Buffers(layout, np.float16, 16, "cpu")
         for size, is_exact in ((8, False), (16, False), (12, True), (1, True)):
             buffers.rows(size, is_exact=is_exact)
         assert buffer_bytes(layout, (8, 16), 12) == buffers.num_bytes
-    rank = Rank(open_checkpoint(tmp_path), lanes=lanes, dtype=torch.float16)
+    rank = Rank(open_checkpoint(tmp_path), lanes=lanes, dtype=np.float16)
     kept = [getattr(layer, name) for layer in rank.matrices for name in layer.__slots__]
     assert matrix_bytes(spec, len(lanes)) == sum(tensor.nbytes for tensor in kept if tensor is not None)
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.errors import DeviceError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec, Sublayer
+from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.exchange import peer_exchange
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal
 from kog_dist.workers.prefill.exchange.peer_exchange import PeerExchange, mailboxes, summed_layers
@@ -69,15 +68,13 @@ class World:
             peers = np.zeros((), PEERS.dtype)
             peers["heap_ptr"][:num_ranks] = [heap.ctypes.data for heap in self.heaps]
             peers["rank"], peers["num_ranks"] = index, num_ranks
-            heap = torch.from_numpy(self.heaps[index].view(np.float32))
+            heap = self.heaps[index].view(np.float32)
             exchange = PeerExchange(
                 spec, max(SIZES), self.boxes, heap, peers.tobytes(), launch, AtOnce(), limit_s=limit_s, num_ctas=2
             )
             self.exchanges.append(exchange)
             lanes = spec.lanes_of_rank(index, num_ranks)
-            self.ranks.append(
-                Rank(checkpoint, lanes=lanes, dtype=torch.float16, exchange=exchange, sizes=SIZES, exact_size=EXACT)
-            )
+            self.ranks.append(Rank(checkpoint, lanes=lanes, dtype=np.float16, exchange=exchange, sizes=SIZES, exact_size=EXACT))
 
     def together(self, run: Callable[[Rank], Any]) -> list[Any]:
         with ThreadPoolExecutor(len(self.ranks)) as pool:
@@ -102,13 +99,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
 
 
 @pytest.fixture(autouse=True)
-def few_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SUM_THREADS", "WAIT_THREADS"):
         monkeypatch.setattr(peer_exchange, name, 4)  # threads are expensive here
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model(folder: Path, variant: str) -> Checkpoint:
@@ -122,7 +115,7 @@ def model(folder: Path, variant: str) -> Checkpoint:
 def test_any_number_of_ranks_has_the_bits_of_one(libraries: Libraries, tmp_path: Path, variant: str, num_ranks: int) -> None:
     checkpoint = model(tmp_path, variant)
     ids = token_ids(checkpoint.spec, PROMPT)
-    alone = Rank(checkpoint, dtype=torch.float16, sizes=SIZES, exact_size=EXACT)
+    alone = Rank(checkpoint, dtype=np.float16, sizes=SIZES, exact_size=EXACT)
     world = World(libraries, checkpoint, num_ranks)
     for end, start in ((40, 0), (PROMPT, 40), (60, 20), (EXACT - 1, 0)):
         alone.run(ids[:end], start)
@@ -133,9 +126,9 @@ def test_any_number_of_ranks_has_the_bits_of_one(libraries: Libraries, tmp_path:
             first = rank.layout.first_kept(layer, PROMPT)
             kept = [one.layout.load(one.cache, layer, first, 60) for one in (rank, alone)]
             for found, wanted in zip(*kept, strict=True):
-                assert torch.equal(found, wanted[:, heads])
+                assert np.array_equal(found, wanted[:, heads])
         own = slice(None) if rank.spec.has_one_stream else slice(rank.lanes[0], rank.lanes[-1] + 1)
-        assert torch.equal(rank.buffers.last_streams, alone.buffers.last_streams[own])
+        assert np.array_equal(rank.buffers.last_streams, alone.buffers.last_streams[own])
 
 
 @needs_compiler
@@ -144,11 +137,11 @@ def test_an_overflow_on_one_rank_is_that_of_all(libraries: Libraries, tmp_path: 
     ids = token_ids(checkpoint.spec, PROMPT)
     world = World(libraries, checkpoint, 2)
     world.together(lambda rank: rank.run(ids[:20]))
-    kept, matrix = [rank.cache.clone() for rank in world.ranks], world.ranks[1].matrices[-1].wqkv  # whose sums go nowhere
-    matrix.mul_(60000)
+    kept, matrix = [rank.cache.copy() for rank in world.ranks], world.ranks[1].matrices[-1].wqkv  # whose sums go nowhere
+    np.multiply(matrix, 60000, out=matrix)
     assert world.together(lambda rank: rank.run(ids, 20)) == [20, 20]
-    assert all(torch.equal(rank.cache, before) for rank, before in zip(world.ranks, kept, strict=True))
-    matrix.div_(60000)
+    assert all(np.array_equal(rank.cache, before) for rank, before in zip(world.ranks, kept, strict=True))
+    np.divide(matrix, 60000, out=matrix)
     assert world.together(lambda rank: rank.run(ids, 20)) == [PROMPT, PROMPT], "the next request is unharmed"
 
 
@@ -197,11 +190,11 @@ class Recorder(OneRank):
     def begin_last(self) -> None:
         self.is_last = True  # its sums have slots of their own
 
-    def publish(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> None:
+    def publish(self, sublayer: Sublayer, layer: int, own_sum: Array) -> None:
         if not self.is_last:
             self.calls.append(("publish", sublayer, layer))
 
-    def total(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, sublayer: Sublayer, layer: int, own_sum: Array) -> Array:
         if not self.is_last:
             self.calls.append(("total", sublayer, layer))
         return own_sum
@@ -286,7 +279,7 @@ def lost(calls: list[tuple[str, Sublayer, int]], num_slots: int) -> tuple[int, i
 
 
 def test_a_rehearsal_needs_nobody() -> None:
-    own, rehearsal = torch.ones(2, 4), Rehearsal()
+    own, rehearsal = np.ones((2, 4), np.float32), Rehearsal()
     rehearsal.begin_chunk()
     rehearsal.publish(Sublayer.MLP, 0, own)
     assert rehearsal.total(Sublayer.MLP, 0, own) is own

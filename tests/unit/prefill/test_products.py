@@ -1,24 +1,28 @@
-"""The choice among algorithms of a product, and products without cuBLASLt."""
+"""The choice among algorithms of a product, and where cuBLASLt is looked for."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
-import torch
 
 from kog_dist.cuda import cublas_lt
 from kog_dist.errors import LaunchError
+from kog_dist.workers.prefill.arrays import Array, repeated
 from kog_dist.workers.prefill.gemm import cublas_autotune as products
 from kog_dist.workers.prefill.gemm.algorithm_cache import AlgorithmCache
 from kog_dist.workers.prefill.gemm.cublas_autotune import Products, fastest
+from tests.unit.fake_cupy import PlayedDevice
 
 
 @pytest.mark.parametrize(
@@ -29,14 +33,47 @@ def test_fastest_of_those_with_the_same_bits(times: list[float], wanted: int) ->
     assert fastest(times) == wanted
 
 
-def test_without_cublaslt_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(major: int) -> ctypes.CDLL:
-        raise OSError(f"no cuBLASLt {major}")
+def random(*shape: int) -> Array:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float16)
 
-    monkeypatch.setattr(cublas_lt, "library", missing)
-    x, matrix, out = torch.randn(2, 3, 8).half(), torch.randn(2, 5, 8).half(), torch.zeros(2, 3, 5).half()
-    Products()(x, matrix, out)
-    assert torch.allclose(out.float(), x.float() @ matrix.float().transpose(1, 2), rtol=1e-2, atol=1e-2)
+
+@pytest.fixture
+def loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is loaded, in turn; nothing is found."""
+    asked: list[str] = []
+
+    def load(path: str) -> ctypes.CDLL:
+        asked.append(path)
+        raise OSError(path)
+
+    runtime = SimpleNamespace(runtimeGetVersion=lambda: 13010)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    cublas_lt.library.cache_clear()
+    yield asked
+    cublas_lt.library.cache_clear()
+
+
+def test_cublaslt_is_looked_for_in_packages_then_in_the_system(
+    loader: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    packaged = tmp_path / "nvidia" / "cu13" / "lib" / "libcublasLt.so.13"
+    packaged.parent.mkdir(parents=True)
+    packaged.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda program: f"/toolkit/bin/{program}")
+    with pytest.raises(LaunchError, match=r"libcublasLt\.so\.13 cannot be loaded; pip install nvidia-cublas"):
+        cublas_lt.library()
+    system = ["libcublasLt.so.13", "/toolkit/lib64/libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"]
+    assert loader == [str(packaged), *system]
+    found: Any = object()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: found)
+    assert cublas_lt.library() is found
+
+
+def test_products_need_cublaslt(loader: list[str]) -> None:
+    with pytest.raises(LaunchError, match="cannot be loaded"):
+        Products()
 
 
 class PlayedProduct:
@@ -57,10 +94,10 @@ class PlayedProduct:
     def index(self, name: str) -> int | None:
         return self.proposed.index(name) if name in self.proposed else None
 
-    def play(self, algorithm: int, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+    def play(self, algorithm: int, x: Array, matrix: Array, out: Array) -> None:
         if algorithm in self.refusing:
             raise LaunchError(f"algorithm {algorithm} does not run")
-        out.copy_(x.float() @ matrix.float().transpose(1, 2) + (algorithm == 1))
+        out[...] = x.astype(np.float32) @ matrix.astype(np.float32).swapaxes(1, 2) + (algorithm == 1)
 
 
 class PlayedTrial:
@@ -72,8 +109,8 @@ class PlayedTrial:
     def aside(self) -> Any:
         return nullcontext()
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.randn(x.shape).half() if x.stride(0) or len(x) == 1 else torch.randn(1, *x.shape[1:]).half().expand_as(x)
+    def values(self, x: Array) -> Array:
+        return random(*x.shape) if x.strides[0] or len(x) == 1 else repeated(random(1, *x.shape[1:]), len(x))
 
     def time_ms(self, run: Callable[[], None], *, is_flushed: bool, best_ms: float) -> float:
         return float(next(self.times))
@@ -85,25 +122,31 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Produ
     monkeypatch.setattr(products, "GemmProblem", PlayedProduct)
     monkeypatch.setattr(products, "Trial", PlayedTrial)
     monkeypatch.setattr(Products, "_run", lambda _, product, *rest: product.play(*rest))
-    monkeypatch.setattr(cublas_lt, "library", lambda major: (_ for _ in ()).throw(OSError))
+    monkeypatch.setattr(cublas_lt, "library", lambda: None)
+    monkeypatch.setitem(sys.modules, "cupy", np)
 
     def made(**made_for: str) -> Products:
-        multiply = Products(AlgorithmCache({"GPU": "a", **made_for}, folder=tmp_path))
-        multiply._workspace = torch.zeros(1)
-        return multiply
+        return Products(AlgorithmCache({"GPU": "a", **made_for}, folder=tmp_path))
 
     return made
 
 
-def _multiply(multiply: Products, rows: int = 3, *, is_shared: bool = False) -> int | None:
+def _multiply(multiply: Products, rows: int = 3, *, is_shared: bool = False) -> int:
     """The algorithm that is used in the end."""
-    torch.manual_seed(1)
-    x, matrix, out = torch.randn(2, rows, 8).half(), torch.randn(2, 5, 8).half(), torch.zeros(2, rows, 5)
-    x = x[:1].expand_as(x) if is_shared else x
+    x, matrix, out = aligned(random(2, rows, 8)), aligned(random(2, 5, 8)), aligned(np.zeros((2, rows, 5), np.float32))
+    x = repeated(x[:1], 2) if is_shared else x
     multiply(x, matrix, out)
-    assert torch.allclose(out, x.float() @ matrix.float().transpose(1, 2), rtol=1e-2, atol=1e-2)
-    plan = list(multiply._plans.values())[-1]
-    return None if plan is None else plan[1]
+    assert np.allclose(out, x.astype(np.float32) @ matrix.astype(np.float32).swapaxes(1, 2), rtol=1e-2, atol=1e-2)
+    return list(multiply._plans.values())[-1][1]
+
+
+def aligned(array: Array) -> Array:
+    """A copy where a GPU's allocator would have it."""
+    memory = np.empty(array.nbytes + 256, np.uint8)
+    start = -memory.ctypes.data % 256
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def test_the_fastest_with_the_bits_of_the_first_is_taken_once_for_each_shape(make: Callable[..., Products]) -> None:
@@ -124,20 +167,14 @@ def test_one_x_for_all_lanes_has_the_bits_of_lanes_with_their_own(
     assert played.num_shapes == 2, "lanes with their own have chosen, too"
 
 
-@pytest.mark.parametrize("found", [False, True])
-def test_torch_multiplies_what_no_algorithm_runs(
-    make: Callable[..., Products], monkeypatch: pytest.MonkeyPatch, found: bool
-) -> None:  # fmt: skip
-    by_torch = list[int]()
+@pytest.mark.parametrize(("found", "message"), [(False, "no algorithm"), (True, r"of \(2, 3, 8\) and \(2, 5, 8\) values")])
+def test_a_product_that_no_algorithm_runs_is_named(
+    make: Callable[..., Products], monkeypatch: pytest.MonkeyPatch, found: bool, message: str
+) -> None:
     monkeypatch.setattr(PlayedProduct, "found", found)
     monkeypatch.setattr(PlayedProduct, "refusing", set(range(6)))
-    monkeypatch.setattr(
-        products, "_by_torch", lambda x, matrix, out: by_torch.append(out.copy_(x.float() @ matrix.float().mT).numel())
-    )
-    played = make()
-    assert _multiply(played) is None
-    assert by_torch == [30]
-    assert list(played._plans.values()) == [None]
+    with pytest.raises(LaunchError, match=message):
+        _multiply(make())
 
 
 def test_the_next_start_tries_nothing(make: Callable[..., Products], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,36 +300,33 @@ def test_times_are_measured_as_often_as_it_matters(
     happened = list[str]()
 
     class Event:
-        def __init__(self, **_: Any) -> None: ...
-
-        def record(self) -> None: ...
+        def record(self, stream: Any) -> None: ...
 
         def synchronize(self) -> None:
             happened.append("replay")
 
-        def elapsed_time(self, _: Event) -> float:
-            return times[happened.count("replay") - 1]
-
     class Graph:
-        def capture_begin(self, *, capture_error_mode: str) -> None:
-            assert capture_error_mode == "thread_local", "a heartbeat thread must not spoil a capture"
-            happened.append("begin")
-
-        def capture_end(self) -> None:
+        @contextmanager
+        def captured_from(self, stream_ptr: int) -> Iterator[None]:
+            happened.append(f"begin {stream_ptr}")
+            yield
             happened.append("end")
 
-        def raw_cuda_graph_exec(self) -> int:
-            return 5
+        def launch(self, stream_ptr: int) -> None:
+            happened.append(f"launch {stream_ptr}")
 
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, device, **named: empty(*(1 for _ in sizes), **named))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=3))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(products, "launch_graph", lambda graph_ptr, stream_ptr: happened.append(f"{graph_ptr} {stream_ptr}"))
+    cuda = SimpleNamespace(
+        Stream=lambda non_blocking: SimpleNamespace(ptr=3), Event=Event, Device=PlayedDevice,
+        get_elapsed_time=lambda begin, end: times[happened.count("replay") - 1],
+    )  # fmt: skip
+    kernel = lambda *_: lambda *_: happened.append("flush")  # noqa: E731
+    arrays = {name: getattr(np, name) for name in ("empty", "zeros", "asarray")}
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, ElementwiseKernel=kernel, **arrays))
+    monkeypatch.setattr(products, "_NUM_FLUSHED", products._NUM_READERS)
+    monkeypatch.setattr(products, "Graph", Graph)
     found = products.Trial().time_ms(lambda: happened.append("run"), is_flushed=True, best_ms=best_ms)
     assert found == wanted
-    assert happened == ["begin", *["run"] * 4, "end", *["5 3", "replay"] * num_replays]
+    assert happened == ["flush", "begin 3", *["flush", "run"] * 4, "end", *["launch 3", "replay"] * num_replays]
 
 
 class _Library:
@@ -333,13 +367,13 @@ class _Library:
 
 @pytest.fixture
 def handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas_lt, "_handle", lambda major: ctypes.c_void_p())
+    monkeypatch.setattr(cublas_lt, "_handle", ctypes.c_void_p)
 
 
 def _made(monkeypatch: pytest.MonkeyPatch, library: _Library) -> cublas_lt.GemmProblem:
-    monkeypatch.setattr(cublas_lt, "library", lambda major: library)
+    monkeypatch.setattr(cublas_lt, "library", lambda: library)
     x, w, y = (cublas_lt.Operand(*sizes) for sizes in ((3, 8, 16, 48, 2), (5, 8, 8, 40, 2), (3, 5, 5, 15, 0)))
-    return cublas_lt.GemmProblem(13, x, w, y, count=2, alignment=16)
+    return cublas_lt.GemmProblem(x, w, y, count=2, alignment=16)
 
 
 @pytest.mark.usefixtures("handle")

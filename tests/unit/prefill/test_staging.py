@@ -32,25 +32,30 @@ def test_padding_ends_where_the_memory_does() -> None:
 def test_a_gpu_gets_all_of_it_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     held, copies = Staging(NUM_ROWS, "cpu"), []
 
-    def copy(device_ptr: int, host_ptr: int, num_bytes: int, stream_ptr: int) -> None:
+    def copy(target_ptr: int, source_ptr: int, num_bytes: int, stream_ptr: int) -> None:
         copies.append((num_bytes, stream_ptr))
-        ctypes.memmove(device_ptr, host_ptr, num_bytes)
+        ctypes.memmove(target_ptr, source_ptr, num_bytes)
 
     monkeypatch.setattr(staging, "copy_to_device", copy)
+    monkeypatch.setattr(staging, "copy_to_host", copy)
     held._is_cuda = True
     held.load((5, 6, 7), 1, PADDING, STREAM)
     assert copies == [(4 * (8 + 3 + PADDING), STREAM)]
     assert held.flags.tolist() == [1, 0, 2]
     assert held.prompt.tolist()[:4] == [5, 6, 7, 0]
+    held.flags[1] = 1
+    held.read_back(STREAM)
+    assert copies[1:] == [(12, STREAM)]
+    assert held.has_overflown
 
 
 def test_what_has_overflown_is_seen_once_it_was_read() -> None:
     held, seen = Staging(NUM_ROWS, "cpu"), []
     held.flags[1] = 1
     seen.append(held.has_overflown)
-    held.read_back()
+    held.read_back(0)
     seen.append(held.has_overflown)
     held.load((1,), 0, PADDING, 0)
-    held.read_back()
+    held.read_back(0)
     seen.append(held.has_overflown)
     assert seen == [False, True, False]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.parametrize("ranks", [2], indirect=True)
 
 
 class OutOfMemoryError(Exception):
-    """As cupy and torch call theirs."""
+    """As cupy calls its."""
 
 
 class Trial(ScriptedPrefill):
@@ -71,7 +71,7 @@ def start(
         return int(shape.vocab_rows[0] > 0)
 
     def obstacle(shape: Any) -> str:
-        return "torch finds no GPU" if is_failing("torch", rank_of(shape)) else ""
+        return "no cuBLASLt" if is_failing("cuBLAS", rank_of(shape)) else ""
 
     def make(name: str, rank: int, found: Any) -> Any:
         if is_failing(name, rank):
@@ -80,7 +80,6 @@ def start(
 
     monkeypatch.setattr(cuda_start, "obstacle", obstacle)
     monkeypatch.setattr(gpu, "matrices_for", lambda shape: make("matrices", rank_of(shape), ("", lambda name, words: None)))
-    monkeypatch.setattr(gpu, "release_unused", lambda: None)
     monkeypatch.setattr(cuda_peers.CudaPeers, "prefill_sums", lambda peers, limit_s: None)
     monkeypatch.setattr(
         gpu, "prefill_for", lambda kernel, matrices, exchange, ended, tell: make(
@@ -119,14 +118,14 @@ def test_all_have_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, prefill: str
     for reports in told:
         stages = [report.stage for report in reports]
         assert list(dict.fromkeys(stages)) == [
-            StartStage.CHECKPOINT, StartStage.DEVICE, StartStage.PEERS, StartStage.TORCH, StartStage.WEIGHTS, StartStage.KERNEL,
+            StartStage.CHECKPOINT, StartStage.DEVICE, StartStage.PEERS, StartStage.WEIGHTS, StartStage.KERNEL,
             StartStage.TRIAL,
         ]  # fmt: skip
         assert stages[-2:] == [StartStage.PEERS, StartStage.TRIAL]
 
 
 @pytest.mark.parametrize(("failing", "cause", "room"), [
-    ("torch", "cannot start: rank 1: torch finds no GPU", 0),
+    ("cuBLAS", "cannot start: rank 1: no cuBLASLt", 0),
     ("matrices", "cannot start: rank 1: OutOfMemoryError: 2 GiB", 0),
     ("kernel", "cannot start: rank 1: OutOfMemoryError: 2 GiB", 2048),
     ("prefill", "cannot start: rank 1: OutOfMemoryError: 2 GiB", 2048),
@@ -146,7 +145,7 @@ def test_one_that_cannot_is_enough_for_all_to_go_without(
 
 
 @pytest.mark.parametrize(("failing", "prefill"), [
-    ("torch", "on"), ("matrices", "on"), ("kernel", "on"), ("prefill", "on"), ("trial", "on"), ("trial", "auto"),
+    ("cuBLAS", "on"), ("matrices", "on"), ("kernel", "on"), ("prefill", "on"), ("trial", "on"), ("trial", "auto"),
 ])  # fmt: skip
 def test_one_that_cannot_ends_the_engine_with_the_way_out(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, failing: str, prefill: str

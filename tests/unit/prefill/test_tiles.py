@@ -79,7 +79,7 @@ def test_gates_and_ups(tmp_path: Path) -> None:
 
     def run(x: torch.Tensor, inverse_rms: torch.Tensor, num_clusters: int) -> torch.Tensor:
         found = torch.full((LANES, x.shape[1], shape.width // 2), torch.nan, dtype=torch.float16)
-        tiles(num_clusters).run(x, matrix, inverse_rms=inverse_rms.contiguous(), out=found)
+        tiles(num_clusters).run(x.numpy(), matrix.numpy(), inverse_rms=inverse_rms.contiguous().numpy(), out=found.numpy())
         return found
 
     found = run(x, inverse_rms, 3)  # some clusters take one tile more
@@ -98,7 +98,7 @@ def test_partial_sums(tmp_path: Path, inner: int) -> None:
     tiles = emulated(tmp_path, shape)
     x, matrix, _ = operands(shape)
     found = torch.full((LANES, SIZE, shape.width), torch.nan, dtype=torch.float16)
-    tiles(2).run(x, matrix, out=found)
+    tiles(2).run(x.numpy(), matrix.numpy(), out=found.numpy())
     wanted = x.float() @ matrix.float().transpose(1, 2)
     assert error(found, wanted.double()) < 3e-4
     assert (found != wanted.half()).float().mean() < 0.01
@@ -119,8 +119,9 @@ def test_queries_keys_and_values(tmp_path: Path) -> None:
     place, overflow = torch.tensor([start], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     query = torch.full((size, LANES, heads, width), torch.nan, dtype=torch.float16)
     keys, values = (torch.full((start + size, LANES, kv_heads, width), 7, dtype=torch.float16) for _ in range(2))
-    outputs: dict[str, Any] = {"query": query, "keys": keys, "values": values, "overflow": overflow}
-    tiles(1).run(x, matrix, inverse_rms=inverse_rms, rope=rope, place=place, **outputs)
+    named = {"rope": rope, "place": place, "query": query, "keys": keys, "values": values, "overflow": overflow}
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in {**named, "inverse_rms": inverse_rms}.items()}
+    tiles(1).run(x.numpy(), matrix.numpy(), **arrays)
     scaled = (x.float() @ matrix.float().transpose(1, 2) * inverse_rms[..., None]).view(LANES, size, -1, width).transpose(0, 1)
     cos, sin = rope[torch.arange(start, start + size).clamp(max=max_context - 1)][:, None, None].unbind(-1)
     even, odd = scaled[:, :, : heads + kv_heads, 0::2], scaled[:, :, : heads + kv_heads, 1::2]
@@ -133,7 +134,7 @@ def test_queries_keys_and_values(tmp_path: Path) -> None:
         assert error(found[start:], wanted.double()) < 3e-3
     assert int(overflow) == 0
     inverse_rms[1, 77] = torch.inf
-    tiles(1).run(x, matrix, inverse_rms=inverse_rms, rope=rope, place=place, **outputs)
+    tiles(1).run(x.numpy(), matrix.numpy(), **arrays)
     assert int(overflow) == 1
 
 

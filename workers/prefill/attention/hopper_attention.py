@@ -1,23 +1,21 @@
-"""Attention of a chunk of tokens by Hopper's matrix units (attention.cu), queued on torch's current stream."""
+"""Attention of a chunk of tokens by Hopper's matrix units (attention.cu), queued on cupy's current stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.arrays import Array, address, library_of
 from kog_dist.workers.prefill.attention.attention_abi import ATTENTION_PARAMS, PARTITION_KEYS, AttentionShape
 from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUP_THREADS, NUM_THREADS
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _MOST_PARTS_BYTES = 320 << 20  # of what partitions give that are items of their own
 
@@ -77,19 +75,20 @@ def build(shape: AttentionShape) -> compiler.Cubin:
 
 
 def attention_on_gpu(shape: AttentionShape, max_context: int) -> Attention:
-    """Attention on torch's current GPU. Raises CompileError or LaunchError."""
-    import torch
+    """Attention on the current GPU. Raises CompileError or LaunchError."""
+    import cupy
 
-    torch.zeros(1, device="cuda").item()  # makes a context, if nobody has done so
+    cupy.zeros(1)  # makes a context, if nobody has done so
     path = build(shape).path
     shared_bytes = {"attend": shape.shared_bytes, "combine": 0}
     launchers = {name: partial(compiled.launch, Kernel(path, name, num_bytes)) for name, num_bytes in shared_bytes.items()}
-    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    num_sms = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
     return Attention(shape, max_context, num_sms, launchers, tensor_map)
 
 
 class Attention:
-    """Attention with the heads of one rank.
+    """Attention with the heads of one rank. Outputs of all chunks share their memory, which is made as chunks ask for more:
+    one of each size runs before the first is captured in a graph.
 
     `launchers`: by kernel; called with thread blocks, threads of each, parameters, and whether it may begin early.
     `make_map`: as `tensor_map`.
@@ -105,31 +104,32 @@ class Attention:
     ) -> None:
         self.shape, self.max_context, self.num_sms = shape, max_context, num_sms
         self._launchers, self._make_map = launchers, make_map
+        self._outputs: Array | None = None
+        self._parts: Array | None = None
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, place: Tensor, window: int | None) -> Tensor:
-        """Outputs (lanes, size, heads of a lane * head_dim) of `query` (size, heads, head_dim), binary16.
+    def run(self, query: Array, keys: Array, values: Array, place: Array, window: int | None) -> Array:
+        """Outputs (lanes, size, heads of a lane * head_dim) of `query` (size, heads, head_dim), binary16,
+        until it is called again.
 
         Its rows stand at the positions from `place[0]` (int32, read on the device) on; `keys` and `values` (positions, KV heads,
         head_dim) of these positions and all that they see are there. A token sees itself and the `window` - 1 before it, or all.
         """
-        import torch
-
         shape, size = self.shape, len(query)
         made = plan(shape, size, window, self.max_context - 1 + size, self.num_sms)
         lanes = shape.num_heads // shape.lane_heads
-        out = torch.empty(lanes, size, shape.lane_heads * shape.head_dim, dtype=query.dtype, device=query.device)
+        self._outputs = _with_room(self._outputs, query.size, query)
+        out = self._outputs[: query.size].reshape(lanes, size, shape.lane_heads * shape.head_dim)
         params: Any = np.zeros((), ATTENTION_PARAMS.dtype)
         params["query_map"] = self._query_map(query)
         params["keys_map"], params["values_map"] = self._key_map(keys), self._key_map(values)
-        params["place_ptr"], params["out_ptr"] = place.data_ptr(), out.data_ptr()
+        params["place_ptr"], params["out_ptr"] = address(place), address(out)
         params["size"], params["window"], params["is_partitioned"] = size, window or 0, made.is_partitioned
         for name in ("num_groups", "num_tiles", "num_partitions", "num_items"):
             params[name] = getattr(made, name)
         if made.num_partitions:
             num_values, num_sums = made.part_values(shape)
-            parts = torch.empty(num_values + num_sums, dtype=torch.float32, device=query.device)
-            params["parts_ptr"] = parts.data_ptr()
-            params["part_sums_ptr"] = parts[num_values:].data_ptr()
+            self._parts = _with_room(self._parts, num_values + num_sums, query, np.float32)
+            params["parts_ptr"], params["part_sums_ptr"] = address(self._parts), address(self._parts[num_values:])
         self._launchers["attend"](made.num_ctas, NUM_THREADS, params.tobytes(), True)
         if made.num_partitions:
             self._launchers["combine"](
@@ -137,23 +137,29 @@ class Attention:
             )
         return out
 
-    def _query_map(self, query: Tensor) -> NDArray[np.uint64]:
+    def _query_map(self, query: Array) -> NDArray[np.uint64]:
         shape, panel, pack = self.shape, self.shape.panel, self.shape.pack
         head_bytes = 2 * shape.head_dim
         sizes = (panel, pack, len(query), shape.head_dim // panel, shape.num_heads // pack)
         strides = (head_bytes, shape.num_heads * head_bytes, 2 * panel, pack * head_bytes)
         return self._map(query, sizes, strides, (panel, pack, GROUP_ROWS // pack, sizes[3], 1))
 
-    def _key_map(self, keys: Tensor) -> NDArray[np.uint64]:
+    def _key_map(self, keys: Array) -> NDArray[np.uint64]:
         shape, panel = self.shape, self.shape.panel
         head_bytes = 2 * shape.head_dim
         sizes = (panel, len(keys), shape.head_dim // panel, shape.num_kv_heads)
         strides = (shape.num_kv_heads * head_bytes, 2 * panel, head_bytes)
         return self._map(keys, sizes, strides, (panel, shape.keys, sizes[2], 1))
 
-    def _map(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> NDArray[np.uint64]:
-        import torch
+    def _map(self, array: Array, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> NDArray[np.uint64]:
+        assert array.dtype == np.float16
+        assert array.flags.c_contiguous
+        return self._make_map(address(array), sizes, strides, box)
 
-        assert tensor.dtype is torch.float16
-        assert tensor.is_contiguous()
-        return self._make_map(tensor.data_ptr(), sizes, strides, box)
+
+def _with_room(memory: Array | None, count: int, like: Array, dtype: DTypeLike = np.float16) -> Array:
+    """`memory`, or new one if that has not so many values."""
+    if memory is not None and len(memory) >= count:
+        return memory
+    made: Array = library_of(like).empty(count, dtype)
+    return made

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 from kog_dist.model.spec import Sublayer
+from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.model.buffers import PromptBuffers
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -20,16 +19,15 @@ class DenseRows:
     """Views for a chunk of `size` tokens. L: hosted lanes, D: hidden size, F: FFN columns of a lane, T: the products' type."""
 
     size: int
-    stream: Tensor  # (size, D) float32
-    x: Tensor  # (size, D) T: the stream's norm, times the weights of the norm that comes next
-    qkv: Tensor  # (size, L * rows of wqkv) float32, so that keys and values are rounded once
-    query: Tensor  # (size, L * heads, head_dim) T
-    gate_up: Tensor  # (size, L * 2F) T: gates of a lane, its ups, those of the next lane
-    activation: Tensor  # (L, size, F) T, a view of (size, L, F): times ACTIVATION_SCALE
-    partial: Tensor  # (L, size, D) T: what a sublayer adds to the stream, by lane
-    own_sums: tuple[Tensor, ...]  # by sublayer, (size, D) float32: sums over the hosted lanes, for other ranks
-    place: Tensor  # int32: first position of the chunk; 0 and one past its last row, the bounds of its keys
-    query_bounds: Tensor  # int32: 0, size
+    stream: Array  # (size, D) float32
+    x: Array  # (size, D) T: the stream's norm, times the weights of the norm that comes next
+    qkv: Array  # (size, L * rows of wqkv) float32, so that keys and values are rounded once
+    query: Array  # (size, L * heads, head_dim) T
+    gate_up: Array  # (size, L * 2F) T: gates of a lane, its ups, those of the next lane
+    activation: Array  # (L, size, F) T, a view of (size, L, F): times ACTIVATION_SCALE
+    partial: Array  # (L, size, D) T: what a sublayer adds to the stream, by lane
+    own_sums: tuple[Array, ...]  # by sublayer, (size, D) float32: sums over the hosted lanes, for other ranks
+    place: Array  # int32: first position of the chunk; 0; one past its last row
 
 
 class DenseBuffers(PromptBuffers):
@@ -39,7 +37,7 @@ class DenseBuffers(PromptBuffers):
     layer.
     """
 
-    def __init__(self, layout: CacheLayout, dtype: torch.dtype, max_size: int, device: str) -> None:
+    def __init__(self, layout: CacheLayout, dtype: DTypeLike, max_size: int, device: str) -> None:
         super().__init__(layout, dtype, max_size, device, kept_layers=1)
 
     def rows(self, size: int) -> DenseRows:
@@ -52,14 +50,12 @@ class DenseBuffers(PromptBuffers):
         return self._rows(1, " of the last", 1)
 
     def _rows(self, size: int, suffix: str, largest: int) -> DenseRows:
-        import torch
-
         spec, lanes, half = self.spec, self.layout.num_lanes, self.dtype
 
-        def view(name: str, *shape: int, dtype: torch.dtype) -> Tensor:
+        def view(name: str, *shape: int, dtype: DTypeLike) -> Array:
             return self._front(name + suffix, shape, dtype, prod(shape) // size * largest)
 
-        d, f32 = spec.hidden_size, torch.float32
+        d, f32 = spec.hidden_size, np.float32
         return DenseRows(
             size=size,
             stream=view("stream", size, d, dtype=f32),
@@ -67,11 +63,10 @@ class DenseBuffers(PromptBuffers):
             qkv=view("qkv", size, lanes * spec.lane_qkv_rows, dtype=f32),
             query=view("query", size, lanes * spec.lane_heads, spec.head_dim, dtype=half),
             gate_up=view("gate up", size, lanes * 2 * spec.lane_ffn, dtype=half),
-            activation=view("activation", size, lanes, spec.lane_ffn, dtype=half).transpose(0, 1),
+            activation=view("activation", size, lanes, spec.lane_ffn, dtype=half).swapaxes(0, 1),
             partial=view("partial", lanes, size, d, dtype=half),
             own_sums=tuple(view(f"own sum {sublayer}", size, d, dtype=f32) for sublayer in Sublayer),
-            place=torch.zeros(3, dtype=torch.int32, device=self.device),
-            query_bounds=torch.tensor([0, size], dtype=torch.int32, device=self.device),
+            place=self._library.zeros(3, np.int32),
         )
 
 

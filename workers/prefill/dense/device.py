@@ -1,7 +1,7 @@
-"""The operations of a chunk of a model with one residual stream on a GPU: products by cuBLAS, attention of our own or torch's,
+"""The operations of a chunk of a model with one residual stream on a GPU: products by cuBLAS, attention of our own,
 and the fused kernels of dense.cu for the rest.
 
-All of it is queued on torch's current stream and reads positions from device memory, so a chunk can be captured once and replayed
+All of it is queued on cupy's current stream and reads positions from device memory, so a chunk can be captured once and replayed
 for any place in any prompt.
 """
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from kog_dist.cuda.driver import Kernel
 from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.attention.choice import attention_for, flash_attention
+from kog_dist.workers.prefill.arrays import Array
+from kog_dist.workers.prefill.attention.choice import attention_for
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
 from kog_dist.workers.prefill.dense.dense_abi import APPEND_ROWS, DENSE_PARAMS, MAX_THREADS, dense_header, row_threads
 from kog_dist.workers.prefill.dense.operations import wide_product
@@ -20,8 +21,6 @@ from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_k
 from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kog_dist.workers.prefill.model.matrices import DenseMatrices
 
 KERNELS = (
@@ -37,33 +36,33 @@ class DenseDeviceOperations:
     `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. Raises CompileError or LaunchError.
     """
 
-    def __init__(self, buffers: DenseBuffers, embedding: Tensor, cache: Tensor, *, weight_dtype: str, kv_dtype: str) -> None:
+    def __init__(self, buffers: DenseBuffers, embedding: Array, cache: Array, *, weight_dtype: str, kv_dtype: str) -> None:
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         cubin = compiled.build("dense", dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype))
         self.products = Products(algorithms_kept())
         self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in KERNELS})
         self._attention = attention_for(self.layout)
 
-    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Launchers) -> None:
+    def _bind(self, embedding: Array, cache: Array, launchers: Launchers) -> None:
         """`launchers`: see `KernelCalls`."""
         buffers = self.buffers
-        tensors = {
+        arrays = {
             "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
             "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
             "last_position": buffers.last_position, "last_streams": buffers.last_streams,
         }  # fmt: skip
-        self._launch = KernelCalls(DENSE_PARAMS, launchers, tensors)
+        self._launch = KernelCalls(DENSE_PARAMS, launchers, arrays)
         self._row_threads = row_threads(self.spec.hidden_size)
 
     def begin(self, rows: DenseRows) -> None:
         """See `DenseOperations`."""
         self._launch("begin", 1, 1, size=rows.size, place=rows.place)
 
-    def embed(self, rows: DenseRows, norm: Tensor) -> None:
+    def embed(self, rows: DenseRows, norm: Array) -> None:
         """See `DenseOperations`."""
         self._launch("embed", rows.size, self._row_threads, place=rows.place, stream=rows.stream, x=rows.x, norm=norm)
 
-    def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+    def product(self, x: Array, matrix: Array, out: Array) -> None:
         """See `DenseOperations`."""
         self.products(x, matrix, out)
 
@@ -78,21 +77,19 @@ class DenseDeviceOperations:
         num_ctas = min(_MOST_STORING, -(-rows.size * self.layout.heads * self.spec.head_dim // (8 * MAX_THREADS)))
         self._launch("store", num_ctas, MAX_THREADS, early=True, size=rows.size, layer=layer, place=rows.place)
 
-    def attend(self, rows: DenseRows, layer: int) -> Tensor:
+    def attend(self, rows: DenseRows, layer: int) -> Array:
         """See `DenseOperations`."""
         keys, values, window = self.buffers.keys[0], self.buffers.values[0], self.spec.window(layer)
-        if self._attention is None:
-            return flash_attention(rows.query, keys, values, rows.query_bounds, rows.place, window, self.layout.num_lanes)
         return self._attention.run(rows.query, keys, values, rows.place, window)
 
-    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Tensor) -> None:
+    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array) -> None:
         """See `DenseOperations`."""
         self._launch(
             "lane_sum", rows.size, self._row_threads, early=True, size=rows.size, scale=scale, partial=rows.partial,
             own_sum=own_sum,
         )  # fmt: skip
 
-    def residual(self, rows: DenseRows, scale: float, total: Tensor | None, norm: Tensor | None) -> None:
+    def residual(self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None) -> None:
         """See `DenseOperations`."""
         self._launch(
             "residual_alone" if total is None else "residual", rows.size, self._row_threads,
@@ -100,7 +97,7 @@ class DenseDeviceOperations:
             size=rows.size, scale=scale, stream=rows.stream, x=rows.x, norm=norm, partial=rows.partial, total=total,
         )  # fmt: skip
 
-    def gate(self, rows: DenseRows, matrix: Tensor) -> None:
+    def gate(self, rows: DenseRows, matrix: Array) -> None:
         """See `DenseOperations`."""
         wide_product(self, rows.x, matrix, rows.gate_up)
         self._launch(

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec, Sublayer
+from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.dense.operations import ACTIVATION_SCALE
 from kog_dist.workers.prefill.exchange.lane_sums import SumExchange
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kog_dist.workers.prefill.dense.buffers import DenseRows
     from kog_dist.workers.prefill.dense.operations import DenseOperations
     from kog_dist.workers.prefill.model.matrices import DenseMatrices
@@ -64,10 +63,10 @@ class DenseLayers:
         is_last = layer == self.spec.num_layers - 1
         self._add(rows, Sublayer.MLP, layer, 1 / ACTIVATION_SCALE, None if is_last else self.matrices[layer + 1].attention_norm)
 
-    def _add(self, rows: DenseRows, sublayer: Sublayer, layer: int, scale: float, norm: Tensor | None) -> None:
+    def _add(self, rows: DenseRows, sublayer: Sublayer, layer: int, scale: float, norm: Array | None) -> None:
         """stream += `scale` times the sum of all lanes' partial sums, those of other ranks included; x = its norm."""
         do, exchange, own_sum = self.operations, self.exchange, rows.own_sums[sublayer]
-        total: Tensor | None = None
+        total: Array | None = None
         if not exchange.is_alone:
             do.lane_sum(rows, scale, own_sum)
             exchange.publish(sublayer, layer, own_sum)

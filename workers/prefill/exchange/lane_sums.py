@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.decode.exchange_calls import RankExchange
 from kog_dist.model.spec import ModelSpec, Sublayer
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kog_dist.workers.prefill.arrays import Array
 
 MAILBOX = "prefill"
 
@@ -33,13 +31,13 @@ class SumExchange(Protocol):
     def begin_last(self) -> None:
         """Until the next chunk begins, sums are of the prompt's last token alone, one row; one of each kind at most."""
 
-    def publish(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> None:
+    def publish(self, sublayer: Sublayer, layer: int, own_sum: Array) -> None:
         """Send this rank's `own_sum` (size, D) float32 of a layer; it stays unchanged for `delay` more layers."""
 
-    def total(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, sublayer: Sublayer, layer: int, own_sum: Array) -> Array:
         """The sum (size, D) over all ranks of what they published, as a binary tree of neighbours. May be called twice."""
 
-    def share_overflow(self, overflow: Tensor) -> None:
+    def share_overflow(self, overflow: Array) -> None:
         """Behind the last chunk: `overflow` (int32, 1 value) becomes 1 if it is on any rank, or if a wait was given up."""
 
     def stop(self) -> None:
@@ -60,14 +58,14 @@ class OneRank:
     def begin_last(self) -> None:
         """See `SumExchange`."""
 
-    def publish(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> None:
+    def publish(self, sublayer: Sublayer, layer: int, own_sum: Array) -> None:
         """Nothing to send."""
 
-    def total(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, sublayer: Sublayer, layer: int, own_sum: Array) -> Array:
         """The own sum."""
         return own_sum
 
-    def share_overflow(self, overflow: Tensor) -> None:
+    def share_overflow(self, overflow: Array) -> None:
         """Nobody else has one."""
 
     def stop(self) -> None:
@@ -98,7 +96,7 @@ class CommunicatorExchange:
         self._kept_layers = spec.delay + 1
         self._epoch = 0
         self._sent: dict[tuple[Sublayer, int], tuple[int, int]] = {}  # layer and epoch of what was published last, by place
-        self._totals: dict[tuple[Sublayer, int], tuple[int, Tensor]] = {}
+        self._totals: dict[tuple[Sublayer, int], tuple[int, Array]] = {}
 
     def begin_chunk(self) -> None:
         """See `SumExchange`."""
@@ -106,33 +104,31 @@ class CommunicatorExchange:
     def begin_last(self) -> None:
         """See `SumExchange`."""
 
-    def publish(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> None:
+    def publish(self, sublayer: Sublayer, layer: int, own_sum: Array) -> None:
         """See `SumExchange`."""
         self._epoch += 1
         self._sent[sublayer, layer % self._kept_layers] = (layer, self._epoch)
         self._totals.pop((sublayer, layer % self._kept_layers), None)
         self._comm.publish(MAILBOX, self._epoch % self._box.num_slots, self._epoch, self._padded(own_sum))
 
-    def total(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, sublayer: Sublayer, layer: int, own_sum: Array) -> Array:
         """See `SumExchange`."""
-        import torch
-
         place = (sublayer, layer % self._kept_layers)
         if place not in self._totals:
             sent_layer, epoch = self._sent[place]
             assert sent_layer == layer, f"the sum of layer {layer} was not published; its place holds layer {sent_layer}"
             summed = self._comm.delayed_reduce(MAILBOX, epoch % self._box.num_slots, epoch, self._padded(own_sum))
-            self._totals[place] = (layer, torch.from_numpy(summed[: own_sum.numel()]).view_as(own_sum))
+            self._totals[place] = (layer, summed[: own_sum.size].reshape(own_sum.shape))
         kept_layer, total = self._totals[place]
         assert kept_layer == layer
         return total
 
-    def share_overflow(self, overflow: Tensor) -> None:
+    def share_overflow(self, overflow: Array) -> None:
         """See `SumExchange`."""
         self._epoch += 1
         slot, own = self._epoch % self._box.num_slots, self._padded(overflow)
         self._comm.publish(MAILBOX, slot, self._epoch, own)
-        overflow.fill_(int(self._comm.delayed_reduce(MAILBOX, slot, self._epoch, own)[0] > 0))
+        overflow[...] = self._comm.delayed_reduce(MAILBOX, slot, self._epoch, own)[0] > 0
 
     def stop(self) -> None:
         """The communicator's waits are bounded, and end with an abort."""
@@ -140,7 +136,7 @@ class CommunicatorExchange:
     def check(self) -> None:
         """See `stop`."""
 
-    def _padded(self, own_sum: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    def _padded(self, own_sum: Array) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         row = np.zeros(self._box.length, np.float32)
-        row[: own_sum.numel()] = own_sum.reshape(-1).numpy()
+        row[: own_sum.size] = own_sum.reshape(-1)
         return row

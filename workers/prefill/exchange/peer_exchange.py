@@ -17,17 +17,16 @@ import numpy as np
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
-from kog_dist.cuda.driver import Kernel
+from kog_dist.cuda.driver import Kernel, copy_to_device, copy_to_host
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.runtime.abi import WAIT_RECORD, WaitRecord
 from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.arrays import Array, address, current_stream, library
 from kog_dist.workers.prefill.model.staging import staged
 from kog_dist.workers.prefill.prefill_abi import ROW_TILE, SUM_PARAMS, SUM_THREADS, sums_header
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kog_dist.collectives.cuda import CudaCommunicator
 
 PARTS, TOTALS, LAST_PARTS, LAST_TOTALS, ENDS = (
@@ -105,10 +104,10 @@ class _Sums:
         params["total_flag_word"] = self._totals.row(slot, 0) + self._total_flags
         params["total_slot"], params["total_mailbox"] = slot, self._totals.index
 
-    def total(self, heap: Tensor, sublayer: Sublayer, total: int, size: int) -> Tensor:
+    def total(self, heap: Array, sublayer: Sublayer, total: int, size: int) -> Array:
         """That total in the own heap, which is `heap` as float32 values."""
         first = 2 * self._totals.row(sublayer * self.num_slots + total, 0)
-        return heap[first : first + size * self._width].view(size, self._width)
+        return heap[first : first + size * self._width].reshape(size, self._width)
 
 
 class PeerExchange:
@@ -125,7 +124,7 @@ class PeerExchange:
         spec: ModelSpec,
         max_size: int,
         boxes: Sequence[Mailbox],
-        heap: Tensor,
+        heap: Array,
         peers: bytes,
         launch: Launch,
         queues: Queues,
@@ -133,23 +132,22 @@ class PeerExchange:
         limit_s: float,
         num_ctas: int = DEFAULT_CTAS,
     ) -> None:
-        import torch
-
         self._launch, self._queues, self._heap, self._peers, self._num_ctas = launch, queues, heap, peers, num_ctas
         self._is_last = False
-        is_cuda = heap.is_cuda
-        self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=heap.device)
-        self._seen, self._one = (staged(count, torch.uint8, is_cuda=is_cuda) for count in (_STATE_BYTES, 4))
-        self._one.fill_(1)
-        self._stop_stream = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
+        is_cuda = not isinstance(heap, np.ndarray)
+        xp = library("cuda" if is_cuda else "cpu")
+        self._state = xp.zeros(_STATE_BYTES, np.uint8)
+        self._seen, self._one = (staged(count, np.uint8, is_cuda=is_cuda) for count in (_STATE_BYTES, 4))
+        self._one.fill(1)
+        self._stop_stream: Any = xp.cuda.Stream(non_blocking=True) if is_cuda else None
         self._layers = {sublayer: summed_layers(spec, sublayer) for sublayer in Sublayer}
-        start = self._state.data_ptr()
+        start = address(self._state)
         parts, totals, last_parts, last_totals, self._ends = boxes
         self._of_chunks = _Sums(spec, max_size, parts, totals, start + _NUM_CHUNKS)
         self._of_last = _Sums(spec, 1, last_parts, last_totals, start + _NUM_LASTS)
         self._num_ranks = parts.world_size
         self._arrived: dict[
-            tuple[Sublayer, int], tuple[int, Callable[[], None], Tensor]
+            tuple[Sublayer, int], tuple[int, Callable[[], None], Array]
         ] = {}  # layer, how to wait, total; by place
         self._params = np.zeros((), SUM_PARAMS.dtype)
         self._params["stopped_ptr"], self._params["record_ptr"] = start + _STOPPED, start + _RECORD
@@ -163,14 +161,14 @@ class PeerExchange:
         """See `SumExchange`."""
         self._begin(is_last=True)
 
-    def publish(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> None:
+    def publish(self, sublayer: Sublayer, layer: int, own_sum: Array) -> None:
         """See `SumExchange`. Adds up and awaits, too, as soon as the peers' parts are there."""
         params, sums, size = self._params.copy(), self._sums, len(own_sum)
         place = layer % sums.num_slots
         sums.place(params, sublayer, place)
         layers = [layer] if self._is_last else self._layers[sublayer]
         params["per_chunk"], params["index"] = len(layers), layers.index(layer)
-        params["own_sum_ptr"], params["size"] = own_sum.data_ptr(), size
+        params["own_sum_ptr"], params["size"] = address(own_sum), size
         whole = params.tobytes() + self._peers
         num_ctas = min(self._num_ctas, _num_row_tiles(size))
         with self._queues.sending():
@@ -180,17 +178,17 @@ class PeerExchange:
             self._launch("await_totals", 1, WAIT_THREADS, whole)
         self._arrived[sublayer, place] = (layer, self._queues.collected(), sums.total(self._heap, sublayer, place, size))
 
-    def total(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, sublayer: Sublayer, layer: int, own_sum: Array) -> Array:
         """See `SumExchange`."""
         found_layer, wait, total = self._arrived[sublayer, layer % self._sums.num_slots]
         assert found_layer == layer, f"the sum of layer {layer} was not published; its place holds layer {found_layer}"
         wait()
         return total
 
-    def share_overflow(self, overflow: Tensor) -> None:
+    def share_overflow(self, overflow: Array) -> None:
         """See `SumExchange`."""
         params = self._params.copy()
-        params["num_chunks_ptr"], params["overflow_ptr"] = self._state.data_ptr() + _NUM_ENDS, overflow.data_ptr()
+        params["num_chunks_ptr"], params["overflow_ptr"] = address(self._state) + _NUM_ENDS, address(overflow)
         params["first_word"], params["row_words"], params["mailbox"] = (
             self._ends.first_word,
             self._ends.row_words,
@@ -198,22 +196,21 @@ class PeerExchange:
         )
         params["num_slots"] = self._ends.spec.num_slots
         self._launch("share_overflow", 1, 32, params.tobytes() + self._peers)
-        self._seen.copy_(self._state, non_blocking=True)
+        if self._stop_stream is None:
+            self._seen[:] = self._state
+        else:
+            copy_to_host(address(self._seen), address(self._state), _STATE_BYTES, current_stream())
 
     def stop(self) -> None:
         """See `SumExchange`."""
-        import torch
-
-        place = self._state[_STOPPED : _STOPPED + 4]
         if self._stop_stream is None:
-            place.copy_(self._one)
-            return
-        with torch.cuda.stream(self._stop_stream):  # by a copy engine, beside whatever runs
-            place.copy_(self._one, non_blocking=True)
+            self._state[_STOPPED : _STOPPED + 4] = self._one
+        else:  # by a copy engine, beside whatever runs
+            copy_to_device(address(self._state) + _STOPPED, address(self._one), 4, self._stop_stream.ptr)
 
     def check(self) -> None:
         """See `SumExchange`."""
-        record = WaitRecord.unpack(self._seen[_RECORD:].numpy().tobytes())
+        record = WaitRecord.unpack(self._seen[_RECORD:].tobytes())
         if record.elapsed_ns:
             raise DeviceError(record)
 
@@ -232,35 +229,33 @@ class SideStreams:
     """See `Queues`: two CUDA streams beside the current one."""
 
     def __init__(self) -> None:
-        import torch
+        import cupy
 
-        self._send, self._collect = (torch.cuda.Stream(priority=_FIRST_OF_PRODUCTS) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._cuda: Any = cupy.cuda
+        self._send, self._collect = (cupy.cuda.Stream(non_blocking=True, priority=_FIRST_OF_PRODUCTS) for _ in range(2))
 
     @contextmanager
     def sending(self) -> Iterator[None]:
         """See `Queues`."""
-        import torch
-
-        self._send.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._send):
+        self._send.wait_event(self._queued(self._cuda.get_current_stream()))
+        with self._send:
             yield
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """See `Queues`."""
-        import torch
-
-        self._collect.wait_stream(self._send)
-        with torch.cuda.stream(self._collect):
+        self._collect.wait_event(self._queued(self._send))
+        with self._collect:
             yield
 
     def collected(self) -> Callable[[], None]:
         """See `Queues`."""
-        import torch
+        event = self._queued(self._collect)
+        return lambda: self._cuda.get_current_stream().wait_event(event)
 
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._collect)
-        return lambda: torch.cuda.current_stream().wait_event(event)
+    def _queued(self, stream: Any) -> Any:
+        """An event behind what a stream has to do."""
+        return stream.record(self._cuda.Event(disable_timing=True))
 
 
 def peer_exchange(
@@ -270,22 +265,21 @@ def peer_exchange(
 
     `limit_s` bounds every wait; `num_ctas` thread blocks send a sum, and as many add its share up.
     """
-    import torch
-
     cubin = compiled.build("allreduce", sums_header(comm.world_size))
     kernels = {name: Kernel(cubin.path, name, 0) for name in _KERNELS}
     boxes = [comm.mailboxes[box.name] for box in mailboxes(spec, max_size, comm.world_size)]
-    heap: Tensor = torch.as_tensor(_Floats(comm.heap.peer_ptr(comm.rank, 0), comm.heap.size_bytes // 4), device="cuda")
+    heap = _floats(comm.heap.peer_ptr(comm.rank, 0), comm.heap.size_bytes)
     peers = comm.heap.device_handle().tobytes()
     launch = partial(_launch, kernels)
     return PeerExchange(spec, max_size, boxes, heap, peers, launch, SideStreams(), limit_s=limit_s, num_ctas=num_ctas)
 
 
-class _Floats:
-    """Device memory as float32 values, for `torch.as_tensor`, which does not copy it."""
+def _floats(start: int, num_bytes: int) -> Any:
+    """Memory of the current GPU as float32 values. The caller keeps it."""
+    import cupy
 
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "<f4", "data": (address, False), "version": 3}
+    memory = cupy.cuda.UnownedMemory(start, num_bytes, None, cupy.cuda.Device().id)
+    return cupy.ndarray((num_bytes // 4,), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def _launch(kernels: dict[str, Kernel], name: str, num_ctas: int, num_threads: int, params: bytes) -> None:

@@ -1,12 +1,12 @@
 """Products of large chunks by Hopper's matrix units, with what comes behind them in the same kernel (gemm.cuh), queued on
-torch's current stream.
+cupy's current stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.arrays import Array, address
 from kog_dist.workers.prefill.gemm.gemm_abi import CLUSTER, CLUSTER_ROWS, COLUMNS, DEPTH, TILE_PARAMS, TILE_ROWS, TileShape
 from kog_dist.workers.prefill.hopper_abi import NUM_THREADS
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Tiles from which on gate_up was faster than cuBLAS and swiglu: those of 512 rows of 2B's eight lanes. With half of them it took
 # as long.
@@ -33,10 +31,10 @@ def build(shape: TileShape) -> compiler.Cubin:
 
 
 def tiles_on_gpu(shape: TileShape) -> Tiles:
-    """A kernel on torch's current GPU. Raises CompileError or LaunchError."""
-    import torch
+    """A kernel on the current GPU. Raises CompileError or LaunchError."""
+    import cupy
 
-    torch.zeros(1, device="cuda").item()  # makes a context, if nobody has done so
+    cupy.zeros(1)  # makes a context, if nobody has done so
     kernel = Kernel(build(shape).path, shape.kernel, shape.shared_bytes)
     num_clusters = kernel.clusters_at_once(CLUSTER, NUM_THREADS)
     return Tiles(shape, num_clusters, partial(compiled.launch, kernel), tensor_map)
@@ -62,40 +60,40 @@ class Tiles:
         """Whether chunks of `size` rows fit, and have enough of them to be faster than with a product of cuBLAS."""
         return size % CLUSTER_ROWS == 0 and self._num_tiles(lanes, size) >= _LEAST_TILES
 
-    def fits(self, matrix: Tensor) -> bool:
+    def fits(self, matrix: Array) -> bool:
         """Whether the kernel is made for such a matrix."""
-        return matrix.shape[1:] == (self.shape.width, self.shape.inner) and matrix.is_contiguous()
+        return bool(matrix.shape[1:] == (self.shape.width, self.shape.inner) and matrix.flags.c_contiguous)
 
-    def run(self, x: Tensor, matrix: Tensor, **tensors: Tensor) -> None:
+    def run(self, x: Array, matrix: Array, **arrays: Array) -> None:
         """Queue it: `x` (lanes, size, inner) times the transposed `matrix` (lanes, width, inner), and what comes behind it.
 
-        `size` is a multiple of 256. All lanes of `x` may be one (stride 0). `tensors`: for the pointers of their names.
+        `size` is a multiple of 256. All lanes of `x` may be one (stride 0). `arrays`: for the pointers of their names.
         """
         lanes, size, _ = x.shape
         assert size % CLUSTER_ROWS == 0
         assert self.fits(matrix)
         params: Any = np.zeros((), TILE_PARAMS.dtype)
         params["x_map"], params["matrix_map"] = self._x_map(x), self._matrix_map(matrix)
-        for name, tensor in tensors.items():
-            assert tensor.is_contiguous()
-            params[f"{name}_ptr"] = tensor.data_ptr()
+        for name, array in arrays.items():
+            assert array.flags.c_contiguous
+            params[f"{name}_ptr"] = address(array)
         num_tiles, of_lane = self._num_tiles(lanes, size), size // CLUSTER_ROWS
-        params["rows"], params["num_tiles"], params["is_shared"] = size, num_tiles, x.stride(0) == 0
+        params["rows"], params["num_tiles"], params["is_shared"] = size, num_tiles, x.strides[0] == 0
         params["band"] = max(band for band in range(1, _MOST_BAND + 1) if of_lane % band == 0)
         self._launch(CLUSTER * min(self.num_clusters, num_tiles), NUM_THREADS, params.tobytes(), True)
 
     def _num_tiles(self, lanes: int, size: int) -> int:
         return lanes * (size // CLUSTER_ROWS) * (self.shape.width // COLUMNS)
 
-    def _x_map(self, x: Tensor) -> NDArray[np.uint64]:
+    def _x_map(self, x: Array) -> NDArray[np.uint64]:
         lanes, size, inner = x.shape
-        assert x.stride(2) == 1
-        row_bytes, lane_bytes = 2 * x.stride(1), 2 * x.stride(0)
+        lane_bytes, row_bytes, value_bytes = x.strides
+        assert value_bytes == x.itemsize
         if lane_bytes == 0:
             lanes, lane_bytes = 1, size * row_bytes
         return self._map(x, (inner, size, lanes), (row_bytes, lane_bytes), (DEPTH, TILE_ROWS, 1))
 
-    def _matrix_map(self, matrix: Tensor) -> NDArray[np.uint64]:
+    def _matrix_map(self, matrix: Array) -> NDArray[np.uint64]:
         """In a product, a thread has columns 2 q and 2 q + 1 of each 8. So that it gets 8 neighbouring results from 8 q on, row
         e + 2 q + 8 j of a box is row 8 q + 2 j + e of 32. With gates and ups, of 32 activations, its row e + 2 q + 8 s + 16 j is
         gate (s = 0) or up of activation 8 q + 2 j + e.
@@ -107,8 +105,6 @@ class Tiles:
             sizes, steps, box = (2, 4, 4, lanes * rows // 32), (1, 8, 2, 32), (2, 4, 4, _BOX_ROWS // 32)
         return self._map(matrix, (inner, *sizes), tuple(2 * inner * step for step in steps), (DEPTH, *box))
 
-    def _map(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> NDArray[np.uint64]:
-        import torch
-
-        assert tensor.dtype is torch.float16
-        return self._make_map(tensor.data_ptr(), sizes, strides, box)
+    def _map(self, array: Array, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> NDArray[np.uint64]:
+        assert array.dtype == np.float16
+        return self._make_map(address(array), sizes, strides, box)

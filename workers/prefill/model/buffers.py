@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.head_start import LastStreams
+from kog_dist.workers.prefill.arrays import Array, address, library, repeated
+from kog_dist.workers.prefill.attention.attention_abi import MAX_HEAD_DIM
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import SPLIT_SIZE
 from kog_dist.workers.prefill.model.staging import Staging
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 UNIT = 8  # neighbouring values that a thread of the fused kernels takes at once
-MAX_HEAD_DIM = 256  # of flash attention
 
 
 @dataclass(frozen=True)
@@ -34,39 +33,38 @@ class Rows:
     """
 
     size: int
-    stream: Tensor  # (L, S * size, D) T; of `shared` rows all lanes are the first one
-    inverse_rms: Tensor  # (L, size) float32
-    qkv: Tensor  # (L, S * size, rows) float32, so that keys and values are rounded once: rows of wqkv, without 1 / rms
-    query: Tensor  # (size, L * heads, head_dim) T
-    gate_up: Tensor  # (L, P * size, 2F) R, without 1 / rms
-    activation: Tensor  # (L, P * size, F) T
-    partials: tuple[tuple[Tensor, ...], ...]  # (L, P * size, D) R; attention's outputs have one plane, so their second is ever 0
-    own_sums: tuple[tuple[Tensor, ...], ...]  # (size, D) float32
-    place: Tensor  # int32: first position of the chunk; 0 and one past its last row, the bounds of its keys
-    query_bounds: Tensor  # int32: 0, size
+    stream: Array  # (L, S * size, D) T; of `shared` rows all lanes are the first one
+    inverse_rms: Array  # (L, size) float32
+    qkv: Array  # (L, S * size, rows) float32, so that keys and values are rounded once: rows of wqkv, without 1 / rms
+    query: Array  # (size, L * heads, head_dim) T
+    gate_up: Array  # (L, P * size, 2F) R, without 1 / rms
+    activation: Array  # (L, P * size, F) T
+    partials: tuple[tuple[Array, ...], ...]  # (L, P * size, D) R; attention's outputs have one plane, so their second is ever 0
+    own_sums: tuple[tuple[Array, ...], ...]  # (size, D) float32
+    place: Array  # int32: first position of the chunk; 0; one past its last row
 
     @property
     def is_split(self) -> bool:
         """Whether S is 2."""
-        return self.stream.shape[1] > self.size
+        return bool(self.stream.shape[1] > self.size)
 
     @property
     def is_exact(self) -> bool:
         """Whether P is 2."""
-        return self.activation.shape[1] > self.size
+        return bool(self.activation.shape[1] > self.size)
 
     @property
     def shared(self) -> Rows:
         """The same while the streams are the same in all lanes: kept once, where those of the first lane are."""
-        return replace(self, stream=self.stream[:1].expand_as(self.stream))
+        return replace(self, stream=repeated(self.stream[:1], len(self.stream)))
 
     @property
-    def kept_stream(self) -> Tensor:
+    def kept_stream(self) -> Array:
         """`stream` without lanes that are others."""
-        return self.stream if self.stream.stride(0) else self.stream[:1]
+        return self.stream if self.stream.strides[0] else self.stream[:1]
 
     @property
-    def gated(self) -> Tensor:
+    def gated(self) -> Array:
         """The planes of the streams that gates and ups are made of, (L, P * size, D) T."""
         return self.stream[:, : self.gate_up.shape[1]]
 
@@ -77,36 +75,32 @@ class PromptBuffers:
     are those of the context, and a chunk's padding behind it. Raises ConfigError for shapes that the fused kernels cannot take.
     """
 
-    def __init__(self, layout: CacheLayout, dtype: torch.dtype, max_size: int, device: str, *, kept_layers: int) -> None:
-        import torch
-
-        spec = layout.spec
+    def __init__(self, layout: CacheLayout, dtype: DTypeLike, max_size: int, device: str, *, kept_layers: int) -> None:
+        spec, xp = layout.spec, library(device)
         if finding := misfit(spec):
             raise ConfigError(f"prefill cannot run this model: it has {finding}")
-        self.layout, self.spec, self.dtype, self.max_size, self.device = layout, spec, dtype, max_size, device
-        self._memory: dict[str, Tensor] = {}
-        cos, sin = (torch.from_numpy(table) for table in rope_table(spec, spec.max_context))
-        self.rope = torch.stack((cos, sin), dim=-1).to(device)  # (max_context, head_dim / 2, 2)
+        self.layout, self.spec, self.dtype, self.max_size, self._library = layout, spec, np.dtype(dtype), max_size, xp
+        self._memory: dict[str, Array] = {}
+        self.rope: Array = xp.asarray(np.stack(rope_table(spec, spec.max_context), axis=-1))  # (max_context, head_dim / 2, 2)
         num_rows = spec.max_context + max_size
         self.staging = Staging(num_rows, device)
         self.prompt, self.flags = self.staging.prompt, self.staging.flags
         shape = (kept_layers, num_rows, layout.heads, spec.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (xp.zeros(shape, dtype) for _ in range(2))
         self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next chunk begins; 1: a value was not finite
         self.last_position = self.flags[2:]  # of the prompt
         num_streams = 1 if spec.has_one_stream else layout.num_lanes
-        self.last_streams = torch.zeros(num_streams, spec.hidden_size, device=device)  # of it, behind the last layer
+        self.last_streams: Array = xp.zeros((num_streams, spec.hidden_size), np.float32)  # of it, behind the last layer
 
     @property
     def streams(self) -> LastStreams:
         """The address of `last_streams`; they are invalid if a value was not finite."""
-        return LastStreams(self.last_streams.data_ptr(), self.overflow.data_ptr())
+        return LastStreams(address(self.last_streams), address(self.overflow))
 
     def forget(self) -> None:
         """Plain keys and values, after a value was not finite: masked NaN spreads, too."""
-        self.keys.zero_()
-        self.values.zero_()
+        self.keys.fill(0)
+        self.values.fill(0)
 
     @property
     def num_bytes(self) -> int:
@@ -114,13 +108,11 @@ class PromptBuffers:
         held = (self.rope, self.prompt, self.keys, self.values, self.flags, self.last_streams)
         return sum(array.nbytes for array in (*held, *self._memory.values()))
 
-    def _front(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> Tensor:
+    def _front(self, name: str, shape: tuple[int, ...], dtype: DTypeLike, count: int) -> Array:
         """The front of the memory `name`, which is made for `count` values."""
-        import torch
-
         if name not in self._memory:
-            self._memory[name] = torch.zeros(count, dtype=dtype, device=self.device)
-        return self._memory[name][: prod(shape)].view(shape)
+            self._memory[name] = self._library.zeros(count, dtype)
+        return self._memory[name][: prod(shape)].reshape(shape)
 
 
 class Buffers(PromptBuffers):
@@ -130,41 +122,38 @@ class Buffers(PromptBuffers):
     """
 
     def __init__(
-        self, layout: CacheLayout, dtype: torch.dtype, max_size: int, device: str, *, split_size: int = SPLIT_SIZE
+        self, layout: CacheLayout, dtype: DTypeLike, max_size: int, device: str, *, split_size: int = SPLIT_SIZE
     ) -> None:
         super().__init__(layout, dtype, max_size, device, kept_layers=layout.spec.num_layers)
         self._split_size = split_size
 
     def rows(self, size: int, *, is_exact: bool = False) -> Rows:
         """The views of a chunk of `size` tokens. Exact chunks share nothing with chunks of other sizes."""
-        import torch
-
         assert size <= self.max_size
-        max_size, planes, results = (size, 2, torch.float32) if is_exact else (self.max_size, 1, self.dtype)
+        max_size, planes, results = (size, 2, np.dtype(np.float32)) if is_exact else (self.max_size, 1, self.dtype)
         stream_rows, most_rows = (2 * size, 2 * size) if is_exact else stream_rows_of(size, max_size, self._split_size)
         spec, lanes = self.spec, self.layout.num_lanes
         d, dim = spec.hidden_size, spec.head_dim
         heads = lanes * spec.lane_heads
         slots = range(spec.delay + 1)
-        bounds = torch.tensor([0, size], dtype=torch.int32, device=self.device)
 
-        def view(name: str, *shape: int, dtype: torch.dtype = self.dtype, part: int = size, largest: int = max_size) -> Tensor:
+        def view(name: str, *shape: int, dtype: DTypeLike = self.dtype, part: int = size, largest: int = max_size) -> Array:
             """Made for the largest chunk: `part` of it is `largest` there."""
             return self._front(f"{name} exact {size}" if is_exact else name, shape, dtype, prod(shape) // part * largest)
 
-        def by_slot(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> tuple[tuple[Tensor, ...], ...]:
+        def by_slot(name: str, *shape: int, dtype: DTypeLike = self.dtype) -> tuple[tuple[Array, ...], ...]:
             return tuple(tuple(view(f"{name} {sublayer} {slot}", *shape, dtype=dtype) for slot in slots) for sublayer in range(2))
 
         return Rows(
             size=size,
             stream=view("stream", lanes, stream_rows, d, part=stream_rows, largest=most_rows),
-            inverse_rms=view("inverse rms", lanes, size, dtype=torch.float32),
+            inverse_rms=view("inverse rms", lanes, size, dtype=np.float32),
             qkv=view(
                 "qkv",
                 lanes,
                 stream_rows,
                 spec.lane_qkv_rows,
-                dtype=torch.float32,
+                dtype=np.float32,
                 part=stream_rows,
                 largest=most_rows,
             ),
@@ -172,9 +161,8 @@ class Buffers(PromptBuffers):
             gate_up=view("gate up", lanes, planes * size, 2 * spec.lane_ffn, dtype=results),
             activation=view("activation", lanes, planes * size, spec.lane_ffn),
             partials=by_slot("partial", lanes, planes * size, d, dtype=results),
-            own_sums=by_slot("own sum", size, d, dtype=torch.float32),
-            place=torch.zeros(3, dtype=torch.int32, device=self.device),
-            query_bounds=bounds,
+            own_sums=by_slot("own sum", size, d, dtype=np.float32),
+            place=self._library.zeros(3, np.int32),
         )
 
     def last_rows(self) -> Rows:
@@ -192,7 +180,7 @@ def misfit(spec: ModelSpec) -> str:
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
     if spec.head_dim > MAX_HEAD_DIM:
-        findings.append(f"{spec.head_dim} values in a head (at most {MAX_HEAD_DIM}, of flash attention)")
+        findings.append(f"{spec.head_dim} values in a head (at most {MAX_HEAD_DIM})")
     if spec.qk_norm and (spec.head_dim % 4 or 32 % (spec.head_dim // 4)):
         findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64 or 128)")
     if (spec.qkv_bias or spec.qk_norm) and not spec.has_one_stream:

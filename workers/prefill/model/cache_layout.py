@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import CODE_BITS, position_bytes
+from kog_dist.workers.prefill.arrays import Array, library_of, rounded
 from kog_dist.workers.prefill.model import coded_rows
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BATCH = 16  # positions
 
@@ -79,21 +76,21 @@ class CacheLayout:
         """The oldest of the positions before `end` that a layer still has."""
         return max(0, end - self.capacity(layer))
 
-    def parts(self, cache: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def parts(self, cache: Array, layer: int) -> tuple[Array, Array]:
         """K (heads, splits, batches, 16, head_dim) and V (heads, splits, batches, 8, head_dim, 2) of a layer: views.
 
         `cache` has `num_values` 16-bit values.
         """
         shape = (self.heads, self.splits, self.batches(layer))
-        rows = self._batches(cache, layer).view(*shape, 2, BATCH * self.spec.head_dim)
-        keys = rows[..., 0, :].view(*shape, BATCH, self.spec.head_dim)
-        return keys, rows[..., 1, :].view(*shape, BATCH // 2, self.spec.head_dim, 2)
+        batches, width = self._batches(cache, layer), self.spec.head_dim
+        keys = batches.reshape(*shape, 2, BATCH, width)[..., 0, :, :]
+        return keys, batches.reshape(*shape, 2, BATCH // 2, width, 2)[..., 1, :, :, :]
 
-    def _batches(self, cache: Tensor, layer: int) -> Tensor:
+    def _batches(self, cache: Array, layer: int) -> Array:
         first, last = (batch * self.batch_values for batch in self.first_batches[layer : layer + 2])
-        return cache[first:last].view(self.heads, self.splits, self.batches(layer), self.batch_values)
+        return cache[first:last].reshape(self.heads, self.splits, self.batches(layer), self.batch_values)
 
-    def store(self, cache: Tensor, layer: int, first: int, keys: Tensor, values: Tensor) -> None:
+    def store(self, cache: Array, layer: int, first: int, keys: Array, values: Array) -> None:
         """Write the positions from `first` on; keys and values (positions, heads, head_dim) have the type of `cache`.
 
         In codes: of any type; they are rounded here.
@@ -105,10 +102,10 @@ class CacheLayout:
             coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim, self.kv_dtype).store(places, (keys, values))
             return
         k, v = self.parts(cache, layer)
-        k[:, split, batch, row] = keys.transpose(0, 1)
+        k[:, split, batch, row] = keys.swapaxes(0, 1)
         v[:, split, batch, row // 2, :, row % 2] = values
 
-    def load(self, cache: Tensor, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    def load(self, cache: Array, layer: int, first: int, last: int) -> tuple[Array, Array]:
         """Keys and values (positions, heads, head_dim) of the positions `first` to `last` - 1, which it must still have.
 
         In codes: as float32.
@@ -117,19 +114,15 @@ class CacheLayout:
         if self.is_coded:
             return coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim, self.kv_dtype).load(places)
         k, v = self.parts(cache, layer)
-        return k[:, split, batch, row].transpose(0, 1), v[:, split, batch, row // 2, :, row % 2]
+        return k[:, split, batch, row].swapaxes(0, 1), v[:, split, batch, row // 2, :, row % 2]
 
-    def rounded(self, keys: Tensor, values: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    def rounded(self, keys: Array, values: Array, cache: Array) -> tuple[Array, Array]:
         """What the cache keeps of keys and values (..., head_dim)."""
-        return (
-            coded_rows.rounded_rows(keys, values, self.kv_dtype)
-            if self.is_coded
-            else (keys.to(cache.dtype), values.to(cache.dtype))
-        )
+        if self.is_coded:
+            return coded_rows.rounded_rows(keys, values, self.kv_dtype)
+        return rounded(keys, cache.dtype), rounded(values, cache.dtype)
 
-    def _places(self, layer: int, first: int, count: int, like: Tensor) -> coded_rows.Places:
-        import torch
-
-        positions = torch.arange(first, first + count, device=like.device)
+    def _places(self, layer: int, first: int, count: int, like: Array) -> coded_rows.Places:
+        positions = library_of(like).arange(first, first + count)
         slot = positions // self.splits % (BATCH * self.batches(layer))
         return positions % self.splits, slot // BATCH, slot % BATCH

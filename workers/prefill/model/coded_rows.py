@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +29,9 @@ from kog_dist.decode.kv_formats import (
     values_of_fp8,
     values_of_int4,
 )
+from kog_dist.workers.prefill.arrays import Array
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Places = tuple["Tensor", "Tensor", "Tensor"]  # of positions: split, batch, row
+Places = tuple[Array, Array, Array]  # of positions: split, batch, row
 Codes = NDArray[np.uint8]
 _PLACES = np.array([[0], [2], [4], [6]], np.uint8)  # of upper bits in a byte
 _ENCODE: dict[str, tuple[Callable[[Any], CodedRows], ...]] = {
@@ -49,55 +47,49 @@ _DECODE: dict[str, tuple[Callable[[CodedRows], Values], ...]] = {
 class CodedParts(NamedTuple):
     """Views of a layer's batches, of shape (heads, splits, batches, ...): uint8, and scales as float16."""
 
-    keys: tuple[Tensor, ...]  # (16, bytes) each: codes, of INT4 their lower and their upper bits
-    values: Tensor  # of FP8 (8, head_dim, 2), of INT4 (8, head_dim / 4, 2, 2): pairs of positions, two bytes of each
-    scales: Tensor  # (16, 2)
+    keys: tuple[Array, ...]  # (16, bytes) each: codes, of INT4 their lower and their upper bits
+    values: Array  # of FP8 (8, head_dim, 2), of INT4 (8, head_dim / 4, 2, 2): pairs of positions, two bytes of each
+    scales: Array  # (16, 2)
     kv_dtype: str
 
-    def store(self, places: Places, rows: tuple[Tensor, Tensor]) -> None:
+    def store(self, places: Places, rows: tuple[Array, Array]) -> None:
         """Round keys and values (positions, heads, head_dim) and write them."""
-        import torch
-
         split, batch, row = places
-        keys, values = (encode(part.float().numpy()) for encode, part in zip(_ENCODE[self.kv_dtype], rows, strict=True))
+        keys, values = (encode(part) for encode, part in zip(_ENCODE[self.kv_dtype], rows, strict=True))
         for part, packed in zip(self.keys, _packed_keys(keys.codes, len(self.keys)), strict=True):
-            part[:, split, batch, row] = torch.from_numpy(packed).transpose(0, 1)
+            part[:, split, batch, row] = packed.swapaxes(0, 1)
         packed = values.codes if self.values.ndim == 6 else _in(_nibbles(values.codes), 2)
-        self.values[:, split, batch, row // 2, :, row % 2] = torch.from_numpy(packed)
+        self.values[:, split, batch, row // 2, :, row % 2] = packed
         for number, coded in enumerate((keys, values)):
-            self.scales[:, split, batch, row, number] = torch.from_numpy(coded.scales)[..., 0].transpose(0, 1)
+            self.scales[:, split, batch, row, number] = coded.scales[..., 0].swapaxes(0, 1)
 
-    def load(self, places: Places) -> tuple[Tensor, Tensor]:
+    def load(self, places: Places) -> tuple[Array, Array]:
         """Keys and values (positions, heads, head_dim), float32."""
-        import torch
-
         split, batch, row = places
-        keys = _unpacked_keys(*(part[:, split, batch, row].transpose(0, 1).numpy() for part in self.keys))
-        packed = self.values[:, split, batch, row // 2, :, row % 2].numpy()
+        keys = _unpacked_keys(*(part[:, split, batch, row].swapaxes(0, 1) for part in self.keys))
+        packed = self.values[:, split, batch, row // 2, :, row % 2]
         values = packed if self.values.ndim == 6 else _of_nibbles(_flat(packed, 2))
-        scales = self.scales[:, split, batch, row].transpose(0, 1)[..., None].numpy()
+        scales = self.scales[:, split, batch, row].swapaxes(0, 1)[..., None]
         found = (
             decode(CodedRows(codes, scales[:, :, number]))
             for number, (decode, codes) in enumerate(zip(_DECODE[self.kv_dtype], (keys, values), strict=True))
         )
-        of_keys, of_values = map(torch.from_numpy, found)
+        of_keys, of_values = found
         return of_keys, of_values
 
 
-def coded_parts(batches: Tensor, head_dim: int, kv_dtype: str) -> CodedParts:
+def coded_parts(batches: Array, head_dim: int, kv_dtype: str) -> CodedParts:
     """Of `batches` (heads, splits, batches, bytes of a batch), uint8."""
-    import torch
-
     shape = batches.shape[:-1]
     if kv_dtype == "fp8":
-        keys, values, scales = batches.tensor_split((16 * head_dim, 32 * head_dim), dim=-1)
-        of_keys: tuple[Tensor, ...] = (keys.view(*shape, 16, head_dim),)
-        of_values = values.view(*shape, 8, head_dim, 2)
+        keys, values, scales = np.split(batches, (16 * head_dim, 32 * head_dim), axis=-1)
+        of_keys: tuple[Array, ...] = (keys.reshape(*shape, 16, head_dim),)
+        of_values = values.reshape(*shape, 8, head_dim, 2)
     else:
-        keys, tops, values, scales = batches.tensor_split((8 * head_dim, 12 * head_dim, 20 * head_dim), dim=-1)
-        of_keys = keys.view(*shape, 16, head_dim // 2), tops.view(*shape, 16, head_dim // 4)
-        of_values = values.view(*shape, 8, head_dim // 4, 2, 2)
-    return CodedParts(of_keys, of_values, scales.view(torch.float16).view(*shape, 16, 2), kv_dtype)
+        keys, tops, values, scales = np.split(batches, (8 * head_dim, 12 * head_dim, 20 * head_dim), axis=-1)
+        of_keys = keys.reshape(*shape, 16, head_dim // 2), tops.reshape(*shape, 16, head_dim // 4)
+        of_values = values.reshape(*shape, 8, head_dim // 4, 2, 2)
+    return CodedParts(of_keys, of_values, scales.view(np.float16).reshape(*shape, 16, 2), kv_dtype)
 
 
 def _packed_keys(codes: Codes, num_parts: int) -> tuple[Codes, ...]:
@@ -138,12 +130,10 @@ def _flat(codes: Codes, count: int) -> Codes:
     return codes.reshape(*codes.shape[:-count], prod(codes.shape[-count:]))
 
 
-def rounded_rows(keys: Tensor, values: Tensor, kv_dtype: str) -> tuple[Tensor, Tensor]:
+def rounded_rows(keys: Array, values: Array, kv_dtype: str) -> tuple[Array, Array]:
     """What is kept of rows (..., head_dim), float32."""
-    import torch
-
-    found = [part.float().numpy().copy() for part in (keys, values)]
+    found = [np.array(part, np.float32) for part in (keys, values)]
     for enter, part in zip(KV_FORMATS[kv_dtype], found, strict=True):
         enter(part)
-    of_keys, of_values = map(torch.from_numpy, found)
+    of_keys, of_values = found
     return of_keys, of_values

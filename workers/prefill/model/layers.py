@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
+from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.exchange.lane_sums import SumExchange
 from kog_dist.workers.prefill.model.buffers import Rows
 from kog_dist.workers.prefill.model.matrices import LayerMatrices
 from kog_dist.workers.prefill.operations import Operations
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 LATE_SIZE = 1024  # of the smallest chunk whose last layer has no queries: `finish` makes that of the prompt's last token
 
@@ -76,7 +72,7 @@ class Layers:
         do.gate(self._behind(rows, 2 * layer + 1), matrices.w13)
         self._project(rows, Sublayer.MLP, layer, rows.activation, matrices.w2)
 
-    def _project(self, rows: Rows, sublayer: Sublayer, layer: int, x: Tensor, matrix: Tensor) -> None:
+    def _project(self, rows: Rows, sublayer: Sublayer, layer: int, x: Array, matrix: Array) -> None:
         """A sublayer's partial sums, x (L, size, K) times its matrix, added to the streams as docs/plan.md says of RESIDUAL."""
         do, spec, exchange = self.operations, self.spec, self.exchange
         partial, own_sum = self._partial(rows, sublayer, layer), self._own_sum(rows, sublayer, layer)
@@ -87,8 +83,8 @@ class Layers:
         mode = spec.reduce_mode(layer, sublayer)
         before, after = (self._behind(rows, 2 * layer + sublayer + i) for i in range(2))
         do.product(x, matrix, partial[:, : x.shape[1]])  # the second plane of an exact chunk stays 0 if x was rounded
-        past: Tensor | None = None
-        total: Tensor | None = None
+        past: Array | None = None
+        total: Array | None = None
         if mode is ReduceMode.BLOCKING:
             if not exchange.is_alone:
                 do.lane_sum(rows, partial, own_sum)
@@ -110,17 +106,17 @@ class Layers:
         is_shared = num_residuals < self._num_shared and len(rows.stream) > 1 and not rows.is_exact
         return rows.shared if is_shared else rows
 
-    def _scales(self, sublayer: Sublayer, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    def _scales(self, sublayer: Sublayer, layer: int) -> tuple[Array | None, Array | None]:
         """By what a residual multiplies the streams that it reads, and those that it writes: `wqkv` wants them scaled."""
         if sublayer is Sublayer.ATTENTION:
             return self.matrices[layer].unscale, None
         return None, self.matrices[layer + 1].scale if layer + 1 < len(self.matrices) else None
 
-    def _partial(self, rows: Rows, sublayer: Sublayer, layer: int) -> Tensor:
+    def _partial(self, rows: Rows, sublayer: Sublayer, layer: int) -> Array:
         """Where the partial sums of a layer are."""
         return rows.partials[sublayer][layer % (self.spec.delay + 1)]
 
-    def _own_sum(self, rows: Rows, sublayer: Sublayer, layer: int) -> Tensor:
+    def _own_sum(self, rows: Rows, sublayer: Sublayer, layer: int) -> Array:
         return rows.own_sums[sublayer][layer % (self.spec.delay + 1)]
 
 

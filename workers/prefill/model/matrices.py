@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from kog_dist.workers.prefill.arrays import Array, library_of, on_host, put_scaled
 
 _NORMS = ("attention_norm", "ffn_norm")
 _MATRICES = {
@@ -34,26 +34,26 @@ class LayerMatrices:
     two, and for those so small that a stream would lose bits; what is missing is multiplied into the columns.
     """
 
-    wqkv: Tensor  # query rows, key rows, value rows
-    wo: Tensor
-    w13: Tensor  # gate rows, up rows
-    w2: Tensor
-    scale: Tensor  # (lanes or 1, D) float32
-    unscale: Tensor  # its inverse
+    wqkv: Array  # query rows, key rows, value rows
+    wo: Array
+    w13: Array  # gate rows, up rows
+    w2: Array
+    scale: Array  # (lanes or 1, D) float32
+    unscale: Array  # its inverse
 
 
 @dataclass(frozen=True, slots=True)
 class DenseMatrices:
     """One layer of the hosted lanes of a model with one residual stream, (lanes, out, in), in the type of the products."""
 
-    wqkv: Tensor  # query rows, key rows, value rows
-    wo: Tensor
-    w13: Tensor  # gate rows, up rows
-    w2: Tensor
-    attention_norm: Tensor  # (D,) float32
-    ffn_norm: Tensor
-    qkv_bias: Tensor | None = None  # (lanes, rows of wqkv) float32
-    head_norms: Tensor | None = None  # (2, head_dim) float32: of query heads, of key heads
+    wqkv: Array  # query rows, key rows, value rows
+    wo: Array
+    w13: Array  # gate rows, up rows
+    w2: Array
+    attention_norm: Array  # (D,) float32
+    ffn_norm: Array
+    qkv_bias: Array | None = None  # (lanes, rows of wqkv) float32
+    head_norms: Array | None = None  # (2, head_dim) float32: of query heads, of key heads
 
 
 class Matrices:
@@ -64,20 +64,20 @@ class Matrices:
     Memory at the peak: what is made, the tensors of layers that are not complete, and one matrix in float32.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, dtype: DTypeLike) -> None:
         self._spec, self._dtype = spec, dtype
         self._parts = [*_NORMS, *(part for parts in _MATRICES.values() for part in parts)]
         self._parts += _BIASES if spec.qkv_bias else ()
         self._parts += _HEAD_NORMS if spec.qk_norm else ()
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
-        self._waiting: dict[int, dict[str, Tensor]] = {layer: {} for layer in range(spec.num_layers)}
+        self._waiting: dict[int, dict[str, Array]] = {layer: {} for layer in range(spec.num_layers)}
         self._made: dict[int, LayerMatrices | DenseMatrices] = {}
 
     def wants(self, name: str) -> bool:
         """Whether a tensor belongs to a matrix."""
         return name in self._names
 
-    def take(self, name: str, values: Tensor) -> None:
+    def take(self, name: str, values: Array) -> None:
         """A tensor passes by. Those that are not wanted are left alone."""
         if name not in self._names:
             return
@@ -103,38 +103,39 @@ class Matrices:
             for part in self._parts
         ]
 
-    def _make(self, parts: dict[str, Tensor]) -> LayerMatrices:
-        norm = parts["attention_norm"].float().reshape(-1, self._spec.hidden_size)
-        scale = _scale(norm)
+    def _make(self, parts: dict[str, Array]) -> LayerMatrices:
+        norm = on_host(parts["attention_norm"]).reshape(-1, self._spec.hidden_size)
+        scale = stream_scale(norm)
+        there = library_of(parts["attention_norm"]).asarray
         wo, w2 = (self._matrix(parts, name) for name in ("wo", "w2"))
         return LayerMatrices(
-            self._matrix(parts, "wqkv", norm / scale), wo, self._matrix(parts, "w13", parts["ffn_norm"]), w2, scale, 1 / scale
+            self._matrix(parts, "wqkv", norm / scale), wo, self._matrix(parts, "w13", on_host(parts["ffn_norm"])), w2,
+            there(scale), there(1 / scale),
         )  # fmt: skip
 
-    def _make_dense(self, parts: dict[str, Tensor]) -> DenseMatrices:
-        import torch
-
+    def _make_dense(self, parts: dict[str, Array]) -> DenseMatrices:
         wqkv, wo, w13, w2 = (self._matrix(parts, name) for name in _MATRICES)
-        attention_norm, ffn_norm = (parts[name].float().flatten().contiguous() for name in _NORMS)
-        spec = self._spec
-        bias = torch.cat([parts[part].float() for part in _BIASES], dim=1) if spec.qkv_bias else None
-        head_norms = torch.stack([parts[part].float() for part in _HEAD_NORMS]) if spec.qk_norm else None
+        spec, there = self._spec, library_of(wqkv).asarray
+        attention_norm, ffn_norm = (there(on_host(parts[name]).reshape(-1)) for name in _NORMS)
+        bias = there(np.concatenate([on_host(parts[part]) for part in _BIASES], axis=1)) if spec.qkv_bias else None
+        head_norms = there(np.stack([on_host(parts[part]) for part in _HEAD_NORMS])) if spec.qk_norm else None
         return DenseMatrices(wqkv, wo, w13, w2, attention_norm, ffn_norm, bias, head_norms)
 
-    def _matrix(self, by_part: dict[str, Tensor], name: str, norm: Tensor | None = None) -> Tensor:
+    def _matrix(self, by_part: dict[str, Array], name: str, norm: NDArray[np.float32] | None = None) -> Array:
         """The parts of a matrix below each other, by lane, times `norm` column by column."""
         parts = [by_part[part] for part in _MATRICES[name]]
         lanes, _, columns = parts[0].shape
-        matrix = parts[0].new_empty((lanes, sum(part.shape[1] for part in parts), columns), dtype=self._dtype)
+        xp = library_of(parts[0])
+        matrix: Array = xp.empty((lanes, sum(part.shape[1] for part in parts), columns), self._dtype)
+        factors = None if norm is None else xp.asarray(norm.reshape(-1, 1, columns))
         row = 0
         for part in parts:
-            target = matrix[:, row : row + part.shape[1]]
-            target.copy_(part if norm is None else part.float() * norm.float().reshape(-1, 1, columns))
+            put_scaled(matrix[:, row : row + part.shape[1]], part, factors)
             row += part.shape[1]
         return matrix
 
 
-def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Tensor], dtype: torch.dtype) -> Matrices:
+def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Array], dtype: DTypeLike) -> Matrices:
     """The matrices of a model whose whole tensors can be asked for by name."""
     matrices = Matrices(spec, dtype)
     for name, layout in tensor_layouts(spec).items():
@@ -145,10 +146,8 @@ def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Tensor], 
     return matrices
 
 
-def _scale(norm: Tensor) -> Tensor:
+def stream_scale(norm: NDArray[np.float32]) -> NDArray[np.float32]:
     """See `LayerMatrices`: at most 2, at least 2**-7 of that."""
-    import torch
-
-    largest = norm.abs().max().clamp(min=2.0**-100)
-    scaled = norm / torch.exp2(largest.log2().round())
-    return torch.where(scaled.abs() < _LEAST_SCALE, _LEAST_SCALE, scaled)
+    largest = np.maximum(np.abs(norm).max(), np.float32(2.0**-100))
+    scaled = norm / np.ldexp(np.float32(1), int(np.rint(np.log2(largest))))
+    return np.where(np.abs(scaled) < _LEAST_SCALE, np.float32(_LEAST_SCALE), scaled)

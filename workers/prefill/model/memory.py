@@ -1,9 +1,9 @@
-"""How much GPU memory prefill takes, without making any of it (and without torch)."""
+"""How much GPU memory prefill takes, without making any of it (and without a GPU)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
+from math import prod
 from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec
@@ -11,6 +11,7 @@ from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
 from kog_dist.workers.prefill.dense.buffers import dense_buffer_bytes
 from kog_dist.workers.prefill.exchange.peer_exchange import mailboxes
+from kog_dist.workers.prefill.expand.expanded import matrix_shapes
 from kog_dist.workers.prefill.model.buffers import misfit, stream_rows_of
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import EXACT_SIZE, SPLIT_SIZE, sizes_within
@@ -20,20 +21,16 @@ if TYPE_CHECKING:
 
 _SMS = 132  # of the GPUs that attention.cu is for
 _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within graphs
-QUANTISED = "prefill does not read quantised weights"
 
 
-def obstacle_to_prefill(spec: ModelSpec, *, is_quantised: bool = False) -> str:
-    """Why ranks of this machine cannot go through prompts in chunks; empty if they can (with a torch that uses GPUs)."""
-    if is_quantised:
-        return QUANTISED
-    if finding := misfit(spec):
-        return f"the model has {finding}"
-    return "" if find_spec("torch") is not None else "the package torch is not installed"
+def obstacle_to_prefill(spec: ModelSpec) -> str:
+    """Why ranks of this machine cannot go through prompts in chunks; empty if they can (as far as the model decides)."""
+    finding = misfit(spec)
+    return f"the model has {finding}" if finding else ""
 
 
 def prefill_bytes(shape: KernelShape) -> dict[str, int]:
-    """GPU memory of a rank's prefill by use: the weights once more, and what it works in."""
+    """GPU memory of a rank's prefill by use: the weights once more, of quantised ones one matrix; and what it works in."""
     from kog_dist.collectives.mailbox import place
 
     sizes, sums = sizes_within(shape.spec), 0
@@ -42,20 +39,35 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
         sums = 8 * sum(box.num_words for box in boxes)
     layout = CacheLayout.of(shape)
     work = dense_buffer_bytes(layout, max(sizes)) if shape.spec.has_one_stream else buffer_bytes(layout, sizes, EXACT_SIZE)
-    parts = most_parts_bytes(heads_of(layout), sizes, shape.spec.max_context, _SMS)
-    return {"prefill weights": matrix_bytes(shape.spec, shape.num_lanes), "prefill": work + sums + parts + _BESIDES_BYTES}
+    heads = heads_of(layout)
+    parts = most_parts_bytes(heads, sizes, shape.spec.max_context, _SMS)
+    parts += 2 * max(sizes) * heads.num_heads * heads.head_dim  # outputs
+    weights = matrix_bytes(shape.spec, shape.num_lanes) if shape.coding is None else expanded_bytes(shape)
+    return {"prefill weights": weights, "prefill": work + sums + parts + _BESIDES_BYTES}
 
 
 def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
     """Of `Matrices` in 16 bit."""
-    attention = spec.lane_heads * spec.head_dim
-    qkv = spec.lane_qkv_rows
-    rest = attention + 3 * spec.lane_ffn
-    # Norms, or scales and their inverses.
-    scales = 2 * 4 * spec.num_layers * (1 if spec.shared_norm_scale else num_lanes) * spec.hidden_size
-    biases = 4 * spec.num_layers * num_lanes * qkv if spec.qkv_bias else 0
+    columns = spec.lane_qkv_rows + spec.lane_heads * spec.head_dim + 3 * spec.lane_ffn
+    return 2 * num_lanes * spec.hidden_size * spec.num_layers * columns + _vector_bytes(spec, num_lanes)
+
+
+def expanded_bytes(shape: KernelShape) -> int:
+    """Of `ExpandedMatrices` and the layers' vectors."""
+    spec, places = shape.spec, 8 * 2 * 4 * shape.spec.num_layers * shape.num_lanes
+    factors = 0 if spec.has_one_stream else _norm_bytes(spec, shape.num_lanes)
+    return 2 * max(map(prod, matrix_shapes(shape).values())) + places + factors + _vector_bytes(spec, shape.num_lanes)
+
+
+def _norm_bytes(spec: ModelSpec, num_lanes: int) -> int:
+    """Two float32 vectors of a layer: norms, or scales and their inverses."""
+    return 2 * 4 * spec.num_layers * (1 if spec.shared_norm_scale else num_lanes) * spec.hidden_size
+
+
+def _vector_bytes(spec: ModelSpec, num_lanes: int) -> int:
+    biases = 4 * spec.num_layers * num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
     head_norms = 4 * spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0
-    return 2 * num_lanes * spec.hidden_size * spec.num_layers * (qkv + rest) + scales + biases + head_norms
+    return _norm_bytes(spec, num_lanes) + biases + head_norms
 
 
 def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int, split_size: int = SPLIT_SIZE) -> int:

@@ -1,45 +1,74 @@
-"""What prefill of all models does alike, in plain torch."""
+"""What prefill of all models does alike, in plain array code."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+import numpy as np
 
 from kog_dist.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kog_dist.workers.prefill.arrays import Array, float32_of, library_of
 
 
-def attend(spec: ModelSpec, query: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
+def multiply(x: Array, matrix: Array, out: Array) -> None:
+    """out (L, size, rows) = x (L, size, K) times the transposed `matrix` (L, rows, K), summed in float64."""
+    out[...] = x.astype(np.float64) @ matrix.astype(np.float64).swapaxes(1, 2)
+
+
+def rotated(heads: Array, rope: Array, start: int) -> Array:
+    """Heads (L, size, heads, head_dim) of the positions from `start` on. Padding may stand behind the last one of `rope`."""
+    xp = library_of(heads)
+    positions = xp.minimum(xp.arange(start, start + heads.shape[1]), len(rope) - 1)
+    cos, sin = (rope[positions][:, None, :, part] for part in range(2))  # (size, 1, head_dim / 2)
+    even, odd = heads[..., 0::2], heads[..., 1::2]
+    turned: Array = xp.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1).reshape(heads.shape)
+    return turned
+
+
+def inverse_rms(values: Array, eps: float) -> Array:
+    """1 / root of the mean square over the last dimension, (..., 1) float32."""
+    squares = values.astype(np.float64) ** 2
+    inverse: Array = (1 / library_of(values).sqrt(squares.mean(-1, keepdims=True) + eps)).astype(np.float32)
+    return inverse
+
+
+def silu(values: Array) -> Array:
+    """Of float32 values."""
+    quotient: Array = values / (1 + library_of(values).exp(-values))
+    return quotient
+
+
+def is_finite(values: Array) -> bool:
+    """Whether all of them are."""
+    return bool(library_of(values).isfinite(values).all())
+
+
+def attend(spec: ModelSpec, query: Array, keys: Array, values: Array, start: int, window: int | None) -> Array:
     """Outputs (L, size, heads of a lane * head_dim) of `query` (size, L * heads, head_dim), whose rows stand at the positions
     from `start` on. A token sees itself and the `window` - 1 before it, or all, of `keys` and `values` (positions, KV heads,
     head_dim).
     """
-    import torch
-
-    size = len(query)
+    xp, size = library_of(query), len(query)
     end = start + size
-    positions = torch.arange(start, end, device=query.device)[:, None]
+    positions = xp.arange(start, end)[:, None]
     first = 0 if window is None else max(0, start - window + 1)
-    others = torch.arange(first, end, device=query.device)
+    others = xp.arange(first, end)
     seen = others <= positions
     if window is not None:
         seen &= others > positions - window
     group = spec.lane_heads // spec.lane_kv_heads
-    heads = query.float().view(size, -1, group, spec.head_dim).permute(1, 2, 0, 3)
-    k, v = (part[first:end].float().transpose(0, 1)[:, None] for part in (keys, values))
-    scores = (heads @ k.transpose(2, 3)) * spec.head_dim**-0.5  # (KV heads, group, size, positions)
-    chances = scores.masked_fill(~seen, -math.inf).softmax(-1)
-    mixed = (chances @ v).to(query.dtype)  # (KV heads, group, size, head_dim)
-    by_lane = mixed.view(-1, spec.lane_heads, size, spec.head_dim)
-    outputs: Tensor = by_lane.transpose(1, 2).reshape(len(by_lane), size, -1)
+    heads = query.astype(np.float64).reshape(size, -1, group, spec.head_dim).transpose(1, 2, 0, 3)
+    k, v = (part[first:end].astype(np.float64).swapaxes(0, 1)[:, None] for part in (keys, values))
+    scores = xp.where(seen, (heads @ k.swapaxes(2, 3)) * spec.head_dim**-0.5, -xp.inf)  # (KV heads, group, size, positions)
+    chances = xp.exp(scores - scores.max(-1, keepdims=True))
+    mixed = (chances / chances.sum(-1, keepdims=True) @ v).astype(query.dtype)  # (KV heads, group, size, head_dim)
+    by_lane = mixed.reshape(-1, spec.lane_heads, size, spec.head_dim)
+    outputs: Array = by_lane.swapaxes(1, 2).reshape(len(by_lane), size, -1)
     return outputs
 
 
-def tree_sum(partial: Tensor) -> Tensor:
+def tree_sum(partial: Array) -> Array:
     """Sum over the lanes (the first dimension), float32, as a binary tree of neighbours."""
-    terms = partial.float()
+    terms: Array = float32_of(partial)
     while len(terms) > 1:
         terms = terms[0::2] + terms[1::2]
-    return terms[0]
+    total: Array = terms[0]
+    return total

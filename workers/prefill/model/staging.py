@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
-from kog_dist.cuda.driver import copy_to_device
+from kog_dist.cuda.driver import copy_to_device, copy_to_host
 from kog_dist.workers.cuda.pinned import pinned
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from kog_dist.workers.prefill.arrays import address, library
 
 _NUM_FLAGS = 3
 _FLAG_WORDS = 8  # the prompt begins at a multiple of 32 bytes
@@ -25,17 +23,14 @@ class Staging:
     """
 
     def __init__(self, num_rows: int, device: str) -> None:
-        import torch
-
-        self._is_cuda = device.startswith("cuda")
-        self._on_device = torch.zeros(_FLAG_WORDS + num_rows, dtype=torch.int32, device=device)
-        self._on_host = staged(_FLAG_WORDS + num_rows, torch.int32, is_cuda=self._is_cuda)
-        self._words = self._on_host.numpy().view(np.uint32).data  # numpy itself takes several times as long for a few slices
+        self._is_cuda = device != "cpu"
+        self._on_device = library(device).zeros(_FLAG_WORDS + num_rows, np.int32)
+        self._on_host = staged(_FLAG_WORDS + num_rows, np.int32, is_cuda=self._is_cuda)
+        self._words = self._on_host.view(np.uint32).data  # numpy itself takes several times as long for a few slices
         self._padding = memoryview(array("I", bytes(4 * num_rows)))
-        self._read_back = staged(_NUM_FLAGS, torch.int32, is_cuda=self._is_cuda)
-        self._flags_seen = self._read_back.numpy()
+        self._flags_seen = staged(_NUM_FLAGS, np.int32, is_cuda=self._is_cuda)
         self.flags, self.prompt = self._on_device[:_NUM_FLAGS], self._on_device[_FLAG_WORDS:]
-        self._device_ptr, self._host_ptr = self._on_device.data_ptr(), self._on_host.data_ptr()
+        self._device_ptr, self._host_ptr = address(self._on_device), address(self._on_host)
 
     def load(self, token_ids: Sequence[int], start: int, num_padding: int, stream_ptr: int) -> None:
         """Queue a prompt on a CUDA stream, from whose position `start` on chunks begin; at most `num_padding` rows behind it are
@@ -50,11 +45,14 @@ class Staging:
         if self._is_cuda:
             copy_to_device(self._device_ptr, self._host_ptr, last * words.itemsize, stream_ptr)
         else:
-            self._on_device[:last].copy_(self._on_host[:last])
+            self._on_device[:last] = self._on_host[:last]
 
-    def read_back(self) -> None:
-        """Queue on torch's current stream that the host gets the flags."""
-        self._read_back.copy_(self.flags, non_blocking=True)
+    def read_back(self, stream_ptr: int) -> None:
+        """Queue on a CUDA stream that the host gets the flags."""
+        if self._is_cuda:
+            copy_to_host(address(self._flags_seen), self._device_ptr, self._flags_seen.nbytes, stream_ptr)
+        else:
+            self._flags_seen[:] = self.flags
 
     @property
     def has_overflown(self) -> bool:
@@ -62,14 +60,6 @@ class Staging:
         return bool(self._flags_seen[1])
 
 
-def staged(count: int, dtype: torch.dtype, *, is_cuda: bool) -> Tensor:
-    """Zeros on the host, page-locked if a GPU copies them.
-
-    Not torch's own page-locked memory: when it is freed, torch records an event on every stream that has copied it, and the
-    monokernel's stream may be gone by then, which ends the process.
-    """
-    import torch
-
-    if not is_cuda:
-        return torch.zeros(count, dtype=dtype)
-    return torch.from_numpy(pinned(count * dtype.itemsize)).view(dtype)
+def staged(count: int, dtype: DTypeLike, *, is_cuda: bool) -> NDArray[Any]:
+    """Zeros on the host, page-locked if a GPU copies them."""
+    return pinned(count * np.dtype(dtype).itemsize).view(dtype) if is_cuda else np.zeros(count, dtype)

@@ -1,0 +1,88 @@
+"""Quantised weights for prefill: what expand.cu makes of the monokernel's tape is the definition, bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kog_dist.decode.coding import Coding
+from kog_dist.model.layout import layer_prefix, norm_name
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.device_weights import to_words
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.expand.expand_abi import EXPAND_PARAMS, expand_header
+from kog_dist.workers.prefill.expand.expanded import expanded_layers
+from kog_dist.workers.prefill.model.matrices import Matrices
+from kog_dist.workers.prefill.model.memory import expanded_bytes
+from tests.unit.prefill.emulated import compiled, launcher
+from tests.unit.test_coded_twin import DENSE, FORMS, CodedModel
+from tests.unit.test_decode_twin import SPEC, pytestmark  # noqa: F401
+
+LANEFORMER = replace(SPEC, hidden_size=160, own_head_dim=16, num_heads=8, num_kv_heads=4, intermediate_size=320)
+SHAPES: dict[str, tuple[ModelSpec, int]] = {  # and the number of ranks
+    "one stream": (DENSE, 1),
+    "one stream, biases, normed heads, two ranks": (replace(DENSE, qkv_bias=True, qk_norm=True), 2),
+    "one lane, most warps without columns": (replace(DENSE, num_lanes=1, hidden_size=64, intermediate_size=136), 1),
+    "Laneformer": (LANEFORMER, 1),
+    "Laneformer, norm scales per lane": (replace(LANEFORMER, shared_norm_scale=False), 1),
+}
+CASES = [*(("one stream", form) for form in FORMS), *((shape, "FP8, blocks") for shape in SHAPES if shape != "one stream")]
+
+
+@pytest.mark.parametrize(("shape_name", "form_name"), CASES)
+def test_expanded_weights_are_the_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape_name: str, form_name: str
+) -> None:
+    (spec, num_ranks), form = SHAPES[shape_name], FORMS[form_name]
+    model, rank = CodedModel(spec, "bfloat16", form, monkeypatch), num_ranks - 1
+    hosted = spec.lanes_of_rank(rank, num_ranks)
+    shape = KernelShape(spec, hosted, num_ranks=num_ranks, max_ctas=5, coding=Coding.of(form))
+    assert shape.coding is not None
+    library = ctypes.CDLL(
+        str(compiled(tmp_path, "expand", expand_header(shape.coding, shape.scale_rows), ["expand"], "KogExpandParams", "-O1"))
+    )
+    weights = model.weights(shape)
+    layers = expanded_layers(shape, weights, launcher(library, "expand", EXPAND_PARAMS.size_bytes), "cpu")
+    for found, wanted in zip(layers, twin(model, hosted), strict=True):
+        for name in wanted.__slots__:
+            expected = getattr(wanted, name)
+            assert (expected is None) == (getattr(found, name) is None), name
+            if expected is not None:
+                assert getattr(found, name).tobytes() == expected.tobytes(), name
+                assert getattr(found, name).dtype == expected.dtype, name
+    vectors = [
+        getattr(layer, field.name) for layer in layers for field in fields(layer) if field.name not in ("matrices", "layer")
+    ]
+    assert expanded_bytes(shape) == layers[0].matrices.num_bytes + sum(one.nbytes for one in vectors if one is not None)
+
+
+def twin(model: CodedModel, hosted: range) -> list[Any]:
+    """What prefill would hold of a model with these values in float32."""
+    matrices = Matrices(model.spec, np.float16)
+    for name, words in model.words.items():
+        if matrices.wants(name):
+            whole = model.values[name] if name in model.values else widened(words)
+            lanes = whole if len(whole) != model.spec.num_lanes or name_is_shared(model.spec, name) else whole[list(hosted)]
+            matrices.take(name, np.ascontiguousarray(lanes))
+    return matrices.layers()
+
+
+def name_is_shared(spec: ModelSpec, name: str) -> bool:
+    """Whether all lanes have the same of a tensor."""
+    norms = {
+        norm_name(spec, layer_prefix(layer) + part) for layer in range(spec.num_layers) for part in ("attention_norm", "ffn_norm")
+    }
+    heads = {f"{layer_prefix(layer)}attention.{part}.weight" for layer in range(spec.num_layers) for part in ("q_norm", "k_norm")}
+    return name in heads or (name in norms and spec.shared_norm_scale)
+
+
+def widened(words: NDArray[np.uint16]) -> NDArray[np.float32]:
+    values = (words.astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(to_words(values, "bfloat16"), words)
+    return values

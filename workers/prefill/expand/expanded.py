@@ -1,0 +1,181 @@
+"""Quantised weights as prefill multiplies them: no second copy, but one matrix at a time, expanded from the monokernel's tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.cuda.driver import Kernel
+from kog_dist.decode.steps import Phase
+from kog_dist.workers.cuda.device_weights import DeviceWeights
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.arrays import Array, address, float32_of, library, on_host
+from kog_dist.workers.prefill.expand.expand_abi import EXPAND_PARAMS, expand_header
+from kog_dist.workers.prefill.model.matrices import stream_scale
+
+Launch = Callable[[int, int, bytes, bool], None]  # see `kernel_calls.Launchers`
+
+
+class ExpandedMatrices:
+    """The matrices (hosted lanes, rows, columns) of all layers in binary16, by phase and layer.
+
+    All share one memory: a matrix stays until the next one is asked for, on the same stream. `launch` runs expand.cu. `factors`:
+    a phase's float32 (layers, lanes or 1, columns), which its columns are multiplied by.
+    """
+
+    def __init__(
+        self, shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str, factors: dict[Phase, Array] | None = None
+    ) -> None:  # fmt: skip
+        self.shape, self._launch, self._tape = shape, launch, weights.tape
+        xp = library(device)
+        self._places, self._factors = xp.asarray(_places(shape)), factors or {}
+        sizes = matrix_shapes(shape)
+        self._memory: Array = xp.empty(max(map(prod, sizes.values())), np.float16)
+        self._matrices: dict[Phase, Array] = {phase: self._memory[: prod(size)].reshape(size) for phase, size in sizes.items()}
+        self._params = {
+            (phase, layer): self._params_of(phase, layer, self._factors.get(phase))
+            for phase in sizes
+            for layer in range(shape.spec.num_layers)
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that is not the monokernel's."""
+        return sum(part.nbytes for part in (self._memory, self._places, *self._factors.values()))
+
+    def matrix(self, phase: Phase, layer: int) -> Array:
+        """Queue the expansion of a matrix."""
+        op = self.shape.ops[phase]
+        num_products = self.shape.num_lanes // self.shape.lanes_of(phase)
+        num_ctas = num_products * op.num_tiles * self.shape.num_ctas
+        self._launch(num_ctas, 32 * op.warps, self._params[phase, layer], False)
+        return self._matrices[phase]
+
+    def _params_of(self, phase: Phase, layer: int, factors: Array | None) -> bytes:
+        shape, op, params = self.shape, self.shape.ops[phase], np.zeros((), EXPAND_PARAMS.dtype)
+        _, lane_rows, columns = matrix_shapes(shape)[phase]
+        tape = address(self._tape)
+        params["tape_ptr"], params["scales_ptr"] = tape, tape + 2 * shape.num_ctas * shape.tape_values
+        params["places_ptr"] = address(self._places[layer, list(shape.ops).index(phase)])
+        params["out_ptr"] = address(self._memory)
+        if factors is not None:
+            params["factor_ptr"] = address(factors[layer])
+            params["factor_stride"] = columns if factors.shape[1] > 1 else 0
+        numbers = {
+            "num_ctas": shape.num_ctas, "rows": op.rows, "last_rows": op.rows_of(op.blocks - 1), "blocks": op.blocks,
+            "tiles": op.tiles, "warps": op.warps_of(0), "long_tiles": op.num_long_tiles, "columns": columns,
+            "product_rows": shape.lanes_of(phase) * lane_rows, "lane_rows": lane_rows, "is_interleaved": phase is Phase.GATE_UP,
+        }  # fmt: skip
+        for name, number in numbers.items():
+            params[name] = number
+        return params.tobytes()
+
+
+@dataclass(frozen=True)
+class ExpandedLayer:
+    """A layer as `Layers` and `DenseLayers` take it. Whoever reads a matrix queues its expansion, and uses it before the next."""
+
+    matrices: ExpandedMatrices
+    layer: int
+
+    @property
+    def wqkv(self) -> Array:
+        """Query rows, key rows, value rows."""
+        return self.matrices.matrix(Phase.QKV, self.layer)
+
+    @property
+    def wo(self) -> Array:
+        """Of the attention's output."""
+        return self.matrices.matrix(Phase.OUT, self.layer)
+
+    @property
+    def w13(self) -> Array:
+        """Gate rows, up rows."""
+        return self.matrices.matrix(Phase.GATE_UP, self.layer)
+
+    @property
+    def w2(self) -> Array:
+        """Of the FFN's output."""
+        return self.matrices.matrix(Phase.DOWN, self.layer)
+
+
+@dataclass(frozen=True)
+class ExpandedLaneLayer(ExpandedLayer):
+    """See `LayerMatrices`."""
+
+    scale: Array
+    unscale: Array
+
+
+@dataclass(frozen=True)
+class ExpandedDenseLayer(ExpandedLayer):
+    """See `DenseMatrices`."""
+
+    attention_norm: Array
+    ffn_norm: Array
+    qkv_bias: Array | None = None
+    head_norms: Array | None = None
+
+
+def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights) -> list[Any]:
+    """All layers, on cupy's current stream. Raises CompileError or LaunchError."""
+    assert shape.coding is not None
+    cubin = compiled.build("expand", expand_header(shape.coding, shape.scale_rows))
+    return expanded_layers(shape, weights, partial(compiled.launch, Kernel(cubin.path, "expand", 0)), "cuda")
+
+
+def expanded_layers(shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str) -> list[Any]:
+    """All layers of the model's kind; what is no matrix is read from the monokernel's weights."""
+    there = library(device).asarray
+
+    def values(words: Array) -> NDArray[np.float32]:
+        host: Array = on_host(words)  # they are few: no kernels of cupy's need be compiled for them
+        return float32_of(host if shape.weight_dtype == "bfloat16" else host.view(np.float16))
+
+    spec, layers = shape.spec, range(shape.spec.num_layers)
+    norms = values(weights.norms)  # layers, 2, lanes or 1, hidden
+    if not spec.has_one_stream:
+        scales = np.stack([stream_scale(norms[layer, 0]) for layer in layers])
+        factors = {Phase.QKV: there(norms[:, 0] / scales), Phase.GATE_UP: there(np.ascontiguousarray(norms[:, 1]))}
+        matrices = ExpandedMatrices(shape, weights, launch, device, factors)
+        return [ExpandedLaneLayer(matrices, i, there(scales[i]), there(1 / scales[i])) for i in layers]
+    matrices = ExpandedMatrices(shape, weights, launch, device)
+    others = (weights.qkv_bias, weights.head_norms)
+    biases, head_norms = (None if words is None else there(values(words)) for words in others)
+    return [
+        ExpandedDenseLayer(
+            matrices, i, there(norms[i, 0, 0]), there(norms[i, 1, 0]), None if biases is None else biases[i],
+            None if head_norms is None else head_norms[i],
+        )
+        for i in layers
+    ]  # fmt: skip
+
+
+def matrix_shapes(shape: KernelShape) -> dict[Phase, tuple[int, int, int]]:
+    """Hosted lanes, rows and columns of the matrices of a layer."""
+    spec, lanes = shape.spec, shape.num_lanes
+    return {
+        Phase.QKV: (lanes, spec.lane_qkv_rows, spec.hidden_size),
+        Phase.OUT: (lanes, spec.hidden_size, spec.lane_heads * spec.head_dim),
+        Phase.GATE_UP: (lanes, 2 * spec.lane_ffn, spec.hidden_size),
+        Phase.DOWN: (lanes, spec.hidden_size, spec.lane_ffn),
+    }
+
+
+def _places(shape: KernelShape) -> Any:
+    """int64 (layers, phases, lanes, 2): the first byte of each product on the tape, and its number among all."""
+    places = np.zeros((shape.spec.num_layers, len(shape.ops), shape.num_lanes, 2), np.int64)
+    position = 0
+    for number, product in enumerate(shape.products):  # as `device_weights.pack_tape` writes them
+        lane = product.lane - shape.hosted_lanes[0]
+        index = product.layer, list(shape.ops).index(product.phase), lane // shape.lanes_of(product.phase)
+        places[index] = 2 * shape.num_ctas * position, number
+        position += shape.ops[product.phase].num_values
+    return places
