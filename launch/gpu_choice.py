@@ -157,7 +157,7 @@ def _choice(
 
 
 def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, prefill: bool = False) -> dict[str, int]:
-    """GPU memory of a rank by use; `tape` is what it reads for every token, and "prefill" begins what prefill takes.
+    """GPU memory of a rank by use; "prefill" begins what prefill takes, and "experts" are those of all layers.
 
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
@@ -175,8 +175,10 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
     rope = 4 * spec.max_context * spec.head_dim
     of_qkv = spec.num_layers * shape.num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
     of_qkv += spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0
+    experts = {} if shape.experts is None else {"experts": shape.experts.num_bytes}
     uses = {
         "tape": 2 * shape.weight_words,
+        **experts,
         "tables": 2 * (spec.vocab_size * spec.hidden_size + norms + of_qkv) + rope,
         "cache": shape.kv_bytes,
         "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), world_size))),

@@ -166,7 +166,8 @@ def _memory(target: Target, rank: int) -> str:
     if target.device == "cuda":
         uses = gpu_rank_bytes(target.checkpoint, rank, target.world_size, target.kv_dtype, prefill=target.prefill != "off")
         shown = {
-            "tape": "weights tape", "tables": "tables and norms", "cache": f"{target.kv_dtype} KV cache", "words": "words",
+            "tape": "weights tape", "experts": "experts", "tables": "tables and norms",
+            "cache": f"{target.kv_dtype} KV cache", "words": "words",
             "prefill weights": "weights of prefill", "prefill": "memory of prefill",
         }  # fmt: skip
         return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses) + _kept(target)
@@ -182,12 +183,17 @@ def _kept(target: Target) -> str:
 
 
 def _gpu_ceiling(target: Target) -> list[str]:
-    """What memory and waits in a row allow: every rank reads its tape for each token, all at the same time, and its KV cache."""
+    """What memory and waits in a row allow: every rank reads its tape for each token, all at the same time, and its KV cache.
+
+    Of experts it reads those that are chosen.
+    """
+    spec = target.checkpoint.spec
+    chosen = spec.num_ffns_read / spec.num_ffns
     ranks = [gpu_rank_bytes(target.checkpoint, r, target.world_size, target.kv_dtype) for r in range(target.world_size)]
     known = min((gpu.peak_bytes_s for gpu in target.gpus), default=0.0)
     peak, source = (known, "memory clock x bus width") if known else (_H200_PEAK_BYTES_S, "the data sheet of an H200")
-    read = (max(uses["tape"] + share * uses["cache"] for uses in ranks) for share in (0, 1))
-    empty, full = (most_tokens_per_s(target.checkpoint.spec, num_bytes, peak) for num_bytes in read)
+    read = (max(uses["tape"] + chosen * uses.get("experts", 0) + share * uses["cache"] for uses in ranks) for share in (0, 1))
+    empty, full = (most_tokens_per_s(spec, num_bytes, peak) for num_bytes in read)
     return [
         f"ceiling    {empty:,.0f} tokens/s with an empty KV cache, {full:,.0f} with a full one: what a rank reads at "
         f"{peak / 1e12:.1f} TB/s for each GPU",

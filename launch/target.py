@@ -138,11 +138,9 @@ def _why_cpu(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
 
 
 def why_not_on_gpus(checkpoint: Checkpoint) -> str:
-    """What the kernel lacks of a model with experts, or why it does not read its quantised weights; empty if it does."""
+    """Why the kernel does not read a model's quantised weights; empty if it does."""
     from kog_dist.workers.cuda.coded_source import coding_of
 
-    if checkpoint.spec.experts is not None:
-        return f"GPUs do not run experts{' and attention sinks' if checkpoint.spec.attention_sinks else ''} yet"
     try:
         coding_of(checkpoint)
     except ConfigError as error:

@@ -123,9 +123,11 @@ class Graph:
         _check(_driver().cuStreamBeginCapture_v2(stream, _THREAD_LOCAL), "capturing a graph")
         try:
             yield
-        finally:
-            code = _driver().cuStreamEndCapture(stream, ctypes.byref(captured))
-        _check(code, "capturing a graph")
+        except BaseException:
+            _driver().cuStreamEndCapture(stream, ctypes.byref(captured))
+            _driver().cuGraphDestroy(captured)
+            raise
+        _check(_driver().cuStreamEndCapture(stream, ctypes.byref(captured)), "capturing a graph")
         code = _driver().cuGraphInstantiateWithFlags(ctypes.byref(made), captured, ctypes.c_uint64(_NODE_PRIORITIES))
         _driver().cuGraphDestroy(captured)
         _check(code, "making a graph")

@@ -62,7 +62,7 @@ def in_turn(gate: Codes, up: Codes) -> Codes:
 def put_codes(tape: AnyArray, position: int, shape: OpShape, num_ctas: int, matrix: Codes) -> None:
     """Write a product's tiles to the tapes (uint16 words) of all thread blocks; `position` as in `put_on_tape`."""
     first = position * num_ctas
-    for tile in _tiles(shape, num_ctas, matrix):
+    for tile in coded_tiles(shape, num_ctas, matrix):
         words = tile.copy().view(np.uint16).reshape(-1)
         tape[first : first + words.size] = words
         first += words.size
@@ -75,7 +75,7 @@ def put_row_scales(table: AnyArray, shape: OpShape, scales: AnyArray) -> None:
     table[:, : shape.cta_rows] = padded.reshape(len(table), shape.cta_rows)
 
 
-def _tiles(shape: OpShape, num_ctas: int, matrix: Codes) -> Iterator[AnyArray]:
+def coded_tiles(shape: OpShape, num_ctas: int, matrix: Codes) -> Iterator[AnyArray]:
     """The bytes (num_ctas, warps, part_bytes) of each tile."""
     coding = shape.coding
     assert coding is not None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 from kog_dist.model.spec import HeadType, ModelSpec
 
@@ -72,9 +74,10 @@ def is_layer_matrix(layouts: Mapping[str, TensorLayout], name: str) -> bool:
     return name.startswith("model.layers.") and len(layouts[name].shape) == 3
 
 
-def tensor_layouts(spec: ModelSpec) -> dict[str, TensorLayout]:
-    """Every tensor of a checkpoint of `spec`, in the order of use."""
-    return dict(_layouts(spec))
+@lru_cache(maxsize=4)
+def tensor_layouts(spec: ModelSpec) -> Mapping[str, TensorLayout]:
+    """Every tensor of a checkpoint of `spec`, in the order of use. Kept: models with experts have tens of thousands."""
+    return MappingProxyType(dict(_layouts(spec)))
 
 
 def _layouts(spec: ModelSpec) -> Iterator[tuple[str, TensorLayout]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cupy
-
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.arrays import Array, float32_of
 from kog_dist.workers.prefill.dense.buffers import DenseRows
@@ -24,6 +22,8 @@ class Checked:
         self.errors: dict[str, float] = {}
 
     def _compare(self, name: str, outputs: dict[str, Array], run: Callable[[Any], None]) -> None:
+        import cupy
+
         before = {key: array.copy() for key, array in outputs.items()}
         run(self.device)
         found = {key: array.copy() for key, array in outputs.items()}
@@ -39,6 +39,8 @@ class Checked:
 
 
 def _norm(array: Any) -> float:
+    import cupy
+
     return float(cupy.sqrt((array**2).sum()))
 
 
@@ -65,6 +67,8 @@ class CheckedOperations(Checked):
         self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, matrices, layer, **wanted))
 
     def attend(self, rows: Rows, layer: int) -> Array:
+        import cupy
+
         mixed = cupy.empty((len(rows.stream), rows.size, rows.query.size // rows.size // len(rows.stream)), cupy.float16)
 
         def run(do: Any) -> None:
@@ -133,6 +137,8 @@ class CheckedDenseOperations(Checked):
         self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, matrices, layer))
 
     def attend(self, rows: DenseRows, layer: int) -> Array:
+        import cupy
+
         mixed = cupy.empty((len(rows.partial), rows.size, rows.query.size // rows.size // len(rows.partial)), cupy.float16)
 
         def run(do: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cupy
 import numpy as np
 
 from kog_dist.workers.cuda.head_start import LastStreams
@@ -15,6 +14,8 @@ from kog_dist.workers.prefill.arrays import address
 
 def published_streams(kernel: Monokernel) -> Any:
     """What the layers of the last step left to the LM head, (lanes, hidden), and a row of zeros."""
+    import cupy
+
     published = Published(kernel.shape, kernel.words.get(), int(kernel.state()["epoch"]) - 1)
     vectors = [published.stream(lane) for lane in range(kernel.shape.num_lanes)]
     assert all(vector.num_wrong_tags == 0 for vector in vectors)

@@ -6,7 +6,6 @@ import hashlib
 import time
 from typing import Any
 
-import cupy
 import numpy as np
 
 from kog_dist.bench.kernel.prefill_ranks import prepared
@@ -27,6 +26,8 @@ def fill(context: RankContext) -> dict[str, Any]:
     """Prompts through prefill: digests of every head's keys and values by layer; the logits of each prompt's last token, and of
     one that the kernel decodes behind it.
     """
+    import cupy
+
     variant = str(context.arguments["variant"])
     spec = laneformer_2b() if variant == "2b" else VARIANTS[variant]
     coding = Coding(*context.arguments["coding"]) if "coding" in context.arguments else None
@@ -59,6 +60,8 @@ def fill(context: RankContext) -> dict[str, Any]:
 
 
 def _digest(cache: Any, layout: CacheLayout, layer: int, head: int) -> str:
+    import cupy
+
     parts = [cupy.ascontiguousarray(part[head]).get().tobytes() for part in layout.parts(cache, layer)]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kog_dist.bench.kernel.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.sampling import TokenLogprobs
+from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.processors import ProcessedRequest
@@ -27,6 +28,14 @@ VARIANTS = {
     "all blocking": replace(SPEC, delay=0),
     "all blocking, norm scales per lane": replace(SPEC, delay=0, shared_norm_scale=False),
     "biases, normed heads": replace(SPEC, delay=0, num_heads=40, own_head_dim=32, qkv_bias=True, qk_norm=True),
+    "experts": replace(
+        SPEC,
+        delay=0,
+        qkv_bias=True,
+        out_bias=True,
+        attention_sinks=True,
+        experts=ExpertsSpec(24, 4, router_bias=True, bias=True, clamp=ClampedSwiglu(1.702, 7.0)),
+    ),
     "late": replace(SPEC, early_comm=False),
     "attention alone": replace(SPEC, mlp_comm=False),
     "sum before norm": replace(SPEC, pre_norm_lane_agg=True),

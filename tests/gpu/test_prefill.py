@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import cupy
 import numpy as np
 import pytest
 import torch
@@ -104,6 +103,8 @@ def fill(prefill: Prefill, ids: list[int], start: int = 0) -> None:
 
 def clear(kernel: Monokernel) -> None:
     """Forget the cache, which a decoded position stands in as well."""
+    import cupy
+
     kernel.kv.fill(0)
     cupy.cuda.Device().synchronize()
 
@@ -265,6 +266,8 @@ def test_a_stop_ends_it_and_what_is_there_counts(demo: Prepared) -> None:
 
 
 def test_values_out_of_range_leave_the_cache_alone(demo: Prepared) -> None:
+    import cupy
+
     prefill = demo.prefill()
     fill(prefill, demo.ids[:100])
     before = demo.kernel.kv.copy()
@@ -314,6 +317,8 @@ def test_the_next_start_tries_no_algorithms(demo: Prepared, tmp_path: Path, monk
 # ---- the 2B shape ----
 @pytest.fixture(scope="module")
 def big() -> Iterator[tuple[Monokernel, Matrices]]:
+    import cupy
+
     shape = KernelShape(SPEC, range(SPEC.num_lanes))
     matrices, observe = matrices_for(shape)
     yield Monokernel(shape, random_weights(shape, SEED, observe)), matrices
@@ -355,6 +360,8 @@ def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices]) -> None:
 
 def test_our_products_have_the_bits_of_cublas(big: tuple[Monokernel, Matrices]) -> None:
     """What chunks of different sizes, and ranks with other numbers of lanes, rest on."""
+    import cupy
+
     kernel, matrices = big
     runner, layer = runner_for(kernel, matrices), 1
     of_layer, do, buffers = matrices.layers()[layer], runner.layers.operations, runner.buffers
@@ -395,6 +402,8 @@ def _same(one: Any, two: Any) -> bool:
 @pytest.mark.parametrize("num_lanes", [4, 2])
 def test_products_have_the_same_bits_for_fewer_lanes(big: tuple[Monokernel, Matrices], num_lanes: int) -> None:
     """What the keys and values of several ranks rest on, to be those of one."""
+    import cupy
+
     matrices, other, multiply = big[1].layers()[0], list[str](), Products(algorithms_kept())
     random = cupy.asarray(np.random.default_rng(1).standard_normal((8, max(CHUNK_SIZES), SPEC.hidden_size), np.float32))
     for name in ("wqkv", "wo", "w13", "w2"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import cupy
 import pytest
 import torch
 
@@ -51,6 +50,8 @@ def run(
     attention: Attention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, where: torch.Tensor, window: int | None
 ) -> torch.Tensor:
     """A copy of the outputs, by the default stream of both libraries."""
+    import cupy
+
     arrays = [cupy.asarray(tensor) for tensor in (query, keys, values, where)]
     found = attention.run(arrays[0], arrays[1], arrays[2], arrays[3], window)
     return torch.as_tensor(found, device="cuda").clone()
@@ -119,6 +120,8 @@ def test_heads_of_a_rank_have_the_bits_of_all(of_2b: Attention) -> None:
 
 
 def test_positions_are_read_when_a_graph_is_replayed(of_2b: Attention) -> None:
+    import cupy
+
     query, keys, values = tensors(SHAPE_2B, 128)
     where, stream, graph = place(0, 128), cupy.cuda.Stream(non_blocking=True), Graph()
     run(of_2b, query, keys, values, where, None)  # makes its memory

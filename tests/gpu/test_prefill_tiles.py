@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import cupy
 import pytest
 import torch
 
@@ -31,6 +30,8 @@ LIMIT = 5e-4  # cuBLAS and swiglu have 3.9e-4
 @pytest.fixture(autouse=True)
 def own_stream() -> Iterator[None]:
     """Ours, so that everything is queued in order, and graphs can be captured."""
+    import cupy
+
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
         yield
@@ -53,6 +54,8 @@ def operands(shape: TileShape, lanes: int, size: int) -> Operands:
 
 def multiply(tiles: Tiles, x: torch.Tensor, matrix: torch.Tensor, **tensors: torch.Tensor) -> None:
     """`Tiles.run` with tensors of torch."""
+    import cupy
+
     tiles.run(cupy.asarray(x), cupy.asarray(matrix), **{name: cupy.asarray(tensor) for name, tensor in tensors.items()})
 
 

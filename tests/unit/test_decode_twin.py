@@ -62,6 +62,8 @@ VARIANTS = {
 USUAL = ("replicate, one norm", "lane", "vocab_parallel", "dense, biases, normed heads of their own size")
 RUNS_ALL = os.environ.get("DECODE_TWIN") == "all"
 DTYPES = ("bfloat16", "float16") if RUNS_ALL else ("bfloat16",)
+NAMES = ("tape", "norms", "final_norm", "qkv_bias", "head_norms", "out_bias", "sinks")  # of arrays that a program reads
+OF_EXPERTS = {"experts": "matrices", **{name: name for name in ("router_bias", "gate_up_bias", "down_bias")}}
 PROMPT = [3, 70, 11]
 MAX_TOKENS = 3
 # Options and environments of a program: as it is, from streams that were handed to it, and with warps that are far behind others.
@@ -114,8 +116,9 @@ def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
 
 
 def answer(
-    model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None, num_runs: int = len(RUNS)
-) -> tuple[list[int], Any]:
+    model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None, num_runs: int = len(RUNS),
+    max_ctas: int = 5,
+) -> tuple[list[int], Any]:  # fmt: skip
     """Tokens of a greedy answer, and all logits (vocab,) before the last one.
 
     The same bits in the first `num_runs` of RUNS.
@@ -128,7 +131,7 @@ def answer(
             model.dtype,
             model.dtype,
             num_ranks=num_ranks,
-            max_ctas=5,
+            max_ctas=max_ctas,
             copies=2,
             max_slots=6,
             matrix_warps=matrix_warps,
@@ -147,8 +150,9 @@ def answer(
     np.array(PROMPT, np.uint32).tofile(folder / "prompt.bin")
     for rank, shape in enumerate(shapes):
         weights = model.weights(shape)
-        for name in ("tape", "norms", "final_norm", "qkv_bias", "head_norms"):
-            held = getattr(weights, name)
+        for name in (*NAMES, *OF_EXPERTS):
+            of_experts = None if weights.experts is None else weights.experts
+            held = getattr(of_experts, OF_EXPERTS[name], None) if name in OF_EXPERTS else getattr(weights, name)
             np.ascontiguousarray(np.zeros(0, np.uint16) if held is None else held).tofile(folder / f"{name}.{rank}.bin")
         weights.embedding.tofile(folder / "embedding.bin")
         np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")

@@ -12,9 +12,10 @@ from kog_dist.decode.coded_packing import Codes, below_each_other, in_turn, put_
 from kog_dist.decode.order import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
-from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name, tensor_layouts
+from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType
+from kog_dist.workers.cuda.expert_weights import DeviceExperts, behind, interleaved, put_expert
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types
@@ -46,6 +47,9 @@ class DeviceWeights:
     rope: GpuArray  # (max_context, head_dim / 2, 2) float32
     qkv_bias: GpuArray | None = None  # (layers, lanes, QKV rows)
     head_norms: GpuArray | None = None  # (layers, 2, head_dim): of query heads, of key heads
+    out_bias: GpuArray | None = None  # (layers, hidden)
+    sinks: GpuArray | None = None  # (layers, lanes, heads)
+    experts: DeviceExperts | None = None
 
 
 def to_words(values: GpuArray, dtype: str) -> GpuArray:
@@ -77,16 +81,19 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray, coded: P
     vocabulary, here see `KernelShape.head`. `coded`: the matrices of the layers, where they are quantised.
     """
     position = 0
-    ops = shape.ops
+    ops = shape.tape_ops
     places: list[tuple[Product, int, int]] = []
     for number, product in enumerate(shape.products):
+        if product.phase not in ops:
+            continue
         places.append((product, position, number))
         position += ops[product.phase].num_values
     for product, start, number in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
         op, place = ops[product.phase], (product.phase, product.layer, product.lane - shape.hosted_lanes[0])
-        if coded is None:
+        if op.coding is None:
             put_on_tape(tape, start, op, pack(source(*place), op, shape.num_ctas))
             continue
+        assert coded is not None
         matrix = coded(*place)
         put_codes(tape, start, op, shape.num_ctas, matrix)
         if shape.scale_rows:
@@ -112,10 +119,13 @@ def _packed_head(shape: KernelShape, source: MatrixSource, index: int) -> GpuArr
     return np.concatenate(parts, axis=1)
 
 
-def from_tensors(shape: KernelShape, tensors: TensorSource, codes: CodesSource | None = None) -> DeviceWeights:
+def from_tensors(
+    shape: KernelShape, tensors: TensorSource, codes: CodesSource | None = None, *, repeats_experts: bool = False
+) -> DeviceWeights:  # fmt: skip
     """Pack a model. Asks for each tensor once, in the order of `tensor_layouts`; a layer's tensors are dropped with the layer.
 
-    With `shape.coding` the matrices of layers are those of `codes`.
+    With `shape.coding` the matrices of layers are those of `codes`. `repeats_experts`: those of all layers are alike, and
+    only the first layer's are asked for.
     GPU memory at the peak: tape, embedding, one layer, and two copies of one lane's largest matrix.
     """
     import cupy
@@ -124,7 +134,7 @@ def from_tensors(shape: KernelShape, tensors: TensorSource, codes: CodesSource |
     assert (shape.coding is None) == (codes is None)
     tape = cupy.empty(shape.weight_words, cupy.uint16)
     embedding = tensors(EMBEDDING)
-    layer = _LayerTensors(shape, tensors, embedding, codes)
+    layer = _LayerTensors(shape, tensors, embedding, codes, repeats_experts=repeats_experts)
     pack_tape(shape, layer.matrix, tape, layer.codes if codes is not None else None)
     return DeviceWeights(
         tape=tape,
@@ -134,6 +144,9 @@ def from_tensors(shape: KernelShape, tensors: TensorSource, codes: CodesSource |
         rope=cupy.asarray(np.stack(rope_table(spec, spec.max_context), axis=-1)),  # cosines and sines, side by side
         qkv_bias=np.stack(layer.biases) if layer.biases else None,
         head_norms=np.stack(layer.head_norms) if layer.head_norms else None,
+        out_bias=np.stack(layer.out_biases) if layer.out_biases else None,
+        sinks=np.stack(layer.sinks) if layer.sinks else None,
+        experts=None if layer.experts is None else layer.experts.weights(),
     )
 
 
@@ -141,12 +154,16 @@ class _LayerTensors:
     """The matrices of a model, layer by layer, made of its tensors; collects the norms on the way."""
 
     def __init__(
-        self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray, codes_of: CodesSource | None = None
-    ) -> None:
+        self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray, codes_of: CodesSource | None = None, *,
+        repeats_experts: bool = False,
+    ) -> None:  # fmt: skip
         self.shape, self.tensors, self.embedding, self.codes_of = shape, tensors, embedding, codes_of
         self.norms: list[GpuArray] = []  # attention, MLP, of layer 0, 1, ...
         self.biases: list[GpuArray] = []  # by layer, (hosted lanes, QKV rows)
         self.head_norms: list[GpuArray] = []  # by layer, (2, head_dim)
+        self.out_biases: list[GpuArray] = []  # by layer, (hidden,)
+        self.sinks: list[GpuArray] = []  # by layer, (hosted lanes, heads)
+        self.experts = None if shape.experts is None else _Experts(shape, tensors, codes_of, repeats=repeats_experts)
         self.final_norm: GpuArray = None
         self._head: GpuArray = None
         self._layer = -1
@@ -158,6 +175,8 @@ class _LayerTensors:
             return self._head_matrix(lane)
         if layer != self._layer:
             self._load(layer)
+        if phase is Phase.GATE_UP and self.experts is not None:
+            return self.experts.router
         lanes = range(lane, lane + self.shape.lanes_of(phase))
         by_lane = [[tensor[one] for tensor in self._matrices[phase]] for one in lanes]
         parts = (
@@ -181,17 +200,26 @@ class _LayerTensors:
         prefix, tensors = layer_prefix(layer), self.tensors
 
         def matrices(phase: Phase) -> tuple[GpuArray, ...]:
-            return tuple(tensors(f"{prefix}{name}.weight") for name in _MATRICES[phase]) if self.codes_of is None else ()
+            if self.shape.ops[phase].coding is not None:
+                return ()
+            return tuple(tensors(f"{prefix}{name}.weight") for name in _MATRICES[phase])
 
         self.norms.append(self._norm(f"{prefix}attention_norm"))
         self._matrices |= {phase: matrices(phase) for phase in (Phase.QKV, Phase.OUT)}
         if self.shape.spec.qkv_bias:
             parts = [tensors(f"{prefix}attention.{name}.bias") for name in ("wq", "wk", "wv")]
             self.biases.append(np.concatenate(parts, axis=1))
+        if self.shape.spec.out_bias:
+            self.out_biases.append(tensors(f"{prefix}attention.wo.bias"))
+        if self.shape.spec.attention_sinks:
+            self.sinks.append(tensors(f"{prefix}attention.sinks"))
         if self.shape.spec.qk_norm:
             self.head_norms.append(np.stack([tensors(f"{prefix}attention.{name}.weight") for name in ("q_norm", "k_norm")]))
         self.norms.append(self._norm(f"{prefix}ffn_norm"))
-        self._matrices |= {phase: matrices(phase) for phase in (Phase.GATE_UP, Phase.DOWN)}
+        if self.experts is not None:
+            self.experts.load(layer)
+        else:
+            self._matrices |= {phase: matrices(phase) for phase in (Phase.GATE_UP, Phase.DOWN)}
         self._layer = layer
 
     def _head_matrix(self, lane: int) -> GpuArray:
@@ -210,3 +238,54 @@ class _LayerTensors:
 
     def _norm(self, stem: str) -> GpuArray:
         return self.tensors(norm_name(self.shape.spec, stem)).reshape(-1, self.shape.spec.hidden_size)
+
+
+class _Experts:
+    """The experts of a model, which go to their places layer by layer, and the router of the layer that was loaded last."""
+
+    def __init__(self, shape: KernelShape, tensors: TensorSource, codes_of: CodesSource | None, *, repeats: bool) -> None:
+        import cupy
+
+        assert shape.experts is not None
+        self._spec, self._experts, self._hosted = shape.spec, shape.experts, shape.hosted_lanes
+        self._tensors, self._codes_of, self._repeats = tensors, codes_of, repeats
+        experts = shape.experts
+        self._matrices = cupy.empty((shape.spec.num_layers, experts.num_experts, experts.num_values), cupy.uint16)
+        self._biases: dict[str, list[GpuArray]] = {"router": [], "gate_up": [], "down": []}
+        self.router: GpuArray = None
+
+    def load(self, layer: int) -> None:
+        """Put a layer's experts in their places."""
+        numbers, prefix = self._spec.experts, layer_prefix(layer)
+        assert numbers is not None
+        self.router = self._tensors(f"{prefix}feed_forward.router.weight")
+        if numbers.router_bias:
+            self._biases["router"].append(self._tensors(f"{prefix}feed_forward.router.bias"))
+        if self._repeats and layer:
+            self._matrices[layer] = self._matrices[0]
+            for name in ("gate_up", "down") if numbers.bias else ():
+                self._biases[name] += self._biases[name][: numbers.num_experts]
+            return
+        for expert, start in enumerate(ffn_prefixes(self._spec, layer)):
+            put_expert(self._matrices[layer, expert], self._experts, *self._parts(start))
+            if numbers.bias:
+                self._biases["gate_up"].append(interleaved(self._tensors, f"{start}w1.bias", f"{start}w3.bias"))
+                self._biases["down"].append(self._tensors(f"{start}w2.bias"))
+
+    def _parts(self, start: str) -> tuple[Any, list[Any]]:
+        """Gate and up rows of all hosted lanes in turn, and each lane's `down`."""
+        gate, up, down = (f"{start}{name}.weight" for name in ("w1", "w3", "w2"))
+        lanes = range(len(self._hosted))
+        if self._codes_of is None:
+            gates, ups, downs = (self._tensors(name) for name in (gate, up, down))
+            return np.concatenate([interleave(gates[lane], ups[lane]) for lane in lanes]), list(downs)
+        codes = self._codes_of
+        both = below_each_other([in_turn(codes(gate, lane), codes(up, lane)) for lane in lanes])
+        return both, [behind(self._experts.skew(self._hosted[lane]), codes(down, lane)) for lane in lanes]
+
+    def weights(self) -> DeviceExperts:
+        """Those of all layers, once all were loaded."""
+        layers = self._spec.num_layers
+        shape = (layers, self._experts.num_experts, -1)
+        found = {f"{name}_bias": np.stack(biases).reshape(shape) for name, biases in self._biases.items() if biases}
+        return DeviceExperts(self._matrices, **found)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kog_dist.collectives.mailbox import place
-from kog_dist.decode.coding import Coding
+from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
+from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes, by_kind, layer_mask
@@ -32,6 +33,7 @@ _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before positio
 NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up less by fewer copies of weights
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
+_TILES_WITH_EXPERTS = 8  # in flight: where the stream starts anew in each layer, it has to fill quickly (docs/history/experts.md)
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
 _CODES = {"E4M3": "E4m3", "E2M1": "E2m1", "INT4": "Int4"}  # as phases/coded.cuh calls them
@@ -63,7 +65,7 @@ class KernelShape:
     matrix_warps: int = 0  # 0: chosen by `geometry`
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
-    coding: Coding | None = None  # of the matrices of all layers, if they are quantised; others have 16 bit
+    coding: Coding | None = None  # of the matrices of all layers, or of experts alone; others have 16 bit
     keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class KernelShape:
         if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:
             findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
         findings += unsupported(spec)
+        findings += self.experts.findings if self.experts is not None else []
         if self.weight_dtype not in FORMATS:
             findings.append(f"{self.weight_dtype} weights ({' or '.join(FORMATS)})")
         findings += kv_findings(spec, self.kv_dtype)
@@ -97,7 +100,7 @@ class KernelShape:
     @cached_property
     def geometry(self) -> Geometry:
         """How products are divided. Chosen for the model as one rank has it: bits must not depend on the number of ranks."""
-        if self.coding is not None:
+        if self.coding is not None or self.spec.experts is not None:
             return EIGHT_WARPS
         if self.matrix_warps:
             return EIGHT_WARPS if self.matrix_warps == 8 else TWELVE_WARPS
@@ -111,22 +114,47 @@ class KernelShape:
 
     def lanes_of(self, phase: Phase) -> int:
         """Hosted lanes whose rows one product of this phase has: several where they share its input and have few rows each."""
+        if phase is Phase.GATE_UP and self.spec.experts is not None:
+            return self.num_lanes
         return lanes_together(self.spec, phase, self.num_lanes, self.num_ctas)
+
+    @cached_property
+    def experts(self) -> ExpertShape | None:
+        """The products of experts; None in a model without."""
+        if self.spec.experts is None:
+            return None
+        return ExpertShape(self.spec, self.geometry, self.num_lanes, self.num_ctas, self._residual_rows, self.coding)
+
+    @property
+    def attention_coding(self) -> Coding | None:
+        """Of the matrices of attention: none where those of experts alone are quantised."""
+        return None if self.spec.experts is not None else self.coding
+
+    @property
+    def _stream_steps(self) -> int:
+        return 1 if self.coding is None else CODED_COLUMNS // STEP_COLUMNS
 
     @cached_property
     def qkv(self) -> OpShape:
         """Query, key and value rows of `lanes_of` lanes, in pairs that rotate together."""
         rows = self.lanes_of(Phase.QKV) * self.spec.lane_qkv_rows
-        return self.geometry.op_shape(owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2, coding=self.coding)
+        return self.geometry.op_shape(
+            owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2, coding=self.attention_coding,
+            slice_steps=self._stream_steps if self.attention_coding is None else 1,
+        )  # fmt: skip
 
     @cached_property
     def out(self) -> OpShape:
         """Rows of the attention's output projection: those of the residual that the thread block owns."""
-        return self.geometry.op_shape(self._residual_rows, self.spec.lane_heads * self.spec.head_dim, 2, coding=self.coding)
+        return self.geometry.op_shape(
+            self._residual_rows, self.spec.lane_heads * self.spec.head_dim, 2, coding=self.attention_coding
+        )
 
     @cached_property
     def gate_up(self) -> OpShape:
         """Gate and up rows of the same FFN columns of `lanes_of` lanes, one after the other; two columns at least."""
+        if self.experts is not None:
+            return self.experts.gate_up
         columns = self.lanes_of(Phase.GATE_UP) * self.spec.lane_ffn
         rows = 2 * owned_rows(columns, self.num_ctas, 2)
         return self.geometry.op_shape(rows, self.spec.hidden_size, 4, has_last=True, coding=self.coding)
@@ -134,6 +162,8 @@ class KernelShape:
     @cached_property
     def down(self) -> OpShape:
         """Rows of the FFN's output projection; the same rows as `out`."""
+        if self.experts is not None:
+            return self.experts.down
         return self.geometry.op_shape(self._residual_rows, self.spec.lane_ffn, 2, coding=self.coding)
 
     @cached_property
@@ -145,7 +175,7 @@ class KernelShape:
         first, last = self.vocab_rows
         num_rows = self.lane_vocab if self.spec.head_type is HeadType.VOCAB_PARALLEL else last - first
         return self.geometry.op_shape(
-            owned_rows(num_rows, self.head_ctas, 1), self.spec.hidden_size, 1, slice_steps=self.qkv.step_columns // STEP_COLUMNS
+            owned_rows(num_rows, self.head_ctas, 1), self.spec.hidden_size, 1, slice_steps=self._stream_steps
         )
 
     @property
@@ -228,7 +258,7 @@ class KernelShape:
     @property
     def tape_values(self) -> int:
         """Weights on the tape of one thread block: 16-bit words."""
-        layer = sum(self._products_of_layer(phase) * op.num_values for phase, op in self.ops.items())
+        layer = sum(self._products_of_layer(phase) * op.num_values for phase, op in self.tape_ops.items())
         return self.spec.num_layers * layer + self.num_head_products * self.head.num_values
 
     @property
@@ -246,7 +276,7 @@ class KernelShape:
     @property
     def tape_tiles(self) -> int:
         """Tiles on the tape of one thread block."""
-        layer = sum(self._products_of_layer(phase) * op.num_tiles for phase, op in self.ops.items())
+        layer = sum(self._products_of_layer(phase) * op.num_tiles for phase, op in self.tape_ops.items())
         return self.spec.num_layers * layer + self.num_head_products * self.head.num_tiles
 
     def _products_of_layer(self, phase: Phase) -> int:
@@ -256,6 +286,18 @@ class KernelShape:
     def ops(self) -> dict[Phase, OpShape]:
         """The shapes of the layers' products."""
         return {Phase.QKV: self.qkv, Phase.OUT: self.out, Phase.GATE_UP: self.gate_up, Phase.DOWN: self.down}
+
+    @property
+    def tape_ops(self) -> dict[Phase, OpShape]:
+        """The shapes of what products have on the tape: those of experts the router, in front of GATE_UP, and nothing of DOWN."""
+        if self.experts is None:
+            return self.ops
+        return {Phase.QKV: self.qkv, Phase.OUT: self.out, Phase.GATE_UP: self.experts.route}
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a token reads: the tapes, and the experts that it uses."""
+        return 2 * (self.tape_values * self.num_ctas + (self.experts.read_values if self.experts is not None else 0))
 
     @property
     def num_products(self) -> int:
@@ -281,6 +323,8 @@ class KernelShape:
     def _in_flight(self) -> tuple[int, int]:
         if self.pieces_in_flight:
             return (self.pieces_in_flight,) * 2
+        if self.experts is not None:
+            return (min(_TILES_WITH_EXPERTS, self.num_slots - 2),) * 2
         if self.geometry.in_flight_bytes:
             ops = self.ops.values()
             mean_bytes = 2 * sum(op.num_values for op in ops) / sum(op.num_tiles for op in ops) / self.num_pieces
@@ -375,13 +419,14 @@ class KernelShape:
         sizes = {
             "Stream": (spec.hidden_size // 2, stream_copies),
             "Middle": (spec.hidden_size // 2, stream_copies),
-            "Activation": (spec.lane_ffn // 2, copies),
+            "Activation": (spec.num_ffns_read * spec.lane_ffn // 2, copies),
             "Qkv": (spec.lane_qkv_rows // 2, lanes),
             "Part": (self.num_partitions * query_rows * self.splits // 2, lanes),
             "LogSum": (self.num_partitions * self.log_sum_words, lanes),
             "Attended": (query_rows // 2, copies),
             "Candidate": (2 * self.num_ctas, self.replicas),
             "Choice": (self.boxes.choice_words, 2 if self.num_ranks == 1 else 0),  # else they lie in the heap
+            "RouterLogits": (spec.num_ffns, 0 if spec.experts is None else self.replicas),
             "Report": (self.boxes.report_words, 1 if self.num_ranks == 1 else 0),
         }
         return {name: (-(-words // 16) * 16, count) for name, (words, count) in sizes.items()}
@@ -404,7 +449,7 @@ class KernelShape:
         Models of one lane, which are so small that their chain of waits decides, are faster with slots; not with quantised
         weights, whose slots would have to be as large as the largest tile.
         """
-        is_chosen = self.spec.num_lanes > 1 or self.coding is not None
+        is_chosen = self.spec.num_lanes > 1 or self.coding is not None or self.spec.experts is not None
         return self.geometry.in_flight_bytes > 0 and self.num_pieces == 1 and is_chosen
 
     @cached_property
@@ -413,7 +458,7 @@ class KernelShape:
         as many of the smallest tile."""
         free = SHARED_BYTES - self.shared_bytes_besides
         if self.is_packed:
-            smallest = 2 * min(min(op.tile_sizes) for op in (*self.ops.values(), self.head))
+            smallest = 2 * min(min(op.tile_sizes) for op in (*self.ops.values(), *self.tape_ops.values(), self.head))
             return min(min(self.max_slots * self.geometry.slot_bytes, free) // (smallest + _PACKED_TILE_BYTES), _MOST_TILES)
         slot_bytes = self.geometry.slot_bytes + 2 * 8 * self.num_pieces  # pieces have barriers of their own
         return min(self.max_slots, free // slot_bytes)
@@ -443,7 +488,9 @@ class KernelShape:
         One, which hides its way behind others' products, except where these are so small that they cannot: then those whose
         inputs come of one product.
         """
-        few = _FEW_STEPS if self.coding is None else 1
+        if phase is Phase.DOWN and self.experts is not None:
+            return 1
+        few = _FEW_STEPS if self.attention_coding is None else 1
         return self.lanes_of(_OUTPUTS[phase]) if self.ops[phase].per <= few else 1
 
     @property
@@ -460,7 +507,8 @@ class KernelShape:
         values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
-        barriers = 5 + 2 * self.num_sums + NUM_SQUARES + lanes
+        values += 2 * spec.num_ffns_read  # chosen, chosen_weights
+        barriers = 6 + 2 * self.num_sums + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES
 
     # ---- generated headers ----
@@ -533,6 +581,7 @@ class KernelShape:
             "kPreNormSum": spec.pre_norm_lane_agg, "kLaneHead": spec.head_type is HeadType.LANE,
             "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
             "kGathersStreams": self.gathers_streams, "kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm,
+            "kOutBias": spec.out_bias, "kSinks": spec.attention_sinks, "kExperts": spec.experts is not None,
             "kPacked": self.is_packed, "kDirectSums": self.sends_sums_directly,
         }  # fmt: skip
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
@@ -552,6 +601,8 @@ class KernelShape:
         lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, self.delays))}"]
         if self.coding is not None:
             lines += self._coding_header(self.coding)
+        if self.experts is not None:
+            lines += self.experts.header()
         if self.keeps_hashes:
             lines += [f"#define KOG_HASHES {NUM_HASHES}", f"#define KOG_HASH_TOKENS {HASH_TOKENS}"]
         if self.traced_step >= 0:

@@ -240,7 +240,11 @@ class Monokernel:
             "rope": weights.rope, "kv": self.kv, "words": self.words, "logits": self.logits, "prompt": self._prompt,
             "state": self._state, "record": self._record,
         }  # fmt: skip
-        arrays |= {name: held for name in ("qkv_bias", "head_norms") if (held := getattr(weights, name)) is not None}
+        optional = {name: getattr(weights, name) for name in ("qkv_bias", "head_norms", "out_bias", "sinks")}
+        if weights.experts is not None:
+            biases = ("router_bias", "gate_up_bias", "down_bias")
+            optional |= {"experts": weights.experts.matrices} | {name: getattr(weights.experts, name) for name in biases}
+        arrays |= {name: held for name, held in optional.items() if held is not None}
         for name, held in arrays.items():
             params[f"{name}_ptr"] = held.data.ptr
         params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data

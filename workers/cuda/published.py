@@ -72,8 +72,8 @@ class Published:
         return self._pairs("Middle", self._stream_copies(lane), self.shape.spec.hidden_size)
 
     def activation(self, lane: int) -> Vector:
-        """silu(gate) * up of the lane's FFN columns."""
-        return self._pairs("Activation", self._copies(lane), self.shape.spec.lane_ffn)
+        """silu(gate) * up of the lane's FFN columns, of chosen experts one behind the other and times their weights."""
+        return self._pairs("Activation", self._copies(lane), self.shape.spec.num_ffns_read * self.shape.spec.lane_ffn)
 
     def stream(self, lane: int) -> Vector:
         """The lane's residual stream after the layer."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import CODED_COLUMNS
 from kog_dist.model.formats.numbers import NUMBERS
-from kog_dist.model.layout import EMBEDDING, tensor_layouts
+from kog_dist.model.layout import EMBEDDING, EXPERTS, tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
+_DRAWN = 1 << 24
 _SUMMED = ("wo.weight", "w2.weight")  # over lanes
 
 
@@ -31,19 +34,58 @@ def random_weights(shape: KernelShape, seed: int, observe: Callable[[str, GpuArr
             observe(name, words)
         return words
 
-    if shape.coding is None:
-        return from_tensors(shape, tensor)
-    return from_tensors(shape, tensor, lambda name, lane: _random_codes(shape, name, lane, seed))
+    codes = None if shape.coding is None else partial(random_codes, shape, seed=seed)
+    return from_tensors(shape, tensor, codes, repeats_experts=True)
 
 
-def _random_codes(shape: KernelShape, name: str, lane: int, seed: int) -> Codes:
+def _generator(text: str, seed: int) -> Any:
+    import cupy
+
+    return cupy.random.default_rng(seed << 32 | zlib.crc32(text.encode()))
+
+
+class _Parts:
+    """What is drawn of a tensor of a layer with experts, with a generator's methods: parts of one array.
+
+    A generator takes 0.1 s to begin, and there are thousands of tensors. Experts are the same in all layers, so that they need
+    be packed once.
+    """
+
+    _drawn: ClassVar[dict[int, GpuArray]] = {}  # by seed, of the newest one
+
+    def __init__(self, text: str, seed: int) -> None:
+        if seed not in self._drawn:
+            self._drawn.clear()
+            self._drawn[seed] = _generator("layers", seed).standard_normal(_DRAWN, dtype=np.float32)
+        of_any_layer = text.partition(EXPERTS)[2] or text
+        self._values, self._first = self._drawn[seed], zlib.crc32(of_any_layer.encode()) % _DRAWN
+
+    def standard_normal(self, shape: tuple[int, ...], dtype: Any) -> GpuArray:
+        """Normally distributed values."""
+        count = int(np.prod(shape))
+        times = -(-(self._first + count) // _DRAWN)
+        values = np.concatenate([self._values] * times) if times > 1 else self._values
+        return values[self._first : self._first + count].astype(dtype).reshape(shape)
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...], dtype: Any) -> GpuArray:
+        """Evenly distributed ones below `high`: the lowest bits of values."""
+        bits = self.standard_normal(shape, np.float32).view(np.uint32)
+        return (bits % np.uint32(high - low) + np.uint32(low)).astype(dtype)
+
+    def random(self, shape: tuple[int, ...], dtype: Any) -> GpuArray:
+        """Values of 0 to 1."""
+        return (self.integers(0, 1 << 16, shape, np.uint32) / np.float32(1 << 16)).astype(dtype)
+
+
+def random_codes(shape: KernelShape, name: str, lane: int, seed: int) -> Codes:
     """A hosted lane's part of a quantised matrix; equal for equal arguments, whoever hosts the lane."""
     import cupy
 
     coding, spec = shape.coding, shape.spec
     assert coding is not None
     _, rows, columns = tensor_layouts(spec)[name].shape
-    generator = cupy.random.default_rng(seed << 32 | zlib.crc32(f"{name} {shape.hosted_lanes[lane]}".encode()))
+    text = f"{name} {shape.hosted_lanes[lane]}"
+    generator = _Parts(text, seed) if EXPERTS in name else _generator(text, seed)
     values = NUMBERS[coding.number].values
     few = np.arange(len(values)) & 0xBF  # of 8 bits those below 2: no NaN
     codes = generator.integers(0, len(values), (rows, columns), cupy.uint8) & cupy.uint8(0xBF)
@@ -65,7 +107,8 @@ def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16"
     import cupy
 
     shape = tensor_layouts(spec)[name].shape
-    generator = cupy.random.default_rng(seed << 32 | zlib.crc32(name.encode()))
+    is_part = spec.experts is not None and name.startswith("model.layers.")
+    generator = _Parts(name, seed) if is_part else _generator(name, seed)
     values = generator.standard_normal(shape, dtype=cupy.float32)
     if "norm." in name:  # of heads, too
         values = np.float32(1.0) + np.float32(0.1) * values

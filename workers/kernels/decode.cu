@@ -29,6 +29,10 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
 #ifdef KOG_PROCESSORS
     shared.num_handed = 0;
 #endif
+#ifdef KOG_EXPERTS
+    mbar_init(role.base + KOG_OFFSET(choice_full), 1);
+    for (int i = 0; i < kChosen; ++i) shared.chosen[i] = 0;
+#endif
     for (int i = 0; i < 2; ++i) shared.peer_notes[i].waiting = 0;
     fence_barrier_init();
 }
@@ -82,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
         multiply(params, peers, role, warp);
     } else if (warp < kAttendWarp) {
         drop_registers<kServiceRegisters>();
-        if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr), num_steps);
+        if (warp == kLoaderWarp) load_tape(params, role);
         else if (warp == kFinalWarp) finalize(params, peers, role);
         else if (warp == kSampleWarp) {
 #ifdef KOG_PROCESSORS

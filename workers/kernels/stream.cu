@@ -1,5 +1,6 @@
 // The ceiling: the loader and the ring of the monokernel, with the same tape, and matrix warps that take the tiles without looking
 // at them. What this kernel needs for a token is the time that memory alone would take.
+#define KOG_STREAM
 #include "layout.cuh"
 #include "load.cuh"
 
@@ -12,12 +13,20 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     if (threadIdx.x == 0) {
         init_ring(role);
         shared.note.stopped = 0, shared.finished = 0;
+#ifdef KOG_EXPERTS
+        for (u32 i = 0; i < kChosen; ++i) shared.chosen[i] = i * (kNumExperts / kChosen);
+#endif
         fence_barrier_init();
     }
     __syncthreads();
-    if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr), params.num_steps);
+    if (warp == kLoaderWarp) load_tape(params, role);
     if (warp >= kMatrixWarps) return;
-    constexpr u32 kLayerTiles = kQkvProductsOfLayer * QkvOp::kBlocks * QkvOp::kTiles + kLanes * OutOp::kBlocks * OutOp::kTiles +
+#ifdef KOG_EXPERTS
+    constexpr u32 kRouteTiles = RouteOp::kBlocks * RouteOp::kTiles;
+#else
+    constexpr u32 kRouteTiles = 0;
+#endif
+    constexpr u32 kLayerTiles = kRouteTiles + kQkvProductsOfLayer * QkvOp::kBlocks * QkvOp::kTiles + kLanes * OutOp::kBlocks * OutOp::kTiles +
                                 kGateUpProductsOfLayer * GateUpOp::kBlocks * GateUpOp::kTiles + kLanes * DownOp::kBlocks * DownOp::kTiles;
     const u32 num_tiles = params.num_steps * (kLayers * kLayerTiles + kHeadProducts * HeadOp::kBlocks * HeadOp::kTiles);
     const u32 first = warp / kPieceWarps;

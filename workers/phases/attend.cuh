@@ -75,6 +75,7 @@ struct Attender : BatchMixer {
     // publishes them as OUT's input. A thread has one split of a unit; neighbouring threads have the others.
     static constexpr u32 kUnits = kGroup * kHeadUnits, kShareUnits = (kUnits + kSplits - 1) / kSplits, kUnitsOfWarp = 32 / kSplits;
     static_assert(32 % kSplits == 0 && kReplicas <= kSplits, "the splits of a unit are in one warp");
+    static constexpr float kLog2e = 1.44269504f;
     struct Part {
         ulonglong2 values;
         u64 log_sum;
@@ -90,7 +91,7 @@ struct Attender : BatchMixer {
             if (must_leave(role.stopped())) return false;
         }
     }
-    __device__ __forceinline__ bool mix_parts(u32 lane_idx, u32 item_idx, u32 partitions, u32 tag) const {
+    __device__ __forceinline__ bool mix_parts(u32 layer, u32 lane_idx, u32 item_idx, u32 partitions, u32 tag) const {
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), kv_head = item_idx / kSplits, share = item_idx % kSplits, split = lane % kSplits;
         u64* words = reinterpret_cast<u64*>(params.words_ptr);
 #pragma unroll 1
@@ -102,6 +103,8 @@ struct Attender : BatchMixer {
             const u64* log_sum = words + kLogSumOffset + lane_idx * kLogSumStride + row;
             float peak = -INFINITY, total = 0;
             float4 sum = make_float4(0, 0, 0, 0);
+            [[maybe_unused]] float sink = 0;  // one more logit of the head, of which nothing is mixed
+            if constexpr (kSinks) sink = WeightFormat::low(reinterpret_cast<const u16*>(params.sinks_ptr)[(layer * kLanes + lane_idx) * kHeads + head]) * kLog2e;
 #pragma unroll 1
             for (u32 partition = 0; partition < partitions; ++partition) {
                 Part got;
@@ -117,6 +120,7 @@ struct Attender : BatchMixer {
             float top = peak;
 #pragma unroll
             for (int offset = 1; offset < kSplits; offset <<= 1) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+            if constexpr (kSinks) top = fmaxf(top, sink);
             const float weight = exp2_approx(peak - (top == -INFINITY ? 0.0f : top));
             total *= weight;
             sum = make_float4(sum.x * weight, sum.y * weight, sum.z * weight, sum.w * weight);
@@ -126,6 +130,7 @@ struct Attender : BatchMixer {
                 sum.x += __shfl_xor_sync(kFullWarp, sum.x, offset), sum.y += __shfl_xor_sync(kFullWarp, sum.y, offset);
                 sum.z += __shfl_xor_sync(kFullWarp, sum.z, offset), sum.w += __shfl_xor_sync(kFullWarp, sum.w, offset);
             }
+            if constexpr (kSinks) total += exp2_approx(sink - top);
             const float inverse = reciprocal_approx(total);
             if (is_mine && split < kReplicas)
                 store_relaxed_x2(words + kAttendedOffset + (lane_idx * kReplicas + split) * kAttendedStride + (head * kHeadUnits + place) * 2,
@@ -213,7 +218,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
             // All that others wait for is published.
 #pragma unroll 1
             for (u32 item = first_item(role, at.layer(), lane_idx, 0); item < kItems; item += kNumCtas)
-                if (!attender.mix_parts(lane_idx, item, num_partitions(at.layer(), position), layer_tag(role.first_epoch + step, at.layer()))) return;
+                if (!attender.mix_parts(at.layer(), lane_idx, item, num_partitions(at.layer(), position), layer_tag(role.first_epoch + step, at.layer()))) return;
             if (warp == 0) stamp(role, kAttended, step, attender.product);
         }
         attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : kHeadProducts);

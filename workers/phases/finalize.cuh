@@ -2,7 +2,7 @@
 // residual and delayed sums, best logit), and publishes the rows that this thread block owns. A row of the residual streams has one
 // owner for the whole token, so streams and partials never leave its shared memory.
 #pragma once
-#include "finalize_rows.cuh"
+#include "finalize_experts.cuh"
 #include "sample.cuh"
 #ifdef KOG_PROCESSORS
 #include "logits_processors.cuh"
@@ -15,7 +15,7 @@ constexpr bool kSendsDelayed = kRanks > 1 && !kOneStream;
 // ranks send each other words.
 constexpr bool kRoundsHalves = kOneStream && kModelLanes > 1;
 
-struct Finalizer : FinalizedRows {
+struct Finalizer : BiasedRows {
     SumFromPeers<kRanks, OutOp::kRows> sums;  // of the next product, if `early`
     bool early = false;
     float shared_scale = 0;                   // of the stream that all lanes share, for their QKV or GATE_UP
@@ -198,10 +198,12 @@ struct Finalizer : FinalizedRows {
         for (u32 block = 0; block < OutOp::kBlocks; ++block) {
             const u32 row = block * OutOp::kRows + (mine ? lane : 0);
             float sum;
-            const float own_scale = row_scale<OutOp>(block);
+            const float own_scale = row_scale<OutOp>(block), bias = residual_bias(kind, layer, lane_idx, role.cta * OutOp::kCtaRows + row);
             if (!row_sum(sum, OutOp::kRows)) return false;
             if constexpr (kRowScales) sum *= own_scale;
-            if (mine) now[lane_idx][row] = sum * kInverseXScale;
+            sum *= kInverseXScale;
+            if constexpr (kHasResidualBias) sum += bias;
+            if (mine) now[lane_idx][row] = sum;
             end_block();
             if (kDirectSums && is_last) {
                 publish_vector_to_all<kRanks, OutOp::kRows, kSumCopies>(peers, sum_box(kind).row(kRanks, 0, peers.rank), kHidden / 2,
@@ -321,7 +323,11 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
             if (!(at.phase() & 1)) finalizer.look_ahead(number);
             bool ok;
             if (at.phase() == kQkvPhase) ok = finalizer.qkv(at.layer(), at.lane(), position, tag);
+#ifdef KOG_EXPERTS
+            else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up_of_experts(at.layer(), tag);
+#else
             else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up(at.lane(), tag);
+#endif
             else if (kOneStream) ok = finalizer.shared_residual(at.phase() >> 1, at.layer(), at.lane(), tag);
             else ok = finalizer.residual(at.phase() >> 1, at.layer(), at.lane(), tag, number);
             if (!ok) return;

@@ -3,11 +3,11 @@
 // The words of the vector after the present one are read before the present one is multiplied, where enough lanes take turns for them to
 // have arrived by then. The RMS scale is applied to the product, so nothing waits for the sum of squares.
 #pragma once
-#include "gather_head.cuh"
+#include "gather_experts.cuh"
 
 namespace kog {
 
-struct Gatherer : HeadGatherer {
+struct Gatherer : ExpertsGatherer {
     // ---- the embedding ----
     // The token's embedding, where the words of a stream will lie later.
     __device__ __forceinline__ void load_embedding() {
@@ -59,8 +59,13 @@ struct Gatherer : HeadGatherer {
         } else if (at.phase() == kOutPhase) {
             load_vectors<AttendedSlice, kOutPhase>(source<kOutPhase>(at));
         } else if constexpr (kReadsWordsAhead) {
-            if (at.phase() == kDownPhase) load_vectors<FfnSlice, kDownPhase>(source<kDownPhase>(at));
-            else load_units<HiddenSlice>(at.phase() == kGateUpPhase ? source<kGateUpPhase>(at).words : source<kQkvPhase>(at).words);
+            if (at.phase() == kDownPhase) {
+#ifdef KOG_EXPERTS
+                load_activations<false>(at);
+#else
+                load_vectors<FfnSlice, kDownPhase>(source<kDownPhase>(at));
+#endif
+            } else load_units<HiddenSlice>(at.phase() == kGateUpPhase ? source<kGateUpPhase>(at).words : source<kQkvPhase>(at).words);
         }
         loaded = true;
     }
@@ -70,10 +75,14 @@ struct Gatherer : HeadGatherer {
         squares = 0;
         if constexpr (kPhase == kOutPhase) {
             if (!gather_units<AttendedSlice, kOutPhase>(at)) return false;
-            write_units<AttendedSlice, false>(squares);
+            write_units<AttendedSlice, false, AttentionX>(squares);
         } else if constexpr (kPhase == kDownPhase) {
+#ifdef KOG_EXPERTS
+            return gather_activations(at);
+#else
             if (!gather_units<FfnSlice, kDownPhase>(at)) return false;
             write_units<FfnSlice, false>(squares);
+#endif
         } else {
             if (!kReadsWordsAhead || (kPhase == kQkvPhase && at.index() == 0 && !loaded)) load_norm<kPhase>(at);  // words take as long
             if (kPhase == kQkvPhase && at.index() == 0) {
@@ -90,7 +99,8 @@ struct Gatherer : HeadGatherer {
             } else if (!gather_units<HiddenSlice, kPhase>(at)) {
                 return false;
             }
-            write_units<HiddenSlice, true>(squares);
+            if constexpr (kPhase == kQkvPhase) write_units<HiddenSlice, true, AttentionX>(squares);
+            else write_units<HiddenSlice, true>(squares);
         }
         loaded = false;
         __syncwarp();

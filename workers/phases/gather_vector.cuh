@@ -20,6 +20,11 @@ struct LayerX {
 #else
 using LayerX = HeadX;
 #endif
+#ifdef KOG_EXPERTS
+using AttentionX = HeadX;  // what is quantised is experts
+#else
+using AttentionX = LayerX;
+#endif
 
 // What a warp knows and holds while it gathers; and vectors whose words it takes one by one (streams, activations).
 struct VectorGatherer {

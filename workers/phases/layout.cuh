@@ -99,8 +99,18 @@ struct Op {
     static_assert((kCoded ? kPacked : kTileBytes <= kSlotBytes) && kPer_ % kSteps == 0 && kRows <= kTileRows, "the tile must fit into a slot");
     static_assert(kSteps * kRowGroups <= kMaxFragments, "the tile must fit into registers");
 };
-using QkvOp = Op<LayerWeights, KOG_QKV_OP>;
-using OutOp = Op<LayerWeights, KOG_OUT_OP>;
+// Where a model has experts, LayerWeights are theirs alone.
+#ifdef KOG_EXPERTS
+using AttentionWeights = PlainWeights;
+using RouteOp = Op<PlainWeights, KOG_ROUTE_OP>;  // in front of GATE_UP, with the same input
+constexpr u64 kRouteBytes = RouteOp::kBytes;
+static_assert(RouteOp::kBlocks == 1 && kNumExperts <= 256, "what a warp chooses from");
+#else
+using AttentionWeights = LayerWeights;
+constexpr int kChosen = 1;
+#endif
+using QkvOp = Op<AttentionWeights, KOG_QKV_OP>;
+using OutOp = Op<AttentionWeights, KOG_OUT_OP>;
 using GateUpOp = Op<LayerWeights, KOG_GATE_UP_OP>;
 using DownOp = Op<LayerWeights, KOG_DOWN_OP>;
 using HeadOp = Op<PlainWeights, KOG_HEAD_OP>;
@@ -131,6 +141,11 @@ struct Shared {
     u32 done_cycles[kLanes];                         // when the finaliser was done with the lane's last product
     volatile u32 finished, cancelled;
     volatile u32 num_finalized;                      // products of this launch that the finaliser is done with
+#ifdef KOG_EXPERTS
+    u64 choice_full;                                 // the next layer's experts are chosen
+    u32 chosen[kChosen];                             // in ascending order
+    float chosen_weights[kChosen];
+#endif
 #ifdef KOG_PROCESSORS
     u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler: see hand_logits
     u32 num_exchanges, chosen_place, max_tokens, step;  // of the sampler, which has too few registers: see Chooser
@@ -194,8 +209,12 @@ constexpr bool kHeadOnly = KOG_HEAD_ONLY;
 __device__ __forceinline__ constexpr u32 first_product() { return kHeadOnly ? kNumProducts : 0; }
 template <class O>
 constexpr u64 kOpBytes = O::kBytes;
+#ifdef KOG_EXPERTS
+constexpr u64 kLayerBytes = u64{kLayers} * (kLanes * kOpBytes<OutOp> + kQkvProductsOfLayer * kOpBytes<QkvOp> + kRouteBytes);
+#else
 constexpr u64 kLayerBytes = u64{kLayers} * (kLanes * (kOpBytes<OutOp> + kOpBytes<DownOp>) + kQkvProductsOfLayer * kOpBytes<QkvOp> +
                                             kGateUpProductsOfLayer * kOpBytes<GateUpOp>);  // of the tape
+#endif
 static_assert(kTapeBytes == kLayerBytes + kHeadProducts * kOpBytes<HeadOp>, "the LM head stands at the end of the tape");
 
 // Vocabulary rows of this rank that a thread block owns, from the first to before the end. With `vocab_parallel` they are one lane's: each

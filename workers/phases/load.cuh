@@ -23,6 +23,10 @@ struct Loader {
     u32 oldest, oldest_at, oldest_parity = 0, num_kept = 0;
     u32 landing, landing_parity = 0, num_under_way = 0;  // barrier of the oldest copy that was not seen to land
     u32 most = kPiecesInFlight;                          // that may be under way
+#ifdef KOG_EXPERTS
+    const unsigned char* experts = nullptr;  // of all layers
+    u32 choice_parity = 0;
+#endif
 
     static constexpr u32 kEmptyOffset = kRingPieces * 8;  // from a piece's `full` to its `empty`
 
@@ -82,12 +86,16 @@ struct Loader {
         return {O::kBlocks * O::kTiles, O::kTileBytes, O::kTiles, O::kLongTiles, O::kWarpBytes, O::Last::kTileBytes, O::Last::kWarpBytes};
     }
     __device__ __forceinline__ bool issue_uneven(const unsigned char*& tiles, const Tiles& of) {
+        return issue_uneven(tiles, of, role.cta, kNumCtas);
+    }
+    // `cta` of the `num_ctas` thread blocks that have such tiles.
+    __device__ __forceinline__ bool issue_uneven(const unsigned char*& tiles, const Tiles& of, u32 cta, u32 num_ctas) {
         u32 place = 0;
 #pragma unroll 1
         for (u32 i = 0; i < of.count; ++i) {
             const bool is_last = i + of.of_block >= of.count;
             const u32 bytes = (is_last ? of.last_bytes : of.bytes) - (place < of.num_long ? 0 : is_last ? of.last_less : of.less);
-            source = tiles + role.cta * bytes, tiles += u64{kNumCtas} * bytes;
+            source = tiles + cta * bytes, tiles += u64{num_ctas} * bytes;
             if (++place == of.of_block) place = 0;
             if ((kPacked && !make_room(bytes)) || !issue(slot, bytes)) return false;
             slot += kPacked ? bytes : kSlotBytes;
@@ -116,6 +124,9 @@ struct Loader {
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
+#ifdef KOG_EXPERTS
+            if (!issue_with_experts(tiles, at)) return false;
+#else
             if constexpr (!kEven) {
                 Tiles of = tiles_of<HeadOp>();
                 if (!at.is_last()) {
@@ -136,9 +147,51 @@ struct Loader {
             }
             if (!issue_tiles(tiles, count, bytes)) return false;
             tiles += u64{kNumCtas} * count * bytes;
+#endif
         }
         return true;
     }
+#ifdef KOG_EXPERTS
+    // Products of attention and the LM head, and the router, stand on the tape; experts where the choice says, which has to be awaited.
+    // Their sizes are static, so all that comes behind them is read ahead as always.
+    __device__ __forceinline__ bool issue_with_experts(const unsigned char*& tiles, const Place& at) {
+        if (at.is_last()) return issue_uneven(tiles, tiles_of<HeadOp>());
+        if (at.phase() == kQkvPhase) return issue_uneven(tiles, tiles_of<QkvOp>());
+        if (at.phase() == kOutPhase) return issue_uneven(tiles, tiles_of<OutOp>());
+        if (at.phase() == kDownPhase) return issue_down(at);
+        if (!issue_uneven(tiles, tiles_of<RouteOp>())) return false;
+        if (kWaitsForChoice && !wait(role.base + KOG_OFFSET(choice_full), choice_parity, role.base + KOG_OFFSET(finished))) return false;
+        choice_parity ^= 1;
+        const unsigned char* own = expert(at.layer(), role.cta / kExpertCtas);
+        return issue_uneven(own, tiles_of<GateUpOp>(), role.cta % kExpertCtas, kExpertCtas);
+    }
+    // Where the k-th chosen expert begins.
+    __device__ __forceinline__ const unsigned char* expert(u32 layer, u32 k) const {
+        return experts + (layer * kNumExperts + load_shared_u32(role.base + KOG_OFFSET(chosen) + k * 4)) * kExpertBytes;
+    }
+    // Tiles of DOWN have a part of each chosen expert.
+    __device__ __forceinline__ bool issue_down(const Place& at) {
+        static_assert(DownOp::kIsEven && DownOp::kTileBytes % kChosen == 0, "equal parts");
+        constexpr u32 kTiles = DownOp::kBlocks * DownOp::kTiles, kPartBytes = DownOp::kTileBytes / kChosen;
+        u64 offset = kExpertGateUpBytes + (u64{at.lane() * kTiles} * kNumCtas + role.cta) * kPartBytes;
+#pragma unroll 1
+        for (u32 i = 0; i < kTiles; ++i, offset += kNumCtas * kPartBytes) {
+            if (!make_room(DownOp::kTileBytes)) return false;
+            mbar_arrive_expect(full, DownOp::kTileBytes);
+            if (num_under_way == most && !wait_for_landing()) return false;
+#pragma unroll 1
+            for (u32 k = 0; k < kChosen; ++k) bulk_load(slot + k * kPartBytes, expert(at.layer(), k) + offset, kPartBytes, full, policy);
+            full += 8, ++num_under_way, slot += DownOp::kTileBytes;
+            if (full == first_full + kEmptyOffset) full = first_full, parity ^= 1;
+        }
+        return true;
+    }
+#ifdef KOG_STREAM
+    static constexpr bool kWaitsForChoice = false;
+#else
+    static constexpr bool kWaitsForChoice = true;
+#endif
+#endif
     // Copies still under way write into shared memory: a thread block must not end before they have landed.
     __device__ __forceinline__ void drain() {
         while (num_under_way != 0) {
@@ -149,12 +202,15 @@ struct Loader {
     }
 };
 
-// `tape`: of all thread blocks, [product][tile][thread block].
-__device__ __forceinline__ void load_tape(const Role& role, const unsigned char* tape, u32 num_steps) {
+// The tape of all thread blocks is [product][tile][thread block].
+__device__ __forceinline__ void load_tape(const KogDecodeParams& params, const Role& role) {
     if (laneid() != 0) return;
     Loader loader(role);
-    for (u32 step = 0; step < num_steps; ++step)
-        if (!loader.issue_token(tape, step)) break;
+#ifdef KOG_EXPERTS
+    loader.experts = reinterpret_cast<const unsigned char*>(params.experts_ptr);
+#endif
+    for (u32 step = 0; step < params.num_steps; ++step)
+        if (!loader.issue_token(reinterpret_cast<const unsigned char*>(params.tape_ptr), step)) break;
     loader.drain();
 }
 

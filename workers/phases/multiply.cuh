@@ -156,6 +156,12 @@ struct Multiplier {
     // The product of a phase with x.
     template <class O>
     __device__ __forceinline__ bool blocks(u32 x_address) {
+        if (!some_blocks<O>(x_address)) return false;
+        ++num_vectors;
+        return true;
+    }
+    template <class O>
+    __device__ __forceinline__ bool some_blocks(u32 x_address) {
         const u32 offset = opaque(warp % kPieceWarps * O::kWarpBytes);
 #pragma unroll 1
         for (u32 i = 0; i < O::kBlocks - kHasLast<O>; ++i) {
@@ -169,7 +175,6 @@ struct Multiplier {
             if (!sum_tiles<Last>(opaque(warp % kPieceWarps * Last::kWarpBytes), x_address, sums)) return false;
             if (!hand_over<Last::kRowGroups>(Last::kRows, sums)) return false;
         }
-        ++num_vectors;
         return true;
     }
 };
@@ -202,6 +207,10 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[slot]));
     }
+#ifdef KOG_EXPERTS
+    if constexpr (kPhase == kGateUpPhase)
+        if (!multiplier.template some_blocks<RouteOp>(first_x(role, warp, opaque(lane)))) return false;
+#endif
     constexpr u32 kApart = kPhase == kOutPhase || kPhase == kDownPhase ? O::kPer * 128 : 0;  // from the x of one product to the next one's
 #pragma unroll 1
     for (u32 i = 0; i + 1 < kTogether; ++i) {

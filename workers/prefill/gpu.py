@@ -135,8 +135,11 @@ def runner_for(
     ended("kernels of prefill")
 
     def prepared() -> None:
+        import cupy
+
         products = operations.products
         products.end_trials()
+        cupy.get_default_memory_pool().free_all_blocks()  # of trials, and of attention before it had the room that it needs
         ended(f"products, {products.num_tried} of {products.num_shapes} tried,")
 
     runner = GraphRunner(layers, buffers, kernel.stream, tuning, prepared, tell)

@@ -71,7 +71,7 @@ def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures
     """Add a figure for each context to `figures` as soon as it is there."""
     shape = kernel.shape
     ceiling_us = kernel.stream_us(_STREAMED_TOKENS)
-    tape_bytes = 2 * shape.tape_values * shape.num_ctas
+    tape_bytes = shape.read_bytes
     print(
         f"{shape.num_lanes} lanes hosted: {tape_bytes / 1e6:.1f} MB per token, read alone in {ceiling_us:.1f} us "
         f"({tape_bytes / ceiling_us / 1e6:.3f} TB/s)"

@@ -111,7 +111,8 @@ def named_shape(name: str) -> tuple[ModelSpec, Coding | None]:
     end = next((i for i, character in enumerate(form) if character in ":@"), len(form))
     form, behind = form[:end], form[end:]
     if not plus:
-        return named_spec(name), None
+        said = read_quantisation(MOE.get(base.partition("@")[0].partition(":")[0], {}))
+        return named_spec(name), None if said is None else Coding.of(said.form)
     if base not in DENSE or form not in QUANTISED:
         raise ConfigError(
             f"--spec {name!r} is not known; quantised are NAME+FORMAT with a format of {', '.join(QUANTISED)}, "

@@ -1,6 +1,6 @@
 // decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
 // prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
-// rope.bin, and tape, norms, final_norm, qkv_bias, head_norms of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
+// rope.bin, and tape, norms, final_norm and all of kOptional of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
 // UNREST in the environment: a seed, by which warps stand still now and then.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone.
 #include "decode.cu"
@@ -9,8 +9,12 @@
 
 using namespace kog;
 
+// What a model may have, in the order of `optional`.
+constexpr const char* kOptional[] = {"qkv_bias", "head_norms", "out_bias", "sinks", "experts", "router_bias", "gate_up_bias", "down_bias"};
+
 struct Rank {
-    Memory tape, norms, final_norm, qkv_bias, head_norms, kv, words, heap, logits, state, record, host, ring, hashes;
+    std::vector<Memory> optional;
+    Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, hashes;
 
     KogDecodeState& decode_state() const { return *reinterpret_cast<KogDecodeState*>(state.at); }
     // The first copy of the streams that this rank's layers left, and all copies that are read here, of all ranks.
@@ -61,13 +65,19 @@ int main(int num_arguments, char** argv) {
     std::vector<Rank> ranks;
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
-        ranks.push_back({read("tape" + number), read("norms" + number), read("final_norm" + number), read("qkv_bias" + number), read("head_norms" + number), Memory(kv_bytes), Memory(8 * num_words),
+        std::vector<Memory> optional;
+        for (const char* name : kOptional) optional.push_back(read(name + number));
+        ranks.push_back({std::move(optional), read("tape" + number), read("norms" + number), read("final_norm" + number), Memory(kv_bytes), Memory(8 * num_words),
                          Memory(8 * heap_words), Memory(4 * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
                          Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext), Memory(8 * KOG_HASHES)});
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
         state->token = *reinterpret_cast<const u32*>(prompt.at), state->num_prompt = num_prompt, state->max_tokens = max_tokens;
     }
-    for (const Rank& r : ranks) tapes.push_back({r.tape.at, r.tape.at + kNumCtas * kTapeBytes});
+    for (const Rank& r : ranks) {
+        tapes.push_back({r.tape.at, r.tape.at + kNumCtas * kTapeBytes});
+        const Memory& experts = r.optional[4];
+        tapes.push_back({experts.at, experts.at + experts.size()});
+    }
     std::vector<u32> launches = {num_prompt + 1, max_tokens};  // steps: each goes on after the one before
     if (begins_at_head) launches = {num_prompt - 1, 1, 1, 1, max_tokens};
     std::vector<KogDecodeState> before_last;
@@ -93,7 +103,8 @@ int main(int num_arguments, char** argv) {
             KogLaunch packed{};
             KogDecodeParams& p = packed.decode;
             p.tape_ptr = r.tape.ptr(), p.embedding_ptr = embedding.ptr(), p.norms_ptr = r.norms.ptr(), p.final_norm_ptr = r.final_norm.ptr();
-            p.qkv_bias_ptr = r.qkv_bias.ptr(), p.head_norms_ptr = r.head_norms.ptr();
+            uint64_t* pointers[] = {&p.qkv_bias_ptr, &p.head_norms_ptr, &p.out_bias_ptr, &p.sinks_ptr, &p.experts_ptr, &p.router_bias_ptr, &p.gate_up_bias_ptr, &p.down_bias_ptr};
+            for (u32 i = 0; i < r.optional.size(); ++i) *pointers[i] = r.optional[i].ptr();
             p.rope_ptr = rope.ptr(), p.kv_ptr = r.kv.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr();
             p.prompt_ptr = prompt.ptr(), p.state_ptr = r.state.ptr(), p.record_ptr = r.record.ptr(), p.host_ptr = r.host.ptr();
             p.ring_ptr = r.ring.ptr(), p.wait_limit_us = 2000000, p.num_steps = launches[launch];

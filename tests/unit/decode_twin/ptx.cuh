@@ -219,6 +219,13 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     for (int i = 0; i < 32; ++i) most = std::max<unsigned long long>(most, all[i][0]);
     return static_cast<unsigned>(most);
 }
+inline unsigned __ballot_sync(unsigned, bool predicate) {
+    const auto* all = twin::collective(predicate);
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i][0]) << i;
+    return bits;
+}
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline bool __any_sync(unsigned mask, bool predicate) { return !__all_sync(mask, !predicate); }
 inline void __syncwarp() { twin::collective(0); }
 inline void __syncthreads() {  // once for each thread block
@@ -264,7 +271,9 @@ inline void mbar_arrive(u32 bar) {
     barrier.missing = barrier.missing - 1;
     mbar_look(barrier);
 }
+inline std::map<u32, u32> expected;  // bytes of a barrier's phase
 inline void mbar_arrive_expect(u32 bar, u32 bytes) {
+    expected[bar] = bytes;
     barrier_at(bar).bytes += bytes;
     mbar_arrive(bar);
 }
@@ -280,8 +289,13 @@ inline std::vector<std::pair<const char*, const char*>> tapes;  // from the firs
 // From such a barrier to the one that tells that the copy has been read, in a packed ring. 0: copies of different barriers must not share
 // memory, whatever their sizes, since each piece of the ring is given back by itself.
 inline u32 twin_read_offset = 0;
-inline void claim(u32 bar, u32 first, u32 end) {
+// `goes_on`: another part of the same piece, behind the others.
+inline void claim(u32 bar, u32 first, u32 end, bool goes_on) {
     TwinCopy& own = copies.try_emplace(bar, TwinCopy{first, first, 0}).first->second;
+    if (goes_on) {
+        if (first < own.first || end > own.end) abort();
+        return;
+    }
     if (twin_read_offset) own.first = first, own.end = end;
     else own.first = std::min(own.first, first), own.end = std::max(own.end, end);
     for (const auto& [other, copy] : copies) {
@@ -296,7 +310,8 @@ inline void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64) {
     bool is_inside = false;
     for (const auto& [first, end] : tapes) is_inside |= from >= first && from + bytes <= end;
     if (!is_inside || dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) abort();
-    claim(bar, dst, dst + bytes);
+    const bool goes_on = barrier_at(bar).bytes != expected[bar];
+    claim(bar, dst, dst + (goes_on ? bytes : expected[bar]), goes_on);
     memcpy(twin::arena + dst, src, bytes);
     barrier_at(bar).bytes -= bytes;
     mbar_look(barrier_at(bar));

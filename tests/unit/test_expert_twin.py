@@ -1,0 +1,119 @@
+"""The monokernel with experts on a CPU (test_decode_twin.py), against the oracle: 16-bit experts of both families."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kog_dist.decode.coded_packing import Codes
+from kog_dist.decode.coding import Coding
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
+from kog_dist.model.formats.lanes import lane_codes
+from kog_dist.model.formats.numbers import NUMBERS
+from kog_dist.model.formats.rounding import rounded
+from kog_dist.model.formats.weight_format import WeightFormat
+from kog_dist.model.layout import EXPERTS
+from kog_dist.workers.cuda.coded_source import coding_of
+from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
+from kog_dist.workers.cuda.expert_weights import behind
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from tests.unit import moe_models
+from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, pytestmark  # noqa: F401
+
+QWEN3 = replace(
+    SPEC, shared_norm_scale=True, delay=0, num_heads=8, own_head_dim=16, intermediate_size=48, qk_norm=True,
+    experts=ExpertsSpec(10, 2),
+)  # fmt: skip
+VARIANTS = {
+    "qwen3_moe": QWEN3,
+    "qwen3_moe, weights of all": replace(QWEN3, experts=ExpertsSpec(40, 4, is_normalised=False)),
+    "gpt_oss": replace(
+        QWEN3, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True, num_layers=3, num_heads=16, max_context=64,
+        sliding_window=4, window_layers=(0, 2),
+        experts=ExpertsSpec(6, 2, router_bias=True, bias=True, clamp=ClampedSwiglu(1.702, 0.8)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_the_oracle_with_equal_bits(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(VARIANTS[variant], "bfloat16", monkeypatch)
+    tokens, logits = answer(model, 2, tmp_path / "2", max_ctas=4)
+    wanted = model.logits([*PROMPT, *tokens[:-1]])
+    error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
+    print(variant, error)
+    assert error < 2e-3
+    assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+    for num_ranks in (1, 4) if RUNS_ALL else (1,):
+        others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks), max_ctas=4)
+        assert others == tokens
+        assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks"
+
+
+MXFP4 = WeightFormat("E2M1", 1, 32, "E8M0")
+CODED = replace(
+    VARIANTS["gpt_oss"], hidden_size=160, num_heads=8, own_head_dim=16, num_lanes=2, num_kv_heads=2, intermediate_size=96
+)
+
+
+class CodedExperts(Model):
+    """A random model whose experts are in MXFP4; a lane has a group and a half of 32 FFN columns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(CODED, "bfloat16", monkeypatch)
+        self.coded: dict[tuple[str, int], Codes] = {}
+        for name, words in self.words.items():
+            if EXPERTS not in name or not name.endswith(".weight"):
+                continue
+            values = (words.astype(np.uint32) << 16).view(np.float32)
+            is_down = name.endswith("w2.weight")
+            matrix = np.concatenate(list(values), axis=1) if is_down else values.reshape(-1, values.shape[2])
+            whole = rounded(matrix, MXFP4)
+            parts = np.split(whole.values(), len(values), axis=1 if is_down else 0)
+            self.words[name] = to_words(np.stack(parts), self.dtype)
+            for lane, codes in enumerate(np.split(whole.codes, len(values), axis=1 if is_down else 0)):
+                first = lane * codes.shape[1] // 32 if is_down else 0
+                scales = whole.scales[:, first:] if is_down else np.split(whole.scales, len(values))[lane]
+                self.coded[name, lane] = Codes(codes, np.ascontiguousarray(scales[:, : codes.shape[1] // 32 + 1]))
+
+    def weights(self, shape: KernelShape) -> DeviceWeights:
+        def codes(name: str, lane: int) -> Codes:
+            return self.coded[name, shape.hosted_lanes[lane]]
+
+        return from_tensors(shape, lambda name: self.words[name][slice(*needed_rows(shape, name))], codes)
+
+
+def test_experts_in_mxfp4_give_the_logits_of_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CodedExperts(monkeypatch)
+    tokens, logits = answer(model, 2, tmp_path / "2", coding=Coding.of(MXFP4), max_ctas=4)
+    wanted = model.logits([*PROMPT, *tokens[:-1]])
+    error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
+    print(error)
+    assert error < 2e-3
+    assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+    others, other_logits = answer(model, 1, tmp_path / "1", coding=Coding.of(MXFP4), max_ctas=4)
+    assert others == tokens
+    assert other_logits.tobytes() == logits.tobytes()
+
+
+def test_columns_of_published_experts_are_whole_groups_behind_those_of_the_lane_before(tmp_path: Path) -> None:
+    config, stored, _ = moe_models.in_mxfp4()
+    moe_models.write_mxfp4(tmp_path, config, stored)
+    checkpoint = open_checkpoint(tmp_path)
+    assert coding_of(checkpoint) == Coding.of(MXFP4)
+    shape = KernelShape(checkpoint.spec, range(checkpoint.spec.num_lanes), coding=coding_of(checkpoint), max_ctas=4)
+    assert shape.experts is not None
+    assert [shape.experts.skew(lane) for lane in range(4)] == [0, 16, 0, 16]
+    name = "model.layers.1.feed_forward.experts.3.w2.weight"
+    for lane in range(4):
+        skew = shape.experts.skew(lane)
+        codes = behind(skew, Codes.of(lane_codes(checkpoint, name, lane, may_split=True), np.asarray))
+        values = NUMBERS["E2M1"].values[codes.codes] * codes.scales[:, np.arange(codes.codes.shape[1]) // 32]
+        wanted = np.empty((64, 48), np.float32)
+        checkpoint.read_part(name, lane, wanted, verify=False)
+        np.testing.assert_array_equal(values[:, skew:], wanted)
+        assert not values[:, :skew].any()

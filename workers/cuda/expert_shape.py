@@ -1,0 +1,146 @@
+"""How the experts that a token uses are divided among thread blocks and matrix warps, and where all of them lie (docs/moe.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from kog_dist.decode.coding import CODED_COLUMNS, Coding
+from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The products of K chosen experts: GATE_UP gives each of them `ctas` thread blocks, DOWN each `warps` matrix warps of all.
+
+    `coding`: None if the experts have 16 bit. `num_ctas`: all thread blocks, of which each has `residual_rows` rows of DOWN.
+    """
+
+    spec: ModelSpec
+    geometry: Geometry
+    num_lanes: int  # hosted
+    num_ctas: int
+    residual_rows: int
+    coding: Coding | None
+
+    @property
+    def per_token(self) -> int:
+        """K."""
+        assert self.spec.experts is not None
+        return self.spec.experts.per_token
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer."""
+        assert self.spec.experts is not None
+        return self.spec.experts.num_experts
+
+    @property
+    def ctas(self) -> int:
+        """Thread blocks that share the gate and up rows of a chosen expert."""
+        return max(self.num_ctas // self.per_token, 1)
+
+    @property
+    def warps(self) -> int:
+        """Matrix warps that share the columns of `down` of a chosen expert."""
+        return max(self.geometry.matrix_warps // self.per_token, 1)
+
+    @property
+    def findings(self) -> list[str]:
+        """What no build of the kernel can divide."""
+        found = []
+        if self.geometry.matrix_warps % self.per_token:
+            found.append(f"{self.per_token} experts for each token (1, 2, 4 or 8)")
+        if self.num_ctas % self.per_token:
+            found.append(f"{self.per_token} experts for each token, which do not divide {self.num_ctas} thread blocks")
+        return found
+
+    @property
+    def stream_steps(self) -> int:
+        """Steps of 32 columns that a matrix warp's part of the stream is a multiple of, in all products alike."""
+        return 1 if self.coding is None else CODED_COLUMNS // STEP_COLUMNS
+
+    @cached_property
+    def route(self) -> OpShape:
+        """Rows of the router."""
+        rows = owned_rows(self.num_experts, self.num_ctas, 1)
+        return self.geometry.op_shape(rows, self.spec.hidden_size, 1, slice_steps=self.stream_steps)
+
+    @cached_property
+    def gate_up(self) -> OpShape:
+        """Gate and up rows of FFN columns of all hosted lanes, of one expert."""
+        rows = 2 * owned_rows(self.num_lanes * self.spec.lane_ffn, self.ctas, 2)
+        return self.geometry.op_shape(rows, self.spec.hidden_size, 4, has_last=True, coding=self.coding)
+
+    @cached_property
+    def down(self) -> OpShape:
+        """Rows of the residual, over a lane's columns of all chosen experts, one behind the other."""
+        step = self.stream_steps * STEP_COLUMNS * self.warps
+        columns = -(-(self.spec.lane_ffn + max(map(self.skew, range(self.spec.num_lanes)))) // step) * step
+        return self.geometry.op_shape(self.residual_rows, self.per_token * columns, 2, coding=self.coding)
+
+    @cached_property
+    def down_of_one(self) -> OpShape:
+        """What one expert has of `down`."""
+        return replace(self.down, warps=self.warps)
+
+    def skew(self, lane: int) -> int:
+        """Columns in front of a lane's own in `down`, of a group of 32 that the lane before it in the model has, too."""
+        return 0 if self.coding is None else lane * self.spec.lane_ffn % (CODED_COLUMNS // max(self.coding.scales, 1))
+
+    @property
+    def gate_up_values(self) -> int:
+        """16-bit words of an expert's gate and up."""
+        return self.ctas * self.gate_up.num_values
+
+    @property
+    def down_values(self) -> int:
+        """16-bit words of a lane's part of an expert's `down`."""
+        return self.num_ctas * self.down_of_one.num_values
+
+    @property
+    def num_values(self) -> int:
+        """16-bit words of an expert: [gate and up tile][thread block of the expert], [lane][down tile][thread block]."""
+        return self.gate_up_values + self.num_lanes * self.down_values
+
+    @property
+    def num_bytes(self) -> int:
+        """GPU memory of the experts of all layers, their biases included."""
+        experts = self.spec.experts
+        assert experts is not None
+        biases = 2 * self.num_lanes * self.spec.lane_ffn + self.spec.hidden_size if experts.bias else 0
+        return 2 * self.spec.num_layers * self.num_experts * (self.num_values + biases)
+
+    @property
+    def read_values(self) -> int:
+        """16-bit words of the chosen experts of all layers that a token reads."""
+        return self.spec.num_layers * self.per_token * self.num_values
+
+    def header(self) -> list[str]:
+        """Lines of `shape.cuh`."""
+        experts = self.spec.experts
+        assert experts is not None
+        numbers = {
+            "kNumExperts": experts.num_experts, "kChosen": experts.per_token, "kExpertCtas": self.ctas,
+            "kExpertWarps": self.warps, "kExpertSkew": self.skew(1 % self.spec.num_lanes),
+        }  # fmt: skip
+        flags = {
+            "kChoiceIsNormalised": experts.is_normalised, "kRouterBias": experts.router_bias, "kExpertBias": experts.bias,
+            "kClamps": experts.clamp is not None,
+        }  # fmt: skip
+        clamp = experts.clamp
+        floats = {"kClampAlpha": clamp.alpha if clamp else 1.0, "kClampLimit": clamp.limit if clamp else 1.0}
+        op = self.route
+        return [
+            "#define KOG_EXPERTS 1",
+            f"#define KOG_ROUTE_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
+            f"{op.rows}",
+            "namespace kog {",
+            *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+            *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
+            *(f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()),
+            f"constexpr u64 kExpertBytes = {2 * self.num_values}ull, kExpertGateUpBytes = {2 * self.gate_up_values}ull;",
+            "}  // namespace kog",
+        ]

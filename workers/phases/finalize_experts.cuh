@@ -1,0 +1,176 @@
+// What the finaliser does with experts: the router's logits, which all thread blocks publish a part of; the choice, which each makes by
+// itself, the same one; and the chosen experts' activations, of which a thread block has some columns of one.
+#pragma once
+#include "finalize_rows.cuh"
+#include "gather_vector.cuh"
+
+namespace kog {
+
+#ifdef KOG_EXPERTS
+struct FinalizedExperts : FinalizedRows {
+    static constexpr int kLogits = (kNumExperts + 31) / 32;  // of a thread: experts `lane` + 32 i
+    static constexpr float kLog2e = 1.44269504f;
+    // The router's weights have 16 bit, and x is as the experts' want it.
+    static constexpr float kRouteFactor = HeadX::kScale / LayerX::kScale;
+
+    // Words of router logits have all 32 bits of a value: 24 in the first half, the others in the second; and tags like pair words.
+    static __device__ __forceinline__ u64 make_logit_word(float value, u32 tag) {
+        const u32 bits = __float_as_uint(value);
+        return join_halves((bits & 0xffffff00u) | (tag & 0xffu), bits << 24 | (tag >> 8 & 0xffu));
+    }
+    static __device__ __forceinline__ float logit_of(u64 word) {
+        return __uint_as_float((static_cast<u32>(word) & 0xffffff00u) | static_cast<u32>(word >> 56));
+    }
+    // Keys of larger values are larger; 0 is none's.
+    static __device__ __forceinline__ u32 key_of(float value) {
+        const u32 bits = __float_as_uint(value);
+        return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    }
+
+    __device__ __forceinline__ u64* logit_words() const { return reinterpret_cast<u64*>(params.words_ptr) + kRouterLogitsOffset; }
+    __device__ __forceinline__ bool publish_logits(u32 layer, float scale, u32 tag) {
+        const u32 expert = role.cta * RouteOp::kCtaRows + lane;
+        const bool is_mine = lane < RouteOp::kRows && expert < kNumExperts;
+        [[maybe_unused]] float bias = 0;
+        if (kRouterBias && is_mine) bias = WeightFormat::low(reinterpret_cast<const u16*>(params.router_bias_ptr)[layer * kNumExperts + expert]);
+        float sum;
+        if (!row_sum(sum, RouteOp::kRows)) return false;
+        sum = sum * kRouteFactor * scale;
+        if constexpr (kRouterBias) sum += bias;
+        if (is_mine)
+#pragma unroll
+            for (u32 copy = 0; copy < kReplicas; ++copy) store_relaxed(logit_words() + copy * kRouterLogitsStride + expert, make_logit_word(sum, tag));
+        end_block();
+        return true;
+    }
+    // All logits of a layer; what is missing is noted for the watchdog.
+    __device__ __forceinline__ bool collect_logits(u32 layer, u32 tag, float (&logits)[kLogits]) {
+        const u64* words = logit_words() + role.cta % kReplicas * kRouterLogitsStride;
+        u64 got[kLogits];
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) got[i] = i * 32 + lane < kNumExperts ? load_relaxed(words + i * 32 + lane) : 0;
+        for (u32 rounds = 1;; ++rounds) {
+            bool ready = true;
+#pragma unroll
+            for (int i = 0; i < kLogits; ++i)
+                if (i * 32 + lane < kNumExperts && !has_tag(got[i], tag)) ready = false, got[i] = load_relaxed(words + i * 32 + lane);
+            if (__all_sync(kFullWarp, ready)) break;
+            if (must_leave(role.stopped())) return false;
+            if (rounds % 1024 == 0) {
+                WaitNote& note = role.shared->note;
+                note.phase = kSelectPhase + 1, note.layer = layer, note.lane = kNowhere, note.wanted = tag, note.set_words(words, kNumExperts);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) logits[i] = i * 32 + lane < kNumExperts ? logit_of(got[i]) : -INFINITY;
+        return true;
+    }
+    // The experts with the largest logits, of equal ones those with the smaller number, into shared memory; they stand in the order of
+    // their numbers.
+    __device__ __forceinline__ bool choose(u32 layer, u32 tag) {
+        float logits[kLogits];
+        if (!collect_logits(layer, tag, logits)) return false;
+        u32 keys[kLogits], chosen[kLogits] = {}, largest = 0;
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) keys[i] = i * 32 + lane < kNumExperts ? key_of(logits[i]) : 0;
+#pragma unroll 1
+        for (u32 k = 0; k < kChosen; ++k) {
+            u32 most = keys[0];
+#pragma unroll
+            for (int i = 1; i < kLogits; ++i) most = max(most, keys[i]);
+            most = __reduce_max_sync(kFullWarp, most);
+            if (k == 0) largest = most;
+            bool is_found = false;
+#pragma unroll
+            for (int i = 0; i < kLogits; ++i) {
+                const u32 equal = __ballot_sync(kFullWarp, keys[i] == most), first = equal & (0u - equal);
+                if (is_found || equal == 0) continue;
+                chosen[i] |= first, is_found = true;
+                if (first >> lane & 1) keys[i] = 0;
+            }
+        }
+        const float top = __uint_as_float(largest & 0x80000000u ? largest & 0x7fffffffu : ~largest);
+        float terms[kLogits], sum = 0;
+        u32 before = 0, place[kLogits];
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) {
+            const bool is_chosen = chosen[i] >> lane & 1;
+            place[i] = is_chosen ? before + __popc(chosen[i] & ((1u << lane) - 1)) : kChosen;
+            before += __popc(chosen[i]);
+            terms[i] = exp2_approx((logits[i] - top) * kLog2e);
+            if (is_chosen || !kChoiceIsNormalised) sum += terms[i];
+        }
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i)
+            if (place[i] < kChosen) role.shared->chosen[place[i]] = i * 32 + lane, role.shared->chosen_weights[place[i]] = terms[i] / sum;
+        __syncwarp();
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(choice_full));
+        return true;
+    }
+
+    static __device__ __forceinline__ float activation_of(float gate, float up) {
+        if constexpr (!kClamps) return gate * reciprocal_approx(1.0f + exp2_approx(gate * -kLog2e)) * up;
+        gate = fminf(gate, kClampLimit), up = fminf(fmaxf(up, -kClampLimit), kClampLimit);
+        return gate * reciprocal_approx(1.0f + exp2_approx(gate * (-kClampAlpha * kLog2e))) * (up + 1.0f);
+    }
+    // The router and then GATE_UP: rows of one chosen expert.
+    __device__ __forceinline__ bool gate_up_of_experts(u32 layer, u32 tag) {
+        float scale;
+        if (!rms_scale(scale) || !publish_logits(layer, scale, tag) || !choose(layer, tag)) return false;
+        const u32 place = role.cta / kExpertCtas, cta = role.cta % kExpertCtas;
+        const u32 expert = role.shared->chosen[place];
+        const float weight = role.shared->chosen_weights[place];
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + place * (kFfn / 2);
+#pragma unroll 1
+        for (u32 block = 0; block < GateUpOp::kBlocks; ++block) {
+            const u32 row = cta * GateUpOp::kCtaRows + block * GateUpOp::kRows + lane;
+            [[maybe_unused]] float bias = 0;
+            if (kExpertBias && row < 2 * kLanes * kFfn)
+                bias = WeightFormat::low(reinterpret_cast<const u16*>(params.gate_up_bias_ptr)[(layer * kNumExperts + expert) * (2 * kLanes * kFfn) + row]);
+            float sum;
+            if (!row_sum(sum, GateUpOp::kRows)) return false;
+            sum *= scale;
+            if constexpr (kExpertBias) sum += bias;
+            const float up = __shfl_down_sync(kFullWarp, sum, 1);
+            const float activation = activation_of(sum, up) * weight;
+            u32 end = kLanes * kFfn;
+            if (GateUpOp::kLastRows != GateUpOp::kRows) end = min(end, (cta + 1) * GateUpOp::kCtaRows / 2);
+            publish<GateUpOp::kRows / 2, 2, kLanes == 1 ? 0 : kFfn, GateUpOp::kCtaRows / 2>(
+                words, kActivationStride, (cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2, end, activation, tag);
+            end_block();
+        }
+        count_vector<kLanes>(0);
+        return true;
+    }
+};
+#else
+using FinalizedExperts = FinalizedRows;
+#endif
+
+// Biases of a row of the residual, which the first lane of the model adds: of attention's output, and of the chosen experts.
+struct BiasedRows : FinalizedExperts {
+#ifdef KOG_EXPERTS
+    static constexpr bool kHasResidualBias = kOutBias || kExpertBias;
+#else
+    static constexpr bool kHasResidualBias = kOutBias;
+#endif
+    __device__ __forceinline__ float residual_bias(u32 kind, u32 layer, u32 lane_idx, u32 row) const {
+        float bias = 0;
+        if (lane_idx != 0 || (kRanks > 1 && peers.rank != 0) || row >= kHidden) return bias;
+        if constexpr (kOutBias)
+            if (kind == 0) bias = WeightFormat::low(reinterpret_cast<const u16*>(params.out_bias_ptr)[layer * kHidden + row]);
+#ifdef KOG_EXPERTS
+        if constexpr (kExpertBias)
+            if (kind == 1)
+#pragma unroll
+                for (int k = 0; k < kChosen; ++k)
+                    bias += role.shared->chosen_weights[k] *
+                            WeightFormat::low(reinterpret_cast<const u16*>(params.down_bias_ptr)[(layer * kNumExperts + role.shared->chosen[k]) * kHidden + row]);
+#endif
+        return bias;
+    }
+};
+
+}  // namespace kog

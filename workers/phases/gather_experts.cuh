@@ -1,0 +1,63 @@
+// The input of DOWN in models with experts: activations of the chosen ones, of which a matrix warp has columns of one alone.
+#pragma once
+#include "gather_head.cuh"
+
+namespace kog {
+
+struct ExpertsGatherer : HeadGatherer {
+#ifdef KOG_EXPERTS
+    static constexpr u32 kWarpUnits = DownOp::kPer * 8, kWarpLoads = (kWarpUnits + 31) / 32;
+    static_assert(kWarpLoads <= kMany, "what a thread holds");
+
+    // A thread's i-th unit among those of the lane's columns of the warp's expert. In front of them may be columns of a group of
+    // quantised weights that the lane before has, and behind them padding: these are no units of it.
+    __device__ __forceinline__ u32 unit_of_expert(const Place& at, int i) const {
+        const u32 model_lane = (kRanks == 1 ? 0 : peers.rank * kLanes) + at.lane();
+        const u32 skew = kExpertSkew == 0 ? 0 : model_lane * kExpertSkew % 32;
+        return warp % kExpertWarps * kWarpUnits + i * 32 + lane - skew / 4;
+    }
+    __device__ __forceinline__ bool has_unit(const Place& at, int i) const {
+        return i * 32 + lane < kWarpUnits && unit_of_expert(at, i) < kFfn / 4;
+    }
+    __device__ __forceinline__ const u64* activations(const Place& at) { return source<kDownPhase>(at).words + warp / kExpertWarps * (kFfn / 2); }
+    // `kMissing`: only words that have another tag.
+    template <bool kMissing>
+    __device__ __forceinline__ void load_activations(const Place& at) {
+        const Source from = source<kDownPhase>(at);
+        const u64* words = activations(at);
+#pragma unroll
+        for (int i = 0; i < kWarpLoads; ++i)
+            if (has_unit(at, i) && (!kMissing || tag_difference(got[i], from.tag) != 0)) got[i] = load_relaxed_x2(words + 2 * unit_of_expert(at, i));
+    }
+    __device__ __forceinline__ bool have_activations(const Place& at, u32 tag) {
+        u32 wrong = 0;
+#pragma unroll
+        for (int i = 0; i < kWarpLoads; ++i)
+            if (has_unit(at, i)) wrong |= tag_difference(got[i], tag);
+        return __all_sync(kFullWarp, wrong == 0);
+    }
+    // x of DOWN; false: leave.
+    __device__ __forceinline__ bool gather_activations(const Place& at) {
+        const u32 tag = source<kDownPhase>(at).tag;
+        if (!loaded) {
+            if (!wait_until_near<kDownPhase>(role, at.lane(), at.index())) return false;
+            load_activations<false>(at);
+        }
+        for (u32 rounds = 1; !have_activations(at, tag); ++rounds) {
+            if (must_leave(role.stopped())) return false;
+            if (rounds % 1024 == 0) note_wait(kDownPhase, at.layer(), at.lane(), tag, activations(at), kFfn / 2);
+            load_activations<true>(at);
+        }
+#pragma unroll
+        for (int i = 0; i < kWarpLoads; ++i) {
+            if (i * 32 + lane >= kWarpUnits) continue;
+            write_x(place_of(i * 32 + lane), has_unit(at, i) ? values(got[i]) : make_float4(0, 0, 0, 0));
+        }
+        loaded = false;
+        __syncwarp();
+        return true;
+    }
+#endif
+};
+
+}  // namespace kog
