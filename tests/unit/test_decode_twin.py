@@ -56,6 +56,7 @@ VARIANTS = {
         own_head_dim=32,
         num_layers=3,
         qkv_bias=True,
+        out_bias=True,
         qk_norm=True,
     ),
 }
