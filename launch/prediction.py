@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.kv_format import row_bytes
+from kog_dist.workers.cuda.kv_format import position_bytes
 
 _BYTES: Final = 2  # of a value of the embedding table
 _GIB: Final = 2**30
@@ -59,7 +59,7 @@ def kv_bytes(spec: ModelSpec, num_positions: int, kv_dtype: str = "auto") -> int
     In 16 bit, but where `--kv-dtype` asks for a format that GPUs have in codes.
     """
     kept = sum(min(num_positions, spec.window(layer) or num_positions) for layer in range(spec.num_layers))
-    return 2 * kept * spec.num_kv_heads * row_bytes(spec.head_dim, kv_dtype)
+    return kept * spec.num_kv_heads * position_bytes(spec.head_dim, kv_dtype)
 
 
 def most_tokens_per_s(spec: ModelSpec, read_bytes: float, bytes_s: float) -> float:

@@ -14,10 +14,6 @@ and if they cannot, no shorter beginning can. Once the ring is full, a step back
 is just the window can go on behind the very end and one position before it, and nowhere else. Whatever was decoded after a stop
 string before the ranks knew of it has to be stepped back over, so a ring should be some tens of positions longer than the window.
 
-A format of the cache may round groups of G positions together (`KvLayout.group_positions`) once a position behind them is
-written. The unrounded ones are gone then. So a request can go on at n if n is a multiple of G, or if no position behind the group
-of n was ever written; else at the multiple before n. What comes from blocks goes on at multiples of G alone.
-
 Where the ranks have a block pool (kept_blocks.py), what a cache holds at the end of an answer is copied there, and a request gets
 from there what no cache has.
 """
@@ -55,7 +51,6 @@ class KeptCaches:
         self._kept = [_Kept() for _ in range(layout.num_caches)]
         self._ring = layout.ring_positions if window is not None else 0
         self._window = window or 0
-        self._group = layout.group_positions
         self._uses = 0
         self._running = KvUse()
         self._scope = ""  # of the running request
@@ -95,7 +90,6 @@ class KeptCaches:
         if self.blocks is None:
             return use
         num_kept, path = self.blocks.match(self._scope, wanted[:-1])
-        num_kept -= num_kept % self._group if self._group else 0
         if num_kept < use.num_cached + _WORTH:
             return use
         stays = use.num_cached if use.cache == use.source else 0
@@ -106,8 +100,6 @@ class KeptCaches:
         if kept.scope != scope:
             return 0
         common = num_common(kept.tokens, wanted[:-1])
-        if self._group and common < kept.num_written - 1 - (kept.num_written - 1) % self._group:
-            common -= common % self._group
         return common if self.is_intact(common, kept.num_written) else 0
 
     def is_intact(self, num_positions: int, num_written: int) -> bool:

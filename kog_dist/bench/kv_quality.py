@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kog_dist.bench.report import finish, machine
 from kog_dist.decode import half_products
 from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.kv_formats import INT4_GROUP, KV_FORMATS
+from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.plan import make_plan
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
@@ -51,9 +51,9 @@ def run(model: Path, text: Path, *, num_tokens: int) -> None:
 
 
 def bits_per_value(name: str, head_dim: int) -> float:
-    """What a cache of this type takes, scales included, without the newest group of INT4."""
+    """What a cache of this type takes, scales included, keys and values together."""
     of_row = 16 / head_dim
-    return {"fp8": 8 + of_row, "int4": 4 + of_row + 16 / INT4_GROUP}.get(name, 16.0)
+    return {"fp8": 8 + of_row, "int4": (6 + 4) / 2 + of_row}.get(name, 16.0)
 
 
 def _log_probabilities(engine: Interpreter, token: int, position: int) -> NDArray[np.float64]:

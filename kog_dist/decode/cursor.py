@@ -20,10 +20,8 @@ Choose: TypeAlias = Callable[[NDArray[Any]], Candidate | None]
 class Cursor:
     """State of one rank's engine that its calls share."""
 
-    def __init__(self, plan: Plan, num_lanes: int, num_kv_caches: int = 1, kv_group: int = 0) -> None:
+    def __init__(self, plan: Plan, num_lanes: int, num_kv_caches: int = 1) -> None:
         self.plan = plan
-        self.kv_group = kv_group  # positions that a KV cache rounds together; 0: each by itself
-        self.settled = [0] * num_kv_caches  # positions in each KV cache whose groups are rounded
         self.token = 0  # steps of the engine so far; never restarts, since epochs grow with it
         self.held = [0] * num_kv_caches  # positions in each KV cache
         self.kv_cache = 0  # the one in use
@@ -46,20 +44,9 @@ class Cursor:
             raise PlanError(f"position {position} cannot follow: the KV cache holds {self.held[self.kv_cache]} positions")
         if position >= spec.max_context:
             raise PlanError(f"position {position} exceeds the model's context of {spec.max_context}")
-        self.check_group(self.kv_cache, position)
-        if self.kv_group:
-            self.settled[self.kv_cache] = position - position % self.kv_group
         self.token += 1
         self.token_id, self.position, self.sampling = token_id, position, sampling
         self.next_token, self.finite, self.stopped, self.all_logits = NONE, True, stop, None
         self.choose = choose
         for layer in self.lengths:  # shorter after a reset or a step back; longer if the last token was not finished
             layer[:] = [position] * len(layer)
-
-    def check_group(self, cache: int, num_positions: int) -> None:
-        """Raises PlanError if a KV cache cannot go on behind its first positions, since their group is rounded already."""
-        if self.kv_group and num_positions < self.settled[cache] and num_positions % self.kv_group:
-            raise PlanError(
-                f"position {num_positions} cannot follow: KV cache {cache} has rounded groups of {self.kv_group} positions up to "
-                f"{self.settled[cache]}; go on at a multiple of {self.kv_group}"
-            )

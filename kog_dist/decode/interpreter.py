@@ -18,7 +18,7 @@ from kog_dist.decode.cursor import Choose, Cursor
 from kog_dist.decode.exchange_calls import ExchangeCalls, RankExchange
 from kog_dist.decode.expert_calls import ExpertCalls
 from kog_dist.decode.groups import Finder, Group, group_steps
-from kog_dist.decode.kv_formats import KV_FORMATS, group_of
+from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.lane_calls import LaneCalls
 from kog_dist.decode.memory import Memory
 from kog_dist.decode.plan import Plan
@@ -79,14 +79,6 @@ def _runs(cells: list[tuple[int, int]]) -> Iterator[Write]:
             start = k
 
 
-def _in_groups(cache: NDArray[Any], num_positions: int, group: int) -> NDArray[Any]:
-    """A view of the first positions of a cache (lanes, heads, positions, head_dim) as (..., groups, group, head_dim)."""
-    lanes, heads, _, dim = cache.shape
-    view = cache[:, :, :num_positions].reshape(lanes, heads, num_positions // group, group, dim)
-    assert np.shares_memory(view, cache) or not num_positions
-    return view
-
-
 def _nothing(_tags: list[int]) -> None:
     return None
 
@@ -116,8 +108,7 @@ class Interpreter:
         self.plan, self.rank = plan, rank
         part = plan.ranks[rank]
         self.memory = Memory(plan.spec, part.lanes, np.dtype(dtype), num_kv_caches)
-        self._kv_form = KV_FORMATS.get(kv_dtype)
-        self._cursor = Cursor(plan, len(part.lanes), num_kv_caches, group_of(kv_dtype))
+        self._cursor = Cursor(plan, len(part.lanes), num_kv_caches)
         find = Finder(rank, self.memory)
         makers = LaneCalls(find, weights, self._cursor, kv_dtype).makers
         exchange = ExchangeCalls(find, weights, self._cursor, comm)
@@ -186,27 +177,15 @@ class Interpreter:
             raise PlanError(f"there are {len(cursor.held)} KV caches, asked for {cache} and {source}")
         if not 0 <= num_positions <= cursor.held[source]:
             raise PlanError(f"KV cache {source} holds {cursor.held[source]} positions, asked for {num_positions}")
-        cursor.check_group(source, num_positions)
         if cache != source:
             for layer in (*self.memory.keys, *self.memory.values):
                 layer[cache][:, :, :num_positions] = layer[source][:, :, :num_positions]
         cursor.kv_cache = cache
-        cursor.held[cache], cursor.settled[cache] = num_positions, min(cursor.settled[source], num_positions)
+        cursor.held[cache] = num_positions
 
     def filled(self, cache: int, num_positions: int) -> None:
-        """Keys and values of the first positions of a cache have been put there (`memory`), as many as it then holds.
-
-        They may be from different times: where a format rounds groups, those that are not yet rounded are now. Raises PlanError
-        if the positions are not whole groups.
-        """
-        form, cursor = self._kv_form, self._cursor
-        if form and form.group:
-            if num_positions % form.group:
-                raise PlanError(f"{num_positions} positions were put into a KV cache that keeps groups of {form.group}")
-            for layer in zip(self.memory.keys, self.memory.values, strict=True):
-                keys, values = (_in_groups(caches[cache], num_positions, form.group) for caches in layer)
-                form.settle(keys, values)
-        cursor.held[cache], cursor.settled[cache] = num_positions, num_positions
+        """Keys and values of the first positions of a cache have been put there (`memory`), as many as it then holds."""
+        self._cursor.held[cache] = num_positions
 
     def step(
         self, token_id: int, position: int, sampling: SamplingParams | None, gather_logits: bool = False, *, stop: bool = False,

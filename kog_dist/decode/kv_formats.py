@@ -1,14 +1,14 @@
 """KV caches of less than 16 bit: what keys and values become when they are in a cache. The definition for all engines.
 
-A row is what one KV head has at one position: `head_dim` keys, after norm and rotation, or as many values. A format rounds rows
-as they enter (`enter`), and again groups of `group` neighbouring positions as soon as a position behind the group is written
-(`settle`). All of it is elementwise IEEE float32 arithmetic and maxima, so bits depend neither on other heads nor on the number
-of ranks. docs/kv-cache.md says the same in words.
+A row is what one KV head has at one position: `head_dim` keys, after norm and rotary embedding, or as many values. Formats round
+each row by itself as it enters. All of it is elementwise IEEE float32 arithmetic and maxima, so bits depend neither on other
+rows nor on the number of ranks. docs/kv-cache.md says the same in words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,41 +21,26 @@ Values = NDArray[np.float32]
 _E4M3: Final = NUMBERS["E4M3"]
 _NAN_CODE: Final = np.uint8(0x7F)
 MOST_CODE: Final = np.float32(_E4M3.largest)  # of FP8
-_MOST_INT4: Final = np.float32(15)
-INT4_GROUP: Final = 32  # positions
 LEAST_SCALE: Final = np.float32(2.0**-14)  # float16's smallest normal number
 MOST_SCALE: Final = np.float32(144.0)  # of FP8, the largest one with which all values are in float16's range
-_MOST_FLOAT16: Final = np.float32(65504.0)
-_DROPPED_BITS: Final = 17  # of the significand of a scale of FP8: 7 stay
+INT4_KEY_LEVELS: Final = 64
+INT4_VALUE_LEVELS: Final = 16
+INT4_MOST_SCALE: Final = np.float32(4096.0)  # rows beyond have no place in float16
+_DROPPED_BITS: Final = 17  # of the significand of a scale: 7 stay
 
 
 class CodedRows(NamedTuple):
-    """FP8 rows as a cache holds them: `codes` (..., head_dim) uint8, one of them each, and `scales` (..., 1) float16."""
+    """Rows as a cache holds them: `codes` (..., head_dim) uint8, one for each value, and `scales` (..., 1) float16."""
 
     codes: NDArray[np.uint8]
     scales: NDArray[np.float16]
-
-
-class CodedGroup(NamedTuple):
-    """Keys or values of a group: `codes` (..., positions, head_dim) from 0 to 15; `lows` and `scales` float16.
-
-    These are (..., 1, head_dim) of keys, one for each channel, and (..., positions, 1) of values, one for each row.
-    """
-
-    codes: NDArray[np.uint8]
-    scales: NDArray[np.float16]
-    lows: NDArray[np.float16]
 
 
 class KvFormat(NamedTuple):
-    """Both calls round in place. `enter` takes rows (..., head_dim), `settle` keys and values (..., group, head_dim).
+    """Both calls round rows (..., head_dim) in place."""
 
-    `group` 0: rows are rounded as they enter, and never again.
-    """
-
-    enter: Callable[[Array], None]
-    group: int
-    settle: Callable[[Array, Array], None]
+    enter_keys: Callable[[Array], None]
+    enter_values: Callable[[Array], None]
 
 
 # ---- fp8 ----
@@ -96,47 +81,54 @@ def _enter_fp8(rows: Array) -> None:
 
 
 # ---- int4 ----
-def encode_int4(group: Array, axis: int) -> CodedGroup:
-    """Code what stands along an axis together: -2, the positions, for keys; -1, the head's dimensions, for values.
+def _rotated(values: Values, factor: float) -> Values:
+    """Times the Hadamard matrix of the largest power of two that divides head_dim, piece by piece, and times the factor."""
+    size, width = _rotated_size(values.shape[-1]), 1
+    while width < size:
+        pairs = values.reshape(*values.shape[:-1], values.shape[-1] // (2 * width), 2, width)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        values = np.stack((first + second, first - second), axis=-2).reshape(values.shape)
+        width *= 2
+    return values * np.float32(factor)
 
-    low = float16(smallest); scale = float16((largest - low) / 15), at least 2**-14; code = the nearest of (value - low) / scale,
-    ties to even, from 0 to 15. A NaN makes all that stands with it NaN. `group` has been rounded to float16, or by this before,
-    which it does not change again.
+
+def _rotated_size(head_dim: int) -> int:
+    return head_dim & -head_dim
+
+
+def rotation_factors(head_dim: int) -> tuple[float, float]:
+    """Powers of two on the way in and on the way back: about 1 / sqrt(size) each, together 1 / size."""
+    exponent = _rotated_size(head_dim).bit_length() - 1
+    return 2.0 ** -(exponent // 2), 2.0 ** -(exponent - exponent // 2)
+
+
+def encode_int4(rows: Array, levels: int) -> CodedRows:
+    """Rotate; scale = largest magnitude / (levels - 1) in 7 significant bits; code = the nearest of 0 to levels - 1.
+
+    Code c stands for 2 c - (levels - 1) scales. Ties go to the even code. A row with a NaN or an infinity gets the scale NaN.
     """
-    values: Values = group.astype(np.float32, copy=False)
-    lows = (np.minimum.reduce(values, axis=axis, keepdims=True) + np.float32(0)).astype(np.float16)  # never -0
-    spread = np.maximum.reduce(values, axis=axis, keepdims=True) - lows.astype(np.float32)
-    scales = np.maximum(spread / _MOST_INT4, LEAST_SCALE).astype(np.float16)
-    steps = np.rint((values - lows.astype(np.float32)) / scales.astype(np.float32))
-    codes = np.fmin(np.fmax(steps, np.float32(0)), _MOST_INT4).astype(np.uint8)
-    return CodedGroup(codes, scales, lows)
+    with np.errstate(invalid="ignore", over="ignore"):
+        values = _rotated(rows.astype(np.float32, copy=False), rotation_factors(rows.shape[-1])[0])
+        largest = np.maximum.reduce(np.abs(values), axis=-1, keepdims=True)
+        ideal: Values = np.divide(largest, np.float32(levels - 1), dtype=np.float32)
+        scales = np.minimum(np.maximum(_with_seven_bits(ideal), LEAST_SCALE), INT4_MOST_SCALE)
+        scales = np.where(np.isfinite(largest), scales, np.float32(np.nan))
+        steps = np.rint(values * np.divide(np.float32(0.5), scales, dtype=np.float32) + np.float32((levels - 1) / 2))
+    codes = np.fmin(np.fmax(steps, np.float32(0)), np.float32(levels - 1)).astype(np.uint8)
+    return CodedRows(codes, scales.astype(np.float16))
 
 
-def values_of_int4(group: CodedGroup) -> Values:
-    """low + code * scale: the product is exact, the sum rounded to float32."""
-    values: Values = group.lows.astype(np.float32) + group.codes.astype(np.float32) * group.scales.astype(np.float32)
-    return values
+def values_of_int4(rows: CodedRows, levels: int) -> Values:
+    """Odd multiples of the scale, rotated back."""
+    steps = 2 * rows.codes.astype(np.float32) - np.float32(levels - 1)
+    return _rotated(steps * rows.scales.astype(np.float32), rotation_factors(rows.codes.shape[-1])[1])
 
 
-def _enter_int4(rows: Array) -> None:
-    rows[...] = np.clip(rows, -_MOST_FLOAT16, _MOST_FLOAT16).astype(np.float16)
-
-
-def _settle_int4(keys: Array, values: Array) -> None:
-    keys[...] = values_of_int4(encode_int4(keys, axis=-2))
-    values[...] = values_of_int4(encode_int4(values, axis=-1))
-
-
-def _nothing_settles(_keys: Array, _values: Array) -> None:
-    """A format whose rows stay as they entered."""
+def _enter_int4(rows: Array, levels: int) -> None:
+    rows[...] = values_of_int4(encode_int4(rows, levels), levels)
 
 
 KV_FORMATS: Final[Mapping[str, KvFormat]] = {
-    "fp8": KvFormat(_enter_fp8, 0, _nothing_settles),
-    "int4": KvFormat(_enter_int4, INT4_GROUP, _settle_int4),
+    "fp8": KvFormat(_enter_fp8, _enter_fp8),
+    "int4": KvFormat(partial(_enter_int4, levels=INT4_KEY_LEVELS), partial(_enter_int4, levels=INT4_VALUE_LEVELS)),
 }
-
-
-def group_of(kv_dtype: str) -> int:
-    """Positions that a KV cache of this type rounds together; 0: each by itself."""
-    return KV_FORMATS[kv_dtype].group if kv_dtype in KV_FORMATS else 0

@@ -109,7 +109,8 @@ class LaneCalls:
         layer, cursor, own, rank = group.steps[0].layer, self.cursor, self.find.own(group), self.rank
         keys, values = ([cache[own] for cache in caches[layer]] for caches in (self.memory.keys, self.memory.values))
         form = KV_FORMATS.get(self.kv_dtype)
-        enter = form.enter if form else partial(lane_math.round_to, storage=self.kv_dtype)
+        plain = partial(lane_math.round_to, storage=self.kv_dtype)
+        enter_keys, enter_values = form or (plain, plain)
         rounds = self.kv_dtype != str(self.memory.dtype)
         rounded = self.memory.empty(2, *new_key.shape)
         key, value = (rounded[0], rounded[1]) if rounds else (new_key, new_value)
@@ -119,14 +120,12 @@ class LaneCalls:
             position, cache = cursor.position, cursor.kv_cache
             if rounds:
                 rounded[0], rounded[1] = new_key, new_value
-                enter(rounded)
+                enter_keys(key)
+                enter_values(value)
             for lane in range(own.start, own.stop):
                 if lengths[lane] != position:
                     raise PlanError(f"rank {rank}: the cache of layer {layer} is appended to twice at position {position}")
                 lengths[lane] = position + 1
-            if form and form.group and position and position % form.group == 0:
-                full = slice(position - form.group, position)
-                form.settle(keys[cache][:, :, full], values[cache][:, :, full])
             keys[cache][:, :, position] = key
             values[cache][:, :, position] = value
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from kog_dist.errors import ConfigError
-from kog_dist.model.kv_oracle import KvForm, attend_in_groups, kv_form
+from kog_dist.model.kv_oracle import KvForm, kv_form
 from kog_dist.model.lane_experts import LaneExperts
 from kog_dist.model.lane_linear import LaneLinear, lane_matmul
 from kog_dist.model.rope import rope_table
@@ -127,7 +127,7 @@ class LaneAttention(nn.Module):
             for part in (rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin), value)
         )
         if self.kv_form is not None:
-            key, value = self.kv_form.enter(key), self.kv_form.enter(value)
+            key, value = self.kv_form.enter_keys(key), self.kv_form.enter_values(value)
         if cache is not None:
             key, value = cache.extend(self.layer_idx, key, value)
         mixed = self._attend(query, key, value, window_mask)
@@ -137,10 +137,7 @@ class LaneAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, window_mask: BlockMask | None) -> Tensor:
         if self.has_sinks:
-            assert self.kv_form is None or not self.kv_form.group, "only formats without groups go with sinks here"
             return self._attend_with_sinks(query, key, value)
-        if self.kv_form is not None and self.kv_form.group:
-            return attend_in_groups(query, key, value, self.kv_form, self.window)
         grouped = self.heads != self.kv_heads
         time, num_keys = query.shape[2], key.shape[2]
         if self.window is None and (time == num_keys or time == 1):

@@ -55,7 +55,6 @@ _KV_LAYOUT = tuple(  # the fields of KvLayout
         "kv_block_tokens",
         "kv_num_slots",
         "kv_num_host_slots",
-        "kv_group_positions",
     )
 )
 _HEEDS_ROUSING, _HAS_PREFILL = RANK_CONTROL.word("heeds_rousing"), RANK_CONTROL.word("has_prefill")
@@ -93,8 +92,7 @@ class RankState(enum.IntEnum):
 class KvLayout:
     """The KV caches of every rank, and its block pool. A windowed layer may keep only the newest `ring_positions` of a cache; 0:
     it keeps all. Blocks have `block_tokens` positions, and there are slots for `num_slots` of them in the device's memory, and
-    behind these for `num_host_slots` in the host's. A request can go on at multiples of `group_positions` alone, besides the last
-    of them that were written; 0: anywhere.
+    behind these for `num_host_slots` in the host's.
     """
 
     num_caches: int
@@ -102,7 +100,6 @@ class KvLayout:
     block_tokens: int = 0  # 0: there is no pool
     num_slots: int = 0
     num_host_slots: int = 0
-    group_positions: int = 0
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, Tokens
 
-PROMPT_IDS = tuple(17 * k % 251 + 3 for k in range(40))  # more than a group of INT4
+PROMPT_IDS = tuple(17 * k % 251 + 3 for k in range(40))
 NUM_TOKENS = 16
 
 

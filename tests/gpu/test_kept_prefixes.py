@@ -49,7 +49,10 @@ def digests(events: list[Tokens]) -> list[str]:
     return [digest for event in events for digest in event.digests]
 
 
-@pytest.mark.parametrize(("prefill", "kv_dtype"), [("off", "bfloat16"), ("off", "fp8"), ("on", "bfloat16"), ("on", "fp8")])
+@pytest.mark.parametrize(
+    ("prefill", "kv_dtype"),
+    [("off", "bfloat16"), ("off", "fp8"), ("off", "int4"), ("on", "bfloat16"), ("on", "fp8"), ("on", "int4")],
+)
 def test_conversations_take_turns(tmp_path: Path, prefill: str, kv_dtype: str) -> None:
     assert BLOCK < 1000, "or nothing is copied"
     write_checkpoint(tmp_path, SPEC, random_tensors(SPEC, seed=3))

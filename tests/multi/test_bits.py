@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.ranks import run_ranks as run_processes
 from kog_dist.decode.interpreter import Interpreter, StepOutput
-from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.sampling import Candidate, Sampler, TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError, PlanError
@@ -199,10 +198,7 @@ def test_logits_and_tokens_do_not_depend_on_the_world_size(folder: Path) -> None
         (SamplingParams(), "int4"),
     ],
 )
-def test_sampling_and_narrow_caches_do_not_depend_on_it_either(
-    sampling: SamplingParams, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(KV_FORMATS, "int4", KV_FORMATS["int4"]._replace(group=4))
+def test_sampling_and_narrow_caches_do_not_depend_on_it_either(sampling: SamplingParams, kv_dtype: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
     plain = generate(tmp_path, 1, SamplingParams())
     alone = generate(tmp_path, 1, sampling, kv_dtype)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import pytest
 
 from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.kv_formats import KV_FORMATS, group_of
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import KvUse
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
@@ -60,7 +59,7 @@ def make_engine(
 
 def conversations(checkpoint: Checkpoint, kv_dtype: str) -> tuple[list[tuple[int, ...]], list[KvUse], list[Answer]]:
     """Prompts that extend, repeat, shorten and leave one another; what each may use; and its answer from a fresh engine."""
-    spec, caches = checkpoint.spec, KeptCaches(KvLayout(NUM_CACHES, group_positions=group_of(kv_dtype)), None)
+    spec, caches = checkpoint.spec, KeptCaches(KvLayout(NUM_CACHES), None)
     first = (3, 17, 4, 90, 41, 5, 66, 23)
     prompts: list[tuple[int, ...]] = []
     uses: list[KvUse] = []
@@ -85,11 +84,6 @@ def conversations(checkpoint: Checkpoint, kv_dtype: str) -> tuple[list[tuple[int
     return prompts, uses, answers
 
 
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KV_FORMATS, "int4", KV_FORMATS["int4"]._replace(group=4))
-
-
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [
@@ -103,7 +97,7 @@ def test_kept_prefixes_give_the_same_bits(name: str, kv_dtype: str, tmp_path: Pa
     checkpoint = open_checkpoint(tmp_path)
     prompts, uses, answers = conversations(checkpoint, kv_dtype)
     found = [use.num_cached for use in uses]
-    assert found == ([0, 11, 4, 4, 0, 8, 21] if kv_dtype == "int4" else [0, 11, 7, 4, 2, 5, 21])
+    assert found == [0, 11, 7, 4, 2, 5, 21]
     assert any(use.cache != use.source for use in uses), "a prefix is copied"
     assert len({logits for answer in answers for logits in answer.logits}) > NUM_GENERATED * 5, "or differences would be hidden"
     for world_size in (1, 2, 4):
@@ -138,7 +132,7 @@ def test_what_a_cancelled_prefill_left_can_be_used(tmp_path: Path) -> None:
     [
         ("float32", 20, [0, 5, 0, 12, 10, 10, 17]),
         ("fp8", 20, [0, 5, 0, 12, 10, 10, 17]),
-        ("int4", 20, [0, 4, 0, 12, 8, 8, 16]),
+        ("int4", 20, [0, 5, 0, 12, 10, 10, 17]),
         ("bfloat16", 9, [0, 5, 0, 12, 8, 4, 8]),  # ends of what was not used for long had to go
     ],
 )
@@ -157,7 +151,7 @@ def test_blocks_of_earlier_conversations_give_the_same_bits(
 
         def work(rank: int, exchange: ThreadExchange, world_size: int = world_size) -> list[tuple[int, Answer]]:
             engine = make_engine(checkpoint, world_size, rank, exchange if world_size > 1 else None, kv_dtype)
-            blocks, books = CpuBlocks(engine.memory, slots), KeptCaches(KvLayout(1, 0, 4, slots, 0, group_of(kv_dtype)), None)
+            blocks, books = CpuBlocks(engine.memory, slots), KeptCaches(KvLayout(1, 0, 4, slots, 0), None)
             held, found = list(sequences), list[tuple[int, Answer]]()
             for turn in range(7):
                 prompt = (*held[turn % 3], 30 + turn)

@@ -52,7 +52,7 @@ HEADS = {  # values of a head, so registers of a share: in pairs; more than one 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(48, "bfloat16"), (64, "bfloat16"), (64, "fp8")])
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(48, "bfloat16"), (64, "bfloat16"), (64, "fp8"), (64, "int4")])
 def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
     head_dim: int, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

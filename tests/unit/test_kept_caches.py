@@ -159,33 +159,3 @@ def test_a_ring_that_lost_the_beginning_is_not_used() -> None:
 def test_the_common_beginning_of_two_sequences(left: list[int], right: list[int]) -> None:
     different = [place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b]
     assert num_common(array("I", left), array("I", right)) == min([len(left), len(right), *different])
-
-
-def test_where_groups_are_rounded_a_request_goes_on_at_a_multiple_or_in_the_newest_group() -> None:
-    caches = KeptCaches(KvLayout(1, group_positions=16), None)
-    run(caches, A)  # 42 positions, of which 32 are rounded
-    assert run(caches, (*A, 7, 8, 9, 1)) == KvUse(0, 0, 42), "behind the very end"
-    assert run(caches, (*A[:35], 1)) == KvUse(0, 0, 35), "the newest group has not been rounded"
-    assert run(caches, (*A[:34], 2)) == KvUse(0, 0, 34)
-    assert run(caches, (*A[:31], 2)) == KvUse(0, 0, 16), "a group that was rounded is decoded again"
-    assert run(caches, (*A[:15], 2)) == KvUse(0, 0, 0)
-
-
-def test_after_a_group_was_rounded_a_shorter_sequence_does_not_bring_it_back() -> None:
-    caches = KeptCaches(KvLayout(1, group_positions=16), None)
-    caches.take(A, reuse=True)
-    caches.give_back(A[:20], 20, 33)  # decoded up to 33, of which the end was dropped
-    assert run(caches, (*A[:20], 2)) == KvUse(0, 0, 16)
-    caches = KeptCaches(KvLayout(1, group_positions=16), None)
-    caches.take(A, reuse=True)
-    caches.give_back(A[:32], 32, 32)
-    assert run(caches, (*A[:31], 2)) == KvUse(0, 0, 31), "nothing behind the group was written"
-
-
-def test_blocks_are_used_up_to_a_multiple_of_the_group() -> None:
-    caches = KeptCaches(KvLayout(1, block_tokens=32, num_slots=8, group_positions=16), None)
-    run(caches, A)
-    assert caches.save() is not None
-    run(caches, tuple(range(60)))
-    use = caches.take((*A[:39], 1), reuse=True)
-    assert (use.num_cached, len(use.copies)) == (32, 2), "of 39 that blocks have"

@@ -16,15 +16,17 @@ from numpy.typing import NDArray
 from kog_dist.bench.kernel.shapes import named_spec
 from kog_dist.config import CHOICES, LaunchConfig
 from kog_dist.decode.kv_formats import (
-    INT4_GROUP,
+    INT4_KEY_LEVELS,
+    INT4_VALUE_LEVELS,
     KV_FORMATS,
     LEAST_SCALE,
     MOST_SCALE,
     encode_fp8,
     encode_int4,
+    rotation_factors,
     values_of_int4,
 )
-from kog_dist.errors import ConfigError, PlanError
+from kog_dist.errors import ConfigError
 from kog_dist.launch.inspection import dry_run
 from kog_dist.launch.prediction import kv_bytes, predictions
 from kog_dist.model.checkpoint import open_checkpoint
@@ -46,7 +48,7 @@ def rows(*values: float, dim: int = 64) -> Rows:
 def kept(given_rows: Rows, name: str = "fp8") -> Rows:
     """What enters a cache."""
     found = given_rows.copy()
-    KV_FORMATS[name].enter(found)
+    KV_FORMATS[name].enter_keys(found)
     return found
 
 
@@ -120,116 +122,67 @@ def test_fp8_rounded_again_is_the_same_through_float16_too() -> None:
 
 
 # ---- int4 ----
-def group(*sizes: float) -> Rows:
-    """Groups (..., INT4_GROUP, 64) as they enter: one for each size, with an offset in every channel."""
-    rng = np.random.default_rng(4)
-    drawn_rows = rng.standard_normal((len(sizes), INT4_GROUP, 64), dtype=np.float32)
-    offsets = 10 * rng.standard_normal((len(sizes), 1, 64), dtype=np.float32)
-    return kept((drawn_rows + offsets) * np.array(sizes, np.float32)[:, None, None], "int4")
+def hadamard(size: int) -> NDArray[np.float64]:
+    """Of Sylvester's construction."""
+    ones = np.array([[bin(row & column).count("1") % 2 for column in range(size)] for row in range(size)])
+    return 1.0 - 2.0 * ones
 
 
-def settled(keys: Rows, values: Rows) -> tuple[Rows, Rows]:
-    found = keys.copy(), values.copy()
-    KV_FORMATS["int4"].settle(*found)
-    return found
+@pytest.mark.parametrize("levels", [INT4_KEY_LEVELS, INT4_VALUE_LEVELS])
+@pytest.mark.parametrize(("dim", "size"), [(128, 128), (64, 64), (48, 16)])
+def test_int4_is_the_definition_value_by_value(levels: int, dim: int, size: int) -> None:
+    values = drawn()[:64].repeat(2, axis=-1)[:, :dim] * np.arange(1, dim + 1, dtype=np.float32)
+    values = (
+        values / np.abs(values).max(axis=-1, keepdims=True) * np.exp2(np.arange(-12, 12).repeat(3)[:64, None]).astype(np.float32)
+    )
+    found = encode_int4(values, levels)
+    way_in, way_back = rotation_factors(dim)
+    assert way_in * way_back * size == 1
+    turned = (values.reshape(-1, dim // size, size).astype(np.float64) @ hadamard(size) * way_in).reshape(values.shape)
+    scales = found.scales.astype(np.float64)
+    assert np.allclose(scales, np.maximum(np.abs(turned).max(axis=-1, keepdims=True) / (levels - 1), 2.0**-14), rtol=2.0**-7)
+    assert np.array_equal(scales.astype(np.float32).view(np.uint32) & 0x1FFFF, np.zeros_like(scales)), "seven significant bits"
+    steps = turned / scales
+    assert found.codes.max() == levels - 1
+    inside = np.abs(steps) <= levels - 1
+    assert (np.abs(2.0 * found.codes - (levels - 1) - steps)[inside] <= 1 + 1e-3).all(), "the nearest of the odd multiples"
+    exact = ((2.0 * found.codes - (levels - 1)) * scales).reshape(-1, dim // size, size) @ hadamard(size) * way_back
+    assert np.allclose(values_of_int4(found, levels), exact.reshape(values.shape), rtol=1e-5, atol=1e-5 * float(scales.max()))
 
 
-@pytest.mark.parametrize("axis", [-2, -1])
-def test_int4_is_the_definition_value_by_value(axis: int) -> None:
-    entered = group(1.0, 300.0, 2.0**-16)
-    found = encode_int4(entered, axis)
-    shape = (3, 1, 64) if axis == -2 else (3, INT4_GROUP, 1)
-    assert found.scales.shape == found.lows.shape == shape
-    together = np.moveaxis(entered, axis, -1).reshape(-1, entered.shape[axis])
-    codes = np.moveaxis(found.codes, axis, -1).reshape(together.shape)
-    for row, low, scale, coded in zip(together, found.lows.ravel(), found.scales.ravel(), codes, strict=True):
-        assert low == row.min()
-        assert scale == np.float16(max(float(np.float32(row.max() - row.min()) / np.float32(15)), 2.0**-14))
-        exact = (row.astype(np.float64) - float(low)) / float(scale)
-        assert (np.abs(exact - coded) <= 0.5 + 1e-3).all()
-        assert coded.max() <= 15
-    assert np.array_equal(values_of_int4(found), found.lows.astype(np.float32) + found.codes * found.scales.astype(np.float32))
-
-
-def test_int4_rounds_keys_by_channel_and_values_by_row() -> None:
-    entered = group(1.0)
-    keys, values = settled(entered, entered)
-    steps = [len(np.unique(keys[0, :, channel])) for channel in range(64)]
-    assert max(steps) <= 16
-    assert max(len(np.unique(values[0, row])) for row in range(INT4_GROUP)) <= 16
-    spread = entered.max(axis=1, keepdims=True) - entered.min(axis=1, keepdims=True)
-    assert (np.abs(keys - entered) <= spread / 30 * 1.01).all()
-    assert np.abs(values - entered).max() > np.abs(keys - entered).max(), "channels have offsets, which rows pay for"
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    rows_of_group=arrays(np.float32, (INT4_GROUP, 8), elements=st.floats(-70000, 70000, width=32)),
-    exponent=st.integers(-24, 0), offset=st.floats(-60000, 60000, width=32),
-)  # fmt: skip
-def test_int4_rounded_again_is_the_same(rows_of_group: Rows, exponent: int, offset: float) -> None:
-    """A group from a block of a kept prefix may be rounded already."""
-    entered = kept(np.float32(offset) + rows_of_group * np.float32(2.0**exponent), "int4")
-    once = settled(entered, entered)
-    assert [part.tobytes() for part in settled(*once)] == [part.tobytes() for part in once]
+def test_int4_rounded_again_is_the_same_through_float16_too() -> None:
+    """Prefill on GPUs has keys and values in float16 between chunks, and finds scales and codes again."""
+    sizes = np.exp2(np.arange(-6, 12).repeat(100)[:, None]).astype(np.float32)
+    for dim in (64, 128):
+        values = np.random.default_rng(5).standard_normal((len(sizes), dim), dtype=np.float32) * sizes
+        for levels in (INT4_KEY_LEVELS, INT4_VALUE_LEVELS):
+            once = encode_int4(values, levels)
+            twice = encode_int4(values_of_int4(once, levels).astype(np.float16), levels)
+            assert np.array_equal(once.scales, twice.scales)
+            assert np.array_equal(once.codes, twice.codes)
 
 
 def test_int4_at_the_edges() -> None:
-    assert kept(rows(1e9, -np.inf, 65519.0, 1 + 2.0**-12), "int4")[0, :4].tolist() == [65504.0, -65504.0, 65504.0, 1.0]
-    zeros = np.zeros((INT4_GROUP, 64), np.float32)
-    assert not any(part.any() for part in settled(zeros, zeros))
-    assert not np.signbit(encode_int4(-zeros, -1).lows).any(), "lows are never -0"
-    constant = np.full_like(zeros, -7.25)
-    assert all((part == -7.25).all() for part in settled(constant, constant))
-    widest = zeros.copy()
-    widest[0, 0], widest[1, 0] = -65504, 65504
-    assert np.isfinite(settled(widest, widest)).all()
-    spoilt = zeros.copy()
-    spoilt[3, 5] = np.nan
-    keys, values = settled(kept(spoilt, "int4"), kept(spoilt, "int4"))
-    assert np.isnan(keys[:, 5]).all()
-    assert np.isnan(keys).sum() == INT4_GROUP, "a NaN spoils its channel of the group"
-    assert np.isnan(values[3]).all()
-    assert np.isnan(values).sum() == 64, "and its row"
+    least = 2.0**-14
+    for levels in (INT4_KEY_LEVELS, INT4_VALUE_LEVELS):
+        assert float(encode_int4(rows(), levels).scales[0, 0]) == least
+        assert np.abs(values_of_int4(encode_int4(rows(), levels), levels)).max() <= 64 * least / 8, "no code stands for zero"
+        assert float(encode_int4(rows(3e38), levels).scales[0, 0]) == 4096
+        assert np.isfinite(values_of_int4(encode_int4(rows(3e38), levels), levels)).all()
+        for spoilt in (np.nan, np.inf, -np.inf):
+            found = values_of_int4(encode_int4(np.concatenate([rows(spoilt), rows(1.0)]), levels), levels)
+            assert np.isnan(found[0]).all(), "its row, which is rotated"
+            assert np.isfinite(found[1]).all()
 
 
-def test_int4_ties_go_to_the_even_code() -> None:
-    row = rows(15.0, 0.5, 1.5, 2.5, 14.5)
-    assert encode_int4(row, -1).codes[0, :6].tolist() == [15, 0, 2, 2, 14, 0]
-
-
-def test_int4_keeps_the_newest_group_as_it_entered(tmp_path: Path) -> None:
-    folder, tokens = save(BASE, tmp_path / "model"), tokens_of(BASE, INT4_GROUP + 2)
-    model, raw = engine(folder, kv_dtype="int4"), engine(folder, kv_dtype="float16")
-    (keys,), (values,) = model.memory.keys[0], model.memory.values[0]
-    entered = [cache[0] for cache in (raw.memory.keys[0], raw.memory.values[0])]
-    logits_of(raw, tokens)
-    assert logits_of(model, tokens[:INT4_GROUP]).tobytes() == logits_of(engine(folder, kv_dtype="float16"), tokens[:32]).tobytes()
-    full = slice(0, INT4_GROUP)
-    assert np.array_equal(keys[:, :, full], entered[0][:, :, full]), "full, but nothing is behind it"
-    logits_of(model, tokens[INT4_GROUP:], start=INT4_GROUP)
-    expected = settled(entered[0][:, :, full], entered[1][:, :, full])
-    assert np.array_equal(keys[:, :, full], expected[0])
-    assert np.array_equal(values[:, :, full], expected[1])
-    assert np.array_equal(keys[:, :, INT4_GROUP], entered[0][:, :, INT4_GROUP])
-
-
-def test_int4_goes_on_only_where_nothing_is_lost(tmp_path: Path) -> None:
-    folder, tokens = save(BASE, tmp_path / "model"), tokens_of(BASE, INT4_GROUP + 4)
-    model = engine(folder, kv_dtype="int4")
-    first = logits_of(model, tokens)
-    again = logits_of(model, tokens[INT4_GROUP + 1 :], start=INT4_GROUP + 1)  # within the newest group
-    assert again.tobytes() == first[INT4_GROUP + 1 :].tobytes()
-    again = logits_of(model, tokens[INT4_GROUP:], start=INT4_GROUP)
-    assert again.tobytes() == first[INT4_GROUP:].tobytes()
-    with pytest.raises(PlanError, match="position 31 cannot follow: KV cache 0 has rounded groups of 32 positions up to 32"):
-        model.step(tokens[31], 31, None)
-    with pytest.raises(PlanError, match="go on at a multiple of 32"):
-        model.use_cache(0, 0, 5)
-    with pytest.raises(PlanError, match="31 positions were put into a KV cache that keeps groups of 32"):
-        model.filled(0, 31)
-    model.use_cache(0, 0, 0)
-    assert logits_of(model, tokens).tobytes() == first.tobytes()
+def test_int4_keeps_more_of_keys_than_of_values() -> None:
+    entered = np.random.default_rng(6).standard_normal((512, 128), dtype=np.float32)
+    keys, values = entered.copy(), entered.copy()
+    KV_FORMATS["int4"].enter_keys(keys)
+    KV_FORMATS["int4"].enter_values(values)
+    errors = [float(np.linalg.norm(kept_rows - entered) / np.linalg.norm(entered)) for kept_rows in (keys, values)]
+    assert 0.02 < errors[0] < 0.03
+    assert 4 < errors[1] / errors[0] < 4.4, "two bits"
 
 
 # ---- all formats ----
@@ -239,11 +192,12 @@ def test_int4_goes_on_only_where_nothing_is_lost(tmp_path: Path) -> None:
 def test_rows_enter_each_by_itself_and_with_a_bounded_error(name: str, given_rows: Rows) -> None:
     together = kept(given_rows, name)
     assert together.tobytes() == b"".join(kept(given_rows[k : k + 1], name).tobytes() for k in range(3))
-    largest = np.abs(given_rows).max(axis=-1, keepdims=True)
-    part = {"fp8": 2.0**-4, "int4": 2.0**-11}[name]
-    # Of the largest value at most: half a step of its code, and what rounding the scale moves it. Tiny rows: half the least code.
-    assert (np.abs(together - given_rows) <= part * largest * 1.01 + 2.0**-24).all()
-    assert kept(-given_rows, name).tobytes() == (-together).tobytes()
+    if name == "fp8":
+        # Of the largest value at most: half a step of its code, and what rounding the scale moves it. Tiny: half the least code.
+        bound = 2.0**-4 * np.abs(given_rows).max(axis=-1, keepdims=True) * 1.01 + 2.0**-24
+    else:  # rotated, each value is at most a scale away; the largest one is at most the row's length
+        bound = np.linalg.norm(given_rows.astype(np.float64), axis=-1, keepdims=True) * 8 / 63 * 1.02 + 8 * 2.0**-14
+    assert (np.abs(together - given_rows) <= bound).all()
 
 
 def test_caches_hold_what_the_definition_keeps(tmp_path: Path) -> None:
@@ -280,12 +234,14 @@ def test_formats_are_settings_and_gpus_refuse_by_name_what_they_cannot_do() -> N
     laneformer, dense = open_checkpoint(DEMO).spec, named_spec("qwen3-0.6b")
     of_48 = replace(dense, own_head_dim=48)
     for spec, name, reason in (
-        (laneformer, "fp8", "fp8 KV cache of a Laneformer"), (of_48, "fp8", "of heads of 48 values"), (dense, "int4", "int4 KV"),
+        (laneformer, "fp8", "fp8 KV cache of a Laneformer"), (of_48, "fp8", "of heads of 48 values"),
+        (laneformer, "int4", "int4 KV cache of a Laneformer"), (replace(dense, own_head_dim=32), "int4", "of heads of 32 values"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{reason} .*; use --device cpu"):
             KernelShape(spec, range(spec.num_lanes), kv_dtype=name)
-    plain, coded = (KernelShape(dense, range(dense.num_lanes), kv_dtype=name) for name in ("float16", "fp8"))
-    assert coded.kv_bytes == plain.kv_bytes * (128 + 2) // 256, "codes of a row, and its scale"
+    plain, fp8, int4 = (KernelShape(dense, range(dense.num_lanes), kv_dtype=name) for name in ("float16", "fp8", "int4"))
+    assert fp8.kv_bytes == plain.kv_bytes * (128 + 2) // 256, "codes of a row, and its scale"
+    assert int4.kv_bytes == plain.kv_bytes * (128 * (6 + 4) // 8 + 4) // 512, "codes of keys and of values, and both scales"
 
 
 def test_predictions_for_gpus_are_of_the_format_that_is_asked_for() -> None:
@@ -293,7 +249,7 @@ def test_predictions_for_gpus_are_of_the_format_that_is_asked_for() -> None:
     plain = kv_bytes(spec, 1000)
     assert plain == 1000 * spec.num_layers * spec.num_kv_heads * 2 * 128 * 2
     assert kv_bytes(spec, 1000, "fp8") == plain * (128 + 2) // 256
-    assert kv_bytes(spec, 1000, "int4") == plain, "which GPUs do not have"
+    assert kv_bytes(spec, 1000, "int4") == plain * (128 * (6 + 4) // 8 + 4) // 512
     assert predictions(spec, 10**9, 10**9, "fp8") != predictions(spec, 10**9, 10**9)
 
 

@@ -40,7 +40,7 @@ def test_every_type_has_a_line_and_a_row(text: Path, capsys: pytest.CaptureFixtu
     plain, bfloat16, fp8, int4 = json.loads(lines[-1])["figures"]
     assert (plain["kl"], plain["same_tokens_percent"]) == (0.0, 100.0)
     assert 0 < bfloat16["kl"] < fp8["kl"]
-    assert int4["kl"] > 0, "more than a group"
+    assert int4["kl"] > fp8["kl"]
     ids = torch.tensor([tokenizer().encode(TEXT)[:60]])
     with torch.no_grad():
         logits = Laneformer.from_checkpoint(DEMO)(ids)[0]
@@ -58,7 +58,7 @@ def test_kl_is_that_of_the_definition() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("float16", (16, 16)), ("fp8", (8.25, 8.125)), ("int4", (4.75, 4.625))]
+    ("name", "bits"), [("float16", (16, 16)), ("fp8", (8.25, 8.125)), ("int4", (5.25, 5.125))]
 )  # of head_dim 64 and 128
 def test_bits_count_scales(name: str, bits: tuple[float, float]) -> None:
     assert tuple(kv_quality.bits_per_value(name, dim) for dim in (64, 128)) == bits

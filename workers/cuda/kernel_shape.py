@@ -18,7 +18,7 @@ from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes, by_kind, layer_mask
-from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings, kv_lines, row_bytes
+from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings, kv_lines, position_bytes
 from kog_dist.workers.cuda.model_limits import unsupported
 
 MAX_CTAS = 128
@@ -401,7 +401,7 @@ class KernelShape:
     @property
     def batch_bytes(self) -> int:
         """Of 16 positions of a KV head in the KV cache, K and V."""
-        return 2 * 16 * row_bytes(self.spec.head_dim, self.kv_dtype)
+        return 16 * position_bytes(self.spec.head_dim, self.kv_dtype)
 
     @property
     def set_heads(self) -> int:
@@ -586,7 +586,7 @@ class KernelShape:
         }  # fmt: skip
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]
-        lines += [f"using WeightFormat = {FORMATS[self.weight_dtype]};", *kv_lines(self.kv_dtype)]
+        lines += [f"using WeightFormat = {FORMATS[self.weight_dtype]};", *kv_lines(self.kv_dtype, spec.head_dim)]
         offset = 0
         for name, (words, count) in self._word_lists.items():
             lines += [f"constexpr u32 k{name}Offset = {offset}, k{name}Stride = {words};"]

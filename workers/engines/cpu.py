@@ -17,7 +17,6 @@ from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.decode import half_products
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
-from kog_dist.decode.kv_formats import group_of
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import DecodeRequest, KvUse
@@ -105,7 +104,7 @@ class CpuEngine:
         assert self._interpreter is not None
         memory = self._interpreter.memory
         slots = num_slots(spec, num_lanes, memory.dtype.itemsize, self._args.kept_bytes)
-        layout = KvLayout(self._args.num_kv_caches, group_positions=group_of(self._args.kv_dtype))
+        layout = KvLayout(self._args.num_kv_caches)
         if not slots:
             return layout
         self._blocks = CpuBlocks(memory, slots)

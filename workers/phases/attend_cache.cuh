@@ -5,10 +5,10 @@
 
 namespace kog {
 
-// Of a batch: 16 rows of K, 8 pairs of rows of V, and where they are coded the scales of each position's two rows.
-constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kBatchBytes = 2 * 16 * kRowBytes + 16 * kKvScaleBytes;
+// Of a batch: 16 rows of K, of INT4 the upper two bits of their codes, 8 pairs of rows of V, and of codes the scales of each position's two rows.
+constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kTopBytes = kKvRotated ? kHeadDim / 4 : 0, kBatchBytes = 16 * (2 * kRowBytes + kTopBytes + kKvScaleBytes);
 constexpr int kDimRegisters = kHeadDim / 8;  // 16-bit pairs: a thread's share of a row of K, or of a pair of positions of V
-constexpr int kShareRegisters = kDimRegisters / kCodePairs;  // that it takes in the cache
+constexpr int kShareRegisters = kDimRegisters / kCodePairs, kTopRegisters = kKvRotated ? kDimRegisters / 8 : 1;  // that it takes in the cache
 static_assert(kHeadDim % 16 == 0 && kShareRegisters % 2 == 0, "the matrix unit takes 16 dimensions at a time, a load two registers");
 // The registers of a share come in chunks of one load. Chunks of neighbouring threads lie side by side, so that a load of a warp takes whole
 // sectors: four threads share a row of K, eight a pair of positions of V. The order of dimensions is the same for K and the query.
@@ -44,14 +44,35 @@ __device__ __forceinline__ void store_share(unsigned char* to, const u32 (&from)
     }
 }
 
+// Pair `k` of the values of some registers, without their scale. Codes of INT4 stay integers, as binary16's subnormal numbers: times
+// 2^-24, and those of odd pairs times 2^-20, which saves shifts. A code c stands for 2 c - most: what is too much comes off sums.
+constexpr float kOddPairs = kKvRotated ? 16 : 1, kUnit = kKvRotated ? 0x1p25f : 1, kMiddle = 0x1p-25f;  // of INT4: 2 / 2^-24, half a code
+template <int kRegisters>
+__device__ __forceinline__ u32 expand_value(const u32 (&codes)[kRegisters], int k) {
+    if constexpr (kKvBits == 16) return codes[k];
+    else if constexpr (kKvBits == 8) return expand_e4m3(codes[k / 2], k % 2);
+    else return (k % 4 < 2 ? codes[k / 4] : codes[k / 4] >> 8) & (k % 2 ? 0x00f000f0u : 0x000f000fu);
+}
+template <int kRegisters, int kTops>
+__device__ __forceinline__ u32 expand_key(const u32 (&codes)[kRegisters], const u32 (&tops)[kTops], int k) {
+    if constexpr (!kKvRotated) return expand_value(codes, k);
+    const int right = 2 * (k % 8) - (k % 2 ? 8 : 4);
+    const u32 top = (right < 0 ? tops[k / 8] << -right : tops[k / 8] >> right) & (k % 2 ? 0x03000300u : 0x00300030u);
+    return expand_value(codes, k) | top;
+}
+// What `expand` gives where codes are 1.
+__device__ __forceinline__ constexpr u32 one_of(int k) { return k % 2 ? 0x4c004c00u : 0x3c003c00u; }
+
 // The first of the items of a layer, a lane and a partition that this thread block has; the next one is kNumCtas further on.
 __device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_idx, u32 partition) {
     const u32 first_cta = ((layer * kLanes + lane_idx) * kItems + partition * (kNumCtas / kPartitions)) % kNumCtas;
     return role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
 }
 
-// Batches of an item that are on their way to a warp's registers, and further ones to L2.
-constexpr u32 kBatches = kKvCoded ? 3 : 2, kBatchesAhead = kKvCoded ? 2 : 1;
+// Batches of an item that are on their way to a warp's registers, further ones to L2, and those that go through softmax together: INT4's are so
+// small that a warp would wait for the steps of a single one, and two of them fit.
+constexpr u32 kBatches = kKvRotated ? 4 : kKvCoded ? 3 : 2, kBatchesAhead = kKvCoded ? 2 : 1, kMixedBatches = kKvRotated ? 2 : 1;
+static_assert(kBatches % kMixedBatches == 0);
 
 struct CacheReader {
     const KogDecodeParams& params;
@@ -61,7 +82,8 @@ struct CacheReader {
 
     // Register `k` of a share of V, of even and odd positions, with those of one position from a pair of dimensions and its neighbours.
     static __device__ __forceinline__ u32 with_values(u32 both, u32 k, u32 own, bool is_odd) {
-        if constexpr (kKvCoded) return __byte_perm(both, own, is_odd ? 0x5240 : 0x3514);
+        if constexpr (kKvRotated) return __byte_perm(both, own, is_odd ? 0x5410 : 0x3254);
+        else if constexpr (kKvCoded) return __byte_perm(both, own, is_odd ? 0x5240 : 0x3514);
         else return __byte_perm(both, k & 1 ? own >> 16 : own, is_odd ? 0x5410 : 0x3254);
     }
 
@@ -96,7 +118,7 @@ struct CacheReader {
     // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V. Where
     // they are coded, threads 0 to 15 also have the scales of K and V of one position each.
     struct Batch {
-        u32 keys[2][kShareRegisters], values[2][kShareRegisters], scales;
+        u32 keys[2][kShareRegisters], tops[2][kTopRegisters], values[2][kShareRegisters], scales = 0;
     };
     static constexpr u32 kKeysStride = 8 * kRowBytes, kValuesStride = 4 * 2 * kRowBytes;
     // Where the first of two shares lies. Computed anew each time: registers are full.
@@ -106,10 +128,14 @@ struct CacheReader {
     }
     __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const {
         const u32 lane = opaque(this->lane);
-        return batch_at(rows, batch) + (16 * kRowBytes + (lane & 3) * (2 * kRowBytes) + (lane >> 2) * kChunkBytes);
+        return batch_at(rows, batch) + (16 * (kRowBytes + kTopBytes) + (lane & 3) * (2 * kRowBytes) + (lane >> 2) * kChunkBytes);
+    }
+    __device__ __forceinline__ unsigned char* tops_at(const Rows& rows, u32 batch) const {
+        const u32 lane = opaque(this->lane);
+        return batch_at(rows, batch) + (16 * kRowBytes + (lane >> 2) * kTopBytes + (lane & 3) * (kTopRegisters * 4));
     }
     __device__ __forceinline__ unsigned char* scales_at(const Rows& rows, u32 batch) const {
-        return batch_at(rows, batch) + (2 * 16 * kRowBytes + opaque(this->lane) * kKvScaleBytes);
+        return batch_at(rows, batch) + (16 * (2 * kRowBytes + kTopBytes) + opaque(this->lane) * kKvScaleBytes);
     }
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
@@ -118,6 +144,20 @@ struct CacheReader {
         if (batch >= rows.num_batches) return;
         const unsigned char* at = keys_at(rows, batch);
         load_share<kKeyChunks>(at, to.keys[0]), load_share<kKeyChunks>(at + kKeysStride, to.keys[1]);
+        if constexpr (kKvRotated) {
+            const unsigned char* tops = tops_at(rows, batch);
+            load_tops(tops, to.tops[0]), load_tops(tops + 8 * kTopBytes, to.tops[1]);
+        }
+    }
+    template <int kRegisters>
+    static __device__ __forceinline__ void load_tops(const unsigned char* from, u32 (&to)[kRegisters]) {
+        if constexpr (kRegisters == 2) {
+            uint2 v;
+            load_global(from, v);
+            to[0] = v.x, to[1] = v.y;
+        } else {
+            load_global(from, to[0]);
+        }
     }
     __device__ __forceinline__ void load_values(const Rows& rows, u32 batch, Batch& to) const {
         if (batch >= rows.num_batches) return;

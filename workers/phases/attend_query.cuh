@@ -78,13 +78,16 @@ struct QueryReader : CacheReader {
             for (int offset = 1; offset < 8; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
             query_rms = inverse_rms(squares);
         }
+        float2 turned[kHalf];
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) {
-            float a = first_of(got[i]), b = second_of(got[i]);
-            if constexpr (kQkNorm) {
-                const float2 turned = query_norm.apply(i, query_rms, a, b);
-                a = turned.x, b = turned.y;
-            }
+            turned[i] = make_float2(first_of(got[i]), second_of(got[i]));
+            if constexpr (kQkNorm) turned[i] = query_norm.apply(i, query_rms, turned[i].x, turned[i].y);
+        }
+        if constexpr (kKvRotated) rotate_pairs<kHalf, 8>(turned, lane, kKvFactorOut);
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+            const float scale = i % 2 ? 1 / kOddPairs : 1, a = turned[i].x * scale, b = turned[i].y * scale;
             const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
             const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
             query[i] = is_low ? theirs : high;
@@ -110,7 +113,8 @@ struct QueryReader : CacheReader {
                     if (i < kNewKeys && i * 32 + lane < kNewWords / 2) pairs[i] = key_norm.apply(i < kNewKeys ? i : 0, key_rms, pairs[i].x, pairs[i].y);
                 if constexpr (!kKvCoded) store_shared(role.base + KOG_OFFSET(fresh) + (i * 32 + lane) * 4, KvFormat::pack(pairs[i].x, pairs[i].y));
             }
-            if constexpr (kKvCoded) stage_codes(pairs);
+            if constexpr (kKvRotated) stage_rotated(pairs);
+            else if constexpr (kKvCoded) stage_codes(pairs);
             __syncwarp();
         }
         return true;
@@ -128,8 +132,8 @@ struct QueryReader : CacheReader {
             if (is_value(i)) largest_value = max(largest_value, magnitude);
             else largest_key = max(largest_key, magnitude);
         }
-        const float key_scale = row_scale(__uint_as_float(__reduce_max_sync(kFullWarp, largest_key)));
-        const float value_scale = row_scale(__uint_as_float(__reduce_max_sync(kFullWarp, largest_value)));
+        const float key_scale = row_scale(__uint_as_float(__reduce_max_sync(kFullWarp, largest_key)), kKvMostCode);
+        const float value_scale = row_scale(__uint_as_float(__reduce_max_sync(kFullWarp, largest_value)), kKvMostCode);
         const float key_inverse = 1.0f / key_scale, value_inverse = 1.0f / value_scale;
 #pragma unroll
         for (int i = 0; i < kNew; ++i) {
@@ -137,6 +141,64 @@ struct QueryReader : CacheReader {
             if (i * 32 + lane < kNewWords) store_shared(staged + (i * 32 + lane) * 2, static_cast<u16>(codes));
         }
         if (lane == 0) store_shared(staged + kNewWords * 2, Fp16::pack(key_scale, value_scale));
+    }
+    // A row times the Hadamard matrix, in `kPairs` pairs of each of the threads whose numbers differ in the lower bits of kThreads - 1.
+    template <int kPairs, u32 kThreads>
+    static __device__ __forceinline__ void rotate_pairs(float2 (&pairs)[kPairs], u32 thread, float factor) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) mix_pair(pairs[i].x, pairs[i].y);
+#pragma unroll
+        for (int width = 1; width < kPairs; width *= 2)
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i)
+                if ((i & width) == 0) mix_pair(pairs[i].x, pairs[i + width].x), mix_pair(pairs[i].y, pairs[i + width].y);
+#pragma unroll
+        for (u32 mask = 1; mask < kThreads; mask *= 2)
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i)
+                pairs[i] = make_float2(mixed_with(pairs[i].x, mask, thread & mask), mixed_with(pairs[i].y, mask, thread & mask));
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) pairs[i] = make_float2(pairs[i].x * factor, pairs[i].y * factor);
+    }
+    // As `stage_codes`, of INT4: words of K with the lower four bits of eight codes, behind those of V halves of words, each of four codes; then
+    // words of K with the upper two bits of sixteen codes.
+    __device__ __forceinline__ void stage_rotated(const float2 (&pairs)[kNew]) const {
+        const u32 lane = opaque(this->lane), staged = role.base + KOG_OFFSET(fresh);
+        constexpr int kOwn = kKvRotated ? kNew / 2 : 1;  // pairs of K, and of V, of a thread: kOwn * 32 pairs make a row
+        float scales[2];
+#pragma unroll
+        for (int kind = 0; kind < 2; ++kind) {
+            float2 row[kOwn];
+            u32 largest = 0;  // positive floats are in the order of their bits, and a NaN is above them
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) row[i] = pairs[(kind * kOwn + i) % kNew];
+            rotate_pairs<kOwn, 32>(row, lane, kKvFactorIn);
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) largest = max(largest, max(__float_as_uint(fabsf(row[i].x)), __float_as_uint(fabsf(row[i].y))));
+            const float most = most_code(kind == 0);
+            scales[kind] = row_scale(__uint_as_float(__reduce_max_sync(kFullWarp, largest)), most);
+            const float inverse = 0.5f / scales[kind];
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) {
+                const u32 pair = i * 32 + lane, a = encode_steps(row[i].x, inverse, most), b = encode_steps(row[i].y, inverse, most);
+                if (kind == 0) {
+                    const u32 word = with_neighbours<4>(((a & 15) | (b & 15) << 16) << pair % 4 * 4), top = with_neighbours<8>((a >> 4 | b >> 4 << 16) << pair % 8 * 2);
+                    if (pair % 4 == 0) store_shared(staged + pair, word);
+                    if (pair % 8 == 0) store_shared(staged + kHeadDim + pair / 2, top);
+                } else {
+                    const u32 word = with_neighbours<2>((a | b << 4) << pair % 2 * 8);
+                    if (pair % 2 == 0) store_shared(staged + kHeadDim / 2 + pair, static_cast<u16>(word));
+                }
+            }
+        }
+        if (lane == 0) store_shared(staged + kNewWords * 2, Fp16::pack(scales[0], scales[1]));
+    }
+    // Bits of `kThreads` neighbouring threads together.
+    template <u32 kThreads>
+    static __device__ __forceinline__ u32 with_neighbours(u32 bits) {
+#pragma unroll
+        for (u32 offset = 1; offset < kThreads; offset *= 2) bits |= __shfl_xor_sync(kFullWarp, bits, offset);
+        return bits;
     }
     static constexpr int kHalf = kDimRegisters / 2, kQueryLoad = kHalf % 2 == 0 ? 2 : 1;  // registers of the query; words of a load
     // Query heads of a set; the one whose columns a group of threads has, the last one for those left over.
@@ -152,6 +214,14 @@ struct QueryReader : CacheReader {
             for (int k = 0; k < kShareRegisters; ++k) {
                 const u32 new_keys = load_shared_u32(staged + key_pair(part, k * kCodePairs) * (4 / kCodePairs));
                 batch.keys[0][k] = i == 0 ? new_keys : batch.keys[0][k], batch.keys[1][k] = i == 0 ? batch.keys[1][k] : new_keys;
+            }
+            if constexpr (kKvRotated) {
+#pragma unroll
+                for (int k = 0; k < kTopRegisters; ++k) {
+                    const u32 tops = load_shared_u32(staged + kHeadDim + (part * kTopRegisters + k) * 4);
+                    batch.tops[0][k] = i == 0 ? tops : batch.tops[0][k], batch.tops[1][k] = i == 0 ? batch.tops[1][k] : tops;
+                    reinterpret_cast<u32*>(tops_at(rows, rows.fresh_batch) + i * 8 * kTopBytes)[k] = tops;
+                }
             }
             unsigned char* at = keys_at(rows, rows.fresh_batch);
             if (i == 0) store_share<kKeyChunks>(at, batch.keys[0]);

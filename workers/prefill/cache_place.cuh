@@ -6,17 +6,17 @@
 
 namespace kog {
 
-constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kBatchBytes = 2 * kBatch * kRowBytes + kBatch * kKvScaleBytes;
+constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kTopBytes = kKvRotated ? kHeadDim / 4 : 0;  // of K of INT4: the upper two bits of codes
+constexpr u32 kBatchBytes = kBatch * (2 * kRowBytes + kTopBytes + kKvScaleBytes);
 constexpr u32 kCachedHeads = kLanes * kKvHeads;
 
 __device__ __forceinline__ bool is_finite_pair(u32 packed) {
     return (packed & 0x7c00u) != 0x7c00u && (packed & 0x7c000000u) != 0x7c000000u;
 }
 
-// Where K of a position stands in the monokernel's cache (see cache_layout.py), in bytes; V of its pair follows `kBatch` rows later, the scales
-// of both at the end of the batch.
+// Where a position stands in the monokernel's cache (see cache_layout.py and coded_rows.py): K and V of its pair, and the scales of both.
 struct CachePlace {
-    unsigned char *key_row, *value_pair, *scales;
+    unsigned char *key_row, *key_tops, *value_pair, *scales;
 
     __device__ __forceinline__ CachePlace(u64 cache, u32 layer, u32 kv_head, u32 position) {
         const u32 batches = kIsWindowed[layer] ? kWindowBatches : kFullBatches;
@@ -24,8 +24,9 @@ struct CachePlace {
         const u64 batch = kFirstBatches[layer] + (static_cast<u64>(kv_head) * kSplits + position % kSplits) * batches + slot / kBatch;
         unsigned char* at = reinterpret_cast<unsigned char*>(cache) + batch * kBatchBytes;
         key_row = at + row * kRowBytes;
-        value_pair = at + kBatch * kRowBytes + (row >> 1) * 2 * kRowBytes;
-        scales = at + 2 * kBatch * kRowBytes + row * kKvScaleBytes;
+        key_tops = at + kBatch * kRowBytes + row * kTopBytes;
+        value_pair = at + kBatch * (kRowBytes + kTopBytes) + (row >> 1) * 2 * kRowBytes;
+        scales = at + kBatch * (2 * kRowBytes + kTopBytes) + row * kKvScaleBytes;
     }
 };
 
@@ -51,9 +52,53 @@ struct CachedItems {
 
         __device__ __forceinline__ uint2* key(u32 odd) const { return reinterpret_cast<uint2*>(place.key_row + odd * kHeadDim * 2) + four; }
         __device__ __forceinline__ uint4* values() const { return reinterpret_cast<uint4*>(place.value_pair) + four; }
-        // Of codes:
-        __device__ __forceinline__ u32* key_codes(u32 odd) const { return reinterpret_cast<u32*>(place.key_row + odd * kRowBytes) + four; }
-        __device__ __forceinline__ uint2* value_codes() const { return reinterpret_cast<uint2*>(place.value_pair) + four; }
+        // Of codes, a byte each, of whole heads: all threads of a warp make these calls with items.
+        __device__ __forceinline__ u32 key_codes(u32 odd) const {
+            if constexpr (!kKvRotated) return *(reinterpret_cast<const u32*>(place.key_row + odd * kRowBytes) + four);
+            const unsigned char* row = place.key_row + odd * kRowBytes + four / 2 * 4 + four % 2;
+            const unsigned char* tops = place.key_tops + odd * kTopBytes + four / 4 * 4 + four % 4 / 2;
+            const u32 shift = four % 2 * 4, evens = tops[0] >> shift, odds = tops[2] >> shift;
+            return (row[0] & 15) | (evens & 3) << 4 | ((row[2] & 15) | (odds & 3) << 4) << 8 | (row[0] >> 4 | (evens >> 2 & 3) << 4) << 16 |
+                   (row[2] >> 4 | (odds >> 2 & 3) << 4) << 24;
+        }
+        __device__ __forceinline__ void store_key_codes(u32 odd, u32 codes) const {
+            if constexpr (!kKvRotated) {
+                if (wanted[odd]) *(reinterpret_cast<u32*>(place.key_row + odd * kRowBytes) + four) = codes;
+                return;
+            }
+            u32 evens = ((codes >> 4 & 3) | (codes >> 20 & 3) << 2) << four % 2 * 4, odds = ((codes >> 12 & 3) | (codes >> 28 & 3) << 2) << four % 2 * 4;
+            evens |= __shfl_xor_sync(kFullWarp, evens, 1), odds |= __shfl_xor_sync(kFullWarp, odds, 1);
+            if (!wanted[odd]) return;
+            unsigned char* row = place.key_row + odd * kRowBytes + four / 2 * 4 + four % 2;
+            row[0] = static_cast<unsigned char>((codes & 15) | (codes >> 12 & 0xf0)), row[2] = static_cast<unsigned char>((codes >> 8 & 15) | (codes >> 20 & 0xf0));
+            unsigned char* tops = place.key_tops + odd * kTopBytes + four / 4 * 4 + four % 4 / 2;
+            tops[four % 2 * 2] = static_cast<unsigned char>(four % 2 ? odds : evens);
+        }
+        __device__ __forceinline__ u32 value_codes(u32 odd) const {
+            if constexpr (kKvRotated) {
+                const u32 codes = reinterpret_cast<const u16*>(place.value_pair)[four * 2 + odd];
+                return (codes & 15) | (codes & 0xf0) << 4 | (codes & 0xf00) << 8 | (codes & 0xf000) << 12;
+            }
+            const uint2 pairs = *(reinterpret_cast<const uint2*>(place.value_pair) + four);
+            return __byte_perm(pairs.x, pairs.y, odd ? 0x7531 : 0x6420);
+        }
+        // The other one of a pair stays if it is not wanted.
+        __device__ __forceinline__ void store_value_codes(const u32 (&codes)[2]) const {
+            if (!kKvRotated && wanted[0] && wanted[1]) {
+                *(reinterpret_cast<uint2*>(place.value_pair) + four) = {__byte_perm(codes[0], codes[1], 0x5140), __byte_perm(codes[0], codes[1], 0x7362)};
+                return;
+            }
+            for (u32 odd = 0; odd < 2; ++odd) {
+                if (!wanted[odd]) continue;
+                const u32 c = codes[odd];
+                if constexpr (kKvRotated) {
+                    const u32 nibbles = (c & 15) | (c >> 4 & 0xf0) | (c >> 8 & 0xf00) | (c >> 12 & 0xf000);
+                    reinterpret_cast<u16*>(place.value_pair)[four * 2 + odd] = static_cast<u16>(nibbles);
+                } else {
+                    for (u32 k = 0; k < 4; ++k) place.value_pair[four * 8 + 2 * k + odd] = static_cast<unsigned char>(c >> 8 * k);
+                }
+            }
+        }
         __device__ __forceinline__ u32* scales(u32 odd) const { return reinterpret_cast<u32*>(place.scales + odd * kKvScaleBytes); }
     };
     __device__ __forceinline__ Item item(u32 index) const {
@@ -81,41 +126,35 @@ __device__ __forceinline__ float4 floats_of(const uint2& half) { return {Fp16::l
 // its scales again.
 __device__ __forceinline__ void load_codes(const CachedItems& items, u64 keys_ptr, u64 values_ptr, u32 thread, u32 count) {
     uint2 *keys = reinterpret_cast<uint2*>(keys_ptr), *values = reinterpret_cast<uint2*>(values_ptr);
+    constexpr u32 kThreads = CachedItems::kFours;
     for (u32 index = items.begin() + thread; index < items.end(); index += count) {
         const CachedItems::Item item = items.item(index);
-        if (!item.wanted[0] && !item.wanted[1]) continue;
-        const uint2 pairs = *item.value_codes();
 #pragma unroll
         for (u32 odd = 0; odd < 2; ++odd) {
-            if (!item.wanted[odd]) continue;
-            const u32 scales = *item.scales(odd);
-            keys[item.plain[odd]] = decode_four(*item.key_codes(odd), Fp16::low(scales));
-            values[item.plain[odd]] = decode_four(__byte_perm(pairs.x, pairs.y, odd ? 0x7531 : 0x6420), Fp16::high(scales));
+            const bool wanted = item.wanted[odd];
+            const u32 scales = wanted ? *item.scales(odd) : 0;
+            const CodedFour key{wanted ? item.key_codes(odd) : 0, Fp16::low(scales)}, value{wanted ? item.value_codes(odd) : 0, Fp16::high(scales)};
+            const uint2 kept_key = kept_four<kThreads>(key, true, item.four), kept_value = kept_four<kThreads>(value, false, item.four);
+            if (wanted) keys[item.plain[odd]] = kept_key, values[item.plain[odd]] = kept_value;
         }
     }
 }
 __device__ __forceinline__ void store_codes(const CachedItems& items, u64 keys_ptr, u64 values_ptr, u32 thread, u32 count) {
     const uint2 *keys = reinterpret_cast<const uint2*>(keys_ptr), *values = reinterpret_cast<const uint2*>(values_ptr);
+    constexpr u32 kThreads = CachedItems::kFours;
     for (u32 index = items.begin() + thread; index < items.end(); index += count) {
         const CachedItems::Item item = items.item(index);
-        u32 codes[2] = {};
+        u32 codes[2];
 #pragma unroll
         for (u32 odd = 0; odd < 2; ++odd) {
-            const float4 none{}, key = item.wanted[odd] ? floats_of(keys[item.plain[odd]]) : none;
-            const float4 value = item.wanted[odd] ? floats_of(values[item.plain[odd]]) : none;
-            const float key_scale = shared_scale<CachedItems::kFours>(key), value_scale = shared_scale<CachedItems::kFours>(value);
-            codes[odd] = encode_four(value, value_scale);
-            if (!item.wanted[odd]) continue;
-            *item.key_codes(odd) = encode_four(key, key_scale);
-            if (item.four == 0) *item.scales(odd) = Fp16::pack(key_scale, value_scale);
+            const uint2 none{};
+            const CodedFour key = encode_four<kThreads>(floats_of(item.wanted[odd] ? keys[item.plain[odd]] : none), true, item.four);
+            const CodedFour value = encode_four<kThreads>(floats_of(item.wanted[odd] ? values[item.plain[odd]] : none), false, item.four);
+            codes[odd] = value.codes;
+            item.store_key_codes(odd, key.codes);
+            if (item.wanted[odd] && item.four == 0) *item.scales(odd) = Fp16::pack(key.scale, value.scale);
         }
-        if (item.wanted[0] && item.wanted[1]) {
-            *item.value_codes() = {__byte_perm(codes[0], codes[1], 0x5140), __byte_perm(codes[0], codes[1], 0x7362)};
-        } else if (item.wanted[0] || item.wanted[1]) {  // the other one of each pair stays
-            const u32 odd = item.wanted[0] ? 0 : 1;
-            unsigned char* to = reinterpret_cast<unsigned char*>(item.value_codes()) + odd;
-            for (u32 k = 0; k < 4; ++k) to[2 * k] = static_cast<unsigned char>(codes[odd] >> 8 * k);
-        }
+        item.store_value_codes(codes);
     }
 }
 

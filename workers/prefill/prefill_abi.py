@@ -120,7 +120,7 @@ def cache_lines(layout: CacheLayout, weight_dtype: str, kv_dtype: str) -> list[s
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
         f"__constant__ const bool kIsWindowed[] = {{{is_windowed}}};",
         f"__constant__ const unsigned long long kFirstBatches[] = {{{first_batches}}};",
-        f"using WeightFormat = {FORMATS[weight_dtype]};", *kv_lines(kv_dtype),
+        f"using WeightFormat = {FORMATS[weight_dtype]};", *kv_lines(kv_dtype, spec.head_dim),
     ]  # fmt: skip
 
 

@@ -60,13 +60,15 @@ inline thread_local unsigned my_rank;  // in the cluster
 
 inline void __syncthreads() { thread_blocks[my_rank]->all.arrive_and_wait(); }
 inline void __syncwarp() { thread_blocks[my_rank]->warps[threadIdx.x / 32]->arrive_and_wait(); }
-inline float __shfl_xor_sync(unsigned, float value, int offset) {
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int offset) {
+    static_assert(sizeof(T) == sizeof(float));
     float* shuffled = thread_blocks[my_rank]->shuffled;
-    shuffled[threadIdx.x] = value;
+    std::memcpy(&shuffled[threadIdx.x], &value, sizeof(T));
     __syncwarp();
-    const float theirs = shuffled[threadIdx.x ^ offset];
+    std::memcpy(&value, &shuffled[threadIdx.x ^ offset], sizeof(T));
     __syncwarp();
-    return theirs;
+    return value;
 }
 template <class T>
 T __ldg(const T* from) {
@@ -92,6 +94,8 @@ inline float __uint_as_float(unsigned bits) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline std::atomic<int> num_true;

@@ -26,7 +26,7 @@ from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 
 SPLITS = 8
 SIZES = (8, 16)
-CACHE_DTYPES: dict[str, DTypeLike] = {"bfloat16": BFLOAT16, "float16": np.float16, "fp8": np.uint8}
+CACHE_DTYPES: dict[str, DTypeLike] = {"bfloat16": BFLOAT16, "float16": np.float16, "fp8": np.uint8, "int4": np.uint8}
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "num_layers": 5, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 128, "vocab_size": 97,
     "max_context": 256, "num_lanes": 4, "delay": 2, "sliding_window": 37, "window_layers": (0, 1, 3),

@@ -38,8 +38,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases, normed heads": {"own_head_dim": 8, "qkv_bias": True, "qk_norm": True, "num_lanes": 2},
     "rows of several turns": {"hidden_size": 2 * 256 + 32, "num_heads": 8, "own_head_dim": 8},
     "a cache of fp8": {"own_head_dim": 32},
+    "a cache of int4": {"own_head_dim": 64},
 }  # fmt: skip
-KV_OF_VARIANT = {"a cache of fp8": "fp8"}  # others: bfloat16
+KV_OF_VARIANT = {"a cache of fp8": "fp8", "a cache of int4": "int4"}  # others: bfloat16
 
 
 class Asked(OneRank):

@@ -143,17 +143,17 @@ struct Appended {
             value = turned(value, __ldg(&reinterpret_cast<const float4*>(params.rope_ptr)[static_cast<u64>(turn) * (kHeadDim / 4) + of_lane % (kHeadDim / 4)]));
         }
         uint2 half = {Fp16::pack(value.x, value.y), Fp16::pack(value.z, value.w)};
-        [[maybe_unused]] float scale = 1;
         [[maybe_unused]] const bool was_finite = is_finite_pair(half.x) && is_finite_pair(half.y);  // the largest code is
         if constexpr (kKvCoded) {
-            scale = shared_scale<kHeadThreads>(value);  // of the head: all threads are still here
+            const u32 thread = of_lane % kHeadThreads;  // of the head: all threads are still here
+            const uint2 kept = kept_four<kHeadThreads>(encode_four<kHeadThreads>(value, is_rotated, thread), is_rotated, thread);
             if (!is_mine) return true;
+            if (!is_query) half = kept;
         }
         if (is_query) {
             reinterpret_cast<uint2*>(params.query_ptr)[(static_cast<u64>(row) * kLanes + lane) * kQueryFours + of_lane] = half;
         } else {
-            if constexpr (kKvCoded) half = decode_four(encode_four(value, scale), scale);
-            else half = as_half({KvFormat::pack(value.x, value.y), KvFormat::pack(value.z, value.w)});
+            if constexpr (!kKvCoded) half = as_half({KvFormat::pack(value.x, value.y), KvFormat::pack(value.z, value.w)});
             const u32 of_kind = of_lane - (is_rotated ? kQueryFours : kQueryFours + kKeyFours);
             uint2* kept = reinterpret_cast<uint2*>(is_rotated ? params.keys_ptr : params.values_ptr);
             kept[(static_cast<u64>(position) * kLanes + lane) * kKeyFours + of_kind] = half;

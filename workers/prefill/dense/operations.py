@@ -105,8 +105,8 @@ class PlainDenseOperations:
         query, key = (rotated(part.swapaxes(0, 1), self.buffers.rope, start).swapaxes(0, 1) for part in (query, key))
         rows.query.reshape(query.shape)[...] = query
         self._load(layer, start)
-        for part, kept in zip((key, value), self._kept, strict=True):
-            kept[start : start + rows.size].reshape(part.shape)[...] = float32_of(self.layout.rounded(part, self.cache))
+        for part, kept in zip(self.layout.rounded(key, value, self.cache), self._kept, strict=True):
+            kept[start : start + rows.size].reshape(part.shape)[...] = float32_of(part)
         found = (rows.query, *(kept[start : start + rows.size] for kept in self._kept))
         if not all(map(is_finite, found)):
             self.buffers.overflow[...] = 1
@@ -125,8 +125,8 @@ class PlainDenseOperations:
 
     def _store(self, layer: int, first: int, end: int) -> None:
         if not int(self.buffers.overflow[0]):
-            keys, values = (self.layout.rounded(kept[first:end], self.cache) for kept in self._kept)
-            self.layout.store(self.cache, layer, first, keys, values)
+            keys, values = (kept[first:end] for kept in self._kept)
+            self.layout.store(self.cache, layer, first, *self.layout.rounded(keys, values, self.cache))
 
     def attend(self, rows: DenseRows, layer: int) -> Array:
         """See `DenseOperations`."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.kv_format import CODE_BITS, row_bytes
+from kog_dist.workers.cuda.kv_format import CODE_BITS, position_bytes
 from kog_dist.workers.prefill.arrays import Array, library_of, rounded
 from kog_dist.workers.prefill.model import coded_rows
 
@@ -46,7 +46,7 @@ class CacheLayout:
     @property
     def batch_values(self) -> int:
         """16-bit values of a batch; bytes of one in codes."""
-        return 2 * BATCH * row_bytes(self.spec.head_dim, self.kv_dtype) // (1 if self.is_coded else 2)
+        return BATCH * position_bytes(self.spec.head_dim, self.kv_dtype) // (1 if self.is_coded else 2)
 
     @property
     def heads(self) -> int:
@@ -99,8 +99,7 @@ class CacheLayout:
         keys, values = keys[kept - first :], values[kept - first :]
         places = split, batch, row = self._places(layer, kept, len(keys), cache)
         if self.is_coded:
-            parts = coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim)
-            coded_rows.store_rows(parts, places, (keys, values))
+            coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim, self.kv_dtype).store(places, (keys, values))
             return
         k, v = self.parts(cache, layer)
         k[:, split, batch, row] = keys.swapaxes(0, 1)
@@ -113,14 +112,15 @@ class CacheLayout:
         """
         places = split, batch, row = self._places(layer, first, last - first, cache)
         if self.is_coded:
-            parts = coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim)
-            return coded_rows.load_rows(parts, places)
+            return coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim, self.kv_dtype).load(places)
         k, v = self.parts(cache, layer)
         return k[:, split, batch, row].swapaxes(0, 1), v[:, split, batch, row // 2, :, row % 2]
 
-    def rounded(self, rows: Array, cache: Array) -> Array:
-        """What the cache keeps of keys or values (..., head_dim)."""
-        return coded_rows.rounded_rows(rows) if self.is_coded else rounded(rows, cache.dtype)
+    def rounded(self, keys: Array, values: Array, cache: Array) -> tuple[Array, Array]:
+        """What the cache keeps of keys and values (..., head_dim)."""
+        if self.is_coded:
+            return coded_rows.rounded_rows(keys, values, self.kv_dtype)
+        return rounded(keys, cache.dtype), rounded(values, cache.dtype)
 
     def _places(self, layer: int, first: int, count: int, like: Array) -> coded_rows.Places:
         positions = library_of(like).arange(first, first + count)
