@@ -32,17 +32,22 @@ SHAPES: dict[str, tuple[ModelSpec, int]] = {  # and the number of ranks
     "Laneformer": (LANEFORMER, 1),
     "Laneformer, norm scales per lane": (replace(LANEFORMER, shared_norm_scale=False), 1),
 }
-CASES = [*(("one stream", form) for form in FORMS), *((shape, "FP8, blocks") for shape in SHAPES if shape != "one stream")]
+CASES = [
+    *(("one stream", form, "bfloat16") for form in FORMS),
+    *((shape, "FP8, blocks", "bfloat16") for shape in SHAPES if shape != "one stream"),
+    ("one stream, biases, normed heads, two ranks", "INT4", "float16"),
+    ("Laneformer", "INT4", "float16"),
+]
 
 
-@pytest.mark.parametrize(("shape_name", "form_name"), CASES)
+@pytest.mark.parametrize(("shape_name", "form_name", "dtype"), CASES)
 def test_expanded_weights_are_the_definition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape_name: str, form_name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape_name: str, form_name: str, dtype: str
 ) -> None:
     (spec, num_ranks), form = SHAPES[shape_name], FORMS[form_name]
-    model, rank = CodedModel(spec, "bfloat16", form, monkeypatch), num_ranks - 1
+    model, rank = CodedModel(spec, dtype, form, monkeypatch), num_ranks - 1
     hosted = spec.lanes_of_rank(rank, num_ranks)
-    shape = KernelShape(spec, hosted, num_ranks=num_ranks, max_ctas=5, coding=Coding.of(form))
+    shape = KernelShape(spec, hosted, dtype, num_ranks=num_ranks, max_ctas=5, coding=Coding.of(form))
     assert shape.coding is not None
     library = ctypes.CDLL(
         str(compiled(tmp_path, "expand", expand_header(shape.coding, shape.scale_rows), ["expand"], "KogExpandParams", "-O1"))
@@ -67,7 +72,7 @@ def twin(model: CodedModel, hosted: range) -> list[Any]:
     matrices = Matrices(model.spec, np.float16)
     for name, words in model.words.items():
         if matrices.wants(name):
-            whole = model.values[name] if name in model.values else widened(words)
+            whole = model.values[name] if name in model.values else widened(words, model.dtype)
             lanes = whole if len(whole) != model.spec.num_lanes or name_is_shared(model.spec, name) else whole[list(hosted)]
             matrices.take(name, np.ascontiguousarray(lanes))
     return matrices.layers()
@@ -82,7 +87,9 @@ def name_is_shared(spec: ModelSpec, name: str) -> bool:
     return name in heads or (name in norms and spec.shared_norm_scale)
 
 
-def widened(words: NDArray[np.uint16]) -> NDArray[np.float32]:
-    values = (words.astype(np.uint32) << 16).view(np.float32)
-    assert np.array_equal(to_words(values, "bfloat16"), words)
+def widened(words: NDArray[np.uint16], dtype: str) -> NDArray[np.float32]:
+    values = (
+        (words.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else words.view(np.float16).astype(np.float32)
+    )
+    assert np.array_equal(to_words(values, dtype), words)
     return values

@@ -16,7 +16,7 @@ from kog_dist.decode.steps import Phase
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.arrays import Array, address, float32_of, library, on_host
+from kog_dist.workers.prefill.arrays import Array, address, library, on_host
 from kog_dist.workers.prefill.expand.expand_abi import EXPAND_PARAMS, expand_header
 from kog_dist.workers.prefill.model.matrices import stream_scale
 
@@ -135,9 +135,8 @@ def expanded_layers(shape: KernelShape, weights: DeviceWeights, launch: Launch, 
     """All layers of the model's kind; what is no matrix is read from the monokernel's weights."""
     there = library(device).asarray
 
-    def values(words: Array) -> NDArray[np.float32]:
-        host: Array = on_host(words)  # they are few: no kernels of cupy's need be compiled for them
-        return float32_of(host if shape.weight_dtype == "bfloat16" else host.view(np.float16))
+    def values(words: Array) -> NDArray[np.float32]:  # they are few: no kernels of cupy's need be compiled for them
+        return on_host(words if shape.weight_dtype == "bfloat16" else words.view(np.float16))
 
     spec, layers = shape.spec, range(shape.spec.num_layers)
     norms = values(weights.norms)  # layers, 2, lanes or 1, hidden
