@@ -15,7 +15,7 @@ from typing import Any
 
 from kog_dist.errors import ConfigError, KogError, LaunchError, RequestError, RequestFailed
 from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client, StreamEvent
-from kog_dist.rpc.messages import Accepted, Alive, Done, PrefillProgress, Tokens
+from kog_dist.rpc.messages import Accepted, Alive, Done, ErrorCode, PrefillProgress, Tokens
 from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.prompt_request import PromptRequest
@@ -79,10 +79,13 @@ class _Answer:
             self.done = event
 
 
-def generate(target: EngineChoice, request: PromptRequest, *, timeout_s: float | None, wait_ready: bool) -> int:
+def generate(
+    target: EngineChoice, request: PromptRequest, *, timeout_s: float | None, wait_ready: bool, for_launcher: bool = False
+) -> int:  # fmt: skip
     """Decode one prompt and print it. Returns the exit code; Ctrl-C cancels the request and gives 130.
 
-    Raises OutputError if standard output takes nothing.
+    `for_launcher`: of kog-launch, which says itself why an engine did not start. Raises OutputError if standard output takes
+    nothing.
     """
     answer, as_json = _Answer(), request.as_json
     try:
@@ -106,6 +109,8 @@ def generate(target: EngineChoice, request: PromptRequest, *, timeout_s: float |
     except OutputError:
         raise
     except KogError as error:
+        if for_launcher and _code_of(error) == ErrorCode.STARTUP_FAILED:
+            return error.exit_code
         retry_after_s = error.retry_after_s if isinstance(error, RequestError) else None
         return _print_failure(_code_of(error), str(error), error.exit_code, answer, as_json, retry_after_s)
     finally:

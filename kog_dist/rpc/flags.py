@@ -73,7 +73,8 @@ def generate(
             cache_salt=cache_salt, as_json=json,
         )  # fmt: skip
     target = commands.EngineChoice(instance, endpoint, key_file)
-    raise typer.Exit(commands.generate(target, request, timeout_s=timeout, wait_ready=wait_ready))
+    for_launcher = request_fd is not None
+    raise typer.Exit(commands.generate(target, request, timeout_s=timeout, wait_ready=wait_ready, for_launcher=for_launcher))
 
 
 @app.command(epilog=examples("kog-client status"))
