@@ -108,6 +108,6 @@ class EmulatedDenseOperations(DenseDeviceOperations):
         twin = PlainDenseOperations(buffers, embedding, cache)
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
-        library = ctypes.CDLL(str(compiled(folder, "dense", header, KERNELS, "KogDenseParams")))
+        library = ctypes.CDLL(str(compiled(folder, "dense", header, KERNELS, "KogDenseParams", "-O1")))
         self._bind(embedding, cache, {name: launcher(library, name, DENSE_PARAMS.size_bytes) for name in KERNELS})
         self.product, self.attend = twin.product, twin.attend  # type: ignore[method-assign]
