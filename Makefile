@@ -57,8 +57,8 @@ ALONE := $(addprefix tests/e2e/,test_chaos.py test_faults.py test_http.py test_m
 	test_replicas_on_hosts.py test_stopping.py browser/test_rendering_speed.py) tests/gpu
 
 check: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests $(addprefix --ignore=,$(ALONE))
-	$(BIN)/python -m pytest $(ALONE)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --durations 25 --durations-min 5 tests $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest --durations 15 --durations-min 5 $(ALONE)
 
 cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluster, and is not part of `make test`
 	$(BIN)/python -m pytest -m cluster
