@@ -142,7 +142,6 @@ struct Attender : QueryReader {
     // publishes them as OUT's input. A thread has one split of a unit; neighbouring threads have the others.
     static constexpr u32 kUnits = kGroup * kHeadUnits, kShareUnits = (kUnits + kSplits - 1) / kSplits, kUnitsOfWarp = 32 / kSplits;
     static_assert(32 % kSplits == 0 && kReplicas <= kSplits, "the splits of a unit are in one warp");
-    static constexpr float kLog2e = 1.44269504f;
     struct Part {
         ulonglong2 values;
         u64 log_sum;

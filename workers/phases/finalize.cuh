@@ -74,7 +74,7 @@ struct Finalizer : BiasedRows {
             if constexpr (kRowScales) sum *= own_scale;
             sum *= scale;
             const float up = __shfl_down_sync(kFullWarp, sum, 1);
-            const float activation = sum * reciprocal_approx(1.0f + exp2_approx(sum * -1.44269504f)) * up;
+            const float activation = swiglu(sum, up);
             u32 end = kGateUpLanes * kFfn;
             if (GateUpOp::kLastRows != GateUpOp::kRows) end = min(end, (role.cta + 1) * GateUpOp::kCtaRows / 2);
             publish<GateUpOp::kRows / 2, 2, kGateUpLanes == 1 ? 0 : kFfn, GateUpOp::kCtaRows / 2>(

@@ -9,7 +9,6 @@ namespace kog {
 #ifdef KOG_EXPERTS
 struct FinalizedExperts : FinalizedRows {
     static constexpr int kLogits = (kNumExperts + 31) / 32;  // of a thread: experts `lane` + 32 i
-    static constexpr float kLog2e = 1.44269504f;
     // The router's weights have 16 bit, and x is as the experts' want it.
     static constexpr float kRouteFactor = HeadX::kScale / LayerX::kScale;
 
@@ -111,7 +110,7 @@ struct FinalizedExperts : FinalizedRows {
     }
 
     static __device__ __forceinline__ float activation_of(float gate, float up) {
-        if constexpr (!kClamps) return gate * reciprocal_approx(1.0f + exp2_approx(gate * -kLog2e)) * up;
+        if constexpr (!kClamps) return swiglu(gate, up);
         gate = fminf(gate, kClampLimit), up = fminf(fmaxf(up, -kClampLimit), kClampLimit);
         return gate * reciprocal_approx(1.0f + exp2_approx(gate * (-kClampAlpha * kLog2e))) * (up + 1.0f);
     }

@@ -52,6 +52,7 @@ static_assert(kPacked ? kPieces == 1 : kRingBytes == kNumSlots * kSlotBytes, "a 
 constexpr u32 kPieceWarps = kMatrixWarps / kPieces, kPieceBytes = kSlotBytes / kPieces;
 constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector, as high and low halves
 
+constexpr float kLog2e = 1.44269504f;
 constexpr int kMaxFragments = 4;  // of a tile in each warp: eight rows (or fewer) and 32 columns, what one mma takes
 
 // How weights lie in a warp's part of a tile: a step's columns, by 32, and its bytes. Quantised ones as in decode/coded_packing.py.
