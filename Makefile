@@ -73,7 +73,7 @@ first-hour:  ## what a new user does first, in a fresh clone of the commit, with
 	$(PYTHON) -m tests.e2e.first_hour
 
 SECONDS ?= 3600
-fuzz: $(VENV)/.installed-dev  ## hours of hostile bytes: SECONDS for each target; `make test` has a minute of it for all
+fuzz: $(VENV)/.installed-dev  ## hours of hostile bytes: SECONDS for each target; `make test` has half a minute of it for all
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $$(date +%s)
 
 chaos: RANKS = 2
