@@ -39,7 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases, normed heads": {"own_head_dim": 8, "qkv_bias": True, "qk_norm": True, "num_lanes": 2},
     "rows of several turns": {"hidden_size": 2 * 256 + 32, "num_heads": 8, "own_head_dim": 8},
     "a cache of fp8": {"own_head_dim": 32},
-    "a cache of int4": {"own_head_dim": 64},
+    "a cache of int4": {  # many shuffles for each row
+        "own_head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "num_lanes": 2, "num_layers": 2, "window_layers": (0,)
+    },
 }  # fmt: skip
 KV_OF_VARIANT = {"a cache of fp8": "fp8", "a cache of int4": "int4"}  # others: bfloat16
 
