@@ -209,6 +209,7 @@ def test_stopped_idle_rank_counts_as_hung(session: EngineSession, tiny_model: Pa
     assert_clean(session)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("victims", [("coordinator",), ("coordinator", "rank 1")], ids=" and ".join)
 def test_clients_of_a_stopped_coordinator_are_told_in_time(session: EngineSession, tiny_model: Path, victims: list[str]) -> None:
     """Those that are stopped cannot say anything: they are killed, and the connection closes."""

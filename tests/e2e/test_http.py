@@ -87,6 +87,7 @@ def test_kog_gateway_by_itself(served: HttpEngine) -> None:
     assert "an-api-key" not in session.output("own")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("signum", "why", "told_s"),
     [
@@ -132,6 +133,7 @@ def test_a_gateway_that_is_lost_while_ranks_load_is_started_again(
     assert launcher.wait(ENDED_S) == 0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("signum", "limit_s"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 1.5)])
 def test_readiness_tells_of_a_lost_rank(session: EngineSession, signum: int, limit_s: float) -> None:
     """Promised are 250 ms for a death and half of --stall-timeout for a hang; machines that run tests are slower."""
