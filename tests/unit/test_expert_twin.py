@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_oracle_with_equal_bits(variant: str, tmp_path: 
 
 
 def with_silences(sources: Mapping[str, str]) -> dict[str, str]:
-    """Faults in layer 1. SILENCE 1: thread block 1 publishes no router logits, 2: no activations, 3: thread block 2 none of these."""
+    """Faults in layer 1. SILENCE 1: thread block 1 publishes no router logits, 2: no activations, 3: block 2 publishes none."""
     is_silent = "layer == 1 && role.cta == (twin_silence == 3 ? 2 : 1) && twin_silence"
     changed = replaced(sources, "finalize_experts.cuh", "#pragma once\n", "#pragma once\nextern unsigned twin_silence;\n")
     changed = replaced(changed, "finalize_experts.cuh", "if (is_mine)\n", f"if (is_mine && !({is_silent} == 1))\n")
