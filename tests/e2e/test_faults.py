@@ -282,6 +282,7 @@ def test_who_is_stopped_cleans_up_after_a_killed_launcher(session: EngineSession
     assert_clean(session)
 
 
+@pytest.mark.alone  # whoever is late stops a coordinator that has answered
 def test_an_engine_is_ready_when_its_coordinator_answers(session: EngineSession, tiny_model: Path) -> None:
     """Not when there is a socket file: what happens until then belongs to the start."""
     launcher = session.launch(str(tiny_model), "--ranks=1", "--stall-timeout=60", "--startup-timeout=3")
