@@ -113,7 +113,7 @@ def test_a_gateway_that_is_lost_comes_back_and_the_engine_is_not_harmed(
     begin_s = time.monotonic()
     assert served.http.get("/readyz", timeout=READY_S).status_code == 200, "the port was never free: this waited for the new one"
     assert time.monotonic() - begin_s < 20.0
-    assert served.announced()["pid"] != pid
+    until(lambda: served.announced()["pid"] != pid, 5.0, lambda: "the new one answers, and has not announced itself")
     assert served.session.processes()["coordinator"] == engine_pid
     assert f"the gateway (pid {pid}) ended: {why}" in served.session.output()
     assert served.http.post("/v1/completions", json=ASK).status_code == 200
