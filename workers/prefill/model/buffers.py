@@ -179,9 +179,7 @@ def misfit(spec: ModelSpec) -> str:
     """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
-    if spec.experts is not None:
-        findings.append(f"{spec.experts.num_experts} experts")
-    if spec.attention_sinks or spec.out_bias:
+    if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
         findings.append("attention sinks or biases of attention's output")
     if spec.head_dim > MAX_HEAD_DIM:
         findings.append(f"{spec.head_dim} values in a head (at most {MAX_HEAD_DIM})")
