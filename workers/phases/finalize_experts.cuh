@@ -56,8 +56,14 @@ struct FinalizedExperts : FinalizedRows {
             if (__all_sync(kFullWarp, ready)) break;
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) {
+                u32 behind = 0;  // the number of experts from the first one on that is missing
+#pragma unroll
+                for (int i = 0; i < kLogits; ++i)
+                    if (i * 32 + lane < kNumExperts && !has_tag(got[i], tag)) behind = max(behind, kNumExperts - i * 32 - lane);
+                const u32 first = kNumExperts - __reduce_max_sync(kFullWarp, behind);
                 WaitNote& note = role.shared->note;
-                note.phase = kSelectPhase + 1, note.layer = layer, note.lane = kNowhere, note.wanted = tag, note.set_words(words, kNumExperts);
+                note.phase = kSelectPhase + 1, note.layer = layer, note.lane = WaitNote::lane_and_expert(kNowhere, first);
+                note.wanted = tag, note.set_words(words, kNumExperts);
             }
         }
 #pragma unroll
