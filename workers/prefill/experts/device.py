@@ -61,7 +61,8 @@ class GroupedExperts:
         weights, chosen = self._weights, self._numbers.per_token
         down_bias = None if weights.down_bias is None or self._first_lane else weights.down_bias[layer]
         arrays = {
-            "place": rows.place, "x": rows.x, "logits": own.logits, "router_bias": router_bias, "chosen": own.chosen,
+            "place": rows.place, "x": rows.x, "operands": own.operands,
+            "logits": own.logits, "router_bias": router_bias, "chosen": own.chosen,
             "weights": own.weights, "places": own.places, "pair_rows": own.pair_rows, "offsets": own.offsets,
             "experts": weights.matrices[layer], "activation": own.activation, "result": own.result, "partial": rows.partial,
             "gate_up_bias": None if weights.gate_up_bias is None else weights.gate_up_bias[layer], "down_bias": down_bias,

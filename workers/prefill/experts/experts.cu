@@ -16,10 +16,19 @@ __device__ __forceinline__ u32 key_of(float value) {
 }
 __device__ __forceinline__ float value_of(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
+// A row of x in the order of products, a warp's.
+__device__ __forceinline__ void order_row(const Params& params, u32 row) {
+    const u32 *from = reinterpret_cast<const u32*>(params.x_ptr) + row * (kHidden / 2);
+    u32* to = reinterpret_cast<u32*>(params.operands_ptr) + row * (kHidden / 2);
+#pragma unroll 4
+    for (u32 pair = laneid(); pair < kHidden / 2; pair += 32) to[product_place(pair)] = __ldg(from + pair);
+}
+
 // The logits of a row, a warp's: the experts with the largest, of equal ones those with the smaller number, in ascending order.
 __device__ __forceinline__ void choose_row(const Params& params) {
     const u32 row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = laneid();
     if (row >= params.size) return;
+    order_row(params, row);
     const float* const logits = reinterpret_cast<const float*>(params.logits_ptr) + row * kNumExperts;
     u32 keys[kLogits];
 #pragma unroll
@@ -112,13 +121,16 @@ __device__ __forceinline__ float activation_of(float gate, float up) {
     return __fdividef(gate, 1.0f + __expf(-kClampAlpha * gate)) * ((up + 1.0f) * kActivationScale);
 }
 
+// Columns in front of the lane's own, of a group of quantised weights that the lane before has, too: their codes are 0.
+__device__ __forceinline__ u32 skew(const Params& params, u32 lane) { return kExpertSkew == 0 ? 0 : (params.first_lane + lane) * kExpertSkew % 32; }
+
 // Gates and ups come in turn, those of all hosted lanes below each other. A thread has a gate and the up that belongs to it.
 struct Gated {
     static constexpr u32 kLanesOfTiles = 1, kWidth = kHidden, kRowStride = kHidden, kLaneStride = 0, kOut = kColumns / 2;
     static __device__ __forceinline__ u32 row_of(const Params& params, u32 pair) { return reinterpret_cast<const u32*>(params.pair_rows_ptr)[pair]; }
-    static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.x_ptr); }
+    static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.operands_ptr); }
     static __device__ __forceinline__ u32 first_byte(u32) { return 0; }
-    static __device__ __forceinline__ u32 skew(const Params&, u32) { return 0; }
+    static __device__ __forceinline__ u32 num_columns(const Params&, u32) { return kHidden; }
     static __device__ __forceinline__ u32 place_of(u32 column) { return column / 16 * 16 + column % 2 * 8 + column % 16 / 2; }
 
     template <class Product>
@@ -139,21 +151,23 @@ struct Gated {
     }
     template <class Product>
     static __device__ __forceinline__ void store(const Product& tile) {
-        uint4* const to = reinterpret_cast<uint4*>(tile.params.activation_ptr);
-        const u32 unit = tile.column / 2 / kUnit;
-        tile.template store_units<kOut>(kLanes * kFfn / kUnit - unit, [&](u32 pair, u32 i) { return to + static_cast<u64>(pair) * (kLanes * kFfn / kUnit) + unit + i; });
+        u32* const to = reinterpret_cast<u32*>(tile.params.activation_ptr);
+        for (u32 i = threadIdx.x; i < tile.count * (kOut / 2); i += kTileThreads) {
+            const u32 row = i / (kOut / 2), two = i % (kOut / 2) * 2, activation = tile.column / 2 + two;
+            const u32 lane = activation / kFfn, column = skew(tile.params, lane) + activation % kFfn;
+            if (activation >= kLanes * kFfn) continue;
+            to[(static_cast<u64>(tile.first + row) * kLanes + lane) * (kPadded / 2) + product_place(column / 2)] =
+                *reinterpret_cast<const u32*>(tile.template result_at<kOut>(row, two));
+        }
     }
 };
 
 struct Lowered {
-    static constexpr u32 kLanesOfTiles = kLanes, kWidth = kFfn, kRowStride = kLanes * kFfn, kLaneStride = kFfn, kOut = kColumns;
+    static constexpr u32 kLanesOfTiles = kLanes, kWidth = kPadded, kRowStride = kLanes * kPadded, kLaneStride = kPadded, kOut = kColumns;
     static __device__ __forceinline__ u32 row_of(const Params&, u32 pair) { return pair; }
     static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.activation_ptr); }
     static __device__ __forceinline__ u32 first_byte(u32 lane) { return kGateUpBytes + lane * kDownBytes; }
-    // Columns in front of the lane's own, of a group of quantised weights that the lane before has, too: their codes are 0.
-    static __device__ __forceinline__ u32 skew(const Params& params, u32 lane) {
-        return kExpertSkew == 0 ? 0 : (params.first_lane + lane) * kExpertSkew % 32;
-    }
+    static __device__ __forceinline__ u32 num_columns(const Params& params, u32 lane) { return kFfn + skew(params, lane); }
     static __device__ __forceinline__ u32 place_of(u32 column) { return column; }
 
     template <class Product>

@@ -11,6 +11,7 @@ from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import FORMATS
 from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.experts.rows import padded_columns
 from kog_dist.workers.prefill.hopper_abi import SHARED_BYTES, product
 from kog_dist.workers.prefill.model.buffers import UNIT
 
@@ -26,6 +27,7 @@ EXPERTS_PARAMS = Struct(
         Field("place_ptr", "u64", "int32: position of the chunk's first row"),
         Field("last_position_ptr", "u64", "int32: position of the prompt's last token"),
         Field("x_ptr", "u64", "binary16 (size, hidden)"),
+        Field("operands_ptr", "u64", "binary16 (size, hidden): x in the order of products, here and below"),
         Field("logits_ptr", "u64", "float32 (2, size, experts)"),
         Field("router_bias_ptr", "u64", "float32 (experts); read where the model has it"),
         Field("chosen_ptr", "u64", "int32 (size, chosen)"),
@@ -36,7 +38,7 @@ EXPERTS_PARAMS = Struct(
         Field("experts_ptr", "u64", "the layer's, as the monokernel has them"),
         Field("gate_up_bias_ptr", "u64", "16-bit (experts, gate and up rows of the hosted lanes in turn), of the weights' type"),
         Field("down_bias_ptr", "u64", "16-bit (experts, hidden); 0 where the first lane is not hosted"),
-        Field("activation_ptr", "u64", "binary16 (size * chosen, lanes, ffn)"),
+        Field("activation_ptr", "u64", "binary16 (size * chosen, lanes, kPadded)"),
         Field("result_ptr", "u64", "binary16 (size * chosen, lanes, hidden)"),
         Field("partial_ptr", "u64", "binary16 (lanes, size, hidden)"),
         Field("size", "u32", "rows of the chunk"),
@@ -91,7 +93,8 @@ def constants(shape: KernelShape) -> str:
     experts, clamp, is_coded = spec.experts, spec.experts.clamp, own.coding is not None
     numbers = {
         "kNumExperts": experts.num_experts, "kChosen": experts.per_token, "kLanes": shape.num_lanes, "kHidden": spec.hidden_size,
-        "kFfn": spec.lane_ffn, "kExpertSkew": own.skew(1 % spec.num_lanes), "kUnit": UNIT, "kSortThreads": SORT_THREADS,
+        "kFfn": spec.lane_ffn, "kPadded": padded_columns(spec),
+        "kExpertSkew": own.skew(1 % spec.num_lanes), "kUnit": UNIT, "kSortThreads": SORT_THREADS,
         "kTileThreads": TILE_THREADS, "kGateUpBytes": 2 * own.gate_up_values, "kDownBytes": 2 * own.down_values,
         "kColumns": COLUMNS, "kStage": 128 if is_coded else 64,
     }  # fmt: skip

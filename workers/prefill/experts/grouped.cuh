@@ -10,7 +10,6 @@
 
 #include "panels.cuh"
 #include "pdl.cuh"
-#include "quad.cuh"
 #include "weights.cuh"
 
 namespace kog {
@@ -68,12 +67,12 @@ struct Grouped {
         for (u32 i = 0; i < Tile::kRows / 2; ++i) sums[i] = 0;
     }
     // Queue the copies of a part.
-    __device__ __forceinline__ void load(u32 stage, u32 num_steps, u32 skew) {
+    __device__ __forceinline__ void load(u32 stage, u32 num_steps) {
         const u32 to = base + stage % Tile::kStages * kStageBytes, weights = to + kXBytes;
         const unsigned char* const x = Tail::rows_from(params);
 #pragma unroll
         for (u32 panel = 0; panel < kPanels; ++panel) {
-            const u32 chunk = threadIdx.x % 8, at = stage * kStage + panel * kPanel + chunk * 8 - skew;  // in front of the first: huge
+            const u32 chunk = threadIdx.x % 8, at = stage * kStage + panel * kPanel + chunk * 8;
 #pragma unroll
             for (u32 i = 0; i < kRowsOfThread; ++i) {
                 const u32 row = threadIdx.x / 8 + i * (kTileThreads / 8);
@@ -98,7 +97,7 @@ struct Grouped {
             }
         }
     }
-    // A row of weights: of each 32 columns a thread has eight neighbouring ones, and gets two of each eight, which is what products take.
+    // A row of weights: of each 32 columns a thread has eight.
     __device__ __forceinline__ void expand(u32 weights, u32 row, u32 (&v)[kSteps32][4]) {
         const u32 at = weights + row * 64 + laneid() % 4 * 16;
         uint4 held[kWeightSteps];
@@ -112,8 +111,7 @@ struct Grouped {
             uint4 pairs;
             if constexpr (kIsCoded) pairs = CodedWeights::operand(words[step], CodedWeights::factor(scales, step));
             else pairs = PlainWeights::operand(held[step]);
-            v[step][0] = pairs.x, v[step][1] = pairs.z, v[step][2] = pairs.y, v[step][3] = pairs.w;
-            turn(v[step]);
+            v[step][0] = pairs.x, v[step][1] = pairs.y, v[step][2] = pairs.z, v[step][3] = pairs.w;
         }
     }
     __device__ __forceinline__ void multiply(u32 stage) {
@@ -136,11 +134,11 @@ struct Grouped {
     __device__ __forceinline__ void run() {
         if (!find()) return;
         prepare();
-        const u32 skew = Tail::skew(params, lane), num_steps = (Tail::kWidth + skew + kStepColumns - 1) / kStepColumns;
+        const u32 num_steps = (Tail::num_columns(params, lane) + kStepColumns - 1) / kStepColumns;
         const u32 num_stages = (num_steps + kWeightSteps - 1) / kWeightSteps;
 #pragma unroll
         for (u32 stage = 0; stage + 1 < Tile::kStages; ++stage) {
-            if (stage < num_stages) load(stage, num_steps, skew);
+            if (stage < num_stages) load(stage, num_steps);
             copies_commit();
         }
 #pragma unroll 1
@@ -150,7 +148,7 @@ struct Grouped {
             copies_wait<Tile::kStages - 2>();
             __syncthreads();
             multiply(stage);
-            if (stage + Tile::kStages - 1 < num_stages) load(stage + Tile::kStages - 1, num_steps, skew);
+            if (stage + Tile::kStages - 1 < num_stages) load(stage + Tile::kStages - 1, num_steps);
             copies_commit();
         }
         products_wait<0>();
