@@ -68,7 +68,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     spec, layout = shape.spec, CacheLayout.of(shape)
     if shape.num_ranks > 1:
         yield partial(exchange_cubin, shape.num_ranks)
-    if group == "benchmarks" or misfit(spec):
+    if group == "benchmarks" or misfit(spec, shape.coding):
         yield partial(build, shape.headers(), PLAIN_SOURCE)
         if group == "benchmarks" and shape.num_ranks > 1:
             yield partial(build_without_delayed_sums, shape)

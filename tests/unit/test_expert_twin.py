@@ -28,6 +28,7 @@ from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, ne
 from kog_dist.workers.cuda.expert_weights import behind
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit import moe_models
+from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, command_of, pytestmark  # noqa: F401
 
 LIMIT_US = 100
@@ -125,15 +126,36 @@ class CodedExperts(Model):
         return from_tensors(shape, lambda name: self.words[name][slice(*needed_rows(shape, name))], codes)
 
 
+QUANTISED = replace(QWEN3, hidden_size=160, num_lanes=2, num_kv_heads=4, intermediate_size=256)
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if "a scale for" not in name] if RUNS_ALL else ["FP8, blocks"])
+def test_attention_and_experts_are_quantised_and_the_router_is_not(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In FP8 and INT4 the router's weights are multiplied in binary16."""
+    model = CodedModel(QUANTISED, "bfloat16", FORMS[form], monkeypatch)
+    tokens, logits = answer(model, 2, tmp_path / "2", coding=Coding.of(FORMS[form]), max_ctas=4, num_runs=3 if RUNS_ALL else 1)
+    wanted = model.logits([*PROMPT, *tokens[:-1]])
+    error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
+    print(form, error)
+    assert error < 2e-3
+    assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+    if RUNS_ALL:
+        others, other_logits = answer(model, 1, tmp_path / "1", coding=Coding.of(FORMS[form]), max_ctas=4, num_runs=1)
+        assert others == tokens
+        assert other_logits.tobytes() == logits.tobytes()
+
+
 def test_experts_in_mxfp4_give_the_logits_of_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CodedExperts(monkeypatch)
-    tokens, logits = answer(model, 2, tmp_path / "2", coding=Coding.of(MXFP4), max_ctas=4)
+    tokens, logits = answer(model, 2, tmp_path / "2", coding=Coding.of(MXFP4, is_of_experts=True), max_ctas=4)
     wanted = model.logits([*PROMPT, *tokens[:-1]])
     error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
     print(error)
     assert error < 2e-3
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
-    others, other_logits = answer(model, 1, tmp_path / "1", coding=Coding.of(MXFP4), max_ctas=4, num_runs=1)
+    others, other_logits = answer(model, 1, tmp_path / "1", coding=Coding.of(MXFP4, is_of_experts=True), max_ctas=4, num_runs=1)
     assert others == tokens
     assert other_logits.tobytes() == logits.tobytes()
 
@@ -142,7 +164,7 @@ def test_columns_of_published_experts_are_whole_groups_behind_those_of_the_lane_
     config, stored, _ = moe_models.in_mxfp4()
     moe_models.write_mxfp4(tmp_path, config, stored)
     checkpoint = open_checkpoint(tmp_path)
-    assert coding_of(checkpoint) == Coding.of(MXFP4)
+    assert coding_of(checkpoint) == Coding.of(MXFP4, is_of_experts=True)
     shape = KernelShape(checkpoint.spec, range(checkpoint.spec.num_lanes), coding=coding_of(checkpoint), max_ctas=4)
     assert shape.experts is not None
     assert [shape.experts.skew(lane) for lane in range(4)] == [0, 16, 0, 16]

@@ -88,7 +88,7 @@ def random_codes(shape: KernelShape, name: str, lane: int, seed: int) -> Codes:
     assert coding is not None
     _, rows, columns = tensor_layouts(spec)[name].shape
     text = f"{name} {shape.hosted_lanes[lane]}"
-    generator = _Parts(text, seed) if EXPERTS in name else _generator(text, seed)
+    generator = _Parts(text, seed) if spec.experts is not None else _generator(text, seed)
     values = NUMBERS[coding.number].values
     few = np.arange(len(values)) & 0xBF  # of 8 bits those below 2: no NaN
     codes = generator.integers(0, len(values), (rows, columns), cupy.uint8) & cupy.uint8(0xBF)

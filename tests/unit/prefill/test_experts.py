@@ -84,7 +84,8 @@ def test_memory_is_counted_beforehand(tmp_path: Path, name: str) -> None:
     assert dense_buffer_bytes(rank.layout, 16) == rank.buffers.num_bytes
     kept = [getattr(layer, part) for layer in rank.matrices for part in layer.__slots__]
     assert matrix_bytes(spec, 2) == sum(one.nbytes for one in kept if one is not None)
-    assert obstacle_to_prefill(spec) == ""
+    assert obstacle_to_prefill(spec) == obstacle_to_prefill(spec, Coding.of(MXFP4, is_of_experts=True)) == ""
+    assert "experts in E4M3" in obstacle_to_prefill(spec, Coding("E4M3", 1, "F32"))
     assert work_of(spec).row_flop > work_of(replace(spec, experts=replace(spec.experts, per_token=1))).row_flop  # type: ignore[type-var]
 
 
@@ -187,5 +188,5 @@ def test_kernels_are_the_twin_of_codes(tmp_path: Path, monkeypatch: pytest.Monke
     """The second of two ranks, whose lane begins in the middle of a group of 32 columns."""
     made, model = set_sizes(monkeypatch, 1, is_coded=True), CodedExperts(monkeypatch)
     hosted = model.spec.lanes_of_rank(1, 2)
-    shape = KernelShape(model.spec, hosted, model.dtype, num_ranks=2, max_ctas=4, coding=Coding.of(MXFP4))
+    shape = KernelShape(model.spec, hosted, model.dtype, num_ranks=2, max_ctas=4, coding=Coding.of(MXFP4, is_of_experts=True))
     Case(tmp_path, model, shape, made).check(monkeypatch)

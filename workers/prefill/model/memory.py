@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
+from kog_dist.decode.coding import Coding
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
@@ -23,9 +24,9 @@ _SMS = 132  # of the GPUs that attention.cu is for
 _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within graphs
 
 
-def obstacle_to_prefill(spec: ModelSpec) -> str:
+def obstacle_to_prefill(spec: ModelSpec, coding: Coding | None = None) -> str:
     """Why ranks of this machine cannot go through prompts in chunks; empty if they can (as far as the model decides)."""
-    finding = misfit(spec)
+    finding = misfit(spec, coding)
     return f"the model has {finding}" if finding else ""
 
 
