@@ -96,7 +96,7 @@ class Family:
     `unstack`: of files with one tensor for all experts of a layer, the files of their tensors with one for each, by names that
     `stored_names` gives; see `stacked_experts`.
     `ignored`: ends of names of further tensors that files may have and that are not read; with tied embeddings a head is another.
-    `rounded_lanes`: how many lanes a model has whose weights are rounded at the start in groups of so many columns; None: its own.
+    `rounded_lanes`: lanes of a model whose weights are rounded at the start in groups of so many columns; None: its own.
     """
 
     model_types: tuple[str, ...]

@@ -15,7 +15,6 @@ from kog_dist.model.formats.numbers import NUMBERS, Values, e8m0_values
 from kog_dist.model.formats.weight_format import CodedMatrix, Indices, WeightFormat
 from kog_dist.model.safetensors_file import narrow, widen
 
-
 ROUNDED_COLUMNS = 128  # of a group, in every format that can be chosen
 
 

@@ -59,7 +59,7 @@ def test_lanes_hold_whole_groups(tmp_path: Path, method: str, lanes: int) -> Non
 
 
 @pytest.mark.parametrize(("name", "plain", "quantised"), [("llama-3.1-8b", 8, 4), ("qwen3-4b", 8, 4), ("llama-3.2-1b", 4, 2)])
-def test_weights_rounded_at_the_start_have_the_lanes_of_published_ones(tmp_path: Path, name: str, plain: int, quantised: int) -> None:
+def test_rounded_weights_have_the_lanes_of_published_ones(tmp_path: Path, name: str, plain: int, quantised: int) -> None:
     def lanes(quantize: str, **more: Any) -> int:
         (tmp_path / "config.json").write_text(json.dumps({**DENSE[name], **more}))
         return planned_checkpoint(tmp_path, context=512, quantize=quantize).spec.num_lanes
