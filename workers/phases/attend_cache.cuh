@@ -69,8 +69,10 @@ __device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_
     return role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
 }
 
-// Batches of an item that are on their way to a warp's registers, and further ones to L2.
-constexpr u32 kBatches = kKvCoded ? 3 : 2, kBatchesAhead = kKvCoded ? 2 : 1;
+// Batches of an item that are on their way to a warp's registers, further ones to L2, and those that go through softmax together: INT4's are so
+// small that a warp would wait for the steps of a single one, and two of them fit.
+constexpr u32 kBatches = kKvRotated ? 4 : kKvCoded ? 3 : 2, kBatchesAhead = kKvCoded ? 2 : 1, kMixedBatches = kKvRotated ? 2 : 1;
+static_assert(kBatches % kMixedBatches == 0);
 
 struct CacheReader {
     const KogDecodeParams& params;
@@ -116,7 +118,7 @@ struct CacheReader {
     // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V. Where
     // they are coded, threads 0 to 15 also have the scales of K and V of one position each.
     struct Batch {
-        u32 keys[2][kShareRegisters], tops[2][kTopRegisters], values[2][kShareRegisters], scales;
+        u32 keys[2][kShareRegisters], tops[2][kTopRegisters], values[2][kShareRegisters], scales = 0;
     };
     static constexpr u32 kKeysStride = 8 * kRowBytes, kValuesStride = 4 * 2 * kRowBytes;
     // Where the first of two shares lies. Computed anew each time: registers are full.
