@@ -20,16 +20,10 @@ struct Attender : BatchMixer {
         for (u32 i = 0; i < kBatches; ++i) load_keys(rows, warp + i * kAttendWarps, batches[i]), load_values(rows, warp + i * kAttendWarps, batches[i]);
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kAttendWarps == warp;
-        u32 query[kDimRegisters];
+        Query query;
         if (!wait_for_query(words, layer, kv_head, set, position, has_fresh, tag, query)) return false;
         if (warp == 0) stamp(role, kQuerySeen, step, product);
         Mixed mixed;
-        if constexpr (kKvRotated) {
-            float sums[4] = {};
-#pragma unroll
-            for (int i = 0; i < kHeadDim / 16; ++i) KvFormat::mma(sums, one_of(0), one_of(0), one_of(1), one_of(1), query[2 * i], query[2 * i + 1]);
-            mixed.key_offset = (sums[0] + sums[1]) * (kKvMostKey * kMiddle);
-        }
 #pragma unroll 1
         for (u32 batch = warp; batch < rows.num_batches; batch += kBatches * kAttendWarps) {
 #pragma unroll

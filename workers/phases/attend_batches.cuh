@@ -4,32 +4,36 @@
 
 namespace kog {
 
+// What products of keys and the query are added up in.
+template <bool kIntegers>
+struct ScoreSum {
+    using Type = float;
+};
+template <>
+struct ScoreSum<true> {
+    using Type = int;
+};
+
 struct BatchMixer : QueryReader {
     // Softmax over a warp's rows so far: the largest score and the sum of weights of the thread's rows for one head, and outputs.
     struct Mixed {
         float outputs[kHeadDim / 16][4] = {};
         float peak = -INFINITY, sum = 0;
         float weights[4] = {};  // of INT4: sums of what codes of V were multiplied with, in the columns of `outputs`
-        float key_offset = 0;   // of INT4: what scores have too much
     };
     // Work on `kMixedBatches` batches, then have their registers filled with those from `next` on.
-    __device__ __forceinline__ void mix(const Rows& rows, u32 set, u32 number, u32 next, const u32 (&query)[kDimRegisters], Batch* batches, Mixed& mixed) {
+    __device__ __forceinline__ void mix(const Rows& rows, u32 set, u32 number, u32 next, const Query& query, Batch* batches, Mixed& mixed) {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3;
         float scores[kMixedBatches][2], value_scales[kMixedBatches][2];
 #pragma unroll
         for (u32 j = 0; j < kMixedBatches; ++j)
             if (number + j * kAttendWarps == rows.fresh_batch) put_fresh(rows, batches[j]);
-        // Scores: rows `group` and `group + 8` of a batch, for query head `part`; of codes in two chains that do not wait for each other.
-        float sums[kMixedBatches][kChains][4] = {};
+        // Scores: rows `group` and `group + 8` of a batch, for query head `part`; of FP8 in two chains that do not wait for each other.
+        ScoreSum<kKvRotated>::Type sums[kMixedBatches][kChains][4] = {};
 #pragma unroll
-        for (int i = 0; i < kHeadDim / 16; ++i)
+        for (int i = 0; i < kQueryRegisters / 2; ++i)
 #pragma unroll
-            for (u32 j = 0; j < kMixedBatches; ++j) {
-                const Batch& batch = batches[j];
-                KvFormat::mma(sums[j][i % kChains], expand_key(batch.keys[0], batch.tops[0], 2 * i), expand_key(batch.keys[1], batch.tops[1], 2 * i),
-                              expand_key(batch.keys[0], batch.tops[0], 2 * i + 1), expand_key(batch.keys[1], batch.tops[1], 2 * i + 1), query[2 * i],
-                              query[2 * i + 1]);
-            }
+            for (u32 j = 0; j < kMixedBatches; ++j) add_products(sums[j][i % kChains], batches[j], query, i);
         if (warp == 0) stamp(role, kScored, step, product);
         float next_peak = mixed.peak;
 #pragma unroll
@@ -40,13 +44,14 @@ struct BatchMixer : QueryReader {
             for (int i = 0; i < 2; ++i) {
                 const u32 slot = (number + j * kAttendWarps) * 16 + group + 8 * i;
                 const bool seen = (rows.last >= slot ? rows.last - slot : rows.last + rows.capacity - slot) < rows.num_seen;  // rows before the last one
-                float score = sums[j][0][2 * i] + sums[j][0][2 * i + 1], scale = kScoreScale * kUnit;
+                float score, scale = query.scale;
+                if constexpr (kKvRotated) score = static_cast<float>(sums[j][0][2 * i] * 512 + sums[j][0][2 * i + 1] * 2 - query.offset);
+                else score = sums[j][0][2 * i] + sums[j][0][2 * i + 1];
                 if constexpr (kKvCoded) {
                     const u32 scales = __shfl_sync(kFullWarp, batches[j].scales, group + 8 * i);
-                    score += sums[j][kChains - 1][2 * i] + sums[j][kChains - 1][2 * i + 1], scale *= Fp16::low(scales);
-                    value_scales[j][i] = kWeightScale * Fp16::high(scales);
+                    if constexpr (kChains > 1) score += sums[j][1][2 * i] + sums[j][1][2 * i + 1];
+                    scale *= Fp16::low(scales), value_scales[j][i] = kWeightScale * Fp16::high(scales);
                 }
-                if constexpr (kKvRotated) score -= mixed.key_offset;
                 scores[j][i] = is_there && seen ? score * scale : -INFINITY;
             }
             next_peak = fmaxf(next_peak, fmaxf(scores[j][0], scores[j][1]));
@@ -81,15 +86,26 @@ struct BatchMixer : QueryReader {
             if constexpr (kKvRotated) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) mixed.weights[k] *= j == 0 ? shrink : 1;
-                KvFormat::mma(mixed.weights, one_of(0), one_of(0), one_of(0), one_of(0), first[j], second[j]);
+                KvFormat::mma(mixed.weights, kOnes, kOnes, kOnes, kOnes, first[j], second[j]);
             }
             load_values(rows, next + j * kAttendWarps, batches[j]);
-            read_ahead(rows, next + (j + kBatchesAhead) * kAttendWarps);
+            // Neighbours, though this warp mixes every fourth one: together the warps read what they will mix.
+            if (j == 0) read_ahead(rows, number + warp * (kMixedBatches - 1) + (kBatches + kBatchesAhead) * kAttendWarps);
         }
+    }
+    // Of the keys of a batch and the query, the i-th registers.
+    static __device__ __forceinline__ void add_products(float (&sums)[4], const Batch& batch, const Query& query, int i) {
+        KvFormat::mma(sums, expand_value(batch.keys[0], 2 * i), expand_value(batch.keys[1], 2 * i), expand_value(batch.keys[0], 2 * i + 1),
+                      expand_value(batch.keys[1], 2 * i + 1), query.registers[2 * i], query.registers[2 * i + 1]);
+    }
+    static __device__ __forceinline__ void add_products(int (&sums)[4], const Batch& batch, const Query& query, int i) {
+        mma_bytes(sums, key_codes(batch.keys[0], batch.tops[0], 2 * i), key_codes(batch.keys[1], batch.tops[1], 2 * i),
+                  key_codes(batch.keys[0], batch.tops[0], 2 * i + 1), key_codes(batch.keys[1], batch.tops[1], 2 * i + 1),
+                  query.registers[2 * i], query.registers[2 * i + 1]);
     }
     // Weights times the scale of values are multiplied by this, too, so that they are in binary16's range.
     static constexpr float kWeightScale = kKvRotated ? 8 : 256, kUnscale = kKvCoded ? kUnit / kWeightScale : 1;
-    static constexpr u32 kChains = kKvCoded ? 2 : 1;
+    static constexpr u32 kChains = kKvCoded && !kKvRotated ? 2 : 1;
 };
 
 }  // namespace kog
