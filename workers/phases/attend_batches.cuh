@@ -86,7 +86,7 @@ struct BatchMixer : QueryReader {
             if constexpr (kKvRotated) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) mixed.weights[k] *= j == 0 ? shrink : 1;
-                KvFormat::mma(mixed.weights, kOnes, kOnes, kOnes, kOnes, first[j], second[j]);
+                KvFormat::mma(mixed.weights, kUnitPair, kUnitPair, kUnitPair, kUnitPair, first[j], second[j]);
             }
             load_values(rows, next + j * kAttendWarps, batches[j]);
             // Neighbours, though this warp mixes every fourth one: together the warps read what they will mix.

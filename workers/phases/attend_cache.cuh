@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_share(unsigned char* to, const u32 (&from)
 // Pair `k` of the values of some registers, without their scale. Codes of V of INT4 stay integers, as binary16's subnormal numbers: times
 // 2^-24, and those of odd pairs times 2^-20, which saves shifts. A code c stands for 2 c - most: what is too much comes off sums.
 constexpr float kOddPairs = kKvRotated ? 16 : 1, kUnit = kKvRotated ? 0x1p25f : 1, kMiddle = 0x1p-25f;  // of INT4: 2 / 2^-24, half a code
-constexpr u32 kOnes = 0x3c003c00u;  // a pair of them
+constexpr u32 kUnitPair = 0x3c003c00u;  // ones, in binary16
 template <int kRegisters>
 __device__ __forceinline__ u32 expand_value(const u32 (&codes)[kRegisters], int k) {
     if constexpr (kKvBits == 16) return codes[k];

@@ -14,7 +14,9 @@ def soak(
     ranks: Annotated[int | None, typer.Option(help="CPU ranks: 1, 2 or 4. Default: 2.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs instead of CPU ranks.")] = None,
     clients: Annotated[int, typer.Option(help="Clients that ask at the same time.")] = 6,
-    long: Annotated[bool, typer.Option("--long", help="Long prompts, and room for few kept prefixes; on GPUs an INT4 KV cache.")] = False,
+    long: Annotated[
+        bool, typer.Option("--long", help="Long prompts, room for few kept prefixes; on GPUs an INT4 KV cache.")
+    ] = False,
     demo: Annotated[bool, typer.Option("--demo", help="With --long: the demo model, which is slower than a tiny one.")] = False,
     seed: Annotated[int, typer.Option(help="Another seed: other requests.")] = 1,
 ) -> None:

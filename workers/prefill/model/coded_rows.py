@@ -5,8 +5,9 @@ odd one; and for each position the scales of its rows of K and V.
 
 INT4 the same with four bits of each code: a 32-bit word has eight neighbouring dimensions of K, the even ones in its lower half,
 or four of a pair of V, the even position in its lower half. Between K and V stand the upper two bits of each code of K, sixteen
-dimensions to a word, again the even ones in the lower half: dimension d has bit (d & 1) * 16 + (d >> 2 & 1) * 8 + (d >> 3 & 1) * 4
-+ (d >> 1 & 1) * 2 and the next one. So eight bits of a byte belong to the same byte of four registers of codes.
+dimensions to a word, again the even ones in the lower half: dimension d has bit
+(d & 1) * 16 + (d >> 2 & 1) * 8 + (d >> 3 & 1) * 4 + (d >> 1 & 1) * 2 and the next one, so that each byte has those of four
+registers' bytes.
 """
 
 from __future__ import annotations
