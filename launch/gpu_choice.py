@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
 PREFILLED_GPUS = 4  # with `--prefill auto` at most that many take prompts in blocks: with more it has not run
 LEAST_CONTEXT, _CONTEXT_STEP = 4096, 1024  # tokens of a context that is shortened to what fits
-# The CUDA context with its kernels, and what loading takes for a while; measured with one rank. Of several each loads all kernels
-# of cuBLAS (`CUDA_MODULE_LOADING` in workers/worker.py): tests/gpu/test_engine_ranks.py compares what they take with what is
-# counted.
+# The CUDA context with its kernels, and what loading takes for a while; measured with one rank. tests/gpu/test_engine_ranks.py
+# compares what several take with what is counted.
 BESIDES_BYTES = 1 << 30
 
 

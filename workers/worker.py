@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import sys
 import traceback
@@ -97,9 +96,6 @@ def make_engine(args: WorkerArgs, control: ControlPage) -> Engine:
     if args.device.partition(":")[0] == "cuda":
         from kog_dist.workers.engines.cuda import CudaEngine
 
-        if args.info.world_size > 1:
-            # CUDA reads it when it starts. A module that is loaded late waits for kernels that run, and they may wait for a peer.
-            os.environ["CUDA_MODULE_LOADING"] = "EAGER"
         sleep_precisely()  # it waits for its kernel that way, 20 us at a time
         return CudaEngine(args, control)
     raise ConfigError(f"rank {args.info.rank}: there is no engine for device {args.device!r}")

@@ -15,7 +15,7 @@ constexpr u32 kNowhere = ~0u;  // no layer: a record counts from 1
 struct WaitNote {
     volatile u32 stopped;               // this thread block is leaving
     volatile u32 num_waits;             // counts the places
-    volatile u32 phase, layer, lane;    // whose input is waited for; the phase counts from 1, 0: nothing was noted
+    volatile u32 phase, layer, lane;    // whose input is waited for; the phase counts from 1, 0: nothing was noted; the lane may have an expert
     volatile u32 wanted;                // the tag
     // The words that must carry it, in one piece: of two warps that write at once, not the place by one and the number by the other.
     volatile u64 packed_words;
@@ -23,6 +23,8 @@ struct WaitNote {
     __device__ __forceinline__ void set_words(const u64* words, u64 num_words) volatile {
         packed_words = reinterpret_cast<u64>(words) >> 3 | num_words << kPlaceBits;
     }
+    // What the record has in `lane`, from 1 on: the lane in the lower half, the expert in the upper one.
+    static __device__ __forceinline__ u32 lane_and_expert(u32 lane, u32 expert) { return lane + (expert + 1) * 0x10000u; }
 };
 
 // The waits below take shared-memory addresses; `stopped` is that of WaitNote::stopped.

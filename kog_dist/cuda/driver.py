@@ -163,7 +163,11 @@ class HostMapping:
 
 
 class Kernel:
-    """One function of a cubin, loaded into the current context; it stays loaded until the process ends."""
+    """One function of a cubin, loaded into the current context; it stays loaded until the process ends.
+
+    Its code is on the GPU from now on. CUDA would load it at the first launch, which would wait for kernels that run, and they
+    may wait for a peer.
+    """
 
     def __init__(self, cubin: Path, name: str, shared_bytes: int) -> None:
         self._shared_bytes = shared_bytes
@@ -174,6 +178,7 @@ class Kernel:
             _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes),
             f"asking for {shared_bytes} bytes of shared memory",
         )
+        _check(_driver().cuFuncLoad(self._function), f"loading kernel {name}")
 
     def launch(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int) -> None:
         """Queue a cooperative launch (all thread blocks resident at once, or an error) with one by-value parameter."""

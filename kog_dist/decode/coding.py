@@ -34,16 +34,18 @@ _GROUPS = (32, 64, 128)  # columns of a scale, of which a step has several or on
 class Coding:
     """How the matrices of all layers are quantised, as far as tape and kernel are concerned.
 
-    `number` and `scale` are those of `WeightFormat`. `scales`: of a row in a step, 0 if each row has one scale.
+    `number` and `scale` are those of `WeightFormat`. `scales`: of a row in a step, 0 if each row has one scale. `is_of_experts`:
+    experts alone are quantised, and attention has 16 bit.
     """
 
     number: str
     scales: int
     scale: str
     has_zeros: bool = False
+    is_of_experts: bool = False
 
     @classmethod
-    def of(cls, form: WeightFormat) -> Coding:
+    def of(cls, form: WeightFormat, *, is_of_experts: bool = False) -> Coding:
         """Raises ConfigError for a format that the kernel does not read."""
         columns = form.block_columns
         if form.is_ordered:
@@ -52,7 +54,8 @@ class Coding:
             raise ConfigError(f"GPUs do not run {form}: groups have 32, 64 or a multiple of 128 columns; use --device cpu")
         if (form.scale == "E8M0" and columns != 32) or (form.has_zeros and not columns):
             raise ConfigError(f"GPUs do not run {form}: no kernel was made for it; use --device cpu")
-        return cls(form.number, -(-CODED_COLUMNS // columns) if columns else 0, form.scale, form.has_zeros)
+        scales = -(-CODED_COLUMNS // columns) if columns else 0
+        return cls(form.number, scales, form.scale, form.has_zeros, is_of_experts)
 
     @property
     def bits(self) -> int:

@@ -154,7 +154,7 @@ WAIT_RECORD = Struct(
         Field("cta", "u32", "1 + its thread block; 0 on CPU ranks"),
         Field("phase", "u32", "1 + the Phase (decode/steps.py) whose input or sum was waited for; 0: not known"),
         Field("layer", "u32", "1 + its layer; 0: none"),
-        Field("lane", "u32", "1 + its lane, among those of the rank; 0: none"),
+        Field("lane", "u32", "1 + its lane, among those of the rank; 0: none. In the upper 16 bits 1 + its expert"),
         Field("op", "u32", "WaitOp"),
         Field("mailbox", "u32", "index of the mailbox in the order of declaration"),
         Field("slot", "u32", "slot of the mailbox"),
@@ -300,6 +300,7 @@ class WaitOp(enum.IntEnum):
 
 
 _COUNTED_FROM_1 = ("cta", "phase", "layer", "lane")  # of a record: zeros say nothing
+_EXPERT_BIT = 16  # of a record's lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +321,7 @@ class WaitRecord:
     phase: int = NONE
     layer: int = NONE
     lane: int = NONE
+    expert: int = NONE  # in models with experts the one whose activations or router logit was missing
     stamp_ns: int = 0
 
     def __str__(self) -> str:
@@ -339,7 +341,8 @@ class WaitRecord:
             return f"mailbox {self.label!r} slot {self.slot}" if self.label else f"mailbox {self.mailbox} slot {self.slot}"
         phase = Phase(self.phase)
         summed = "the sum of " if phase in (Phase.OUT, Phase.DOWN) and self.lane == NONE else ""
-        place = ", ".join(f"{name} {number}" for name, number in (("layer", self.layer), ("lane", self.lane)) if number != NONE)
+        numbers = (("layer", self.layer), ("lane", self.lane), ("expert", self.expert))
+        place = ", ".join(f"{name} {number}" for name, number in numbers if number != NONE)
         return f"{summed}{phase.name}" + (f" of {place}" if place else "")
 
     def pack(self) -> bytes:
@@ -348,6 +351,7 @@ class WaitRecord:
         for name in WAIT_RECORD.offsets:
             if name not in ("label", "stamp_ns"):
                 row[name] = getattr(self, name) + (name in _COUNTED_FROM_1)
+        row["lane"] |= (self.expert + 1) << _EXPERT_BIT
         row["stamp_ns"] = self.stamp_ns or time.monotonic_ns()
         text = self.label.encode()[:LABEL_BYTES]
         row["label"][: len(text)] = np.frombuffer(text, np.uint8)
@@ -358,7 +362,8 @@ class WaitRecord:
         """The record that `pack` or a device wrote."""
         row = np.frombuffer(raw, WAIT_RECORD.dtype, count=1)[0]
         numbers = {name: int(row[name]) for name in WAIT_RECORD.offsets if name not in ("label", "op")}
-        numbers |= {name: numbers[name] - 1 for name in _COUNTED_FROM_1}
+        numbers["expert"], numbers["lane"] = divmod(numbers["lane"], 1 << _EXPERT_BIT)
+        numbers |= {name: numbers[name] - 1 for name in (*_COUNTED_FROM_1, "expert")}
         label = bytes(row["label"]).rstrip(b"\0").decode(errors="replace")
         op = int(row["op"])
         return cls(op=WaitOp(op) if op in list(WaitOp) else WaitOp.UNKNOWN, label=label, **numbers)

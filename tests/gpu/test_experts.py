@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import MOE
+from kog_dist.bench.kernel.shapes import MOE, QUANTISED
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint, write_stored_checkpoint
 from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.layout import EXPERTS
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
@@ -27,7 +29,7 @@ from tests.gpu.test_prefill import decode, relative_error
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 LAYERS, VOCABULARY, CONTEXT, TOKENS, SEED = 2, 4096, 256, 9, 5
 LIMIT = 1e-3  # as of dense models; a wrong expert, weight or scale is 1e-1
-MXFP4 = Coding("E2M1", 4, "E8M0")
+MXFP4 = Coding("E2M1", 4, "E8M0", is_of_experts=True)
 
 
 def few_experts(name: str, num_experts: int) -> ModelSpec:
@@ -89,4 +91,64 @@ def test_logits_of_experts_in_mxfp4(tmp_path: Path) -> None:
     error = relative_error(decode(kernel, ids(), 0), on_cpu(open_checkpoint(tmp_path), ids()))
     kernel.close()
     print("MXFP4", f"{error:.1e}")
+    assert error < LIMIT
+
+
+def in_blocks(matrix: Any) -> tuple[Any, Any]:
+    """Codes in E4M3 of a matrix of whole blocks of 128 x 128, and the blocks' scales."""
+    import torch
+
+    rows, columns = matrix.shape
+    blocks = matrix.reshape(rows // 128, 128, columns // 128, 128)
+    scales = blocks.abs().amax((1, 3)) / 448
+    return (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn), scales
+
+
+def write_in_fp8(folder: Path) -> None:
+    """Qwen3-30B-A3B with few layers and experts, as it is published in FP8: all but router, norms, embedding and head."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = {
+        **MOE["qwen3-30b-a3b"], "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT,
+        "num_experts": 12, "quantization_config": QUANTISED["fp8"],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    generator, tensors, d = torch.Generator().manual_seed(SEED), dict[str, Any](), 2048
+
+    def put(name: str, rows: int, columns: int, *, is_coded: bool = True) -> None:
+        values = torch.randn(rows, columns, generator=generator) * columns**-0.5
+        if not is_coded:
+            tensors[f"{name}.weight"] = values.bfloat16()
+            return
+        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = in_blocks(values)
+
+    put("model.embed_tokens", VOCABULARY, d, is_coded=False)
+    put("lm_head", VOCABULARY, d, is_coded=False)
+    tensors["model.norm.weight"] = torch.ones(d, dtype=torch.bfloat16)
+    for layer in range(LAYERS):
+        start = f"model.layers.{layer}"
+        norms = {"input_layernorm": d, "post_attention_layernorm": d, "self_attn.q_norm": 128, "self_attn.k_norm": 128}
+        for name, size in norms.items():
+            tensors[f"{start}.{name}.weight"] = (1 + 0.1 * torch.randn(size, generator=generator)).bfloat16()
+        for name, heads in (("q", 32), ("k", 4), ("v", 4)):
+            put(f"{start}.self_attn.{name}_proj", heads * 128, d)
+        put(f"{start}.self_attn.o_proj", d, 32 * 128)
+        put(f"{start}.mlp.gate", 12, d, is_coded=False)
+        for expert in range(12):
+            put(f"{start}.mlp.experts.{expert}.gate_proj", 768, d)
+            put(f"{start}.mlp.experts.{expert}.up_proj", 768, d)
+            put(f"{start}.mlp.experts.{expert}.down_proj", d, 768)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_logits_of_a_folder_that_is_published_in_fp8(tmp_path: Path) -> None:
+    """Attention and experts in FP8; the router's weights are multiplied in binary16."""
+    write_in_fp8(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    shape = shape_of(checkpoint.spec, coding_of(checkpoint))
+    kernel = Monokernel(shape, load_weights(shape, checkpoint))
+    error = relative_error(decode(kernel, ids(), 0), on_cpu(checkpoint, ids()))
+    kernel.close()
+    print("FP8", f"{error:.1e}")
     assert error < LIMIT

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,15 @@ def test_wait_record_names_phase_layer_and_lane(phase: int, layer: int, lane: in
     assert str(WaitRecord.unpack(record.pack())).startswith(
         f"rank 0, thread block 12: {what} waited 2.0 s for 4 words of rank 1 ("
     )
+
+
+@pytest.mark.parametrize(("lane", "what"), [(0, "DOWN of layer 2, lane 0, expert 0"), (NONE, "SELECT of layer 2, expert 0")])
+def test_wait_record_names_an_expert(lane: int, what: str) -> None:
+    phase = Phase.SELECT if lane == NONE else Phase.DOWN
+    record = WaitRecord(0, WaitOp.COLLECT, 1, 4, 1, 4, 14, 13, 2 * 10**9, phase=phase, layer=2, lane=lane, expert=0)
+    assert f": {what} waited" in str(WaitRecord.unpack(record.pack()))
+    last = WaitRecord.unpack(replace(record, lane=7, expert=255).pack())
+    assert (last.layer, last.lane, last.expert) == (2, 7, 255)
 
 
 def test_damaged_records_are_still_readable() -> None:

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -121,9 +121,9 @@ def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
 
 def answer(
     model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None, num_runs: int = len(RUNS),
-    max_ctas: int = 5,
+    max_ctas: int = 5, changed: Callable[[Mapping[str, str]], dict[str, str]] = dict,
 ) -> tuple[list[int], Any]:  # fmt: skip
-    """Tokens of a greedy answer, and all logits (vocab,) before the last one.
+    """Tokens of a greedy answer, and all logits (vocab,) before the last one, of sources that `changed` has changed.
 
     The same bits in the first `num_runs` of RUNS.
     """
@@ -150,7 +150,7 @@ def answer(
         sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
     )
     folder.mkdir()
-    build_twin("decode", sources, folder)
+    build_twin("decode", changed(sources), folder)
     np.array(PROMPT, np.uint32).tofile(folder / "prompt.bin")
     for rank, shape in enumerate(shapes):
         weights = model.weights(shape)
@@ -160,11 +160,9 @@ def answer(
             np.ascontiguousarray(np.zeros(0, np.uint16) if held is None else held).tofile(folder / f"{name}.{rank}.bin")
         weights.embedding.tofile(folder / "embedding.bin")
         np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
-    heap_words = sum(box.num_words for box in place(shapes[0].boxes.specs(), num_ranks))
-    numbers = (MAX_TOKENS, shapes[0].kv_bytes, shapes[0].num_words, heap_words)
     answers = []
     for options, unrest in RUNS[:num_runs]:
-        command = ["./decode", ".", *map(str, numbers), *options]
+        command = [*command_of(shapes[0]), *options]
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, **unrest}, capture_output=True, text=True, timeout=100, check=False
         )
@@ -176,6 +174,12 @@ def answer(
         assert other[1].tobytes() == logits.tobytes()
         assert other[2] == digest
     return tokens, logits
+
+
+def command_of(shape: KernelShape) -> list[str]:
+    """Of decode.cpp, in its folder."""
+    heap_words = sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))
+    return ["./decode", ".", *map(str, (MAX_TOKENS, shape.kv_bytes, shape.num_words, heap_words))]
 
 
 def _read_answer(shapes: list[KernelShape], folder: Path) -> tuple[list[int], Any, bytes]:

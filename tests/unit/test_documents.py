@@ -26,7 +26,7 @@ LIMITS = {
     **{f"docs/{name}.md": 200 for name in ("results", "monokernel", "prefill", "kccl", "launchers", "plan", "architecture")},
 }
 FOLDERS = "kog_dist|collectives|workers|launch|tests|configs|docs"
-_SET_BY_US = {"CUDA_MODULE_LOADING", "RAY_IGNORE_UNHANDLED_ERRORS"}  # no setting: a process gives them to itself
+_SET_BY_US = {"RAY_IGNORE_UNHANDLED_ERRORS"}  # no setting: a process gives it to itself
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FILE = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`")
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kog_dist.bench.kernel.yardsticks import replaced
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
+from kog_dist.decode.steps import NONE, Phase
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.formats.lanes import lane_codes
@@ -17,12 +22,16 @@ from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.formats.rounding import rounded
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.layout import EXPERTS
+from kog_dist.runtime.abi import WaitRecord
 from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.expert_weights import behind
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit import moe_models
-from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, pytestmark  # noqa: F401
+from tests.unit.test_coded_twin import FORMS, CodedModel
+from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, command_of, pytestmark  # noqa: F401
+
+LIMIT_US = 100
 
 QWEN3 = replace(
     SPEC, shared_norm_scale=True, delay=0, num_heads=8, own_head_dim=16, intermediate_size=48, qk_norm=True,
@@ -49,9 +58,39 @@ def test_logits_are_those_of_the_oracle_with_equal_bits(variant: str, tmp_path: 
     assert error < 2e-3
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
     for num_ranks in (1, 4) if RUNS_ALL else (1,):
-        others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks), max_ctas=4, num_runs=1)
+        changed = with_silences if num_ranks == 1 else dict
+        others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks), max_ctas=4, num_runs=1, changed=changed)
         assert others == tokens
         assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks"
+    if variant == "qwen3_moe":
+        waits_name_layer_and_expert(model, tmp_path / "1")
+
+
+def with_silences(sources: Mapping[str, str]) -> dict[str, str]:
+    """Faults in layer 1. SILENCE 1: thread block 1 publishes no router logits, 2: no activations, 3: block 2 publishes none."""
+    is_silent = "layer == 1 && role.cta == (twin_silence == 3 ? 2 : 1) && twin_silence"
+    changed = replaced(sources, "finalize_experts.cuh", "#pragma once\n", "#pragma once\nextern unsigned twin_silence;\n")
+    changed = replaced(changed, "finalize_experts.cuh", "if (is_mine)\n", f"if (is_mine && !({is_silent} == 1))\n")
+    publish = "publish<GateUpOp::kRows / 2"
+    return replaced(changed, "finalize_experts.cuh", publish, f"if (!({is_silent} > 1)) {publish}")
+
+
+def waits_name_layer_and_expert(model: Model, folder: Path) -> None:
+    shape = KernelShape(model.spec, range(model.spec.num_lanes), model.dtype, model.dtype, max_ctas=4, copies=2, max_slots=6)
+    assert shape.experts is not None
+    records = []
+    for silence in (1, 2, 3):
+        environ = {**os.environ, "SILENCE": f"{silence}", "LIMIT_US": f"{LIMIT_US}"}
+        done = subprocess.run(command_of(shape), cwd=folder, env=environ, timeout=100, check=False)
+        assert done.returncode == 5, "4: somebody waits for ever"
+        records.append(WaitRecord.unpack((folder / "record.0.bin").read_bytes()))
+    logits, first, second = records
+    rows = shape.experts.route.cta_rows
+    assert (logits.phase, logits.layer, logits.lane) == (Phase.SELECT, 1, NONE)
+    assert (logits.expert, logits.num_missing) == (rows, rows), "those of the second thread block"
+    for record in (first, second):
+        assert f": DOWN of layer 1, lane {record.lane}, expert {record.expert} waited" in str(record)
+    assert 0 <= first.expert < second.expert < shape.experts.num_experts, "each thread block had one of two experts, in order"
 
 
 MXFP4 = WeightFormat("E2M1", 1, 32, "E8M0")
@@ -87,15 +126,36 @@ class CodedExperts(Model):
         return from_tensors(shape, lambda name: self.words[name][slice(*needed_rows(shape, name))], codes)
 
 
+QUANTISED = replace(QWEN3, hidden_size=160, num_lanes=2, num_kv_heads=4, intermediate_size=256)
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if "a scale for" not in name] if RUNS_ALL else ["FP8, blocks"])
+def test_attention_and_experts_are_quantised_and_the_router_is_not(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In FP8 and INT4 the router's weights are multiplied in binary16."""
+    model = CodedModel(QUANTISED, "bfloat16", FORMS[form], monkeypatch)
+    tokens, logits = answer(model, 2, tmp_path / "2", coding=Coding.of(FORMS[form]), max_ctas=4, num_runs=3 if RUNS_ALL else 1)
+    wanted = model.logits([*PROMPT, *tokens[:-1]])
+    error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
+    print(form, error)
+    assert error < 2e-3
+    assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+    if RUNS_ALL:
+        others, other_logits = answer(model, 1, tmp_path / "1", coding=Coding.of(FORMS[form]), max_ctas=4, num_runs=1)
+        assert others == tokens
+        assert other_logits.tobytes() == logits.tobytes()
+
+
 def test_experts_in_mxfp4_give_the_logits_of_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CodedExperts(monkeypatch)
-    tokens, logits = answer(model, 2, tmp_path / "2", coding=Coding.of(MXFP4), max_ctas=4)
+    tokens, logits = answer(model, 2, tmp_path / "2", coding=Coding.of(MXFP4, is_of_experts=True), max_ctas=4)
     wanted = model.logits([*PROMPT, *tokens[:-1]])
     error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
     print(error)
     assert error < 2e-3
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
-    others, other_logits = answer(model, 1, tmp_path / "1", coding=Coding.of(MXFP4), max_ctas=4, num_runs=1)
+    others, other_logits = answer(model, 1, tmp_path / "1", coding=Coding.of(MXFP4, is_of_experts=True), max_ctas=4, num_runs=1)
     assert others == tokens
     assert other_logits.tobytes() == logits.tobytes()
 
@@ -104,7 +164,7 @@ def test_columns_of_published_experts_are_whole_groups_behind_those_of_the_lane_
     config, stored, _ = moe_models.in_mxfp4()
     moe_models.write_mxfp4(tmp_path, config, stored)
     checkpoint = open_checkpoint(tmp_path)
-    assert coding_of(checkpoint) == Coding.of(MXFP4)
+    assert coding_of(checkpoint) == Coding.of(MXFP4, is_of_experts=True)
     shape = KernelShape(checkpoint.spec, range(checkpoint.spec.num_lanes), coding=coding_of(checkpoint), max_ctas=4)
     assert shape.experts is not None
     assert [shape.experts.skew(lane) for lane in range(4)] == [0, 16, 0, 16]

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from safetensors.torch import load_file, save_file
 
-from kog_dist.bench.kernel.shapes import MOE, named_shape, named_spec
+from kog_dist.bench.kernel.shapes import MOE, QUANTISED, named_shape, named_spec
 from kog_dist.config import LaunchConfig
 from kog_dist.decode import half_products, lane_math
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.steps import Kind, Value
@@ -33,6 +34,7 @@ from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.published_config import read_config
 from kog_dist.model.weight_bytes import bytes_per_token, weight_bytes
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit import moe_models
 from tests.unit.formats.writers import METHODS
@@ -238,6 +240,32 @@ def test_gpus_refuse_numbers_of_experts_that_do_not_divide(per_token: int, reaso
     spec = replace(spec, experts=replace(spec.experts, per_token=per_token))
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
         KernelShape(spec, spec.lanes_of_rank(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("qwen3-30b-a3b+fp8-rows:2", {}, "quantised experts with one scale for each row .for groups of columns."),
+        ("qwen3-30b-a3b+fp8:4", {}, "lanes with 192 columns of an expert .whole groups of 128."),
+        ("gpt-oss-20b", {"weight_dtype": "float16"}, "experts in E2M1 beside a router in float16 .bfloat16."),
+        ("qwen3-30b-a3b+fp8", {"weight_dtype": "float16"}, ""),
+    ],
+)
+def test_gpus_refuse_experts_that_no_kernel_reads(name: str, changes: dict[str, str], reason: str) -> None:
+    spec, coding = named_shape(name)
+    with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
+        KernelShape(spec, range(spec.num_lanes), coding=coding, **changes)
+
+
+def test_a_gpu_reads_quantised_experts_attention_and_little_more(tmp_path: Path) -> None:
+    spec, coding = named_shape("qwen3-30b-a3b+fp8")
+    (tmp_path / "config.json").write_text(json.dumps({**MOE["qwen3-30b-a3b"], "quantization_config": QUANTISED["fp8"]}))
+    settings = LaunchConfig(model=str(tmp_path), device="cpu", ranks=1)
+    assert coding_of(plan_target(settings, needs_weights=False)[0].checkpoint) == coding == Coding("E4M3", 1, "BF16")
+    values = PER_TOKEN_MB["qwen3-30b-a3b"] * 1e6 / 2
+    head = spec.vocab_size * spec.hidden_size
+    read = KernelShape(spec, range(spec.num_lanes), coding=coding).read_bytes
+    assert values - head < read - 2 * head < 1.05 * (values - head)
 
 
 @pytest.mark.parametrize(

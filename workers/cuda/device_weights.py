@@ -12,6 +12,7 @@ from kog_dist.decode.coded_packing import Codes, below_each_other, in_turn, put_
 from kog_dist.decode.order import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
+from kog_dist.errors import CheckpointError
 from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType
@@ -34,6 +35,9 @@ _MATRICES = {
     Phase.QKV: ("attention.wq", "attention.wk", "attention.wv"), Phase.OUT: ("attention.wo",),
     Phase.GATE_UP: ("feed_forward.w1", "feed_forward.w3"), Phase.DOWN: ("feed_forward.w2",),
 }  # fmt: skip
+
+
+_LARGEST_BINARY16 = 65504.0
 
 
 @dataclass(frozen=True)
@@ -258,7 +262,7 @@ class _Experts:
         """Put a layer's experts in their places."""
         numbers, prefix = self._spec.experts, layer_prefix(layer)
         assert numbers is not None
-        self.router = self._tensors(f"{prefix}feed_forward.router.weight")
+        self.router = self._router(f"{prefix}feed_forward.router.weight")
         if numbers.router_bias:
             self._biases["router"].append(self._tensors(f"{prefix}feed_forward.router.bias"))
         if self._repeats and layer:
@@ -271,6 +275,16 @@ class _Experts:
             if numbers.bias:
                 self._biases["gate_up"].append(interleaved(self._tensors, f"{start}w1.bias", f"{start}w3.bias"))
                 self._biases["down"].append(self._tensors(f"{start}w2.bias"))
+
+    def _router(self, name: str) -> GpuArray:
+        """In the type of what it is multiplied with. Raises CheckpointError for weights that are too large for it."""
+        words, experts = self._tensors(name), self._experts
+        if experts.router_dtype == experts.weight_dtype:
+            return words
+        values = (words.astype(np.uint32) << np.uint32(16)).view(np.float32) * np.float32(experts.router_scale)
+        if float(abs(values).max()) > _LARGEST_BINARY16:
+            raise CheckpointError(f"{name} has a weight beyond {_LARGEST_BINARY16 / experts.router_scale:g}; use --device cpu")
+        return to_words(values, experts.router_dtype)
 
     def _parts(self, start: str) -> tuple[Any, list[Any]]:
         """Gate and up rows of all hosted lanes in turn, and each lane's `down`."""

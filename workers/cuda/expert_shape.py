@@ -10,12 +10,15 @@ from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.geometry import Geometry
 
+_SKEWED_GROUP = 32  # columns of a group that two lanes may share: so gpt-oss's are
+
 
 @dataclass(frozen=True)
 class ExpertShape:
     """The products of K chosen experts: GATE_UP gives each of them `ctas` thread blocks, DOWN each `warps` matrix warps of all.
 
     `coding`: None if the experts have 16 bit. `num_ctas`: all thread blocks, of which each has `residual_rows` rows of DOWN.
+    `weight_dtype`: of the model's 16-bit weights.
     """
 
     spec: ModelSpec
@@ -24,6 +27,7 @@ class ExpertShape:
     num_ctas: int
     residual_rows: int
     coding: Coding | None
+    weight_dtype: str = "bfloat16"
 
     @property
     def per_token(self) -> int:
@@ -55,7 +59,28 @@ class ExpertShape:
             found.append(f"{self.per_token} experts for each token (1, 2, 4 or 8)")
         if self.num_ctas % self.per_token:
             found.append(f"{self.per_token} experts for each token, which do not divide {self.num_ctas} thread blocks")
+        if self.coding is not None and not self.coding.scales:
+            found.append("quantised experts with one scale for each row (for groups of columns)")
+        if self.group_columns != _SKEWED_GROUP and any(map(self.skew, range(self.spec.num_lanes))):
+            found.append(f"lanes with {self.spec.lane_ffn} columns of an expert (whole groups of {self.group_columns})")
+        if self.router_dtype != self.weight_dtype == "float16":
+            found.append(f"experts in {self.coding.number if self.coding else 16} beside a router in float16 (bfloat16)")
         return found
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of quantised experts that share a scale, in a step at most; 1 of others."""
+        return 1 if self.coding is None or not self.coding.scales else CODED_COLUMNS // self.coding.scales
+
+    @property
+    def router_dtype(self) -> str:
+        """Of the router's weights in the kernel: the type of their input, which is that of the experts'."""
+        return self.weight_dtype if self.coding is None else self.coding.expanded
+
+    @property
+    def router_scale(self) -> float:
+        """What the router's weights are multiplied by there: bfloat16 numbers of 2^-18 to 4,088 are exact in binary16 then."""
+        return 1.0 if self.router_dtype == self.weight_dtype else 16.0
 
     @property
     def stream_steps(self) -> int:
@@ -87,8 +112,8 @@ class ExpertShape:
         return replace(self.down, warps=self.warps)
 
     def skew(self, lane: int) -> int:
-        """Columns in front of a lane's own in `down`, of a group of 32 that the lane before it in the model has, too."""
-        return 0 if self.coding is None else lane * self.spec.lane_ffn % (CODED_COLUMNS // max(self.coding.scales, 1))
+        """Columns in front of a lane's own in `down`, of a group that the lane before it in the model has, too."""
+        return lane * self.spec.lane_ffn % self.group_columns
 
     @property
     def gate_up_values(self) -> int:
@@ -132,6 +157,7 @@ class ExpertShape:
         }  # fmt: skip
         clamp = experts.clamp
         floats = {"kClampAlpha": clamp.alpha if clamp else 1.0, "kClampLimit": clamp.limit if clamp else 1.0}
+        floats |= {"kRouterScale": self.router_scale}
         op = self.route
         return [
             "#define KOG_EXPERTS 1",

@@ -65,7 +65,7 @@ class KernelShape:
     matrix_warps: int = 0  # 0: chosen by `geometry`
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
-    coding: Coding | None = None  # of the matrices of all layers, or of experts alone; others have 16 bit
+    coding: Coding | None = None  # of the matrices of all layers, or of experts alone; router and others have 16 bit
     keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
 
     def __post_init__(self) -> None:
@@ -123,12 +123,14 @@ class KernelShape:
         """The products of experts; None in a model without."""
         if self.spec.experts is None:
             return None
-        return ExpertShape(self.spec, self.geometry, self.num_lanes, self.num_ctas, self._residual_rows, self.coding)
+        return ExpertShape(
+            self.spec, self.geometry, self.num_lanes, self.num_ctas, self._residual_rows, self.coding, self.weight_dtype
+        )
 
     @property
     def attention_coding(self) -> Coding | None:
         """Of the matrices of attention: none where those of experts alone are quantised."""
-        return None if self.spec.experts is not None else self.coding
+        return None if self.coding is None or self.coding.is_of_experts else self.coding
 
     @property
     def _stream_steps(self) -> int:
@@ -617,6 +619,6 @@ class KernelShape:
         }  # fmt: skip
         return [
             f"#define KOG_CODE {_CODES[coding.number]}", f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded]}",
-            f"#define KOG_SCALE {_SCALES[coding.scale]}",
+            f"#define KOG_SCALE {_SCALES[coding.scale]}", *(["#define KOG_PLAIN_ATTENTION"] if coding.is_of_experts else []),
             *(f"namespace kog {{ constexpr int {name} = {value}; }}" for name, value in numbers.items()),
         ]  # fmt: skip

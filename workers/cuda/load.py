@@ -19,8 +19,8 @@ import numpy as np
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint
-from kog_dist.model.layout import EXPERTS, is_layer_matrix, tensor_layouts
-from kog_dist.workers.cuda.coded_source import CodesReader
+from kog_dist.model.layout import tensor_layouts
+from kog_dist.workers.cuda.coded_source import CodesReader, is_coded
 from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_parts, needed_rows
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
@@ -97,7 +97,7 @@ class _Tensors:
         self._shape, self._checkpoint, self._pool = shape, checkpoint, pool
         self._device = cupy.cuda.Device()
         self._layouts = tensor_layouts(shape.spec)
-        self._waiting = deque(name for name in self._layouts if not self._is_coded(name))
+        self._waiting = deque(name for name in self._layouts if not is_coded(self._layouts, shape.coding, name))
         self._loading: dict[str, _Loading] = {}
         self._largest: dict[str, GpuArray] = {}  # by name: the largest magnitude, as a word
         self._stages: SimpleQueue[_Stage] = SimpleQueue()
@@ -115,10 +115,6 @@ class _Tensors:
         if self._checkpoint.verify and loading.words.size:
             self._largest[name] = (loading.words & np.uint16(0x7FFF)).max()
         return loading.words
-
-    def _is_coded(self, name: str) -> bool:
-        is_matrix = is_layer_matrix(self._layouts, name) and (EXPERTS in name or self._shape.experts is None)
-        return self._shape.coding is not None and is_matrix
 
     def check_finite(self) -> None:
         """Raise CheckpointError naming file, tensor and element if a value of what was taken is not finite."""
@@ -196,7 +192,7 @@ def _opened(shape: KernelShape, checkpoint: Checkpoint) -> Iterator[_Tensors]:
 @contextmanager
 def _codes_of(shape: KernelShape, checkpoint: Checkpoint) -> Iterator[CodesReader]:
     """The reader of quantised matrices; its threads begin with the first one that is asked for."""
-    reader = CodesReader(checkpoint, shape.hosted_lanes)
+    reader = CodesReader(checkpoint, shape.coding, shape.hosted_lanes)
     try:
         yield reader
     finally:

@@ -21,15 +21,18 @@ _DRAWN = 1 << 24
 _SUMMED = ("wo.weight", "w2.weight")  # over lanes
 
 
-def random_weights(shape: KernelShape, seed: int, observe: Callable[[str, GpuArray], None] | None = None) -> DeviceWeights:
+def random_weights(
+    shape: KernelShape, seed: int, observe: Callable[[str, GpuArray], None] | None = None, *, router_skew: float = 1.0
+) -> DeviceWeights:
     """Random weights of the right scale, made on the GPU: for timing shapes that no checkpoint exists of.
 
-    `observe`: see `load_weights`.
+    `observe`: see `load_weights`. `router_skew`: of a model with experts, in each layer; so many times as large are the router's
+    rows of as many of its experts as a token uses, so that those are chosen more often than others.
     """
 
     def tensor(name: str) -> GpuArray:
         first, last = needed_rows(shape, name)
-        words = random_tensor(shape.spec, name, seed, shape.weight_dtype)[first:last]
+        words = random_tensor(shape.spec, name, seed, shape.weight_dtype, router_skew=router_skew)[first:last]
         if observe is not None:
             observe(name, words)
         return words
@@ -85,7 +88,7 @@ def random_codes(shape: KernelShape, name: str, lane: int, seed: int) -> Codes:
     assert coding is not None
     _, rows, columns = tensor_layouts(spec)[name].shape
     text = f"{name} {shape.hosted_lanes[lane]}"
-    generator = _Parts(text, seed) if EXPERTS in name else _generator(text, seed)
+    generator = _Parts(text, seed) if spec.experts is not None else _generator(text, seed)
     values = NUMBERS[coding.number].values
     few = np.arange(len(values)) & 0xBF  # of 8 bits those below 2: no NaN
     codes = generator.integers(0, len(values), (rows, columns), cupy.uint8) & cupy.uint8(0xBF)
@@ -99,10 +102,13 @@ def random_codes(shape: KernelShape, name: str, lane: int, seed: int) -> Codes:
     return Codes(codes, scales, zeros)
 
 
-def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16") -> GpuArray:
+def random_tensor(
+    spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16", *, router_skew: float = 1.0
+) -> GpuArray:  # fmt: skip
     """A whole tensor of random 16-bit words, made on the GPU; equal for equal arguments.
 
-    Scaled as `checkpoint.random_tensors` does it: matrices by 1 / sqrt(fan-in), norm weights around 1.
+    Scaled as `checkpoint.random_tensors` does it: matrices by 1 / sqrt(fan-in), norm weights around 1. `router_skew`: see
+    `random_weights`.
     """
     import cupy
 
@@ -115,4 +121,6 @@ def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16"
     elif name != EMBEDDING:
         fan_in = shape[-1] * (spec.num_lanes if name.endswith(_SUMMED) else 1)  # those are summed over lanes
         values *= np.float32(fan_in**-0.5)
+    if name.endswith("router.weight") and spec.experts is not None:
+        values[:: spec.experts.num_experts // spec.experts.per_token] *= np.float32(router_skew)
     return to_words(values, dtype)

@@ -9,8 +9,8 @@ namespace kog {
 #ifdef KOG_EXPERTS
 struct FinalizedExperts : FinalizedRows {
     static constexpr int kLogits = (kNumExperts + 31) / 32;  // of a thread: experts `lane` + 32 i
-    // The router's weights have 16 bit, and x is as the experts' want it.
-    static constexpr float kRouteFactor = HeadX::kScale / LayerX::kScale;
+    // The router's weights have 16 bit, times kRouterScale, and x is as the experts' want it.
+    static constexpr float kRouteFactor = HeadX::kScale / (LayerX::kScale * kRouterScale);
 
     // Words of router logits have all 32 bits of a value: 24 in the first half, the others in the second; and tags like pair words.
     static __device__ __forceinline__ u64 make_logit_word(float value, u32 tag) {
@@ -56,8 +56,14 @@ struct FinalizedExperts : FinalizedRows {
             if (__all_sync(kFullWarp, ready)) break;
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) {
+                u32 behind = 0;  // the number of experts from the first one on that is missing
+#pragma unroll
+                for (int i = 0; i < kLogits; ++i)
+                    if (i * 32 + lane < kNumExperts && !has_tag(got[i], tag)) behind = max(behind, kNumExperts - i * 32 - lane);
+                const u32 first = kNumExperts - __reduce_max_sync(kFullWarp, behind);
                 WaitNote& note = role.shared->note;
-                note.phase = kSelectPhase + 1, note.layer = layer, note.lane = kNowhere, note.wanted = tag, note.set_words(words, kNumExperts);
+                note.phase = kSelectPhase + 1, note.layer = layer, note.lane = WaitNote::lane_and_expert(kNowhere, first);
+                note.wanted = tag, note.set_words(words, kNumExperts);
             }
         }
 #pragma unroll

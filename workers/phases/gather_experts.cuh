@@ -45,7 +45,10 @@ struct ExpertsGatherer : HeadGatherer {
         }
         for (u32 rounds = 1; !have_activations(at, tag); ++rounds) {
             if (must_leave(role.stopped())) return false;
-            if (rounds % 1024 == 0) note_wait(kDownPhase, at.layer(), at.lane(), tag, activations(at), kFfn / 2);
+            if (rounds % 1024 == 0) {
+                const u32 expert = role.shared->chosen[warp / kExpertWarps];
+                note_wait(kDownPhase, at.layer(), WaitNote::lane_and_expert(at.lane(), expert), tag, activations(at), kFfn / 2);
+            }
             load_activations<true>(at);
         }
 #pragma unroll

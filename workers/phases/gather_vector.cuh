@@ -20,8 +20,8 @@ struct LayerX {
 #else
 using LayerX = HeadX;
 #endif
-#ifdef KOG_EXPERTS
-using AttentionX = HeadX;  // what is quantised is experts
+#ifdef KOG_PLAIN_ATTENTION
+using AttentionX = HeadX;
 #else
 using AttentionX = LayerX;
 #endif

@@ -57,12 +57,14 @@ constexpr int kMaxFragments = 4;  // of a tile in each warp: eight rows (or fewe
 
 // How weights lie in a warp's part of a tile: a step's columns, by 32, and its bytes. Quantised ones as in decode/coded_packing.py.
 struct PlainWeights {
+    using Format = WeightFormat;
     static constexpr int kXSteps = 1;
     static constexpr bool kCoded = false;
     static constexpr u32 step_bytes(u32 rows) { return rows * 64; }
 };
 #ifdef KOG_CODE
 struct CodedWeights {
+    using Format = KOG_CODE_FORMAT;
     static constexpr int kXSteps = 4;
     static constexpr bool kCoded = true;
     static constexpr u32 kRowBytes = 16 * kCodeBits;
@@ -82,6 +84,7 @@ constexpr bool kRowScales = false;
 template <class Weights, int kRows_, int kBlocks_, int kPer_, int kSteps_, int kWarps_, int kLongTiles_, int kLastRows_>
 struct Op {
     static constexpr bool kCoded = Weights::kCoded;
+    using Format = typename Weights::Format;  // of weights and x in 16 bit
     static constexpr int kXSteps = kSteps_ * Weights::kXSteps;  // of a tile
     static constexpr int kRows = kRows_, kBlocks = kBlocks_, kPer = kPer_ * Weights::kXSteps, kSteps = kSteps_, kWarps = kWarps_, kLongTiles = kLongTiles_,
                          kLastRows = kLastRows_;
@@ -100,14 +103,22 @@ struct Op {
     static_assert((kCoded ? kPacked : kTileBytes <= kSlotBytes) && kPer_ % kSteps == 0 && kRows <= kTileRows, "the tile must fit into a slot");
     static_assert(kSteps * kRowGroups <= kMaxFragments, "the tile must fit into registers");
 };
-// Where a model has experts, LayerWeights are theirs alone.
+#ifdef KOG_PLAIN_ATTENTION
+using AttentionWeights = PlainWeights;  // and LayerWeights are experts' alone
+#else
+using AttentionWeights = LayerWeights;
+#endif
 #ifdef KOG_EXPERTS
-using AttentionWeights = PlainWeights;
-using RouteOp = Op<PlainWeights, KOG_ROUTE_OP>;  // in front of GATE_UP, with the same input
+// In front of GATE_UP, with the same input: so its weights have the type of that.
+struct RouterWeights : PlainWeights {
+#ifdef KOG_CODE
+    using Format = KOG_CODE_FORMAT;
+#endif
+};
+using RouteOp = Op<RouterWeights, KOG_ROUTE_OP>;
 constexpr u64 kRouteBytes = RouteOp::kBytes;
 static_assert(RouteOp::kBlocks == 1 && kNumExperts <= 256, "what a warp chooses from");
 #else
-using AttentionWeights = LayerWeights;
 constexpr int kChosen = 1;
 #endif
 using QkvOp = Op<AttentionWeights, KOG_QKV_OP>;

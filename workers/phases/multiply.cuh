@@ -84,14 +84,14 @@ struct Multiplier {
                 load_shared(slot_at + offset + step * kStepBytes + group * 512, tile.weights[step * kGroups + group]);
         }
     }
-    template <int kGroups, int kSteps>
+    template <class Format, int kGroups, int kSteps>
     static __device__ __forceinline__ void add_products(const Tile<kGroups, kSteps>& tile, float (&sums)[kRowGroups][4]) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {
                 const uint4& w = tile.weights[step * kGroups + group];
-                WeightFormat::mma(sums[group], w.x, w.y, w.z, w.w, tile.x[step].x, tile.x[step].y);
+                Format::mma(sums[group], w.x, w.y, w.z, w.w, tile.x[step].x, tile.x[step].y);
             }
     }
     // Partial sums of a block of rows over this warp's columns.
@@ -124,7 +124,7 @@ struct Multiplier {
                 const u32 held = full;
                 next_slot(tile_bytes);
                 x_address += kSteps * 128;
-                add_products(tile, sums);
+                add_products<typename O::Format>(tile, sums);
                 u32 loaded = 0;
 #pragma unroll
                 for (int i = 0; i < kSteps * kGroups; ++i) loaded |= tile.weights[i].x;

@@ -27,8 +27,11 @@ def latency(
     ] = "",
     sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
     kv_dtype: Annotated[
-        str | None, typer.Option(help="Format of the KV cache: bfloat16, float16, fp8; none: the weights' type.")
+        str | None, typer.Option(help="Format of the KV cache: bfloat16, float16, fp8, int4; none: the weights' type.")
     ] = None,
+    router_skew: Annotated[
+        float, typer.Option(min=1.0, help="Router rows of some random experts, which are chosen more often, are so much larger.")
+    ] = 1.0,
     output: Output = None,
 ) -> None:
     """Microseconds per token of the kernel on one GPU. Beside the time that reading the weights alone takes."""
@@ -45,4 +48,6 @@ def latency(
     check_destination(trace)
     counts, samplings = counts_of(lanes, "--lanes"), samplings_of(sampling)
     with writing(output):
-        benchmark.run(model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings, kv_dtype)
+        benchmark.run(
+            model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings, kv_dtype, router_skew
+        )

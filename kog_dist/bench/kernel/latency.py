@@ -37,18 +37,21 @@ def run(
     baselines: tuple[str, ...],
     samplings: tuple[str, ...] = (),
     kv_dtype: str | None = None,
+    router_skew: float = 1.0,
 ) -> None:
     """Measure every lane count at every context and print the report; its last line is one JSON object."""
     configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}
     if kv_dtype is not None:
         configuration["kv_dtype"] = kv_dtype
+    if router_skew != 1:
+        configuration["router_skew"] = router_skew
     before = machine()
     figures: list[dict[str, Any]] = []
     traces: dict[str, Any] = {}
     with finishing("latency", configuration, before, figures):
         for lanes in lane_counts:
             page = _mask_page(model, spec_name) if samplings else None
-            kernel = _kernel(model, spec_name, lanes, kv_dtype, page=page)
+            kernel = _kernel(model, spec_name, lanes, kv_dtype, router_skew, page=page)
             _measure(kernel, contexts, tokens, figures)
             if page is not None:
                 at = _nearest(contexts, 512)
@@ -135,7 +138,7 @@ def _mask_page(model: str | None, spec_name: str) -> ControlPage:
 
 
 def _kernel(
-    model: str | None, spec_name: str, lanes: int, kv_dtype: str | None, page: ControlPage | None
+    model: str | None, spec_name: str, lanes: int, kv_dtype: str | None, router_skew: float, page: ControlPage | None
 ) -> Monokernel:  # fmt: skip
     from kog_dist.workers.cuda.load import load_weights
     from kog_dist.workers.cuda.random_weights import random_weights
@@ -143,9 +146,8 @@ def _kernel(
     if model is None:
         spec, coding = named_shape(spec_name)
         shape = KernelShape(spec, _hosted(spec, lanes), kv_dtype=kv_dtype or "bfloat16", coding=coding)
-        return Monokernel(
-            shape, random_weights(shape, SEED), processors=page is not None, masks=None if page is None else page.masks
-        )
+        weights = random_weights(shape, SEED, router_skew=router_skew)
+        return Monokernel(shape, weights, processors=page is not None, masks=None if page is None else page.masks)
     from kog_dist.model.checkpoint import open_checkpoint
     from kog_dist.workers.cuda.coded_source import coding_of
 

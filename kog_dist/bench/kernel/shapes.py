@@ -112,13 +112,13 @@ def named_shape(name: str) -> tuple[ModelSpec, Coding | None]:
     form, behind = form[:end], form[end:]
     if not plus:
         said = read_quantisation(MOE.get(base.partition("@")[0].partition(":")[0], {}))
-        return named_spec(name), None if said is None else Coding.of(said.form)
-    if base not in DENSE or form not in QUANTISED:
+        return named_spec(name), None if said is None else Coding.of(said.form, is_of_experts=said.is_of_experts)
+    if base not in DENSE | MOE or form not in QUANTISED:
         raise ConfigError(
             f"--spec {name!r} is not known; quantised are NAME+FORMAT with a format of {', '.join(QUANTISED)}, "
-            f"for {', '.join(DENSE)}"
+            f"for {', '.join((*DENSE, *MOE))}"
         )
-    config = {**DENSE[base], KEY: QUANTISED[form]}
+    config = {**(DENSE | MOE)[base], KEY: QUANTISED[form]}
     said = read_quantisation(config)
     assert said is not None
     lanes = "" if behind.startswith(":") else f":{read_config(config).num_lanes}"

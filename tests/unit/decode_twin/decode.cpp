@@ -1,13 +1,17 @@
 // decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
 // prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
 // rope.bin, and tape, norms, final_norm and all of kOptional of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
-// UNREST in the environment: a seed, by which warps stand still now and then.
-// Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone.
+// UNREST in the environment: a seed, by which warps stand still now and then. LIMIT_US: of waits, instead of 2 s. SILENCE: which
+// of the faults that `twin_silence` makes, if the sources were given some.
+// Ends with 4 when that takes too long, with 5 when a rank does not end well (record.RANK.bin says why), with 6 when invalid streams were
+// not left alone.
 #include "decode.cu"
 #include "files.h"
 #include "last_streams.cu"
 
 using namespace kog;
+
+unsigned twin_silence = 0;
 
 // What a model may have, in the order of `optional`.
 constexpr const char* kOptional[] = {"qkv_bias", "head_norms", "out_bias", "sinks", "experts", "router_bias", "gate_up_bias", "down_bias"};
@@ -58,6 +62,8 @@ int main(int num_arguments, char** argv) {
     const u32 max_tokens = atoi(argv[2]);
     const size_t kv_bytes = atoll(argv[3]), num_words = atoll(argv[4]), heap_words = atoll(argv[5]);
     if (const char* seed = getenv("UNREST")) twin::unrest = atoll(seed);
+    if (const char* fault = getenv("SILENCE")) twin_silence = atoll(fault);
+    const char* limit = getenv("LIMIT_US");
     twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
     const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt");
     const u32 num_prompt = prompt.size() / 4;
@@ -107,7 +113,7 @@ int main(int num_arguments, char** argv) {
             for (u32 i = 0; i < r.optional.size(); ++i) *pointers[i] = r.optional[i].ptr();
             p.rope_ptr = rope.ptr(), p.kv_ptr = r.kv.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr();
             p.prompt_ptr = prompt.ptr(), p.state_ptr = r.state.ptr(), p.record_ptr = r.record.ptr(), p.host_ptr = r.host.ptr();
-            p.ring_ptr = r.ring.ptr(), p.wait_limit_us = 2000000, p.num_steps = launches[launch];
+            p.ring_ptr = r.ring.ptr(), p.wait_limit_us = limit ? atoll(limit) : 2000000, p.num_steps = launches[launch];
             p.trace_ptr = r.hashes.ptr(), p.request_tag = 7, p.vocab_first = rank * kVocabRows;
             for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
             packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
@@ -117,6 +123,7 @@ int main(int num_arguments, char** argv) {
     }
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
+        write("record" + number, ranks[rank].record);
         if (reinterpret_cast<const KogDecodeState*>(ranks[rank].state.at)->abort_mirror) return 5;
         write("logits" + number, ranks[rank].logits), write("state" + number, ranks[rank].state), write("ring" + number, ranks[rank].ring);
     }
