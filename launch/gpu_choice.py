@@ -102,6 +102,7 @@ class _Need:
 
 def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str) -> list[_Need]:
     """The ways in which ranks may run, the best one first: with `auto` they do without prefill where it does not fit."""
+    from kog_dist.workers.cuda.coded_source import coding_of
     from kog_dist.workers.prefill.model.memory import obstacle_to_prefill
 
     def need(prefill: str, note: str = "", obstacle: str = "") -> _Need:
@@ -110,7 +111,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
 
     if settings.prefill == "off" or (settings.prefill == "auto" and count > PREFILLED_GPUS):
         return [need("off")]
-    obstacle = obstacle_to_prefill(checkpoint.spec)
+    obstacle = obstacle_to_prefill(checkpoint.spec, coding_of(checkpoint) if checkpoint.spec.experts is not None else None)
     if settings.prefill == "on":
         return [need("on", obstacle=obstacle)]
     if obstacle:

@@ -136,27 +136,32 @@ class CheckedDenseOperations(Checked):
         }  # fmt: skip
         self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, matrices, layer))
 
-    def attend(self, rows: DenseRows, layer: int) -> Array:
+    def attend(self, rows: DenseRows, layer: int, sinks: Array | None = None) -> Array:
         import cupy
 
         mixed = cupy.empty((len(rows.partial), rows.size, rows.query.size // rows.size // len(rows.partial)), cupy.float16)
 
         def run(do: Any) -> None:
-            mixed[...] = do.attend(rows, layer)
+            mixed[...] = do.attend(rows, layer, sinks)
 
         self._compare(f"attention of layer {layer}", {"outputs": mixed}, run)
         found: Array = mixed
         return found
 
-    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array) -> None:
-        self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(rows, scale, own_sum))
+    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array, bias: Array | None = None) -> None:
+        self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(rows, scale, own_sum, bias))
 
-    def residual(self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None) -> None:
+    def residual(
+        self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None
+    ) -> None:  # fmt: skip
         outputs = {"stream": rows.stream, "x": rows.x}
-        self._compare("residual", outputs, lambda do: do.residual(rows, scale, total, norm))
+        self._compare("residual", outputs, lambda do: do.residual(rows, scale, total, norm, bias))
 
     def gate(self, rows: DenseRows, matrix: Array) -> None:
         self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrix))
+
+    def mix(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
+        self._compare(f"experts of layer {layer}", {"partial": rows.partial}, lambda do: do.mix(rows, matrices, layer))
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
         outputs = {"place": last.place, "stream": last.stream, "query": last.query}

@@ -26,6 +26,7 @@ from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import hopper_attention as attention
 from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.dense.dense_abi import dense_header
+from kog_dist.workers.prefill.experts.experts_abi import experts_header
 from kog_dist.workers.prefill.gemm import gemm_abi as tiles_abi
 from kog_dist.workers.prefill.gemm import hopper_gemm as tiles
 from kog_dist.workers.prefill.model.buffers import misfit
@@ -67,7 +68,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     spec, layout = shape.spec, CacheLayout.of(shape)
     if shape.num_ranks > 1:
         yield partial(exchange_cubin, shape.num_ranks)
-    if group == "benchmarks" or misfit(spec):
+    if group == "benchmarks" or misfit(spec, shape.coding):
         yield partial(build, shape.headers(), PLAIN_SOURCE)
         if group == "benchmarks" and shape.num_ranks > 1:
             yield partial(build_without_delayed_sums, shape)
@@ -76,6 +77,8 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     if spec.has_one_stream:
         header = dense_header(layout, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
         yield partial(compiled.build, "dense", header)
+        if spec.experts is not None:
+            yield partial(compiled.build, "experts", experts_header(shape))
         yield from _attention_and_sums(shape)
         return
     rows = spec.max_context + CHUNK_ROWS.get(group, max(sizes_within(spec)))

@@ -1,9 +1,11 @@
-"""Experts on a GPU, at the width of real models: the kernel's logits are those of CPU ranks."""
+"""Experts on a GPU, at the width of real models: logits are those of CPU ranks, of the kernel alone and behind prefill."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +14,27 @@ import pytest
 
 from kog_dist.bench.kernel.shapes import MOE, QUANTISED
 from kog_dist.decode.coding import Coding
-from kog_dist.model.checkpoint import open_checkpoint, write_stored_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, write_stored_checkpoint
 from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.layout import EXPERTS
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.coded_source import coding_of
-from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, to_words
+from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_codes, random_tensor
+from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
 from tests.gpu.test_families import on_cpu
-from tests.gpu.test_prefill import decode, relative_error
+from tests.gpu.test_prefill import begin_at_head, decode, fill, relative_error
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 LAYERS, VOCABULARY, CONTEXT, TOKENS, SEED = 2, 4096, 256, 9, 5
 LIMIT = 1e-3  # as of dense models; a wrong expert, weight or scale is 1e-1
+PROMPT, CACHED, PREFILL_LIMIT = 200, 77, 4e-3
 MXFP4 = Coding("E2M1", 4, "E8M0", is_of_experts=True)
+Observer = Callable[[str, Any], None]  # see `load_weights`
 
 
 def few_experts(name: str, num_experts: int) -> ModelSpec:
@@ -40,13 +45,38 @@ def few_experts(name: str, num_experts: int) -> ModelSpec:
     return replace(spec, experts=replace(spec.experts, num_experts=num_experts))
 
 
-def ids() -> list[int]:
-    drawn: list[int] = np.random.default_rng(1).integers(0, VOCABULARY, TOKENS).tolist()
-    return drawn
-
-
 def shape_of(spec: ModelSpec, coding: Coding | None = None) -> KernelShape:
     return KernelShape(spec, range(spec.num_lanes), weight_dtype="bfloat16", kv_dtype="float16", coding=coding)
+
+
+def drawn(count: int) -> list[int]:
+    """A prompt."""
+    ids: list[int] = np.random.default_rng(1).integers(0, VOCABULARY, count).tolist()
+    return ids
+
+
+def check(shape: KernelShape, made: Callable[[Observer], DeviceWeights], checkpoint: Checkpoint, name: str) -> None:
+    """Of a few tokens, decoded, and of a prompt behind prefill: whole, in two parts, and behind decoded tokens."""
+    matrices, observe = matrices_for(shape)
+    kernel = Monokernel(shape, made(observe))
+    few, ids = drawn(TOKENS), drawn(PROMPT)
+    error = relative_error(decode(kernel, few, 0), on_cpu(checkpoint, few))
+    prefill, logits = prefill_for(kernel, matrices), dict[str, Any]()
+    fill(prefill, ids)
+    logits["whole"] = begin_at_head(kernel, prefill, ids)
+    fill(prefill, ids[:CACHED])
+    fill(prefill, ids, CACHED)
+    logits["behind a kept prefix"] = begin_at_head(kernel, prefill, ids)
+    decode(kernel, ids[:CACHED], 0)
+    prefill.forget(0)
+    fill(prefill, ids, CACHED)
+    logits["behind decoded tokens"] = begin_at_head(kernel, prefill, ids)
+    wanted = on_cpu(checkpoint, ids)
+    kernel.close()
+    errors = {how: relative_error(found, wanted) for how, found in logits.items()}
+    print(name, f"decoded {error:.1e}", {how: f"{one:.1e}" for how, one in errors.items()})
+    assert error < LIMIT
+    assert max(errors.values()) < PREFILL_LIMIT
 
 
 @pytest.mark.parametrize(("name", "num_experts"), [("qwen3-30b-a3b", 12), ("gpt-oss-20b", 6)])
@@ -55,11 +85,7 @@ def test_logits_of_experts_in_16_bit(tmp_path: Path, name: str, num_experts: int
     write_stored_checkpoint(tmp_path, spec, lambda tensor: random_tensor(spec, tensor, SEED).get(), max_shard_bytes=2**30)
     checkpoint = open_checkpoint(tmp_path)
     shape = shape_of(checkpoint.spec)
-    kernel = Monokernel(shape, load_weights(shape, checkpoint))
-    error = relative_error(decode(kernel, ids(), 0), on_cpu(checkpoint, ids()))
-    kernel.close()
-    print(name, f"{error:.1e}")
-    assert error < LIMIT
+    check(shape, partial(load_weights, shape, checkpoint), checkpoint, name)
 
 
 def test_logits_of_experts_in_mxfp4(tmp_path: Path) -> None:
@@ -82,16 +108,16 @@ def test_logits_of_experts_in_mxfp4(tmp_path: Path) -> None:
         return to_words(cupy.stack(lanes), "bfloat16").get()
 
     write_stored_checkpoint(tmp_path, spec, stored, max_shard_bytes=2**30)
-    weights = from_tensors(
-        shape,
-        lambda name: random_tensor(spec, name, SEED)[slice(*needed_rows(shape, name))],
-        lambda name, lane: random_codes(shape, name, lane, SEED),
-    )
-    kernel = Monokernel(shape, weights)
-    error = relative_error(decode(kernel, ids(), 0), on_cpu(open_checkpoint(tmp_path), ids()))
-    kernel.close()
-    print("MXFP4", f"{error:.1e}")
-    assert error < LIMIT
+
+    def weights(observe: Observer) -> DeviceWeights:
+        def tensor(name: str) -> Any:
+            words = random_tensor(spec, name, SEED)[slice(*needed_rows(shape, name))]
+            observe(name, words)
+            return words
+
+        return from_tensors(shape, tensor, lambda name, lane: random_codes(shape, name, lane, SEED))
+
+    check(shape, weights, open_checkpoint(tmp_path), "MXFP4")
 
 
 def in_blocks(matrix: Any) -> tuple[Any, Any]:
@@ -147,8 +173,8 @@ def test_logits_of_a_folder_that_is_published_in_fp8(tmp_path: Path) -> None:
     write_in_fp8(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     shape = shape_of(checkpoint.spec, coding_of(checkpoint))
-    kernel = Monokernel(shape, load_weights(shape, checkpoint))
-    error = relative_error(decode(kernel, ids(), 0), on_cpu(checkpoint, ids()))
+    kernel, few = Monokernel(shape, load_weights(shape, checkpoint)), drawn(TOKENS)
+    error = relative_error(decode(kernel, few, 0), on_cpu(checkpoint, few))
     kernel.close()
     print("FP8", f"{error:.1e}")
     assert error < LIMIT

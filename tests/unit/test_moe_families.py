@@ -243,18 +243,18 @@ def test_gpus_refuse_numbers_of_experts_that_do_not_divide(per_token: int, reaso
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "reason"),
+    ("name", "weight_dtype", "reason"),
     [
-        ("qwen3-30b-a3b+fp8-rows:2", {}, "quantised experts with one scale for each row .for groups of columns."),
-        ("qwen3-30b-a3b+fp8:4", {}, "lanes with 192 columns of an expert .whole groups of 128."),
-        ("gpt-oss-20b", {"weight_dtype": "float16"}, "experts in E2M1 beside a router in float16 .bfloat16."),
-        ("qwen3-30b-a3b+fp8", {"weight_dtype": "float16"}, ""),
+        ("qwen3-30b-a3b+fp8-rows:2", "bfloat16", "quantised experts with one scale for each row .for groups of columns."),
+        ("qwen3-30b-a3b+fp8:4", "bfloat16", "lanes with 192 columns of an expert .whole groups of 128."),
+        ("gpt-oss-20b", "float16", "experts in E2M1 beside a router in float16 .bfloat16."),
+        ("qwen3-30b-a3b+fp8", "float16", ""),
     ],
 )
-def test_gpus_refuse_experts_that_no_kernel_reads(name: str, changes: dict[str, str], reason: str) -> None:
+def test_gpus_refuse_experts_that_no_kernel_reads(name: str, weight_dtype: str, reason: str) -> None:
     spec, coding = named_shape(name)
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
-        KernelShape(spec, range(spec.num_lanes), coding=coding, **changes)
+        KernelShape(spec, range(spec.num_lanes), weight_dtype, coding=coding)
 
 
 def test_a_gpu_reads_quantised_experts_attention_and_little_more(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ BUILDS = {
     "KOG_HASHES",
     "KOG_CODE",
     "KOG_EXPERTS",
+    "KOG_PLAIN_ATTENTION",
     "KOG_STREAM",
 }  # what is built of the sources
 

@@ -187,7 +187,7 @@ def obstacle(shape: KernelShape) -> str:
     from kog_dist.workers.prefill import gpu
     from kog_dist.workers.prefill.model.buffers import misfit
 
-    finding = misfit(shape.spec)
+    finding = misfit(shape.spec, shape.coding)
     return f"the model has {finding}" if finding else gpu.obstacle_on_gpu()
 
 

@@ -22,6 +22,7 @@ from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal, SumExchange
 from kog_dist.workers.prefill.expand.expanded import expanded_on_gpu
+from kog_dist.workers.prefill.experts.device import experts_on_gpu
 from kog_dist.workers.prefill.hopper_abi import HOPPER
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
@@ -68,10 +69,10 @@ def obstacle_on_gpu() -> str:
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
     """An empty collection in the products' type, and the observer that `load_weights` fills it through.
 
-    Where weights are quantised it stays empty: matrices are expanded from the monokernel's tape.
+    Where weights of layers are quantised it stays empty: matrices are expanded from the monokernel's tape. Experts are not in it.
     """
-    matrices = Matrices(shape.spec, np.float16)
-    wants = matrices.wants if shape.coding is None else lambda name: False
+    matrices = Matrices(shape.spec, np.float16, has_first_lane=shape.hosted_lanes[0] == 0)
+    wants = matrices.wants if shape.attention_coding is None else lambda name: False
     return matrices, observer(matrices.take, wants, shape.weight_dtype)
 
 
@@ -119,14 +120,16 @@ def runner_for(
     kernel.prepare_head_start()
     ended("head start")
     embedding, cache = kernel.weights.embedding, kernel.kv
-    of_layers = matrices.layers() if shape.coding is None else expanded_on_gpu(shape, kernel.weights)
+    of_layers = matrices.layers() if shape.attention_coding is None else expanded_on_gpu(shape, kernel.weights)
     dtypes = {"weight_dtype": shape.weight_dtype, "kv_dtype": shape.kv_dtype}
     buffers: Buffers | DenseBuffers
     operations: DeviceOperations | DenseDeviceOperations
     layers: Layers | DenseLayers
     if spec.has_one_stream:
         buffers = DenseBuffers(layout, np.float16, max(tuning.sizes), "cuda")
-        operations = DenseDeviceOperations(buffers, embedding, cache, **dtypes)
+        of_kernel = kernel.weights.experts
+        experts = None if of_kernel is None else experts_on_gpu(shape, of_kernel, buffers.last_position)
+        operations = DenseDeviceOperations(buffers, embedding, cache, **dtypes, experts=experts)
         layers = DenseLayers(spec, of_layers, operations, exchange or OneRank())
     else:
         buffers = Buffers(layout, np.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)

@@ -29,13 +29,18 @@ def cases(runner: GraphRunner, size: int) -> Iterator[Case]:
 
 def _dense(runner: GraphRunner, size: int) -> Iterator[Case]:
     rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
-    for name, x, matrix, out in (("qkv", rows.x, matrices.wqkv, rows.qkv), ("gate_up", rows.x, matrices.w13, rows.gate_up)):
-        yield name, partial(wide_product, do, x, matrix, out), 2 * size * matrix.size, 0
     mixed = rows.query.reshape(size, len(rows.partial), -1).swapaxes(0, 1)
-    for name, x, matrix in (("out", mixed, matrices.wo), ("down", rows.activation, matrices.w2)):
-        yield name, partial(do.product, x, matrix, rows.partial), 2 * size * matrix.size, 0
+    yield "qkv", partial(wide_product, do, rows.x, matrices.wqkv, rows.qkv), 2 * size * matrices.wqkv.size, 0
+    yield "out", partial(do.product, mixed, matrices.wo, rows.partial), 2 * size * matrices.wo.size, 0
     yield "qkv and append", partial(do.append, rows, matrices, 0), 2 * size * matrices.wqkv.size, 0
-    yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.size, 0
+    if rows.experts is not None:
+        flops = 6 * rows.experts.activation.size * rows.x.shape[1]
+        yield "router and experts", partial(do.mix, rows, matrices, 0), flops, 0
+    else:
+        w13, w2 = matrices.w13, matrices.w2
+        yield "gate_up", partial(wide_product, do, rows.x, w13, rows.gate_up), 2 * size * w13.size, 0
+        yield "down", partial(do.product, rows.activation, w2, rows.partial), 2 * size * w2.size, 0
+        yield "gate_up and swiglu", partial(do.gate, rows, w13), 2 * size * w13.size, 0
     moved = rows.partial.nbytes + 2 * rows.stream.nbytes + rows.x.nbytes
     yield "residual", partial(do.residual, rows, 1.0, None, matrices.ffn_norm), 0, moved
     yield from _attention(runner, rows, ((0, "first"),))
@@ -98,6 +103,8 @@ def row_bits(runner: GraphRunner, sizes: Sequence[int]) -> dict[str, dict[str, b
     is_dense = isinstance(runner.layers.operations, DenseDeviceOperations)
     for name in ("wqkv", "wo", "w13", "w2"):
         matrix = getattr(runner.layers.matrices[0], name)
+        if matrix is None:  # experts
+            continue
         if is_dense and name in ("wqkv", "w13"):
             matrix = matrix.reshape(1, -1, matrix.shape[2])
         lanes, out_rows, columns = matrix.shape

@@ -2,6 +2,7 @@
 // those of a cluster at once.
 // Stands in for collectives/device/ptx.cuh, of which it has what those kernels use.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -41,6 +42,8 @@ struct float2 {
     float x, y;
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+using std::max;
+using std::min;
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
@@ -48,6 +51,7 @@ struct ThreadBlock {
     std::barrier<> all;
     std::vector<std::unique_ptr<std::barrier<>>> warps;
     float shuffled[1024];
+    unsigned operands[2][1024][6];  // of a warp's products, in turn: who has left one may begin the next
 
     explicit ThreadBlock(unsigned num_threads) : all(num_threads) {
         for (unsigned first = 0; first < num_threads; first += 32)
@@ -70,6 +74,17 @@ T __shfl_xor_sync(unsigned, T value, int offset) {
     __syncwarp();
     return value;
 }
+inline unsigned __ballot_sync(unsigned, bool mine) {
+    float* shuffled = thread_blocks[my_rank]->shuffled;
+    const unsigned first = threadIdx.x / 32 * 32;
+    shuffled[threadIdx.x] = mine;
+    __syncwarp();
+    unsigned found = 0;
+    for (unsigned i = 0; i < 32; ++i) found |= static_cast<unsigned>(shuffled[first + i] != 0) << i;
+    __syncwarp();
+    return found;
+}
+inline unsigned __popc(unsigned bits) { return __builtin_popcount(bits); }
 template <class T>
 T __ldg(const T* from) {
     return *from;
@@ -169,6 +184,20 @@ struct Fp16 {
         return half;
     }
     static float high(u32 packed) { return low(packed >> 16); }
+    // m16n8k16: of A a thread holds rows group and group + 8, of B column group, of the result columns 2 part and 2 part + 1.
+    static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+        static thread_local unsigned turn = 0;
+        auto* all = thread_blocks[my_rank]->operands[++turn % 2] + threadIdx.x / 32 * 32;
+        const u32 own[6] = {a0, a1, a2, a3, b0, b1}, group = laneid() / 4, part = laneid() % 4;
+        std::memcpy(all[laneid()], own, sizeof(own));
+        __syncwarp();
+        for (u32 k = 0; k < 8; ++k) {  // pairs of k
+            for (u32 i = 0; i < 4; ++i) {
+                const u32 a = all[group * 4 + k % 4][k / 4 * 2 + i / 2], b = all[(2 * part + i % 2) * 4 + k % 4][4 + k / 4];
+                d[i] += low(a) * low(b) + high(a) * high(b);
+            }
+        }
+    }
 };
 
 inline u32 pack_e4m3(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }

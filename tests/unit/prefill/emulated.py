@@ -19,6 +19,7 @@ from kog_dist.workers.prefill.dense.dense_abi import DENSE_PARAMS, dense_header
 from kog_dist.workers.prefill.dense.device import KERNELS, DenseDeviceOperations
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.device_operations import _KERNELS, DeviceOperations
+from kog_dist.workers.prefill.experts.plain import PlainExperts
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.operations import PlainOperations
 from kog_dist.workers.prefill.prefill_abi import PREFILL_PARAMS, prefill_header
@@ -100,14 +101,15 @@ class EmulatedOperations(DeviceOperations):
 
 
 class EmulatedDenseOperations(DenseDeviceOperations):
-    """The same for models with one residual stream."""
+    """The same for models with one residual stream. Experts are the twin's, too."""
 
     def __init__(
-        self, buffers: DenseBuffers, embedding: Any, cache: Any, folder: Path, *, weight_dtype: str, kv_dtype: str
+        self, buffers: DenseBuffers, embedding: Any, cache: Any, folder: Path, *, weight_dtype: str, kv_dtype: str,
+        of_layers: Sequence[PlainExperts] = (),
     ) -> None:  # fmt: skip
-        twin = PlainDenseOperations(buffers, embedding, cache)
+        twin = PlainDenseOperations(buffers, embedding, cache, of_layers)
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
         library = ctypes.CDLL(str(compiled(folder, "dense", header, KERNELS, "KogDenseParams", "-O1")))
         self._bind(embedding, cache, {name: launcher(library, name, DENSE_PARAMS.size_bytes) for name in KERNELS})
-        self.product, self.attend = twin.product, twin.attend  # type: ignore[method-assign]
+        self.product, self.attend, self.mix = twin.product, twin.attend, twin.mix  # type: ignore[method-assign]

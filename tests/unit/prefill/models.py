@@ -17,6 +17,7 @@ from kog_dist.workers.prefill.dense.buffers import DenseBuffers
 from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, SumExchange
+from kog_dist.workers.prefill.experts.plain import plain_experts
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.cache_layout import BATCH, CacheLayout
 from kog_dist.workers.prefill.model.layers import Layers
@@ -77,7 +78,9 @@ class Rank:
         if self.spec.has_one_stream:
             exact_size = 0
             self.buffers = DenseBuffers(self.layout, dtype, max(sizes), "cpu")
-            of_dense = PlainDenseOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
+            layers = range(self.spec.num_layers if self.spec.experts is not None else 0)
+            self.experts = [plain_experts(self.spec, layer, self.lanes, self.tensor) for layer in layers]
+            of_dense = PlainDenseOperations(self.buffers, self.tensor(EMBEDDING), self.cache, self.experts)
             self.layers = DenseLayers(self.spec, self.matrices, of_dense, exchange or OneRank())
         else:
             self.buffers = Buffers(self.layout, dtype, max(*sizes, exact_size), "cpu", split_size=split_size)

@@ -81,7 +81,9 @@ def emulated(folder: Path, shape: AttentionShape, max_context: int) -> tuple[Att
     return few, many
 
 
-def wanted(shape: AttentionShape, query: Any, keys: Any, values: Any, start: int, window: int | None) -> torch.Tensor:
+def wanted(
+    shape: AttentionShape, query: Any, keys: Any, values: Any, start: int, window: int | None, sinks: Any
+) -> torch.Tensor:  # fmt: skip
     """(lanes, size, heads of a lane * head_dim) in float64."""
     size, end = len(query), start + len(query)
     positions, others = torch.arange(start, end)[:, None], torch.arange(end)
@@ -89,7 +91,10 @@ def wanted(shape: AttentionShape, query: Any, keys: Any, values: Any, start: int
     q, k, v = (x.double().transpose(0, 1) for x in (query, keys[:end], values[:end]))
     k, v = k.repeat_interleave(shape.share, 0), v.repeat_interleave(shape.share, 0)
     scores = (q @ k.transpose(1, 2)) * shape.head_dim**-0.5
-    mixed = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)  # (size, heads, head_dim)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, torch.from_numpy(sinks).double()[:, None, None].expand(-1, size, 1)], -1)
+    mixed = (scores.softmax(-1)[..., :end] @ v).transpose(0, 1)  # (size, heads, head_dim)
     by_lane: torch.Tensor = mixed.reshape(size, -1, shape.lane_heads * shape.head_dim).transpose(0, 1)
     return by_lane
 
@@ -104,17 +109,19 @@ def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     query, keys, values = (
         torch.randn(max_context + 80, heads, shape.head_dim, generator=generator).half() for heads in (shape.num_heads, 1, 1)
     )
-    for window, start, size in ((None, 230, 70), (None, 299, 1), (40, 130, 50), (150, 260, 33)):
+    given = np.array([0.7, 3.1], np.float32)
+    cases = ((None, 230, 70, None), (None, 299, 1, given), (40, 130, 50, given), (150, 260, 33, given))
+    for window, start, size, sinks in cases:
         place = np.array([start, 0, start + size], np.int32)
-        arguments = query[start : start + size].numpy(), keys.numpy(), values.numpy(), place, window
+        arguments = query[start : start + size].numpy(), keys.numpy(), values.numpy(), place, window, sinks
         found = many.run(*arguments).copy()
-        reference = wanted(shape, query[start : start + size], keys, values, start, window)
+        reference = wanted(shape, query[start : start + size], keys, values, start, window, sinks)
         assert relative_error(found, reference) < 1e-3, (window, start, size)
         if window is None:
             assert np.array_equal(found, few.run(*arguments)), "partitions that are items of their own change bits"
         if size > 1:
             row = np.array([start + size - 2], np.int32)
-            alone = many.run(arguments[0][-2:-1], *arguments[1:3], row, window)
+            alone = many.run(arguments[0][-2:-1], *arguments[1:3], row, window, sinks)
             assert np.array_equal(alone[:, 0], found[:, -2]), "a row has other bits elsewhere"
 
 

@@ -12,6 +12,7 @@ import pytest
 from kog_dist.bench.kernel.shapes import named_spec
 from kog_dist.cuda import build as compiler
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.arrays import float32_of
@@ -20,7 +21,7 @@ from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_by
 from kog_dist.workers.prefill.dense.dense_abi import dense_header
 from kog_dist.workers.prefill.dense.device import KERNELS
 from kog_dist.workers.prefill.dense.layers import DenseLayers
-from kog_dist.workers.prefill.dense.operations import ACTIVATION_SCALE
+from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
@@ -37,6 +38,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one lane": {"num_lanes": 1, "sliding_window": None, "window_layers": ()},
     "biases, normed heads": {"own_head_dim": 8, "qkv_bias": True, "qk_norm": True, "num_lanes": 2},
     "rows of several turns": {"hidden_size": 2 * 256 + 32, "num_heads": 8, "own_head_dim": 8},
+    "experts, sinks, biases of sums": {
+        "attention_sinks": True, "out_bias": True, "num_lanes": 2, "experts": ExpertsSpec(4, 2, router_bias=True, bias=True),
+    },
     "a cache of fp8": {"own_head_dim": 32},
     "a cache of int4": {"own_head_dim": 64},
 }  # fmt: skip
@@ -66,7 +70,9 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v
     rank = Rank(checkpoint, dtype=np.float16, kv_dtype=kv_dtype, sizes=sizes)
     cache, embedding = np.zeros_like(rank.cache), rank.embedding()
     buffers = DenseBuffers(rank.layout, np.float16, max(sizes), "cpu")
-    made = EmulatedDenseOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype)
+    made = EmulatedDenseOperations(
+        buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype, of_layers=rank.experts
+    )
     layers = DenseLayers(spec, rank.matrices, made, OneRank())
     emulated = Prefill(HostRunner(layers, buffers, sizes), max_context=spec.max_context, sizes=sizes)
     ids = token_ids(spec, 11)

@@ -54,14 +54,14 @@ __global__ void __launch_bounds__(kGroupThreads) combine(const __grid_constant__
     const u32 num_rows = params.num_tiles * kPackedHeads;  // items, but for partitions
     Item item(params, rows, *reinterpret_cast<const int*>(params.place_ptr));
     item.see(params, *reinterpret_cast<const int*>(params.place_ptr));
-    float top[2] = {-INFINITY, -INFINITY};
     State total{};
+    total.top[0] = total.top[1] = -INFINITY;
     for (int partition = item.first / kPartitionTiles; partition * kPartitionTiles < item.end; ++partition) {
         const Parts parts(params, partition * num_rows + rows, group);
         const float4 sums = parts.sums[0];
         const float partition_top[2] = {sums.x, sums.y}, partition_sum[2] = {sums.z, sums.w};
         float factor[4];
-        merge(top, total.sum, factor, partition_top, partition_sum);
+        merge(total.top, total.sum, factor, partition_top, partition_sum);
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
             const float4 part = parts.values[i * kGroupThreads];

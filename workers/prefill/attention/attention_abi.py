@@ -21,6 +21,7 @@ ATTENTION_PARAMS = Struct(
         Field("values_map", "u64", "like keys", count=16),
         Field("place_ptr", "u64", "int32: position of the first row"),
         Field("out_ptr", "u64", "binary16 (lanes, size, heads of a lane, head_dim)"),
+        Field("sinks_ptr", "u64", "float32 (heads): one more logit of each, which no value is mixed for; 0: there are none"),
         Field("parts_ptr", "u64", "float32 (items, groups, head_dim / 8, threads, 4): sums of values, of partitions"),
         Field("part_sums_ptr", "u64", "float32 (items, groups, threads, 4): largest scores of two rows, sums of exponentials"),
         Field("size", "u32", "rows of the chunk"),
@@ -90,7 +91,8 @@ class AttentionShape:
         }  # fmt: skip
         lines = [device_header("kog_dist.workers.prefill.attention.attention_abi", (ATTENTION_PARAMS,)), "namespace kog {"]
         lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
-        lines += [f"constexpr float kScale = static_cast<float>({self.head_dim**-0.5 * math.log2(math.e)!r});  // exponents of 2"]
+        floats = {"kLog2e": math.log2(math.e), "kScale": self.head_dim**-0.5 * math.log2(math.e)}  # exponents of 2
+        lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
         return "\n".join([*lines, "}  // namespace kog", ""])
 
 

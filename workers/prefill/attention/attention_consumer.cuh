@@ -198,7 +198,7 @@ struct Consumer {
                 }
                 from = until;
             }
-            state.sum[0] = sum[0], state.sum[1] = sum[1];
+            state.sum[0] = sum[0], state.sum[1] = sum[1], state.top[0] = top[0], state.top[1] = top[1];
             if (params.num_partitions == 0) {
                 store_rows(params, item, group, state);
                 continue;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_items.cuh"
+#include "quad.cuh"
 
 namespace kog {
 
@@ -33,21 +34,6 @@ __device__ __forceinline__ float merged(float total, float value, const float (&
     return fmaf(total, factor[row], value * factor[2 + row]);
 }
 
-// Four threads of a row: each has two values of four neighbouring units of 8, and gets all of one of them.
-__device__ __forceinline__ void turn(u32 (&v)[4]) {
-    const bool odd = laneid() & 1, high = laneid() & 2;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const u32 got = __shfl_xor_sync(kFullWarp, odd ? v[i] : v[i + 1], 1);
-        v[i] = odd ? got : v[i], v[i + 1] = odd ? v[i + 1] : got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 got = __shfl_xor_sync(kFullWarp, high ? v[i] : v[i + 2], 2);
-        v[i] = high ? got : v[i], v[i + 2] = high ? v[i + 2] : got;
-    }
-}
-
 // The outputs of a group's rows. Called by whole warps.
 __device__ __forceinline__ void store_rows(const KogAttentionParams& params, const Item& item, u32 group, const State& state) {
 #pragma unroll
@@ -56,7 +42,9 @@ __device__ __forceinline__ void store_rows(const KogAttentionParams& params, con
         const u32 place = item.first_row(params, group) + row / kPack, at = item.head * kPack + row % kPack;
         const u64 first = ((static_cast<u64>(at / kLaneHeads) * params.size + place) * kLaneHeads + at % kLaneHeads) * kHeadDim;
         unsigned char* to = reinterpret_cast<unsigned char*>(params.out_ptr) + 2 * first;
-        const float inverse = 1.0f / state.sum[r];
+        float sum = state.sum[r];
+        if (params.sinks_ptr) sum += exp2_approx(reinterpret_cast<const float*>(params.sinks_ptr)[at] * kLog2e - state.top[r] * kScale);
+        const float inverse = 1.0f / sum;
 #pragma unroll
         for (int unit = 0; unit + 4 <= kHeadDim / 8; unit += 4) {
             u32 v[4];

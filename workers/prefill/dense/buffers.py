@@ -10,13 +10,17 @@ from numpy.typing import DTypeLike
 
 from kog_dist.model.spec import Sublayer
 from kog_dist.workers.prefill.arrays import Array
+from kog_dist.workers.prefill.experts.rows import ExpertRows, expert_row_bytes, expert_rows
 from kog_dist.workers.prefill.model.buffers import PromptBuffers
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Views for a chunk of `size` tokens. L: hosted lanes, D: hidden size, F: FFN columns of a lane, T: the products' type."""
+    """Views for a chunk of `size` tokens. L: hosted lanes, D: hidden size, F: FFN columns of a lane, T: the products' type.
+
+    With experts x is a plane of theirs, and F is 0.
+    """
 
     size: int
     stream: Array  # (size, D) float32
@@ -28,6 +32,7 @@ class DenseRows:
     partial: Array  # (L, size, D) T: what a sublayer adds to the stream, by lane
     own_sums: tuple[Array, ...]  # by sublayer, (size, D) float32: sums over the hosted lanes, for other ranks
     place: Array  # int32: first position of the chunk; 0; one past its last row
+    experts: ExpertRows | None = None
 
 
 class DenseBuffers(PromptBuffers):
@@ -55,18 +60,20 @@ class DenseBuffers(PromptBuffers):
         def view(name: str, *shape: int, dtype: DTypeLike) -> Array:
             return self._front(name + suffix, shape, dtype, prod(shape) // size * largest)
 
-        d, f32 = spec.hidden_size, np.float32
+        d, f32, ffn = spec.hidden_size, np.float32, spec.lane_ffn if spec.experts is None else 0
+        experts = expert_rows(spec, lanes, size, half, view)
         return DenseRows(
             size=size,
             stream=view("stream", size, d, dtype=f32),
-            x=view("x", size, d, dtype=half),
+            x=view("x", size, d, dtype=half) if experts is None else experts.planes[0],
             qkv=view("qkv", size, lanes * spec.lane_qkv_rows, dtype=f32),
             query=view("query", size, lanes * spec.lane_heads, spec.head_dim, dtype=half),
-            gate_up=view("gate up", size, lanes * 2 * spec.lane_ffn, dtype=half),
-            activation=view("activation", size, lanes, spec.lane_ffn, dtype=half).swapaxes(0, 1),
+            gate_up=view("gate up", size, lanes * 2 * ffn, dtype=half),
+            activation=view("activation", size, lanes, ffn, dtype=half).swapaxes(0, 1),
             partial=view("partial", lanes, size, d, dtype=half),
             own_sums=tuple(view(f"own sum {sublayer}", size, d, dtype=f32) for sublayer in Sublayer),
             place=self._library.zeros(3, np.int32),
+            experts=experts,
         )
 
 
@@ -76,6 +83,7 @@ def dense_buffer_bytes(layout: CacheLayout, max_size: int) -> int:
     num_rows = spec.max_context + max_size
     kept = 2 * 2 * num_rows * layout.heads * spec.head_dim
     rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 3 * 4
-    of_lane = 4 * spec.lane_qkv_rows + 2 * spec.lane_heads * spec.head_dim + 2 * 3 * spec.lane_ffn + 2 * spec.hidden_size
-    row = (4 + 2 + 2 * 4) * spec.hidden_size + lanes * of_lane
+    ffn = spec.lane_ffn if spec.experts is None else 0
+    of_lane = 4 * spec.lane_qkv_rows + 2 * spec.lane_heads * spec.head_dim + 2 * 3 * ffn + 2 * spec.hidden_size
+    row = (4 + 2 + 2 * 4) * spec.hidden_size + lanes * of_lane + expert_row_bytes(spec, lanes)
     return kept + rope + prompt + flags + (max_size + 1) * row + 4 * spec.hidden_size

@@ -44,7 +44,12 @@ struct Row {
             Unit normed;
 #pragma unroll
             for (int k = 0; k < kUnit; ++k) normed.v[k] = units[turn].v[k] * inverse_rms * weight.v[k];
-            x[unit] = narrowed(normed);
+            const uint4 rounded = x[unit] = narrowed(normed);
+            if (!params.left_ptr) continue;
+            const Unit kept = widened(rounded);
+#pragma unroll
+            for (int k = 0; k < kUnit; ++k) normed.v[k] -= kept.v[k];
+            reinterpret_cast<uint4*>(params.left_ptr)[row * kUnits + unit] = narrowed(normed);
         }
     }
 };
@@ -73,9 +78,17 @@ __device__ __forceinline__ Unit lanes_sum(const Params& params, u32 row, u32 uni
     uint4 held[kLanes];
 #pragma unroll
     for (u32 lane = 0; lane < kLanes; ++lane) held[lane] = __ldg(partials + static_cast<u64>(lane) * params.size * kUnits);
+    Unit bias{};
+    if (params.bias_ptr) bias = float_unit(reinterpret_cast<const float*>(params.bias_ptr) + unit * kUnit);
     LaneTree<kLanes> tree;
 #pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) tree.add(lane, widened(held[lane]));
+    for (int lane = 0; lane < kLanes; ++lane) {
+        Unit partial = widened(held[lane]);
+#pragma unroll
+        for (int k = 0; k < kUnit; ++k)
+            if (lane == 0) partial.v[k] += bias.v[k];
+        tree.add(lane, partial);
+    }
     return tree.sum;
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.runtime.abi import Field, Struct
-from kog_dist.workers.prefill.dense.operations import ACTIVATION_SCALE
+from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.model.buffers import UNIT
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.prefill_abi import cache_lines, threads_for
@@ -24,6 +24,7 @@ DENSE_PARAMS = Struct(
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
         Field("stream_ptr", "u64", "float32 (size, hidden)"),
         Field("x_ptr", "u64", "binary16 (size, hidden)"),
+        Field("left_ptr", "u64", "binary16 (size, hidden): what rounding left of x; 0 = it is not wanted"),
         Field("norm_ptr", "u64", "float32 (hidden): weights of the norm that comes next; 0 = x is not wanted"),
         Field("qkv_ptr", "u64", "float32 (size, lanes * rows)"),
         Field("qkv_bias_ptr", "u64", "float32 (lanes, rows); 0 without biases"),
@@ -37,6 +38,7 @@ DENSE_PARAMS = Struct(
         Field("partial_ptr", "u64", "binary16 (lanes, size, hidden)"),
         Field("total_ptr", "u64", "float32 (size, hidden): what is added to the stream; 0 = the lanes' partials"),
         Field("own_sum_ptr", "u64", "float32 (size, hidden)"),
+        Field("bias_ptr", "u64", "float32 (hidden), of the first lane's partials; 0 = there is none"),
         Field("last_place_ptr", "u64", "like place, of the prompt's last token; so are the next two"),
         Field("last_stream_ptr", "u64", "float32 (hidden)"),
         Field("last_query_ptr", "u64", "binary16 (lanes * heads, head_dim)"),

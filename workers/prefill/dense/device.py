@@ -17,6 +17,7 @@ from kog_dist.workers.prefill.attention.choice import attention_for
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
 from kog_dist.workers.prefill.dense.dense_abi import APPEND_ROWS, DENSE_PARAMS, MAX_THREADS, dense_header, row_threads
 from kog_dist.workers.prefill.dense.operations import wide_product
+from kog_dist.workers.prefill.experts.device import GroupedExperts
 from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_kept
 from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
 
@@ -33,10 +34,15 @@ _MOST_STORING = 1024
 class DenseDeviceOperations:
     """`DenseOperations` on a GPU. The products' type is binary16.
 
-    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. Raises CompileError or LaunchError.
+    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. `experts`: None of a model without.
+    Raises CompileError or LaunchError.
     """
 
-    def __init__(self, buffers: DenseBuffers, embedding: Array, cache: Array, *, weight_dtype: str, kv_dtype: str) -> None:
+    def __init__(
+        self, buffers: DenseBuffers, embedding: Array, cache: Array, *, weight_dtype: str, kv_dtype: str,
+        experts: GroupedExperts | None = None,
+    ) -> None:  # fmt: skip
+        self.experts = experts
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         cubin = compiled.build("dense", dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype))
         self.products = Products(algorithms_kept())
@@ -77,24 +83,28 @@ class DenseDeviceOperations:
         num_ctas = min(_MOST_STORING, -(-rows.size * self.layout.heads * self.spec.head_dim // (8 * MAX_THREADS)))
         self._launch("store", num_ctas, MAX_THREADS, early=True, size=rows.size, layer=layer, place=rows.place)
 
-    def attend(self, rows: DenseRows, layer: int) -> Array:
+    def attend(self, rows: DenseRows, layer: int, sinks: Array | None = None) -> Array:
         """See `DenseOperations`."""
         keys, values, window = self.buffers.keys[0], self.buffers.values[0], self.spec.window(layer)
-        return self._attention.run(rows.query, keys, values, rows.place, window)
+        return self._attention.run(rows.query, keys, values, rows.place, window, sinks)
 
-    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array) -> None:
+    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array, bias: Array | None = None) -> None:
         """See `DenseOperations`."""
         self._launch(
             "lane_sum", rows.size, self._row_threads, early=True, size=rows.size, scale=scale, partial=rows.partial,
-            own_sum=own_sum,
+            own_sum=own_sum, bias=bias,
         )  # fmt: skip
 
-    def residual(self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None) -> None:
+    def residual(
+        self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None
+    ) -> None:  # fmt: skip
         """See `DenseOperations`."""
+        left = None if rows.experts is None else rows.experts.planes[1]
         self._launch(
             "residual_alone" if total is None else "residual", rows.size, self._row_threads,
             early=total is None,  # else it is not a product alone that comes before
-            size=rows.size, scale=scale, stream=rows.stream, x=rows.x, norm=norm, partial=rows.partial, total=total,
+            size=rows.size, scale=scale, stream=rows.stream, x=rows.x, left=left, norm=norm, partial=rows.partial, total=total,
+            bias=bias,
         )  # fmt: skip
 
     def gate(self, rows: DenseRows, matrix: Array) -> None:
@@ -103,6 +113,15 @@ class DenseDeviceOperations:
         self._launch(
             "swiglu", rows.size, MAX_THREADS, early=True, size=rows.size, gate_up=rows.gate_up, activation=rows.activation
         )  # fmt: skip
+
+    def mix(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
+        """See `DenseOperations`."""
+        own, router = rows.experts, matrices.router
+        assert own is not None
+        assert router is not None
+        assert self.experts is not None
+        self.product(own.planes.reshape(1, 2 * rows.size, -1), router[None], own.logits.reshape(1, 2 * rows.size, -1))
+        self.experts.run(rows, own, matrices.router_bias, layer)
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
         """See `DenseOperations`."""

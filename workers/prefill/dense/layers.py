@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.workers.prefill.arrays import Array
-from kog_dist.workers.prefill.dense.operations import ACTIVATION_SCALE
+from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.exchange.lane_sums import SumExchange
 
 if TYPE_CHECKING:
@@ -56,19 +56,30 @@ class DenseLayers:
 
     def _attend_and_feed(self, rows: DenseRows, layer: int) -> None:
         do, matrices = self.operations, self.matrices[layer]
-        do.product(do.attend(rows, layer), matrices.wo, rows.partial)
-        self._add(rows, Sublayer.ATTENTION, layer, 1.0, matrices.ffn_norm)
-        do.gate(rows, matrices.w13)
-        do.product(rows.activation, matrices.w2, rows.partial)
+        do.product(do.attend(rows, layer, matrices.sinks), matrices.wo, rows.partial)
+        self._add(rows, Sublayer.ATTENTION, layer, 1.0, matrices.ffn_norm, matrices.out_bias)
+        if self.spec.experts is not None:
+            do.mix(rows, matrices, layer)
+        else:
+            w13 = matrices.w13
+            assert w13 is not None
+            do.gate(rows, w13)
+            w2 = matrices.w2
+            assert w2 is not None
+            do.product(rows.activation, w2, rows.partial)
         is_last = layer == self.spec.num_layers - 1
         self._add(rows, Sublayer.MLP, layer, 1 / ACTIVATION_SCALE, None if is_last else self.matrices[layer + 1].attention_norm)
 
-    def _add(self, rows: DenseRows, sublayer: Sublayer, layer: int, scale: float, norm: Array | None) -> None:
-        """stream += `scale` times the sum of all lanes' partial sums, those of other ranks included; x = its norm."""
+    def _add(
+        self, rows: DenseRows, sublayer: Sublayer, layer: int, scale: float, norm: Array | None, bias: Array | None = None
+    ) -> None:  # fmt: skip
+        """stream += `scale` times the sum of all lanes' partial sums, those of other ranks included; x = its norm. `bias`: of the
+        sum, on the rank of the first lane.
+        """
         do, exchange, own_sum = self.operations, self.exchange, rows.own_sums[sublayer]
         total: Array | None = None
         if not exchange.is_alone:
-            do.lane_sum(rows, scale, own_sum)
+            do.lane_sum(rows, scale, own_sum, bias)
             exchange.publish(sublayer, layer, own_sum)
             total = exchange.total(sublayer, layer, own_sum)
-        do.residual(rows, scale, total, norm)
+        do.residual(rows, scale, total, norm, bias)

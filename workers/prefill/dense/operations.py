@@ -6,20 +6,19 @@ type T. Sums of products are float64: no row depends on how many others a chunk 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kog_dist.errors import ConfigError
 from kog_dist.workers.prefill.arrays import Array, float32_of, library_of, repeated
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
+from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.experts import plain
+from kog_dist.workers.prefill.experts.plain import PlainExperts
 from kog_dist.workers.prefill.model.reference import attend, inverse_rms, is_finite, multiply, rotated, silu, tree_sum
 
 if TYPE_CHECKING:
     from kog_dist.workers.prefill.model.matrices import DenseMatrices
-
-# Activations are kept times this, and what comes of them is multiplied by its inverse. The largest ones of published models reach
-# some thousands, their sums over a lane more; binary16 ends at 65,504, so here it ends at 4 million. What becomes smaller than
-# its smallest normal value is rounded to 2**-25, four millionths of an activation of 1/2.
-ACTIVATION_SCALE = 2.0**-6
 
 
 class DenseOperations(Protocol):
@@ -40,19 +39,30 @@ class DenseOperations(Protocol):
         still sees come from that cache. Nothing is stored once `overflow` is set.
         """
 
-    def attend(self, rows: DenseRows, layer: int) -> Array:
+    def attend(self, rows: DenseRows, layer: int, sinks: Array | None = None) -> Array:
         """Outputs (L, size, heads * head_dim) of all heads; a token sees itself and what the layer's window holds before it. The
-        keys and values are those of the last `append`.
+        keys and values are those of the last `append`. `sinks`: (L * heads,), one more logit of each head.
         """
 
-    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array) -> None:
-        """own_sum (size, D) float32 = `scale` times the sum of `partial` over the hosted lanes, a binary tree of neighbours."""
+    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array, bias: Array | None = None) -> None:
+        """own_sum (size, D) float32 = `scale` times the sum of `partial` over the hosted lanes, a binary tree of neighbours.
+        `bias` (D,) is added to the first lane's.
+        """
 
-    def residual(self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None) -> None:
-        """stream += `total` (size, D) float32, or, where it is None, what `lane_sum` would give; x = its norm times `norm`."""
+    def residual(
+        self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None
+    ) -> None:  # fmt: skip
+        """stream += `total` (size, D) float32, or, where it is None, what `lane_sum` would give; x = its norm times `norm`, and
+        with experts what rounding leaves of it.
+        """
 
     def gate(self, rows: DenseRows, matrix: Array) -> None:
         """activation = silu(gate) * up * ACTIVATION_SCALE, of gate and up = x times the transposed `matrix`."""
+
+    def mix(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
+        """partial (L, size, D) = ACTIVATION_SCALE times what the chosen experts of each row give in each lane (docs/moe.md), in
+        ascending order; 0 in rows behind the prompt's last token. Where the first lane is hosted it adds the experts' biases.
+        """
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
         """`last`, of one token, gets what `rows` holds of the prompt's last one: place, stream and query."""
@@ -62,10 +72,10 @@ class DenseOperations(Protocol):
 
 
 class PlainDenseOperations:
-    """`DenseOperations` in plain array code. `cache` (values of the cache's type) is the monokernel's."""
+    """`DenseOperations` in plain array code. `cache` (values of the cache's type) is the monokernel's. `experts`: by layer."""
 
-    def __init__(self, buffers: DenseBuffers, embedding: Array, cache: Array) -> None:
-        self.buffers, self.embedding, self.cache = buffers, embedding, cache
+    def __init__(self, buffers: DenseBuffers, embedding: Array, cache: Array, experts: Sequence[PlainExperts] = ()) -> None:
+        self.buffers, self.embedding, self.cache, self._experts = buffers, embedding, cache, experts
         self.spec, self.layout = buffers.spec, buffers.layout
         self._kept = buffers.keys[0], buffers.values[0]
         if cache.size != self.layout.num_values:
@@ -85,7 +95,10 @@ class PlainDenseOperations:
         self._norm(rows, norm)
 
     def _norm(self, rows: DenseRows, norm: Array) -> None:
-        rows.x[...] = self._normed(rows.stream, norm)
+        normed = self._normed(rows.stream, norm)
+        rows.x[...] = normed
+        if rows.experts is not None:
+            rows.experts.planes[1] = normed - float32_of(rows.x)
 
     def product(self, x: Array, matrix: Array, out: Array) -> None:
         """See `DenseOperations`."""
@@ -128,17 +141,19 @@ class PlainDenseOperations:
             keys, values = (kept[first:end] for kept in self._kept)
             self.layout.store(self.cache, layer, first, *self.layout.rounded(keys, values, self.cache))
 
-    def attend(self, rows: DenseRows, layer: int) -> Array:
+    def attend(self, rows: DenseRows, layer: int, sinks: Array | None = None) -> Array:
         """See `DenseOperations`."""
-        return attend(self.spec, rows.query, *self._kept, int(rows.place[0]), self.spec.window(layer))
+        return attend(self.spec, rows.query, *self._kept, int(rows.place[0]), self.spec.window(layer), sinks)
 
-    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array) -> None:
+    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array, bias: Array | None = None) -> None:
         """See `DenseOperations`."""
-        own_sum[...] = tree_sum(rows.partial) * scale
+        own_sum[...] = _lanes_sum(rows.partial, bias) * scale
 
-    def residual(self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None) -> None:
+    def residual(
+        self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None
+    ) -> None:  # fmt: skip
         """See `DenseOperations`."""
-        rows.stream[...] += tree_sum(rows.partial) * scale if total is None else total
+        rows.stream[...] += _lanes_sum(rows.partial, bias) * scale if total is None else total
         if norm is not None:
             self._norm(rows, norm)
 
@@ -147,6 +162,11 @@ class PlainDenseOperations:
         wide_product(self, rows.x, matrix, rows.gate_up)
         by_lane = float32_of(rows.gate_up.reshape(rows.size, self.layout.num_lanes, 2, -1)).swapaxes(0, 1)
         rows.activation[...] = silu(by_lane[:, :, 0]) * by_lane[:, :, 1] * ACTIVATION_SCALE
+
+    def mix(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
+        """See `DenseOperations`."""
+        num_tokens = int(self.buffers.last_position[0]) + 1 - int(rows.place[0])
+        plain.mix(self.spec, rows, matrices, self._experts[layer], num_tokens, ACTIVATION_SCALE)
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
         """See `DenseOperations`."""
@@ -160,6 +180,11 @@ class PlainDenseOperations:
         self.buffers.last_streams[...] = last.stream
         if not is_finite(last.stream):
             self.buffers.overflow[...] = 1
+
+
+def _lanes_sum(partial: Array, bias: Array | None) -> Array:
+    terms = float32_of(partial)
+    return tree_sum(terms if bias is None else library_of(terms).concatenate([terms[:1] + bias, terms[1:]]))
 
 
 def wide_product(do: DenseOperations, x: Array, matrix: Array, out: Array) -> None:

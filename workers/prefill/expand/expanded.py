@@ -122,6 +122,10 @@ class ExpandedDenseLayer(ExpandedLayer):
     ffn_norm: Array
     qkv_bias: Array | None = None
     head_norms: Array | None = None
+    out_bias: None = None  # `misfit` refuses models with these, and those with experts have 16-bit matrices
+    sinks: None = None
+    router: None = None
+    router_bias: None = None
 
 
 def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights) -> list[Any]:

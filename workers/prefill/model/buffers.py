@@ -8,6 +8,7 @@ from math import prod
 import numpy as np
 from numpy.typing import DTypeLike
 
+from kog_dist.decode.coding import Coding
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
@@ -18,6 +19,7 @@ from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import SPLIT_SIZE
 from kog_dist.workers.prefill.model.staging import Staging
 
+OF_EXPERTS = Coding("E2M1", 4, "E8M0", is_of_experts=True)  # MXFP4: what experts.cu reads besides 16 bit
 UNIT = 8  # neighbouring values that a thread of the fused kernels takes at once
 
 
@@ -175,13 +177,13 @@ def stream_rows_of(size: int, max_size: int, split_size: int) -> tuple[int, int]
     return (2 * size if size <= split_size else size), max(max_size, 2 * min(max_size, split_size))
 
 
-def misfit(spec: ModelSpec) -> str:
+def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
     """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
-    if spec.experts is not None:
-        findings.append(f"{spec.experts.num_experts} experts")
-    if spec.attention_sinks or spec.out_bias:
+    if spec.experts is not None and coding is not None and coding != OF_EXPERTS:
+        findings.append(f"experts in {coding.number} (16 bit, or MXFP4 beside attention in 16 bit)")
+    if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
         findings.append("attention sinks or biases of attention's output")
     if spec.head_dim > MAX_HEAD_DIM:
         findings.append(f"{spec.head_dim} values in a head (at most {MAX_HEAD_DIM})")

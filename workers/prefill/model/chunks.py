@@ -38,7 +38,8 @@ NO_LIMIT = Work()
 def work_of(spec: ModelSpec) -> Work:
     """Products of the layers, and attention of those that see everything."""
     attention = spec.num_heads * spec.head_dim
-    values = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim + 3 * spec.intermediate_size)
+    ffn = spec.intermediate_size * (1 if spec.experts is None else spec.experts.per_token)
+    values = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim + 3 * ffn)
     return Work(2 * spec.num_layers * values, 4 * attention * (spec.num_layers - len(spec.window_layers)))
 
 

@@ -22,6 +22,9 @@ _MATRICES = {
 }
 _BIASES = ("attention.wq.bias", "attention.wk.bias", "attention.wv.bias")
 _HEAD_NORMS = ("attention.q_norm", "attention.k_norm")
+_OUT_BIAS, _SINKS = "attention.wo.bias", "attention.sinks"
+_ROUTER, _ROUTER_BIAS = "feed_forward.router", "feed_forward.router.bias"
+_WHOLE = (*_BIASES, _OUT_BIAS, _SINKS, _ROUTER_BIAS)  # others end with .weight, or as norms do
 _LEAST_SCALE = 2.0**-6
 
 
@@ -44,16 +47,23 @@ class LayerMatrices:
 
 @dataclass(frozen=True, slots=True)
 class DenseMatrices:
-    """One layer of the hosted lanes of a model with one residual stream, (lanes, out, in), in the type of the products."""
+    """One layer of the hosted lanes of a model with one residual stream, (lanes, out, in), in the type of the products.
+
+    In a layer with experts `w13` and `w2` are None: experts are read where the monokernel has them.
+    """
 
     wqkv: Array  # query rows, key rows, value rows
     wo: Array
-    w13: Array  # gate rows, up rows
-    w2: Array
+    w13: Array | None  # gate rows, up rows
+    w2: Array | None
     attention_norm: Array  # (D,) float32
     ffn_norm: Array
     qkv_bias: Array | None = None  # (lanes, rows of wqkv) float32
     head_norms: Array | None = None  # (2, head_dim) float32: of query heads, of key heads
+    out_bias: Array | None = None  # (D,) float32, where the first lane is hosted
+    sinks: Array | None = None  # (lanes * heads,) float32
+    router: Array | None = None  # (experts, D)
+    router_bias: Array | None = None  # (experts,) float32
 
 
 class Matrices:
@@ -61,14 +71,20 @@ class Matrices:
 
     Layers are `DenseMatrices` where the model has one residual stream, else `LayerMatrices`.
     `take` wants the rows of the hosted lanes (all lanes of the model have the same number of rows), as floating-point values.
+    `has_first_lane`: whether that one is hosted, which adds the bias of attention's output.
     Memory at the peak: what is made, the tensors of layers that are not complete, and one matrix in float32.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: DTypeLike) -> None:
+    def __init__(self, spec: ModelSpec, dtype: DTypeLike, *, has_first_lane: bool = True) -> None:
         self._spec, self._dtype = spec, dtype
-        self._parts = [*_NORMS, *(part for parts in _MATRICES.values() for part in parts)]
+        names = _MATRICES if spec.experts is None else ("wqkv", "wo")
+        self._parts = [*_NORMS, *(part for name in names for part in _MATRICES[name])]
         self._parts += _BIASES if spec.qkv_bias else ()
         self._parts += _HEAD_NORMS if spec.qk_norm else ()
+        self._parts += [_OUT_BIAS] if spec.out_bias and has_first_lane else []
+        self._parts += [_SINKS] if spec.attention_sinks else []
+        if spec.experts is not None:
+            self._parts += [_ROUTER, _ROUTER_BIAS] if spec.experts.router_bias else [_ROUTER]
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
         self._waiting: dict[int, dict[str, Array]] = {layer: {} for layer in range(spec.num_layers)}
         self._made: dict[int, LayerMatrices | DenseMatrices] = {}
@@ -99,7 +115,7 @@ class Matrices:
     def _tensor_names(self, layer: int) -> list[str]:
         prefix, spec = layer_prefix(layer), self._spec
         return [
-            norm_name(spec, prefix + part) if part in _NORMS else prefix + part if part in _BIASES else f"{prefix}{part}.weight"
+            norm_name(spec, prefix + part) if part in _NORMS else prefix + part if part in _WHOLE else f"{prefix}{part}.weight"
             for part in self._parts
         ]
 
@@ -114,12 +130,26 @@ class Matrices:
         )  # fmt: skip
 
     def _make_dense(self, parts: dict[str, Array]) -> DenseMatrices:
-        wqkv, wo, w13, w2 = (self._matrix(parts, name) for name in _MATRICES)
+        wqkv, wo, w13, w2 = (self._matrix(parts, name) if _MATRICES[name][0] in parts else None for name in _MATRICES)
+        assert wqkv is not None
+        assert wo is not None
         spec, there = self._spec, library_of(wqkv).asarray
+
+        def vector(part: str) -> Array | None:
+            values: Array | None = there(on_host(parts[part]).reshape(-1)) if part in parts else None
+            return values
+
         attention_norm, ffn_norm = (there(on_host(parts[name]).reshape(-1)) for name in _NORMS)
         bias = there(np.concatenate([on_host(parts[part]) for part in _BIASES], axis=1)) if spec.qkv_bias else None
         head_norms = there(np.stack([on_host(parts[part]) for part in _HEAD_NORMS])) if spec.qk_norm else None
-        return DenseMatrices(wqkv, wo, w13, w2, attention_norm, ffn_norm, bias, head_norms)
+        router: Array | None = None
+        if _ROUTER in parts:
+            router = library_of(wqkv).empty(parts[_ROUTER].shape, self._dtype)
+            put_scaled(router, parts[_ROUTER], None)
+        return DenseMatrices(
+            wqkv, wo, w13, w2, attention_norm, ffn_norm, bias, head_norms, vector(_OUT_BIAS), vector(_SINKS), router,
+            vector(_ROUTER_BIAS),
+        )  # fmt: skip
 
     def _matrix(self, by_part: dict[str, Array], name: str, norm: NDArray[np.float32] | None = None) -> Array:
         """The parts of a matrix below each other, by lane, times `norm` column by column."""
@@ -137,7 +167,7 @@ class Matrices:
 
 def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Array], dtype: DTypeLike) -> Matrices:
     """The matrices of a model whose whole tensors can be asked for by name."""
-    matrices = Matrices(spec, dtype)
+    matrices = Matrices(spec, dtype, has_first_lane=lanes[0] == 0)
     for name, layout in tensor_layouts(spec).items():
         if matrices.wants(name):
             is_cut = len(layout.parts) > 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
+from kog_dist.decode.coding import Coding
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
@@ -23,9 +24,9 @@ _SMS = 132  # of the GPUs that attention.cu is for
 _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within graphs
 
 
-def obstacle_to_prefill(spec: ModelSpec) -> str:
+def obstacle_to_prefill(spec: ModelSpec, coding: Coding | None = None) -> str:
     """Why ranks of this machine cannot go through prompts in chunks; empty if they can (as far as the model decides)."""
-    finding = misfit(spec)
+    finding = misfit(spec, coding)
     return f"the model has {finding}" if finding else ""
 
 
@@ -42,14 +43,15 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
     heads = heads_of(layout)
     parts = most_parts_bytes(heads, sizes, shape.spec.max_context, _SMS)
     parts += 2 * max(sizes) * heads.num_heads * heads.head_dim  # outputs
-    weights = matrix_bytes(shape.spec, shape.num_lanes) if shape.coding is None else expanded_bytes(shape)
+    weights = matrix_bytes(shape.spec, shape.num_lanes) if shape.attention_coding is None else expanded_bytes(shape)
     return {"prefill weights": weights, "prefill": work + sums + parts + _BESIDES_BYTES}
 
 
 def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
-    """Of `Matrices` in 16 bit."""
-    columns = spec.lane_qkv_rows + spec.lane_heads * spec.head_dim + 3 * spec.lane_ffn
-    return 2 * num_lanes * spec.hidden_size * spec.num_layers * columns + _vector_bytes(spec, num_lanes)
+    """Of `Matrices` in 16 bit, which experts are not in."""
+    columns = spec.lane_qkv_rows + spec.lane_heads * spec.head_dim + (3 * spec.lane_ffn if spec.experts is None else 0)
+    routers = 0 if spec.experts is None else 2 * spec.num_layers * spec.experts.num_experts * spec.hidden_size
+    return 2 * num_lanes * spec.hidden_size * spec.num_layers * columns + routers + _vector_bytes(spec, num_lanes)
 
 
 def expanded_bytes(shape: KernelShape) -> int:
@@ -67,7 +69,10 @@ def _norm_bytes(spec: ModelSpec, num_lanes: int) -> int:
 def _vector_bytes(spec: ModelSpec, num_lanes: int) -> int:
     biases = 4 * spec.num_layers * num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
     head_norms = 4 * spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0
-    return _norm_bytes(spec, num_lanes) + biases + head_norms
+    out_biases = 4 * spec.num_layers * spec.hidden_size if spec.out_bias else 0
+    sinks = 4 * spec.num_layers * num_lanes * spec.lane_heads if spec.attention_sinks else 0
+    router_biases = 4 * spec.num_layers * spec.experts.num_experts if spec.experts and spec.experts.router_bias else 0
+    return _norm_bytes(spec, num_lanes) + biases + head_norms + out_biases + sinks + router_biases
 
 
 def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int, split_size: int = SPLIT_SIZE) -> int:

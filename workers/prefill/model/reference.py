@@ -41,10 +41,12 @@ def is_finite(values: Array) -> bool:
     return bool(library_of(values).isfinite(values).all())
 
 
-def attend(spec: ModelSpec, query: Array, keys: Array, values: Array, start: int, window: int | None) -> Array:
+def attend(
+    spec: ModelSpec, query: Array, keys: Array, values: Array, start: int, window: int | None, sinks: Array | None = None
+) -> Array:
     """Outputs (L, size, heads of a lane * head_dim) of `query` (size, L * heads, head_dim), whose rows stand at the positions
     from `start` on. A token sees itself and the `window` - 1 before it, or all, of `keys` and `values` (positions, KV heads,
-    head_dim).
+    head_dim). `sinks`: float32 (L * heads), one more logit of each head.
     """
     xp, size = library_of(query), len(query)
     end = start + size
@@ -58,8 +60,12 @@ def attend(spec: ModelSpec, query: Array, keys: Array, values: Array, start: int
     heads = query.astype(np.float64).reshape(size, -1, group, spec.head_dim).transpose(1, 2, 0, 3)
     k, v = (part[first:end].astype(np.float64).swapaxes(0, 1)[:, None] for part in (keys, values))
     scores = xp.where(seen, (heads @ k.swapaxes(2, 3)) * spec.head_dim**-0.5, -xp.inf)  # (KV heads, group, size, positions)
-    chances = xp.exp(scores - scores.max(-1, keepdims=True))
-    mixed = (chances / chances.sum(-1, keepdims=True) @ v).astype(query.dtype)  # (KV heads, group, size, head_dim)
+    top = scores.max(-1, keepdims=True)
+    chances = xp.exp(scores - top)
+    total = chances.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += xp.exp(sinks.astype(np.float64).reshape(-1, group, 1, 1) - top)
+    mixed = (chances / total @ v).astype(query.dtype)  # (KV heads, group, size, head_dim)
     by_lane = mixed.reshape(-1, spec.lane_heads, size, spec.head_dim)
     outputs: Array = by_lane.swapaxes(1, 2).reshape(len(by_lane), size, -1)
     return outputs

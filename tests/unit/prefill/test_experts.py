@@ -1,0 +1,194 @@
+"""Prefill of models with experts: the same function as token by token; experts.cu on a CPU is its twin, whatever its tiles."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kog_dist.decode.coding import Coding
+from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
+from kog_dist.model.spec import ModelSpec
+from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.arrays import float32_of
+from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_bytes
+from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
+from kog_dist.workers.prefill.experts import device, experts_abi
+from kog_dist.workers.prefill.experts.device import GroupedExperts, kernel_bytes
+from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, TILES, GroupedTile, experts_header, tile_for
+from kog_dist.workers.prefill.experts.plain import plain_experts
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.chunks import work_of
+from kog_dist.workers.prefill.model.matrices import DenseMatrices, matrices_of
+from kog_dist.workers.prefill.model.memory import matrix_bytes, obstacle_to_prefill
+from tests.multi.test_bits import Board, ThreadExchange
+from tests.unit.prefill.emulated import compiled, launcher
+from tests.unit.prefill.models import SMALL, Rank, interpreter, relative_error, token_ids
+from tests.unit.prefill.test_expand import widened
+from tests.unit.prefill.test_prefill import check_ranks, last_logits
+from tests.unit.test_decode_twin import Model
+from tests.unit.test_expert_twin import MXFP4, VARIANTS, CodedExperts
+
+PROMPT = 45
+DENSE: dict[str, Any] = {**SMALL, "delay": 0, "num_layers": 3, "own_head_dim": 8, "num_kv_heads": 4, "window_layers": (0, 2)}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"qk_norm": True, "experts": ExpertsSpec(10, 3, is_normalised=False)},
+    "gpt_oss": {
+        "qkv_bias": True, "out_bias": True, "attention_sinks": True,
+        "experts": ExpertsSpec(6, 2, router_bias=True, bias=True, clamp=ClampedSwiglu(1.702, 0.8)),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_function_as_token_by_token(tmp_path: Path, name: str) -> None:
+    spec = ModelSpec(**{**DENSE, **MODELS[name]})
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
+    checkpoint = open_checkpoint(tmp_path)
+    rank, ids = Rank(checkpoint), token_ids(spec, PROMPT)
+    slow = interpreter(checkpoint, "bfloat16")
+    for position, token in enumerate(ids[:-1]):
+        slow.step(token, position, None)
+    wanted = slow.step(ids[-1], PROMPT - 1, SamplingParams(), gather_logits=True).logits
+    assert wanted is not None
+    assert rank.run(ids) == PROMPT
+    assert relative_error(last_logits(rank), wanted) < 1e-3
+    whole = rank.cache.copy()
+    assert rank.run(ids[:21]) == 21
+    assert rank.run(ids, 21) == PROMPT
+    assert relative_error(float32_of(rank.cache), float32_of(whole)) < 1e-3
+    half = Rank(checkpoint, dtype=np.float16)
+    assert half.run(ids) == PROMPT
+    assert relative_error(last_logits(half), wanted) < 4e-3
+
+
+def test_ranks_that_share_the_lanes(tmp_path: Path) -> None:
+    """Biases are those of the first lane's rank, and the router is whole on both."""
+    spec, board = ModelSpec(**{**DENSE, **MODELS["gpt_oss"]}), Board(2)
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
+    check_ranks(open_checkpoint(tmp_path), 2, lambda index, prefilled: prefilled(ThreadExchange(board, index)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_is_counted_beforehand(tmp_path: Path, name: str) -> None:
+    spec = ModelSpec(**{**DENSE, **MODELS[name]})
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
+    rank = Rank(open_checkpoint(tmp_path), lanes=range(2), dtype=np.float16)
+    assert dense_buffer_bytes(rank.layout, 16) == rank.buffers.num_bytes
+    kept = [getattr(layer, part) for layer in rank.matrices for part in layer.__slots__]
+    assert matrix_bytes(spec, 2) == sum(one.nbytes for one in kept if one is not None)
+    assert obstacle_to_prefill(spec) == obstacle_to_prefill(spec, Coding.of(MXFP4, is_of_experts=True)) == ""
+    assert "experts in E4M3" in obstacle_to_prefill(spec, Coding("E4M3", 1, "F32"))
+    assert work_of(spec).row_flop > work_of(replace(spec, experts=replace(spec.experts, per_token=1))).row_flop  # type: ignore[type-var]
+
+
+def test_tiles_are_filled_and_have_room() -> None:
+    assert [tile_for(pairs, 128).rows for pairs in (8, 2048, 4096, 8192, 32768)] == [32, 32, 64, 128, 128]
+    for is_coded in (False, True):
+        for tile in TILES:
+            stages, num_ctas = tile.stages(is_coded)
+            assert stages >= 3
+            assert num_ctas * (tile.shared_bytes(is_coded) + 9 * 1024) <= 228 << 10
+
+
+FEW = replace(VARIANTS["qwen3_moe"], num_lanes=2, experts=ExpertsSpec(3, 2, is_normalised=False))
+SHAPES: dict[str, tuple[ModelSpec, str, slice]] = {  # dtype, and which tiles
+    "qwen3_moe": (replace(FEW, hidden_size=104), "float16", slice(0, 3, 2)),
+    "gpt_oss": (replace(VARIANTS["gpt_oss"], num_lanes=2, num_layers=2, window_layers=(0,)), "bfloat16", slice(1)),
+}
+SIZE, NUM_TOKENS = 21, 19  # of a chunk
+
+
+class Case:
+    """A rank's experts on a CPU, as the twin has them and as the kernels read them."""
+
+    def __init__(self, folder: Path, model: Any, shape: KernelShape, tiles: tuple[GroupedTile, ...]) -> None:
+        spec, lanes = shape.spec, shape.hosted_lanes
+        self.spec, self.layout, self.tiles = spec, CacheLayout.of(shape), tiles
+        weights = model.weights(shape).experts
+        assert weights is not None
+
+        def tensor(name: str) -> Any:
+            return widened(model.words[name], model.dtype)
+
+        self.buffers = DenseBuffers(self.layout, np.float16, SIZE, "cpu")
+        self.buffers.last_position[0] = NUM_TOKENS - 1
+        self.matrices: list[DenseMatrices] = matrices_of(spec, lanes, tensor, np.float16).layers()
+        experts = [plain_experts(spec, layer, lanes, tensor) for layer in range(spec.num_layers)]
+        cache = np.zeros(self.layout.num_values, np.uint16)
+        self.twin = PlainDenseOperations(self.buffers, np.zeros((1, 1)), cache, experts)
+        kernels = kernel_bytes(shape)
+        library = ctypes.CDLL(
+            str(compiled(folder, "experts", experts_header(shape), kernels, "KogExpertsParams", "-O1"))
+        )  # fmt: skip
+        launchers = {name: launcher(library, name, EXPERTS_PARAMS.size_bytes) for name in kernels}
+        self.experts = GroupedExperts(shape, weights, self.buffers.last_position, launchers)
+
+    def check(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every tile gives the twin's values, and all the same bits."""
+        spec, layer, rows = self.spec, self.spec.num_layers - 1, self.buffers.rows(SIZE)
+        rows.place[0], own = 0, rows.experts
+        assert own is not None
+        stream = np.random.default_rng(5).standard_normal((SIZE, spec.hidden_size), np.float32)
+        stream[NUM_TOKENS:] = 0
+        rows.stream[...] = stream
+        self.twin._norm(rows, np.ones(spec.hidden_size, np.float32))
+        self.twin.mix(rows, self.matrices[layer], layer)
+        wanted, chosen, weights = rows.partial.astype(np.float32), own.chosen.copy(), own.weights.copy()
+        found = []
+        for tile in self.tiles:
+            outputs = own.chosen, own.places, own.pair_rows, own.offsets, own.weights, own.activation, own.result, rows.partial
+            for part in outputs:
+                part.fill(77)
+            monkeypatch.setattr(device, "tile_for", lambda *_, tile=tile: tile)
+            self.experts.run(rows, own, self.matrices[layer].router_bias, layer)
+            assert np.array_equal(own.chosen, chosen)
+            assert relative_error(own.weights[:NUM_TOKENS], weights[:NUM_TOKENS]) < 1e-5
+            pairs = chosen[:NUM_TOKENS].size
+            assert own.offsets[0] == 0
+            assert own.offsets[-1] == pairs
+            counts = [(chosen[:NUM_TOKENS] == expert).sum() for expert in range(len(own.offsets) - 1)]
+            assert np.array_equal(np.diff(own.offsets), counts)
+            places = own.places[:NUM_TOKENS]
+            assert np.array_equal(np.sort(places, axis=None), np.arange(pairs))
+            assert np.array_equal(own.pair_rows[places], np.arange(NUM_TOKENS)[:, None] + 0 * places)
+            assert relative_error(rows.partial, wanted) < 1e-3
+            assert not rows.partial[:, NUM_TOKENS:].any()
+            found.append(rows.partial.tobytes())
+        assert len(set(found)) == 1
+
+
+def set_sizes(monkeypatch: pytest.MonkeyPatch, which: slice) -> tuple[GroupedTile, ...]:
+    """Threads and programs are expensive here."""
+    all_tiles: tuple[GroupedTile, ...] = TILES
+    made = all_tiles[which]
+    monkeypatch.setattr(device, "ROW_THREADS", 32)
+    for module in (device, experts_abi):
+        monkeypatch.setattr(module, "SORT_THREADS", 64)
+        monkeypatch.setattr(module, "TILES", made)
+    return made
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    spec, dtype, which = SHAPES[name]
+    made = set_sizes(monkeypatch, which)
+    shape = KernelShape(spec, range(spec.num_lanes), dtype, max_ctas=4)
+    Case(tmp_path, Model(spec, dtype, monkeypatch), shape, made).check(monkeypatch)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_kernels_are_the_twin_of_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two ranks, whose lane begins in the middle of a group of 32 columns."""
+    made, model = set_sizes(monkeypatch, slice(1)), CodedExperts(monkeypatch)
+    hosted = model.spec.lanes_of_rank(1, 2)
+    shape = KernelShape(model.spec, hosted, model.dtype, num_ranks=2, max_ctas=4, coding=Coding.of(MXFP4, is_of_experts=True))
+    Case(tmp_path, model, shape, made).check(monkeypatch)

@@ -1,0 +1,232 @@
+// The FFN of a layer with experts: a choice for each row, pairs of rows and experts in the order of experts, grouped products, and their sums.
+// `workers/prefill/experts/plain.py` defines it.
+#include "ptx.cuh"
+#include "grouped.cuh"
+#include "unit.cuh"
+
+namespace kog {
+
+constexpr u32 kLogits = (kNumExperts + 31) / 32;  // of a thread: experts laneid + 32 i
+constexpr u32 kUnits = kHidden / kUnit;
+
+// Keys of larger values are larger; 0 is none's.
+__device__ __forceinline__ u32 key_of(float value) {
+    const u32 bits = __float_as_uint(value);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float value_of(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
+// The logits of a row, a warp's: the experts with the largest, of equal ones those with the smaller number, in ascending order.
+__device__ __forceinline__ void choose_row(const Params& params) {
+    const u32 row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = laneid();
+    if (row >= params.size) return;
+    const float* const logits = reinterpret_cast<const float*>(params.logits_ptr) + row * kNumExperts;
+    u32 keys[kLogits];
+#pragma unroll
+    for (u32 i = 0; i < kLogits; ++i) {
+        const u32 expert = i * 32 + lane;
+        if (expert >= kNumExperts) {
+            keys[i] = 0;
+            continue;
+        }
+        float logit = logits[expert] + logits[params.size * kNumExperts + expert];
+        if constexpr (kRouterBias) logit += reinterpret_cast<const float*>(params.router_bias_ptr)[expert];
+        keys[i] = key_of(logit);
+    }
+    float sum = 0;
+    u32 numbers[kChosen], largest[kChosen];
+#pragma unroll
+    for (u32 k = 0; k < kChosen; ++k) {
+        u32 most = 0, which = k;
+#pragma unroll
+        for (u32 i = 0; i < kLogits; ++i)
+            if (keys[i] > most) most = keys[i], which = i * 32 + lane;
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) {
+            const u32 other = __shfl_xor_sync(kFullWarp, most, offset), number = __shfl_xor_sync(kFullWarp, which, offset);
+            if (other > most || (other == most && number < which)) most = other, which = number;
+        }
+        numbers[k] = which, largest[k] = most;
+        if (!kChoiceIsNormalised && k == 0) {
+#pragma unroll
+            for (u32 i = 0; i < kLogits; ++i)
+                if (i * 32 + lane < kNumExperts) sum += __expf(value_of(keys[i]) - value_of(most));
+#pragma unroll
+            for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+        }
+#pragma unroll
+        for (u32 i = 0; i < kLogits; ++i)
+            if (which == i * 32 + lane) keys[i] = 0;
+        if constexpr (kChoiceIsNormalised) sum += __expf(value_of(most) - value_of(largest[0]));
+    }
+    const int position = *reinterpret_cast<const int*>(params.place_ptr) + static_cast<int>(row);
+    const bool is_padding = position > *reinterpret_cast<const int*>(params.last_position_ptr);
+#pragma unroll
+    for (u32 k = 0; k < kChosen; ++k) {
+        if (lane != k) continue;
+        u32 before = 0;
+#pragma unroll
+        for (u32 other = 0; other < kChosen; ++other) before += numbers[other] < numbers[k];
+        reinterpret_cast<int*>(params.chosen_ptr)[row * kChosen + before] = is_padding ? -1 : static_cast<int>(numbers[k]);
+        reinterpret_cast<float*>(params.weights_ptr)[row * kChosen + before] = __expf(value_of(largest[k]) - value_of(largest[0])) / sum;
+    }
+}
+
+// A thread block for each expert: its pairs stand behind those of the experts before it, in the order of rows.
+__device__ __forceinline__ void sort_expert(const Params& params) {
+    __shared__ u32 before[kSortThreads / 32], own[kSortThreads / 32];
+    const int* const chosen = reinterpret_cast<const int*>(params.chosen_ptr);
+    const int expert = blockIdx.x;
+    const u32 warp = threadIdx.x / 32, num_pairs = params.size * kChosen, of_warp = (num_pairs + kSortThreads - 1) / kSortThreads * 32;
+    const u32 first = min(warp * of_warp, num_pairs), end = min(first + of_warp, num_pairs);
+    u32 less = 0, mine = 0;
+#pragma unroll 8
+    for (u32 i = first + laneid(); i < end; i += 32) less += static_cast<u32>(chosen[i]) < blockIdx.x, mine += chosen[i] == expert;
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1)
+        less += __shfl_xor_sync(kFullWarp, less, offset), mine += __shfl_xor_sync(kFullWarp, mine, offset);
+    if (laneid() == 0) before[warp] = less, own[warp] = mine;
+    __syncthreads();
+    u32 begin = 0, place = 0, all = 0;
+    for (u32 i = 0; i < kSortThreads / 32; ++i) begin += before[i], place += i < warp ? own[i] : 0, all += own[i];
+    if (threadIdx.x == 0) reinterpret_cast<u32*>(params.offsets_ptr)[expert] = begin;
+    if (threadIdx.x == 0 && blockIdx.x + 1 == kNumExperts) reinterpret_cast<u32*>(params.offsets_ptr)[kNumExperts] = begin + all;
+    if (own[warp] == 0) return;
+    place += begin;
+    for (u32 from = first; from < end; from += 32) {
+        const u32 i = from + laneid();
+        const bool is_mine = i < end && chosen[i] == expert;
+        const u32 others = __ballot_sync(kFullWarp, is_mine);
+        if (is_mine) {
+            const u32 at = place + __popc(others & ((1u << laneid()) - 1));
+            reinterpret_cast<u32*>(params.places_ptr)[i] = at;
+            reinterpret_cast<u32*>(params.pair_rows_ptr)[at] = i / kChosen;
+        }
+        place += __popc(others);
+    }
+}
+
+__device__ __forceinline__ float activation_of(float gate, float up) {
+    if constexpr (!kClamps) return __fdividef(gate, 1.0f + __expf(-gate)) * (up * kActivationScale);
+    gate = fminf(gate, kClampLimit), up = fminf(fmaxf(up, -kClampLimit), kClampLimit);
+    return __fdividef(gate, 1.0f + __expf(-kClampAlpha * gate)) * ((up + 1.0f) * kActivationScale);
+}
+
+// Gates and ups come in turn, those of all hosted lanes below each other.
+struct Gated {
+    static constexpr u32 kLanesOfTiles = 1, kWidth = kHidden, kRowStride = kHidden, kLaneStride = 0;
+    static __device__ __forceinline__ u32 row_of(const Params& params, u32 pair) { return reinterpret_cast<const u32*>(params.pair_rows_ptr)[pair]; }
+    static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.x_ptr); }
+    static __device__ __forceinline__ u32 first_byte(u32) { return 0; }
+    static __device__ __forceinline__ u32 skew(const Params&, u32) { return 0; }
+
+    template <class Product>
+    static __device__ __forceinline__ void store(const Product& tile, u32 row, u32 across, const float (&sums)[4][4]) {
+        u32 v[4];
+#pragma unroll
+        for (u32 n = 0; n < 4; ++n) {
+            [[maybe_unused]] float gate = 0, up = 0;
+            const u32 at = across + n * 8 + laneid() % 4 * 2;
+            if (kExpertBias && at < GateUp::kMatrixRows) {
+                const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.expert * GateUp::kMatrixRows + at) / 2];
+                gate = WeightFormat::low(pair), up = WeightFormat::high(pair);
+            }
+            v[n] = Fp16::pack(activation_of(sums[n][0] + gate, sums[n][1] + up), activation_of(sums[n][2] + gate, sums[n][3] + up));
+        }
+        turn(v);  // four neighbouring activations of both rows
+        const u32 at = across / 2 + laneid() % 4 * 4;
+        if (at >= GateUp::kMatrixRows / 2) return;
+        unsigned char* const to = reinterpret_cast<unsigned char*>(tile.params.activation_ptr);
+#pragma unroll
+        for (u32 r = 0; r < 2; ++r) {
+            const u32 selector = r == 0 ? 0x5410 : 0x7632, pair = row + 8 * r;
+            if (pair >= tile.count) continue;
+            const uint2 four = {__byte_perm(v[0], v[1], selector), __byte_perm(v[2], v[3], selector)};
+            *reinterpret_cast<uint2*>(to + 2 * (static_cast<u64>(tile.first + pair) * (kLanes * kFfn) + at)) = four;
+        }
+    }
+};
+
+struct Lowered {
+    static constexpr u32 kLanesOfTiles = kLanes, kWidth = kFfn, kRowStride = kLanes * kFfn, kLaneStride = kFfn;
+    static __device__ __forceinline__ u32 row_of(const Params&, u32 pair) { return pair; }
+    static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.activation_ptr); }
+    static __device__ __forceinline__ u32 first_byte(u32 lane) { return kGateUpBytes + lane * kDownBytes; }
+    // Columns in front of the lane's own, of a group of quantised weights that the lane before has, too: their codes are 0.
+    static __device__ __forceinline__ u32 skew(const Params& params, u32 lane) {
+        return kExpertSkew == 0 ? 0 : (params.first_lane + lane) * kExpertSkew % 32;
+    }
+
+    template <class Product>
+    static __device__ __forceinline__ void store(const Product& tile, u32 row, u32 across, const float (&sums)[4][4]) {
+        uint4* const to = reinterpret_cast<uint4*>(tile.params.result_ptr);
+        const u32 unit = across / kUnit + laneid() % 4;
+#pragma unroll
+        for (u32 r = 0; r < 2; ++r) {
+            u32 v[4];
+#pragma unroll
+            for (u32 n = 0; n < 4; ++n) v[n] = Fp16::pack(sums[n][2 * r], sums[n][2 * r + 1]);
+            turn(v);
+            const u32 pair = row + 8 * r;
+            if (pair < tile.count && unit < kUnits)
+                to[(static_cast<u64>(tile.first + pair) * kLanes + tile.lane) * kUnits + unit] = make_uint4(v[0], v[1], v[2], v[3]);
+        }
+    }
+};
+
+// The sum of a row's experts in each lane, a thread block's.
+__device__ __forceinline__ void combine_row(const Params& params) {
+    const u32 row = blockIdx.x;
+    u32 places[kChosen];
+    float weights[kChosen];
+    int chosen[kChosen];
+#pragma unroll
+    for (u32 k = 0; k < kChosen; ++k) {
+        chosen[k] = reinterpret_cast<const int*>(params.chosen_ptr)[row * kChosen + k];
+        places[k] = reinterpret_cast<const u32*>(params.places_ptr)[row * kChosen + k];
+        weights[k] = reinterpret_cast<const float*>(params.weights_ptr)[row * kChosen + k];
+    }
+    const uint4* const results = reinterpret_cast<const uint4*>(params.result_ptr);
+    const uint4* const biases = reinterpret_cast<const uint4*>(params.down_bias_ptr);
+    for (u32 i = threadIdx.x; i < kLanes * kUnits; i += blockDim.x) {
+        const u32 lane = i / kUnits, unit = i % kUnits;
+        Unit sum{};
+        if (chosen[0] >= 0) {
+            uint4 held[kChosen];
+#pragma unroll
+            for (u32 k = 0; k < kChosen; ++k) held[k] = __ldg(results + (static_cast<u64>(places[k]) * kLanes + lane) * kUnits + unit);
+#pragma unroll
+            for (u32 k = 0; k < kChosen; ++k) {
+                const Unit given = widened(held[k]);
+                [[maybe_unused]] Unit bias{};
+                if (kExpertBias && biases && lane == 0) bias = widened_as<WeightFormat>(__ldg(biases + static_cast<u64>(chosen[k]) * kUnits + unit));
+#pragma unroll
+                for (int j = 0; j < kUnit; ++j) sum.v[j] += weights[k] * (given.v[j] + bias.v[j] * kActivationScale);
+            }
+        }
+        reinterpret_cast<uint4*>(params.partial_ptr)[(static_cast<u64>(lane) * params.size + row) * kUnits + unit] = narrowed(sum);
+    }
+}
+
+}  // namespace kog
+
+using namespace kog;
+
+#define KOG_KERNEL(name, bounds, body)                                               \
+    __global__ void __launch_bounds__ bounds name(const __grid_constant__ Params params) { \
+        await_predecessors();                                                         \
+        let_successors_begin();                                                       \
+        body;                                                                         \
+    }
+#define KOG_TILE(rows)                                                                                                           \
+    KOG_KERNEL(gate_up_##rows, (kTileThreads, Tile##rows::kCtas), (Grouped<Tile##rows, GateUp, Gated>{params}.run())) \
+    KOG_KERNEL(down_##rows, (kTileThreads, Tile##rows::kCtas), (Grouped<Tile##rows, Down, Lowered>{params}.run()))
+
+extern "C" {
+
+KOG_KERNEL(choose, (256), choose_row(params))
+KOG_KERNEL(sort, (kSortThreads), sort_expert(params))
+KOG_KERNEL(combine, (256), combine_row(params))
+KOG_TILES
+
+}  // extern "C"

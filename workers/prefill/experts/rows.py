@@ -1,0 +1,58 @@
+"""What the experts of a chunk work in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill.arrays import Array
+
+View = Callable[..., Array]  # a name, a shape, and the type as `dtype`: memory that is made for the largest chunk
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Views for a chunk of `size` tokens with K of E experts each. L: hosted lanes, F: FFN columns of one, T: the products' type.
+
+    A row and one of its experts are a pair. Pairs lie in the order of experts, those of an expert in the order of rows.
+    """
+
+    planes: Array  # (2, size, D) T: x, and what its rounding left of the norm
+    logits: Array  # (2, size, E) float32: of both planes, without biases
+    chosen: Array  # (size, K) int32: experts in ascending order; -1 in rows behind the prompt's last token
+    weights: Array  # (size, K) float32
+    places: Array  # (size, K) int32: of a row's pairs
+    pair_rows: Array  # (size * K) int32: the row of a pair
+    offsets: Array  # (E + 1) int32: the first pair of each expert
+    activation: Array  # (size * K, L, F) T: times ACTIVATION_SCALE, without the weights
+    result: Array  # (size * K, L, D) T: what the experts' `down` gives
+
+
+def expert_rows(spec: ModelSpec, num_lanes: int, size: int, half: np.dtype[np.generic], view: View) -> ExpertRows | None:
+    """None of a model without experts."""
+    if spec.experts is None:
+        return None
+    num_experts, chosen, d = spec.experts.num_experts, spec.experts.per_token, spec.hidden_size
+    return ExpertRows(
+        planes=view("planes", 2, size, d, dtype=half),
+        logits=view("router logits", 2, size, num_experts, dtype=np.float32),
+        chosen=view("chosen", size, chosen, dtype=np.int32),
+        weights=view("weights", size, chosen, dtype=np.float32),
+        places=view("places", size, chosen, dtype=np.int32),
+        pair_rows=view("pair rows", size * chosen, dtype=np.int32),
+        offsets=view("offsets", size, num_experts + 1, dtype=np.int32)[0],
+        activation=view("activation of experts", size * chosen, num_lanes, spec.lane_ffn, dtype=half),
+        result=view("result of experts", size * chosen, num_lanes, d, dtype=half),
+    )
+
+
+def expert_row_bytes(spec: ModelSpec, num_lanes: int) -> int:
+    """Of `ExpertRows`, for each token; without the plane that is x."""
+    if spec.experts is None:
+        return 0
+    num_experts, chosen, d = spec.experts.num_experts, spec.experts.per_token, spec.hidden_size
+    of_pair = 4 * 4 + 2 * num_lanes * (spec.lane_ffn + d)
+    return 2 * d + 4 * (2 * num_experts + num_experts + 1) + chosen * of_pair
