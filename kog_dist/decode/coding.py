@@ -77,11 +77,6 @@ class Coding:
         """Zero points of a row of a step."""
         return self.scales if self.has_zeros else 0
 
-    @property
-    def x_sums(self) -> int:
-        """Numbers that correct a step's products with integers (`Corrections` in phases/coded_four.cuh); 0: there are none."""
-        return (1 + self.has_zeros) * max(self.scales, 1) if self.number == "INT4" else 0
-
     def part_bytes(self, rows: int) -> int:
         """A warp's part of a tile of so many rows."""
         return rows * self.row_bytes + -(-rows * (self.scale_bytes + self.zero_bytes) // 16) * 16

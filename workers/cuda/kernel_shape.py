@@ -510,7 +510,6 @@ class KernelShape:
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
         values += 2 * spec.num_ffns_read  # chosen, chosen_weights
-        values += 0 if self.coding is None else 2 * self.coding.x_sums * warps * max_per // 4  # x_sums
         barriers = 6 + 2 * self.num_sums + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES
 
@@ -622,5 +621,4 @@ class KernelShape:
             f"#define KOG_CODE {_CODES[coding.number]}", f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded]}",
             f"#define KOG_SCALE {_SCALES[coding.scale]}", *(["#define KOG_PLAIN_ATTENTION"] if coding.is_of_experts else []),
             *(f"namespace kog {{ constexpr int {name} = {value}; }}" for name, value in numbers.items()),
-            *([f"#define KOG_X_SUMS {coding.x_sums}"] if coding.x_sums else []),
         ]  # fmt: skip

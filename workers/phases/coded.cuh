@@ -46,6 +46,7 @@ struct Int4 {
 using Code = KOG_CODE;
 using CodeFormat = KOG_CODE_FORMAT;
 constexpr u32 kOnes = 0x3c003c00u, kSixteens = 0x4c004c00u;    // two of binary16
+constexpr u32 kEights = 0x3e003e00u, kOtherEights = 0x4c204c20u;  // n = 8, which stands for 0 where there are no zero points
 constexpr int kOperands = 4;             // of a step: of eight rows and 32 columns
 constexpr int kLoads = Code::kWords;     // of 16 bytes, of a thread for a step of eight rows
 constexpr int kOperandsOfLoad = kOperands / kLoads;
@@ -87,6 +88,9 @@ __device__ __forceinline__ void load_bytes(u32 address, u32 (&words)[4]) {
         words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     }
 }
+
+// Of an mma's results the sum that belongs to this thread's row; threads behind the second of a row have none.
+__device__ __forceinline__ float own_sum(u32 lane, const float (&sum)[4]) { return (lane & 1) ? sum[2] + sum[3] : sum[0] + sum[1]; }
 
 }  // namespace kog
 #endif

@@ -5,9 +5,6 @@
 #ifdef KOG_CODE
 namespace kog {
 
-// Of an mma's results the sum that belongs to this thread's row; threads behind the second of a row have none.
-__device__ __forceinline__ float own_sum(u32 lane, const float (&sum)[4]) { return (lane & 1) ? sum[2] + sum[3] : sum[0] + sum[1]; }
-
 // Partial sums of a block of rows in a thread of a matrix warp. With scales on the tape `scaled` has them, of this thread's columns; else
 // `sums` as the matrix unit leaves them.
 struct EightBitSums {

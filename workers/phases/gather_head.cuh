@@ -110,7 +110,7 @@ struct HeadGatherer : VectorGatherer {
         if constexpr (kParksNorm) {
 #pragma unroll
             for (int i = 0; i < S::kLoads; ++i)
-                if (S::is_real(warp, lane, i)) store_shared(place_of<HeadX>(i * 32 + lane), norm[32 * i]);
+                if (S::is_real(warp, lane, i)) store_shared(place_of(i * 32 + lane), norm[32 * i]);
         }
         // An abort ends the waits, but nobody leaves before the end: on a way around, registers would be kept for what is not there yet.
         bool alive = true;
@@ -171,10 +171,10 @@ struct HeadGatherer : VectorGatherer {
             if (kPreNormSum) v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
             if (kParksNorm && S::is_real(warp, lane, i)) {
                 uint2 weights;
-                load_shared(place_of<HeadX>(i * 32 + lane), weights);
+                load_shared(place_of(i * 32 + lane), weights);
                 v = times(v, widen(weights));
             }
-            write_x<HeadX>(place_of<HeadX>(i * 32 + lane), v);
+            write_x<HeadX>(place_of(i * 32 + lane), v);
         }
         ++num_heads;
         forget();

@@ -11,13 +11,11 @@ constexpr int kMany = (kMaxPer * 8 + 31) / 32;      // units (four neighbouring 
 struct HeadX {
     using Format = WeightFormat;
     static constexpr float kScale = kXScale;
-    static constexpr u32 kSecond = 64, kLow = 32;  // bytes from the high parts of first halves of columns to those of second ones, and to low parts
 };
 #ifdef KOG_CODE
 struct LayerX {
     using Format = KOG_CODE_FORMAT;
     static constexpr float kScale = kCodedXScale;
-    static constexpr u32 kSecond = kFourBits ? 32 : 64, kLow = 96 - kSecond;
 };
 #else
 using LayerX = HeadX;
@@ -55,9 +53,8 @@ struct VectorGatherer {
     static __device__ __forceinline__ float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
     // Where unit `unit` of this warp's slice stands in x.
-    template <class X = LayerX>
     __device__ __forceinline__ u32 place_of(u32 unit) {
-        return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * X::kSecond + ((unit & 7) >> 1) * 8;
+        return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
     }
     // x of a unit: in two 16-bit parts.
     template <class X = LayerX>
@@ -67,7 +64,7 @@ struct VectorGatherer {
         const u32 high0 = Format::pack(v.x, v.y), high1 = Format::pack(v.z, v.w);
         const u32 low0 = pack_rest<Format>(v.x, v.y, high0), low1 = pack_rest<Format>(v.z, v.w, high1);
         store_shared(at, make_uint2(high0, high1));
-        store_shared(at + X::kLow, make_uint2(low0, low1));
+        store_shared(at + 32, make_uint2(low0, low1));
     }
 
     // What a wait looks at, for the record of one that did not end.
@@ -227,7 +224,7 @@ struct VectorGatherer {
                     v = times(v, widen(scale[i]));
                 }
             }
-            write_x<X>(place_of<X>(i * 32 + lane), v);
+            write_x<X>(place_of(i * 32 + lane), v);
         }
     }
 };

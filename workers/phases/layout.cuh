@@ -137,9 +137,6 @@ constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kSetHeads * kHeadDim * 4;
 struct Shared {
     unsigned char ring[kRingBytes];
     unsigned char x[kXBytes];
-#ifdef KOG_X_SUMS
-    float x_sums[kMatrixWarps][kMaxPer / 4][2 * KOG_X_SUMS];     // of 128 columns of a stream's x: see Corrections
-#endif
     float red[kSums][kMatrixWarps][kTileRows];                   // partial sums of the last blocks of rows
     float squares[kSquares][kMatrixWarps][32];                   // sums of squares of the last vectors, by matrix thread
     float head_squares[2][kMatrixWarps][kModelLanes];

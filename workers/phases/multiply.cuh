@@ -28,15 +28,11 @@ template <>
 struct SumsOfKind<true> {
     using Type = CodedSums;
 };
-template <bool kSwapsX>
 __device__ __forceinline__ float part_of(const CodedSums& sums, u32 lane, int group) { return sums.part(lane, group); }
 #endif
 template <class O>
 using SumsOf = typename SumsOfKind<O::kCoded>::Type;
-// `kSwapsX`: x is that of codes of four bits.
-template <bool kSwapsX>
 __device__ __forceinline__ float part_of(const float (&sums)[kRowGroups][4], u32 lane, int group) {
-    if constexpr (kSwapsX) return sums[group][0] + sums[group][3];
     return (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
 }
 
@@ -108,20 +104,9 @@ struct Multiplier {
                 Format::mma(sums[group], w.x, w.y, w.z, w.w, tile.x[step].x, tile.x[step].y);
             }
     }
-#ifdef KOG_X_SUMS
-    // Where what corrects products with a step of x is kept (`Corrections`).
-    static constexpr bool kHasXSums = true;
-    __device__ __forceinline__ u32 x_sums_of(u32 x_address) const {
-        return role.base + KOG_OFFSET(x_sums) + (x_address - (role.base + KOG_OFFSET(x))) / 512 * (KOG_X_SUMS * 8);
-    }
-#else
-    static constexpr bool kHasXSums = false;
-    __device__ __forceinline__ u32 x_sums_of(u32) const { return 0; }
-#endif
-    // Partial sums of a block of rows over this warp's columns. `kKeepsX`: what is summed of x itself is kept for the next blocks, and
-    // `knows_x` here.
-    template <class O, bool kKeepsX>
-    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, bool knows_x, SumsOf<O>& sums) {
+    // Partial sums of a block of rows over this warp's columns.
+    template <class O>
+    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, SumsOf<O>& sums) {
         constexpr int kGroups = O::kRowGroups, kSteps = O::kSteps;
         u32 num_tiles = O::kTiles;
 #pragma unroll 1
@@ -139,7 +124,7 @@ struct Multiplier {
             if constexpr (O::kCoded && kFourBits) {
                 const u32 held = full, at = slot_at + offset;
                 next_slot(tile_bytes);
-                sums.template add<kGroups, O::kRows, kKeepsX>(lane, at, x_address, x_sums_of(x_address), knows_x, [&](u32 loaded) { free_slot(held, loaded); });
+                sums.template add<kGroups, O::kRows>(lane, at, x_address, [&](u32 loaded) { free_slot(held, loaded); });
                 x_address += O::kXSteps * 128;
             } else if constexpr (O::kCoded) {
                 const u32 held = full, at = slot_at + offset;
@@ -164,14 +149,14 @@ struct Multiplier {
         return true;
     }
     // The partial sums of a block of rows, to the finaliser.
-    template <int kGroups, bool kSwapsX, class S>
+    template <int kGroups, class S>
     __device__ __forceinline__ bool hand_over(u32 num_rows, const S& sums) {
         const u32 place = num_blocks % kSums;
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[place]), (num_blocks / kSums & 1) ^ 1)) return false;
         const u32 at = role.base + KOG_OFFSET(red[place][warp]) + (lane & ~3u);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            float part = part_of<kSwapsX>(sums, lane, group);
+            float part = part_of(sums, lane, group);
             part += __shfl_xor_sync(kFullWarp, part, 1);
             if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, part);
         }
@@ -183,23 +168,21 @@ struct Multiplier {
 
     template <class O>
     static constexpr bool kHasLast = O::kLastRows != O::kRows;
-    // The product of a phase with x. `kIsLast` of those of one vector. `kIsStream`: x is a stream's, which the products before this one
-    // (`i` of them) had, too; else each product has its own.
-    template <class O, bool kIsStream, bool kSwapsX = false, bool kIsLast = true>
-    __device__ __forceinline__ bool blocks(u32 x_address, u32 number = 0) {
-        constexpr bool kKeepsX = kIsStream && O::kCoded && kHasXSums;
+    // The product of a phase with x. `kIsLast` of those of one vector.
+    template <class O, bool kIsLast = true>
+    __device__ __forceinline__ bool blocks(u32 x_address) {
         const u32 offset = opaque(warp % kPieceWarps * O::kWarpBytes);
 #pragma unroll 1
         for (u32 i = 0; i < O::kBlocks - kHasLast<O>; ++i) {
             SumsOf<O> sums = {};
-            if (!sum_tiles<O, kKeepsX>(offset, x_address, number + i > 0, sums)) return false;
-            if (!hand_over<O::kRowGroups, kSwapsX>(O::kRows, sums)) return false;
+            if (!sum_tiles<O>(offset, x_address, sums)) return false;
+            if (!hand_over<O::kRowGroups>(O::kRows, sums)) return false;
         }
         if constexpr (kHasLast<O>) {
             using Last = typename O::Last;
             SumsOf<O> sums = {};
-            if (!sum_tiles<Last, kKeepsX>(opaque(warp % kPieceWarps * Last::kWarpBytes), x_address, number + O::kBlocks > 1, sums)) return false;
-            if (!hand_over<Last::kRowGroups, kSwapsX>(Last::kRows, sums)) return false;
+            if (!sum_tiles<Last>(opaque(warp % kPieceWarps * Last::kWarpBytes), x_address, sums)) return false;
+            if (!hand_over<Last::kRowGroups>(Last::kRows, sums)) return false;
         }
         if constexpr (kIsLast) ++num_vectors;
         return true;
@@ -236,17 +219,16 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
     }
 #ifdef KOG_EXPERTS
     if constexpr (kPhase == kGateUpPhase)
-        if (!multiplier.template blocks<RouteOp, true, kFourBits, false>(first_x(role, warp, opaque(lane)))) return false;
+        if (!multiplier.template blocks<RouteOp, false>(first_x(role, warp, opaque(lane)))) return false;
 #endif
-    constexpr bool kIsStream = kPhase == kQkvPhase || kPhase == kGateUpPhase;
     constexpr u32 kApart = kPhase == kOutPhase || kPhase == kDownPhase ? O::kPer * 128 : 0;  // from the x of one product to the next one's
 #pragma unroll 1
     for (u32 i = 0; i + 1 < kTogether; ++i) {
-        if (!multiplier.template blocks<O, kIsStream>(first_x(role, warp, opaque(lane)) + i * kApart, i)) return false;
+        if (!multiplier.template blocks<O>(first_x(role, warp, opaque(lane)) + i * kApart)) return false;
         if (warp == 0) stamp(role, kFetched, step, number + i + 1);
     }
     gatherer.read_ahead(next);
-    return multiplier.template blocks<O, kIsStream>(first_x(role, warp, opaque(lane)) + (kTogether - 1) * kApart, kTogether - 1);
+    return multiplier.template blocks<O>(first_x(role, warp, opaque(lane)) + (kTogether - 1) * kApart);
 }
 
 __device__ __forceinline__ void multiply(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 warp) {
