@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -119,7 +120,8 @@ def _as_published(target: Target, settings: LaunchConfig) -> ModelSpec:
     """The model with the context that is asked for, or its own, whatever this machine has room for."""
     from kog_dist.model.published_config import spec_of_folder
 
-    return spec_of_folder(target.folder).with_context(settings.context)
+    spec = spec_of_folder(target.folder).with_context(settings.context)
+    return replace(spec, num_lanes=target.checkpoint.spec.num_lanes)
 
 
 def _on_disk(target: Target) -> str:

@@ -54,8 +54,8 @@ def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0, quan
     `ModelSpec.with_context`. `quantize`: as in `LaunchConfig`.
     Raises CheckpointError naming the file and tensor that is wrong; ConfigError for the context, or what cannot be quantised.
     """
-    published, family, announced, quantisation = read_config_file(folder)
-    spec = published.with_context(context)
+    _, family, announced, quantisation = published = read_config_file(folder)
+    spec = published.spec_to_run(context, quantize)
     manifest = Manifest.from_folder(folder) if verify else None
     layouts = tensor_layouts(spec)
     names = family.stored_names(spec, layouts)
@@ -91,8 +91,8 @@ def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0, quan
 
 def planned_checkpoint(folder: Path, *, context: int = 0, quantize: str = "none") -> Checkpoint:
     """What a folder's config.json alone says, for plans; nothing can be read. Raises as `open_checkpoint` does."""
-    published, family, announced, quantisation = read_config_file(folder)
-    spec, dtype = published.with_context(context), announced or "bfloat16"
+    _, family, announced, quantisation = published = read_config_file(folder)
+    spec, dtype = published.spec_to_run(context, quantize), announced or "bfloat16"
     layouts = tensor_layouts(spec)
     names, rounding = family.stored_names(spec, layouts), chosen_format(quantize, dtype)
     return Checkpoint(folder, spec, (), dtype, False, None, layouts, {}, names, quantisation, rounding)

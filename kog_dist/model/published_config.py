@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.families import FAMILIES
 from kog_dist.model.families.stored import Family
 from kog_dist.model.formats.quantisation import KEY, MODELOPT_NAME, Quantisation, from_modelopt_file, read_quantisation
+from kog_dist.model.formats.rounding import ROUNDED_COLUMNS
 from kog_dist.model.manifest import read_json
 from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import short
@@ -24,6 +26,16 @@ class PublishedConfig(NamedTuple):
     family: Family
     dtype: str | None
     quantisation: Quantisation | None
+
+    def spec_to_run(self, context: int, quantize: str) -> ModelSpec:
+        """The spec for `open_checkpoint`'s arguments: with that context, and with the lanes of the weights as they are read.
+
+        Raises ConfigError for the context.
+        """
+        spec = self.spec.with_context(context)
+        if quantize == "none" or self.quantisation is not None or self.family.rounded_lanes is None:
+            return spec
+        return replace(spec, num_lanes=self.family.rounded_lanes(spec, ROUNDED_COLUMNS))
 
 
 def spec_of_folder(folder: Path) -> ModelSpec:

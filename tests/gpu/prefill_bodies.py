@@ -16,7 +16,7 @@ from kog_dist.model.spec import laneformer_2b
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.prefill.gpu import Tuning
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from tests.gpu.rank_bodies import VARIANTS
+from tests.gpu.rank_bodies import KV_OF_VARIANT, VARIANTS
 
 TUNING = Tuning((16, 32, 64, 128), exact_size=24, split_size=64)
 SEED = 5
@@ -31,9 +31,10 @@ def fill(context: RankContext) -> dict[str, Any]:
     variant = str(context.arguments["variant"])
     spec = laneformer_2b() if variant == "2b" else VARIANTS[variant]
     coding = Coding(*context.arguments["coding"]) if "coding" in context.arguments else None
-    comm, kernel, prefill = prepared(context, spec, SEED, Tuning() if variant == "2b" else TUNING, coding=coding)
+    tuning, kv_dtype = Tuning() if variant == "2b" else TUNING, KV_OF_VARIANT.get(variant, "bfloat16")
+    comm, kernel, prefill = prepared(context, spec, SEED, tuning, coding=coding, kv_dtype=kv_dtype)
     layout = CacheLayout.of(kernel.shape)
-    cache = kernel.kv.view(np.uint16)
+    cache = kernel.kv.view(np.uint8 if layout.is_coded else np.uint16)
     ids: list[int] = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()
     heads, logits = [], []
     for end, start in (
@@ -62,8 +63,7 @@ def fill(context: RankContext) -> dict[str, Any]:
 def _digest(cache: Any, layout: CacheLayout, layer: int, head: int) -> str:
     import cupy
 
-    parts = [cupy.ascontiguousarray(part[head]).get().tobytes() for part in layout.parts(cache, layer)]
-    return hashlib.sha256(b"".join(parts)).hexdigest()
+    return hashlib.sha256(cupy.ascontiguousarray(layout.batches_of(cache, layer)[head]).get().tobytes()).hexdigest()
 
 
 def lonely(context: RankContext) -> dict[str, Any]:

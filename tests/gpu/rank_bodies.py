@@ -44,8 +44,9 @@ VARIANTS = {
     "head by lane": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL),
     "head by lane, all blocking": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, shared_norm_scale=False, delay=0),
     "all blocking, cache of fp8": replace(SPEC, delay=0, own_head_dim=32),
+    "all blocking, cache of int4": replace(SPEC, delay=0, own_head_dim=64),
 }
-KV_OF_VARIANT = {"all blocking, cache of fp8": "fp8"}  # others: bfloat16
+KV_OF_VARIANT = {"all blocking, cache of fp8": "fp8", "all blocking, cache of int4": "int4"}  # others: bfloat16
 PROMPT = [(7 * i + 3) % SPEC.vocab_size for i in range(40)]
 
 

@@ -94,6 +94,7 @@ STEPS = {
     "prompts": _bench(1, 30, 120, "prefill --spec 2b --only-prompts", _TABLE, "2b:1"),
     "requests_1": _bench(1, 50, 110, f"requests --gpus 1 {_REQUESTS}", _OF_REQUESTS, "2b:1"),
     "soak": _bench(1, 100, 300, "soak --gpus 1 --requests 1000", _TABLE, "tiny:1"),
+    "soak_long": _bench(1, 40, 150, "soak --long --gpus 1 --requests 2000 --clients 4", _TABLE),
     "endurance_1": _bench(1, 125, 175, "endurance --gpus 1 --tokens 100000 --deadline-s 150", _OF_GPUS, "benchmarks:1"),
     # ---- two GPUs ----
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2 benchmarks:1,2"),

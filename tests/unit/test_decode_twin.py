@@ -21,6 +21,7 @@ import torch
 
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.coding import Coding
+from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
@@ -59,7 +60,9 @@ VARIANTS = {
         out_bias=True,
         qk_norm=True,
     ),
+    "dense, cache of int4": replace(SPEC, shared_norm_scale=True, delay=0, own_head_dim=64),
 }
+KV_OF_VARIANT = {"dense, cache of int4": "int4"}  # others: the weights' type
 USUAL = ("replicate, one norm", "lane", "vocab_parallel", "dense, biases, normed heads of their own size")
 RUNS_ALL = os.environ.get("DECODE_TWIN") == "all"
 DTYPES = ("bfloat16", "float16") if RUNS_ALL else ("bfloat16",)
@@ -76,11 +79,11 @@ SHARED = "extern __shared__ __align__(128) unsigned char memory[];"
 class Model:
     """A random model of 16-bit values, and what the kernel gets of it."""
 
-    def __init__(self, spec: ModelSpec, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, spec: ModelSpec, dtype: str, monkeypatch: pytest.MonkeyPatch, kv_dtype: str = "") -> None:
         cupy: Any = ModuleType("cupy")
         cupy.uint16, cupy.asarray, cupy.empty = np.uint16, np.asarray, np.empty
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-        self.spec, self.dtype = spec, dtype
+        self.spec, self.dtype, self.kv_dtype = spec, dtype, kv_dtype or dtype
         tensors = dict(random_tensors(spec, 3))
         self.words = {name: to_words(np.asarray(tensors[name], np.float32), dtype) for name in tensor_layouts(spec)}
         self.values = dict[str, Any]()  # float32, of what is not 16 bit
@@ -93,7 +96,7 @@ class Model:
         dtype = getattr(torch, self.dtype)
         tensors = {name: torch.from_numpy(words.view(np.int16)).view(dtype) for name, words in self.words.items()}
         oracle.load_state_dict(tensors | {name: torch.from_numpy(values) for name, values in self.values.items()})
-        oracle.round_keys_and_values(dtype)
+        oracle.round_keys_and_values(self.kv_dtype if self.kv_dtype in KV_FORMATS else getattr(torch, self.kv_dtype))
         with torch.no_grad():
             return oracle(torch.tensor([ids]))[0].numpy()
 
@@ -128,7 +131,7 @@ def answer(
             spec,
             spec.lanes_of_rank(rank, num_ranks),
             model.dtype,
-            model.dtype,
+            model.kv_dtype,
             num_ranks=num_ranks,
             max_ctas=max_ctas,
             copies=2,
@@ -198,12 +201,13 @@ def _read_answer(shapes: list[KernelShape], folder: Path) -> tuple[list[int], An
 def test_ranks_have_the_logits_of_the_oracle_and_equal_bits(
     variant: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Model(VARIANTS[variant], dtype, monkeypatch)
+    model = Model(VARIANTS[variant], dtype, monkeypatch, KV_OF_VARIANT.get(variant, ""))
     matrix_warps = 12 if variant == "replicate, one norm" else 0  # chosen for so small a model: 8
     tokens, logits = answer(model, 2, tmp_path / "2", matrix_warps)
     wanted = model.logits([*PROMPT, *tokens[:-1]])
     error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
-    assert error < (2e-3 if dtype == "bfloat16" else 5e-4)
+    # A code may fall on the other side of a boundary.
+    assert error < (1.5e-2 if model.kv_dtype in KV_FORMATS else 2e-3 if dtype == "bfloat16" else 5e-4)
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
     for num_ranks in (1, 4) if RUNS_ALL else ():
         others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks), matrix_warps)

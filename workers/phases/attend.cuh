@@ -4,78 +4,11 @@
 // share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its rows in batches of 16 (K by rows,
 // V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
 #pragma once
-#include "attend_query.cuh"
+#include "attend_batches.cuh"
 
 namespace kog {
 
-struct Attender : QueryReader {
-    // Softmax over a warp's rows so far: the largest score and the sum of weights of the thread's rows for one head, and outputs.
-    struct Mixed {
-        float outputs[kHeadDim / 16][4] = {};
-        float peak = -INFINITY, sum = 0;
-        float weights[4] = {};  // of INT4: sums of what codes of V were multiplied with, in the columns of `outputs`
-        float key_offset = 0;   // of INT4: what scores have too much
-    };
-    // Work on a batch, then have its registers filled with batch `next`.
-    __device__ __forceinline__ void mix(const Rows& rows, u32 set, u32 number, u32 next, const u32 (&query)[kDimRegisters], Batch& batch, Mixed& mixed) {
-        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3;
-        if (number == rows.fresh_batch) put_fresh(rows, batch);
-        // Scores: rows `group` and `group + 8` of the batch, for query head `part`; of codes in two chains that do not wait for each other.
-        float sums[kChains][4] = {};
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 16; ++i)
-            KvFormat::mma(sums[i % kChains], expand_key(batch.keys[0], batch.tops[0], 2 * i), expand_key(batch.keys[1], batch.tops[1], 2 * i),
-                          expand_key(batch.keys[0], batch.tops[0], 2 * i + 1), expand_key(batch.keys[1], batch.tops[1], 2 * i + 1), query[2 * i],
-                          query[2 * i + 1]);
-        if (warp == 0) stamp(role, kScored, step, product);
-        load_keys(rows, next, batch);
-        float scores[2];
-        u32 scales[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const u32 slot = number * 16 + group + 8 * i;
-            const bool seen = (rows.last >= slot ? rows.last - slot : rows.last + rows.capacity - slot) < rows.num_seen;  // rows before the last one
-            float score = sums[0][2 * i] + sums[0][2 * i + 1], scale = kScoreScale * kUnit;
-            if constexpr (kKvCoded) {
-                scales[i] = __shfl_sync(kFullWarp, batch.scales, group + 8 * i);
-                score += sums[kChains - 1][2 * i] + sums[kChains - 1][2 * i + 1], scale *= Fp16::low(scales[i]);
-            }
-            if constexpr (kKvRotated) score -= mixed.key_offset;
-            scores[i] = seen ? score * scale : -INFINITY;
-        }
-        float next_peak = fmaxf(mixed.peak, fmaxf(scores[0], scores[1]));
-#pragma unroll
-        for (int offset = 4; offset < 32; offset <<= 1) next_peak = fmaxf(next_peak, __shfl_xor_sync(kFullWarp, next_peak, offset));
-        const float base = next_peak == -INFINITY ? 0.0f : next_peak;
-        const float shrink = exp2_approx(mixed.peak - base);
-        float weights[2] = {exp2_approx(scores[0] - base), exp2_approx(scores[1] - base)};
-        mixed.sum = mixed.sum * shrink + (weights[0] + weights[1]);
-        mixed.peak = next_peak;
-        if constexpr (kKvCoded) weights[0] *= kWeightScale * Fp16::high(scales[0]), weights[1] *= kWeightScale * Fp16::high(scales[1]);
-        const int from = part * 8 + head_of(group, set);  // the thread that holds this head's weight of position 2 * part
-        const float a = __shfl_sync(kFullWarp, weights[0], from), b = __shfl_sync(kFullWarp, weights[0], from + 4);
-        const float c = __shfl_sync(kFullWarp, weights[1], from), d = __shfl_sync(kFullWarp, weights[1], from + 4);
-        u32 first = KvFormat::pack(a, b), second = KvFormat::pack(c, d);
-        if (group & 1) first = pack_rest<KvFormat>(a, b, first), second = pack_rest<KvFormat>(c, d, second);
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 16; ++i) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) mixed.outputs[i][k] *= shrink;
-            KvFormat::mma(mixed.outputs[i], expand_value(batch.values[0], 2 * i), expand_value(batch.values[0], 2 * i + 1),
-                          expand_value(batch.values[1], 2 * i), expand_value(batch.values[1], 2 * i + 1), first, second);
-        }
-        if constexpr (kKvRotated) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) mixed.weights[k] *= shrink;
-            KvFormat::mma(mixed.weights, one_of(0), one_of(0), one_of(0), one_of(0), first, second);
-        }
-        load_values(rows, next, batch);
-        read_ahead(rows, next + kBatchesAhead * kAttendWarps);
-    }
-    // Weights times the scale of values are multiplied by this, too, so that they are in binary16's range.
-    static constexpr float kWeightScale = kKvRotated ? 8 : 256, kUnscale = kKvCoded ? kUnit / kWeightScale : 1;
-    static constexpr u32 kChains = kKvCoded ? 2 : 1;
-
+struct Attender : BatchMixer {
     // For one set of the query heads. The first one puts the new row into the cache, where the others' threads read what they have stored
     // there themselves.
     __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 set, u32 partition, u32 position, u32 tag) {
@@ -87,22 +20,16 @@ struct Attender : QueryReader {
         for (u32 i = 0; i < kBatches; ++i) load_keys(rows, warp + i * kAttendWarps, batches[i]), load_values(rows, warp + i * kAttendWarps, batches[i]);
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kAttendWarps == warp;
-        u32 query[kDimRegisters];
+        Query query;
         if (!wait_for_query(words, layer, kv_head, set, position, has_fresh, tag, query)) return false;
         if (warp == 0) stamp(role, kQuerySeen, step, product);
         Mixed mixed;
-        if constexpr (kKvRotated) {
-            float sums[4] = {};
-#pragma unroll
-            for (int i = 0; i < kHeadDim / 16; ++i) KvFormat::mma(sums, one_of(0), one_of(0), one_of(1), one_of(1), query[2 * i], query[2 * i + 1]);
-            mixed.key_offset = (sums[0] + sums[1]) * (kKvMostKey * kMiddle);
-        }
 #pragma unroll 1
         for (u32 batch = warp; batch < rows.num_batches; batch += kBatches * kAttendWarps) {
 #pragma unroll
-            for (u32 i = 0; i < kBatches; ++i) {
+            for (u32 i = 0; i < kBatches; i += kMixedBatches) {
                 const u32 number = batch + i * kAttendWarps;
-                if (i == 0 || number < rows.num_batches) mix(rows, set, number, number + kBatches * kAttendWarps, query, batches[i], mixed);
+                if (i == 0 || number < rows.num_batches) mix(rows, set, number, number + kBatches * kAttendWarps, query, batches + i, mixed);
             }
         }
         if (warp == 0) stamp(role, kMixed, step, product);

@@ -44,24 +44,23 @@ __device__ __forceinline__ void store_share(unsigned char* to, const u32 (&from)
     }
 }
 
-// Pair `k` of the values of some registers, without their scale. Codes of INT4 stay integers, as binary16's subnormal numbers: times
+// Pair `k` of the values of some registers, without their scale. Codes of V of INT4 stay integers, as binary16's subnormal numbers: times
 // 2^-24, and those of odd pairs times 2^-20, which saves shifts. A code c stands for 2 c - most: what is too much comes off sums.
 constexpr float kOddPairs = kKvRotated ? 16 : 1, kUnit = kKvRotated ? 0x1p25f : 1, kMiddle = 0x1p-25f;  // of INT4: 2 / 2^-24, half a code
+constexpr u32 kUnitPair = 0x3c003c00u;  // ones, in binary16
 template <int kRegisters>
 __device__ __forceinline__ u32 expand_value(const u32 (&codes)[kRegisters], int k) {
     if constexpr (kKvBits == 16) return codes[k];
     else if constexpr (kKvBits == 8) return expand_e4m3(codes[k / 2], k % 2);
     else return (k % 4 < 2 ? codes[k / 4] : codes[k / 4] >> 8) & (k % 2 ? 0x00f000f0u : 0x000f000fu);
 }
+// Half `k` % 2 of register `k` / 2 of codes of K of INT4, a byte each: of dimensions 0 and 4 of its eight, or 2 and 6, and of those behind them.
 template <int kRegisters, int kTops>
-__device__ __forceinline__ u32 expand_key(const u32 (&codes)[kRegisters], const u32 (&tops)[kTops], int k) {
-    if constexpr (!kKvRotated) return expand_value(codes, k);
-    const int right = 2 * (k % 8) - (k % 2 ? 8 : 4);
-    const u32 top = (right < 0 ? tops[k / 8] << -right : tops[k / 8] >> right) & (k % 2 ? 0x03000300u : 0x00300030u);
-    return expand_value(codes, k) | top;
+__device__ __forceinline__ u32 key_codes(const u32 (&codes)[kRegisters], const u32 (&tops)[kTops], int k) {
+    const int left = 4 - 2 * (k % 4);
+    const u32 top = (left < 0 ? tops[k / 4] >> -left : tops[k / 4] << left) & 0x30303030u;
+    return ((k % 2 ? codes[k / 2] >> 4 : codes[k / 2]) & 0x0f0f0f0fu) | top;
 }
-// What `expand` gives where codes are 1.
-__device__ __forceinline__ constexpr u32 one_of(int k) { return k % 2 ? 0x4c004c00u : 0x3c003c00u; }
 
 // The first of the items of a layer, a lane and a partition that this thread block has; the next one is kNumCtas further on.
 __device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_idx, u32 partition) {
@@ -69,8 +68,10 @@ __device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_
     return role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
 }
 
-// Batches of an item that are on their way to a warp's registers, and further ones to L2.
-constexpr u32 kBatches = kKvCoded ? 3 : 2, kBatchesAhead = kKvCoded ? 2 : 1;
+// Batches of an item that are on their way to a warp's registers, further ones to L2, and those that go through softmax together: INT4's are so
+// small that a warp would wait for the steps of a single one, and two of them fit.
+constexpr u32 kBatches = kKvCoded && !kKvRotated ? 3 : 2, kBatchesAhead = kKvRotated ? 4 : kKvCoded ? 2 : 1, kMixedBatches = kKvRotated ? 2 : 1;
+static_assert(kBatches % kMixedBatches == 0);
 
 struct CacheReader {
     const KogDecodeParams& params;
@@ -85,11 +86,13 @@ struct CacheReader {
         else return __byte_perm(both, k & 1 ? own >> 16 : own, is_odd ? 0x5410 : 0x3254);
     }
 
+    enum ShareKind : u32 { kKeys, kTops, kValues, kScales, kShareKinds };
     // The rows of K and V of an item.
     struct Rows {
         u32 first_batch, num_batches;  // in the whole cache; that have rows
         u32 capacity, last, num_seen;  // slots; that of the last row, the current position's if it is this split's; rows in the window
         u32 fresh_batch;               // that gets the current position's row, or none
+        unsigned char* shares[kShareKinds];  // of INT4: where this thread's shares of the first batch lie, by what they are of
     };
     // `appends`: whether the position's new row is still to be put in.
     __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position, bool appends) const {
@@ -109,6 +112,10 @@ struct CacheReader {
             rows.num_batches = rows.num_batches > skipped ? min(rows.num_batches - skipped, static_cast<u32>(kPartitionBatches)) : 0;
             if (rows.fresh_batch != kNoBatch) rows.fresh_batch = rows.fresh_batch / kPartitionBatches == partition ? rows.fresh_batch - skipped : kNoBatch;
         }
+        if constexpr (kKvRotated) {
+#pragma unroll
+            for (u32 kind = 0; kind < kShareKinds; ++kind) rows.shares[kind] = batch_at(rows, 0) + share_offset(kind, lane);
+        }
         return rows;
     }
     static constexpr u32 kNoBatch = ~0u;
@@ -116,25 +123,25 @@ struct CacheReader {
     // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V. Where
     // they are coded, threads 0 to 15 also have the scales of K and V of one position each.
     struct Batch {
-        u32 keys[2][kShareRegisters], tops[2][kTopRegisters], values[2][kShareRegisters], scales;
+        u32 keys[2][kShareRegisters], tops[2][kTopRegisters], values[2][kShareRegisters], scales = 0;
     };
     static constexpr u32 kKeysStride = 8 * kRowBytes, kValuesStride = 4 * 2 * kRowBytes;
-    // Where the first of two shares lies. Computed anew each time: registers are full.
-    __device__ __forceinline__ unsigned char* keys_at(const Rows& rows, u32 batch) const {
-        const u32 lane = opaque(this->lane);
-        return batch_at(rows, batch) + ((lane >> 2) * kRowBytes + (lane & 3) * kChunkBytes);
+    // Where the first of two shares lies in a batch.
+    static __device__ __forceinline__ u32 share_offset(u32 kind, u32 lane) {
+        if (kind == kKeys) return (lane >> 2) * kRowBytes + (lane & 3) * kChunkBytes;
+        if (kind == kTops) return 16 * kRowBytes + (lane >> 2) * kTopBytes + (lane & 3) * (kTopRegisters * 4);
+        if (kind == kValues) return 16 * (kRowBytes + kTopBytes) + (lane & 3) * (2 * kRowBytes) + (lane >> 2) * kChunkBytes;
+        return 16 * (2 * kRowBytes + kTopBytes) + lane * kKvScaleBytes;
     }
-    __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const {
-        const u32 lane = opaque(this->lane);
-        return batch_at(rows, batch) + (16 * (kRowBytes + kTopBytes) + (lane & 3) * (2 * kRowBytes) + (lane >> 2) * kChunkBytes);
+    // But for INT4 computed anew each time: registers are full.
+    __device__ __forceinline__ unsigned char* share_at(const Rows& rows, u32 batch, ShareKind kind) const {
+        if constexpr (kKvRotated) return rows.shares[kind] + static_cast<u64>(batch) * kBatchBytes;
+        else return batch_at(rows, batch) + share_offset(kind, opaque(lane));
     }
-    __device__ __forceinline__ unsigned char* tops_at(const Rows& rows, u32 batch) const {
-        const u32 lane = opaque(this->lane);
-        return batch_at(rows, batch) + (16 * kRowBytes + (lane >> 2) * kTopBytes + (lane & 3) * (kTopRegisters * 4));
-    }
-    __device__ __forceinline__ unsigned char* scales_at(const Rows& rows, u32 batch) const {
-        return batch_at(rows, batch) + (16 * (2 * kRowBytes + kTopBytes) + opaque(this->lane) * kKvScaleBytes);
-    }
+    __device__ __forceinline__ unsigned char* keys_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kKeys); }
+    __device__ __forceinline__ unsigned char* tops_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kTops); }
+    __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kValues); }
+    __device__ __forceinline__ unsigned char* scales_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kScales); }
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
     }
@@ -167,8 +174,10 @@ struct CacheReader {
     // A batch is brought into the L2 cache where there are many of them: registers have room for few on their way, and memory can do with
     // more. Where there are few it comes no earlier, and weights do not (docs/history/geometry.md).
     static constexpr u32 kMany = 64;
+    // `kMixedBatches` from `batch` on.
     __device__ __forceinline__ void read_ahead(const Rows& rows, u32 batch) const {
-        if (rows.num_batches >= kMany && batch < rows.num_batches && opaque(this->lane) == 0) prefetch_l2(batch_at(rows, batch), kBatchBytes);
+        if (rows.num_batches < kMany || batch >= rows.num_batches || opaque(this->lane) != 0) return;
+        prefetch_l2(batch_at(rows, batch), (kMixedBatches == 1 ? 1 : min(rows.num_batches - batch, kMixedBatches)) * kBatchBytes);
     }
 };
 

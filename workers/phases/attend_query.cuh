@@ -6,6 +6,14 @@
 namespace kog {
 
 struct QueryReader : CacheReader {
+    // The query of a set's heads, as the second factor of scores: in high and low halves of 16 bits. Of INT4 in bytes: the high and the low one
+    // of 16-bit integers, in the order of `key_codes`; scores are sums times 2, minus `offset`, times `scale`, for the head that scores are of.
+    static constexpr int kQueryRegisters = kKvRotated ? kDimRegisters / 2 : kDimRegisters;
+    struct Query {
+        u32 registers[kQueryRegisters];
+        float scale = kScoreScale;
+        int offset = 0;
+    };
     // Norm and rotation of pairs of a head's values, for models whose query and key heads are normed: the finaliser has no whole heads.
     // They are read before the words have come.
     template <int kPairs>
@@ -27,7 +35,7 @@ struct QueryReader : CacheReader {
     // Wait for the query of the thread's head, in high and low halves; the warp that has the batch of the new row stages K and V of it in
     // shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
     __device__ __forceinline__ bool wait_for_query(const u64* words, u32 layer, u32 kv_head, u32 set, u32 position, bool has_fresh, u32 tag,
-                                                   u32 (&query)[kDimRegisters]) {
+                                                   Query& query) {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, is_low = group & 1;
         [[maybe_unused]] HeadNorm<kQkNorm ? kHalf : 1> query_norm;
         [[maybe_unused]] HeadNorm<kQkNorm ? kNewKeys : 1> key_norm;
@@ -84,14 +92,15 @@ struct QueryReader : CacheReader {
             turned[i] = make_float2(first_of(got[i]), second_of(got[i]));
             if constexpr (kQkNorm) turned[i] = query_norm.apply(i, query_rms, turned[i].x, turned[i].y);
         }
-        if constexpr (kKvRotated) rotate_pairs<kHalf, 8>(turned, lane, kKvFactorOut);
+        if constexpr (kKvRotated) {
+            rotate_pairs<kHalf, 8>(turned, lane, kKvFactorOut);
+            put_integers(turned, query);
+        } else {
 #pragma unroll
-        for (int i = 0; i < kHalf; ++i) {
-            const float scale = i % 2 ? 1 / kOddPairs : 1, a = turned[i].x * scale, b = turned[i].y * scale;
-            const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
-            const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
-            query[i] = is_low ? theirs : high;
-            query[kHalf + i] = is_low ? low : theirs;
+            for (int i = 0; i < kHalf; ++i) {
+                const u32 high = KvFormat::pack(turned[i].x, turned[i].y);
+                put_halves(query, i, high, pack_rest<KvFormat>(turned[i].x, turned[i].y, high));
+            }
         }
         if (has_fresh) {
             if constexpr (kQkNorm) {
@@ -118,6 +127,42 @@ struct QueryReader : CacheReader {
             __syncwarp();
         }
         return true;
+    }
+    // Register `i` of those that a thread has made, of the high and of the low parts, to where it and its neighbour need them.
+    __device__ __forceinline__ void put_halves(Query& query, int i, u32 high, u32 low) const {
+        const bool is_low = opaque(lane) & 4;
+        const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
+        query.registers[i] = is_low ? theirs : high;
+        query.registers[kQueryRegisters / 2 + i] = is_low ? low : theirs;
+    }
+    // A rotated query as integers: the largest magnitude of a head becomes kMost. A NaN makes the scale one.
+    template <int kPairs>
+    __device__ __forceinline__ void put_integers(const float2 (&pairs)[kPairs], Query& query) const {
+        constexpr float kMost = 127 * 256;
+        u32 largest = 0;  // positive floats are in the order of their bits, and a NaN is above them
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) largest = max(largest, max(__float_as_uint(fabsf(pairs[i].x)), __float_as_uint(fabsf(pairs[i].y))));
+#pragma unroll
+        for (int offset = 1; offset < 8; offset <<= 1) largest = max(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+        const float inverse = kMost / fmaxf(__uint_as_float(largest), 1e-30f);
+        int sum = 0;
+        const auto integer = [&](float value) {
+            const int whole = static_cast<int>(rintf(value * inverse));
+            sum += whole;
+            return static_cast<u32>(whole + 128);  // the high byte; the low one with its sign turned
+        };
+#pragma unroll
+        for (int i = 0; i < kPairs / 2; ++i) {
+            const int first = i / 2 * 4 + i % 2;
+            const u32 a = integer(pairs[first].x), b = integer(pairs[first + 2].x), c = integer(pairs[first].y), d = integer(pairs[first + 2].y);
+            const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+            put_halves(query, i, __byte_perm(ab, cd, 0x7632), __byte_perm(ab, cd, 0x5410) ^ 0x80808080u);
+        }
+#pragma unroll
+        for (int offset = 1; offset < 8; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+        const u32 of_scores = (opaque(lane) & 3) * 8;  // a thread of the head that this thread's scores are of
+        query.scale = __shfl_sync(kFullWarp, __uint_as_float(largest) * (kScoreScale / kMost), of_scores);
+        query.offset = __shfl_sync(kFullWarp, sum, of_scores) * static_cast<int>(kKvMostKey);
     }
     static constexpr int kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32, kNewKeys = (kNewWords / 2 + 31) / 32;
     // Codes of the new row and both of its scales, in shared memory: those of a pair of values in two bytes.
@@ -182,7 +227,8 @@ struct QueryReader : CacheReader {
             for (int i = 0; i < kOwn; ++i) {
                 const u32 pair = i * 32 + lane, a = encode_steps(row[i].x, inverse, most), b = encode_steps(row[i].y, inverse, most);
                 if (kind == 0) {
-                    const u32 word = with_neighbours<4>(((a & 15) | (b & 15) << 16) << pair % 4 * 4), top = with_neighbours<8>((a >> 4 | b >> 4 << 16) << pair % 8 * 2);
+                    const u32 place = pair % 2 * 2 + pair / 4 % 2 * 4 + pair / 2 % 2 * 8;  // as `key_codes` wants it
+                    const u32 word = with_neighbours<4>(((a & 15) | (b & 15) << 16) << pair % 4 * 4), top = with_neighbours<8>((a >> 4 | b >> 4 << 16) << place);
                     if (pair % 4 == 0) store_shared(staged + pair, word);
                     if (pair % 8 == 0) store_shared(staged + kHeadDim + pair / 2, top);
                 } else {

@@ -1,6 +1,7 @@
 // Quantised weights: how a thread's codes become pairs of 16-bit numbers for the matrix unit, which multiplies them exactly, and how
 // sums are scaled. How bits lie in a word is defined in kog_dist/decode/coded_packing.py. What the matrix unit sees of a code is its value
 // times a power of two (kCodeFactor undoes that and x's kCodedXScale), and of an integer that much above a constant.
+// Sums are in coded_eight.cuh and coded_four.cuh, by the bits of a code.
 #pragma once
 #include "layout.cuh"
 
@@ -90,109 +91,6 @@ __device__ __forceinline__ void load_bytes(u32 address, u32 (&words)[4]) {
 
 // Of an mma's results the sum that belongs to this thread's row; threads behind the second of a row have none.
 __device__ __forceinline__ float own_sum(u32 lane, const float (&sum)[4]) { return (lane & 1) ? sum[2] + sum[3] : sum[0] + sum[1]; }
-
-// Partial sums of a block of rows in a thread of a matrix warp. With scales on the tape `scaled` has them, of this thread's columns; else
-// `sums` as the matrix unit leaves them, and `x` what they have too much; with zero points `all_x`, too: the sums of x.
-struct CodedSums {
-    float sums[kRowGroups][4] = {};
-    float x[4] = {}, all_x[4] = {};
-    float scaled[kRowGroups] = {};
-
-    __device__ __forceinline__ float own(u32 lane, int group) const {
-        if constexpr (kCodeScales > 0) return scaled[group];
-        const float sum = own_sum(lane, sums[group]);
-        return Code::kHasOffset ? sum - own_sum(lane, x) : sum;
-    }
-    __device__ __forceinline__ float part(u32 lane, int group) const { return own(lane, group) * kCodeFactor; }
-
-    // A warp's part of a tile, which begins at `at` (for this thread: 16 bytes for each thread in front of it). Returns what depends on all
-    // codes and scales that were read.
-    template <int kGroups, int kRows>
-    __device__ __forceinline__ u32 add(u32 lane, u32 at, u32 x_address) {
-        u32 loaded = 0, scales[kGroups][4], zeros[kGroups][4];
-        if constexpr (kCodeScales > 0) {
-            const u32 first = at - lane * 16 + kRows * CodedWeights::kRowBytes;
-#pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
-                const u32 row = group * 8 + (lane >> 2);
-                load_bytes<kCodeScaleBytes>(first + row * kCodeScaleBytes, scales[group]);
-                if constexpr (kCodeZeroBytes > 0) load_bytes<kCodeZeroBytes>(first + kRows * kCodeScaleBytes + row * kCodeZeroBytes, zeros[group]);
-                loaded |= scales[group][0] | (kCodeZeroBytes > 0 ? zeros[group][0] : 0);
-            }
-        }
-        if constexpr (kCodeScales == 1) {  // unrolled, this would need more registers than there are
-            begin_group<kGroups>();
-#pragma unroll 1
-            for (int load = 0; load < kLoads; ++load) loaded |= add_load<kGroups, kRows>(lane, at, x_address, load, scales, zeros);
-            end_group<kGroups>(lane, 0, scales, zeros);
-        } else {
-#pragma unroll
-            for (int load = 0; load < kLoads; ++load) loaded |= add_load<kGroups, kRows>(lane, at, x_address, load, scales, zeros);
-        }
-        return loaded;
-    }
-
-private:
-    static constexpr int kOperandsOfScale = kCodeScales > 0 ? kOperands / kCodeScales : kOperands;
-    // What 16 bytes of each thread and row add.
-    template <int kGroups, int kRows>
-    __device__ __forceinline__ u32 add_load(u32 lane, u32 at, u32 x_address, int load, const u32 (&scales)[kGroups][4],
-                                            const u32 (&zeros)[kGroups][4]) {
-        uint2 x_pairs[kOperandsOfLoad];
-        uint4 codes[kGroups];
-        u32 loaded = 0;
-        const Offsets offsets{opaque(kOnes), opaque(kSixteens)};
-#pragma unroll
-        for (int i = 0; i < kOperandsOfLoad; ++i) load_shared(x_address + (load * kOperandsOfLoad + i) * 128, x_pairs[i]);
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-            load_shared(at + load * kRows * 64 + group * 512, codes[group]);
-            loaded |= codes[group].x;
-        }
-#pragma unroll
-        for (int i = 0; i < kOperandsOfLoad; ++i) {
-            const int operand = load * kOperandsOfLoad + i;
-            if (kCodeScales > 1 && operand % kOperandsOfScale == 0) begin_group<kGroups>();
-            if constexpr (kCodeZeroBytes > 0) {
-                CodeFormat::mma(x, offsets.one, offsets.sixteen, offsets.one, offsets.sixteen, x_pairs[i].x, x_pairs[i].y);
-                CodeFormat::mma(all_x, offsets.one, offsets.one, offsets.one, offsets.one, x_pairs[i].x, x_pairs[i].y);
-            } else if constexpr (Code::kHasOffset) {
-                CodeFormat::mma(x, kEights, kOtherEights, kEights, kOtherEights, x_pairs[i].x, x_pairs[i].y);
-            }
-#pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
-                const u32 all[4] = {codes[group].x, codes[group].y, codes[group].z, codes[group].w};
-                u32 q[Code::kWords], a[4];
-#pragma unroll
-                for (int k = 0; k < Code::kWords; ++k) q[k] = all[i * Code::kWords + k];
-                Code::expand(q, a, offsets);
-                CodeFormat::mma(sums[group], a[0], a[1], a[2], a[3], x_pairs[i].x, x_pairs[i].y);
-            }
-            if (kCodeScales > 1 && operand % kOperandsOfScale == kOperandsOfScale - 1)
-                end_group<kGroups>(lane, operand / kOperandsOfScale, scales, zeros);
-        }
-        return loaded;
-    }
-    template <int kGroups>
-    __device__ __forceinline__ void begin_group() {
-        clear(x);
-        if constexpr (kCodeZeroBytes > 0) clear(all_x);
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) clear(sums[group]);
-    }
-    static __device__ __forceinline__ void clear(float (&sum)[4]) { sum[0] = 0, sum[1] = 0, sum[2] = 0, sum[3] = 0; }
-    template <int kGroups>
-    __device__ __forceinline__ void end_group(u32 lane, int i, const u32 (&scales)[kGroups][4], const u32 (&zeros)[kGroups][4]) {
-        const float own_x = Code::kHasOffset ? own_sum(lane, x) : 0;
-        const float sixteenth = kCodeZeroBytes > 0 ? own_sum(lane, all_x) * 0.0625f : 0;
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-            float sum = own_sum(lane, sums[group]) - own_x;
-            if constexpr (kCodeZeroBytes > 0) sum -= static_cast<float>(zeros[group][0] >> 8 * i & 0xff) * sixteenth;
-            scaled[group] += Scale::get(scales[group], i) * sum;
-        }
-    }
-};
 
 }  // namespace kog
 #endif

@@ -34,7 +34,8 @@ struct Gatherer : ExpertsGatherer {
     static __device__ __forceinline__ constexpr u32 products_of_gather(u32 phase) {
         return gathered_lanes(phase) / (!kOneStream ? 1 : phase == kQkvPhase ? kQkvLanes : phase == kGateUpPhase ? kGateUpLanes : 1);
     }
-    static constexpr bool kReadsWordsAhead = kLanes > 2;
+    // Norms' weights are read as early, where there are registers for them while products are multiplied.
+    static constexpr bool kReadsWordsAhead = kLanes > 2, kReadsNormsAhead = kReadsWordsAhead && !kFourBits;
     // Read what may be there already of the next vector; never waits. One lane alone is never ahead of itself. Of two lanes only the
     // attention's output is early enough: two of three looks at other words would come too early, and each delays the present product.
     __device__ __forceinline__ void read_ahead(const Place& at) {
@@ -46,7 +47,7 @@ struct Gatherer : ExpertsGatherer {
             }
         }
         if (kLanes == 1 || at.is_last() || (!kReadsWordsAhead && at.phase() != kOutPhase && at.index() != 0)) return;
-        if constexpr (kReadsWordsAhead) {
+        if constexpr (kReadsNormsAhead) {
             if (at.phase() == kQkvPhase) load_norm<kQkvPhase>(at);
             else if (at.phase() == kGateUpPhase) load_norm<kGateUpPhase>(at);
         }
@@ -84,7 +85,7 @@ struct Gatherer : ExpertsGatherer {
             write_units<FfnSlice, false>(squares);
 #endif
         } else {
-            if (!kReadsWordsAhead || (kPhase == kQkvPhase && at.index() == 0 && !loaded)) load_norm<kPhase>(at);  // words take as long
+            if (!kReadsNormsAhead || (kPhase == kQkvPhase && at.index() == 0 && !loaded)) load_norm<kPhase>(at);  // words take as long
             if (kPhase == kQkvPhase && at.index() == 0) {
                 if (!loaded) load_embedding();
                 widen_embedding();

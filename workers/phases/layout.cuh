@@ -72,9 +72,10 @@ struct CodedWeights {
 };
 using LayerWeights = CodedWeights;
 constexpr bool kRowScales = kCodeScales == 0;  // each row of a matrix has one scale, which lies behind all tapes
+constexpr bool kFourBits = kCodeBits == 4;
 #else
 using LayerWeights = PlainWeights;
-constexpr bool kRowScales = false;
+constexpr bool kRowScales = false, kFourBits = false;
 #endif
 
 // Shape of one matrix-vector product in one thread block: kRows rows in kBlocks blocks, K = kPer * 32 * kMatrixWarps.

@@ -3,17 +3,27 @@
 // its A operand are the first halves of the columns, the lower eight the second; the columns of B are x in two 16-bit parts (high,
 // low) of the first half, then of the second. Useful results are column 0 + 1 of the upper rows and column 2 + 3 of the lower rows.
 #pragma once
-#include "coded.cuh"
+#include "coded_eight.cuh"
+#include "coded_four.cuh"
 #include "gather.cuh"
 
 namespace kog {
 
-// Partial sums of a block of rows in a thread of a matrix warp: as the matrix unit leaves them, or `CodedSums` of quantised weights.
+// Partial sums of a block of rows in a thread of a matrix warp: as the matrix unit leaves them, or those of quantised weights.
 template <bool kCoded>
 struct SumsOfKind {
     using Type = float[kRowGroups][4];
 };
 #ifdef KOG_CODE
+template <bool kFour>
+struct CodedSumsOf {
+    using Type = EightBitSums;
+};
+template <>
+struct CodedSumsOf<true> {
+    using Type = FourBitSums;
+};
+using CodedSums = CodedSumsOf<kFourBits>::Type;
 template <>
 struct SumsOfKind<true> {
     using Type = CodedSums;
@@ -111,7 +121,12 @@ struct Multiplier {
                 next_slot(tile_bytes);
                 continue;
             }
-            if constexpr (O::kCoded) {
+            if constexpr (O::kCoded && kFourBits) {
+                const u32 held = full, at = slot_at + offset;
+                next_slot(tile_bytes);
+                sums.template add<kGroups, O::kRows>(lane, at, x_address, [&](u32 loaded) { free_slot(held, loaded); });
+                x_address += O::kXSteps * 128;
+            } else if constexpr (O::kCoded) {
                 const u32 held = full, at = slot_at + offset;
                 next_slot(tile_bytes);
                 const u32 loaded = sums.template add<kGroups, O::kRows>(lane, at, x_address);

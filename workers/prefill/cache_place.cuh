@@ -56,8 +56,8 @@ struct CachedItems {
         __device__ __forceinline__ u32 key_codes(u32 odd) const {
             if constexpr (!kKvRotated) return *(reinterpret_cast<const u32*>(place.key_row + odd * kRowBytes) + four);
             const unsigned char* row = place.key_row + odd * kRowBytes + four / 2 * 4 + four % 2;
-            const unsigned char* tops = place.key_tops + odd * kTopBytes + four / 4 * 4 + four % 4 / 2;
-            const u32 shift = four % 2 * 4, evens = tops[0] >> shift, odds = tops[2] >> shift;
+            const unsigned char* tops = place.key_tops + odd * kTopBytes + four / 4 * 4 + four % 2;
+            const u32 shift = four % 4 / 2 * 4, evens = tops[0] >> shift, odds = tops[2] >> shift;
             return (row[0] & 15) | (evens & 3) << 4 | ((row[2] & 15) | (odds & 3) << 4) << 8 | (row[0] >> 4 | (evens >> 2 & 3) << 4) << 16 |
                    (row[2] >> 4 | (odds >> 2 & 3) << 4) << 24;
         }
@@ -66,13 +66,14 @@ struct CachedItems {
                 if (wanted[odd]) *(reinterpret_cast<u32*>(place.key_row + odd * kRowBytes) + four) = codes;
                 return;
             }
-            u32 evens = ((codes >> 4 & 3) | (codes >> 20 & 3) << 2) << four % 2 * 4, odds = ((codes >> 12 & 3) | (codes >> 28 & 3) << 2) << four % 2 * 4;
-            evens |= __shfl_xor_sync(kFullWarp, evens, 1), odds |= __shfl_xor_sync(kFullWarp, odds, 1);
+            const u32 half = four % 4 / 2;
+            u32 evens = ((codes >> 4 & 3) | (codes >> 20 & 3) << 2) << half * 4, odds = ((codes >> 12 & 3) | (codes >> 28 & 3) << 2) << half * 4;
+            evens |= __shfl_xor_sync(kFullWarp, evens, 2), odds |= __shfl_xor_sync(kFullWarp, odds, 2);
             if (!wanted[odd]) return;
             unsigned char* row = place.key_row + odd * kRowBytes + four / 2 * 4 + four % 2;
             row[0] = static_cast<unsigned char>((codes & 15) | (codes >> 12 & 0xf0)), row[2] = static_cast<unsigned char>((codes >> 8 & 15) | (codes >> 20 & 0xf0));
-            unsigned char* tops = place.key_tops + odd * kTopBytes + four / 4 * 4 + four % 4 / 2;
-            tops[four % 2 * 2] = static_cast<unsigned char>(four % 2 ? odds : evens);
+            unsigned char* tops = place.key_tops + odd * kTopBytes + four / 4 * 4 + four % 2;
+            tops[half * 2] = static_cast<unsigned char>(half ? odds : evens);
         }
         __device__ __forceinline__ u32 value_codes(u32 odd) const {
             if constexpr (kKvRotated) {

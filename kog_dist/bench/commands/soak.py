@@ -14,7 +14,9 @@ def soak(
     ranks: Annotated[int | None, typer.Option(help="CPU ranks: 1, 2 or 4. Default: 2.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs instead of CPU ranks.")] = None,
     clients: Annotated[int, typer.Option(help="Clients that ask at the same time.")] = 6,
-    long: Annotated[bool, typer.Option("--long", help="Long prompts, and room for few kept prefixes. CPU ranks.")] = False,
+    long: Annotated[
+        bool, typer.Option("--long", help="Long prompts, room for few kept prefixes; on GPUs an INT4 KV cache.")
+    ] = False,
     demo: Annotated[bool, typer.Option("--demo", help="With --long: the demo model, which is slower than a tiny one.")] = False,
     seed: Annotated[int, typer.Option(help="Another seed: other requests.")] = 1,
 ) -> None:
@@ -25,10 +27,14 @@ def soak(
         raise ConfigError("--ranks and --gpus exclude each other: a GPU has one rank")
     if requests < 2 or min(count for count in (clients, ranks, gpus) if count is not None) < 1:
         raise ConfigError("--requests must be at least 2, --clients, --ranks and --gpus at least 1")
-    if (demo and not long) or (long and gpus is not None):
-        raise ConfigError("--long is for CPU ranks, and --demo goes with it; leave --gpus out, or add --long")
+    if demo and (not long or gpus is not None):
+        raise ConfigError("--demo goes with --long, on CPU ranks; add --long, or leave --gpus out")
     num_ranks = gpus or ranks or 2
-    tiny = benchmark.SoakedEngine.tiny(on_gpus=gpus is not None)
-    engine = benchmark.SoakedEngine.long(num_ranks, requests, is_demo=demo) if long else tiny
+    if not long:
+        engine = benchmark.SoakedEngine.tiny(on_gpus=gpus is not None)
+    elif gpus is not None:
+        engine = benchmark.SoakedEngine.long_on_gpus(gpus)
+    else:
+        engine = benchmark.SoakedEngine.long(num_ranks, requests, is_demo=demo)
     if not benchmark.run(engine, requests, num_ranks, clients, seed):
         raise typer.Exit(1)

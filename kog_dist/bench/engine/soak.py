@@ -43,6 +43,8 @@ _STALL_S = 10.0  # many clients on few cores are slow; who judges a silent proce
 _SHOWN = 20
 LONG_CONTEXT, LONG_PREFIXES = 768, (150, 400)  # tokens
 LONG_BLOCKS = 6  # for kept prefixes: less than the longest sequence has
+LONG_ON_GPUS = replace(TINY_ON_GPUS, delay=0, own_head_dim=64, sliding_window=None, window_layers=(), max_context=2048)
+LONG_PREFIXES_ON_GPUS = (300, 1200)  # of blocks of 128 or 256 tokens
 LONG_REPLAY_EVERY, _ALL_REPLAYED = 8, 1000
 _START_S = 150.0  # kernels may have to be compiled
 _ENDED_S = 20.0
@@ -76,6 +78,18 @@ class SoakedEngine:
         flags = ("--kv-dtype=float32", "--kv-caches=1", f"--prefix-cache={gib:.12f}")
         every = 1 if num_requests <= _ALL_REPLAYED else LONG_REPLAY_EVERY
         return cls("demo" if is_demo else "tiny", spec, folder, False, LONG_PREFIXES, flags, LONG_BLOCKS, every)
+
+    @classmethod
+    def long_on_gpus(cls, gpus: int) -> SoakedEngine:
+        """The same on GPUs, whose host has room for as few; with an INT4 KV cache. One residual stream: Laneformers keep none."""
+        from kog_dist.workers.cuda.kernel_shape import KernelShape
+        from kog_dist.workers.cuda.kv_blocks import block_bytes
+
+        spec = LONG_ON_GPUS
+        one = block_bytes(KernelShape(spec, spec.lanes_of_rank(0, gpus), num_ranks=gpus, kv_dtype="int4")) / 2**30
+        room, host_room = (LONG_BLOCKS + 0.5) * one, (LONG_BLOCKS + 0.5) * one * gpus
+        flags = ("--kv-dtype=int4", f"--prefix-cache={room:.12f}", f"--prefix-host={host_room:.12f}")
+        return cls("tiny, one stream", spec, None, True, LONG_PREFIXES_ON_GPUS, flags, LONG_BLOCKS)
 
 
 def run(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, seed: int) -> bool:
@@ -118,7 +132,8 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
                 sizes.append({role: _size(pid) for role, pid in session.processes().items()} | _gpu_memory(on_gpus=on_gpus))
                 print(f"{len(checker.records)} requests, {len(checker.findings)} findings", flush=True)
         asked_s = round(time.monotonic() - begin_s, 1)
-        with _engine([*flags, *([] if on_gpus else ["--ranks=1"])], checker.findings) as (session, _):
+        replayed = [flag for flag in engine.flags if flag.startswith("--kv-dtype")] if on_gpus else ["--ranks=1"]
+        with _engine([*flags, *replayed], checker.findings) as (session, _):
             checker.replay(SoakClient(Access.from_folder(session.instance_folder)))
         counters = {name: getattr(report, name) for name in StatusReport.__slots__ if name.startswith("num_")}
         growth = {role: {name: sizes[1][role][name] - was for name, was in sizes[0][role].items()} for role in sizes[0]}

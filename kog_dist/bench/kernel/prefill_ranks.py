@@ -46,6 +46,7 @@ def prepared(
     limit_s: float = _LIMIT_S,
     exchange_ctas: int = peer_exchange.DEFAULT_CTAS,
     coding: Coding | None = None,
+    kv_dtype: str = "bfloat16",
 ) -> tuple[CudaCommunicator | None, Monokernel, Prefill]:
     """One rank's communicator (None if it is alone), kernel with random weights, and prefill. Collective."""
     import cupy
@@ -56,7 +57,7 @@ def prepared(
     from kog_dist.workers.cuda.random_weights import random_weights
 
     rank, world_size = context.info.rank, context.info.world_size
-    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, coding=coding)
+    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, coding=coding, kv_dtype=kv_dtype)
     cupy.cuda.Device(context.gpu).use()
     if rank == 0:
         for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):

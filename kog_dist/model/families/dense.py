@@ -103,6 +103,14 @@ def num_layers_of(config: Mapping[str, Any]) -> int:
     return min(int(number(config, "num_hidden_layers", None, int)), MAX_LAYERS + 1)
 
 
+def rounded_lanes(spec: ModelSpec, columns: int) -> int:
+    """Lanes of a model whose 16-bit weights are rounded at the start in groups of `columns`: those of a folder published so.
+
+    The smallest keep theirs, which need not be whole groups: each lane is rounded by itself, and its last group may be smaller.
+    """
+    return lanes_of(spec, columns) if _layer_weights(spec) >= SMALL_LAYER else spec.num_lanes
+
+
 def lanes_of(spec: ModelSpec, columns: int = 0) -> int:
     """Lanes of a dense model: the most, of 1, 2, 4 and 8, that divide its heads, KV heads and FFN columns; of quantised weights
     those and attention's into whole groups of `columns`.
@@ -111,9 +119,7 @@ def lanes_of(spec: ModelSpec, columns: int = 0) -> int:
     lane then has at least LANE_WEIGHTS of each layer that a token reads. Of quantised weights it has at least CODED_LANE_COLUMNS
     of attention's output, so that none of the kernel's matrix warps is without some. Not for the smallest, for CPU ranks.
     """
-    ffn = 3 * spec.intermediate_size * spec.num_ffns_read
-    layer_weights = spec.hidden_size * (2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + ffn)
-    attention, lanes = spec.num_heads * spec.head_dim, MOST_LANES
+    attention, layer_weights, lanes = spec.num_heads * spec.head_dim, _layer_weights(spec), MOST_LANES
     while lanes > 1 and (
         any(size % lanes for size in (spec.num_heads, spec.num_kv_heads, spec.intermediate_size))
         or any(columns and width % (lanes * columns) for width in (attention, spec.intermediate_size))
@@ -166,3 +172,9 @@ def _stored(spec: ModelSpec, name: str) -> StoredTensorName:
         f"{prefix}.{theirs}.{kind}", is_whole=True, has_columns=part in _COLUMNS and kind == "weight",
         half_pairs=spec.head_dim if part in _TURNED else 0,
     )  # fmt: skip
+
+
+def _layer_weights(spec: ModelSpec) -> int:
+    """Weights of a layer that a token reads."""
+    ffn = 3 * spec.intermediate_size * spec.num_ffns_read
+    return spec.hidden_size * (2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + ffn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kog_dist.model.families.dense import HEAD, IGNORED, read_dense, stored_names
+from kog_dist.model.families.dense import HEAD, IGNORED, read_dense, rounded_lanes, stored_names
 from kog_dist.model.families.fields import number
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
@@ -24,4 +24,4 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     return read_dense(config, keys=keys, fixed=_FIXED_VALUES, max_context=2048, qkv_bias=bias, out_bias=bias)
 
 
-FAMILY = Family(("llama",), read_config, stored_names, IGNORED, HEAD)
+FAMILY = Family(("llama",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kog_dist.model.families.dense import HEAD, IGNORED, num_layers_of, read_dense, stored_names
+from kog_dist.model.families.dense import HEAD, IGNORED, num_layers_of, read_dense, rounded_lanes, stored_names
 from kog_dist.model.families.fields import number
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
@@ -24,4 +24,4 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     )  # fmt: skip
 
 
-FAMILY = Family(("mistral",), read_config, stored_names, IGNORED, HEAD)
+FAMILY = Family(("mistral",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes)

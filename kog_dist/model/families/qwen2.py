@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kog_dist.model.families.dense import HEAD, IGNORED, WINDOW_KEYS, qwen_windows, read_dense, stored_names
+from kog_dist.model.families.dense import HEAD, IGNORED, WINDOW_KEYS, qwen_windows, read_dense, rounded_lanes, stored_names
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
 
@@ -17,4 +17,4 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     return read_dense(config, keys=WINDOW_KEYS, fixed=fixed, max_context=32_768, kv_heads=32, windows=windows, qkv_bias=True)
 
 
-FAMILY = Family(("qwen2",), read_config, stored_names, IGNORED, HEAD)
+FAMILY = Family(("qwen2",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes)

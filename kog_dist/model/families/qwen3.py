@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kog_dist.model.families.dense import HEAD, IGNORED, WINDOW_KEYS, qwen_windows, read_dense, stored_names
+from kog_dist.model.families.dense import HEAD, IGNORED, WINDOW_KEYS, qwen_windows, read_dense, rounded_lanes, stored_names
 from kog_dist.model.families.fields import number
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
@@ -20,4 +20,4 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     )  # fmt: skip
 
 
-FAMILY = Family(("qwen3",), read_config, stored_names, IGNORED, HEAD)
+FAMILY = Family(("qwen3",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes)

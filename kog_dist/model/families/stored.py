@@ -96,6 +96,7 @@ class Family:
     `unstack`: of files with one tensor for all experts of a layer, the files of their tensors with one for each, by names that
     `stored_names` gives; see `stacked_experts`.
     `ignored`: ends of names of further tensors that files may have and that are not read; with tied embeddings a head is another.
+    `rounded_lanes`: lanes of a model whose weights are rounded at the start in groups of so many columns; None: its own.
     """
 
     model_types: tuple[str, ...]
@@ -104,6 +105,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     head: str | None = None  # its name in files that have one although it is tied
     unstack: Callable[[Path, ModelSpec, Mapping[str, SafetensorsFile], bool], dict[str, SafetensorsFile]] | None = None
+    rounded_lanes: Callable[[ModelSpec, int], int] | None = None
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
         """Whether a tensor of this name may be in the files of a model that does not need it."""

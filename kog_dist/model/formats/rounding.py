@@ -15,12 +15,14 @@ from kog_dist.model.formats.numbers import NUMBERS, Values, e8m0_values
 from kog_dist.model.formats.weight_format import CodedMatrix, Indices, WeightFormat
 from kog_dist.model.safetensors_file import narrow, widen
 
+ROUNDED_COLUMNS = 128  # of a group, in every format that can be chosen
+
 
 def chosen_format(choice: str, dtype: str) -> WeightFormat | None:
     """What a word of the setting `quantize` means for a model whose values are of `dtype`; None: as they are."""
     forms: Mapping[str, WeightFormat] = {
-        "fp8": WeightFormat("E4M3", 128, 128, "F32"),
-        "int4": WeightFormat("INT4", 1, 128, "F16" if dtype == "float16" else "BF16"),
+        "fp8": WeightFormat("E4M3", 128, ROUNDED_COLUMNS, "F32"),
+        "int4": WeightFormat("INT4", 1, ROUNDED_COLUMNS, "F16" if dtype == "float16" else "BF16"),
     }
     return forms.get(choice)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kog_dist.bench.kernel.shapes import DENSE, QUANTISED
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.checkpoint import open_checkpoint, planned_checkpoint, write_manifest
 from kog_dist.model.formats.lanes import lane_codes, weight_format
@@ -55,6 +56,22 @@ def test_lanes_hold_whole_groups(tmp_path: Path, method: str, lanes: int) -> Non
     """Of 4 KV heads, 256 columns of attention and 256 of the FFN; 128 of them are a group of the last one."""
     made(tmp_path, method)
     assert spec_of_folder(tmp_path).num_lanes == lanes
+
+
+@pytest.mark.parametrize(("name", "plain", "quantised"), [("llama-3.1-8b", 8, 4), ("qwen3-4b", 8, 4), ("llama-3.2-1b", 4, 2)])
+def test_rounded_weights_have_the_lanes_of_published_ones(tmp_path: Path, name: str, plain: int, quantised: int) -> None:
+    def lanes(quantize: str, **more: Any) -> int:
+        (tmp_path / "config.json").write_text(json.dumps({**DENSE[name], **more}))
+        return planned_checkpoint(tmp_path, context=512, quantize=quantize).spec.num_lanes
+
+    assert [lanes("none"), lanes("fp8"), lanes("int4")] == [plain, quantised, quantised]
+    assert [lanes("none", quantization_config=QUANTISED[form]) for form in ("fp8", "int4")] == [quantised, quantised]
+
+
+def test_the_smallest_models_keep_their_lanes_when_they_are_rounded(tmp_path: Path) -> None:
+    """Of 256 columns of the FFN; 4 lanes would not have whole groups."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    assert planned_checkpoint(tmp_path, quantize="int4").spec.num_lanes == spec_of_folder(tmp_path).num_lanes == 4
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "gptq, act-order"])

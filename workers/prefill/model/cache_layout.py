@@ -82,11 +82,12 @@ class CacheLayout:
         `cache` has `num_values` 16-bit values.
         """
         shape = (self.heads, self.splits, self.batches(layer))
-        batches, width = self._batches(cache, layer), self.spec.head_dim
+        batches, width = self.batches_of(cache, layer), self.spec.head_dim
         keys = batches.reshape(*shape, 2, BATCH, width)[..., 0, :, :]
         return keys, batches.reshape(*shape, 2, BATCH // 2, width, 2)[..., 1, :, :, :]
 
-    def _batches(self, cache: Array, layer: int) -> Array:
+    def batches_of(self, cache: Array, layer: int) -> Array:
+        """All of a layer (heads, splits, batches, values of a batch): a view."""
         first, last = (batch * self.batch_values for batch in self.first_batches[layer : layer + 2])
         return cache[first:last].reshape(self.heads, self.splits, self.batches(layer), self.batch_values)
 
@@ -99,7 +100,7 @@ class CacheLayout:
         keys, values = keys[kept - first :], values[kept - first :]
         places = split, batch, row = self._places(layer, kept, len(keys), cache)
         if self.is_coded:
-            coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim, self.kv_dtype).store(places, (keys, values))
+            coded_rows.coded_parts(self.batches_of(cache, layer), self.spec.head_dim, self.kv_dtype).store(places, (keys, values))
             return
         k, v = self.parts(cache, layer)
         k[:, split, batch, row] = keys.swapaxes(0, 1)
@@ -112,7 +113,7 @@ class CacheLayout:
         """
         places = split, batch, row = self._places(layer, first, last - first, cache)
         if self.is_coded:
-            return coded_rows.coded_parts(self._batches(cache, layer), self.spec.head_dim, self.kv_dtype).load(places)
+            return coded_rows.coded_parts(self.batches_of(cache, layer), self.spec.head_dim, self.kv_dtype).load(places)
         k, v = self.parts(cache, layer)
         return k[:, split, batch, row].swapaxes(0, 1), v[:, split, batch, row // 2, :, row % 2]
 

@@ -5,7 +5,9 @@ odd one; and for each position the scales of its rows of K and V.
 
 INT4 the same with four bits of each code: a 32-bit word has eight neighbouring dimensions of K, the even ones in its lower half,
 or four of a pair of V, the even position in its lower half. Between K and V stand the upper two bits of each code of K, sixteen
-dimensions to a word, again the even ones in the lower half.
+dimensions to a word, again the even ones in the lower half: dimension d has bit
+(d & 1) * 16 + (d >> 2 & 1) * 8 + (d >> 3 & 1) * 4 + (d >> 1 & 1) * 2 and the next one, so that each byte has those of four
+registers' bytes.
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ def coded_parts(batches: Array, head_dim: int, kv_dtype: str) -> CodedParts:
 def _packed_keys(codes: Codes, num_parts: int) -> tuple[Codes, ...]:
     if num_parts == 1:
         return (codes,)
-    halves = _in(codes, 2, 4, 2)  # words of upper bits: byte of a half, bits of it, half
+    halves = _in(codes, 2, 2, 2, 2).swapaxes(-4, -3)  # words of upper bits: byte of a half, two numbers of bits of it, half
+    halves = halves.reshape(*halves.shape[:-4], 2, 4, 2)
     tops = np.bitwise_or.reduce(halves >> np.uint8(4) << _PLACES, axis=-2)
     halves = _in(codes, 2, 4)  # words of lower bits: byte of a half, bits and half
     lows = _nibbles(halves[..., [0, 2, 1, 3]] & np.uint8(15))  # ..., byte of a half, half
@@ -107,7 +110,8 @@ def _unpacked_keys(lows: Codes, tops: Codes | None = None) -> Codes:
         return lows
     of_lows = _flat(_of_nibbles(_in(lows, 2, 2).swapaxes(-1, -2))[..., [0, 2, 1, 3]], 3)
     of_tops = _in(tops, 2, 2).swapaxes(-1, -2)
-    upper = _flat(of_tops[..., None, :] >> _PLACES & np.uint8(3), 4)
+    upper = _in(_flat(of_tops[..., None, :] >> _PLACES & np.uint8(3), 4), 2, 2, 2, 2).swapaxes(-4, -3)
+    upper = _flat(upper, 5)
     return of_lows | upper << np.uint8(4)
 
 
