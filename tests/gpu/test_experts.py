@@ -27,7 +27,7 @@ from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_codes, random_tensor
 from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
 from tests.gpu.test_families import on_cpu
-from tests.gpu.test_prefill import begin_at_head, decode, fill, relative_error
+from tests.gpu.test_prefill import decode, logits_of_prompt, relative_error
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 LAYERS, VOCABULARY, CONTEXT, TOKENS, SEED = 2, 4096, 256, 9, 5
@@ -61,16 +61,7 @@ def check(shape: KernelShape, made: Callable[[Observer], DeviceWeights], checkpo
     kernel = Monokernel(shape, made(observe))
     few, ids = drawn(TOKENS), drawn(PROMPT)
     error = relative_error(decode(kernel, few, 0), on_cpu(checkpoint, few))
-    prefill, logits = prefill_for(kernel, matrices), dict[str, Any]()
-    fill(prefill, ids)
-    logits["whole"] = begin_at_head(kernel, prefill, ids)
-    fill(prefill, ids[:CACHED])
-    fill(prefill, ids, CACHED)
-    logits["behind a kept prefix"] = begin_at_head(kernel, prefill, ids)
-    decode(kernel, ids[:CACHED], 0)
-    prefill.forget(0)
-    fill(prefill, ids, CACHED)
-    logits["behind decoded tokens"] = begin_at_head(kernel, prefill, ids)
+    logits = logits_of_prompt(kernel, prefill_for(kernel, matrices), ids, CACHED)
     wanted = on_cpu(checkpoint, ids)
     kernel.close()
     errors = {how: relative_error(found, wanted) for how, found in logits.items()}

@@ -125,6 +125,21 @@ def begin_at_head(kernel: Monokernel, prefill: Prefill, ids: list[int], num_step
     return np.asarray(kernel.logits.get())
 
 
+def logits_of_prompt(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Logits of the last of `ids` behind prefill of all of them, or of those after the first `cached`, by what made these."""
+    found = {}
+    fill(prefill, ids)
+    found["whole"] = begin_at_head(kernel, prefill, ids)
+    fill(prefill, ids[:cached])
+    fill(prefill, ids, cached)
+    found["behind a kept prefix"] = begin_at_head(kernel, prefill, ids)
+    decode(kernel, ids[:cached], 0)
+    prefill.forget(0)
+    fill(prefill, ids, cached)
+    found["behind decoded tokens"] = begin_at_head(kernel, prefill, ids)
+    return found
+
+
 def relative_error(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> float:
     return float(np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(wanted))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from kog_dist.workers.cuda.random_weights import random_tensor
 from kog_dist.workers.prefill.expand.expanded import expanded_on_gpu
 from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
 from tests.gpu.test_families import on_cpu
-from tests.gpu.test_prefill import begin_at_head, decode, fill, relative_error
+from tests.gpu.test_prefill import logits_of_prompt, relative_error
 from tests.unit.test_coded_twin import DENSE as SMALL
 from tests.unit.test_coded_twin import FORMS
 
@@ -74,16 +73,7 @@ def test_logits_after_prefill_are_those_of_cpu_ranks(tmp_path: Path, shape: str,
     kernel = Monokernel(made, load_weights(made, checkpoint, observe))
     prefill = prefill_for(kernel, matrices)
     ids: list[int] = np.random.default_rng(1).integers(0, VOCABULARY, TOKENS).tolist()
-    logits: dict[str, Any] = {}
-    fill(prefill, ids)
-    logits["whole"] = begin_at_head(kernel, prefill, ids)
-    fill(prefill, ids[:CACHED])
-    fill(prefill, ids, CACHED)
-    logits["behind a kept prefix"] = begin_at_head(kernel, prefill, ids)
-    decode(kernel, ids[:CACHED], 0)
-    prefill.forget(0)
-    fill(prefill, ids, CACHED)
-    logits["behind decoded tokens"] = begin_at_head(kernel, prefill, ids)
+    logits = logits_of_prompt(kernel, prefill, ids, CACHED)
     wanted = on_cpu(checkpoint, ids)
     kernel.close()
     errors = {name: relative_error(found, wanted) for name, found in logits.items()}
