@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
 SECONDS ?= 3600
-WORKERS ?= 2
+WORKERS ?= 3
 PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
 
 # Tests and commands start hundreds of processes: without bytecode each of them compiles all that it imports.
@@ -52,13 +52,14 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# These measure promises in seconds, or whether a page stays smooth: they have the machine to themselves. All other files share it.
-ALONE := $(addprefix tests/e2e/,test_chaos.py test_faults.py test_http.py test_mpi.py test_prefill.py test_ray.py test_replicas.py \
-	test_replicas_on_hosts.py test_stopping.py browser/test_rendering_speed.py) tests/gpu
+# Those that measure promised seconds (`alone`), and those of GPUs, have the machine to themselves. Files begin in the order of their
+# names: longest first by the number of their tests, pytest-xdist's own order, would leave the slowest for the end.
+ASKED := not cluster and not service and not clients
 
 check: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --durations 25 --durations-min 5 tests $(addprefix --ignore=,$(ALONE))
-	$(BIN)/python -m pytest --durations 15 --durations-min 5 $(ALONE)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 \
+		-m "$(ASKED) and not alone and not gpu" tests
+	$(BIN)/python -m pytest --durations 15 --durations-min 5 -m "$(ASKED) and (alone or gpu)" tests/e2e tests/gpu
 
 cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluster, and is not part of `make test`
 	$(BIN)/python -m pytest -m cluster
@@ -73,7 +74,7 @@ first-hour:  ## what a new user does first, in a fresh clone of the commit, with
 	$(PYTHON) -m tests.e2e.first_hour
 
 SECONDS ?= 3600
-fuzz: $(VENV)/.installed-dev  ## hours of hostile bytes: SECONDS for each target; `make test` has a minute of it for all
+fuzz: $(VENV)/.installed-dev  ## hours of hostile bytes: SECONDS for each target; `make test` has half a minute of it for all
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $$(date +%s)
 
 chaos: RANKS = 2

@@ -42,6 +42,7 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
     assert not made.figures()["found"]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("cell", sample(), ids=str)
 def test_promises_hold(chaos: Chaos, cell: Cell) -> None:
     played = chaos.play(cell)

@@ -209,6 +209,7 @@ def test_stopped_idle_rank_counts_as_hung(session: EngineSession, tiny_model: Pa
     assert_clean(session)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("victims", [("coordinator",), ("coordinator", "rank 1")], ids=" and ".join)
 def test_clients_of_a_stopped_coordinator_are_told_in_time(session: EngineSession, tiny_model: Path, victims: list[str]) -> None:
     """Those that are stopped cannot say anything: they are killed, and the connection closes."""
@@ -281,6 +282,7 @@ def test_who_is_stopped_cleans_up_after_a_killed_launcher(session: EngineSession
     assert_clean(session)
 
 
+@pytest.mark.alone  # whoever is late stops a coordinator that has answered
 def test_an_engine_is_ready_when_its_coordinator_answers(session: EngineSession, tiny_model: Path) -> None:
     """Not when there is a socket file: what happens until then belongs to the start."""
     launcher = session.launch(str(tiny_model), "--ranks=1", "--stall-timeout=60", "--startup-timeout=3")

@@ -87,6 +87,7 @@ def test_kog_gateway_by_itself(served: HttpEngine) -> None:
     assert "an-api-key" not in session.output("own")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("signum", "why", "told_s"),
     [
@@ -112,7 +113,7 @@ def test_a_gateway_that_is_lost_comes_back_and_the_engine_is_not_harmed(
     begin_s = time.monotonic()
     assert served.http.get("/readyz", timeout=READY_S).status_code == 200, "the port was never free: this waited for the new one"
     assert time.monotonic() - begin_s < 20.0
-    assert served.announced()["pid"] != pid
+    until(lambda: served.announced()["pid"] != pid, 5.0, lambda: "the new one answers, and has not announced itself")
     assert served.session.processes()["coordinator"] == engine_pid
     assert f"the gateway (pid {pid}) ended: {why}" in served.session.output()
     assert served.http.post("/v1/completions", json=ASK).status_code == 200
@@ -132,6 +133,7 @@ def test_a_gateway_that_is_lost_while_ranks_load_is_started_again(
     assert launcher.wait(ENDED_S) == 0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("signum", "limit_s"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 1.5)])
 def test_readiness_tells_of_a_lost_rank(session: EngineSession, signum: int, limit_s: float) -> None:
     """Promised are 250 ms for a death and half of --stall-timeout for a hang; machines that run tests are slower."""

@@ -45,6 +45,7 @@ def follow_prefill(events: Iterator[StreamEvent], num_events: int) -> list[Prefi
     return seen
 
 
+@pytest.mark.alone
 def test_cancel_during_prefill_frees_the_ranks(engine: tuple[EngineSession, Client]) -> None:
     session, client = engine
     events = client.generate(prompt_ids=LONG_PROMPT, max_tokens=4)
@@ -74,6 +75,7 @@ def test_a_conversation_has_the_bits_of_one_that_is_prefilled(engine: tuple[Engi
         assert followed[2].num_cached_tokens == len(prompt) - 3, "all but the answer's last token and the two new ones"
 
 
+@pytest.mark.alone
 def test_a_rank_that_dies_during_prefill_ends_the_request(engine: tuple[EngineSession, Client]) -> None:
     session, client = engine  # the last test that uses it
     events = client.generate(prompt_ids=LONG_PROMPT, max_tokens=4)

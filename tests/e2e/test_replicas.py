@@ -22,6 +22,7 @@ from .replica_clients import Crowd, Stream, replay
 from .replica_engines import ENDED_S, READY_S, both_ready, launch
 
 STALLED_S = 1.75  # of --stall-timeout=1
+NUM_LONG = NUM_ENDLESS // 2  # tokens that take longer than any `told_s`, of answers that are read to their end
 CLEAN_S = 3.0  # two seconds are promised; a loaded machine is slow
 
 
@@ -48,6 +49,7 @@ def assert_clean(session: EngineSession) -> None:
     until(lambda: not session.leftovers(), CLEAN_S, lambda: f"left behind: {session.leftovers()}")
 
 
+@pytest.mark.alone
 def test_any_process_may_be_killed(session: EngineSession, tiny_model: Path) -> None:
     access = launch(session, tiny_model, "--replicas=2")
     for victim in ("rank 0", "coordinator", "launcher"):
@@ -55,6 +57,7 @@ def test_any_process_may_be_killed(session: EngineSession, tiny_model: Path) -> 
     check_killed_launcher(session, access)
 
 
+@pytest.mark.alone
 def test_any_process_may_be_stopped_or_told_to_end(session: EngineSession, tiny_model: Path) -> None:
     """By somebody else than its launcher, which acts as on a kill.
 
@@ -92,7 +95,7 @@ def check_kill_in_a_replica(
     """Its stream ends with one error, the other one's goes on, and the replica comes back."""
     with Client(access) as client:
         both_ready(session, client)
-        streams = [Stream((1, 2, 3), NUM_ENDLESS), Stream((4, 5, 6), NUM_ENDLESS)]  # longer than any `told_s`
+        streams = [Stream((1, 2, 3), NUM_LONG), Stream((4, 5, 6), NUM_LONG)]
         crowd = Crowd(access, streams)
         for stream in streams:
             assert stream.has_begun.wait(ENDED_S)

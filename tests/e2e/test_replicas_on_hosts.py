@@ -21,6 +21,7 @@ from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.transport import HEARTBEAT_MS, Access
 from tests.e2e.conftest import NUM_ENDLESS
 
+pytestmark = pytest.mark.alone
 PARTITION_S = 1.5
 READY_S = 20.0
 STREAM = ("--prompt-ids=1,2,3", f"--max-tokens={NUM_ENDLESS}", "--ignore-eos")

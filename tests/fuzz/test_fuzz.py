@@ -1,4 +1,4 @@
-"""A minute of fuzzing: every target replays its corpus, then makes inputs for its share of the time."""
+"""Half a minute of fuzzing: every target replays its corpus, then makes inputs for its share of the time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fuzz.bounds import CORPUS
 from tests.fuzz.runner import PLANTED, TARGETS, run_target
 
 pytest.importorskip("atheris", reason="atheris has no wheel for this Python")
-SECONDS = 60 / len(TARGETS)
+SECONDS = 30 / len(TARGETS)
 
 
 @pytest.mark.parametrize("target", TARGETS)

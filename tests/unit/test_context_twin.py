@@ -5,7 +5,6 @@ Splits have so many batches here that warps fill both of their buffers again, an
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,9 +20,10 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.published import Published, Words
 from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import Model, build_twin, twin_sources
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 STEPS = 12
 LIMIT_US = 2_000_000  # of waits; a turn of all threads takes 10 ns
 # The context has 19 batches in a split, the window 9, of which the last is not full. Five and three are the first warp's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +32,6 @@ from tests.unit.hand_turned import CONTEXT, PEERS, HandTurned, Letters, answer_o
 
 A, B, C = PEERS
 WORD = "aab"  # an answer of nine tokens follows
-
-
-@pytest.fixture
-def engine() -> Iterator[HandTurned]:
-    engine = HandTurned()
-    engine.ranks.become_ready()
-    yield engine
-    engine.close()
 
 
 def positions(engine: HandTurned, request_id: str) -> list[int]:

@@ -7,7 +7,6 @@ Three variants run on two ranks, since every program takes seconds to compile; D
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -31,9 +30,10 @@ from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from tests.unit.cpu_compiler import build, needs_compiler
 
 TWIN = Path(__file__).parent / "decode_twin"
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 
 SPEC = ModelSpec(
     hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=76, max_context=32, num_lanes=4,
@@ -114,9 +114,7 @@ def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
     numbers = TWIN.parent / "e4m3_on_cpu.h"
     for name, text in {**sources, **{path.name: path.read_text() for path in (numbers, *TWIN.iterdir())}}.items():
         (folder / name).write_text(text)
-    build = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-o", program, f"{program}.cpp"]
-    done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    build(folder / f"{program}.cpp", program)
 
 
 def answer(

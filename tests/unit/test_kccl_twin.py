@@ -20,9 +20,10 @@ from kog_dist.collectives.chain_reference import chain_totals
 from kog_dist.collectives.cuda_abi import abi_header
 from kog_dist.collectives.cuda_kernels import ChainShape, device_sources, handoff_header, ranks_header
 from kog_dist.collectives.handoff_reference import handoff_results
+from tests.unit.cpu_compiler import build, needs_compiler
 
 TWIN = Path(__file__).parent / "kccl_twin"
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +42,7 @@ def built(folder: Path, kernel: str, shape: str, header: str) -> Path:
     name = f"{kernel}-{abs(hash(header)):x}"
     if not (folder / name).exists():
         (folder / shape).write_text(header)
-        command = [
-            "g++",
-            "-std=c++20",
-            "-O1",
-            "-ffp-contract=off",
-            "-Wno-unknown-pragmas",
-            "-I",
-            str(folder),
-            "-o",
-            name,
-            f"{kernel}.cpp",
-        ]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, done.stderr
+        build(folder / f"{kernel}.cpp", name)
     return folder / name
 
 

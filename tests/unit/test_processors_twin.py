@@ -26,8 +26,9 @@ from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, REPORT_WORDS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.processors import IN_PROMPT, ProcessedRequest, read_report, request_params
+from tests.unit.cpu_compiler import build, needs_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 
 SPEC = ModelSpec(
     hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=96, max_context=64, num_lanes=4,
@@ -83,22 +84,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
             shutil.copytree(Path(__file__).parent / source, folder, dirs_exist_ok=True)
         heap_words = sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))
         sizes = [f"-DKOG_TWIN_WORDS={shape.num_words}", f"-DKOG_TWIN_HEAP_WORDS={heap_words}"]
-        command = [
-            "g++",
-            "-std=c++20",
-            "-O1",
-            "-ffp-contract=off",
-            "-w",
-            *sizes,
-            "-I",
-            str(folder),
-            "-o",
-            "processors",
-            "processors.cpp",
-        ]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, done.stderr
-        return folder / "processors"
+        return build(folder / "processors.cpp", "processors", *sizes)
 
     return program
 

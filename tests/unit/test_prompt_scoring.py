@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,14 +28,6 @@ from tests.unit.hand_turned import CONTEXT, PEERS, HandTurned, answer_of
 A, B, _ = PEERS
 WORD, WORD_IDS = "aab", [1, 1, 2]
 TWO = SamplingParams(logprobs=2)
-
-
-@pytest.fixture
-def engine() -> Iterator[HandTurned]:
-    engine = HandTurned()
-    engine.ranks.become_ready()
-    yield engine
-    engine.close()
 
 
 def ask(engine: HandTurned, prompt: str = WORD, **fields: Any) -> None:

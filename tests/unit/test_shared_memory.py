@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
+from tests.unit.cpu_compiler import build, needs_compiler
 
 TWIN = Path(__file__).parent / "decode_twin"
 PROGRAM = (
@@ -31,7 +31,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_shared_memory_is_counted_to_the_last_member(shape: KernelShape, tmp_path: Path) -> None:
     sources = {**device_sources(), **shape.headers(), "ptx.cuh": (TWIN / "ptx.cuh").read_text(), "size.cpp": PROGRAM}
@@ -39,9 +39,8 @@ def test_shared_memory_is_counted_to_the_last_member(shape: KernelShape, tmp_pat
     sources["e4m3_on_cpu.h"] = (TWIN.parent / "e4m3_on_cpu.h").read_text()
     for name, text in sources.items():
         (tmp_path / name).write_text(re.sub(r"static_assert\(sizeof\(Shared\).*", "", text) if name == "layout.cuh" else text)
-    build = ["g++", "-std=c++20", "-O0", "-w", "-o", "size", "size.cpp"]
-    subprocess.run(build, cwd=tmp_path, check=True, timeout=60)
-    found = int(subprocess.run([tmp_path / "size"], capture_output=True, check=True, timeout=20).stdout)
+    program = build(tmp_path / "size.cpp", "size", "-O0")
+    found = int(subprocess.run([program], capture_output=True, check=True, timeout=20).stdout)
     per_tile = 16 * shape.num_pieces + 4 * shape.is_packed
     counted = shape.shared_bytes_besides + shape.ring_bytes + shape.num_slots * per_tile
     assert found <= counted <= found + 64, shape.is_packed

@@ -14,6 +14,7 @@ from playwright.sync_api import CDPSession, Page
 from tests.e2e.browser.replay_server import ReplayServer, Script
 from tests.e2e.browser.test_playground import ANSWER_JS, answer, run
 
+pytestmark = pytest.mark.alone
 TOKENS_PER_S = 4000.0
 NUM_TOKENS = 22_000
 

@@ -68,11 +68,15 @@ namespace twin {
 using kog::u32;
 using kog::u64;
 constexpr size_t kStackBytes = 32 << 10;
+constexpr u32 kMostPatience = 15;  // turns
 
 struct Warp {  // nobody is more than one operation ahead, so two sets of values are enough
     u64 value[2][32][3];
     u64 arrived[2];
     u64 rests_until;  // turn
+    u32 patience;     // doubles with each look for something that has not come
+    u32 num_threads, num_ended;
+    void looked(bool has_come);
 };
 struct Block {
     char* memory;
@@ -95,12 +99,18 @@ inline size_t arena_used = 128;
 inline void* scheduler = nullptr;
 inline Fiber* current = nullptr;
 inline u64 turns = 0;
+inline u32 most_patience = 0;  // in the first run: what a word comes too late for shows
 inline u64 unrest = 0;  // not 0: the state of random numbers, by which warps miss many turns now and then
-inline std::vector<std::unique_ptr<Fiber>> fibers;
+inline std::vector<Fiber> fibers;  // warp after warp
 inline std::vector<std::unique_ptr<Warp>> warps;
 inline std::vector<std::unique_ptr<Block>> blocks;
 inline std::vector<std::unique_ptr<std::function<void()>>> bodies;
 
+// Who looks in vain again and again misses turns, but in the first run: looks are most of what an emulation does.
+inline void Warp::looked(bool has_come) {
+    patience = has_come ? 0 : std::min(2 * patience + 1, most_patience);
+    rests_until = std::max(rests_until, turns + patience);
+}
 inline void yield() { twin_switch(&current->stack_pointer, scheduler); }
 inline const u64 (*collective(u64 a, u64 b = 0, u64 c = 0))[3] {
     Warp& warp = *current->warp;
@@ -117,6 +127,7 @@ inline const u64 (*collective(u64 a, u64 b = 0, u64 c = 0))[3] {
 [[noreturn]] inline void enter() {
     (*current->body)();
     current->ended = true;
+    ++current->warp->num_ended;
     while (true) yield();
 }
 inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const std::function<void()>& body) {
@@ -128,15 +139,15 @@ inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const st
         arena_used += block_bytes;
         for (u32 t = 0; t < num_threads; ++t) {
             if (t % 32 == 0) warps.push_back(std::unique_ptr<Warp>(new Warp{}));
-            auto fiber = std::make_unique<Fiber>();
-            fiber->stack.reset(new char[kStackBytes]);
-            fiber->body = bodies.back().get(), fiber->warp = warps.back().get(), fiber->block = blocks.back().get();
-            fiber->thread.x = t, fiber->block_idx.x = b;
-            auto top = (reinterpret_cast<uintptr_t>(fiber->stack.get()) + kStackBytes) / 16 * 16;
+            ++warps.back()->num_threads;
+            Fiber& fiber = fibers.emplace_back();
+            fiber.stack.reset(new char[kStackBytes]);
+            fiber.body = bodies.back().get(), fiber.warp = warps.back().get(), fiber.block = blocks.back().get();
+            fiber.thread.x = t, fiber.block_idx.x = b;
+            auto top = (reinterpret_cast<uintptr_t>(fiber.stack.get()) + kStackBytes) / 16 * 16;
             void** at = reinterpret_cast<void**>(top) - 2;  // where `ret` finds the entry; the stack is aligned as after a call
             *at = reinterpret_cast<void*>(enter);
-            fiber->stack_pointer = at - 6;
-            fibers.push_back(std::move(fiber));
+            fiber.stack_pointer = at - 6;
         }
     }
 }
@@ -152,16 +163,21 @@ inline bool run(u64 most_turns) {
         if (unrest)
             for (auto& warp : warps)
                 if (random() % 64 == 0) warp->rests_until = turns + (1u << random() % 9);
-        for (auto& fiber : fibers) {
-            if (fiber->ended) continue;
+        Fiber* next = fibers.data();
+        for (auto& warp : warps) {
+            Fiber* fiber = next;
+            next += warp->num_threads;
+            if (warp->num_ended == warp->num_threads) continue;
             any = true;
-            if (fiber->warp->rests_until > turns || (fiber->waits_for != nullptr && *fiber->waits_for < fiber->wanted)) continue;
-            fiber->waits_for = nullptr;
-            current = fiber.get();
-            twin_switch(&scheduler, current->stack_pointer);
+            for (; fiber < next && warp->rests_until <= turns; ++fiber) {
+                if (fiber->ended || (fiber->waits_for != nullptr && *fiber->waits_for < fiber->wanted)) continue;
+                fiber->waits_for = nullptr;
+                current = fiber;
+                twin_switch(&scheduler, current->stack_pointer);
+            }
         }
     }
-    fibers.clear(), warps.clear(), blocks.clear(), bodies.clear(), arena_used = 128;
+    fibers.clear(), warps.clear(), blocks.clear(), bodies.clear(), arena_used = 128, most_patience = kMostPatience;
     return true;
 }
 }  // namespace twin
@@ -207,11 +223,16 @@ T __shfl_down_sync(unsigned, T value, int by) {
     const unsigned lane = threadIdx.x & 31;
     return twin_shuffle(value, lane + by < 32 ? lane + by : lane);
 }
-inline bool __all_sync(unsigned, bool predicate) {
+inline bool twin_all(bool predicate) {
     const auto* all = twin::collective(predicate);
     for (int i = 0; i < 32; ++i)
         if (!all[i][0]) return false;
     return true;
+}
+inline bool __all_sync(unsigned, bool predicate) {  // a wait's look
+    const bool all = twin_all(predicate);
+    if ((threadIdx.x & 31) == 31) twin::current->warp->looked(all);
+    return all;
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     const auto* all = twin::collective(value);
@@ -226,7 +247,7 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
     return bits;
 }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
-inline bool __any_sync(unsigned mask, bool predicate) { return !__all_sync(mask, !predicate); }
+inline bool __any_sync(unsigned, bool predicate) { return !twin_all(!predicate); }
 inline void __syncwarp() { twin::collective(0); }
 inline void __syncthreads() {  // once for each thread block
     twin::Block& block = *twin::current->block;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from kog_dist.workers.prefill.experts.plain import PlainExperts
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.operations import PlainOperations
 from kog_dist.workers.prefill.prefill_abi import PREFILL_PARAMS, prefill_header
+from tests.unit.cpu_compiler import build
 
 LAUNCH = """
 extern "C" void launch_{name}(unsigned num_ctas, unsigned num_threads, const void* params) {{
@@ -50,25 +50,9 @@ def compiled(
         (folder / name).write_text(text, encoding="utf-8")
     text = sources[f"{stem}.cu"] + "".join(LAUNCH.format(name=name, params=params, cluster=cluster) for name in kernels)
     (folder / f"{stem}.cpp").write_text(text, encoding="utf-8")
-    library = folder / f"{stem}.so"
-    # Products are not fused into sums: the twin's arithmetic. A copy of the library has variables of its own.
-    command = [
-        "g++",
-        "-std=c++20",
-        optimize,
-        "-ffp-contract=off",
-        "-fno-strict-aliasing",
-        "-fno-gnu-unique",
-        "-w",
-        "-fPIC",
-        "-shared",
-    ]
-    done = subprocess.run(
-        [*command, "-pthread", "-I", str(folder), "-o", str(library), str(folder / f"{stem}.cpp")],
-        capture_output=True, text=True, check=False, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return library
+    # A copy of the library has variables of its own.
+    flags = (optimize, "-fno-strict-aliasing", "-fno-gnu-unique", "-fPIC", "-shared", "-pthread")
+    return build(folder / f"{stem}.cpp", f"{stem}.so", *flags)
 
 
 def launcher(library: Any, kernel: str, params_bytes: int) -> Callable[[int, int, bytes, bool], None]:

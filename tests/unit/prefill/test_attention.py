@@ -14,6 +14,7 @@ import torch
 from kog_dist.workers.prefill.attention import attention_abi
 from kog_dist.workers.prefill.attention.attention_abi import ATTENTION_PARAMS, AttentionShape, misfit
 from kog_dist.workers.prefill.attention.hopper_attention import Attention, build, most_parts_bytes, plan
+from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 from tests.unit.prefill.models import relative_error
 
@@ -99,7 +100,7 @@ def wanted(
     return by_lane
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("attention.hopper_attention", "attention.attention_abi"):
         monkeypatch.setattr(f"kog_dist.workers.prefill.{module}.PARTITION_KEYS", 128)

@@ -25,6 +25,7 @@ from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
+from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import EmulatedDenseOperations
 from tests.unit.prefill.models import SMALL, Rank, layout_of, relative_error, token_ids
 
@@ -42,7 +43,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_sinks": True, "out_bias": True, "num_lanes": 2, "experts": ExpertsSpec(4, 2, router_bias=True, bias=True),
     },
     "a cache of fp8": {"own_head_dim": 32},
-    "a cache of int4": {"own_head_dim": 64},
+    "a cache of int4": {  # many shuffles for each row
+        "own_head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "num_lanes": 2, "num_layers": 2, "window_layers": (0,)
+    },
 }  # fmt: skip
 KV_OF_VARIANT = {"a cache of fp8": "fp8", "a cache of int4": "int4"}  # others: bfloat16
 
@@ -58,7 +61,7 @@ def checkpoint_of(folder: Path, overrides: dict[str, Any]) -> Checkpoint:
     return open_checkpoint(folder)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     for place in ("prefill_abi", "dense.dense_abi", "dense.device"):
@@ -89,7 +92,7 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v
         assert relative_error(buffers.last_streams, rank.buffers.last_streams) < 1e-3
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 def test_kernels_load_and_store_as_the_twin_does_where_windows_wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("prefill_abi", "dense.dense_abi", "dense.device"):
         monkeypatch.setattr(f"kog_dist.workers.prefill.{place}.MAX_THREADS", 32)

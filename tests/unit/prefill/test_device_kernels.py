@@ -23,6 +23,7 @@ from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.operations import PlainOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
+from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import EmulatedOperations
 from tests.unit.prefill.models import SMALL, Rank, layout_of, relative_error, token_ids
 
@@ -38,7 +39,7 @@ class Asked(OneRank):
     is_alone = False
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 @pytest.mark.parametrize(
     ("held_lanes", "split_size", "overrides"),
     [
@@ -89,7 +90,7 @@ def test_kernels_are_the_twin(
     assert isinstance(rank.layers.operations, PlainOperations)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MOST_PADDING", 1)  # in chunks from 4 on
@@ -113,7 +114,7 @@ def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.Monkey
         assert relative_error(got, wanted) < 1e-3
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 def test_positions_are_stored_as_the_twin_stores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
     spec = ModelSpec(**{**TINY, "max_context": 300})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,18 +41,29 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+    """The kernel, by its header."""
+
+    @functools.cache
+    def made(header: str) -> ctypes.CDLL:
+        return ctypes.CDLL(
+            str(compiled(tmp_path_factory.mktemp("expand"), "expand", header, ["expand"], "KogExpandParams", "-O1"))
+        )
+
+    return made
+
+
 @pytest.mark.parametrize(("shape_name", "form_name", "dtype"), CASES)
 def test_expanded_weights_are_the_definition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape_name: str, form_name: str, dtype: str
+    libraries: Callable[[str], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, shape_name: str, form_name: str, dtype: str
 ) -> None:
     (spec, num_ranks), form = SHAPES[shape_name], FORMS[form_name]
     model, rank = CodedModel(spec, dtype, form, monkeypatch), num_ranks - 1
     hosted = spec.lanes_of_rank(rank, num_ranks)
     shape = KernelShape(spec, hosted, dtype, num_ranks=num_ranks, max_ctas=5, coding=Coding.of(form))
     assert shape.coding is not None
-    library = ctypes.CDLL(
-        str(compiled(tmp_path, "expand", expand_header(shape.coding, shape.scale_rows), ["expand"], "KogExpandParams", "-O1"))
-    )
+    library = libraries(expand_header(shape.coding, shape.scale_rows))
     weights = model.weights(shape)
     layers = expanded_layers(shape, weights, launcher(library, "expand", EXPAND_PARAMS.size_bytes), "cpu")
     for found, wanted in zip(layers, twin(model, hosted), strict=True):

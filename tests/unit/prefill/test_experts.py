@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from kog_dist.workers.prefill.model.chunks import work_of
 from kog_dist.workers.prefill.model.matrices import DenseMatrices, matrices_of
 from kog_dist.workers.prefill.model.memory import matrix_bytes, obstacle_to_prefill
 from tests.multi.test_bits import Board, ThreadExchange
+from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher
 from tests.unit.prefill.models import SMALL, Rank, interpreter, relative_error, token_ids
 from tests.unit.prefill.test_expand import widened
@@ -176,7 +176,7 @@ def set_sizes(monkeypatch: pytest.MonkeyPatch, which: slice) -> tuple[GroupedTil
     return made
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     spec, dtype, which = SHAPES[name]
@@ -185,7 +185,7 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     Case(tmp_path, Model(spec, dtype, monkeypatch), shape, made).check(monkeypatch)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 def test_kernels_are_the_twin_of_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two ranks, whose lane begins in the middle of a group of 32 columns."""
     made, model = set_sizes(monkeypatch, slice(1)), CodedExperts(monkeypatch)

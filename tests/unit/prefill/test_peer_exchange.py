@@ -26,6 +26,7 @@ from kog_dist.workers.prefill.exchange import peer_exchange
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal
 from kog_dist.workers.prefill.exchange.peer_exchange import PeerExchange, mailboxes, summed_layers
 from kog_dist.workers.prefill.prefill_abi import sums_header
+from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, token_ids
 
@@ -34,7 +35,6 @@ EXACT = 12  # of one row tile and a half
 PROMPT = 75
 JOIN_S = 30.0
 Libraries = Callable[[int], list[ctypes.CDLL]]
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 class AtOnce:

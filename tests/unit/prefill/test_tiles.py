@@ -16,6 +16,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.gemm.gemm_abi import CLUSTER, TILE_PARAMS, TileShape, tile_shapes
 from kog_dist.workers.prefill.gemm.hopper_gemm import Tiles, build
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 from tests.unit.prefill.models import SMALL, layout_of
 
@@ -49,7 +50,6 @@ def test_chunks_that_are_worth_it() -> None:
 
 
 LANES, SIZE = 2, 512
-needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 def emulated(folder: Path, shape: TileShape) -> Callable[[int], Tiles]:
@@ -71,7 +71,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-@needs_gxx
+@needs_compiler
 def test_gates_and_ups(tmp_path: Path) -> None:
     shape = TileShape("gate_up", 576, 512)
     tiles = emulated(tmp_path, shape)
@@ -91,7 +91,7 @@ def test_gates_and_ups(tmp_path: Path) -> None:
     assert torch.equal(shared, run(x[:1, :256].repeat(LANES, 1, 1), part, 2)), "streams kept once"
 
 
-@needs_gxx
+@needs_compiler
 @pytest.mark.parametrize("inner", [512, 384], ids=lambda inner: f"{inner // 64} steps")
 def test_partial_sums(tmp_path: Path, inner: int) -> None:
     shape = TileShape("partial", inner, 256)
@@ -104,7 +104,7 @@ def test_partial_sums(tmp_path: Path, inner: int) -> None:
     assert (found != wanted.half()).float().mean() < 0.01
 
 
-@needs_gxx
+@needs_compiler
 def test_queries_keys_and_values(tmp_path: Path) -> None:
     size, max_context, start = 256, 500, 300  # the last rows stand behind the context
     sizes = {"hidden_size": 768, "num_heads": 8, "num_kv_heads": 4, "num_lanes": LANES, "max_context": max_context}
