@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
 SECONDS ?= 3600
-WORKERS ?= 3
+WORKERS ?= 2
 PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
 
 # Tests and commands start hundreds of processes: without bytecode each of them compiles all that it imports.

@@ -188,7 +188,7 @@ def test_two_ranks_killed_one_after_the_other(session: EngineSession, tiny_model
 
 
 def test_wait_that_runs_out_of_time_says_what_it_waited_for(session: EngineSession, tiny_model: Path) -> None:
-    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", "--step-timeout=0.5", "--stall-timeout=60")
+    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", "--step-timeout=1", "--stall-timeout=60")
     with session.connect() as client:
         events = stream(client, NUM_ENDLESS)
         token_ids(events, 5)
@@ -198,7 +198,7 @@ def test_wait_that_runs_out_of_time_says_what_it_waited_for(session: EngineSessi
         assert "of rank 2" in str(caught.value)
     assert launcher.wait(ENDED_S) == 5
     assert_clean(session)
-    assert re.search(r"rank [013]: [\w ,]+ waited 0\.\d+ s for \d+ words? of rank 2 \(epoch \d+ wanted", session.output())
+    assert re.search(r"rank [013]: [\w ,]+ waited 1\.\d+ s for \d+ words? of rank 2 \(epoch \d+ wanted", session.output())
 
 
 def test_stopped_idle_rank_counts_as_hung(session: EngineSession, tiny_model: Path) -> None:
@@ -296,13 +296,13 @@ def test_an_engine_is_ready_when_its_coordinator_answers(session: EngineSession,
 
 @pytest.mark.parametrize("victim", ["rank 1", "coordinator"])
 def test_who_is_stopped_while_it_loads_is_named(session: EngineSession, tiny_model: Path, victim: str) -> None:
-    launcher = session.launch(str(tiny_model), "--ranks=2", "--stall-timeout=0.5")
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--stall-timeout=1")
     until(lambda: victim in session.processes(), ENDED_S, session.output)
     pid = session.processes()[victim]
     os.kill(pid, signal.SIGSTOP)
     assert launcher.wait(ENDED_S) == 5
     assert_clean(session)
-    assert f"{victim} (pid {pid}) gave no sign of life for 0." in session.output()
+    assert f"{victim} (pid {pid}) gave no sign of life for 1." in session.output()
     assert session.output().endswith(" during start-up; the engine was stopped\n")
 
 
@@ -357,7 +357,7 @@ def test_next_start_sweeps_what_nobody_could_remove(session: EngineSession, tiny
 
 def test_killed_rank_is_named_after_a_pause_of_the_launcher(session: EngineSession, tiny_model: Path) -> None:
     """Its peers ask for an abort while the launcher cannot see anything; what they say is the consequence."""
-    launcher = session.launch(str(tiny_model), "--ranks=2", "--step-timeout=0.3")
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--step-timeout=1")
     with session.connect() as client:
         events = stream(client, NUM_ENDLESS)
         token_ids(events, 5)
