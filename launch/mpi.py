@@ -155,8 +155,9 @@ def _meet(settings: LaunchConfig, request: PromptRequest | None, found: RankVari
     except BaseException as error:
         _last_words(error, comm.Get_rank())
         remove_shared_memory(os.getpid())
-        comm.Abort(error.exit_code if isinstance(error, KogError) else 1)
-        raise
+        code = error.exit_code if isinstance(error, KogError) else 1
+        comm.Abort(code)
+        os._exit(code)  # MPICH's may return when the others are gone already; all has been said
     mpi.Finalize()
     watchdog.dismiss()
     return MpiMeeting(library, identities, door, connection)
@@ -199,7 +200,7 @@ def _host(connection: socket.socket, lifelines: Mapping[int, str]) -> None:
 
 
 def _last_words(error: BaseException, rank: int) -> None:
-    """Why the job is being ended, on stderr: MPI_Abort does not return."""
+    """Why the job is being ended, on stderr: from MPI_Abort on nothing more is run."""
     stderr = sys.__stderr__ or sys.stderr
     if isinstance(error, KogError):
         print(f"kog-launch: {error}", file=stderr, flush=True)

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kog_dist.bench.kernel.shapes import named_shape
+
 _OF_TESTS = r"passed|failed|no tests|FAILED|ERROR|SKIPPED|^E  |GPUs, (SIG|memory)"
 _OF_REQUESTS = r"first token after|by the bare kernel|tokens/s|cancels? .*during|aborted during|[Ee]rror"
 _OF_GPUS = r"GPUs?[,:]|wanted|[Ee]rror"
@@ -58,11 +60,35 @@ def _bench(gpus: int, about_s: float, limit_s: float, arguments: str, shown: str
     return Step(gpus, about_s, limit_s, command, shown, builds=tuple(builds.split()))
 
 
+def _lanes(name: str) -> int:
+    """All of the shape."""
+    return named_shape(name)[0].num_lanes
+
+
 _REQUESTS = "--spec 2b --prompts 128,512,2048,4000 --kept 3900"
 _SCALING = "--contexts 64,512,4000 --long-run --yardstick --repeats"
 _LATENCY = "latency --random --lanes 8"
 _SAMPLING = "--contexts 512 --tokens 400 --sampling greedy,temperature,penalties,top-p,top-p-logprobs,top-k-top-p,mask"
 _NOT_ON_2 = "1] or 3] or 4] or missing_epoch or dead_rank"
+
+# Shapes of docs/dense.md, formats.md and moe.md, random weights. On an H100 Qwen3-30B-A3B in 16 bit leaves no room for prefill.
+_MODELS = (
+    "qwen3-0.6b", "llama-3.2-1b", "qwen3-4b", "llama-3.1-8b", "qwen3-8b", "llama-3.1-8b+fp8", "llama-3.1-8b+int4",
+    "qwen3-30b-a3b", "qwen3-30b-a3b+fp8", "qwen3-30b-a3b+int4", "gpt-oss-20b", "gpt-oss-120b",
+)  # fmt: skip
+
+
+def _latency_of(name: str) -> Step:
+    return _bench(1, 30, 120, f"latency --random --spec {name}@9000 --lanes {_lanes(name)} --contexts 512,8000", _TABLE)
+
+
+def _prompts_of(name: str) -> Step:
+    return _bench(1, 40, 150, f"prefill --spec {name}@9216 --prompts 512,2048,8192 --only-prompts --repeats 5", _TABLE)
+
+
+def _scaling_of(name: str) -> Step:
+    return _bench(2, 50, 150, f"scaling --gpus 2,1 --spec {name} --contexts 512 --repeats 5", _OF_GPUS)
+
 
 STEPS = {
     # ---- one GPU ----
@@ -96,6 +122,8 @@ STEPS = {
     "soak": _bench(1, 100, 300, "soak --gpus 1 --requests 1000", _TABLE, "tiny:1"),
     "soak_long": _bench(1, 40, 150, "soak --long --gpus 1 --requests 2000 --clients 4", _TABLE),
     "endurance_1": _bench(1, 125, 175, "endurance --gpus 1 --tokens 100000 --deadline-s 150", _OF_GPUS, "benchmarks:1"),
+    **{f"latency_{name}": _latency_of(name) for name in _MODELS},
+    **{f"prompts_{name}": _prompts_of(name) for name in _MODELS if not name.startswith("qwen3-30b-a3b+")},  # no prefill
     # ---- two GPUs ----
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2 benchmarks:1,2"),
     "prefill_ranks_2": _tests(2, 120, 260, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),
@@ -107,6 +135,7 @@ STEPS = {
     "engines_2": _engines(2, 150, 400, "2]"),
     "lost_2_off": _engines(2, 40, 150, "lost and 2]", prefill="off"),
     "requests_2": _bench(2, 46, 110, f"requests --gpus 2 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:2"),
+    **{f"scaling_{name}": _scaling_of(name) for name in _MODELS if name != "qwen3-0.6b"},
     # ---- four GPUs ----
     "ranks_4": _tests(4, 70, 220, "test_ranks", "4]", builds="ranks:1,4 benchmarks:1,4"),
     "prefill_ranks_4": _tests(4, 60, 160, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4"),
