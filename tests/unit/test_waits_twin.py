@@ -1,4 +1,4 @@
-"""No wait of the monokernel takes words or counts of the token before for those that it waits for, on a CPU (decode_twin/waits.cpp)."""
+"""No wait of the monokernel takes words or counts of the token before for new ones, on a CPU (decode_twin/waits.cpp)."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ struct Counted {  // what a wait for a count has been asked
     void less(bool ends_well) { ++asked, ended_well += ends_well; }
     void enough(bool ends_well) { is_complete &= ends_well; }
 };
-// Role of a launch with `num_prompt` tokens of the prompt in front, as the finaliser and the sampler meet.
+// Blocks of logits as the finaliser hands them to the sampler, in a launch whose first two tokens have none; and the products before them.
 void ask_about_blocks(const OwnRows& rows, float* logits) {
     const Role& role = rows.role;
     Counted blocks, products;
@@ -157,7 +157,10 @@ int main(int, char** argv) {
             add(vector, words, S::kColumns / 2);
             const VectorGatherer::Source from{words, tag};
             ask(name, vector, tag, [&] {
-                return of_all_warps([&] { return gatherer.load_units<S>(words), gatherer.wait_for_units<S>(from, no_note); });
+                return of_all_warps([&] {
+                    gatherer.load_units<S>(words);
+                    return gatherer.wait_for_units<S>(from, no_note);
+                });
             });
         };
         ask_vector("hidden", VectorGatherer::HiddenSlice{});
@@ -191,7 +194,10 @@ int main(int, char** argv) {
         const auto from = gatherer.source<kDownPhase>(down);
         add(activations, from.words, kChosen * kFfn / 2);
         ask("activations", activations, from.tag, [&] {
-            return of_all_warps([&] { return gatherer.load_activations<false>(down), gatherer.loaded = true, gatherer.gather_activations(down); });
+            return of_all_warps([&] {
+                gatherer.load_activations<false>(down), gatherer.loaded = true;
+                return gatherer.gather_activations(down);
+            });
         });
         FinalizedExperts finalized{params, peers, role, lane};
         add(router_logits, finalized.logit_words() + role.cta % kReplicas * kRouterLogitsStride, kNumExperts);
@@ -208,7 +214,8 @@ int main(int, char** argv) {
             Attender::Part got;
             return attender.wait_for_part(words + 2 * lane, words + 64 + lane, true, tag, got);
         });
-        add(query, words, kGroup * kHeadDim / 2), add(query, words + kQueryRows / 2, kHeadDim / 2), add(query, words + (kQueryRows + kKvRows - kHeadDim) / 2 + kHeadDim / 2, kHeadDim / 2);
+        add(query, words, kGroup * kHeadDim / 2);
+        for (const u32 first_row : {kQueryRows, kQueryRows + kKvRows}) add(query, words + first_row / 2, kHeadDim / 2);  // of K and V
         ask("query", query, tag, [&] {
             Attender::Query got;
             return attender.wait_for_query(words, 0, 0, 0, 0, true, tag, got);
