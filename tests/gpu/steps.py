@@ -32,6 +32,7 @@ class Step:
     alone: bool = True
     builds: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
+    group: str = ""  # that it is one of, instead of those that need so many GPUs
 
     def __str__(self) -> str:
         words = [*(f"{name}={value}" for name, value in self.environ.items()), shlex.join(self.command)]
@@ -55,9 +56,11 @@ def _engines(gpus: int, about_s: float, limit_s: float, select: str, prefill: st
     return Step(gpus, about_s, limit_s, (*step.command, "-s"), builds=step.builds, environ=environ)
 
 
-def _bench(gpus: int, about_s: float, limit_s: float, arguments: str, shown: str, builds: str = "") -> Step:
+def _bench(
+    gpus: int, about_s: float, limit_s: float, arguments: str, shown: str, builds: str = "", group: str = ""
+) -> Step:  # fmt: skip
     command = (sys.executable, "-m", "kog_dist.bench.cli", *arguments.split())
-    return Step(gpus, about_s, limit_s, command, shown, builds=tuple(builds.split()))
+    return Step(gpus, about_s, limit_s, command, shown, builds=tuple(builds.split()), group=group)
 
 
 def _lanes(name: str) -> int:
@@ -79,15 +82,19 @@ _MODELS = (
 
 
 def _latency_of(name: str) -> Step:
-    return _bench(1, 30, 120, f"latency --random --spec {name}@9000 --lanes {_lanes(name)} --contexts 512,8000", _TABLE)
+    return _bench(
+        1, 30, 120, f"latency --random --spec {name}@9000 --lanes {_lanes(name)} --contexts 512,8000", _TABLE, group="models"
+    )
 
 
 def _prompts_of(name: str) -> Step:
-    return _bench(1, 40, 150, f"prefill --spec {name}@9216 --prompts 512,2048,8192 --only-prompts --repeats 5", _TABLE)
+    return _bench(
+        1, 40, 150, f"prefill --spec {name}@9216 --prompts 512,2048,8192 --only-prompts --repeats 5", _TABLE, group="models"
+    )
 
 
 def _scaling_of(name: str) -> Step:
-    return _bench(2, 50, 150, f"scaling --gpus 2,1 --spec {name} --contexts 512 --repeats 5", _OF_GPUS)
+    return _bench(2, 50, 150, f"scaling --gpus 2,1 --spec {name} --contexts 512 --repeats 5", _OF_GPUS, group="models")
 
 
 STEPS = {
