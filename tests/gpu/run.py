@@ -1,7 +1,8 @@
 """Steps of steps.py on the GPUs that CUDA_VISIBLE_DEVICES shows: `python -m tests.gpu.run --out FOLDER STEP...`, or `list`.
 
-A step is a name, or a number of GPUs for all that need so many. Steps run side by side where GPUs are free and nothing measures.
-At its limit a step gets SIGINT, upon which benchmarks print what they have, and GRACE_S later SIGKILL. Exit code 1 if one failed.
+A step is a name, or a number of GPUs for all that need so many, or `models` for figures of models. Steps run side by side where
+GPUs are free and nothing measures. At its limit a step gets SIGINT, upon which benchmarks print what they have, and GRACE_S later
+SIGKILL. Exit code 1 if one failed.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def main() -> int:
         return 0
     steps: dict[str, Step] = {}
     for word in given.steps:
-        found = {name: step for name, step in STEPS.items() if word in (name, str(step.gpus))}
+        found = {name: step for name, step in STEPS.items() if word in (name, step.group or str(step.gpus))}
         if not found:
             parser.error(f"there is no step {word}; `list` names all")
         steps |= found

@@ -32,6 +32,7 @@ class Step:
     alone: bool = True
     builds: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
+    group: str = ""  # that it is one of, instead of those that need so many GPUs
 
     def __str__(self) -> str:
         words = [*(f"{name}={value}" for name, value in self.environ.items()), shlex.join(self.command)]
@@ -55,9 +56,11 @@ def _engines(gpus: int, about_s: float, limit_s: float, select: str, prefill: st
     return Step(gpus, about_s, limit_s, (*step.command, "-s"), builds=step.builds, environ=environ)
 
 
-def _bench(gpus: int, about_s: float, limit_s: float, arguments: str, shown: str, builds: str = "") -> Step:
+def _bench(
+    gpus: int, about_s: float, limit_s: float, arguments: str, shown: str, builds: str = "", group: str = ""
+) -> Step:  # fmt: skip
     command = (sys.executable, "-m", "kog_dist.bench.cli", *arguments.split())
-    return Step(gpus, about_s, limit_s, command, shown, builds=tuple(builds.split()))
+    return Step(gpus, about_s, limit_s, command, shown, builds=tuple(builds.split()), group=group)
 
 
 def _lanes(name: str) -> int:
@@ -71,7 +74,7 @@ _LATENCY = "latency --random --lanes 8"
 _SAMPLING = "--contexts 512 --tokens 400 --sampling greedy,temperature,penalties,top-p,top-p-logprobs,top-k-top-p,mask"
 _NOT_ON_2 = "1] or 3] or 4] or missing_epoch or dead_rank"
 
-# Shapes of docs/dense.md, formats.md and moe.md, random weights. On an H100 Qwen3-30B-A3B in 16 bit leaves no room for prefill.
+# Shapes of docs/dense.md, formats.md and moe.md, random weights.
 _MODELS = (
     "qwen3-0.6b", "llama-3.2-1b", "qwen3-4b", "llama-3.1-8b", "qwen3-8b", "llama-3.1-8b+fp8", "llama-3.1-8b+int4",
     "qwen3-30b-a3b", "qwen3-30b-a3b+fp8", "qwen3-30b-a3b+int4", "gpt-oss-20b", "gpt-oss-120b",
@@ -79,15 +82,19 @@ _MODELS = (
 
 
 def _latency_of(name: str) -> Step:
-    return _bench(1, 30, 120, f"latency --random --spec {name}@9000 --lanes {_lanes(name)} --contexts 512,8000", _TABLE)
+    return _bench(
+        1, 30, 120, f"latency --random --spec {name}@9000 --lanes {_lanes(name)} --contexts 512,8000", _TABLE, group="models"
+    )
 
 
 def _prompts_of(name: str) -> Step:
-    return _bench(1, 40, 150, f"prefill --spec {name}@9216 --prompts 512,2048,8192 --only-prompts --repeats 5", _TABLE)
+    return _bench(
+        1, 40, 150, f"prefill --spec {name}@9216 --prompts 512,2048,8192 --only-prompts --repeats 5", _TABLE, group="models"
+    )
 
 
 def _scaling_of(name: str) -> Step:
-    return _bench(2, 50, 150, f"scaling --gpus 2,1 --spec {name} --contexts 512 --repeats 5", _OF_GPUS)
+    return _bench(2, 50, 150, f"scaling --gpus 2,1 --spec {name} --contexts 512 --repeats 5", _OF_GPUS, group="models")
 
 
 STEPS = {

@@ -20,6 +20,8 @@ from kog_dist.errors import ConfigError
         ("scaling --builds copies", "--builds must be like"),
         ("scaling --builds threads=1", "--builds takes copies"),
         ("scaling --model --peer-hop-us 0", "--peer-hop-us"),
+        ("latency MODEL --router-skew 2", "--router-skew is for random weights"),
+        ("latency --random --spec qwen3-4b --router-skew 2", "of a shape with experts"),
         ("soak --gpus 1 --ranks 2", "--ranks and --gpus exclude each other"),
         ("soak --gpus 0", "--gpus at least 1"),
         ("faults --ranks 0", "--ranks must be at least 1"),

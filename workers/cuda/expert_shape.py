@@ -79,7 +79,7 @@ class ExpertShape:
 
     @property
     def router_scale(self) -> float:
-        """What the router's weights are multiplied by there: bfloat16 numbers of 2^-18 to 4,088 are exact in binary16 then."""
+        """What the router's weights are multiplied by there: bfloat16 numbers of 2^-18 to 4,080 are exact in binary16 then."""
         return 1.0 if self.router_dtype == self.weight_dtype else 16.0
 
     @property

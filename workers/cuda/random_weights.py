@@ -122,5 +122,6 @@ def random_tensor(
         fan_in = shape[-1] * (spec.num_lanes if name.endswith(_SUMMED) else 1)  # those are summed over lanes
         values *= np.float32(fan_in**-0.5)
     if name.endswith("router.weight") and spec.experts is not None:
-        values[:: spec.experts.num_experts // spec.experts.per_token] *= np.float32(router_skew)
+        step = spec.experts.num_experts // spec.experts.per_token
+        values[: step * spec.experts.per_token : step] *= np.float32(router_skew)
     return to_words(values, dtype)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kog_dist.cuda import cublas_lt
 from kog_dist.cuda.driver import Graph, has_ended, launch_graph
-from kog_dist.errors import LaunchError
+from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.startup import NOBODY, StartStage, StartTeller
 from kog_dist.workers.cuda.head_start import LastStreams
@@ -24,7 +24,7 @@ from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal, SumE
 from kog_dist.workers.prefill.expand.expanded import expanded_on_gpu
 from kog_dist.workers.prefill.experts.device import experts_on_gpu
 from kog_dist.workers.prefill.hopper_abi import HOPPER
-from kog_dist.workers.prefill.model.buffers import Buffers
+from kog_dist.workers.prefill.model.buffers import Buffers, misfit
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE, SPLIT_SIZE, Chunk, sizes_within, work_of
 from kog_dist.workers.prefill.model.layers import Layers
@@ -116,6 +116,8 @@ def runner_for(
     """The runner of `prefill_for`."""
     shape = kernel.shape
     spec, layout = shape.spec, CacheLayout.of(shape)
+    if finding := misfit(spec, shape.coding):
+        raise ConfigError(f"prefill cannot run this model: it has {finding}; its prompts go token by token")
     tuning = tuning.within(spec)
     kernel.prepare_head_start()
     ended("head start")

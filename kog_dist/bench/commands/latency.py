@@ -36,6 +36,7 @@ def latency(
 ) -> None:
     """Microseconds per token of the kernel on one GPU. Beside the time that reading the weights alone takes."""
     from kog_dist.bench.kernel import latency as benchmark
+    from kog_dist.bench.kernel.shapes import named_shape
     from kog_dist.bench.kernel.torch_baseline import FORMS
 
     if (model is None) == (not random):
@@ -45,6 +46,8 @@ def latency(
     baselines = tuple(part for part in baseline.split(",") if part)
     if not set(baselines) <= set(FORMS):
         raise ConfigError(f"--baseline must be one or more of {', '.join(FORMS)}, got {baseline!r}")
+    if router_skew != 1 and (model is not None or named_shape(spec)[0].experts is None):
+        raise ConfigError("--router-skew is for random weights of a shape with experts: --random --spec qwen3-30b-a3b")
     check_destination(trace)
     counts, samplings = counts_of(lanes, "--lanes"), samplings_of(sampling)
     with writing(output):

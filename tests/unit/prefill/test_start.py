@@ -9,11 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.cuda import cublas_lt
 from kog_dist.cuda.driver import DriverError
-from kog_dist.errors import AbortedError, CheckpointError, CompileError, LaunchError
+from kog_dist.errors import AbortedError, CheckpointError, CompileError, ConfigError, LaunchError
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
@@ -21,6 +23,7 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import load, monokernel
 from kog_dist.workers.cuda.head_start import LastStreams
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.engines import cuda, cuda_start
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_device import translated_errors
@@ -28,6 +31,7 @@ from kog_dist.workers.engines.cuda_start import Start
 from kog_dist.workers.notes import NOTE
 from kog_dist.workers.prefill import gpu
 from kog_dist.workers.prefill.model.buffers import misfit
+from kog_dist.workers.prefill.model.matrices import Matrices
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel
 
 
@@ -191,6 +195,13 @@ def test_normed_heads_that_append_cannot_take(head_dim: int, is_taken: bool) -> 
     assert (misfit(spec) == "") == (head_dim <= 128)
     assert (misfit(replace(spec, qk_norm=True)) == "") == is_taken
     assert "in lanes with streams of their own" in misfit(replace(spec, qk_norm=True, delay=1))
+
+
+def test_experts_that_prefill_cannot_read_are_refused_before_anything_is_compiled() -> None:
+    spec, coding = named_shape("qwen3-30b-a3b+fp8")
+    kernel: Any = SimpleNamespace(shape=KernelShape(spec, range(spec.num_lanes), coding=coding))
+    with pytest.raises(ConfigError, match=r"experts in E4M3 .* go token by token"):
+        gpu.runner_for(kernel, Matrices(spec, np.float16))
 
 
 def test_an_error_of_the_driver_is_a_sentence() -> None:

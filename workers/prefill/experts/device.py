@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kog_dist.cuda.driver import Kernel
-from kog_dist.errors import ConfigError
 from kog_dist.workers.cuda.expert_weights import DeviceExperts
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
@@ -21,7 +20,6 @@ from kog_dist.workers.prefill.experts.experts_abi import (
 )
 from kog_dist.workers.prefill.experts.rows import ExpertRows
 from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
-from kog_dist.workers.prefill.model.buffers import misfit
 
 if TYPE_CHECKING:
     from kog_dist.workers.prefill.dense.buffers import DenseRows
@@ -38,9 +36,7 @@ def kernel_bytes(shape: KernelShape) -> dict[str, int]:
 
 
 def experts_on_gpu(shape: KernelShape, weights: DeviceExperts, last_position: Array) -> GroupedExperts:
-    """Those of a monokernel. Raises CompileError, LaunchError, or ConfigError for experts that are coded in another way."""
-    if finding := misfit(shape.spec, shape.coding):
-        raise ConfigError(f"prefill cannot run this model: it has {finding}")
+    """Those of a monokernel. Raises CompileError or LaunchError."""
     path = compiled.build("experts", experts_header(shape)).path
     launchers = {name: partial(compiled.launch, Kernel(path, name, size)) for name, size in kernel_bytes(shape).items()}
     return GroupedExperts(shape, weights, last_position, launchers)

@@ -32,6 +32,7 @@ struct Grouped {
     static constexpr u32 kScaleBytes = kIsCoded ? Tile::kColumns * 4 : 0, kStageBytes = kXBytes + kWeightBytes + kScaleBytes;
     static constexpr u32 kNumColumns = (Form::kMatrixRows + Tile::kColumns - 1) / Tile::kColumns;
     static_assert(Tile::kColumns == kAcross * 32 && kTileThreads == 256, "a warp has 32 columns");
+    static_assert(kNumExperts <= kTileThreads, "a thread looks at each expert");
 
     const Params& params;
     u32 lane, column, expert, first, count;  // of pairs `count`; `column`: the first row of the matrix
