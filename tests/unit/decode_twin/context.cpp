@@ -29,7 +29,7 @@ inline void write_words(unsigned lane_idx, unsigned part, unsigned row, unsigned
 using namespace kog;
 
 int main(int num_arguments, char** argv) {
-    if (kPacked) twin_read_offset = kRingPieces * 8;
+    twin_empty_offset = kRingPieces * 8, twin_read_offset = kPacked ? twin_empty_offset : 0;
     folder = argv[1];
     const size_t kv_bytes = atoll(argv[2]), num_words = atoll(argv[3]);
     const u32 num_steps = atoi(argv[4]), limit_us = atoi(argv[5]);

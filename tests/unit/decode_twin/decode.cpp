@@ -57,7 +57,7 @@ void publish(const std::vector<Rank>& ranks, const std::vector<Memory>& streams,
 }
 
 int main(int num_arguments, char** argv) {
-    if (kPacked) twin_read_offset = kRingPieces * 8;
+    twin_empty_offset = kRingPieces * 8, twin_read_offset = kPacked ? twin_empty_offset : 0;
     folder = argv[1];
     const u32 max_tokens = atoi(argv[2]);
     const size_t kv_bytes = atoll(argv[3]), num_words = atoll(argv[4]), heap_words = atoll(argv[5]);

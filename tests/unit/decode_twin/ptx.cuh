@@ -287,10 +287,21 @@ inline void mbar_init(u32 bar, u32 count) { barrier_at(bar) = {count, count, 0, 
 inline void mbar_look(TwinBarrier& barrier) {
     if (barrier.missing == 0 && barrier.bytes == 0) barrier.missing = barrier.count, barrier.phase = barrier.phase + 1;
 }
+// From the barrier of a piece of the ring to the one that tells that it has been read and may be filled again; 0: there is no ring. What was in
+// it is no number from then on, for who has given it back too soon.
+inline u32 twin_empty_offset = 0;
+inline void spoil(u32 bar) {
+    const auto copy = copies.find(bar);
+    if (copy != copies.end()) memset(twin::arena + copy->second.first, 0xff, copy->second.end - copy->second.first);
+}
 inline void mbar_arrive(u32 bar) {
     TwinBarrier& barrier = barrier_at(bar);
     barrier.missing = barrier.missing - 1;
+    const u32 phase = barrier.phase;
     mbar_look(barrier);
+    if (twin_empty_offset && barrier.phase != phase) spoil(bar - twin_empty_offset);
+    // Who waits goes on before this warp's other threads do, for whom it has not waited itself.
+    if (twin::unrest) twin::current->warp->rests_until = twin::turns + twin::kMostPatience + 2;
 }
 inline std::map<u32, u32> expected;  // bytes of a barrier's phase
 inline void mbar_arrive_expect(u32 bar, u32 bytes) {
