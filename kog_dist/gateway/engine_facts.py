@@ -11,7 +11,7 @@ from kog_dist.errors import KogError
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.model.gguf.folder import main_format
-from kog_dist.model.published_config import read_config_file, spec_of_folder
+from kog_dist.model.published_config import read_config_file
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import StatusReport
 
@@ -19,14 +19,27 @@ CPU_WEIGHT_BYTES = 4  # CPU ranks keep weights as float32
 GPU_WEIGHT_BYTES = 2  # GPUs as they are on disk: 16 bit
 
 
-def read_spec(folder: str | None) -> ModelSpec | None:
-    """The model's shape; None where nobody told the folder, or it has no config.json of a model that we know."""
+def read_spec(folder: str | None, quantize: str = "none") -> ModelSpec | None:
+    """The model's shape; None where nobody told the folder, or it has no config.json of a model that we know.
+
+    `quantize`: as in `LaunchConfig`.
+    """
     if folder is None:
         return None
     try:
-        return spec_of_folder(Path(folder))
+        return read_config_file(Path(folder)).spec_to_run(0, quantize)
     except KogError:
         return None  # a folder with a tokenizer alone serves a gateway as well
+
+
+def has_codes(folder: str | None, quantize: str = "none") -> bool:
+    """Whether weights are quantised, as published or while they are loaded."""
+    if folder is None:
+        return False
+    try:
+        return quantize != "none" or read_config_file(Path(folder)).quantisation is not None
+    except KogError:
+        return False
 
 
 def read_format(folder: str | None) -> str | None:
@@ -47,12 +60,15 @@ def devices(report: StatusReport) -> dict[str, int]:
     return {"CPU": report.world_size} if report.world_size and not report.replica_names else {}
 
 
-def engine_facts(max_context: int, spec: ModelSpec | None, report: StatusReport, gpus: Sequence[Gpu]) -> EngineFacts:
+def engine_facts(
+    max_context: int, spec: ModelSpec | None, report: StatusReport, gpus: Sequence[Gpu], *, has_codes: bool = False
+) -> EngineFacts:
     """Facts of one engine; of one of them where a router speaks for several. `gpus`: those of this machine.
 
-    The peak is known only if every rank has a GPU that is here and tells its memory's clock.
+    The peak is known only if every rank has a GPU that is here and tells its memory's clock; what a token reads is not where
+    the model `has_codes`.
     """
-    if spec is None or not report.world_size:
+    if spec is None or not report.world_size or has_codes:
         return EngineFacts(max_context)
     places = report.rank_places  # only ranks on GPUs say theirs
     bytes_per_token = spec.bytes_per_token(GPU_WEIGHT_BYTES if places else CPU_WEIGHT_BYTES)

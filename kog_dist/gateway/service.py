@@ -13,7 +13,7 @@ from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
 from kog_dist.gateway.body_reader import BodyReader
 from kog_dist.gateway.documents import handler_of
 from kog_dist.gateway.engine import EngineBridge
-from kog_dist.gateway.engine_facts import engine_facts, read_format, read_spec
+from kog_dist.gateway.engine_facts import engine_facts, has_codes, read_format, read_spec
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.logs import Log
@@ -43,7 +43,8 @@ class Service:
         self._announced: dict[str, Any] | None = None
         self.served: ServedModel | None = None  # None until the engine has said what it serves
         self.facts = EngineFacts()
-        self.spec, self._gpus = read_spec(args.model), read_inventory().gpus
+        self.spec, self._gpus = read_spec(args.model, args.quantize), read_inventory().gpus
+        self._has_codes = has_codes(args.model, args.quantize)
         self.weights_format = read_format(args.model)
         self.metrics = Metrics(args.model_name or "unknown")
         self.answering: set[Exchange] = set()
@@ -80,7 +81,7 @@ class Service:
         if self._announced is not None and not self._announced["serves"] and self._serves():
             self.announce()
         if report is not None and self.welcome is not None and not self.facts.bytes_per_token:
-            self.facts = engine_facts(self.welcome.max_context, self.spec, report, self._gpus)
+            self.facts = engine_facts(self.welcome.max_context, self.spec, report, self._gpus, has_codes=self._has_codes)
             self.metrics.engine_facts(self.facts)
 
     def count_response(self, path: str, status: int) -> None:

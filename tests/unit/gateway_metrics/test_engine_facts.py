@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from kog_dist.gateway.engine_facts import devices, engine_facts, read_format, read_spec
+from kog_dist.bench.kernel.shapes import DENSE, QUANTISED
+from kog_dist.gateway.engine_facts import devices, engine_facts, has_codes, read_format, read_spec
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.model.spec import laneformer_2b
@@ -54,6 +56,22 @@ def test_unknown_models_have_no_facts(tmp_path: Path) -> None:
     demo = read_spec(str(Path(str(resources.files("kog_dist"))) / "models" / "demo"))
     assert demo is not None
     assert demo.num_lanes == 8
+
+
+def test_what_a_token_reads_of_quantised_weights_is_not_told(tmp_path: Path) -> None:
+    config = {**DENSE["llama-3.1-8b"], "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = str(tmp_path)
+    assert not has_codes(folder)
+    assert has_codes(folder, "int4")
+    plain, rounded = read_spec(folder), read_spec(folder, "int4")
+    assert plain is not None
+    assert rounded is not None
+    assert (plain.num_lanes, rounded.num_lanes) == (8, 4)
+    assert engine_facts(4096, rounded, on_gpus(H200), GPUS, has_codes=True) == EngineFacts(4096)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISED["fp8"]}))
+    assert has_codes(folder)
+    assert not has_codes(None)
 
 
 def test_the_format_is_that_of_most_values(tmp_path: Path) -> None:
