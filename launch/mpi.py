@@ -202,9 +202,6 @@ def _host(connection: socket.socket, lifelines: Mapping[int, str]) -> None:
 def _last_words(error: BaseException, rank: int) -> None:
     """Why the job is being ended, on stderr: from MPI_Abort on nothing more is run."""
     stderr = sys.__stderr__ or sys.stderr
-    if isinstance(error, KogError):
-        print(f"kog-launch: {error}", file=stderr, flush=True)
-    else:
-        print(f"kog-launch: rank {rank}:", file=stderr)
-        traceback.print_exception(error, file=stderr)
-        stderr.flush()
+    said = f"{error}\n" if isinstance(error, KogError) else f"rank {rank}:\n{''.join(traceback.format_exception(error))}"
+    stderr.write(f"kog-launch: {said}")  # at once: mpirun may lose what it has not read when the job is aborted
+    stderr.flush()

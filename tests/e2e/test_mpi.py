@@ -17,6 +17,7 @@ from kog_dist.rpc.messages import Done
 from tests.e2e.conftest import NUM_ENDLESS, lines_of
 from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
 
+pytestmark = pytest.mark.alone
 RANKS = 2
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
 ENDED_S = 3.0  # the promise: three seconds after the death of any rank mpirun has ended
@@ -69,7 +70,6 @@ def test_serving_has_one_banner_and_logs_of_all_ranks(session: EngineSession, ti
     assert json.loads((logs / "exit.json").read_text(encoding="utf-8"))["reason"] == "drained"
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "coordinator", "launcher", "host 1", "mpirun"])
 def test_kill_during_a_stream(session: EngineSession, tiny_model: Path, flavour: str, victim: str) -> None:
     under_mpirun(session, flavour, RANKS)
@@ -93,7 +93,6 @@ def test_kill_during_a_stream(session: EngineSession, tiny_model: Path, flavour:
         assert flavour != "MPICH" or code == 4, "mpirun passes the launcher's exit code on"
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("victim", ["rank 1", "host 1"])
 def test_kill_during_startup(session: EngineSession, tiny_model: Path, flavour: str, victim: str) -> None:
     under_mpirun(session, flavour, RANKS)
@@ -108,7 +107,6 @@ def test_kill_during_startup(session: EngineSession, tiny_model: Path, flavour: 
         assert said.startswith(f"kog-launch: rank 1 (pid {pid}) was killed by SIGKILL during start-up")
 
 
-@pytest.mark.alone
 def test_stopped_host_cannot_hold_up_the_end(session: EngineSession, tiny_model: Path, flavour: str) -> None:
     under_mpirun(session, flavour, RANKS)
     launcher = session.launch(str(tiny_model))
