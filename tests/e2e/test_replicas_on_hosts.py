@@ -23,8 +23,8 @@ from tests.e2e.conftest import NUM_ENDLESS
 
 pytestmark = pytest.mark.alone
 PARTITION_S = 1.5
-# Of an engine in the middle of a stream. Mostly 0.8 s, but 1.9 in five runs of twelve on one day, as if the client's pings had told
-# no time to live: not understood yet.
+# Of an engine in the middle of a stream. Mostly 0.8 s, but 1.9 in five runs of twelve on one day, as if the client's pings had
+# told no time to live: not understood yet.
 STREAMING_S = 2.5
 READY_S = 20.0
 STREAM = ("--prompt-ids=1,2,3", f"--max-tokens={NUM_ENDLESS}", "--ignore-eos")
