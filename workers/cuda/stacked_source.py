@@ -31,7 +31,7 @@ from kog_dist.workers.cuda.staging import Stages
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
 
-BATCH_BYTES = 64 * 2**20  # of experts that are packed together
+BATCH_BYTES = 128 * 2**20  # of experts that are packed together; the interpreter takes as long for few of them as for many
 JOB_BYTES = 8 * 2**20  # that a reader reads at a time
 _AHEAD = 2  # batches that are read before they are asked for
 with np.errstate(over="ignore"):  # the first scale with which the largest code is no finite value
