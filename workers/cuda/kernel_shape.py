@@ -406,10 +406,14 @@ class KernelShape:
         return 16 * position_bytes(self.spec.head_dim, self.kv_dtype)
 
     @property
+    def num_sets(self) -> int:
+        """Sets of the query heads of a KV head, each of at most four: the matrix unit's eight columns are two for each head."""
+        return -(-self.spec.lane_heads // self.spec.lane_kv_heads // 4)
+
+    @property
     def set_heads(self) -> int:
-        """Query heads of a KV head that attention takes at a time: the matrix unit's eight columns are two for each."""
-        group = self.spec.lane_heads // self.spec.lane_kv_heads
-        return -(-group // -(-group // 4))
+        """Query heads of a set, the largest one."""
+        return -(-self.spec.lane_heads // self.spec.lane_kv_heads // self.num_sets)
 
     # ---- words ----
     @cached_property
@@ -506,7 +510,7 @@ class KernelShape:
         values += warps * (self.num_sums * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
         values += warps * 2 * lanes * self.num_ranks  # head_squares
         values += rows * (self.num_streams + lanes * 2 * (spec.delay + 1))  # residual, history
-        values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
+        values += attended + self.num_sets * spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
         values += 2 * spec.num_ffns_read  # chosen, chosen_weights
