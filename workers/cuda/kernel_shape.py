@@ -510,7 +510,8 @@ class KernelShape:
         values += warps * (self.num_sums * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
         values += warps * 2 * lanes * self.num_ranks  # head_squares
         values += rows * (self.num_streams + lanes * 2 * (spec.delay + 1))  # residual, history
-        values += attended + self.num_sets * spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
+        values += attended + self.num_sets * spec.head_dim  # ..., fresh
+        values += 2 * attended // spec.head_dim  # attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
         values += 2 * spec.num_ffns_read  # chosen, chosen_weights
