@@ -33,7 +33,7 @@ _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before positio
 NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up less by fewer copies of weights
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
-_TILES_WITH_EXPERTS = 8  # in flight: where the stream starts anew in each layer, it has to fill quickly (docs/history/experts.md)
+_EXPERT_TILES = 8  # in flight, of chosen experts: the ring in front of them is empty (docs/history/experts.md)
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
 _CODES = {"E4M3": "E4m3", "E2M1": "E2m1", "INT4": "Int4"}  # as phases/coded.cuh calls them
@@ -322,11 +322,14 @@ class KernelShape:
         return self._in_flight[1]
 
     @property
+    def experts_in_flight(self) -> int:
+        """The same of tiles of chosen experts."""
+        return self.pieces_in_flight or min(_EXPERT_TILES, self.num_slots - 2)
+
+    @property
     def _in_flight(self) -> tuple[int, int]:
         if self.pieces_in_flight:
             return (self.pieces_in_flight,) * 2
-        if self.experts is not None:
-            return (min(_TILES_WITH_EXPERTS, self.num_slots - 2),) * 2
         if self.geometry.in_flight_bytes:
             ops = self.ops.values()
             mean_bytes = 2 * sum(op.num_values for op in ops) / sum(op.num_tiles for op in ops) / self.num_pieces
@@ -553,6 +556,8 @@ class KernelShape:
             "kHeadProducts": self.num_head_products, "kHeadCtas": self.head_ctas, "kLaneVocab": self.lane_vocab,
         }  # fmt: skip
         numbers["kLogSumWords"] = self.log_sum_words
+        if self.experts is not None:
+            numbers["kExpertPiecesInFlight"] = self.experts_in_flight
         numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
         by_mode = {
             mode: [
