@@ -86,7 +86,7 @@ class _Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _BatchBeingRead:
     """Experts of a layer that are being read: their memory on the GPU, (experts, rows, bytes), and the jobs."""
 
     layer: int
@@ -110,7 +110,7 @@ class StacksReader:
         self._tables = cupy.asarray(code_tables(shape.coding))
         self._dtype = {name: key for key, (name, _) in DTYPES.items()}[checkpoint.dtype]
         self._waiting = deque((layer, experts) for layer in range(len(layers)) for experts in self._batches())
-        self._reading: deque[_Reading] = deque()
+        self._reading: deque[_BatchBeingRead] = deque()
 
     def batches(self, layer: int) -> Iterator[ExpertsBatch]:
         """All experts of a layer; layers come in order. Raises CheckpointError naming file and tensor."""
@@ -130,7 +130,7 @@ class StacksReader:
         return [range(first, min(first + step, num_experts)) for first in range(0, num_experts, step)]
 
     def _rows(self, layer: int) -> list[_Rows]:
-        """In the order of `_Reading.arrays`."""
+        """In the order of `_BatchBeingRead.arrays`."""
         (gate_up, down, *biases), hosted = self._layers[layer], self._shape.hosted_lanes
         width, hidden = 2 * self._shape.spec.lane_ffn, self._shape.spec.hidden_size
         found = []
@@ -141,10 +141,10 @@ class StacksReader:
             found += [_Rows(kind, piece, first, last) for kind, piece in kinds.items()]
         return found
 
-    def _start(self, layer: int, experts: range) -> _Reading:
+    def _start(self, layer: int, experts: range) -> _BatchBeingRead:
         import cupy
 
-        reading = _Reading(layer, experts, [], [])
+        reading = _BatchBeingRead(layer, experts, [], [])
         for rows in self._rows(layer):
             width = 2 if rows.kind is _Kind.BIAS else rows.row_bytes
             array = cupy.empty((len(experts), rows.last - rows.first, width), np.uint8)
@@ -187,7 +187,7 @@ class StacksReader:
                     lane_codes(self._checkpoint, f"{prefix}{name}.weight", lane, may_split=True)
         raise rows.piece.refusal("has a value that is not finite")
 
-    def _made(self, reading: _Reading) -> ExpertsBatch:
+    def _made(self, reading: _BatchBeingRead) -> ExpertsBatch:
         codes, scales, bias, down_codes, down_scales, down_bias = reading.arrays
         down = CodeWords(code_words(down_codes, self._tables), down_scales)
         return ExpertsBatch(
