@@ -22,6 +22,8 @@ __device__ __forceinline__ void store_shared_float4(u32 address, const float4& v
 struct alignas(64) TensorMap {
     u64 words[16];
 };
+// The copies that come will need it.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 __device__ __forceinline__ void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, u32 bar) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
@@ -46,6 +48,13 @@ __device__ __forceinline__ void tensor_load_many(u32 to, const TensorMap* map, i
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4, %5, %6}], "
         "[%7], %8;" ::"r"(to),
         "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(bar), "h"(mask)
+        : "memory");
+}
+__device__ __forceinline__ void tensor_load_many(u32 to, const TensorMap* map, int x, int y, int z, int w, u32 bar, u16 mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6], %7;" ::"r"(to),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(bar), "h"(mask)
         : "memory");
 }
 // Where address `address` of this thread block's shared memory lies in that of thread block `rank` of its cluster.

@@ -5,26 +5,48 @@
 
 namespace kog {
 
+template <u32 kCluster>
 struct Consumer {
     const KogAttentionParams& params;
     Memory memory;
-    u32 group;
+    u32 group, of_item;  // this group among those of the thread block, and of the item
     bool in_turn;
     Ring ring{0, 0};
     State state;
+    u32 query[kHeadDim / 4];
 
-    __device__ __forceinline__ void release(u32 slot) {
-        if (laneid() == 0) mbar_arrive(memory.empty(slot));
+    __device__ __forceinline__ void release(u32 slot) {  // to all that copy into it
+        if constexpr (kCluster == 1) {
+            if (laneid() == 0) mbar_arrive(memory.empty(slot));
+        } else {
+            if (laneid() < kCluster) mbar_arrive_cluster(cluster_address(memory.empty(slot), laneid()));
+        }
     }
     // Scores of a tile: queued.
     __device__ __forceinline__ void queue_scores(float (&scores)[kScores], u32 slot) {
-        const u64 query = rows_at<kPanel>(memory.query(group)), keys = rows_at<kPanel>(memory.slot(slot));
+        const u64 keys = rows_at<kPanel>(memory.slot(slot));
 #pragma unroll
         for (u32 k = 0; k < kHeadDim / 16; ++k) {
             const u32 panel = k * 16 / kPanel, within = k * 16 % kPanel * 2;
-            multiply_rows(scores, query + ((panel * kQueryPanelBytes + within) >> 4), keys + ((panel * kPanelBytes + within) >> 4), k > 0);
+            multiply_rows(scores, query[4 * k], query[4 * k + 1], query[4 * k + 2], query[4 * k + 3],
+                          keys + ((panel * kPanelBytes + within) >> 4), k > 0);
         }
         products_commit();
+    }
+    // This thread's part of its group's queries, which are in the next slot, as a product takes it.
+    __device__ __forceinline__ void take_query() {
+        mbar_wait(memory.full(ring.slot), ring.parity);
+        const u32 row = threadIdx.x % kGroupThreads / 32 * 16 + laneid() / 4;
+        const u32 rows = memory.slot(ring.slot) + group * kQueryBytes + row * kPanel * 2;
+#pragma unroll
+        for (u32 i = 0; i < kHeadDim / 4; ++i) {
+            const u32 k = i / 4 * 16 + i % 4 / 2 * 8 + laneid() % 4 * 2;
+            const u32 address = rows + k / kPanel * kQueryPanelBytes + i % 2 * 8 * kPanel * 2 + k % kPanel * 2;
+            query[i] = load_shared_u32(address ^ (address >> 7 & (kPanel / 8 - 1)) << 4);  // swizzled over as many bytes as a row has
+        }
+        __syncwarp();
+        release(ring.slot);
+        ring.advance();
     }
     // values += the tile's values, times `chances`: queued.
     __device__ __forceinline__ void queue_values(const u32 (&chances)[kScores / 2], u32 slot) {
@@ -91,10 +113,37 @@ struct Consumer {
         for (int i = 0; i < kScores / 2; ++i) chances[i] = Fp16::pack(scores[2 * i], scores[2 * i + 1]);
     }
 
-    // Tiles `from` to `until` - 1, from nothing.
-    __device__ __forceinline__ void attend(int from, int until, const int (&position)[2], int lowest, int highest, bool is_last) {
-        float scores[kScores], factor[2];
+    // A partition begins: what those before it gave is in `total_top` and `total_sum`, and in shared memory from `totals` on.
+    // `is_first`: there was one.
+    __device__ __forceinline__ void add_to_totals(
+        bool is_first, float (&total_top)[2], float (&total_sum)[2], const float (&top)[2], const float (&sum)[2], u32 totals) {
+        if (is_first) {
+            total_top[0] = top[0], total_top[1] = top[1], total_sum[0] = sum[0], total_sum[1] = sum[1];
+#pragma unroll
+            for (int i = 0; i < kValues / 4; ++i) store_shared_float4(totals + i * 16 * kGroupThreads, state.part(i));
+        } else {
+            float factor[4];
+            merge(total_top, total_sum, factor, top, sum);
+#pragma unroll
+            for (int i = 0; i < kValues / 4; ++i)
+                store_shared_float4(totals + i * 16 * kGroupThreads,
+                                    merged_part(load_shared_float4(totals + i * 16 * kGroupThreads), state.part(i), factor));
+        }
+    }
+    // Of all four threads of a row.
+    static __device__ __forceinline__ void add_quads(float (&sum)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            sum[r] += __shfl_xor_sync(kFullWarp, sum[r], 1);
+            sum[r] += __shfl_xor_sync(kFullWarp, sum[r], 2);
+        }
+    }
+
+    // All tiles of an item. Its first partition begins from nothing, and so does each one behind it.
+    __device__ __forceinline__ void attend(const Item& item, const int (&position)[2], int lowest, int highest, u32 totals) {
+        float scores[kScores], factor[2], total_top[2], total_sum[2];
         u32 chances[kScores / 2];
+        bool is_first = true;  // of the partitions
         state.top[0] = state.top[1] = -INFINITY, state.sum[0] = state.sum[1] = 0;
 #pragma unroll
         for (int i = 0; i < kValues; ++i) state.values[i] = 0;
@@ -108,11 +157,11 @@ struct Consumer {
         settle(scores);
         release(ring.slot);
         ring.advance();
-        mask(scores, from, position, lowest, highest);
+        mask(scores, item.first, position, lowest, highest);
         exponentiate(scores, factor);
         pack(scores, chances);
         mbar_wait(memory.full(ring.slot), ring.parity);
-        for (int tile = from + 1; tile < until; ++tile) {
+        for (int tile = item.first + 1; tile < item.end; ++tile) {
             const u32 keys = ring.slot;
             ring.advance();
             const u32 values = ring.slot;
@@ -131,16 +180,27 @@ struct Consumer {
             settle(scores);
             release(keys);
             mask(scores, tile, position, lowest, highest);
+            const bool begins = params.is_partitioned && begins_partition(tile);
+            const float ended_top[2] = {state.top[0], state.top[1]};
+            float ended_sum[2] = {state.sum[0], state.sum[1]};
+            if (begins) state.top[0] = state.top[1] = -INFINITY, state.sum[0] = state.sum[1] = 0;
             exponentiate(scores, factor);
             settle(scores);
             mbar_wait(memory.full(ring.slot), ring.parity);  // of the next products; keeps what is above before what is below
             products_wait<0>();
             settle(state.values);
             release(values);
-            rescale(factor);
+            if (begins) {
+                add_quads(ended_sum);
+                add_to_totals(is_first, total_top, total_sum, ended_top, ended_sum, totals);
+                is_first = false;
+#pragma unroll
+                for (int i = 0; i < kValues; ++i) state.values[i] = 0;
+            } else {
+                rescale(factor);
+            }
             pack(scores, chances);
         }
-        if (is_last && laneid() == 0) mbar_arrive(memory.query_empty(group));
         const u32 values = ring.slot;
         ring.advance();
         __syncwarp();
@@ -150,61 +210,40 @@ struct Consumer {
         products_wait<0>();
         settle(state.values);
         release(values);
+        add_quads(state.sum);
+        if (is_first) return;
+        float factors[4];
+        merge(total_top, total_sum, factors, state.top, state.sum);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            state.sum[r] += __shfl_xor_sync(kFullWarp, state.sum[r], 1);
-            state.sum[r] += __shfl_xor_sync(kFullWarp, state.sum[r], 2);
+        for (int i = 0; i < kValues / 4; ++i) {
+            const float4 total = merged_part(load_shared_float4(totals + i * 16 * kGroupThreads), state.part(i), factors);
+            state.values[4 * i] = total.x, state.values[4 * i + 1] = total.y, state.values[4 * i + 2] = total.z, state.values[4 * i + 3] = total.w;
         }
+        state.top[0] = total_top[0], state.top[1] = total_top[1], state.sum[0] = total_sum[0], state.sum[1] = total_sum[1];
     }
 
     __device__ __forceinline__ void run() {
         const int start = *reinterpret_cast<const int*>(params.place_ptr);
         const u32 thread = threadIdx.x % kGroupThreads, warp_row = thread / 32 * 16;
         const u32 totals = memory.base + kTotalsFrom + group * kTotalBytes + 16 * thread;
-        u32 query_parity = 0;
         if (in_turn && group == 1) group_arrive(1, 2 * kGroupThreads);  // the other one begins
-        for (u32 pass = 0; pass * gridDim.x < params.num_items; ++pass) {
-            const u32 index = item_index(pass);
+        for (u32 pass = 0; pass * (gridDim.x / kCluster) < params.num_items; ++pass) {
+            const u32 index = item_index<kCluster>(pass);
             if (index >= params.num_items) continue;
             const Item item(params, index, start);
             if (item.first >= item.end) continue;
-            const int origin = start + item.first_row(params, group);
+            const int origin = start + item.first_row(params, of_item);
             const int lowest = origin + warp_row / kPack, highest = origin + (warp_row + 15) / kPack;
             const int position[2] = {static_cast<int>(origin + (warp_row + laneid() / 4) / kPack),
                                      static_cast<int>(origin + (warp_row + laneid() / 4 + 8) / kPack)};
-            mbar_wait(memory.query_full(group), query_parity);
-            query_parity ^= 1;
-            __syncwarp();
-            float top[2], sum[2];
-            for (int from = item.first; from < item.end;) {
-                const int until = item.run_end(params, from);
-                attend(from, until, position, lowest, highest, until == item.end);
-                if (from == item.first) {
-                    top[0] = state.top[0], top[1] = state.top[1], sum[0] = state.sum[0], sum[1] = state.sum[1];
-                } else {
-                    float factor[4];
-                    merge(top, sum, factor, state.top, state.sum);
-#pragma unroll
-                    for (int i = 0; i < kValues / 4; ++i) {
-                        const float4 total = load_shared_float4(totals + i * 16 * kGroupThreads);
-                        float* values = &state.values[4 * i];
-                        values[0] = merged(total.x, values[0], factor, 0), values[1] = merged(total.y, values[1], factor, 0);
-                        values[2] = merged(total.z, values[2], factor, 1), values[3] = merged(total.w, values[3], factor, 1);
-                    }
-                }
-                if (until < item.end) {
-#pragma unroll
-                    for (int i = 0; i < kValues / 4; ++i) store_shared_float4(totals + i * 16 * kGroupThreads, state.part(i));
-                }
-                from = until;
-            }
-            state.sum[0] = sum[0], state.sum[1] = sum[1], state.top[0] = top[0], state.top[1] = top[1];
-            if (params.num_partitions == 0) {
-                store_rows(params, item, group, state);
+            take_query();
+            attend(item, position, lowest, highest, totals);
+            if (item.is_whole) {
+                store_rows(params, item, of_item, state);
                 continue;
             }
-            const Parts parts(params, index, group);
-            parts.sums[0] = make_float4(top[0], top[1], sum[0], sum[1]);
+            const Parts parts(params, item.part_index(params, item.unit), of_item);
+            parts.sums[0] = make_float4(state.top[0], state.top[1], state.sum[0], state.sum[1]);
 #pragma unroll
             for (int i = 0; i < kValues / 4; ++i)
                 parts.values[i * kGroupThreads] = state.part(i);
