@@ -22,8 +22,6 @@ __device__ __forceinline__ void store_shared_float4(u32 address, const float4& v
 struct alignas(64) TensorMap {
     u64 words[16];
 };
-// The copies that come will need it.
-__device__ __forceinline__ void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 __device__ __forceinline__ void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, u32 bar) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),

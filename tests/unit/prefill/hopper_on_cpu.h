@@ -112,7 +112,6 @@ void drop_registers() {}
 struct alignas(64) TensorMap {
     u64 words[16];
 };
-inline void prefetch_map(const TensorMap*) {}
 inline u32 swizzled(u32 address, u32 bytes) { return address ^ (address >> 7 & (bytes / 16 - 1)) << 4; }  // rows of so many bytes
 inline void tensor_load_many(u32 to, const TensorMap* map, int x, int y, int z, int w, int v, u32 bar, u16 mask) {
     const u64 *sizes = map->words + 1, *strides = map->words + 6, *box = map->words + 10;

@@ -20,6 +20,7 @@ from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 from tests.unit.prefill.models import relative_error
 
 SHAPE_2B = AttentionShape(96, num_heads=32, num_kv_heads=16, lane_heads=4)
+QWEN3_4B = AttentionShape(128, num_heads=32, num_kv_heads=8, lane_heads=4)
 NUM_SMS, MAX_CONTEXT = 132, 4096
 
 
@@ -77,23 +78,21 @@ def busy(made: AttentionPlan, shape: AttentionShape, size: int, start: int) -> f
 
 @pytest.mark.parametrize("max_context", [32768, 66000])
 def test_rows_behind_a_long_context_keep_all_multiprocessors_busy(max_context: int) -> None:
-    qwen3_4b = AttentionShape(128, num_heads=32, num_kv_heads=8, lane_heads=4)
-    plans = {size: plan(qwen3_4b, size, None, max_context - 1 + size, NUM_SMS) for size in (1, *CHUNK_SIZES)}
+    plans = {size: plan(QWEN3_4B, size, None, max_context - 1 + size, NUM_SMS) for size in (1, *CHUNK_SIZES)}
     assert plans[1].num_items == 8 * plans[1].num_units
     assert {size for size, made in plans.items() if made.first_partitions > 1} == {384, 640, 768}
-    shares = {(size, start): busy(made, qwen3_4b, size, start)
+    shares = {(size, start): busy(made, QWEN3_4B, size, start)
               for size, made in plans.items() if size > 1 for start in (20600, max_context - size)}  # fmt: skip
     assert min(shares.values()) > 0.75, shares
-    behind_few = [busy(made, qwen3_4b, size, 20600) for size, made in plans.items() if size >= 384]
+    behind_few = [busy(made, QWEN3_4B, size, 20600) for size, made in plans.items() if size >= 384]
     assert min(behind_few) > 0.84, "items that are dealt out as wholes leave up to 39 % of the time"
-    most = most_parts_bytes(qwen3_4b, plans, max_context, NUM_SMS)
-    assert most == max(made.parts_bytes(qwen3_4b) for made in plans.values()) <= 320 << 20
+    most = most_parts_bytes(QWEN3_4B, plans, max_context, NUM_SMS)
+    assert most == max(made.parts_bytes(QWEN3_4B) for made in plans.values()) <= 320 << 20
 
 
 def test_units_that_would_take_too_much_memory_are_left_out() -> None:
-    qwen3_4b = AttentionShape(128, num_heads=32, num_kv_heads=8, lane_heads=4)
-    assert plan(qwen3_4b, 640, None, 66000, NUM_SMS).num_units
-    assert not plan(qwen3_4b, 640, None, 660000, NUM_SMS).num_units
+    assert plan(QWEN3_4B, 640, None, 66000, NUM_SMS).num_units
+    assert not plan(QWEN3_4B, 640, None, 660000, NUM_SMS).num_units
 
 
 @pytest.mark.parametrize(
@@ -183,8 +182,9 @@ def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_the_kernel_builds_without_spills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [SHAPE_2B, QWEN3_4B], ids=["2b", "qwen3-4b"])
+def test_the_kernel_builds_without_spills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: AttentionShape) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    log = build(SHAPE_2B).log
+    log = build(shape).log
     assert log.count("0 bytes spill stores") == 3
     assert "serialized" not in log, "products wait for each other"

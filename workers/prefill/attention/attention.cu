@@ -30,15 +30,12 @@ __device__ __forceinline__ void attend_in(const KogAttentionParams& params) {
         }
         fence_barrier_init();
     }
-    if (threadIdx.x == kGroups * kGroupThreads)
-        for (const auto* map : {params.query_map, params.keys_map, params.values_map})
-            prefetch_map(reinterpret_cast<const TensorMap*>(map));
     __syncthreads();
     if constexpr (kCluster > 1) cluster_sync();
     await_predecessors();
     if (group < kGroups) {
         raise_registers<240>();
-        if (group < num_groups) Consumer<kCluster>{params, memory, group, rank * num_groups + group, num_groups > 1}.run();
+        if (group < num_groups) Consumer<kCluster>{params, memory, group}.run();
     } else {
         drop_registers<24>();
         if (threadIdx.x == kGroups * kGroupThreads) Producer<kCluster>{params, memory, rank}.run();

@@ -9,12 +9,18 @@ template <u32 kCluster>
 struct Consumer {
     const KogAttentionParams& params;
     Memory memory;
-    u32 group, of_item;  // this group among those of the thread block, and of the item
-    bool in_turn;
+    u32 group;  // among those of the thread block
     Ring ring{0, 0};
     State state;
     u32 query[kHeadDim / 4];
 
+    __device__ __forceinline__ u32 of_item() const {  // this group among those of the item
+        return kCluster > 1 ? cluster_rank() * (params.num_groups / kCluster) + group : group;
+    }
+    __device__ __forceinline__ bool in_turn() const { return params.num_groups > kCluster; }
+    __device__ __forceinline__ u32 totals() const {  // where this thread keeps what partitions gave
+        return memory.base + kTotalsFrom + group * kTotalBytes + threadIdx.x % kGroupThreads * 16;
+    }
     __device__ __forceinline__ void release(u32 slot) {  // to all that copy into it
         if constexpr (kCluster == 1) {
             if (laneid() == 0) mbar_arrive(memory.empty(slot));
@@ -113,37 +119,10 @@ struct Consumer {
         for (int i = 0; i < kScores / 2; ++i) chances[i] = Fp16::pack(scores[2 * i], scores[2 * i + 1]);
     }
 
-    // A partition begins: what those before it gave is in `total_top` and `total_sum`, and in shared memory from `totals` on.
-    // `is_first`: there was one.
-    __device__ __forceinline__ void add_to_totals(
-        bool is_first, float (&total_top)[2], float (&total_sum)[2], const float (&top)[2], const float (&sum)[2], u32 totals) {
-        if (is_first) {
-            total_top[0] = top[0], total_top[1] = top[1], total_sum[0] = sum[0], total_sum[1] = sum[1];
-#pragma unroll
-            for (int i = 0; i < kValues / 4; ++i) store_shared_float4(totals + i * 16 * kGroupThreads, state.part(i));
-        } else {
-            float factor[4];
-            merge(total_top, total_sum, factor, top, sum);
-#pragma unroll
-            for (int i = 0; i < kValues / 4; ++i)
-                store_shared_float4(totals + i * 16 * kGroupThreads,
-                                    merged_part(load_shared_float4(totals + i * 16 * kGroupThreads), state.part(i), factor));
-        }
-    }
-    // Of all four threads of a row.
-    static __device__ __forceinline__ void add_quads(float (&sum)[2]) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            sum[r] += __shfl_xor_sync(kFullWarp, sum[r], 1);
-            sum[r] += __shfl_xor_sync(kFullWarp, sum[r], 2);
-        }
-    }
-
-    // All tiles of an item. Its first partition begins from nothing, and so does each one behind it.
-    __device__ __forceinline__ void attend(const Item& item, const int (&position)[2], int lowest, int highest, u32 totals) {
-        float scores[kScores], factor[2], total_top[2], total_sum[2];
+    // Tiles `from` to `until` - 1, from nothing.
+    __device__ __forceinline__ void attend(int from, int until, const int (&position)[2], int lowest, int highest) {
+        float scores[kScores], factor[2];
         u32 chances[kScores / 2];
-        bool is_first = true;  // of the partitions
         state.top[0] = state.top[1] = -INFINITY, state.sum[0] = state.sum[1] = 0;
 #pragma unroll
         for (int i = 0; i < kValues; ++i) state.values[i] = 0;
@@ -157,15 +136,15 @@ struct Consumer {
         settle(scores);
         release(ring.slot);
         ring.advance();
-        mask(scores, item.first, position, lowest, highest);
+        mask(scores, from, position, lowest, highest);
         exponentiate(scores, factor);
         pack(scores, chances);
         mbar_wait(memory.full(ring.slot), ring.parity);
-        for (int tile = item.first + 1; tile < item.end; ++tile) {
+        for (int tile = from + 1; tile < until; ++tile) {
             const u32 keys = ring.slot;
             ring.advance();
             const u32 values = ring.slot;
-            if (in_turn) group_sync(1 + group, 2 * kGroupThreads);
+            if (in_turn()) group_sync(1 + group, 2 * kGroupThreads);
             __syncwarp();
             settle(scores);
             settle(state.values);
@@ -175,30 +154,18 @@ struct Consumer {
             ring.advance();
             __syncwarp();
             queue_values(chances, values);
-            if (in_turn) group_arrive(2 - group, 2 * kGroupThreads);
+            if (in_turn()) group_arrive(2 - group, 2 * kGroupThreads);
             products_wait<1>();
             settle(scores);
             release(keys);
             mask(scores, tile, position, lowest, highest);
-            const bool begins = params.is_partitioned && begins_partition(tile);
-            const float ended_top[2] = {state.top[0], state.top[1]};
-            float ended_sum[2] = {state.sum[0], state.sum[1]};
-            if (begins) state.top[0] = state.top[1] = -INFINITY, state.sum[0] = state.sum[1] = 0;
             exponentiate(scores, factor);
             settle(scores);
             mbar_wait(memory.full(ring.slot), ring.parity);  // of the next products; keeps what is above before what is below
             products_wait<0>();
             settle(state.values);
             release(values);
-            if (begins) {
-                add_quads(ended_sum);
-                add_to_totals(is_first, total_top, total_sum, ended_top, ended_sum, totals);
-                is_first = false;
-#pragma unroll
-                for (int i = 0; i < kValues; ++i) state.values[i] = 0;
-            } else {
-                rescale(factor);
-            }
+            rescale(factor);
             pack(scores, chances);
         }
         const u32 values = ring.slot;
@@ -210,39 +177,55 @@ struct Consumer {
         products_wait<0>();
         settle(state.values);
         release(values);
-        add_quads(state.sum);
-        if (is_first) return;
-        float factors[4];
-        merge(total_top, total_sum, factors, state.top, state.sum);
 #pragma unroll
-        for (int i = 0; i < kValues / 4; ++i) {
-            const float4 total = merged_part(load_shared_float4(totals + i * 16 * kGroupThreads), state.part(i), factors);
-            state.values[4 * i] = total.x, state.values[4 * i + 1] = total.y, state.values[4 * i + 2] = total.z, state.values[4 * i + 3] = total.w;
+        for (int r = 0; r < 2; ++r) {
+            state.sum[r] += __shfl_xor_sync(kFullWarp, state.sum[r], 1);
+            state.sum[r] += __shfl_xor_sync(kFullWarp, state.sum[r], 2);
         }
-        state.top[0] = total_top[0], state.top[1] = total_top[1], state.sum[0] = total_sum[0], state.sum[1] = total_sum[1];
     }
 
     __device__ __forceinline__ void run() {
         const int start = *reinterpret_cast<const int*>(params.place_ptr);
-        const u32 thread = threadIdx.x % kGroupThreads, warp_row = thread / 32 * 16;
-        const u32 totals = memory.base + kTotalsFrom + group * kTotalBytes + 16 * thread;
-        if (in_turn && group == 1) group_arrive(1, 2 * kGroupThreads);  // the other one begins
+        const u32 warp_row = threadIdx.x % kGroupThreads / 32 * 16;
+        if (in_turn() && group == 1) group_arrive(1, 2 * kGroupThreads);  // the other one begins
         for (u32 pass = 0; pass * (gridDim.x / kCluster) < params.num_items; ++pass) {
             const u32 index = item_index<kCluster>(pass);
             if (index >= params.num_items) continue;
             const Item item(params, index, start);
             if (item.first >= item.end) continue;
-            const int origin = start + item.first_row(params, of_item);
+            const int origin = start + item.first_row(params, of_item());
             const int lowest = origin + warp_row / kPack, highest = origin + (warp_row + 15) / kPack;
             const int position[2] = {static_cast<int>(origin + (warp_row + laneid() / 4) / kPack),
                                      static_cast<int>(origin + (warp_row + laneid() / 4 + 8) / kPack)};
             take_query();
-            attend(item, position, lowest, highest, totals);
+            float top[2], sum[2];
+            for (int from = item.first; from < item.end;) {
+                const int until = item.run_end(params, from);
+                attend(from, until, position, lowest, highest);
+                if (from == item.first) {
+                    top[0] = state.top[0], top[1] = state.top[1], sum[0] = state.sum[0], sum[1] = state.sum[1];
+                } else {
+                    float factor[4];
+                    merge(top, sum, factor, state.top, state.sum);
+#pragma unroll
+                    for (int i = 0; i < kValues / 4; ++i) {
+                        const float4 total = merged_part(load_shared_float4(totals() + i * 16 * kGroupThreads), state.part(i), factor);
+                        float* values = &state.values[4 * i];
+                        values[0] = total.x, values[1] = total.y, values[2] = total.z, values[3] = total.w;
+                    }
+                }
+                if (until < item.end) {
+#pragma unroll
+                    for (int i = 0; i < kValues / 4; ++i) store_shared_float4(totals() + i * 16 * kGroupThreads, state.part(i));
+                }
+                from = until;
+            }
+            state.sum[0] = sum[0], state.sum[1] = sum[1], state.top[0] = top[0], state.top[1] = top[1];
             if (item.is_whole) {
-                store_rows(params, item, of_item, state);
+                store_rows(params, item, of_item(), state);
                 continue;
             }
-            const Parts parts(params, item.part_index(params, item.unit), of_item);
+            const Parts parts(params, item.part_index(params, item.unit), of_item());
             parts.sums[0] = make_float4(state.top[0], state.top[1], state.sum[0], state.sum[1]);
 #pragma unroll
             for (int i = 0; i < kValues / 4; ++i)

@@ -45,7 +45,6 @@ __device__ __forceinline__ int partition_begin(int partition) {
     const int behind = partition - kShortPartitions;
     return behind < 0 ? partition * kPartitionTiles : kShortPartitions * kPartitionTiles + behind * kLongPartitionTiles;
 }
-__device__ __forceinline__ bool begins_partition(int tile) { return tile == partition_begin(partition_of(tile)); }
 
 // Units of neighbouring partitions are items of their own: the first has as many as the launch says, all others one.
 __device__ __forceinline__ int unit_of(const KogAttentionParams& params, int tile) {
@@ -94,6 +93,10 @@ struct Item {
     __device__ __forceinline__ int first_row(const KogAttentionParams& params, u32 group) const {
         return (tile * params.num_groups + group) * kGroupPositions;
     }
+    // One past the last tile that belongs together with tile `from`.
+    __device__ __forceinline__ int run_end(const KogAttentionParams& params, int from) const {
+        return params.is_partitioned ? min(end, partition_begin(partition_of(from) + 1)) : end;
+    }
     // Where what a unit gives for the item's rows is kept.
     __device__ __forceinline__ u32 part_index(const KogAttentionParams& params, int of_unit) const {
         return (static_cast<u32>(of_unit) * params.num_tiles + tile) * kPackedHeads + head;
@@ -137,6 +140,7 @@ struct Producer {
             tensor_load(to, tensor, 0, first, 0, kv_head, full);
         } else {
             const u32 own = rank * kOwnKeys;
+#pragma unroll
             for (u32 panel = 0; panel < kPanels; ++panel)
                 tensor_load_many(to + panel * kPanelBytes + own * kPanel * 2, tensor, 0, first + static_cast<int>(own), panel, kv_head, full,
                                  (1 << kCluster) - 1);
@@ -162,9 +166,10 @@ struct Producer {
             const u32 kv_head = item.head * kPack / kShare;
             load_queries(item);
             load(params.keys_map, item.first, kv_head);
-            for (int tile = item.first + 1; tile < item.end; ++tile) {
-                load(params.keys_map, tile, kv_head);
-                load(params.values_map, tile - 1, kv_head);
+            for (int tile = item.first + 1; tile < item.end; ++tile) {  // keys before the values of the tile before, of a partition
+                const bool begins = params.is_partitioned && tile == partition_begin(partition_of(tile));
+                load(begins ? params.values_map : params.keys_map, tile - begins, kv_head);
+                load(begins ? params.keys_map : params.values_map, tile - !begins, kv_head);
             }
             load(params.values_map, item.end - 1, kv_head);
         }
