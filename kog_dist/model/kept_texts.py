@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -29,9 +30,7 @@ class KeptTexts:
         self._encode, self._tags, self._most_bytes = encode, dict(tags), most_bytes
         longest_first = sorted(self._tags, key=len, reverse=True)  # as the library chooses among tokens that begin alike
         self._tag = re.compile("|".join(map(re.escape, longest_first))) if self._tags else None
-        self._kept: OrderedDict[tuple[str, str], tuple[int, ...]] = (
-            OrderedDict()
-        )  # by scope and piece; what was used last is last
+        self._kept: OrderedDict[tuple[str, str], array[int]] = OrderedDict()  # by scope and piece; what was used last is last
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -54,7 +53,7 @@ class KeptTexts:
             self._keep(scope, pieces[num_kept:], _cut(rest, wanted, has_first=num_kept == 0))
         return ids
 
-    def _known(self, scope: str, pieces: Sequence[str]) -> list[tuple[int, ...]]:
+    def _known(self, scope: str, pieces: Sequence[str]) -> list[array[int]]:
         """The ids of the first pieces, up to one that is not kept."""
         found = []
         with self._lock:
@@ -71,7 +70,7 @@ class KeptTexts:
             for piece, ids in zip(pieces, parts, strict=False):
                 key = (scope, piece)
                 if key not in self._kept:
-                    self._kept[key] = tuple(ids)
+                    self._kept[key] = array("I", ids)
                     self._num_bytes += _num_bytes(piece, ids)
             while self._num_bytes > self._most_bytes:
                 (_, piece), ids = self._kept.popitem(last=False)
@@ -91,4 +90,4 @@ def _cut(ids: Sequence[int], tags: Sequence[int], *, has_first: bool) -> list[Se
 
 
 def _num_bytes(piece: str, ids: Sequence[int]) -> int:
-    return _ENTRY_BYTES + piece.__sizeof__() + 40 * len(ids)  # an int of its own, and the place in the tuple
+    return _ENTRY_BYTES + piece.__sizeof__() + 4 * len(ids)

@@ -79,14 +79,14 @@ def test_other_scopes_do_not_learn_what_was_encoded() -> None:
 
 def test_what_was_used_last_stays() -> None:
     encoder = Encoder()
-    kept = KeptTexts(encoder, TAGS, most_bytes=3 * 4000)
+    kept = KeptTexts(encoder, TAGS, most_bytes=3 * 950)
     texts = [f"<a>{letter * 60}" for letter in "abcd"]
     for text in (*texts, *texts[::-1]):
         assert kept.encode(text) == Encoder()(text)
-        assert kept._num_bytes <= 3 * 4000
+        assert kept._num_bytes <= 3 * 950
     assert encoder.asked == [*texts, texts[0]], "there is room for three; the first one had gone"
     kept.encode("<a>" + "e" * 9000)
-    assert kept._num_bytes <= 3 * 4000, "a piece that is larger than all room is not kept"
+    assert kept._num_bytes <= 3 * 950, "a piece that is larger than all room is not kept"
 
 
 def test_unexpected_ids_are_not_kept() -> None:
