@@ -40,7 +40,8 @@ def load_weights(
     """Read and pack what a rank needs of a checkpoint; no 16-bit value passes through float32 or stays on the host.
 
     `observe` is shown every tensor of 16 bits, as it goes into the packing: its name and the rank's rows of it; not biases of
-    experts that are read several at once (`stacked_experts`). `on_share` is told which share of all words has come so far. With `shape.coding` the matrices of layers are packed as codes.
+    experts that are read several at once (`stacked_experts`). `on_share` is told which share of all words has come so far.
+    With `shape.coding` the matrices of layers are packed as codes.
 
     With `checkpoint.verify` the bytes of the rank's own parts are compared with the manifest on the way, and all values must be
     finite, which the GPU looks at. GPU memory at the peak: what `from_tensors` says and AHEAD_BYTES; host memory: 2 * READERS
