@@ -132,8 +132,8 @@ def _words(codes: AnyArray, coding: Coding) -> AnyArray:
         halves = halves.reshape(*codes.shape[:-1], 2, 2, 4, 2)  # 64 bytes, operand, thread, word
         words = np.moveaxis(halves, -2, -3)
     else:
-        make = _word_of_eight if coding.number == "INT4" else _word_of_eight_floats
-        words = np.moveaxis(make(pairs), -1, -2)  # thread, operand
+        words = _word_of_eight_floats(pairs) if not coding.is_integer else _word_of_eight_integers(threads)
+        words = np.moveaxis(words, -1, -2)  # thread, operand
     return words.copy().reshape(*codes.shape[:-1], coding.row_bytes // 4)
 
 
@@ -142,10 +142,12 @@ def _word_of_four(first: tuple[Any, Any], second: tuple[Any, Any]) -> AnyArray:
     return first[0] | first[1] << 8 | second[0] << 16 | second[1] << 24
 
 
-def _word_of_eight(pairs: list[tuple[Any, Any]]) -> AnyArray:
-    """Integers of 4 bits: of the first two pairs in the highest eight bits of binary16's significand, the others eight higher."""
-    word = sum(low << place | high << (16 + place) for place, (low, high) in zip((4, 0, 12, 8), pairs, strict=True))
-    return word << 2 | word >> 30
+def _word_of_eight_integers(columns: AnyArray) -> AnyArray:
+    """Integers of 4 bits (..., 8), the first column's lowest."""
+    word = 0
+    for k in range(8):
+        word = word | columns[..., k] << 4 * k
+    return word
 
 
 def _word_of_eight_floats(pairs: list[tuple[Any, Any]]) -> AnyArray:
