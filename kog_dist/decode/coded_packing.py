@@ -199,8 +199,7 @@ def _pairs(threads: AnyArray) -> list[tuple[AnyArray, AnyArray]]:
 
 def _word(threads: AnyArray, coding: Coding) -> AnyArray:
     """The words (...) of eight 4-bit codes (..., 8), uint32."""
-    make = _word_of_eight if coding.number == "INT4" else _word_of_eight_floats
-    return make(_pairs(threads))
+    return _word_of_eight_integers(threads) if coding.is_integer else _word_of_eight_floats(_pairs(threads))
 
 
 def _word_of_four(first: tuple[Any, Any], second: tuple[Any, Any]) -> AnyArray:
@@ -208,10 +207,12 @@ def _word_of_four(first: tuple[Any, Any], second: tuple[Any, Any]) -> AnyArray:
     return first[0] | first[1] << 8 | second[0] << 16 | second[1] << 24
 
 
-def _word_of_eight(pairs: list[tuple[Any, Any]]) -> AnyArray:
-    """Integers of 4 bits: of the first two pairs in the highest eight bits of binary16's significand, the others eight higher."""
-    word = sum(low << place | high << (16 + place) for place, (low, high) in zip((4, 0, 12, 8), pairs, strict=True))
-    return word << 2 | word >> 30
+def _word_of_eight_integers(columns: AnyArray) -> AnyArray:
+    """Integers of 4 bits (..., 8), the first column's lowest."""
+    word = 0
+    for k in range(8):
+        word = word | columns[..., k] << 4 * k
+    return word
 
 
 def _word_of_eight_floats(pairs: list[tuple[Any, Any]]) -> AnyArray:
