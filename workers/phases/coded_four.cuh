@@ -111,7 +111,6 @@ private:
         if constexpr (kCodeZeroBytes > 0) sum -= static_cast<float>(tile.zeros[group][0] >> 8 * i & 0xff) * corrections.sixteenth[i];
         scaled[group] += Scale::get(tile.scales[group], i) * sum;
     }
-    static __device__ __forceinline__ void clear(float (&sum)[4]) { sum[0] = 0, sum[1] = 0, sum[2] = 0, sum[3] = 0; }
 };
 
 }  // namespace kog
