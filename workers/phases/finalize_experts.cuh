@@ -56,7 +56,9 @@ struct FinalizedExperts : FinalizedRows {
 #pragma unroll
                 for (int i = 0; i < kLogits; ++i)
                     if (i * 32 + lane < kNumExperts && !has_tag(got[i], tag)) behind = max(behind, kNumExperts - i * 32 - lane);
-                const u32 first = kNumExperts - __reduce_max_sync(kFullWarp, behind);
+                behind = __reduce_max_sync(kFullWarp, behind);
+                if (behind == 0) continue;  // what was missing has just come
+                const u32 first = kNumExperts - behind;
                 WaitNote& note = role.shared->note;
                 note.phase = kSelectPhase + 1, note.layer = layer, note.lane = WaitNote::lane_and_expert(kNowhere, first);
                 note.wanted = tag, note.set_words(words, kNumExperts);
