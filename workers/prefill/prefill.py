@@ -14,9 +14,11 @@ from kog_dist.errors import ConfigError
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, MOST_FLOP, NO_LIMIT, Chunk, Work, chunks
 
-CHUNKS_QUEUED = 2  # the next one starts without the host
+PARTS_QUEUED = 2  # of chunks; the next one starts without the host
 ROWS_QUEUED = 4096  # of several chunks together, whose work is at most MOST_FLOP: what a stop waits for
 POLL_S = 20e-6
+
+Part = tuple[Chunk, int]  # of a chunk; 0: the first one
 
 
 class Runner(Protocol):
@@ -27,8 +29,8 @@ class Runner(Protocol):
         the plain keys and values, too. What was queued before must have ended.
         """
 
-    def queue(self, chunk: Chunk) -> Callable[[], bool]:
-        """Queue the next chunk; what comes back says whether it has ended."""
+    def queue(self, chunk: Chunk, part: int = 0) -> Callable[[], bool]:
+        """Queue the next chunk, or the next part of one; what comes back says whether it has ended."""
 
     @property
     def streams(self) -> LastStreams:
@@ -58,7 +60,7 @@ class Prefill:
     """Fills the KV cache of one rank. One request at a time, never while the monokernel runs.
 
     With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked, which is
-    once before each chunk.
+    once before each part of a chunk.
     """
 
     def __init__(
@@ -95,12 +97,12 @@ class Prefill:
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
-        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every chunk, and what is queued by
-        then (some milliseconds of work) still counts. If a value left the range of the products' type, nothing is stored and
-        `start` comes back, or 0 if the cache was changed; the monokernel can go on from there. `on_progress` is called with the
-        number of positions after every chunk, and `on_queued` once, when all is queued, unless it was stopped before: a launch
-        that begins with `streams` may be queued behind it. Once `aborted` is true, nobody waits for a peer any more, and `start`
-        may come back.
+        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every part of a chunk, and chunks
+        that are queued by then (some milliseconds of work) still count; of one whose last part is not, nothing does. If a value
+        left the range of the products' type, nothing is stored and `start` comes back, or 0 if the cache was changed; the
+        monokernel can go on from there. `on_progress` is called with the number of positions after every chunk, and `on_queued`
+        once, when all is queued, unless it was stopped before: a launch that begins with `streams` may be queued behind it. Once
+        `aborted` is true, nobody waits for a peer any more, and `start` may come back.
 
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
         `should_stop` raises ends all waits, too.
@@ -109,7 +111,8 @@ class Prefill:
             raise ConfigError(
                 f"prefill from position {start} to {len(token_ids)} is not within the model's context of {self._max_context}"
             )
-        waiting = deque(chunks(start, len(token_ids), self._sizes, self._exact_size, self._work))
+        found = chunks(start, len(token_ids), self._sizes, self._exact_size, self._work)
+        waiting: deque[Part] = deque((chunk, part) for chunk in found for part in range(chunk.num_parts))
         if not waiting:
             return start
         self._runner.begin(token_ids, start, min(self._held, start))
@@ -126,7 +129,7 @@ class Prefill:
 
     def _queue(
         self,
-        waiting: deque[Chunk],
+        waiting: deque[Part],
         start: int,
         num_tokens: int,
         should_stop: Callable[[], bool],
@@ -135,7 +138,7 @@ class Prefill:
         on_queued: Callable[[], None],
     ) -> int:
         """Queue what is waiting, and return when it has ended: one past the last position."""
-        queued: deque[tuple[Chunk, Callable[[], bool]]] = deque()  # and whether it has ended
+        queued: deque[tuple[Part, Callable[[], bool]]] = deque()  # and whether it has ended
         end = start
         is_stored = is_stopped = False
         while queued or not is_stored or not self._runner.has_ended():
@@ -143,13 +146,15 @@ class Prefill:
                 self._runner.stop()
                 waiting.clear()
                 is_stopped = True
-            elif waiting and self._has_room([chunk for chunk, _ in queued], waiting[0]):
+            elif waiting and self._has_room([*(part for part, _ in queued), waiting[0]]):
                 if should_stop():
                     waiting.clear()
                     continue
-                chunk = waiting.popleft()
+                chunk, part = waiting.popleft()
+                queued.append(((chunk, part), self._runner.queue(chunk, part)))
+                if part < chunk.num_parts - 1:
+                    continue
                 end = chunk.end
-                queued.append((chunk, self._runner.queue(chunk)))
                 if end == num_tokens:
                     self._runner.queue_end(chunk)
             elif not waiting and not is_stored:
@@ -158,20 +163,22 @@ class Prefill:
                 if end == num_tokens:
                     on_queued()
             elif queued and queued[0][1]():
-                on_progress(queued.popleft()[0].end)
+                (chunk, part), _ = queued.popleft()
+                if part == chunk.num_parts - 1:
+                    on_progress(chunk.end)
             elif waiting:  # the GPU has more to do
                 time.sleep(POLL_S)
             else:  # the first token waits for this thread; even `sleep(0)` takes what timers may be late by, 50 us
                 os.sched_yield()
         return end
 
-    def _has_room(self, queued: Sequence[Chunk], chunk: Chunk) -> bool:
-        """Whether another chunk may be queued behind these."""
-        if not queued:
+    def _has_room(self, together: Sequence[Part]) -> bool:
+        """Whether the last of these may be queued behind the others."""
+        if len(together) == 1:
             return True
-        together = [*queued, chunk]
-        flop = sum(self._work.of(one.start, one.size) for one in together)
-        return len(together) <= CHUNKS_QUEUED and sum(one.size for one in together) <= ROWS_QUEUED and flop <= MOST_FLOP
+        num_rows = sum(chunk.size / chunk.num_parts for chunk, _ in together)
+        flop = sum(self._work.of(chunk.start, chunk.size) / chunk.num_parts for chunk, _ in together)
+        return len(together) <= PARTS_QUEUED and num_rows <= ROWS_QUEUED and flop <= MOST_FLOP
 
 
 class HostRunner:
@@ -193,10 +200,13 @@ class HostRunner:
         if held < start:
             self._layers.load_cache(held, start)
 
-    def queue(self, chunk: Chunk) -> Callable[[], bool]:
+    def queue(self, chunk: Chunk, part: int = 0) -> Callable[[], bool]:
         """See `Runner`."""
         with _silently():
-            self._layers.run(self._rows[chunk.size])
+            if chunk.num_parts == 1:
+                self._layers.run(self._rows[chunk.size])
+            else:
+                self._layers.run(self._rows[chunk.size], part, chunk.num_parts)
         return lambda: True
 
     @property

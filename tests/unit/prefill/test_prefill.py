@@ -212,9 +212,9 @@ def test_a_stop_waits_for_few_rows(make: Make, monkeypatch: pytest.MonkeyPatch, 
     run_chunk = runner.queue
     under_way, most = list[int](), 0
 
-    def queue(chunk: Chunk) -> Callable[[], bool]:
+    def queue(chunk: Chunk, part: int) -> Callable[[], bool]:
         nonlocal most
-        run_chunk(chunk)
+        run_chunk(chunk, part)
         under_way.append(chunk.size)
         most = max(most, sum(under_way))
         polls = iter(range(5))

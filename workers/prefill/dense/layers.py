@@ -28,15 +28,19 @@ class DenseLayers:
     ) -> None:  # fmt: skip
         self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
 
-    def run(self, rows: DenseRows) -> None:
-        """The next chunk. Of the last layer it makes queries, keys and values only. Collective when there are several ranks."""
-        do = self.operations
-        do.begin(rows)
-        self.exchange.begin_chunk()
-        do.embed(rows, self.matrices[0].attention_norm)
-        for layer, matrices in enumerate(self.matrices):
-            do.append(rows, matrices, layer)
-            if layer < self.spec.num_layers - 1:
+    def run(self, rows: DenseRows, part: int = 0, num_parts: int = 1) -> None:
+        """Part `part` of `num_parts` of the next chunk, some layers each; all parts make the chunk, one after the other.
+
+        Of the last layer it makes queries, keys and values only. Collective when there are several ranks.
+        """
+        do, num_layers = self.operations, self.spec.num_layers
+        if part == 0:
+            do.begin(rows)
+            self.exchange.begin_chunk()
+            do.embed(rows, self.matrices[0].attention_norm)
+        for layer in range(part * num_layers // num_parts, (part + 1) * num_layers // num_parts):
+            do.append(rows, self.matrices[layer], layer)
+            if layer < num_layers - 1:
                 self._attend_and_feed(rows, layer)
 
     def finish(self, rows: DenseRows, last: DenseRows) -> None:

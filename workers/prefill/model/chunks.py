@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from kog_dist.model.spec import ModelSpec
@@ -18,6 +19,8 @@ EXACT_SIZE = 64
 SPLIT_SIZE = 128
 # FLOP of what is queued at a time: a stop waits for it. 35 to 40 ms of one H200.
 MOST_FLOP = 24e12
+# Parts of a chunk that are queued at a time where it has more: the next one starts without the host.
+_PARTS_QUEUED = 2
 
 
 @dataclass(frozen=True)
@@ -26,21 +29,45 @@ class Work:
 
     row_flop: float = 0.0  # of a row, whatever it sees
     key_flop: float = 0.0  # of a row, for each position that it sees
+    most_parts: int = 1  # that a chunk may be cut into: layers
+    max_context: int = 0
 
     def of(self, start: int, size: int) -> float:
         """Of `size` rows from position `start` on."""
         return size * (self.row_flop + self.key_flop * (start + size / 2))
+
+    def parts(self, size: int) -> int:
+        """Parts, layers by layers, of a chunk of so many rows that has more than MOST_FLOP; 1: none is cut.
+
+        So many that at the end of the context, too, a stop waits for little. All chunks of a size have the same ones.
+        """
+        most = self.of(max(0, self.max_context - size), size)
+        return 1 if most <= MOST_FLOP else min(self.most_parts, ceil(_PARTS_QUEUED * most / MOST_FLOP))
+
+    def has_room_for(self, start: int, size: int) -> bool:
+        """Whether a chunk, or each of its parts, has at most MOST_FLOP."""
+        flop = self.of(start, size)
+        return flop <= MOST_FLOP or flop <= MOST_FLOP * self.parts(size)
 
 
 NO_LIMIT = Work()
 
 
 def work_of(spec: ModelSpec) -> Work:
-    """Products of the layers, and attention of those that see everything."""
+    """Products of the layers, and attention of those that see everything.
+
+    Chunks of one stream can be cut into parts, unless layers keep a ring of positions: a chunk that is given up behind some
+    layers would have overwritten what others still need.
+    """
     attention = spec.num_heads * spec.head_dim
     ffn = spec.intermediate_size * (1 if spec.experts is None else spec.experts.per_token)
     values = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim + 3 * ffn)
-    return Work(2 * spec.num_layers * values, 4 * attention * (spec.num_layers - len(spec.window_layers)))
+    return Work(
+        2 * spec.num_layers * values,
+        4 * attention * (spec.num_layers - len(spec.window_layers)),
+        spec.num_layers if spec.has_one_stream and not spec.window_layers else 1,
+        spec.max_context,
+    )
 
 
 def sizes_within(spec: ModelSpec, sizes: Sequence[int] = CHUNK_SIZES) -> tuple[int, ...]:
@@ -56,6 +83,7 @@ class Chunk(NamedTuple):
     start: int
     size: int
     num_tokens: int
+    num_parts: int = 1  # that it is queued in, some layers each
 
     @property
     def end(self) -> int:
@@ -67,7 +95,7 @@ def chunks(
     start: int, end: int, sizes: Sequence[int] = CHUNK_SIZES, exact_size: int = 0, work: Work = NO_LIMIT
 ) -> list[Chunk]:  # fmt: skip
     """The chunks of positions `start` to `end` - 1; `sizes` ascend, and `exact_size` (0: there is none) is not among them. None
-    but of the smallest size has more than MOST_FLOP.
+    but of the smallest size has more than MOST_FLOP in a part.
 
     A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast chunks were
     queued. Largest chunks come first: where a prompt was left at the end of one, going on there gives the chunks that the whole
@@ -79,10 +107,11 @@ def chunks(
     found = []
     while start < end:
         rest = end - start
-        allowed = [size for size in sizes if size == sizes[0] or work.of(start, size) <= MOST_FLOP]
+        allowed = [size for size in sizes if size == sizes[0] or work.has_room_for(start, size)]
         holding = next((size for size in allowed if size >= rest), None)
         if holding is None or holding - rest >= sizes[0]:
             holding = max(size for size in allowed if size <= rest)
-        found.append(Chunk(start, holding, min(holding, rest)))
+        num_parts = 1 if work.of(start, holding) <= MOST_FLOP else work.parts(holding)
+        found.append(Chunk(start, holding, min(holding, rest), num_parts))
         start += holding
     return found
