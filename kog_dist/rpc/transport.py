@@ -20,8 +20,8 @@ from kog_dist.rpc.messages import MAX_MESSAGE_BYTES
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path that the kernel takes
-PEER_HWM = 64  # messages that zmq itself queues per peer, in each direction
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 200, 800  # TCP only: a dead link is seen after at most the sum of both
+PEER_HWM = 64  # messages that zmq itself queues per peer; an end of a client, to receive: any number
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 200, 800  # TCP only: a dead link is seen after about the sum of both
 RECONNECT_MS = 20
 
 
@@ -117,17 +117,24 @@ def open_dealer(context: zmq.Context[zmq.Socket[bytes]], access: Access) -> zmq.
         raise LaunchError(
             f"the keys given for {access.address} are no CURVE keys; take them from the engine's {ACCESS_NAME}"
         ) from None
+    dealer.setsockopt(zmq.RCVHWM, 0)  # zmq takes everything at once, whenever the client reads it: see `set_heartbeats`
     set_heartbeats(dealer)
     return dealer
 
 
 def set_heartbeats(end: zmq.Socket[bytes]) -> None:
-    """Both ends of a TCP connection see a dead link after at most HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS.
+    """Both ends of a TCP connection see a dead link after about HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS.
 
-    An end whose send buffer is full sends no ping, so its own timeout never starts: an engine in the middle of a stream.
-    The time to live in the pings of the other end covers that: who hears none for so long closes the connection. A link
-    that dies within HEARTBEAT_MS of connecting, before the first ping, is left to the bounds of a client that does not read.
+    An end that has room to send does by its pings: each wants an answer. One in the middle of a stream has none soon after
+    the link died, so it sends no ping and nothing times out in zmq; the time to live in the other end's pings is no help,
+    since zmq forgets it with whatever comes next, be it an answer to a ping. But what it has sent is not acknowledged, and
+    that the kernel times (TCP_USER_TIMEOUT; zmq calls it TCP_MAXRT), from the first retransmission at 200 ms or so.
+
+    The kernel does not ask why nothing moves: who takes nothing for so long is disconnected like a dead link. Hence a
+    client's zmq has no limit of what it keeps for its reader. With a limit it would stop reading there, hear no answers to
+    its pings and disconnect, or abort the process (libzmq issues 3937 and 4364) if the engine is gone just then.
     """
     end.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     end.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    end.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    end.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)  # for ends of others, which may send no pings
+    end.setsockopt(zmq.TCP_MAXRT, HEARTBEAT_TIMEOUT_MS)

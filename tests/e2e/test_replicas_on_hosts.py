@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import pytest
 from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.paths import ACCESS_NAME
-from kog_dist.rpc.transport import HEARTBEAT_MS, Access
+from kog_dist.rpc.transport import Access
 from tests.e2e.conftest import NUM_ENDLESS
 
 pytestmark = pytest.mark.alone
@@ -99,11 +100,6 @@ def start_engine(session: EngineSession, hosts: Hosts, model: Path, host: str, n
     return instance(session, name) / ACCESS_NAME
 
 
-def after_pings(connected_s: float) -> None:
-    """Return when a connection has had its first heartbeats: `set_heartbeats` promises nothing for a younger one."""
-    until(lambda: time.monotonic() - connected_s > 2 * HEARTBEAT_MS / 1000, READY_S, lambda: "the clock stands still")
-
-
 def seconds_until(begin_s: float, condition: Callable[[], object], failure: Callable[[], str]) -> float:
     until(condition, PARTITION_S + 5.0, failure)
     return time.monotonic() - begin_s
@@ -115,7 +111,6 @@ def test_cable_between_engine_and_client_is_pulled(session: EngineSession, tiny_
         arguments = ["generate", f"--key-file={key_file}", *STREAM]
         client = hosts.start(session, "a", "kog_dist.rpc.cli", "client", *arguments)
         until(lambda: len(session.output("client", "out").split()) > 5, READY_S, lambda: session.output("client"))
-        after_pings(time.monotonic())
         pulled_s = hosts.pull_cable()
         engine_s = seconds_until(pulled_s, lambda: local.status().running is None, lambda: "the engine still runs the request")
         client.wait(READY_S)
@@ -134,6 +129,24 @@ def test_cable_between_engine_and_client_is_pulled(session: EngineSession, tiny_
     print(f"\nlink down: engine {engine_s:.2f} s, client (ended) {client_s:.2f} s")
 
 
+def test_a_client_stopped_in_the_middle_of_a_stream_is_lost(session: EngineSession, tiny_model: Path, hosts: Hosts) -> None:
+    """As if its cable had been pulled, though its kernel still acknowledges what it can keep."""
+    key_file = start_engine(session, hosts, tiny_model, "b", "far")
+    with Client(Access.from_folder(instance(session, "far"))) as local:
+        arguments = ["generate", f"--key-file={key_file}", *STREAM]
+        client = hosts.start(session, "a", "kog_dist.rpc.cli", "client", *arguments)
+        until(lambda: len(session.output("client", "out").split()) > 5, READY_S, lambda: session.output("client"))
+        stopped_s = time.monotonic()
+        client.send_signal(signal.SIGSTOP)
+        engine_s = seconds_until(stopped_s, lambda: local.status().running is None, lambda: "the engine still runs the request")
+        client.send_signal(signal.SIGCONT)
+        assert client.wait(READY_S) == 4
+        assert session.output("client").startswith("kog-client: engine_lost: the engine at tcp://10.213.0.2:")
+        assert local.status().num_dropped_clients == 1
+        assert engine_s < PARTITION_S, f"the engine noticed after {engine_s:.2f} s"
+    print(f"\nclient stopped: engine {engine_s:.2f} s")
+
+
 def test_cable_between_router_and_engine_is_pulled(session: EngineSession, tiny_model: Path, hosts: Hosts) -> None:
     files = [str(start_engine(session, hosts, tiny_model, host, name)) for host, name in (("a", "near"), ("b", "far"))]
     arguments = ["--replicas=0", f"--remote-replicas={','.join(files)}", "--instance=front"]
@@ -146,7 +159,6 @@ def test_cable_between_router_and_engine_is_pulled(session: EngineSession, tiny_
         ]
         for i in (0, 1):
             until(lambda i=i: len(session.output(f"s{i}", "out").split()) > 5, READY_S, lambda: f"{router.status()}")  # type: ignore[misc]
-        after_pings(time.monotonic())
         with Client(Access.from_folder(instance(session, "far"))) as far:
             pulled_s = hosts.pull_cable()
             engine_s = seconds_until(pulled_s, lambda: far.status().running is None, lambda: "the engine still runs it")

@@ -26,7 +26,7 @@ ASKED = {
     "peers": 3 * 28 * VALUE, "activations": 4 * 296 * PAIR, "router": 40 * PAIR, "part": 64 * PAIR + 32 * VALUE,
     "query": 4 * 32 * PAIR + 2 * 32 * PAIR, "blocks": 3 * 3, "products": 3 * 8, "mask": 3 * VALUE, "first pairs": 2 * 96 * QUAD,
     "second pairs": 2 * 96 * QUAD, "largest logits": 2 * 48 * VALUE, "report": 96 * VALUE, "list": 64 * VALUE,
-    "candidates": 2 * 96 * VALUE,
+    "candidates": 2 * 96 * VALUE, "late logit": 1,
 }  # fmt: skip
 
 

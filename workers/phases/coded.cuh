@@ -4,6 +4,7 @@
 // of a code; integers stay what they are (coded_integers.cuh).
 #pragma once
 #include "layout.cuh"
+#include "number_bits.cuh"
 
 #ifdef KOG_CODE
 namespace kog {
@@ -20,8 +21,8 @@ struct E4m3 {
 struct E2m1 {
     static constexpr int kWords = 1;
     static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4]) {
-        a[0] = q[0] & 0x81c081c0u, a[1] = q[0] << 3 & 0x81c081c0u, a[2] = q[0] << 6 & 0x81c081c0u;
-        a[3] = (q[0] >> 4 & 0x00c000c0u) | (q[0] >> 5 & 0x01000100u) | (q[0] << 1 & 0x80008000u);
+        constexpr u32 kMask = kE2m1Signs | kE2m1Magnitudes;
+        a[0] = q[0] & kMask, a[1] = q[0] << 3 & kMask, a[2] = q[0] << 6 & kMask, a[3] = last_e2m1_pair(q[0]);
     }
 };
 // Integers of four bits.
@@ -72,6 +73,7 @@ __device__ __forceinline__ void load_bytes(u32 address, u32 (&words)[4]) {
     }
 }
 
+__device__ __forceinline__ void clear(float (&sum)[4]) { sum[0] = 0, sum[1] = 0, sum[2] = 0, sum[3] = 0; }
 // Of an mma's results the sum that belongs to this thread's row; threads behind the second of a row have none.
 __device__ __forceinline__ float own_sum(u32 lane, const float (&sum)[4]) { return (lane & 1) ? sum[2] + sum[3] : sum[0] + sum[1]; }
 

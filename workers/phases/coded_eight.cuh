@@ -80,7 +80,6 @@ private:
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) clear(sums[group]);
     }
-    static __device__ __forceinline__ void clear(float (&sum)[4]) { sum[0] = 0, sum[1] = 0, sum[2] = 0, sum[3] = 0; }
     template <int kGroups>
     __device__ __forceinline__ void end_group(u32 lane, int i, const u32 (&scales)[kGroups][4]) {
 #pragma unroll

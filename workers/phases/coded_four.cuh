@@ -66,7 +66,6 @@ private:
             return loaded;
         }
     };
-    static __device__ __forceinline__ void clear(float (&sum)[4]) { sum[0] = 0, sum[1] = 0, sum[2] = 0, sum[3] = 0; }
 };
 
 }  // namespace kog

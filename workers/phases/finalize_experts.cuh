@@ -3,6 +3,7 @@
 #pragma once
 #include "finalize_rows.cuh"
 #include "gather_vector.cuh"
+#include "number_bits.cuh"
 
 namespace kog {
 
@@ -19,11 +20,6 @@ struct FinalizedExperts : FinalizedRows {
     }
     static __device__ __forceinline__ float logit_of(u64 word) {
         return __uint_as_float((static_cast<u32>(word) & 0xffffff00u) | static_cast<u32>(word >> 56));
-    }
-    // Keys of larger values are larger; 0 is none's.
-    static __device__ __forceinline__ u32 key_of(float value) {
-        const u32 bits = __float_as_uint(value);
-        return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     }
 
     __device__ __forceinline__ u64* logit_words() const { return reinterpret_cast<u64*>(params.words_ptr) + kRouterLogitsOffset; }
@@ -60,7 +56,9 @@ struct FinalizedExperts : FinalizedRows {
 #pragma unroll
                 for (int i = 0; i < kLogits; ++i)
                     if (i * 32 + lane < kNumExperts && !has_tag(got[i], tag)) behind = max(behind, kNumExperts - i * 32 - lane);
-                const u32 first = kNumExperts - __reduce_max_sync(kFullWarp, behind);
+                behind = __reduce_max_sync(kFullWarp, behind);
+                if (behind == 0) continue;  // what was missing has just come
+                const u32 first = kNumExperts - behind;
                 WaitNote& note = role.shared->note;
                 note.phase = kSelectPhase + 1, note.layer = layer, note.lane = WaitNote::lane_and_expert(kNowhere, first);
                 note.wanted = tag, note.set_words(words, kNumExperts);
@@ -77,7 +75,7 @@ struct FinalizedExperts : FinalizedRows {
         if (!collect_logits(layer, tag, logits)) return false;
         u32 keys[kLogits], chosen[kLogits] = {}, largest = 0;
 #pragma unroll
-        for (int i = 0; i < kLogits; ++i) keys[i] = i * 32 + lane < kNumExperts ? key_of(logits[i]) : 0;
+        for (int i = 0; i < kLogits; ++i) keys[i] = i * 32 + lane < kNumExperts ? rising_key(logits[i]) : 0;
 #pragma unroll 1
         for (u32 k = 0; k < kChosen; ++k) {
             u32 most = keys[0];
@@ -94,7 +92,7 @@ struct FinalizedExperts : FinalizedRows {
                 if (first >> lane & 1) keys[i] = 0;
             }
         }
-        const float top = __uint_as_float(largest & 0x80000000u ? largest & 0x7fffffffu : ~largest);
+        const float top = value_of_key(largest);
         u32 before = 0, place[kLogits];
 #pragma unroll
         for (int i = 0; i < kLogits; ++i) {

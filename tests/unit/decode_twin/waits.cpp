@@ -1,6 +1,7 @@
 // waits: each wait for words, as one warp meets it, with the order to leave: it ends well if all words have their tags, else it leaves. So it
 // is asked whether all are there, with all of them, and with one that has a tag of an earlier time, which differs in one bit. Then waits for what
 // is counted in shared memory, one short of what is waited for, and with that.
+// At last a wait is asked whether it notes that something is missing when nothing is.
 // Prints for each:  its name, whether it ends well with all that it waits for, how often it was asked with less, how often it ended well then.
 #define KOG_PROCESSORS 1
 #include "ptx.cuh"
@@ -118,6 +119,30 @@ void ask_counters(const Role& role) {
     }
     store_shared(counter, 0u);
     counts.print("counter"), parities.print("barrier");
+}
+
+// The last logit comes while its wait looks for what to note for the watchdog: there is nothing to be noted any more.
+void ask_about_a_late_logit(const KogDecodeParams& params, const KogPeers& peers) {
+    constexpr u64 kBefore = 2 * 1022 + 1;  // two operations a round; it notes in the 1024th, and has looked in vain in the 1023rd
+    twin::start(1, 64, sizeof(Shared), [=] {
+        Shared& shared = *reinterpret_cast<Shared*>(twin::current->block->memory);
+        const u32 tag = 0x1234;
+        const Role role{&shared, shared_address(&shared), 1, 0, 3, 7, nullptr};
+        FinalizedExperts finalized{params, peers, role, laneid()};
+        u64* const words = finalized.logit_words() + role.cta % kReplicas * kRouterLogitsStride;
+        if (threadIdx.x == 0) {
+            shared.note.stopped = 0, shared.note.phase = 0, shared.note.lane = 0;
+            for (u32 i = 0; i < kNumExperts; ++i) words[i] = word_of(kPair, i == 0 ? tag ^ 1 : tag);
+        }
+        __syncwarp();
+        if (threadIdx.x >= 32) {
+            while (!__any_sync(kFullWarp, twin::fibers[0].num_operations > kBefore)) {}
+            return put(words, word_of(kPair, tag));
+        }
+        float found[FinalizedExperts::kLogits];
+        const bool is_complete = finalized.collect_logits(0, tag, found);
+        if (threadIdx.x == 0) printf("late logit %d 1 %d\n", is_complete, shared.note.phase != 0);
+    });
 }
 
 int main(int, char** argv) {
@@ -265,5 +290,7 @@ int main(int, char** argv) {
             return collect_best(params, peers, role, tag, best);
         });
     });
+    if (!twin::run(100000000)) return 4;
+    ask_about_a_late_logit(params, peers);
     if (!twin::run(100000000)) return 4;
 }

@@ -2,6 +2,7 @@
 // column's factor if there is one, rounded to binary16. Where codes and scales lie is defined in kog_dist/decode/coded_packing.py.
 #include "ptx.cuh"
 #include "expand_shape.cuh"
+#include "number_bits.cuh"
 #include "unit.cuh"
 
 namespace kog {
@@ -26,12 +27,9 @@ struct E4m3 {
 struct E2m1 {
     static constexpr int kWords = 1;
     static __device__ __forceinline__ void values(const u32* q, Unit& unit, float) {
-        const u32 last = (q[0] >> 4 & 0x00c000c0u) | (q[0] >> 5 & 0x01000100u) | (q[0] << 1 & 0x80008000u);
+        const u32 last = last_e2m1_pair(q[0]);
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            const u32 bits = pair == 3 ? last : q[0] << 3 * pair;
-            set(unit, pair, (bits & 0x01c001c0u) << 3 | (bits & 0x80008000u), 16384.0f);  // exponents of binary16 are 14 higher
-        }
+        for (int pair = 0; pair < 4; ++pair) set(unit, pair, e2m1_as_binary16(pair == 3 ? last : q[0] << 3 * pair), 16384.0f);
     }
 };
 struct Int4 {

@@ -2,6 +2,7 @@
 // `workers/prefill/experts/plain.py` defines it.
 #include "ptx.cuh"
 #include "grouped.cuh"
+#include "number_bits.cuh"
 #include "unit.cuh"
 
 namespace kog {
@@ -9,12 +10,6 @@ namespace kog {
 constexpr u32 kLogits = (kNumExperts + 31) / 32;  // of a thread: experts laneid + 32 i
 constexpr u32 kUnits = kHidden / kUnit;
 
-// Keys of larger values are larger; 0 is none's.
-__device__ __forceinline__ u32 key_of(float value) {
-    const u32 bits = __float_as_uint(value);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float value_of(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
 // The logits of a row, a warp's: the experts with the largest, of equal ones those with the smaller number, in ascending order.
 __device__ __forceinline__ void choose_row(const Params& params) {
@@ -31,7 +26,7 @@ __device__ __forceinline__ void choose_row(const Params& params) {
         }
         float logit = logits[expert] + logits[params.size * kNumExperts + expert];
         if constexpr (kRouterBias) logit += reinterpret_cast<const float*>(params.router_bias_ptr)[expert];
-        keys[i] = key_of(logit);
+        keys[i] = rising_key(logit);
     }
     float sum = 0;
     u32 numbers[kChosen], largest[kChosen];
@@ -50,14 +45,14 @@ __device__ __forceinline__ void choose_row(const Params& params) {
         if (!kChoiceIsNormalised && k == 0) {
 #pragma unroll
             for (u32 i = 0; i < kLogits; ++i)
-                if (i * 32 + lane < kNumExperts) sum += __expf(value_of(keys[i]) - value_of(most));
+                if (i * 32 + lane < kNumExperts) sum += __expf(value_of_key(keys[i]) - value_of_key(most));
 #pragma unroll
             for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
         }
 #pragma unroll
         for (u32 i = 0; i < kLogits; ++i)
             if (which == i * 32 + lane) keys[i] = 0;
-        if constexpr (kChoiceIsNormalised) sum += __expf(value_of(most) - value_of(largest[0]));
+        if constexpr (kChoiceIsNormalised) sum += __expf(value_of_key(most) - value_of_key(largest[0]));
     }
     const int position = *reinterpret_cast<const int*>(params.place_ptr) + static_cast<int>(row);
     const bool is_padding = position > *reinterpret_cast<const int*>(params.last_position_ptr);
@@ -68,7 +63,7 @@ __device__ __forceinline__ void choose_row(const Params& params) {
 #pragma unroll
         for (u32 other = 0; other < kChosen; ++other) before += numbers[other] < numbers[k];
         reinterpret_cast<int*>(params.chosen_ptr)[row * kChosen + before] = is_padding ? -1 : static_cast<int>(numbers[k]);
-        reinterpret_cast<float*>(params.weights_ptr)[row * kChosen + before] = __expf(value_of(largest[k]) - value_of(largest[0])) / sum;
+        reinterpret_cast<float*>(params.weights_ptr)[row * kChosen + before] = __expf(value_of_key(largest[k]) - value_of_key(largest[0])) / sum;
     }
 }
 

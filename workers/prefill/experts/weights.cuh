@@ -4,6 +4,7 @@
 
 #include "async_copy.cuh"
 #include "experts_shape.cuh"
+#include "number_bits.cuh"
 
 namespace kog {
 
@@ -41,12 +42,10 @@ struct PlainWeights {  // of 16 bit: `words` are these pairs
 };
 struct CodedWeights {  // E2M1: eight codes in a word; `factor` is 2^14 times their scale, twice
     static __device__ __forceinline__ uint4 operand(u32 word, u32 factor) {
-        const u32 last = (word >> 4 & 0x00c000c0u) | (word >> 5 & 0x01000100u) | (word << 1 & 0x80008000u);
+        const u32 last = last_e2m1_pair(word);
         return make_uint4(value(word, factor), value(word << 3, factor), value(word << 6, factor), value(last, factor));
     }
-    static __device__ __forceinline__ u32 value(u32 bits, u32 factor) {  // exponents of binary16 are 14 higher
-        return multiply_halves((bits & 0x01c001c0u) << 3 | (bits & 0x80008000u), factor);
-    }
+    static __device__ __forceinline__ u32 value(u32 pair, u32 factor) { return multiply_halves(e2m1_as_binary16(pair), factor); }
     // Of the scale of E8M0 at `index` of four. One of 4 or more is infinite here, which ends prefill of the prompt.
     static __device__ __forceinline__ u32 factor(u32 scales, u32 index) {
         const float scale = __uint_as_float((scales >> 8 * index & 0xff) << 23) * 16384.0f;
