@@ -8,22 +8,24 @@ NUM_THREADS = (GROUPS + 1) * GROUP_THREADS  # of a thread block: one more group 
 SHARED_BYTES = 227 << 10  # all that a thread block can have
 
 
-def product(name: str, columns: int, *, of_rows: bool) -> str:
+def product(name: str, columns: int, *, of_rows: bool, in_registers: bool | None = None) -> str:
     """A function that queues d (64 x `columns`) = or += a (64 x 16) times b.
 
     `of_rows`: a's and b's rows are in shared memory, and d has a column for each row of b. Else a is in registers, and b's 16
-    rows are multiplied by it. A thread has, for every 8 columns, two neighbours of row laneid / 4 of its warp's 16 rows, and two
-    of the row 8 below, from column 2 * (laneid % 4) on.
+    rows are multiplied by it. `in_registers`: a is, all the same.
+
+    A thread has, for every 8 columns, two neighbours of row laneid / 4 of its warp's 16 rows, and two of the row 8 below, from
+    column 2 * (laneid % 4) on.
     """
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    if of_rows:
+    if of_rows and not in_registers:
         arguments, a, inputs = "u64 a, u64 b, bool adds", f"%{count}", '"l"(a), "l"(b), "r"(static_cast<u32>(adds))'
         b, adds, transposed = f"%{count + 1}", f"%{count + 2}", "0, 0"
     else:
         arguments, a = "u32 a0, u32 a1, u32 a2, u32 a3, u64 b", "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
-        b, adds, transposed, inputs = f"%{count + 4}", "1", "1", '"r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)'
+        b, adds, transposed, inputs = f"%{count + 4}", "1", str(int(not of_rows)), '"r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)'
     return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {arguments}) {{
     asm volatile(
         "{{\\n .reg .pred adds;\\n setp.ne.b32 adds, {adds}, 0;\\n"

@@ -186,8 +186,8 @@ void multiply_rows(float (&d)[kCount], u64 a, u64 b, bool adds) {
     });
 }
 inline u32 fragments[kMostRanks][512][4];
-template <int kCount>
-void multiply_columns(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+template <bool kOfRows, int kCount>
+void multiply_fragments(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     const u32 mine[4] = {a0, a1, a2, a3};
     std::memcpy(fragments[my_rank][threadIdx.x], mine, sizeof(mine));
     __syncwarp();
@@ -203,8 +203,17 @@ void multiply_columns(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b)
     __syncwarp();
     queued.push_back([d = static_cast<float*>(d), rows, matrix = Operand(b)] {
         for (int i = 0; i < kCount; ++i)
-            for (u32 k = 0; k < 16; ++k) d[i] += rows.values[i >> 1 & 1][k] * matrix.of_column(column_of(i), k);
+            for (u32 k = 0; k < 16; ++k)
+                d[i] += rows.values[i >> 1 & 1][k] * (kOfRows ? matrix.of_row(column_of(i), k) : matrix.of_column(column_of(i), k));
     });
+}
+template <int kCount>
+void multiply_columns(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    multiply_fragments<false>(d, a0, a1, a2, a3, b);
+}
+template <int kCount>
+void multiply_weights(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    multiply_fragments<true>(d, a0, a1, a2, a3, b);
 }
 
 }  // namespace kog

@@ -21,7 +21,7 @@ from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_by
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.experts import device, experts_abi
 from kog_dist.workers.prefill.experts.device import GroupedExperts, kernel_bytes
-from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, TILES, GroupedTile, experts_header, tile_for
+from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, GroupedTile, constants, tile_for, tiles
 from kog_dist.workers.prefill.experts.plain import plain_experts
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import work_of
@@ -90,18 +90,17 @@ def test_memory_is_counted_beforehand(tmp_path: Path, name: str) -> None:
 
 
 def test_tiles_are_filled_and_have_room() -> None:
-    assert [tile_for(pairs, 128).rows for pairs in (8, 2048, 4096, 8192, 32768)] == [32, 32, 64, 128, 128]
+    assert [tile_for(pairs, 128, is_coded=False).rows for pairs in (8, 2048, 4096, 8192, 32768)] == [32, 32, 64, 128, 128]
     for is_coded in (False, True):
-        for tile in TILES:
-            stages, num_ctas = tile.stages(is_coded)
-            assert stages >= 3
-            assert num_ctas * (tile.shared_bytes(is_coded) + 9 * 1024) <= 228 << 10
+        for tile in tiles(is_coded):
+            assert tile.parts(is_coded) >= 3
+            assert 2 * (tile.shared_bytes(is_coded) + 1024) <= 228 << 10
 
 
 FEW = replace(VARIANTS["qwen3_moe"], num_lanes=2, experts=ExpertsSpec(3, 2, is_normalised=False))
-SHAPES: dict[str, tuple[ModelSpec, str, slice]] = {  # dtype, and which tiles
-    "qwen3_moe": (replace(FEW, hidden_size=104), "float16", slice(0, 3, 2)),
-    "gpt_oss": (replace(VARIANTS["gpt_oss"], num_lanes=2, num_layers=2, window_layers=(0,)), "bfloat16", slice(1)),
+SHAPES: dict[str, tuple[ModelSpec, str, int]] = {  # dtype, and how many tiles
+    "qwen3_moe": (replace(FEW, hidden_size=96), "float16", 3),
+    "gpt_oss": (replace(VARIANTS["gpt_oss"], num_lanes=2, num_layers=2, window_layers=(0,)), "bfloat16", 1),
 }
 SIZE, NUM_TOKENS = 21, 19  # of a chunk
 
@@ -126,7 +125,7 @@ class Case:
         self.twin = PlainDenseOperations(self.buffers, np.zeros((1, 1)), cache, experts)
         kernels = kernel_bytes(shape)
         library = ctypes.CDLL(
-            str(compiled(folder, "experts", experts_header(shape), kernels, "KogExpertsParams", "-O1"))
+            str(compiled(folder, "experts", constants(shape), kernels, "KogExpertsParams", "-O1"))
         )  # fmt: skip
         launchers = {name: launcher(library, name, EXPERTS_PARAMS.size_bytes) for name in kernels}
         self.experts = GroupedExperts(shape, weights, self.buffers.last_position, launchers)
@@ -146,7 +145,7 @@ class Case:
         for tile in self.tiles:
             outputs = own.chosen, own.places, own.pair_rows, own.offsets, own.weights, own.activation, own.result, rows.partial
             for part in outputs:
-                part.fill(77)
+                part.fill(0 if part is own.activation else 77)  # beside a lane's columns it stays 0
             monkeypatch.setattr(device, "tile_for", lambda *_, tile=tile: tile)
             self.experts.run(rows, own, self.matrices[layer].router_bias, layer)
             assert np.array_equal(own.chosen, chosen)
@@ -165,22 +164,21 @@ class Case:
         assert len(set(found)) == 1
 
 
-def set_sizes(monkeypatch: pytest.MonkeyPatch, which: slice) -> tuple[GroupedTile, ...]:
+def set_sizes(monkeypatch: pytest.MonkeyPatch, num_tiles: int, *, is_coded: bool = False) -> tuple[GroupedTile, ...]:
     """Threads and programs are expensive here."""
-    all_tiles: tuple[GroupedTile, ...] = TILES
-    made = all_tiles[which]
+    made = tiles(is_coded)[:num_tiles]
     monkeypatch.setattr(device, "ROW_THREADS", 32)
     for module in (device, experts_abi):
         monkeypatch.setattr(module, "SORT_THREADS", 64)
-        monkeypatch.setattr(module, "TILES", made)
+        monkeypatch.setattr(module, "tiles", lambda is_coded: made)
     return made
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    spec, dtype, which = SHAPES[name]
-    made = set_sizes(monkeypatch, which)
+    spec, dtype, num_tiles = SHAPES[name]
+    made = set_sizes(monkeypatch, num_tiles)
     shape = KernelShape(spec, range(spec.num_lanes), dtype, max_ctas=4)
     Case(tmp_path, Model(spec, dtype, monkeypatch), shape, made).check(monkeypatch)
 
@@ -188,7 +186,7 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 @needs_compiler
 def test_kernels_are_the_twin_of_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two ranks, whose lane begins in the middle of a group of 32 columns."""
-    made, model = set_sizes(monkeypatch, slice(1)), CodedExperts(monkeypatch)
+    made, model = set_sizes(monkeypatch, 1, is_coded=True), CodedExperts(monkeypatch)
     hosted = model.spec.lanes_of_rank(1, 2)
     shape = KernelShape(model.spec, hosted, model.dtype, num_ranks=2, max_ctas=4, coding=Coding.of(MXFP4, is_of_experts=True))
     Case(tmp_path, model, shape, made).check(monkeypatch)

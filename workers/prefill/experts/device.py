@@ -11,12 +11,13 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.experts.experts_abi import (
+    COLUMNS,
     EXPERTS_PARAMS,
     SORT_THREADS,
     TILE_THREADS,
-    TILES,
     experts_header,
     tile_for,
+    tiles,
 )
 from kog_dist.workers.prefill.experts.rows import ExpertRows
 from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
@@ -31,8 +32,8 @@ def kernel_bytes(shape: KernelShape) -> dict[str, int]:
     """The kernels, and the shared memory that each asks for."""
     assert shape.experts is not None
     is_coded = shape.experts.coding is not None
-    tiles = {f"{name}_{tile.rows}": tile.shared_bytes(is_coded) for name in ("gate_up", "down") for tile in TILES}
-    return {"choose": 0, "sort": 0, "combine": 0} | tiles
+    of_tiles = {f"{name}_{tile.rows}": tile.shared_bytes(is_coded) for name in ("gate_up", "down") for tile in tiles(is_coded)}
+    return {"choose": 0, "sort": 0, "combine": 0} | of_tiles
 
 
 def experts_on_gpu(shape: KernelShape, weights: DeviceExperts, last_position: Array) -> GroupedExperts:
@@ -51,6 +52,7 @@ class GroupedExperts:
     def __init__(self, shape: KernelShape, weights: DeviceExperts, last_position: Array, launchers: Launchers) -> None:
         assert shape.spec.experts is not None
         self._numbers, self._weights, self._num_lanes = shape.spec.experts, weights, shape.num_lanes
+        self._is_coded = shape.experts is not None and shape.experts.coding is not None
         self._hidden, self._ffn, self._first_lane = shape.spec.hidden_size, shape.spec.lane_ffn, shape.hosted_lanes[0]
         self._launch = KernelCalls(EXPERTS_PARAMS, launchers, {"last_position": last_position})
 
@@ -59,15 +61,16 @@ class GroupedExperts:
         weights, chosen = self._weights, self._numbers.per_token
         down_bias = None if weights.down_bias is None or self._first_lane else weights.down_bias[layer]
         arrays = {
-            "place": rows.place, "x": rows.x, "logits": own.logits, "router_bias": router_bias, "chosen": own.chosen,
+            "place": rows.place, "x": rows.x, "operands": own.operands,
+            "logits": own.logits, "router_bias": router_bias, "chosen": own.chosen,
             "weights": own.weights, "places": own.places, "pair_rows": own.pair_rows, "offsets": own.offsets,
             "experts": weights.matrices[layer], "activation": own.activation, "result": own.result, "partial": rows.partial,
             "gate_up_bias": None if weights.gate_up_bias is None else weights.gate_up_bias[layer], "down_bias": down_bias,
         }  # fmt: skip
         num_pairs, num_experts = rows.size * chosen, self._numbers.num_experts
-        tile = tile_for(num_pairs, num_experts)
+        tile = tile_for(num_pairs, num_experts, self._is_coded)
         num_slots = num_pairs // tile.rows + num_experts  # see grouped.cuh
-        gates, downs = (-(-count // tile.columns) for count in (2 * self._num_lanes * self._ffn, self._hidden))
+        gates, downs = (-(-count // COLUMNS) for count in (2 * self._num_lanes * self._ffn, self._hidden))
         for kernel, num_ctas, num_threads in (
             ("choose", -(-rows.size // (ROW_THREADS // 32)), ROW_THREADS),
             ("sort", num_experts, SORT_THREADS),

@@ -16,10 +16,19 @@ __device__ __forceinline__ u32 key_of(float value) {
 }
 __device__ __forceinline__ float value_of(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
+// A row of x in the order of products, a warp's.
+__device__ __forceinline__ void order_row(const Params& params, u32 row) {
+    const u32 *from = reinterpret_cast<const u32*>(params.x_ptr) + row * (kHidden / 2);
+    u32* to = reinterpret_cast<u32*>(params.operands_ptr) + row * (kHidden / 2);
+#pragma unroll 4
+    for (u32 pair = laneid(); pair < kHidden / 2; pair += 32) to[product_place(pair)] = __ldg(from + pair);
+}
+
 // The logits of a row, a warp's: the experts with the largest, of equal ones those with the smaller number, in ascending order.
 __device__ __forceinline__ void choose_row(const Params& params) {
     const u32 row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = laneid();
     if (row >= params.size) return;
+    order_row(params, row);
     const float* const logits = reinterpret_cast<const float*>(params.logits_ptr) + row * kNumExperts;
     u32 keys[kLogits];
 #pragma unroll
@@ -112,65 +121,70 @@ __device__ __forceinline__ float activation_of(float gate, float up) {
     return __fdividef(gate, 1.0f + __expf(-kClampAlpha * gate)) * ((up + 1.0f) * kActivationScale);
 }
 
-// Gates and ups come in turn, those of all hosted lanes below each other.
+// Columns in front of the lane's own, of a group of quantised weights that the lane before has, too: their codes are 0.
+__device__ __forceinline__ u32 skew(const Params& params, u32 lane) { return kExpertSkew == 0 ? 0 : (params.first_lane + lane) * kExpertSkew % 32; }
+
+// Gates and ups come in turn, those of all hosted lanes below each other. A thread has a gate and the up that belongs to it.
 struct Gated {
-    static constexpr u32 kLanesOfTiles = 1, kWidth = kHidden, kRowStride = kHidden, kLaneStride = 0;
+    static constexpr u32 kLanesOfTiles = 1, kWidth = kHidden, kRowStride = kHidden, kLaneStride = 0, kOut = kColumns / 2;
     static __device__ __forceinline__ u32 row_of(const Params& params, u32 pair) { return reinterpret_cast<const u32*>(params.pair_rows_ptr)[pair]; }
-    static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.x_ptr); }
+    static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.operands_ptr); }
     static __device__ __forceinline__ u32 first_byte(u32) { return 0; }
-    static __device__ __forceinline__ u32 skew(const Params&, u32) { return 0; }
+    static __device__ __forceinline__ u32 num_columns(const Params&, u32) { return kHidden; }
+    static __device__ __forceinline__ u32 place_of(u32 column) { return column / 16 * 16 + column % 2 * 8 + column % 16 / 2; }
 
     template <class Product>
-    static __device__ __forceinline__ void store(const Product& tile, u32 row, u32 across, const float (&sums)[4][4]) {
-        u32 v[4];
-#pragma unroll
-        for (u32 n = 0; n < 4; ++n) {
-            [[maybe_unused]] float gate = 0, up = 0;
-            const u32 at = across + n * 8 + laneid() % 4 * 2;
-            if (kExpertBias && at < GateUp::kMatrixRows) {
-                const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.expert * GateUp::kMatrixRows + at) / 2];
-                gate = WeightFormat::low(pair), up = WeightFormat::high(pair);
-            }
-            v[n] = Fp16::pack(activation_of(sums[n][0] + gate, sums[n][1] + up), activation_of(sums[n][2] + gate, sums[n][3] + up));
+    static __device__ __forceinline__ void put(const Product& tile) {
+        const u32 at = threadIdx.x / 32 * 8 + laneid() / 4;  // the activation
+        [[maybe_unused]] float gate = 0, up = 0;
+        if (kExpertBias && tile.column + 2 * at < GateUp::kMatrixRows) {
+            const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.expert * GateUp::kMatrixRows + tile.column) / 2 + at];
+            gate = WeightFormat::low(pair), up = WeightFormat::high(pair);
         }
-        turn(v);  // four neighbouring activations of both rows
-        const u32 at = across / 2 + laneid() % 4 * 4;
-        if (at >= GateUp::kMatrixRows / 2) return;
-        unsigned char* const to = reinterpret_cast<unsigned char*>(tile.params.activation_ptr);
 #pragma unroll
-        for (u32 r = 0; r < 2; ++r) {
-            const u32 selector = r == 0 ? 0x5410 : 0x7632, pair = row + 8 * r;
-            if (pair >= tile.count) continue;
-            const uint2 four = {__byte_perm(v[0], v[1], selector), __byte_perm(v[2], v[3], selector)};
-            *reinterpret_cast<uint2*>(to + 2 * (static_cast<u64>(tile.first + pair) * (kLanes * kFfn) + at)) = four;
+        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
+            const u32 both = Fp16::pack(activation_of(tile.sums[i] + gate, tile.sums[i + 2] + up), activation_of(tile.sums[i + 1] + gate, tile.sums[i + 3] + up));
+            const u32 row = i * 2 + laneid() % 4 * 2;
+            *tile.template result_at<kOut>(row, at) = static_cast<u16>(both);
+            *tile.template result_at<kOut>(row + 1, at) = static_cast<u16>(both >> 16);
+        }
+    }
+    template <class Product>
+    static __device__ __forceinline__ void store(const Product& tile) {
+        u32* const to = reinterpret_cast<u32*>(tile.params.activation_ptr);
+        for (u32 i = threadIdx.x; i < tile.count * (kOut / 2); i += kTileThreads) {
+            const u32 row = i / (kOut / 2), two = i % (kOut / 2) * 2, activation = tile.column / 2 + two;
+            const u32 lane = activation / kFfn, column = skew(tile.params, lane) + activation % kFfn;
+            if (activation >= kLanes * kFfn) continue;
+            to[(static_cast<u64>(tile.first + row) * kLanes + lane) * (kPadded / 2) + product_place(column / 2)] =
+                *reinterpret_cast<const u32*>(tile.template result_at<kOut>(row, two));
         }
     }
 };
 
 struct Lowered {
-    static constexpr u32 kLanesOfTiles = kLanes, kWidth = kFfn, kRowStride = kLanes * kFfn, kLaneStride = kFfn;
+    static constexpr u32 kLanesOfTiles = kLanes, kWidth = kPadded, kRowStride = kLanes * kPadded, kLaneStride = kPadded, kOut = kColumns;
     static __device__ __forceinline__ u32 row_of(const Params&, u32 pair) { return pair; }
     static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.activation_ptr); }
     static __device__ __forceinline__ u32 first_byte(u32 lane) { return kGateUpBytes + lane * kDownBytes; }
-    // Columns in front of the lane's own, of a group of quantised weights that the lane before has, too: their codes are 0.
-    static __device__ __forceinline__ u32 skew(const Params& params, u32 lane) {
-        return kExpertSkew == 0 ? 0 : (params.first_lane + lane) * kExpertSkew % 32;
-    }
+    static __device__ __forceinline__ u32 num_columns(const Params& params, u32 lane) { return kFfn + skew(params, lane); }
+    static __device__ __forceinline__ u32 place_of(u32 column) { return column; }
 
     template <class Product>
-    static __device__ __forceinline__ void store(const Product& tile, u32 row, u32 across, const float (&sums)[4][4]) {
-        uint4* const to = reinterpret_cast<uint4*>(tile.params.result_ptr);
-        const u32 unit = across / kUnit + laneid() % 4;
+    static __device__ __forceinline__ void put(const Product& tile) {
+        const u32 at = threadIdx.x / 32 * 16 + laneid() / 4;
 #pragma unroll
-        for (u32 r = 0; r < 2; ++r) {
-            u32 v[4];
-#pragma unroll
-            for (u32 n = 0; n < 4; ++n) v[n] = Fp16::pack(sums[n][2 * r], sums[n][2 * r + 1]);
-            turn(v);
-            const u32 pair = row + 8 * r;
-            if (pair < tile.count && unit < kUnits)
-                to[(static_cast<u64>(tile.first + pair) * kLanes + tile.lane) * kUnits + unit] = make_uint4(v[0], v[1], v[2], v[3]);
+        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 2) {
+            const u32 both = Fp16::pack(tile.sums[i], tile.sums[i + 1]), row = i / 4 * 8 + laneid() % 4 * 2, column = at + (i & 2) * 4;
+            *tile.template result_at<kOut>(row, column) = static_cast<u16>(both);
+            *tile.template result_at<kOut>(row + 1, column) = static_cast<u16>(both >> 16);
         }
+    }
+    template <class Product>
+    static __device__ __forceinline__ void store(const Product& tile) {
+        uint4* const to = reinterpret_cast<uint4*>(tile.params.result_ptr);
+        const u32 unit = tile.column / kUnit;
+        tile.template store_units<kOut>(kUnits - unit, [&](u32 pair, u32 i) { return to + (static_cast<u64>(pair) * kLanes + tile.lane) * kUnits + unit + i; });
     }
 };
 
@@ -218,7 +232,7 @@ using namespace kog;
         let_successors_begin();                                                       \
         body;                                                                         \
     }
-#define KOG_TILE(rows)                                                                                                           \
+#define KOG_TILE(rows)                                                                                             \
     KOG_KERNEL(gate_up_##rows, (kTileThreads, Tile##rows::kCtas), (Grouped<Tile##rows, GateUp, Gated>{params}.run())) \
     KOG_KERNEL(down_##rows, (kTileThreads, Tile##rows::kCtas), (Grouped<Tile##rows, Down, Lowered>{params}.run()))
 

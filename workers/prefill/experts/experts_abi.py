@@ -11,13 +11,15 @@ from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import FORMATS
 from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
-from kog_dist.workers.prefill.hopper_abi import SHARED_BYTES
+from kog_dist.workers.prefill.experts.rows import padded_columns
+from kog_dist.workers.prefill.hopper_abi import SHARED_BYTES, product
 from kog_dist.workers.prefill.model.buffers import UNIT
 
 SORT_THREADS = 1024
 TILE_THREADS = 256
-_STATIC_BYTES = 8 << 10  # of shared memory that a tile takes besides its parts, and what the system takes
-_MOST_STAGES = 5
+COLUMNS = 128  # of a tile: rows of a matrix
+_OTHER_BYTES = 2304  # of shared memory: alignment, static memory, and what the system takes
+_MOST_PARTS = 6
 EXPERTS_PARAMS = Struct(
     "ExpertsParams",
     "Parameters of one launch; passed by value. Pointers are device addresses, of what `ExpertRows` has.",
@@ -25,6 +27,7 @@ EXPERTS_PARAMS = Struct(
         Field("place_ptr", "u64", "int32: position of the chunk's first row"),
         Field("last_position_ptr", "u64", "int32: position of the prompt's last token"),
         Field("x_ptr", "u64", "binary16 (size, hidden)"),
+        Field("operands_ptr", "u64", "binary16 (size, hidden): x in the order of products, here and below"),
         Field("logits_ptr", "u64", "float32 (2, size, experts)"),
         Field("router_bias_ptr", "u64", "float32 (experts); read where the model has it"),
         Field("chosen_ptr", "u64", "int32 (size, chosen)"),
@@ -35,7 +38,7 @@ EXPERTS_PARAMS = Struct(
         Field("experts_ptr", "u64", "the layer's, as the monokernel has them"),
         Field("gate_up_bias_ptr", "u64", "16-bit (experts, gate and up rows of the hosted lanes in turn), of the weights' type"),
         Field("down_bias_ptr", "u64", "16-bit (experts, hidden); 0 where the first lane is not hosted"),
-        Field("activation_ptr", "u64", "binary16 (size * chosen, lanes, ffn)"),
+        Field("activation_ptr", "u64", "binary16 (size * chosen, lanes, kPadded)"),
         Field("result_ptr", "u64", "binary16 (size * chosen, lanes, hidden)"),
         Field("partial_ptr", "u64", "binary16 (lanes, size, hidden)"),
         Field("size", "u32", "rows of the chunk"),
@@ -46,50 +49,54 @@ EXPERTS_PARAMS = Struct(
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """A size of tiles: so many pairs, and rows of the matrix; so many warps have pairs of their own."""
+    """A size of tiles: up to so many pairs of an expert, and COLUMNS rows of its matrix."""
 
     rows: int
-    columns: int
-    warps_down: int
 
-    def stage_bytes(self, is_coded: bool) -> int:
-        """Of one part of pairs and matrix: 64 columns of 16 bit, or 128 codes and their scales."""
-        return self.rows * 256 + self.columns * 68 if is_coded else (self.rows + self.columns) * 128
+    def part_bytes(self, is_coded: bool) -> int:
+        """Of one part of pairs and matrix: 64 columns of 16 bit, or 128 of codes and their scales."""
+        used = self.rows * 256 + COLUMNS * 68 if is_coded else (self.rows + COLUMNS) * 128
+        return -(-used // 1024) * 1024
 
-    def stages(self, is_coded: bool) -> tuple[int, int]:
-        """Parts in shared memory at once, and thread blocks of a multiprocessor: two where each can have three parts."""
-        part = self.stage_bytes(is_coded)
-        for num_ctas in (2, 1):
-            stages = (SHARED_BYTES // num_ctas - _STATIC_BYTES) // part
-            if stages >= 3:
-                return min(stages, _MOST_STAGES), num_ctas
-        raise AssertionError(self)
+    def parts(self, is_coded: bool) -> int:
+        """In shared memory at once; two thread blocks share a multiprocessor."""
+        return min((SHARED_BYTES // 2 - _OTHER_BYTES) // self.part_bytes(is_coded), _MOST_PARTS)
 
     def shared_bytes(self, is_coded: bool) -> int:
-        """Of a thread block."""
-        return self.stages(is_coded)[0] * self.stage_bytes(is_coded)
+        """Of a thread block, what alignment takes included."""
+        return 1024 + self.parts(is_coded) * self.part_bytes(is_coded)
 
 
-TILES = (GroupedTile(32, 256, 1), GroupedTile(64, 256, 1), GroupedTile(128, 128, 2))
+def tiles(is_coded: bool) -> tuple[GroupedTile, ...]:
+    """Those that kernels are made for: as large as shared memory holds three parts of."""
+    return tuple(map(GroupedTile, (32, 64, 96) if is_coded else (32, 64, 128)))
 
 
-def tile_for(num_pairs: int, num_experts: int) -> GroupedTile:
+def tile_for(num_pairs: int, num_experts: int, is_coded: bool) -> GroupedTile:
     """The one whose rows an expert's pairs fill best, were they divided evenly. It does not decide about bits."""
-    average = num_pairs / num_experts
-    return next((tile for tile in TILES if average <= 0.75 * tile.rows), TILES[-1])
+    average, found = num_pairs / num_experts, tiles(is_coded)
+    return next((tile for tile in found if average <= 0.75 * tile.rows), found[-1])
 
 
 def experts_header(shape: KernelShape) -> str:
     """`experts_shape.cuh`."""
+    is_coded = shape.experts is not None and shape.experts.coding is not None
+    products = (product("multiply_weights", tile.rows, of_rows=True, in_registers=True) for tile in tiles(is_coded))
+    return "\n".join([constants(shape), "namespace kog {", *products, "}  // namespace kog", ""])
+
+
+def constants(shape: KernelShape) -> str:
+    """The header without products."""
     spec, own = shape.spec, shape.experts
     assert spec.experts is not None
     assert own is not None
     experts, clamp, is_coded = spec.experts, spec.experts.clamp, own.coding is not None
     numbers = {
         "kNumExperts": experts.num_experts, "kChosen": experts.per_token, "kLanes": shape.num_lanes, "kHidden": spec.hidden_size,
-        "kFfn": spec.lane_ffn, "kExpertSkew": own.skew(1 % spec.num_lanes), "kUnit": UNIT, "kSortThreads": SORT_THREADS,
+        "kFfn": spec.lane_ffn, "kPadded": padded_columns(spec),
+        "kExpertSkew": own.skew(1 % spec.num_lanes), "kUnit": UNIT, "kSortThreads": SORT_THREADS,
         "kTileThreads": TILE_THREADS, "kGateUpBytes": 2 * own.gate_up_values, "kDownBytes": 2 * own.down_values,
-        "kMostSharedBytes": max(tile.shared_bytes(is_coded) for tile in TILES),
+        "kColumns": COLUMNS, "kStage": 128 if is_coded else 64,
     }  # fmt: skip
     flags = {
         "kIsCoded": is_coded, "kIsHalf": shape.weight_dtype == "float16", "kRouterBias": experts.router_bias,
@@ -105,13 +112,10 @@ def experts_header(shape: KernelShape) -> str:
     lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
     lines += [f"constexpr u64 kExpertBytes = {2 * own.num_values}ull;", f"using WeightFormat = {FORMATS[shape.weight_dtype]};"]
     lines += _forms(own)
-    for tile in TILES:
-        stages, num_ctas = tile.stages(is_coded)
-        of_tile = {
-            "kRows": tile.rows, "kColumns": tile.columns, "kWarpsDown": tile.warps_down, "kStages": stages, "kCtas": num_ctas
-        }  # fmt: skip
+    for tile in tiles(is_coded):
+        of_tile = {"kRows": tile.rows, "kStages": tile.parts(is_coded), "kStageBytes": tile.part_bytes(is_coded), "kCtas": 2}
         lines.append(_struct(f"Tile{tile.rows}", of_tile))
-    kernels = " ".join(f"KOG_TILE({tile.rows})" for tile in TILES)
+    kernels = " ".join(f"KOG_TILE({tile.rows})" for tile in tiles(is_coded))
     return "\n".join([*lines, "}  // namespace kog", f"#define KOG_TILES {kernels}", ""])
 
 

@@ -31,7 +31,13 @@ __device__ __forceinline__ u32 parts_before(u32 cta, u32 step) {
     return (Form::kCtas * (Form::kWarps * tile - num_short) + cta * num_warps + warp) * Form::kSteps + of_warp % Form::kSteps;
 }
 
-// Of eight neighbouring columns the pairs (0 1) (4 5) (2 3) (6 7) in binary16: operands of two products.
+// The order of products. Of 32 neighbouring columns a thread has eight of a matrix: as pairs (0 1) (4 5) (2 3) (6 7), in binary16, the
+// operands of two products. These want two of each eight values of the other operand from a thread's columns: pair q of all four threads
+// stands together there. Where a pair of columns goes, counted in pairs:
+__device__ __forceinline__ constexpr u32 product_place(u32 pair) {
+    const u32 thread = pair % 16 / 4, of_thread = pair % 4;
+    return pair / 16 * 16 + (of_thread == 1 ? 2 : of_thread == 2 ? 1 : of_thread) * 4 + thread;
+}
 struct PlainWeights {  // of 16 bit: `words` are these pairs
     static __device__ __forceinline__ uint4 operand(const uint4& words) {
         if constexpr (kIsHalf) return words;

@@ -181,6 +181,8 @@ def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
     """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
+    if spec.experts is not None and spec.hidden_size % 32:
+        findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
     if spec.experts is not None and coding is not None and coding != OF_EXPERTS:
         findings.append(f"experts in {coding.number} (16 bit, or MXFP4 beside attention in 16 bit)")
     if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
