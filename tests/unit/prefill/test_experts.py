@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
@@ -21,7 +22,7 @@ from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_by
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.experts import device, experts_abi
 from kog_dist.workers.prefill.experts.device import GroupedExperts, kernel_bytes
-from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, GroupedTile, constants, tile_for, tiles
+from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, constants, tile_for, tiles
 from kog_dist.workers.prefill.experts.plain import plain_experts
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import work_of
@@ -90,11 +91,18 @@ def test_memory_is_counted_beforehand(tmp_path: Path, name: str) -> None:
 
 
 def test_tiles_are_filled_and_have_room() -> None:
-    assert [tile_for(pairs, 128, is_coded=False).rows for pairs in (8, 2048, 4096, 8192, 32768)] == [32, 32, 64, 128, 128]
-    for is_coded in (False, True):
-        for tile in tiles(is_coded):
-            assert tile.parts(is_coded) >= 3
-            assert 2 * (tile.shared_bytes(is_coded) + 1024) <= 228 << 10
+    for name, largest in (("qwen3-30b-a3b", 128), ("gpt-oss-120b", 96), ("qwen3-30b-a3b+fp8", 64), ("qwen3-30b-a3b+int4", 96)):
+        spec, coding = named_shape(name)
+        own = KernelShape(spec, range(spec.num_lanes), coding=coding).experts
+        assert own is not None
+        found = tiles(own)
+        assert [tile.rows for tile in found] == ([32, largest] if largest == 64 else [32, 64, largest])
+        pairs = (8, 2048, 4096, 8192, 32768)
+        wanted = [32, 32, 64, largest, largest]
+        assert [tile_for(count, 128, found).rows for count in pairs] == wanted
+        for tile in found:
+            assert tile.stages >= 3
+            assert 2 * (tile.shared_bytes + 1024) <= 228 << 10
 
 
 FEW = replace(VARIANTS["qwen3_moe"], num_lanes=2, experts=ExpertsSpec(3, 2, is_normalised=False))
@@ -108,9 +116,10 @@ SIZE, NUM_TOKENS = 21, 19  # of a chunk
 class Case:
     """A rank's experts on a CPU, as the twin has them and as the kernels read them."""
 
-    def __init__(self, folder: Path, model: Any, shape: KernelShape, tiles: tuple[GroupedTile, ...]) -> None:
+    def __init__(self, folder: Path, model: Any, shape: KernelShape) -> None:
         spec, lanes = shape.spec, shape.hosted_lanes
-        self.spec, self.layout, self.tiles = spec, CacheLayout.of(shape), tiles
+        assert shape.experts is not None
+        self.spec, self.layout, self.tiles = spec, CacheLayout.of(shape), device.tiles(shape.experts)
         weights = model.weights(shape).experts
         assert weights is not None
 
@@ -164,29 +173,28 @@ class Case:
         assert len(set(found)) == 1
 
 
-def set_sizes(monkeypatch: pytest.MonkeyPatch, num_tiles: int, *, is_coded: bool = False) -> tuple[GroupedTile, ...]:
+def set_sizes(monkeypatch: pytest.MonkeyPatch, num_tiles: int) -> None:
     """Threads and programs are expensive here."""
-    made = tiles(is_coded)[:num_tiles]
     monkeypatch.setattr(device, "ROW_THREADS", 32)
     for module in (device, experts_abi):
         monkeypatch.setattr(module, "SORT_THREADS", 64)
-        monkeypatch.setattr(module, "tiles", lambda is_coded: made)
-    return made
+        monkeypatch.setattr(module, "tiles", lambda own: tiles(own)[:num_tiles])
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     spec, dtype, num_tiles = SHAPES[name]
-    made = set_sizes(monkeypatch, num_tiles)
+    set_sizes(monkeypatch, num_tiles)
     shape = KernelShape(spec, range(spec.num_lanes), dtype, max_ctas=4)
-    Case(tmp_path, Model(spec, dtype, monkeypatch), shape, made).check(monkeypatch)
+    Case(tmp_path, Model(spec, dtype, monkeypatch), shape).check(monkeypatch)
 
 
 @needs_compiler
 def test_kernels_are_the_twin_of_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two ranks, whose lane begins in the middle of a group of 32 columns."""
-    made, model = set_sizes(monkeypatch, 1, is_coded=True), CodedExperts(monkeypatch)
+    set_sizes(monkeypatch, 1)
+    model = CodedExperts(monkeypatch)
     hosted = model.spec.lanes_of_rank(1, 2)
     shape = KernelShape(model.spec, hosted, model.dtype, num_ranks=2, max_ctas=4, coding=Coding.of(MXFP4, is_of_experts=True))
-    Case(tmp_path, model, shape, made).check(monkeypatch)
+    Case(tmp_path, model, shape).check(monkeypatch)

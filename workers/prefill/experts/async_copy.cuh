@@ -1,4 +1,4 @@
-// Copies of a few bytes from global to shared memory that threads do not wait for, and products of halves.
+// Copies from global to shared memory that threads do not wait for, and what else grouped.cuh does with bits.
 #pragma once
 
 #include "hopper.cuh"
@@ -13,17 +13,23 @@ __device__ __forceinline__ unsigned char* at_shared(u32 address) { return all_sh
 inline unsigned char* at_shared(u32 address) { return own(address); }
 #endif
 
-// kBytes (4 or 16) to `to`, or as many zeros.
-template <int kBytes>
+// 16 bytes to `to`, or as many zeros.
 __device__ __forceinline__ void copy_async(u32 to, const unsigned char* from, bool is_there) {
 #ifdef __CUDA_ARCH__
-    const u32 num_bytes = is_there ? kBytes : 0;
-    if constexpr (kBytes == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(num_bytes) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(num_bytes) : "memory");
+    const u32 num_bytes = is_there ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(num_bytes) : "memory");
 #else
-    for (int i = 0; i < kBytes; ++i) at_shared(to)[i] = is_there ? from[i] : 0;
+    for (int i = 0; i < 16; ++i) at_shared(to)[i] = is_there ? from[i] : 0;
+#endif
+}
+// `bytes` (a multiple of 16) by the copy engine, of which barrier `bar` is told.
+__device__ __forceinline__ void copy_bulk(u32 to, const unsigned char* from, u32 bytes, u32 bar) {
+#ifdef __CUDA_ARCH__
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(bar)
+                 : "memory");
+#else
+    std::memcpy(at_shared(to), from, bytes);
+    update(cluster_address(bar, my_rank), 0, -static_cast<int>(bytes));
 #endif
 }
 // What this thread has queued is a group.
@@ -41,7 +47,14 @@ __device__ __forceinline__ void copies_wait() {
 #endif
 }
 
-// Products of both halves, each rounded.
+// The compiler may not move what uses it over this place, nor use its register otherwise before.
+__device__ __forceinline__ void kept(u32& value) {
+#ifdef __CUDA_ARCH__
+    asm volatile("" : "+r"(value)::"memory");
+#endif
+}
+
+// Of both halves, each rounded.
 __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__
     u32 product;
@@ -49,6 +62,33 @@ __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
     return product;
 #else
     return Fp16::pack(Fp16::low(a) * Fp16::low(b), Fp16::high(a) * Fp16::high(b));
+#endif
+}
+__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
+#ifdef __CUDA_ARCH__
+    u32 sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+#else
+    return Fp16::pack(Fp16::low(a) + Fp16::low(b), Fp16::high(a) + Fp16::high(b));
+#endif
+}
+
+// A warp has 8 x 8 halves, of which a thread holds two neighbours of row laneid / 4; so it does of what comes back, whose rows are the
+// columns. A full warp calls it.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+#ifdef __CUDA_ARCH__
+    u32 other;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
+    return other;
+#else
+    auto* const all = fragments[my_rank] + threadIdx.x / 32 * 32;
+    all[laneid()][0] = pair;
+    __syncwarp();
+    u32 halves[2];
+    for (u32 k = 0; k < 2; ++k) halves[k] = all[(laneid() % 4 * 2 + k) * 4 + laneid() / 8][0] >> 16 * (laneid() / 4 % 2) & 0xffff;
+    __syncwarp();
+    return halves[0] | halves[1] << 16;
 #endif
 }
 

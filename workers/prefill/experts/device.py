@@ -11,11 +11,11 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.experts.experts_abi import (
-    COLUMNS,
     EXPERTS_PARAMS,
     SORT_THREADS,
     TILE_THREADS,
     experts_header,
+    num_across,
     tile_for,
     tiles,
 )
@@ -31,8 +31,7 @@ ROW_THREADS = 256  # of thread blocks that have rows
 def kernel_bytes(shape: KernelShape) -> dict[str, int]:
     """The kernels, and the shared memory that each asks for."""
     assert shape.experts is not None
-    is_coded = shape.experts.coding is not None
-    of_tiles = {f"{name}_{tile.rows}": tile.shared_bytes(is_coded) for name in ("gate_up", "down") for tile in tiles(is_coded)}
+    of_tiles = {f"{name}_{tile.rows}": tile.shared_bytes for name in ("gate_up", "down") for tile in tiles(shape.experts)}
     return {"choose": 0, "sort": 0, "combine": 0} | of_tiles
 
 
@@ -50,10 +49,12 @@ class GroupedExperts:
     """
 
     def __init__(self, shape: KernelShape, weights: DeviceExperts, last_position: Array, launchers: Launchers) -> None:
-        assert shape.spec.experts is not None
-        self._numbers, self._weights, self._num_lanes = shape.spec.experts, weights, shape.num_lanes
-        self._is_coded = shape.experts is not None and shape.experts.coding is not None
-        self._hidden, self._ffn, self._first_lane = shape.spec.hidden_size, shape.spec.lane_ffn, shape.hosted_lanes[0]
+        spec, own = shape.spec, shape.experts
+        assert spec.experts is not None
+        assert own is not None
+        self._numbers, self._weights, self._first_lane, self._tiles = spec.experts, weights, shape.hosted_lanes[0], tiles(own)
+        self._gates = num_across(own.gate_up, 2 * shape.num_lanes * spec.lane_ffn)
+        self._downs = num_across(own.down_of_one, spec.hidden_size)
         self._launch = KernelCalls(EXPERTS_PARAMS, launchers, {"last_position": last_position})
 
     def run(self, rows: DenseRows, own: ExpertRows, router_bias: Array | None, layer: int) -> None:
@@ -68,14 +69,13 @@ class GroupedExperts:
             "gate_up_bias": None if weights.gate_up_bias is None else weights.gate_up_bias[layer], "down_bias": down_bias,
         }  # fmt: skip
         num_pairs, num_experts = rows.size * chosen, self._numbers.num_experts
-        tile = tile_for(num_pairs, num_experts, self._is_coded)
+        tile = tile_for(num_pairs, num_experts, self._tiles)
         num_slots = num_pairs // tile.rows + num_experts  # see grouped.cuh
-        gates, downs = (-(-count // COLUMNS) for count in (2 * self._num_lanes * self._ffn, self._hidden))
         for kernel, num_ctas, num_threads in (
             ("choose", -(-rows.size // (ROW_THREADS // 32)), ROW_THREADS),
             ("sort", num_experts, SORT_THREADS),
-            (f"gate_up_{tile.rows}", num_slots * gates, TILE_THREADS),
-            (f"down_{tile.rows}", num_slots * self._num_lanes * downs, TILE_THREADS),
+            (f"gate_up_{tile.rows}", num_slots * self._gates, TILE_THREADS),
+            (f"down_{tile.rows}", num_slots * self._downs, TILE_THREADS),
             ("combine", rows.size, ROW_THREADS),
         ):
             self._launch(

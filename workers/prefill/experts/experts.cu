@@ -124,67 +124,87 @@ __device__ __forceinline__ float activation_of(float gate, float up) {
 // Columns in front of the lane's own, of a group of quantised weights that the lane before has, too: their codes are 0.
 __device__ __forceinline__ u32 skew(const Params& params, u32 lane) { return kExpertSkew == 0 ? 0 : (params.first_lane + lane) * kExpertSkew % 32; }
 
-// Gates and ups come in turn, those of all hosted lanes below each other. A thread has a gate and the up that belongs to it.
+// Gates and ups come in turn, those of all hosted lanes below each other. A thread has a gate and the up that belongs to it: neighbours, of
+// which every other thread has the upper one first, so that eight threads read 128 bytes that do not lie in the same banks.
 struct Gated {
-    static constexpr u32 kLanesOfTiles = 1, kWidth = kHidden, kRowStride = kHidden, kLaneStride = 0, kOut = kColumns / 2;
+    static constexpr u32 kLanesOfTile = 1, kWidth = kHidden, kRowStride = kHidden, kLaneStride = 0, kOut = kColumns / 2;
+    static constexpr u32 kColumnsOfLane = kHidden, kFirstByte = 0, kLaneBytes = 0;
+    using Parts = Blocks<GateUp>;
+    static_assert(GateUp::kRows % 2 == 0 && GateUp::kLastRows % 2 == 0, "a gate and its up are in one block");
     static __device__ __forceinline__ u32 row_of(const Params& params, u32 pair) { return reinterpret_cast<const u32*>(params.pair_rows_ptr)[pair]; }
-    static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.operands_ptr); }
-    static __device__ __forceinline__ u32 first_byte(u32) { return 0; }
-    static __device__ __forceinline__ u32 num_columns(const Params&, u32) { return kHidden; }
-    static __device__ __forceinline__ u32 place_of(u32 column) { return column / 16 * 16 + column % 2 * 8 + column % 16 / 2; }
+    static __device__ __forceinline__ const u16* rows_from(const Params& params) { return reinterpret_cast<const u16*>(params.operands_ptr); }
+    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return threadIdx.x / 32 * 16 + laneid() / 4 * 2 + (which ^ laneid() / 4 % 2); }
 
     template <class Product>
-    static __device__ __forceinline__ void put(const Product& tile) {
-        const u32 at = threadIdx.x / 32 * 8 + laneid() / 4;  // the activation
+    static __device__ __forceinline__ void put(const Product& tile, u32) {
+        const u32 at = threadIdx.x / 32 * 8 + laneid() / 4, row = Parts::row_at(tile.block, 2 * at);  // the activation, its gate
+        const bool is_up_first = laneid() / 4 % 2;
         [[maybe_unused]] float gate = 0, up = 0;
-        if (kExpertBias && tile.column + 2 * at < GateUp::kMatrixRows) {
-            const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.expert * GateUp::kMatrixRows + tile.column) / 2 + at];
+        if (kExpertBias && row != kNowhere) {
+            const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.expert * GateUp::kMatrixRows + row) / 2];
             gate = WeightFormat::low(pair), up = WeightFormat::high(pair);
         }
+        __syncthreads();  // nobody reads the slots any more
 #pragma unroll
         for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
-            const u32 both = Fp16::pack(activation_of(tile.sums[i] + gate, tile.sums[i + 2] + up), activation_of(tile.sums[i + 1] + gate, tile.sums[i + 3] + up));
-            const u32 row = i * 2 + laneid() % 4 * 2;
-            *tile.template result_at<kOut>(row, at) = static_cast<u16>(both);
-            *tile.template result_at<kOut>(row + 1, at) = static_cast<u16>(both >> 16);
+            float values[2];
+#pragma unroll
+            for (u32 k = 0; k < 2; ++k) {
+                const float one = tile.sums[i + k] * (1.0f / kWeightScale), other = tile.sums[i + 2 + k] * (1.0f / kWeightScale);
+                values[k] = activation_of((is_up_first ? other : one) + gate, (is_up_first ? one : other) + up);
+            }
+            const u32 both = Fp16::pack(values[0], values[1]), pair = i * 2 + laneid() % 4 * 2;
+            *tile.template result_at<kOut>(pair, at) = static_cast<u16>(both);
+            *tile.template result_at<kOut>(pair + 1, at) = static_cast<u16>(both >> 16);
         }
+        __syncthreads();
+        store(tile);
     }
     template <class Product>
     static __device__ __forceinline__ void store(const Product& tile) {
-        u32* const to = reinterpret_cast<u32*>(tile.params.activation_ptr);
-        for (u32 i = threadIdx.x; i < tile.count * (kOut / 2); i += kTileThreads) {
-            const u32 row = i / (kOut / 2), two = i % (kOut / 2) * 2, activation = tile.column / 2 + two;
-            const u32 lane = activation / kFfn, column = skew(tile.params, lane) + activation % kFfn;
-            if (activation >= kLanes * kFfn) continue;
-            to[(static_cast<u64>(tile.first + row) * kLanes + lane) * (kPadded / 2) + product_place(column / 2)] =
-                *reinterpret_cast<const u32*>(tile.template result_at<kOut>(row, two));
+        constexpr u32 kTogether = Parts::kIsEven && GateUp::kRows % 4 == 0 && GateUp::kMatrixRows % 4 == 0 ? 2 : 1;
+        for (u32 i = threadIdx.x; i < tile.count * (kOut / kTogether); i += kTileThreads) {
+            const u32 pair = i / (kOut / kTogether), at = i % (kOut / kTogether) * kTogether, row = Parts::row_at(tile.block, 2 * at);
+            if (row == kNowhere) continue;
+            const u32 lane = row / 2 / kFfn, column = skew(tile.params, lane) + row / 2 % kFfn;
+            u16* const to = reinterpret_cast<u16*>(tile.params.activation_ptr) + (static_cast<u64>(tile.first + pair) * kLanes + lane) * kPadded +
+                            product_place(column / 2) * 2 + column % 2;
+            if constexpr (kTogether == 2) *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(tile.template result_at<kOut>(pair, at));
+            else *to = *tile.template result_at<kOut>(pair, at);
         }
     }
 };
 
+// Of all lanes. A thread has two neighbouring rows twice, in such an order that a transposition gives it four.
 struct Lowered {
-    static constexpr u32 kLanesOfTiles = kLanes, kWidth = kPadded, kRowStride = kLanes * kPadded, kLaneStride = kPadded, kOut = kColumns;
+    static constexpr u32 kLanesOfTile = kLanes, kWidth = kPadded, kRowStride = kLanes * kPadded, kLaneStride = kPadded;
+    static constexpr u32 kColumnsOfLane = kDownColumns, kFirstByte = kGateUpBytes, kLaneBytes = kDownBytes;
+    using Parts = Blocks<Down>;
     static __device__ __forceinline__ u32 row_of(const Params&, u32 pair) { return pair; }
-    static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.activation_ptr); }
-    static __device__ __forceinline__ u32 first_byte(u32 lane) { return kGateUpBytes + lane * kDownBytes; }
-    static __device__ __forceinline__ u32 num_columns(const Params& params, u32 lane) { return kFfn + skew(params, lane); }
-    static __device__ __forceinline__ u32 place_of(u32 column) { return column; }
+    static __device__ __forceinline__ const u16* rows_from(const Params& params) { return reinterpret_cast<const u16*>(params.activation_ptr); }
+    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return threadIdx.x / 32 * 16 + laneid() / 8 * 4 + which * 2 + laneid() / 4 % 2; }
 
     template <class Product>
-    static __device__ __forceinline__ void put(const Product& tile) {
-        const u32 at = threadIdx.x / 32 * 16 + laneid() / 4;
+    static __device__ __forceinline__ void put(const Product& tile, u32 lane) {
+        const u32 own = threadIdx.x / 32 * 16 + laneid() % 4 * 4, row = Parts::row_at(tile.block, own);
 #pragma unroll
-        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 2) {
-            const u32 both = Fp16::pack(tile.sums[i], tile.sums[i + 1]), row = i / 4 * 8 + laneid() % 4 * 2, column = at + (i & 2) * 4;
-            *tile.template result_at<kOut>(row, column) = static_cast<u16>(both);
-            *tile.template result_at<kOut>(row + 1, column) = static_cast<u16>(both >> 16);
+        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
+            constexpr float kFactor = 1.0f / kWeightScale;
+            const u32 first = transposed(Fp16::pack(tile.sums[i] * kFactor, tile.sums[i + 1] * kFactor));
+            const u32 last = transposed(Fp16::pack(tile.sums[i + 2] * kFactor, tile.sums[i + 3] * kFactor));
+            const u32 pair = i * 2 + laneid() / 4;
+            u16* const to = reinterpret_cast<u16*>(tile.params.result_ptr) + (static_cast<u64>(tile.first + pair) * kLanes + lane) * kHidden;
+            if (pair >= tile.count) continue;
+            if constexpr (Parts::kIsEven && Down::kRows % 4 == 0 && Down::kMatrixRows % 4 == 0) {
+                if (row != kNowhere) *reinterpret_cast<uint2*>(to + row) = make_uint2(first, last);
+            } else {
+#pragma unroll
+                for (u32 k = 0; k < 4; ++k) {
+                    const u32 at = Parts::row_at(tile.block, own + k);
+                    if (at != kNowhere) to[at] = static_cast<u16>((k < 2 ? first : last) >> k % 2 * 16);
+                }
+            }
         }
-    }
-    template <class Product>
-    static __device__ __forceinline__ void store(const Product& tile) {
-        uint4* const to = reinterpret_cast<uint4*>(tile.params.result_ptr);
-        const u32 unit = tile.column / kUnit;
-        tile.template store_units<kOut>(kUnits - unit, [&](u32 pair, u32 i) { return to + (static_cast<u64>(pair) * kLanes + tile.lane) * kUnits + unit + i; });
     }
 };
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kog_dist.collectives.cuda_abi import device_header
-from kog_dist.decode.tape_packing import OpShape
+from kog_dist.decode.coding import CODED_COLUMNS
+from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -17,9 +19,16 @@ from kog_dist.workers.prefill.model.buffers import UNIT
 
 SORT_THREADS = 1024
 TILE_THREADS = 256
-COLUMNS = 128  # of a tile: rows of a matrix
-_OTHER_BYTES = 2304  # of shared memory: alignment, static memory, and what the system takes
-_MOST_PARTS = 6
+STAGE_COLUMNS = 64  # of 16 bit that are multiplied at a time
+COLUMNS = 128  # of a tile: rows of a matrix, at most
+_ALIGNMENT, _BARRIER_BYTES = 1024, 64
+_OTHER_BYTES = 1088 + _ALIGNMENT + _BARRIER_BYTES  # of shared memory: static memory and what the system takes, too
+_MOST_STAGES, _FEWEST_STAGES = 6, 3
+_TILE_ROWS = (32, 64, 96, 128)
+_MOST_TILES = 3
+_SCALES = {"F32": "Float32Scale", "BF16": "Bf16Scale", "F16": "Fp16Scale", "E8M0": "E8m0Scale"}
+_CODES = {"E4M3": "E4m3", "E2M1": "E2m1", "INT4": "Int4"}  # as weights.cuh calls them
+_WEIGHT_SCALES = {"E4M3": 2.0**8, "E2M1": 1.0, "INT4": 2.0**4}  # scales of some 1e-4 become normal numbers of binary16
 EXPERTS_PARAMS = Struct(
     "ExpertsParams",
     "Parameters of one launch; passed by value. Pointers are device addresses, of what `ExpertRows` has.",
@@ -49,39 +58,55 @@ EXPERTS_PARAMS = Struct(
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """A size of tiles: up to so many pairs of an expert, and COLUMNS rows of its matrix."""
+    """A size of tiles: up to so many pairs of an expert, and COLUMNS rows of its matrix.
+
+    `stage_bytes`: of shared memory for the part of both that is multiplied at a time, `stage_columns` of each.
+    """
 
     rows: int
+    stage_bytes: int
 
-    def part_bytes(self, is_coded: bool) -> int:
-        """Of one part of pairs and matrix: 64 columns of 16 bit, or 128 of codes and their scales."""
-        used = self.rows * 256 + COLUMNS * 68 if is_coded else (self.rows + COLUMNS) * 128
-        return -(-used // 1024) * 1024
-
-    def parts(self, is_coded: bool) -> int:
+    @property
+    def stages(self) -> int:
         """In shared memory at once; two thread blocks share a multiprocessor."""
-        return min((SHARED_BYTES // 2 - _OTHER_BYTES) // self.part_bytes(is_coded), _MOST_PARTS)
+        return min((SHARED_BYTES // 2 - _OTHER_BYTES) // self.stage_bytes, _MOST_STAGES)
 
-    def shared_bytes(self, is_coded: bool) -> int:
+    @property
+    def shared_bytes(self) -> int:
         """Of a thread block, what alignment takes included."""
-        return 1024 + self.parts(is_coded) * self.part_bytes(is_coded)
+        return _ALIGNMENT + self.stages * self.stage_bytes + _BARRIER_BYTES
 
 
-def tiles(is_coded: bool) -> tuple[GroupedTile, ...]:
-    """Those that kernels are made for: as large as shared memory holds three parts of."""
-    return tuple(map(GroupedTile, (32, 64, 96) if is_coded else (32, 64, 128)))
+def stage_columns(own: ExpertShape) -> int:
+    """Columns that are multiplied at a time: whole steps."""
+    return STAGE_COLUMNS if own.coding is None else CODED_COLUMNS
 
 
-def tile_for(num_pairs: int, num_experts: int, is_coded: bool) -> GroupedTile:
-    """The one whose rows an expert's pairs fill best, were they divided evenly. It does not decide about bits."""
-    average, found = num_pairs / num_experts, tiles(is_coded)
+def tiles(own: ExpertShape) -> tuple[GroupedTile, ...]:
+    """Those that kernels are made for: few rows, and as many as shared memory holds three stages of."""
+    of_weights = max(COLUMNS // op.rows * _part_bytes(own, op.rows) for op in (own.gate_up, own.down_of_one))
+    steps = 1 if own.coding is not None else STAGE_COLUMNS // STEP_COLUMNS
+    used = {rows: 2 * rows * stage_columns(own) + steps * of_weights for rows in _TILE_ROWS}
+    found = [GroupedTile(rows, -(-num_bytes // 1024) * 1024) for rows, num_bytes in used.items()]
+    fitting = [tile for tile in found if tile.stages >= _FEWEST_STAGES]
+    return (*fitting[: _MOST_TILES - 1], *fitting[_MOST_TILES - 1 :][-1:])
+
+
+def tile_for(num_pairs: int, num_experts: int, found: Sequence[GroupedTile]) -> GroupedTile:
+    """The one of `found` whose rows an expert's pairs fill best, were they divided evenly. It does not decide about bits."""
+    average = num_pairs / num_experts
     return next((tile for tile in found if average <= 0.75 * tile.rows), found[-1])
+
+
+def num_across(op: OpShape, num_rows: int) -> int:
+    """Tiles that the rows of a matrix take (`Blocks` in weights.cuh)."""
+    return -(-(-(-num_rows // op.cta_rows) * op.blocks) // (COLUMNS // op.rows))
 
 
 def experts_header(shape: KernelShape) -> str:
     """`experts_shape.cuh`."""
-    is_coded = shape.experts is not None and shape.experts.coding is not None
-    products = (product("multiply_weights", tile.rows, of_rows=True, in_registers=True) for tile in tiles(is_coded))
+    assert shape.experts is not None
+    products = (product("multiply_weights", tile.rows, of_rows=True, in_registers=True) for tile in tiles(shape.experts))
     return "\n".join([constants(shape), "namespace kog {", *products, "}  // namespace kog", ""])
 
 
@@ -90,21 +115,24 @@ def constants(shape: KernelShape) -> str:
     spec, own = shape.spec, shape.experts
     assert spec.experts is not None
     assert own is not None
-    experts, clamp, is_coded = spec.experts, spec.experts.clamp, own.coding is not None
+    experts, clamp, coding = spec.experts, spec.experts.clamp, own.coding
     numbers = {
         "kNumExperts": experts.num_experts, "kChosen": experts.per_token, "kLanes": shape.num_lanes, "kHidden": spec.hidden_size,
         "kFfn": spec.lane_ffn, "kPadded": padded_columns(spec),
+        "kDownColumns": spec.lane_ffn + max(map(own.skew, range(spec.num_lanes))),
         "kExpertSkew": own.skew(1 % spec.num_lanes), "kUnit": UNIT, "kSortThreads": SORT_THREADS,
         "kTileThreads": TILE_THREADS, "kGateUpBytes": 2 * own.gate_up_values, "kDownBytes": 2 * own.down_values,
-        "kColumns": COLUMNS, "kStage": 128 if is_coded else 64,
+        "kColumns": COLUMNS, "kStage": stage_columns(own), "kRowBytes": coding.row_bytes if coding else 2 * STEP_COLUMNS,
+        "kScales": coding.scales if coding else 1, "kScaleBytes": coding.scale_bytes if coding else 0,
+        "kZeroBytes": coding.zero_bytes if coding else 0,
     }  # fmt: skip
     flags = {
-        "kIsCoded": is_coded, "kIsHalf": shape.weight_dtype == "float16", "kRouterBias": experts.router_bias,
+        "kIsCoded": coding is not None, "kIsHalf": shape.weight_dtype == "float16", "kRouterBias": experts.router_bias,
         "kExpertBias": experts.bias, "kChoiceIsNormalised": experts.is_normalised, "kClamps": clamp is not None,
     }  # fmt: skip
     floats = {
         "kActivationScale": ACTIVATION_SCALE, "kClampAlpha": clamp.alpha if clamp else 1.0,
-        "kClampLimit": clamp.limit if clamp else 1.0,
+        "kClampLimit": clamp.limit if clamp else 1.0, "kWeightScale": _WEIGHT_SCALES[coding.number] if coding else 1.0,
     }  # fmt: skip
     lines = [device_header("kog_dist.workers.prefill.experts.experts_abi", (EXPERTS_PARAMS,)), '#include "ptx.cuh"']
     lines += ["namespace kog {", *(f"constexpr u32 {name} = {value};" for name, value in numbers.items())]
@@ -112,11 +140,18 @@ def constants(shape: KernelShape) -> str:
     lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
     lines += [f"constexpr u64 kExpertBytes = {2 * own.num_values}ull;", f"using WeightFormat = {FORMATS[shape.weight_dtype]};"]
     lines += _forms(own)
-    for tile in tiles(is_coded):
-        of_tile = {"kRows": tile.rows, "kStages": tile.parts(is_coded), "kStageBytes": tile.part_bytes(is_coded), "kCtas": 2}
+    for tile in tiles(own):
+        of_tile = {"kRows": tile.rows, "kStages": tile.stages, "kStageBytes": tile.stage_bytes, "kCtas": 2}
         lines.append(_struct(f"Tile{tile.rows}", of_tile))
-    kernels = " ".join(f"KOG_TILE({tile.rows})" for tile in tiles(is_coded))
-    return "\n".join([*lines, "}  // namespace kog", f"#define KOG_TILES {kernels}", ""])
+    kernels = " ".join(f"KOG_TILE({tile.rows})" for tile in tiles(own))
+    lines += ["}  // namespace kog", f"#define KOG_TILES {kernels}"]
+    lines += [f"#define KOG_CODE {_CODES[coding.number] if coding else 'Plain'}"]
+    return "\n".join([*lines, f"#define KOG_SCALE {_SCALES[coding.scale] if coding else 'Float32Scale'}", ""])
+
+
+def _part_bytes(own: ExpertShape, rows: int) -> int:
+    """Of a step of a block of rows."""
+    return 2 * rows * STEP_COLUMNS if own.coding is None else own.coding.part_bytes(rows)
 
 
 def _forms(own: ExpertShape) -> list[str]:

@@ -1,48 +1,54 @@
 // Products of the matrices of experts and their pairs (a row and one of its experts), binary16 with float32 sums, on Hopper's matrix units.
 //
-// Pairs lie in the order of experts. A tile has kColumns rows of an expert's matrix, 64 for each of two groups of four warps, and up to
-// Tile::kRows of its pairs. Which pairs these are is only known on the device: there are as many thread blocks as could be needed, and those
-// without pairs leave at once. The matrix comes as the monokernel has it: a thread expands it into operands in its registers; pairs are the
-// operand in shared memory. Threads queue copies of the next kStages - 1 parts of both, each kStage columns, beside the products of one.
+// Pairs lie in the order of experts. A tile has up to kColumns rows of an expert's matrix, 64 for each of two groups of four warps, and up to
+// Tile::kRows of its pairs; of `down` it has those of all lanes, one lane after the other. Which pairs these are is only known on the device:
+// there are as many thread blocks as could be needed, and those without pairs leave at once. The matrix comes as the monokernel has it, and
+// threads expand it into operands in registers, beside the products of what they expanded before; pairs are the operand in shared memory.
+// The next kStages - 1 stages of both, each kStage columns, are on their way meanwhile.
 //
 // Bits: a sum runs over the columns from first to last, whatever tile and place a pair has.
 #pragma once
 
 #include "panels.cuh"
 #include "pdl.cuh"
+#include "slot_ring.cuh"
 #include "weights.cuh"
 
 namespace kog {
 
 using Params = KogExpertsParams;
 constexpr u32 kGroupThreads = 128, kGroups = kTileThreads / kGroupThreads;
-constexpr u32 kPanel = 64, kPanels = kStage / kPanel, kSteps32 = kStage / 32, kWeightSteps = kStage / kStepColumns;
-constexpr u32 kNowhere = 0xffffffffu;
-constexpr u32 kColumnsOfThread = kColumns * 4 / kTileThreads;  // whose quarter it copies
+constexpr u32 kPanel = 64, kPanels = kStage / kPanel, kStepsOfStage = kStage / kStepColumns;
 static_assert(kColumns == 64 * kGroups && kTileThreads == 256, "a group has 64 columns");
 static_assert(kNumExperts <= kTileThreads, "a thread looks at each expert");
 
 template <class Tile, class Form, class Tail>
 struct Grouped {
-    static constexpr u32 kXBytes = Tile::kRows * kStage * 2, kPanelBytes = Tile::kRows * kPanel * 2;
-    static constexpr u32 kWeightBytes = kColumns * 64 * kWeightSteps, kStageBytes = Tile::kStageBytes;
-    static constexpr u32 kAcross = (Form::kMatrixRows + kColumns - 1) / kColumns;
+    using Parts = Blocks<Form>;
+    static constexpr u32 kXBytes = Tile::kRows * kStage * 2, kPanelBytes = Tile::kRows * kPanel * 2, kStageBytes = Tile::kStageBytes;
+    static constexpr u32 kStepBytes = Parts::kOfTile * Parts::kPartBytes;  // of the parts of a step
+    static constexpr u32 kSteps = (Tail::kColumnsOfLane + kStepColumns - 1) / kStepColumns, kStagesOfLane = (kSteps + kStepsOfStage - 1) / kStepsOfStage;
     static constexpr u32 kRowsOfThread = Tile::kRows * 8 / kTileThreads;  // of which it copies 16 bytes of a panel
-    static_assert(kStageBytes >= kXBytes + kWeightBytes + (kIsCoded ? kColumns * 4 : 0) && kStageBytes % 1024 == 0, "parts");
+    static_assert(kStageBytes >= kXBytes + kStepsOfStage * kStepBytes && kStageBytes % 1024 == 0 && Tile::kStages >= 2, "stages");
 
     const Params& params;
-    u32 lane, column, expert, first, count;  // of pairs `count`; `column`: the first row of the matrix
-    u32 base;                                // of shared memory
-    u32 rows[kRowsOfThread];                 // what is multiplied, or kNowhere
-    WeightRow columns[kColumnsOfThread];
+    u32 expert, first, count, block;  // of pairs `count`; `block`: the first of the matrix
+    u32 base;                         // of shared memory
+    u32 rows[kRowsOfThread];          // where in what is multiplied, or kNowhere
+    u32 stage_bytes;                  // of weights in a stage
+    OperandRow upper, lower;
     float sums[Tile::kRows / 2];
 
     // False: there are none.
     __device__ __forceinline__ bool find() {
         __shared__ u32 found[3];
-        const u32 slot = blockIdx.x / (Tail::kLanesOfTiles * kAcross), across = blockIdx.x % (Tail::kLanesOfTiles * kAcross);
-        lane = across / kAcross, column = across % kAcross * kColumns;
-        if (threadIdx.x == 0) found[2] = 0;
+        const u32 slot = blockIdx.x / Parts::kAcross;
+        block = blockIdx.x % Parts::kAcross * Parts::kOfTile, base = (shared_memory() + 1023) & ~1023u;
+        if (threadIdx.x == 0) {
+            found[2] = 0;
+            for (u32 i = 0; i < Tile::kStages; ++i) mbar_init(barrier(i), 1);
+            fence_barrier_init();
+        }
         __syncthreads();
         if (threadIdx.x < kNumExperts) {  // tiles of expert e begin at slot floor(its first pair / rows) + e: there is room for all
             const u32 e = threadIdx.x;
@@ -54,124 +60,152 @@ struct Grouped {
         expert = found[0], first = found[1], count = found[2];
         return count > 0;
     }
+    __device__ __forceinline__ u32 barrier(u32 slot) const { return base + Tile::kStages * kStageBytes + slot * 8; }
     __device__ __forceinline__ void prepare() {
-        base = (shared_memory() + 1023) & ~1023u;
 #pragma unroll
         for (u32 i = 0; i < kRowsOfThread; ++i) {
             const u32 row = threadIdx.x / 8 + i * (kTileThreads / 8);
-            rows[i] = row < count ? Tail::row_of(params, first + row) : kNowhere;
+            rows[i] = row < count ? Tail::row_of(params, first + row) * Tail::kRowStride + threadIdx.x % 8 * 8 : kNowhere;
         }
-#pragma unroll
-        for (u32 i = 0; i < kColumnsOfThread; ++i) columns[i] = find_row<Form>(Tail::first_byte(lane), column + threadIdx.x / 4 + i * (kTileThreads / 4));
-#pragma unroll
-        for (u32 i = 0; i < Tile::kRows / 2; ++i) sums[i] = 0;
+        stage_bytes = 0;
+        for (u32 i = 0; i < Parts::kOfTile; ++i) stage_bytes += block + i < Parts::kAll ? kStepsOfStage * part_bytes(Parts::num_rows(block + i)) : 0;
+        upper = operand_row<Form>(block, Tail::row_of_operand(0)), lower = operand_row<Form>(block, Tail::row_of_operand(1));
     }
-    // Queue the copies of a part.
-    __device__ __forceinline__ void load(u32 stage, u32 num_steps) {
-        const u32 to = base + stage % Tile::kStages * kStageBytes, weights = to + kXBytes;
-        const unsigned char* const x = Tail::rows_from(params);
+    // Queue the copies of stage `at` of all lanes' into slot `slot`.
+    __device__ __forceinline__ void load(u32 at, u32 slot) {
+        const u32 lane = at / kStagesOfLane, stage = at % kStagesOfLane, to = base + slot * kStageBytes;
+        const unsigned char* const matrix = reinterpret_cast<const unsigned char*>(params.experts_ptr) + static_cast<u64>(expert) * kExpertBytes +
+                                            Tail::kFirstByte + lane * Tail::kLaneBytes;
+        const u32 own = block + threadIdx.x / kStepsOfStage, n = threadIdx.x % kStepsOfStage, step = min(stage * kStepsOfStage + n, kSteps - 1);
+        if (threadIdx.x == 0) mbar_arrive_expect(barrier(slot), stage_bytes);
+        if (threadIdx.x < Parts::kOfTile * kStepsOfStage && own < Parts::kAll)  // behind the last step it stands once more: x is 0 there
+            copy_bulk(to + kXBytes + n * kStepBytes + threadIdx.x / kStepsOfStage * Parts::kPartBytes, matrix + Parts::part_at(own, step),
+                      part_bytes(Parts::num_rows(own)), barrier(slot));
+        const u16* const x = Tail::rows_from(params) + lane * Tail::kLaneStride + stage * kStage;
 #pragma unroll
         for (u32 panel = 0; panel < kPanels; ++panel) {
-            const u32 chunk = threadIdx.x % 8, at = stage * kStage + panel * kPanel + chunk * 8;
+            const bool is_inside = Tail::kWidth % kStage == 0 || stage * kStage + panel * kPanel + threadIdx.x % 8 * 8 < Tail::kWidth;
 #pragma unroll
             for (u32 i = 0; i < kRowsOfThread; ++i) {
                 const u32 row = threadIdx.x / 8 + i * (kTileThreads / 8);
-                const bool is_there = rows[i] != kNowhere && at < Tail::kWidth;
-                const u64 from = is_there ? static_cast<u64>(rows[i]) * Tail::kRowStride + lane * Tail::kLaneStride + at : 0;
-                copy_async<16>(to + panel * kPanelBytes + row * 128 + ((chunk ^ row % 8) << 4), x + 2 * from, is_there);
-            }
-        }
-        const unsigned char* const experts = reinterpret_cast<const unsigned char*>(params.experts_ptr) + static_cast<u64>(expert) * kExpertBytes;
-        const u32 quarter = threadIdx.x % 4;
-#pragma unroll
-        for (u32 n = 0; n < kWeightSteps; ++n) {
-            const u32 step = stage * kWeightSteps + n;
-#pragma unroll
-            for (u32 i = 0; i < kColumnsOfThread; ++i) {
-                const WeightRow& at = columns[i];
-                const u32 place = Tail::place_of(threadIdx.x / 4 + i * (kTileThreads / 4));
-                const bool is_there = at.part != 0 && step < num_steps;
-                const unsigned char* const from = experts + (is_there ? at.base + at.part * parts_before<Form>(at.cta, step) : 0);
-                copy_async<16>(weights + (n * kColumns + place) * 64 + quarter * 16, from + quarter * 16, is_there);
-                if (kIsCoded && quarter == 0) copy_async<4>(weights + kWeightBytes + place * 4, from + at.scales, is_there);
+                const bool is_there = rows[i] != kNowhere && is_inside;
+                const u16* const from = is_there ? x + rows[i] + panel * kPanel : x;
+                copy_async(to + panel * kPanelBytes + row * 128 + ((threadIdx.x % 8 ^ row % 8) << 4), reinterpret_cast<const unsigned char*>(from), is_there);
             }
         }
     }
-    // A row of weights: of each 32 columns a thread has eight.
-    __device__ __forceinline__ void expand(u32 weights, u32 row, u32 (&v)[kSteps32][4]) {
-        const u32 at = weights + row * 64 + laneid() % 4 * 16;
-        uint4 held[kWeightSteps];
+
+    // Operands of 64 columns, two of 32, of 16 rows.
+    struct Operands {
+        u32 v[2][2][4];  // 32 columns, upper and lower row, pairs
+
+        // They stay where they are until here, whatever multiplies them meanwhile.
+        __device__ __forceinline__ void settle() {
 #pragma unroll
-        for (u32 n = 0; n < kWeightSteps; ++n) held[n] = *reinterpret_cast<const uint4*>(at_shared(at + n * kColumns * 64));
-        [[maybe_unused]] u32 scales = 0;
-        if constexpr (kIsCoded) scales = *reinterpret_cast<const u32*>(at_shared(weights + kWeightBytes + row * 4));
-        [[maybe_unused]] const u32 words[4] = {held[0].x, held[0].y, held[0].z, held[0].w};
-#pragma unroll
-        for (u32 step = 0; step < kSteps32; ++step) {
-            uint4 pairs;
-            if constexpr (kIsCoded) pairs = CodedWeights::operand(words[step], CodedWeights::factor(scales, step));
-            else pairs = PlainWeights::operand(held[step]);
-            v[step][0] = pairs.x, v[step][1] = pairs.y, v[step][2] = pairs.z, v[step][3] = pairs.w;
+            for (u32 i = 0; i < 16; ++i) kept(v[i / 8][i / 4 % 2][i % 4]);
         }
+    };
+    __device__ __forceinline__ void expand_row(u32 weights, const OperandRow& row, u32 half, u32 (&even)[4], u32 (&odd)[4]) {
+        uint4 given[2];
+        u32 factor = 0;
+        Zero zero{0xbe00be00u, 0xcc20cc20u};  // of 8
+#pragma unroll
+        for (u32 n = 0; n < 2; ++n) {
+            const u32 operand = half * 2 + n;  // of a stage
+            if constexpr (kIsCoded) {
+                constexpr u32 kOfSection = 4 / Code::kWords, kOfScale = 4 / kScales;  // operands
+                if (operand % kOfScale == 0 || n == 0) {
+                    const u32 group = operand / kOfScale;
+                    const float scale = Scale::get(at_shared(weights + row.scales + group * (kScaleBytes / kScales))) * (Code::kFactor * kWeightScale);
+                    factor = Fp16::pack(scale, scale);
+                    if constexpr (kZeroBytes > 0) zero = Int4::zero(*at_shared(weights + row.zeros + group));
+                }
+                const Words words = words_at(weights + row.first + operand / kOfSection * row.section);
+                given[n] = Code::operands(words.all + operand % kOfSection * Code::kWords, factor, zero);
+            } else {
+                given[n] = Code::operands(words_at(weights + operand * kStepBytes + row.first).all, factor, zero);
+            }
+        }
+        even[0] = given[0].x, even[1] = given[0].y, even[2] = given[0].z, even[3] = given[0].w;
+        odd[0] = given[1].x, odd[1] = given[1].y, odd[2] = given[1].z, odd[3] = given[1].w;
     }
-    __device__ __forceinline__ void multiply(u32 stage) {
-        const u32 from = base + stage % Tile::kStages * kStageBytes, weights = from + kXBytes;
-        const u32 row = threadIdx.x / 32 * 16 + laneid() / 4;
-        u32 upper[kSteps32][4], lower[kSteps32][4];
-        expand(weights, row, upper), expand(weights, row + 8, lower);
-        const u64 x = rows_at<kPanel>(from);
+    struct Words {
+        u32 all[4];
+    };
+    static __device__ __forceinline__ Words words_at(u32 address) {
+        const uint4 words = *reinterpret_cast<const uint4*>(at_shared(address));
+        return {{words.x, words.y, words.z, words.w}};
+    }
+    __device__ __forceinline__ void expand(u32 slot, u32 half, Operands& to) {
+        const u32 weights = base + slot * kStageBytes + kXBytes;
+        expand_row(weights, upper, half, to.v[0][0], to.v[1][0]);
+        expand_row(weights, lower, half, to.v[0][1], to.v[1][1]);
+    }
+    __device__ __forceinline__ void multiply(u32 slot, u32 half, const Operands& of) {
+        const u64 x = rows_at<kPanel>(base + slot * kStageBytes + half * kPanelBytes);
         __syncwarp();
         settle(sums);
         products_begin();
 #pragma unroll
-        for (u32 k = 0; k < kStage / 16; ++k) {
+        for (u32 k = 0; k < 4; ++k) {
             const u32 i = k % 2 * 2;
-            multiply_weights(sums, upper[k / 2][i], lower[k / 2][i], upper[k / 2][i + 1], lower[k / 2][i + 1],
-                             x + (k * 16 / kPanel * kPanelBytes + k * 16 % kPanel * 2 >> 4));
+            multiply_weights(sums, of.v[k / 2][0][i], of.v[k / 2][1][i], of.v[k / 2][0][i + 1], of.v[k / 2][1][i + 1], x + (k * 32 >> 4));
         }
         products_commit();
+    }
+    // A stage: its first half is expanded beside the products of the stage before. `one`: where the products before the last have their operands.
+    __device__ __forceinline__ void run_stage(u32 at, SlotRing<Tile::kStages>& ring, Operands& one, Operands& other) {
+        mbar_wait(barrier(ring.slot), ring.parity);
+        if constexpr (kPanels > 1) products_wait<1>(), one.settle();
+        expand(ring.slot, 0, one);
+        products_wait<0>();
+        settle(sums), other.settle();
+        copies_wait<Tile::kStages - 2>();
+        __syncthreads();  // all have what this stage multiplies, and nobody reads the slot before it
+        multiply(ring.slot, 0, one);
+        if constexpr (kPanels > 1) {
+            expand(ring.slot, 1, other);
+            multiply(ring.slot, 1, other);
+        }
+        if (at + Tile::kStages - 1 < Tail::kLanesOfTile * kStagesOfLane) load(at + Tile::kStages - 1, ring.slot == 0 ? Tile::kStages - 1 : ring.slot - 1);
+        copies_commit();
+        ring.advance();
     }
     __device__ __forceinline__ void run() {
         if (!find()) return;
         prepare();
-        const u32 num_steps = (Tail::num_columns(params, lane) + kStepColumns - 1) / kStepColumns;
-        const u32 num_stages = (num_steps + kWeightSteps - 1) / kWeightSteps;
 #pragma unroll
-        for (u32 stage = 0; stage + 1 < Tile::kStages; ++stage) {
-            if (stage < num_stages) load(stage, num_steps);
+        for (u32 at = 0; at + 1 < Tile::kStages; ++at) {
+            if (at < Tail::kLanesOfTile * kStagesOfLane) load(at, at);
             copies_commit();
         }
+        SlotRing<Tile::kStages> ring;
+        Operands one, other;
 #pragma unroll 1
-        for (u32 stage = 0; stage < num_stages; ++stage) {
+        for (u32 lane = 0; lane < Tail::kLanesOfTile; ++lane) {
+#pragma unroll
+            for (u32 i = 0; i < Tile::kRows / 2; ++i) sums[i] = 0;
+            if constexpr (kPanels > 1) {
+#pragma unroll 1
+                for (u32 stage = 0; stage < kStagesOfLane; ++stage) run_stage(lane * kStagesOfLane + stage, ring, one, other);
+            } else {
+#pragma unroll 1
+                for (u32 stage = 0; stage + 1 < kStagesOfLane; stage += 2) {
+                    run_stage(lane * kStagesOfLane + stage, ring, one, other);
+                    run_stage(lane * kStagesOfLane + stage + 1, ring, other, one);
+                }
+                if constexpr (kStagesOfLane % 2) run_stage(lane * kStagesOfLane + kStagesOfLane - 1, ring, one, other);
+            }
             products_wait<0>();
             settle(sums);
-            copies_wait<Tile::kStages - 2>();
-            __syncthreads();
-            multiply(stage);
-            if (stage + Tile::kStages - 1 < num_stages) load(stage + Tile::kStages - 1, num_steps);
-            copies_commit();
+            Tail::put(*this, lane);
         }
-        products_wait<0>();
-        settle(sums);
-        copies_wait<0>();
-        __syncthreads();
-        Tail::put(*this);
-        __syncthreads();
-        Tail::store(*this);
     }
 
     // ---- results on their way out: kOut of each pair, side by side ----
     template <u32 kOut>
     __device__ __forceinline__ u16* result_at(u32 row, u32 at) const {
         return reinterpret_cast<u16*>(at_shared(base + row * (kOut * 2 + 16) + at * 2));
-    }
-    // `to(pair, unit)`: where 8 results of a pair go; `num_units`: that there are of this tile's first one on.
-    template <u32 kOut, class Place>
-    __device__ __forceinline__ void store_units(u32 num_units, Place to) const {
-        for (u32 i = threadIdx.x; i < count * (kOut / 8); i += kTileThreads) {
-            const u32 row = i / (kOut / 8), unit = i % (kOut / 8);
-            if (unit < num_units) *to(first + row, unit) = *reinterpret_cast<const uint4*>(result_at<kOut>(row, unit * 8));
-        }
     }
 };
 
