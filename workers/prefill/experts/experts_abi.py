@@ -141,7 +141,8 @@ def constants(shape: KernelShape) -> str:
     lines += [f"constexpr u64 kExpertBytes = {2 * own.num_values}ull;", f"using WeightFormat = {FORMATS[shape.weight_dtype]};"]
     lines += _forms(own)
     for tile in tiles(own):
-        of_tile = {"kRows": tile.rows, "kStages": tile.stages, "kStageBytes": tile.stage_bytes, "kCtas": 2}
+        of_tile = {"kRows": tile.rows, "kStages": tile.stages, "kStageBytes": tile.stage_bytes, "kCtas": 2,
+            "kIsAhead": int(tile.rows < 96)}
         lines.append(_struct(f"Tile{tile.rows}", of_tile))
     kernels = " ".join(f"KOG_TILE({tile.rows})" for tile in tiles(own))
     lines += ["}  // namespace kog", f"#define KOG_TILES {kernels}"]

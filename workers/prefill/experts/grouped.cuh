@@ -156,10 +156,18 @@ struct Grouped {
     // A stage: its first half is expanded beside the products of the stage before. `one`: where the products before the last have their operands.
     __device__ __forceinline__ void run_stage(u32 at, SlotRing<Tile::kStages>& ring, Operands& one, Operands& other) {
         mbar_wait(barrier(ring.slot), ring.parity);
-        if constexpr (kPanels > 1) products_wait<1>(), one.settle();
+        if constexpr (!Tile::kIsAhead) {
+            products_wait<0>();
+            settle(sums), one.settle();
+        } else if constexpr (kPanels > 1) {
+            products_wait<1>();
+            one.settle();
+        }
         expand(ring.slot, 0, one);
-        products_wait<0>();
-        settle(sums), other.settle();
+        if constexpr (Tile::kIsAhead) {
+            products_wait<0>();
+            settle(sums), other.settle();
+        }
         copies_wait<Tile::kStages - 2>();
         __syncthreads();  // all have what this stage multiplies, and nobody reads the slot before it
         multiply(ring.slot, 0, one);
@@ -192,7 +200,7 @@ struct Grouped {
 #pragma unroll 1
                 for (u32 stage = 0; stage + 1 < kStagesOfLane; stage += 2) {
                     run_stage(lane * kStagesOfLane + stage, ring, one, other);
-                    run_stage(lane * kStagesOfLane + stage + 1, ring, other, one);
+                    run_stage(lane * kStagesOfLane + stage + 1, ring, Tile::kIsAhead ? other : one, Tile::kIsAhead ? one : other);
                 }
                 if constexpr (kStagesOfLane % 2) run_stage(lane * kStagesOfLane + kStagesOfLane - 1, ring, one, other);
             }
