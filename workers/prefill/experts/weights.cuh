@@ -79,10 +79,14 @@ struct E2m1 {  // exponents are 14 lower than in binary16
     static constexpr u32 kWords = 1;
     static constexpr float kFactor = 16384.0f;
     static __device__ __forceinline__ uint4 operands(const u32* words, u32 scale, const Zero&) {
-        const u32 word = words[0], last = (word >> 4 & 0x00c000c0u) | (word >> 5 & 0x01000100u) | (word << 1 & 0x80008000u);
-        return make_uint4(value(word, scale), value(word << 3, scale), value(word << 6, scale), value(last, scale));
+        const u32 word = words[0];  // magnitudes in bits 9 to 11 of a half, signs in bit 15; those of the last pair have a gap
+        const u32 last = masked_or<0x08000800u>(word >> 2, word >> 1 & 0x06000600u);
+        return make_uint4(value(word << 3, word, scale), value(word << 6, word << 3, scale), value(word << 9, word << 6, scale),
+                          multiply_halves(masked_or<0x80008000u>(word << 1, last), scale));
     }
-    static __device__ __forceinline__ u32 value(u32 bits, u32 scale) { return multiply_halves((bits & 0x01c001c0u) << 3 | (bits & 0x80008000u), scale); }
+    static __device__ __forceinline__ u32 value(u32 magnitude, u32 sign, u32 scale) {
+        return multiply_halves(masked_or<0x80008000u>(sign, magnitude & 0x0e000e00u), scale);
+    }
 };
 struct E4m3 {
     static constexpr u32 kWords = 2;
