@@ -35,7 +35,8 @@ from tests.unit.prefill.models import SMALL, Rank, interpreter, relative_error, 
 from tests.unit.prefill.test_expand import widened
 from tests.unit.prefill.test_prefill import check_ranks, last_logits
 from tests.unit.test_decode_twin import Model
-from tests.unit.test_expert_twin import MXFP4, VARIANTS, CodedExperts
+from tests.unit.test_coded_twin import FORMS, CodedModel
+from tests.unit.test_expert_twin import MXFP4, QUANTISED, VARIANTS, CodedExperts
 
 PROMPT = 45
 DENSE: dict[str, Any] = {**SMALL, "delay": 0, "num_layers": 3, "own_head_dim": 8, "num_kv_heads": 4, "window_layers": (0, 2)}
@@ -86,7 +87,8 @@ def test_memory_is_counted_beforehand(tmp_path: Path, name: str) -> None:
     kept = [getattr(layer, part) for layer in rank.matrices for part in layer.__slots__]
     assert matrix_bytes(spec, 2) == sum(one.nbytes for one in kept if one is not None)
     assert obstacle_to_prefill(spec) == obstacle_to_prefill(spec, Coding.of(MXFP4, is_of_experts=True)) == ""
-    assert "experts in E4M3" in obstacle_to_prefill(spec, Coding("E4M3", 1, "F32"))
+    assert obstacle_to_prefill(spec, Coding("E4M3", 1, "F32")) == ""
+    assert "experts in E4M3 with one scale" in obstacle_to_prefill(spec, Coding("E4M3", 0, "F32"))
     assert work_of(spec).row_flop > work_of(replace(spec, experts=replace(spec.experts, per_token=1))).row_flop  # type: ignore[type-var]
 
 
@@ -124,7 +126,8 @@ class Case:
         assert weights is not None
 
         def tensor(name: str) -> Any:
-            return widened(model.words[name], model.dtype)
+            values = getattr(model, "values", {})
+            return values[name] if name in values else widened(model.words[name], model.dtype)
 
         self.buffers = DenseBuffers(self.layout, np.float16, SIZE, "cpu")
         self.buffers.last_position[0] = NUM_TOKENS - 1
@@ -197,4 +200,13 @@ def test_kernels_are_the_twin_of_codes(tmp_path: Path, monkeypatch: pytest.Monke
     model = CodedExperts(monkeypatch)
     hosted = model.spec.lanes_of_rank(1, 2)
     shape = KernelShape(model.spec, hosted, model.dtype, num_ranks=2, max_ctas=4, coding=Coding.of(MXFP4, is_of_experts=True))
+    Case(tmp_path, model, shape).check(monkeypatch)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", [name for name in FORMS if "a scale for" not in name])
+def test_kernels_are_the_twin_of_quantised_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    set_sizes(monkeypatch, 1)
+    model = CodedModel(QUANTISED, "bfloat16", FORMS[form], monkeypatch)
+    shape = KernelShape(model.spec, range(model.spec.num_lanes), model.dtype, max_ctas=4, coding=Coding.of(FORMS[form]))
     Case(tmp_path, model, shape).check(monkeypatch)
