@@ -29,7 +29,7 @@ from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE, SPLIT_SIZE, Chunk, sizes_within, work_of
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import Matrices
-from kog_dist.workers.prefill.prefill import Prefill
+from kog_dist.workers.prefill.prefill import Part, Prefill
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -156,7 +156,7 @@ def runner_for(
 
 
 class GraphRunner:
-    """See `Runner`. Each size is captured once; what differs between chunks is in device memory.
+    """See `Runner`. Each part of each size is captured once; what differs between chunks is in device memory.
 
     `layers` are a `Layers` with `Buffers`, or a `DenseLayers` with `DenseBuffers`; `stream` is one of cupy's.
     `prepared` is called when a chunk of each size has run, before the first is captured.
@@ -176,14 +176,14 @@ class GraphRunner:
         self.layers, self.buffers, self.stream = layers, buffers, stream
         self._make_event = partial(cupy.cuda.Event, disable_timing=True)
         self._stored = self._make_event()
-        self.graphs: dict[int, Graph] = {}  # by size
+        self.graphs: dict[int, list[Graph]] = {}  # of the parts of a chunk, by size
         self.ends: dict[int, Graph] = {}  # what is left for the prompt's last token, by the size of its chunk
         self._rows: dict[int, Any] = {size: buffers.rows(size) for size in tuning.sizes}  # the graphs have their addresses
         if tuning.exact_size:
             self._rows[tuning.exact_size] = buffers.rows(tuning.exact_size, is_exact=True)
         self._last = buffers.last_rows()
         cupy.cuda.Device().synchronize()  # weights and buffers were filled on other streams
-        largest_first = sorted(self._rows.items(), reverse=True)
+        largest_first, work = sorted(self._rows.items(), reverse=True), work_of(layers.spec)
         with stream:
             tell.begin(StartStage.PRODUCTS)
             for num_done, (_, rows) in enumerate(largest_first):
@@ -195,11 +195,16 @@ class GraphRunner:
             tell.begin(StartStage.GRAPHS)
             for num_done, (size, rows) in enumerate(largest_first):
                 tell.share(num_done / len(largest_first))
-                for graphs, run in ((self.ends, partial(layers.finish, last=self._last)), (self.graphs, layers.run)):
-                    graphs[size] = Graph()
-                    with graphs[size].captured_from(stream.ptr):
-                        run(rows)
+                self.ends[size] = self._captured(partial(layers.finish, rows, last=self._last))
+                count = work.parts(size)
+                self.graphs[size] = [self._captured(partial(layers.run, rows, part, count)) for part in range(count)]
         stream.synchronize()
+
+    def _captured(self, run: Callable[[], None]) -> Graph:
+        graph = Graph()
+        with graph.captured_from(self.stream.ptr):
+            run()
+        return graph
 
     def _warm_up(self, rows: Any) -> None:
         """Have all workspaces and modules that a graph needs. Peers may come to this at another time."""
@@ -226,9 +231,9 @@ class GraphRunner:
             with self.stream:
                 self.layers.load_cache(held, start)
 
-    def queue(self, chunk: Chunk) -> Callable[[], bool]:
+    def queue(self, part: Part) -> Callable[[], bool]:
         """See `Runner`."""
-        launch_graph(self.graphs[chunk.size].exec_ptr, self.stream.ptr)
+        launch_graph(self.graphs[part.chunk.size][part.index].exec_ptr, self.stream.ptr)
         ended = self._make_event()
         ended.record(self.stream)
         return lambda: has_ended(ended.ptr)

@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,9 +14,22 @@ from kog_dist.errors import ConfigError
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, MOST_FLOP, NO_LIMIT, Chunk, Work, chunks
 
-CHUNKS_QUEUED = 2  # the next one starts without the host
+PARTS_QUEUED = 2  # the next one starts without the host
 ROWS_QUEUED = 4096  # of several chunks together, whose work is at most MOST_FLOP: what a stop waits for
 POLL_S = 20e-6
+
+
+class Part(NamedTuple):
+    """Of a chunk: its neighbouring layers, as many as of the others. Most chunks have one part."""
+
+    chunk: Chunk
+    index: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the chunk has ended with it."""
+        return self.index == self.count - 1
 
 
 class Runner(Protocol):
@@ -27,8 +40,10 @@ class Runner(Protocol):
         the plain keys and values, too. What was queued before must have ended.
         """
 
-    def queue(self, chunk: Chunk) -> Callable[[], bool]:
-        """Queue the next chunk; what comes back says whether it has ended."""
+    def queue(self, part: Part) -> Callable[[], bool]:
+        """Queue the next part; what comes back says whether it has ended. Behind the first part of a chunk all others come, or none
+        ever, and no other chunk of this prompt.
+        """
 
     @property
     def streams(self) -> LastStreams:
@@ -55,10 +70,10 @@ class Runner(Protocol):
 
 
 class Prefill:
-    """Fills the KV cache of one rank. One request at a time, never while the monokernel runs.
+    """Fills the KV cache of one rank. One request at a time, never while the monokernel runs. `work` says how many parts a chunk has.
 
     With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked, which is
-    once before each chunk.
+    once before each part of a chunk.
     """
 
     def __init__(
@@ -95,8 +110,8 @@ class Prefill:
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
-        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every chunk, and what is queued by
-        then (some milliseconds of work) still counts. If a value left the range of the products' type, nothing is stored and
+        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every part of a chunk, and chunks
+        that are queued by then (some milliseconds of work) still count, if all their parts are. If a value left the range of the products' type, nothing is stored and
         `start` comes back, or 0 if the cache was changed; the monokernel can go on from there. `on_progress` is called with the
         number of positions after every chunk, and `on_queued` once, when all is queued, unless it was stopped before: a launch
         that begins with `streams` may be queued behind it. Once `aborted` is true, nobody waits for a peer any more, and `start`
@@ -109,7 +124,8 @@ class Prefill:
             raise ConfigError(
                 f"prefill from position {start} to {len(token_ids)} is not within the model's context of {self._max_context}"
             )
-        waiting = deque(chunks(start, len(token_ids), self._sizes, self._exact_size, self._work))
+        found = chunks(start, len(token_ids), self._sizes, self._exact_size, self._work)
+        waiting = deque(part for chunk in found for part in self._parts(chunk))
         if not waiting:
             return start
         self._runner.begin(token_ids, start, min(self._held, start))
@@ -126,7 +142,7 @@ class Prefill:
 
     def _queue(
         self,
-        waiting: deque[Chunk],
+        waiting: deque[Part],
         start: int,
         num_tokens: int,
         should_stop: Callable[[], bool],
@@ -135,7 +151,7 @@ class Prefill:
         on_queued: Callable[[], None],
     ) -> int:
         """Queue what is waiting, and return when it has ended: one past the last position."""
-        queued: deque[tuple[Chunk, Callable[[], bool]]] = deque()  # and whether it has ended
+        queued: deque[tuple[Part, Callable[[], bool]]] = deque()  # and whether it has ended
         end = start
         is_stored = is_stopped = False
         while queued or not is_stored or not self._runner.has_ended():
@@ -143,35 +159,42 @@ class Prefill:
                 self._runner.stop()
                 waiting.clear()
                 is_stopped = True
-            elif waiting and self._has_room([chunk for chunk, _ in queued], waiting[0]):
+            elif waiting and self._has_room([part for part, _ in queued], waiting[0]):
                 if should_stop():
                     waiting.clear()
                     continue
-                chunk = waiting.popleft()
-                end = chunk.end
-                queued.append((chunk, self._runner.queue(chunk)))
+                part = waiting.popleft()
+                queued.append((part, self._runner.queue(part)))
+                end = part.chunk.end if part.is_last else end
                 if end == num_tokens:
-                    self._runner.queue_end(chunk)
+                    self._runner.queue_end(part.chunk)
             elif not waiting and not is_stored:
                 self._runner.store(start, end)
                 is_stored = True
                 if end == num_tokens:
                     on_queued()
             elif queued and queued[0][1]():
-                on_progress(queued.popleft()[0].end)
+                part = queued.popleft()[0]
+                if part.is_last:
+                    on_progress(part.chunk.end)
             elif waiting:  # the GPU has more to do
                 time.sleep(POLL_S)
             else:  # the first token waits for this thread; even `sleep(0)` takes what timers may be late by, 50 us
                 os.sched_yield()
         return end
 
-    def _has_room(self, queued: Sequence[Chunk], chunk: Chunk) -> bool:
-        """Whether another chunk may be queued behind these."""
+    def _parts(self, chunk: Chunk) -> list[Part]:
+        count = self._work.parts(chunk.size)
+        return [Part(chunk, index, count) for index in range(count)]
+
+    def _has_room(self, queued: Sequence[Part], part: Part) -> bool:
+        """Whether another part may be queued behind these."""
         if not queued:
             return True
-        together = [*queued, chunk]
-        flop = sum(self._work.of(one.start, one.size) for one in together)
-        return len(together) <= CHUNKS_QUEUED and sum(one.size for one in together) <= ROWS_QUEUED and flop <= MOST_FLOP
+        together = [*queued, part]
+        flop = sum(self._work.of(one.chunk.start, one.chunk.size) / one.count for one in together)
+        num_rows = sum(one.chunk.size / one.count for one in together)
+        return len(together) <= PARTS_QUEUED and num_rows <= ROWS_QUEUED and flop <= MOST_FLOP
 
 
 class HostRunner:
@@ -193,10 +216,10 @@ class HostRunner:
         if held < start:
             self._layers.load_cache(held, start)
 
-    def queue(self, chunk: Chunk) -> Callable[[], bool]:
+    def queue(self, part: Part) -> Callable[[], bool]:
         """See `Runner`."""
         with _silently():
-            self._layers.run(self._rows[chunk.size])
+            self._layers.run(self._rows[part.chunk.size], part.index, part.count)
         return lambda: True
 
     @property

@@ -20,6 +20,7 @@ from kog_dist.workers.prefill.exchange.lane_sums import OneRank, SumExchange
 from kog_dist.workers.prefill.experts.plain import plain_experts
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.cache_layout import BATCH, CacheLayout
+from kog_dist.workers.prefill.model.chunks import NO_LIMIT, Work
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import matrices_of
 from kog_dist.workers.prefill.operations import PlainOperations
@@ -66,6 +67,7 @@ class Rank:
         sizes: tuple[int, ...] = SIZES,
         exact_size: int = 0,
         split_size: int = SIZES[0],
+        work: Work = NO_LIMIT,
     ) -> None:
         self.spec, self.checkpoint = checkpoint.spec, checkpoint
         self.lanes = lanes or range(self.spec.num_lanes)
@@ -87,7 +89,7 @@ class Rank:
             operations = PlainOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
             self.layers = Layers(self.spec, self.matrices, operations, exchange or OneRank())
         runner = HostRunner(self.layers, self.buffers, sizes, exact_size=exact_size)
-        self.prefill = Prefill(runner, max_context=self.spec.max_context, sizes=sizes, exact_size=exact_size)
+        self.prefill = Prefill(runner, max_context=self.spec.max_context, sizes=sizes, exact_size=exact_size, work=work)
 
     def tensor(self, name: str) -> Array:
         return self.checkpoint.tensor(name)

@@ -34,7 +34,8 @@ SHAPES: dict[str, tuple[ModelSpec, int]] = {  # and the number of ranks
     "one stream, biases, normed heads, two ranks": (replace(DENSE, qkv_bias=True, qk_norm=True), 2),
     "one lane, most warps without columns": (replace(DENSE, num_lanes=1, hidden_size=64, intermediate_size=136), 1),
     "attention of a model with experts": (
-        replace(QUANTISED, qkv_bias=True, out_bias=True, attention_sinks=True, experts=replace(EXPERTS, router_bias=True)), 1
+        replace(QUANTISED, qkv_bias=True, out_bias=True, attention_sinks=True, experts=replace(EXPERTS, router_bias=True)),
+        1,
     ),
     "the same, the second of two ranks": (replace(QUANTISED, out_bias=True), 2),
     "Laneformer": (LANEFORMER, 1),

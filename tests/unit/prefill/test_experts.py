@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.kernel.shapes import DENSE as DENSE_SHAPES
+from kog_dist.bench.kernel.shapes import MOE, named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
@@ -25,17 +26,18 @@ from kog_dist.workers.prefill.experts.device import GroupedExperts, kernel_bytes
 from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, constants, tile_for, tiles
 from kog_dist.workers.prefill.experts.plain import plain_experts
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import work_of
+from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Work, chunks, sizes_within, work_of
 from kog_dist.workers.prefill.model.matrices import DenseMatrices, matrices_of
 from kog_dist.workers.prefill.model.memory import matrix_bytes, obstacle_to_prefill
+from kog_dist.workers.prefill.prefill import Part
 from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher
 from tests.unit.prefill.models import SMALL, Rank, interpreter, relative_error, token_ids
 from tests.unit.prefill.test_expand import widened
 from tests.unit.prefill.test_prefill import check_ranks, last_logits
-from tests.unit.test_decode_twin import Model
 from tests.unit.test_coded_twin import FORMS, CodedModel
+from tests.unit.test_decode_twin import Model
 from tests.unit.test_expert_twin import MXFP4, QUANTISED, VARIANTS, CodedExperts
 
 PROMPT = 45
@@ -71,6 +73,43 @@ def test_same_function_as_token_by_token(tmp_path: Path, name: str) -> None:
     assert relative_error(last_logits(half), wanted) < 4e-3
 
 
+def test_a_stop_within_a_chunk_leaves_it_out(tmp_path: Path) -> None:
+    """Chunks of 16 rows in three parts, each a layer."""
+    spec = ModelSpec(**{**DENSE, **MODELS["qwen3_moe"]})
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
+    checkpoint, ids = open_checkpoint(tmp_path), token_ids(spec, PROMPT)
+    whole, cut = Rank(checkpoint), Rank(checkpoint, work=Work(chunk_flop=1.4 * MOST_FLOP, most_parts=3))
+    assert whole.run(ids) == PROMPT
+    seen: list[int] = []
+    ends = {0: 0, 1: 0, 2: 0, 3: 16, 4: 16, 7: 32}  # by the number of parts that are queued
+    runner: Any = cut.prefill._runner
+    queue, parts = runner.queue, list[Part]()
+    runner.queue = lambda part: (parts.append(part), queue(part))[1]
+    for before, reached in ends.items():
+        answers = iter([*[False] * before, True])
+        parts.clear(), seen.clear()
+        assert cut.prefill.run(ids, 0, should_stop=lambda answers=answers: next(answers), on_progress=seen.append) == reached  # type: ignore[misc]
+        assert [(part.chunk.start, part.index) for part in parts] == [(at // 3 * 16, at % 3) for at in range(before)]
+        assert seen == list(range(16, reached + 1, 16))
+    assert cut.prefill.run(ids, 32, should_stop=lambda: False) == PROMPT
+    assert np.array_equal(whole.cache, cut.cache)
+    assert np.array_equal(whole.buffers.last_streams, cut.buffers.last_streams)
+
+
+@pytest.mark.parametrize("name", [*DENSE_SHAPES, *MOE])
+def test_what_a_stop_waits_for_is_bounded(name: str) -> None:
+    """Two parts at most are queued; what they take of experts is in docs/moe.md."""
+    spec = named_shape(f"{name}@65536")[0]
+    work, sizes = work_of(spec), sizes_within(spec)
+    for start in (0, 4096, 32768):
+        for chunk in chunks(start, min(start + 9000, 65536), sizes, work=work):
+            count = work.parts(chunk.size)
+            assert 1 <= count <= (1 if spec.experts is None else spec.num_layers)
+            assert work.of(chunk.start, chunk.size) / count <= MOST_FLOP or chunk.size == sizes[0]
+            assert chunk.start or work.of(0, chunk.size) / count <= MOST_FLOP / 2 or spec.experts is None
+    assert sizes[-1] == 4096 or spec.experts is None
+
+
 def test_ranks_that_share_the_lanes(tmp_path: Path) -> None:
     """Biases are those of the first lane's rank, and the router is whole on both."""
     spec, board = ModelSpec(**{**DENSE, **MODELS["gpt_oss"]}), Board(2)
@@ -104,7 +143,7 @@ def test_tiles_are_filled_and_have_room() -> None:
         assert [tile_for(count, 128, found).rows for count in pairs] == wanted
         for tile in found:
             assert tile.stages >= 3
-            assert 2 * (tile.shared_bytes + 1024) <= 228 << 10
+            assert tile.ctas * (tile.shared_bytes + 1024) <= 228 << 10
 
 
 FEW = replace(VARIANTS["qwen3_moe"], num_lanes=2, experts=ExpertsSpec(3, 2, is_normalised=False))

@@ -25,6 +25,7 @@ _ALIGNMENT, _BARRIER_BYTES = 1024, 64
 _OTHER_BYTES = 1088 + _ALIGNMENT + _BARRIER_BYTES  # of shared memory: static memory and what the system takes, too
 _MOST_STAGES, _FEWEST_STAGES = 6, 3
 _TILE_ROWS = (32, 64, 96, 128)
+_CTAS_OF_FEW = 3
 _MOST_TILES = 3
 _SCALES = {"F32": "Float32Scale", "BF16": "Bf16Scale", "F16": "Fp16Scale", "E8M0": "E8m0Scale"}
 _CODES = {"E4M3": "E4m3", "E2M1": "E2m1", "INT4": "Int4"}  # as weights.cuh calls them
@@ -60,16 +61,23 @@ EXPERTS_PARAMS = Struct(
 class GroupedTile:
     """A size of tiles: up to so many pairs of an expert, and COLUMNS rows of its matrix.
 
-    `stage_bytes`: of shared memory for the part of both that is multiplied at a time, `stage_columns` of each.
+    `stage_bytes`: of shared memory for the part of both that is multiplied at a time, `stage_columns` of each. `ctas`: thread blocks
+    that share a multiprocessor.
     """
 
     rows: int
     stage_bytes: int
+    ctas: int
 
     @property
     def stages(self) -> int:
-        """In shared memory at once; two thread blocks share a multiprocessor."""
-        return min((SHARED_BYTES // 2 - _OTHER_BYTES) // self.stage_bytes, _MOST_STAGES)
+        """In shared memory at once."""
+        return min((SHARED_BYTES // self.ctas - _OTHER_BYTES) // self.stage_bytes, _MOST_STAGES)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether operands are expanded beside the products of those before: it takes registers that large tiles do not have."""
+        return self.rows < 96
 
     @property
     def shared_bytes(self) -> int:
@@ -87,7 +95,11 @@ def tiles(own: ExpertShape) -> tuple[GroupedTile, ...]:
     of_weights = max(COLUMNS // op.rows * _part_bytes(own, op.rows) for op in (own.gate_up, own.down_of_one))
     steps = 1 if own.coding is not None else STAGE_COLUMNS // STEP_COLUMNS
     used = {rows: 2 * rows * stage_columns(own) + steps * of_weights for rows in _TILE_ROWS}
-    found = [GroupedTile(rows, -(-num_bytes // 1024) * 1024) for rows, num_bytes in used.items()]
+    has_few_bits = own.coding is not None and own.coding.bits == 4  # threads do more for each byte that memory gives
+    found = [
+        GroupedTile(rows, -(-num_bytes // 1024) * 1024, _CTAS_OF_FEW if has_few_bits and rows == min(_TILE_ROWS) else 2)
+        for rows, num_bytes in used.items()
+    ]
     fitting = [tile for tile in found if tile.stages >= _FEWEST_STAGES]
     return (*fitting[: _MOST_TILES - 1], *fitting[_MOST_TILES - 1 :][-1:])
 
@@ -141,8 +153,10 @@ def constants(shape: KernelShape) -> str:
     lines += [f"constexpr u64 kExpertBytes = {2 * own.num_values}ull;", f"using WeightFormat = {FORMATS[shape.weight_dtype]};"]
     lines += _forms(own)
     for tile in tiles(own):
-        of_tile = {"kRows": tile.rows, "kStages": tile.stages, "kStageBytes": tile.stage_bytes, "kCtas": 2,
-            "kIsAhead": int(tile.rows < 96)}
+        of_tile = {
+            "kRows": tile.rows, "kStages": tile.stages, "kStageBytes": tile.stage_bytes, "kCtas": tile.ctas,
+            "kIsAhead": int(tile.is_ahead),
+        }  # fmt: skip
         lines.append(_struct(f"Tile{tile.rows}", of_tile))
     kernels = " ".join(f"KOG_TILE({tile.rows})" for tile in tiles(own))
     lines += ["}  // namespace kog", f"#define KOG_TILES {kernels}"]

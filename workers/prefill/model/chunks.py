@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,9 @@ EXACT_SIZE = 64
 SPLIT_SIZE = 128
 # FLOP of what is queued at a time: a stop waits for it. 35 to 40 ms of one H200.
 MOST_FLOP = 24e12
+# Experts in the FLOP of dense products that take as long (docs/moe.md, measured on an H100): those of a row count so many times, and
+# each weight, which every chunk reads, for so many, at 16 bit.
+EXPERT_FACTOR, EXPERT_WEIGHT_FLOP = 1.9, 430
 
 
 @dataclass(frozen=True)
@@ -26,27 +30,41 @@ class Work:
 
     row_flop: float = 0.0  # of a row, whatever it sees
     key_flop: float = 0.0  # of a row, for each position that it sees
+    chunk_flop: float = 0.0  # of a chunk, however few rows it has
+    most_parts: int = 1  # that a chunk may be cut into: layers
 
     def of(self, start: int, size: int) -> float:
         """Of `size` rows from position `start` on."""
-        return size * (self.row_flop + self.key_flop * (start + size / 2))
+        return self.chunk_flop + size * (self.row_flop + self.key_flop * (start + size / 2))
+
+    def parts(self, size: int) -> int:
+        """Parts of neighbouring layers that a chunk of so many rows is queued in, wherever it begins: a stop waits for two at most."""
+        return min(self.most_parts, max(1, math.ceil(2 * self.of(0, size) / MOST_FLOP)))
+
+    def allows(self, start: int, size: int) -> bool:
+        """Whether no part of such a chunk has more than MOST_FLOP."""
+        return self.of(start, size) <= MOST_FLOP * self.parts(size)
 
 
 NO_LIMIT = Work()
 
 
 def work_of(spec: ModelSpec) -> Work:
-    """Products of the layers, and attention of those that see everything."""
-    attention = spec.num_heads * spec.head_dim
-    ffn = spec.intermediate_size * (1 if spec.experts is None else spec.experts.per_token)
-    values = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim + 3 * ffn)
-    return Work(2 * spec.num_layers * values, 4 * attention * (spec.num_layers - len(spec.window_layers)))
+    """Products of the layers, and attention of those that see everything. With experts what takes as long."""
+    attention, ffn, experts = spec.num_heads * spec.head_dim, 3 * spec.intermediate_size, spec.experts
+    row = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim)
+    row += spec.hidden_size * ffn * (1 if experts is None else EXPERT_FACTOR * experts.per_token)
+    key_flop = 4 * attention * (spec.num_layers - len(spec.window_layers))
+    if experts is None:
+        return Work(2 * spec.num_layers * row, key_flop)
+    weights = spec.num_layers * experts.num_experts * spec.hidden_size * ffn
+    return Work(2 * spec.num_layers * row, key_flop, EXPERT_WEIGHT_FLOP * weights, spec.num_layers)
 
 
 def sizes_within(spec: ModelSpec, sizes: Sequence[int] = CHUNK_SIZES) -> tuple[int, ...]:
     """Those of `sizes`, which ascend, that `chunks` uses for prompts of this model."""
     work = work_of(spec)
-    fitting = [size for size in sizes if size == sizes[0] or work.of(0, size) <= MOST_FLOP]
+    fitting = [size for size in sizes if size == sizes[0] or work.allows(0, size)]
     return tuple(size for size in fitting if size == sizes[0] or size - spec.max_context < sizes[0])
 
 
@@ -67,7 +85,7 @@ def chunks(
     start: int, end: int, sizes: Sequence[int] = CHUNK_SIZES, exact_size: int = 0, work: Work = NO_LIMIT
 ) -> list[Chunk]:  # fmt: skip
     """The chunks of positions `start` to `end` - 1; `sizes` ascend, and `exact_size` (0: there is none) is not among them. None
-    but of the smallest size has more than MOST_FLOP.
+    but of the smallest size has parts of more than MOST_FLOP.
 
     A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast chunks were
     queued. Largest chunks come first: where a prompt was left at the end of one, going on there gives the chunks that the whole
@@ -79,7 +97,7 @@ def chunks(
     found = []
     while start < end:
         rest = end - start
-        allowed = [size for size in sizes if size == sizes[0] or work.of(start, size) <= MOST_FLOP]
+        allowed = [size for size in sizes if size == sizes[0] or work.allows(start, size)]
         holding = next((size for size in allowed if size >= rest), None)
         if holding is None or holding - rest >= sizes[0]:
             holding = max(size for size in allowed if size <= rest)
