@@ -6,7 +6,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,7 +20,8 @@ ROWS_QUEUED = 4096  # of several chunks together, whose work is at most MOST_FLO
 POLL_S = 20e-6
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """Of a chunk: its neighbouring layers, as many as of the others. Most chunks have one part."""
 
     chunk: Chunk
@@ -41,9 +43,7 @@ class Runner(Protocol):
         """
 
     def queue(self, part: Part) -> Callable[[], bool]:
-        """Queue the next part; what comes back says whether it has ended. Behind the first part of a chunk all others come, or none
-        ever, and no other chunk of this prompt.
-        """
+        """Queue the next part; what comes back says whether it has ended. A chunk whose last part never comes was not run."""
 
     @property
     def streams(self) -> LastStreams:
@@ -70,7 +70,7 @@ class Runner(Protocol):
 
 
 class Prefill:
-    """Fills the KV cache of one rank. One request at a time, never while the monokernel runs. `work` says how many parts a chunk has.
+    """Fills the KV cache of one rank. One request at a time, never while the monokernel runs. `work` cuts chunks into parts.
 
     With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked, which is
     once before each part of a chunk.
@@ -110,12 +110,12 @@ class Prefill:
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
-        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every part of a chunk, and chunks
-        that are queued by then (some milliseconds of work) still count, if all their parts are. If a value left the range of the products' type, nothing is stored and
-        `start` comes back, or 0 if the cache was changed; the monokernel can go on from there. `on_progress` is called with the
-        number of positions after every chunk, and `on_queued` once, when all is queued, unless it was stopped before: a launch
-        that begins with `streams` may be queued behind it. Once `aborted` is true, nobody waits for a peer any more, and `start`
-        may come back.
+        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every part of a chunk. Chunks all
+        of whose parts are queued by then (some milliseconds of work) still count. If a value left the range of the products'
+        type, nothing is stored and `start` comes back, or 0 if the cache was changed; the monokernel can go on from there.
+        `on_progress` is called with the number of positions after every chunk, and `on_queued` once, when all is queued, unless
+        it was stopped before: a launch that begins with `streams` may be queued behind it. Once `aborted` is true, nobody waits
+        for a peer any more, and `start` may come back.
 
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
         `should_stop` raises ends all waits, too.

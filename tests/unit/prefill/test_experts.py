@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,18 @@ def test_a_stop_within_a_chunk_leaves_it_out(tmp_path: Path) -> None:
     seen: list[int] = []
     ends = {0: 0, 1: 0, 2: 0, 3: 16, 4: 16, 7: 32}  # by the number of parts that are queued
     runner: Any = cut.prefill._runner
-    queue, parts = runner.queue, list[Part]()
-    runner.queue = lambda part: (parts.append(part), queue(part))[1]
+    run_part, parts = runner.queue, list[Part]()
+
+    def queue(part: Part) -> Callable[[], bool]:
+        parts.append(part)
+        ended: Callable[[], bool] = run_part(part)
+        return ended
+
+    runner.queue = queue
     for before, reached in ends.items():
         answers = iter([*[False] * before, True])
-        parts.clear(), seen.clear()
+        parts.clear()
+        seen.clear()
         assert cut.prefill.run(ids, 0, should_stop=lambda answers=answers: next(answers), on_progress=seen.append) == reached  # type: ignore[misc]
         assert [(part.chunk.start, part.index) for part in parts] == [(at // 3 * 16, at % 3) for at in range(before)]
         assert seen == list(range(16, reached + 1, 16))
@@ -160,7 +168,7 @@ class Case:
     def __init__(self, folder: Path, model: Any, shape: KernelShape) -> None:
         spec, lanes = shape.spec, shape.hosted_lanes
         assert shape.experts is not None
-        self.spec, self.layout, self.tiles = spec, CacheLayout.of(shape), device.tiles(shape.experts)
+        self.spec, self.layout, self.tiles = spec, CacheLayout.of(shape), experts_abi.tiles(shape.experts)
         weights = model.weights(shape).experts
         assert weights is not None
 

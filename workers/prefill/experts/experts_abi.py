@@ -61,8 +61,8 @@ EXPERTS_PARAMS = Struct(
 class GroupedTile:
     """A size of tiles: up to so many pairs of an expert, and COLUMNS rows of its matrix.
 
-    `stage_bytes`: of shared memory for the part of both that is multiplied at a time, `stage_columns` of each. `ctas`: thread blocks
-    that share a multiprocessor.
+    `stage_bytes`: of shared memory for the part of both that is multiplied at a time, `stage_columns` of each. `ctas`: thread
+    blocks that share a multiprocessor.
     """
 
     rows: int

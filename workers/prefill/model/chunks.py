@@ -19,8 +19,8 @@ EXACT_SIZE = 64
 SPLIT_SIZE = 128
 # FLOP of what is queued at a time: a stop waits for it. 35 to 40 ms of one H200.
 MOST_FLOP = 24e12
-# Experts in the FLOP of dense products that take as long (docs/moe.md, measured on an H100): those of a row count so many times, and
-# each weight, which every chunk reads, for so many, at 16 bit.
+# Experts in the FLOP of dense products that take as long (docs/moe.md, measured on an H100): those of a row count so many times,
+# and each weight, which every chunk reads, for so many, at 16 bit.
 EXPERT_FACTOR, EXPERT_WEIGHT_FLOP = 1.9, 430
 
 
@@ -38,7 +38,7 @@ class Work:
         return self.chunk_flop + size * (self.row_flop + self.key_flop * (start + size / 2))
 
     def parts(self, size: int) -> int:
-        """Parts of neighbouring layers that a chunk of so many rows is queued in, wherever it begins: a stop waits for two at most."""
+        """Parts of neighbouring layers that a chunk of so many rows is queued in, wherever it begins. A stop waits for two."""
         return min(self.most_parts, max(1, math.ceil(2 * self.of(0, size) / MOST_FLOP)))
 
     def allows(self, start: int, size: int) -> bool:
@@ -52,7 +52,7 @@ NO_LIMIT = Work()
 def work_of(spec: ModelSpec) -> Work:
     """Products of the layers, and attention of those that see everything. With experts what takes as long."""
     attention, ffn, experts = spec.num_heads * spec.head_dim, 3 * spec.intermediate_size, spec.experts
-    row = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim)
+    row: float = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim)
     row += spec.hidden_size * ffn * (1 if experts is None else EXPERT_FACTOR * experts.per_token)
     key_flop = 4 * attention * (spec.num_layers - len(spec.window_layers))
     if experts is None:
