@@ -154,19 +154,20 @@ def test_tiles_are_filled_and_have_room() -> None:
             assert tile.ctas * (tile.shared_bytes + 1024) <= 228 << 10
 
 
+NUM_TOKENS, MANY_TOKENS = 19, 160  # of a chunk; tiles of all widths have pairs where there are many
 FEW = replace(VARIANTS["qwen3_moe"], num_lanes=2, experts=ExpertsSpec(3, 2, is_normalised=False))
-SHAPES: dict[str, tuple[ModelSpec, str, int]] = {  # dtype, and how many tiles
-    "qwen3_moe": (replace(FEW, hidden_size=96), "float16", 3),
-    "gpt_oss": (replace(VARIANTS["gpt_oss"], num_lanes=2, num_layers=2, window_layers=(0,)), "bfloat16", 1),
+SHAPES: dict[str, tuple[ModelSpec, str, int, int]] = {  # dtype, how many tiles, how many tokens
+    "qwen3_moe": (replace(FEW, hidden_size=224), "float16", 3, MANY_TOKENS),
+    "gpt_oss": (replace(VARIANTS["gpt_oss"], num_lanes=2, num_layers=2, window_layers=(0,)), "bfloat16", 1, NUM_TOKENS),
 }
-SIZE, NUM_TOKENS = 21, 19  # of a chunk
 
 
 class Case:
     """A rank's experts on a CPU, as the twin has them and as the kernels read them."""
 
-    def __init__(self, folder: Path, model: Any, shape: KernelShape) -> None:
+    def __init__(self, folder: Path, model: Any, shape: KernelShape, num_tokens: int) -> None:
         spec, lanes = shape.spec, shape.hosted_lanes
+        self.num_tokens, self.size = num_tokens, num_tokens + 2
         assert shape.experts is not None
         self.spec, self.layout, self.tiles = spec, CacheLayout.of(shape), experts_abi.tiles(shape.experts)
         weights = model.weights(shape).experts
@@ -176,8 +177,8 @@ class Case:
             values = getattr(model, "values", {})
             return values[name] if name in values else widened(model.words[name], model.dtype)
 
-        self.buffers = DenseBuffers(self.layout, np.float16, SIZE, "cpu")
-        self.buffers.last_position[0] = NUM_TOKENS - 1
+        self.buffers = DenseBuffers(self.layout, np.float16, self.size, "cpu")
+        self.buffers.last_position[0] = num_tokens - 1
         self.matrices: list[DenseMatrices] = matrices_of(spec, lanes, tensor, np.float16).layers()
         experts = [plain_experts(spec, layer, lanes, tensor) for layer in range(spec.num_layers)]
         cache = np.zeros(self.layout.num_values, np.uint16)
@@ -191,11 +192,11 @@ class Case:
 
     def check(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every tile gives the twin's values, and all the same bits."""
-        spec, layer, rows = self.spec, self.spec.num_layers - 1, self.buffers.rows(SIZE)
-        rows.place[0], own = 0, rows.experts
+        spec, layer, rows = self.spec, self.spec.num_layers - 1, self.buffers.rows(self.size)
+        rows.place[0], own, num_tokens = 0, rows.experts, self.num_tokens
         assert own is not None
-        stream = np.random.default_rng(5).standard_normal((SIZE, spec.hidden_size), np.float32)
-        stream[NUM_TOKENS:] = 0
+        stream = np.random.default_rng(5).standard_normal((self.size, spec.hidden_size), np.float32)
+        stream[num_tokens:] = 0
         rows.stream[...] = stream
         self.twin._norm(rows, np.ones(spec.hidden_size, np.float32))
         self.twin.mix(rows, self.matrices[layer], layer)
@@ -208,24 +209,26 @@ class Case:
             monkeypatch.setattr(device, "tile_for", lambda *_, tile=tile: tile)
             self.experts.run(rows, own, self.matrices[layer].router_bias, layer)
             assert np.array_equal(own.chosen, chosen)
-            assert relative_error(own.weights[:NUM_TOKENS], weights[:NUM_TOKENS]) < 1e-5
-            pairs = chosen[:NUM_TOKENS].size
+            assert relative_error(own.weights[:num_tokens], weights[:num_tokens]) < 1e-5
+            pairs = chosen[:num_tokens].size
             assert own.offsets[0] == 0
             assert own.offsets[-1] == pairs
-            counts = [(chosen[:NUM_TOKENS] == expert).sum() for expert in range(len(own.offsets) - 1)]
+            counts = [(chosen[:num_tokens] == expert).sum() for expert in range(len(own.offsets) - 1)]
             assert np.array_equal(np.diff(own.offsets), counts)
-            places = own.places[:NUM_TOKENS]
+            places = own.places[:num_tokens]
             assert np.array_equal(np.sort(places, axis=None), np.arange(pairs))
-            assert np.array_equal(own.pair_rows[places], np.arange(NUM_TOKENS)[:, None] + 0 * places)
+            assert np.array_equal(own.pair_rows[places], np.arange(num_tokens)[:, None] + 0 * places)
             assert relative_error(rows.partial, wanted) < 1e-3
-            assert not rows.partial[:, NUM_TOKENS:].any()
+            assert not rows.partial[:, num_tokens:].any()
             found.append(rows.partial.tobytes())
         assert len(set(found)) == 1
 
 
 def set_sizes(monkeypatch: pytest.MonkeyPatch, num_tiles: int) -> None:
-    """Threads and programs are expensive here."""
+    """Threads and programs are expensive here. Two slots of the ring are used again in each of these models."""
     monkeypatch.setattr(device, "ROW_THREADS", 32)
+    monkeypatch.setattr(experts_abi, "_MOST_STAGES", 2)
+    monkeypatch.setattr(experts_abi, "_FEWEST_STAGES", 2)
     for module in (device, experts_abi):
         monkeypatch.setattr(module, "SORT_THREADS", 64)
         monkeypatch.setattr(module, "tiles", lambda own: tiles(own)[:num_tiles])
@@ -234,10 +237,10 @@ def set_sizes(monkeypatch: pytest.MonkeyPatch, num_tiles: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    spec, dtype, num_tiles = SHAPES[name]
+    spec, dtype, num_tiles, num_tokens = SHAPES[name]
     set_sizes(monkeypatch, num_tiles)
     shape = KernelShape(spec, range(spec.num_lanes), dtype, max_ctas=4)
-    Case(tmp_path, Model(spec, dtype, monkeypatch), shape).check(monkeypatch)
+    Case(tmp_path, Model(spec, dtype, monkeypatch), shape, num_tokens).check(monkeypatch)
 
 
 @needs_compiler
@@ -247,13 +250,13 @@ def test_kernels_are_the_twin_of_codes(tmp_path: Path, monkeypatch: pytest.Monke
     model = CodedExperts(monkeypatch)
     hosted = model.spec.lanes_of_rank(1, 2)
     shape = KernelShape(model.spec, hosted, model.dtype, num_ranks=2, max_ctas=4, coding=Coding.of(MXFP4, is_of_experts=True))
-    Case(tmp_path, model, shape).check(monkeypatch)
+    Case(tmp_path, model, shape, NUM_TOKENS).check(monkeypatch)
 
 
 @needs_compiler
 @pytest.mark.parametrize("form", [name for name in FORMS if "a scale for" not in name])
 def test_kernels_are_the_twin_of_quantised_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     set_sizes(monkeypatch, 1)
-    model = CodedModel(QUANTISED, "bfloat16", FORMS[form], monkeypatch)
+    model = CodedModel(replace(QUANTISED, hidden_size=288), "bfloat16", FORMS[form], monkeypatch)
     shape = KernelShape(model.spec, range(model.spec.num_lanes), model.dtype, max_ctas=4, coding=Coding.of(FORMS[form]))
-    Case(tmp_path, model, shape).check(monkeypatch)
+    Case(tmp_path, model, shape, NUM_TOKENS).check(monkeypatch)

@@ -137,11 +137,11 @@ struct Gated {
 
     template <class Product>
     static __device__ __forceinline__ void put(const Product& tile, u32) {
-        const u32 at = threadIdx.x / 32 * 8 + laneid() / 4, row = Parts::row_at(tile.block, 2 * at);  // the activation, its gate
+        const u32 at = threadIdx.x / 32 * 8 + laneid() / 4, row = Parts::row_at(tile.share.block, 2 * at);  // the activation, its gate
         const bool is_up_first = laneid() / 4 % 2;
         [[maybe_unused]] float gate = 0, up = 0;
         if (kExpertBias && row != kNowhere) {
-            const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.expert * GateUp::kMatrixRows + row) / 2];
+            const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.share.expert * GateUp::kMatrixRows + row) / 2];
             gate = WeightFormat::low(pair), up = WeightFormat::high(pair);
         }
         __syncthreads();  // nobody reads the slots any more
@@ -163,11 +163,11 @@ struct Gated {
     template <class Product>
     static __device__ __forceinline__ void store(const Product& tile) {
         constexpr u32 kTogether = Parts::kIsEven && GateUp::kRows % 4 == 0 && GateUp::kMatrixRows % 4 == 0 ? 2 : 1;
-        for (u32 i = threadIdx.x; i < tile.count * (kOut / kTogether); i += kTileThreads) {
-            const u32 pair = i / (kOut / kTogether), at = i % (kOut / kTogether) * kTogether, row = Parts::row_at(tile.block, 2 * at);
+        for (u32 i = threadIdx.x; i < tile.share.count * (kOut / kTogether); i += kTileThreads) {
+            const u32 pair = i / (kOut / kTogether), at = i % (kOut / kTogether) * kTogether, row = Parts::row_at(tile.share.block, 2 * at);
             if (row == kNowhere) continue;
             const u32 lane = row / 2 / kFfn, column = skew(tile.params, lane) + row / 2 % kFfn;
-            u16* const to = reinterpret_cast<u16*>(tile.params.activation_ptr) + (static_cast<u64>(tile.first + pair) * kLanes + lane) * kPadded +
+            u16* const to = reinterpret_cast<u16*>(tile.params.activation_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + lane) * kPadded +
                             product_place(column / 2) * 2 + column % 2;
             if constexpr (kTogether == 2) *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(tile.template result_at<kOut>(pair, at));
             else *to = *tile.template result_at<kOut>(pair, at);
@@ -186,21 +186,21 @@ struct Lowered {
 
     template <class Product>
     static __device__ __forceinline__ void put(const Product& tile, u32 lane) {
-        const u32 own = threadIdx.x / 32 * 16 + laneid() % 4 * 4, row = Parts::row_at(tile.block, own);
+        const u32 own = threadIdx.x / 32 * 16 + laneid() % 4 * 4, row = Parts::row_at(tile.share.block, own);
 #pragma unroll
         for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
             constexpr float kFactor = 1.0f / kWeightScale;
             const u32 first = transposed(Fp16::pack(tile.sums[i] * kFactor, tile.sums[i + 1] * kFactor));
             const u32 last = transposed(Fp16::pack(tile.sums[i + 2] * kFactor, tile.sums[i + 3] * kFactor));
             const u32 pair = i * 2 + laneid() / 4;
-            u16* const to = reinterpret_cast<u16*>(tile.params.result_ptr) + (static_cast<u64>(tile.first + pair) * kLanes + lane) * kHidden;
-            if (pair >= tile.count) continue;
+            u16* const to = reinterpret_cast<u16*>(tile.params.result_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + lane) * kHidden;
+            if (pair >= tile.share.count) continue;
             if constexpr (Parts::kIsEven && Down::kRows % 4 == 0 && Down::kMatrixRows % 4 == 0) {
                 if (row != kNowhere) *reinterpret_cast<uint2*>(to + row) = make_uint2(first, last);
             } else {
 #pragma unroll
                 for (u32 k = 0; k < 4; ++k) {
-                    const u32 at = Parts::row_at(tile.block, own + k);
+                    const u32 at = Parts::row_at(tile.share.block, own + k);
                     if (at != kNowhere) to[at] = static_cast<u16>((k < 2 ? first : last) >> k % 2 * 16);
                 }
             }
@@ -253,8 +253,8 @@ using namespace kog;
         body;                                                                         \
     }
 #define KOG_TILE(rows)                                                                                             \
-    KOG_KERNEL(gate_up_##rows, (kTileThreads, Tile##rows::kCtas), (Grouped<Tile##rows, GateUp, Gated>{params}.run())) \
-    KOG_KERNEL(down_##rows, (kTileThreads, Tile##rows::kCtas), (Grouped<Tile##rows, Down, Lowered>{params}.run()))
+    KOG_KERNEL(gate_up_##rows, (kTileThreads, Tile##rows::kCtas), (run_grouped<Tile##rows, GateUp, Gated>(params))) \
+    KOG_KERNEL(down_##rows, (kTileThreads, Tile##rows::kCtas), (run_grouped<Tile##rows, Down, Lowered>(params)))
 
 extern "C" {
 

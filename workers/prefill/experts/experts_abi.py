@@ -19,6 +19,7 @@ from kog_dist.workers.prefill.model.buffers import UNIT
 
 SORT_THREADS = 1024
 TILE_THREADS = 256
+LEAST_WIDTH = 32  # of what is multiplied of a tile: pairs, of which it may have fewer than it has room for
 STAGE_COLUMNS = 64  # of 16 bit that are multiplied at a time
 COLUMNS = 128  # of a tile: rows of a matrix, at most
 _ALIGNMENT, _BARRIER_BYTES = 1024, 64
@@ -75,11 +76,6 @@ class GroupedTile:
         return min((SHARED_BYTES // self.ctas - _OTHER_BYTES) // self.stage_bytes, _MOST_STAGES)
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether operands are expanded beside the products of those before: it takes registers that large tiles do not have."""
-        return self.rows < 96
-
-    @property
     def shared_bytes(self) -> int:
         """Of a thread block, what alignment takes included."""
         return _ALIGNMENT + self.stages * self.stage_bytes + _BARRIER_BYTES
@@ -118,7 +114,9 @@ def num_across(op: OpShape, num_rows: int) -> int:
 def experts_header(shape: KernelShape) -> str:
     """`experts_shape.cuh`."""
     assert shape.experts is not None
-    products = (product("multiply_weights", tile.rows, of_rows=True, in_registers=True) for tile in tiles(shape.experts))
+    largest = tiles(shape.experts)[-1].rows
+    widths = range(LEAST_WIDTH, largest + 1, LEAST_WIDTH)
+    products = (product("multiply_weights", width, of_rows=True, in_registers=True) for width in widths)
     return "\n".join([constants(shape), "namespace kog {", *products, "}  // namespace kog", ""])
 
 
@@ -134,7 +132,8 @@ def constants(shape: KernelShape) -> str:
         "kDownColumns": spec.lane_ffn + max(map(own.skew, range(spec.num_lanes))),
         "kExpertSkew": own.skew(1 % spec.num_lanes), "kUnit": UNIT, "kSortThreads": SORT_THREADS,
         "kTileThreads": TILE_THREADS, "kGateUpBytes": 2 * own.gate_up_values, "kDownBytes": 2 * own.down_values,
-        "kColumns": COLUMNS, "kStage": stage_columns(own), "kRowBytes": coding.row_bytes if coding else 2 * STEP_COLUMNS,
+        "kColumns": COLUMNS, "kLeastWidth": LEAST_WIDTH, "kFirstWideTile": 96, "kStage": stage_columns(own),
+        "kRowBytes": coding.row_bytes if coding else 2 * STEP_COLUMNS,
         "kScales": coding.scales if coding else 1, "kScaleBytes": coding.scale_bytes if coding else 0,
         "kZeroBytes": coding.zero_bytes if coding else 0,
     }  # fmt: skip
@@ -155,7 +154,6 @@ def constants(shape: KernelShape) -> str:
     for tile in tiles(own):
         of_tile = {
             "kRows": tile.rows, "kStages": tile.stages, "kStageBytes": tile.stage_bytes, "kCtas": tile.ctas,
-            "kIsAhead": int(tile.is_ahead),
         }  # fmt: skip
         lines.append(_struct(f"Tile{tile.rows}", of_tile))
     kernels = " ".join(f"KOG_TILE({tile.rows})" for tile in tiles(own))

@@ -22,65 +22,77 @@ constexpr u32 kPanel = 64, kPanels = kStage / kPanel, kStepsOfStage = kStage / k
 static_assert(kColumns == 64 * kGroups && kTileThreads == 256, "a group has 64 columns");
 static_assert(kNumExperts <= kTileThreads, "a thread looks at each expert");
 
-template <class Tile, class Form, class Tail>
+__device__ __forceinline__ u32 aligned_memory() { return (shared_memory() + 1023) & ~1023u; }
+template <class Tile>
+__device__ __forceinline__ u32 barrier_of(u32 slot) {
+    return aligned_memory() + Tile::kStages * Tile::kStageBytes + slot * 8;
+}
+
+// What a thread block has of a launch: `count` pairs of an expert from pair `first` on, and blocks of the matrix from `block` on.
+struct Share {
+    u32 expert, first, count, block;
+};
+// None: `count` is 0. Barriers are made, too.
+template <class Tile, class Form>
+__device__ __forceinline__ Share find_share(const Params& params) {
+    __shared__ u32 found[3];
+    const u32 slot = blockIdx.x / Blocks<Form>::kAcross, block = blockIdx.x % Blocks<Form>::kAcross * Blocks<Form>::kOfTile;
+    if (threadIdx.x == 0) {
+        found[2] = 0;
+        for (u32 i = 0; i < Tile::kStages; ++i) mbar_init(barrier_of<Tile>(i), 1);
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < kNumExperts) {  // tiles of expert e begin at slot floor(its first pair / rows) + e: there is room for all
+        const u32 e = threadIdx.x;
+        const u32 begin = reinterpret_cast<const u32*>(params.offsets_ptr)[e], end = reinterpret_cast<const u32*>(params.offsets_ptr)[e + 1];
+        const u32 from = begin / Tile::kRows + e, pair = begin + (slot - from) * Tile::kRows;
+        if (slot >= from && slot <= end / Tile::kRows + e && pair < end) found[0] = e, found[1] = pair, found[2] = min(end - pair, Tile::kRows);
+    }
+    __syncthreads();
+    return {found[0], found[1], found[2], block};
+}
+
+// Of up to kWidth pairs.
+template <class Tile, u32 kWidth, class Form, class Tail>
 struct Grouped {
     using Parts = Blocks<Form>;
-    static constexpr u32 kXBytes = Tile::kRows * kStage * 2, kPanelBytes = Tile::kRows * kPanel * 2, kStageBytes = Tile::kStageBytes;
+    static constexpr u32 kXBytes = kWidth * kStage * 2, kPanelBytes = kWidth * kPanel * 2, kStageBytes = Tile::kStageBytes;
     static constexpr u32 kStepBytes = Parts::kOfTile * Parts::kPartBytes;  // of the parts of a step
     static constexpr u32 kSteps = (Tail::kColumnsOfLane + kStepColumns - 1) / kStepColumns, kStagesOfLane = (kSteps + kStepsOfStage - 1) / kStepsOfStage;
-    static constexpr u32 kRowsOfThread = Tile::kRows * 8 / kTileThreads;  // of which it copies 16 bytes of a panel
+    static constexpr u32 kRowsOfThread = kWidth * 8 / kTileThreads;  // of which it copies 16 bytes of a panel
+    static constexpr bool kIsAhead = kWidth < kFirstWideTile;  // wide tiles have no registers for operands beside those that are multiplied
     static_assert(kStageBytes >= kXBytes + kStepsOfStage * kStepBytes && kStageBytes % 1024 == 0 && Tile::kStages >= 2, "stages");
 
     const Params& params;
-    u32 expert, first, count, block;  // of pairs `count`; `block`: the first of the matrix
-    u32 base;                         // of shared memory
-    u32 rows[kRowsOfThread];          // where in what is multiplied, or kNowhere
-    u32 stage_bytes;                  // of weights in a stage
+    const Share share;
+    u32 base;                 // of shared memory
+    u32 rows[kRowsOfThread];  // where in what is multiplied, or kNowhere
+    u32 stage_bytes;          // of weights in a stage
     OperandRow upper, lower;
-    float sums[Tile::kRows / 2];
+    float sums[kWidth / 2];
 
-    // False: there are none.
-    __device__ __forceinline__ bool find() {
-        __shared__ u32 found[3];
-        const u32 slot = blockIdx.x / Parts::kAcross;
-        block = blockIdx.x % Parts::kAcross * Parts::kOfTile, base = (shared_memory() + 1023) & ~1023u;
-        if (threadIdx.x == 0) {
-            found[2] = 0;
-            for (u32 i = 0; i < Tile::kStages; ++i) mbar_init(barrier(i), 1);
-            fence_barrier_init();
-        }
-        __syncthreads();
-        if (threadIdx.x < kNumExperts) {  // tiles of expert e begin at slot floor(its first pair / rows) + e: there is room for all
-            const u32 e = threadIdx.x;
-            const u32 begin = reinterpret_cast<const u32*>(params.offsets_ptr)[e], end = reinterpret_cast<const u32*>(params.offsets_ptr)[e + 1];
-            const u32 from = begin / Tile::kRows + e, pair = begin + (slot - from) * Tile::kRows;
-            if (slot >= from && slot <= end / Tile::kRows + e && pair < end) found[0] = e, found[1] = pair, found[2] = min(end - pair, Tile::kRows);
-        }
-        __syncthreads();
-        expert = found[0], first = found[1], count = found[2];
-        return count > 0;
-    }
-    __device__ __forceinline__ u32 barrier(u32 slot) const { return base + Tile::kStages * kStageBytes + slot * 8; }
     __device__ __forceinline__ void prepare() {
+        base = aligned_memory();
 #pragma unroll
         for (u32 i = 0; i < kRowsOfThread; ++i) {
             const u32 row = threadIdx.x / 8 + i * (kTileThreads / 8);
-            rows[i] = row < count ? Tail::row_of(params, first + row) * Tail::kRowStride + threadIdx.x % 8 * 8 : kNowhere;
+            rows[i] = row < share.count ? Tail::row_of(params, share.first + row) * Tail::kRowStride + threadIdx.x % 8 * 8 : kNowhere;
         }
         stage_bytes = 0;
-        for (u32 i = 0; i < Parts::kOfTile; ++i) stage_bytes += block + i < Parts::kAll ? kStepsOfStage * part_bytes(Parts::num_rows(block + i)) : 0;
-        upper = operand_row<Form>(block, Tail::row_of_operand(0)), lower = operand_row<Form>(block, Tail::row_of_operand(1));
+        for (u32 i = 0; i < Parts::kOfTile; ++i) stage_bytes += share.block + i < Parts::kAll ? kStepsOfStage * part_bytes(Parts::num_rows(share.block + i)) : 0;
+        upper = operand_row<Form>(share.block, Tail::row_of_operand(0)), lower = operand_row<Form>(share.block, Tail::row_of_operand(1));
     }
     // Queue the copies of stage `at` of all lanes' into slot `slot`.
     __device__ __forceinline__ void load(u32 at, u32 slot) {
         const u32 lane = at / kStagesOfLane, stage = at % kStagesOfLane, to = base + slot * kStageBytes;
-        const unsigned char* const matrix = reinterpret_cast<const unsigned char*>(params.experts_ptr) + static_cast<u64>(expert) * kExpertBytes +
+        const unsigned char* const matrix = reinterpret_cast<const unsigned char*>(params.experts_ptr) + static_cast<u64>(share.expert) * kExpertBytes +
                                             Tail::kFirstByte + lane * Tail::kLaneBytes;
-        const u32 own = block + threadIdx.x / kStepsOfStage, n = threadIdx.x % kStepsOfStage, step = min(stage * kStepsOfStage + n, kSteps - 1);
-        if (threadIdx.x == 0) mbar_arrive_expect(barrier(slot), stage_bytes);
+        const u32 own = share.block + threadIdx.x / kStepsOfStage, n = threadIdx.x % kStepsOfStage, step = min(stage * kStepsOfStage + n, kSteps - 1);
+        if (threadIdx.x == 0) mbar_arrive_expect(barrier_of<Tile>(slot), stage_bytes);
         if (threadIdx.x < Parts::kOfTile * kStepsOfStage && own < Parts::kAll)  // behind the last step it stands once more: x is 0 there
             copy_bulk(to + kXBytes + n * kStepBytes + threadIdx.x / kStepsOfStage * Parts::kPartBytes, matrix + Parts::part_at(own, step),
-                      part_bytes(Parts::num_rows(own)), barrier(slot));
+                      part_bytes(Parts::num_rows(own)), barrier_of<Tile>(slot));
         const u16* const x = Tail::rows_from(params) + lane * Tail::kLaneStride + stage * kStage;
 #pragma unroll
         for (u32 panel = 0; panel < kPanels; ++panel) {
@@ -155,8 +167,8 @@ struct Grouped {
     }
     // A stage: its first half is expanded beside the products of the stage before. `one`: where the products before the last have their operands.
     __device__ __forceinline__ void run_stage(u32 at, SlotRing<Tile::kStages>& ring, Operands& one, Operands& other) {
-        mbar_wait(barrier(ring.slot), ring.parity);
-        if constexpr (!Tile::kIsAhead) {
+        mbar_wait(barrier_of<Tile>(ring.slot), ring.parity);
+        if constexpr (!kIsAhead) {
             products_wait<0>();
             settle(sums), one.settle();
         } else if constexpr (kPanels > 1) {
@@ -164,7 +176,7 @@ struct Grouped {
             one.settle();
         }
         expand(ring.slot, 0, one);
-        if constexpr (Tile::kIsAhead) {
+        if constexpr (kIsAhead) {
             products_wait<0>();
             settle(sums), other.settle();
         }
@@ -180,7 +192,6 @@ struct Grouped {
         ring.advance();
     }
     __device__ __forceinline__ void run() {
-        if (!find()) return;
         prepare();
 #pragma unroll
         for (u32 at = 0; at + 1 < Tile::kStages; ++at) {
@@ -192,7 +203,7 @@ struct Grouped {
 #pragma unroll 1
         for (u32 lane = 0; lane < Tail::kLanesOfTile; ++lane) {
 #pragma unroll
-            for (u32 i = 0; i < Tile::kRows / 2; ++i) sums[i] = 0;
+            for (u32 i = 0; i < kWidth / 2; ++i) sums[i] = 0;
             if constexpr (kPanels > 1) {
 #pragma unroll 1
                 for (u32 stage = 0; stage < kStagesOfLane; ++stage) run_stage(lane * kStagesOfLane + stage, ring, one, other);
@@ -200,7 +211,7 @@ struct Grouped {
 #pragma unroll 1
                 for (u32 stage = 0; stage + 1 < kStagesOfLane; stage += 2) {
                     run_stage(lane * kStagesOfLane + stage, ring, one, other);
-                    run_stage(lane * kStagesOfLane + stage + 1, ring, Tile::kIsAhead ? other : one, Tile::kIsAhead ? one : other);
+                    run_stage(lane * kStagesOfLane + stage + 1, ring, kIsAhead ? other : one, kIsAhead ? one : other);
                 }
                 if constexpr (kStagesOfLane % 2) run_stage(lane * kStagesOfLane + kStagesOfLane - 1, ring, one, other);
             }
@@ -216,5 +227,19 @@ struct Grouped {
         return reinterpret_cast<u16*>(at_shared(base + row * (kOut * 2 + 16) + at * 2));
     }
 };
+
+// A thread block with pairs: of the widths that are multiples of kLeastWidth the least that holds them.
+template <class Tile, class Form, class Tail, u32 kWidth>
+__device__ __forceinline__ void run_grouped(const Params& params, const Share& share) {
+    if constexpr (kWidth < Tile::kRows) {
+        if (share.count > kWidth) return run_grouped<Tile, Form, Tail, kWidth + kLeastWidth>(params, share);
+    }
+    Grouped<Tile, kWidth, Form, Tail>{params, share}.run();
+}
+template <class Tile, class Form, class Tail>
+__device__ __forceinline__ void run_grouped(const Params& params) {
+    const Share share = find_share<Tile, Form>(params);
+    if (share.count > 0) run_grouped<Tile, Form, Tail, (kLeastWidth < Tile::kRows ? kLeastWidth : Tile::kRows)>(params, share);
+}
 
 }  // namespace kog
