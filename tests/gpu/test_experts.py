@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import MOE, QUANTISED
+from kog_dist.bench.kernel.shapes import MOE, QUANTISED, named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, write_stored_checkpoint
 from kog_dist.model.formats.numbers import NUMBERS
@@ -24,8 +24,13 @@ from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, ne
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.cuda.random_weights import random_codes, random_tensor
+from kog_dist.workers.cuda.random_weights import random_codes, random_tensor, random_weights
+from kog_dist.workers.prefill.dense.buffers import DenseBuffers
+from kog_dist.workers.prefill.experts import device
+from kog_dist.workers.prefill.experts.device import experts_on_gpu
+from kog_dist.workers.prefill.experts.experts_abi import tiles
 from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from tests.gpu.test_families import on_cpu
 from tests.gpu.test_prefill import decode, logits_of_prompt, relative_error
 
@@ -109,6 +114,44 @@ def test_logits_of_experts_in_mxfp4(tmp_path: Path) -> None:
         return from_tensors(shape, tensor, lambda name, lane: random_codes(shape, name, lane, SEED))
 
     check(shape, weights, open_checkpoint(tmp_path), "MXFP4")
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "qwen3-30b-a3b+fp8", "qwen3-30b-a3b+int4"])
+def test_bits_depend_neither_on_tiles_nor_on_ranks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What all experts add to the rows of a chunk, in tiles of all sizes, and of the second half of the lanes alone."""
+    import cupy
+
+    whole, coding = named_shape(f"{name}@{CONTEXT}")
+    spec = replace(whole, num_layers=LAYERS, window_layers=tuple(layer for layer in whole.window_layers if layer < LAYERS))
+    partials, sizes = dict[tuple[int, int], Any](), list[int]()
+    for num_ranks in (1, 2):
+        shape = KernelShape(spec, spec.lanes_of_rank(num_ranks - 1, num_ranks), num_ranks=num_ranks, coding=coding)
+        assert shape.experts is not None
+        matrices, observe = matrices_for(shape)
+        weights = random_weights(shape, SEED, observe)
+        assert weights.experts is not None
+        buffers = DenseBuffers(CacheLayout.of(shape), np.float16, CONTEXT, "cuda")
+        buffers.last_position[...] = CONTEXT - 3
+        rows, experts = buffers.rows(CONTEXT), experts_on_gpu(shape, weights.experts, buffers.last_position)
+        assert rows.experts is not None
+        draw = cupy.random.default_rng(SEED)
+        rows.x[...] = draw.standard_normal(rows.x.shape, dtype=np.float32)
+        rows.experts.logits[...] = draw.standard_normal(rows.experts.logits.shape, dtype=np.float32)
+        bias = None if weights.experts.router_bias is None else cupy.zeros(shape.experts.num_experts, np.float32)
+        for tile in tiles(shape.experts):
+            monkeypatch.setattr(device, "tile_for", lambda *_, tile=tile: tile)
+            experts.run(rows, rows.experts, bias, 1)
+            partials[num_ranks, tile.rows] = cupy.asnumpy(rows.partial)
+        sizes = [tile.rows for tile in tiles(shape.experts)]
+        del weights, matrices, buffers, rows, experts
+    first = partials[1, sizes[0]]
+    assert len(sizes) >= 2
+    assert np.isfinite(first).all()
+    assert np.abs(first.astype(np.float32)[:, : CONTEXT - 2]).sum((0, 2)).min() > 0
+    assert not first[:, CONTEXT - 2 :].any()
+    for size in sizes:
+        assert np.array_equal(partials[1, size], first), size
+        assert np.array_equal(partials[2, size], first[spec.num_lanes // 2 :]), size
 
 
 def in_blocks(matrix: Any) -> dict[str, Any]:

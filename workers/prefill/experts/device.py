@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,13 @@ class GroupedExperts:
 
     def run(self, rows: DenseRows, own: ExpertRows, router_bias: Array | None, layer: int) -> None:
         """partial = what the chosen experts of each row give, by the logits in `own`."""
+        for call in self.calls(rows, own, router_bias, layer).values():
+            call()
+
+    def calls(
+        self, rows: DenseRows, own: ExpertRows, router_bias: Array | None, layer: int
+    ) -> dict[str, Callable[[], None]]:  # fmt: skip
+        """The launches that `run` consists of, in order, by kernel."""
         weights, chosen = self._weights, self._numbers.per_token
         down_bias = None if weights.down_bias is None or self._first_lane else weights.down_bias[layer]
         arrays = {
@@ -71,13 +79,15 @@ class GroupedExperts:
         num_pairs, num_experts = rows.size * chosen, self._numbers.num_experts
         tile = tile_for(num_pairs, num_experts, self._tiles)
         num_slots = num_pairs // tile.rows + num_experts  # see grouped.cuh
-        for kernel, num_ctas, num_threads in (
-            ("choose", -(-rows.size // (ROW_THREADS // 32)), ROW_THREADS),
-            ("sort", num_experts, SORT_THREADS),
-            (f"gate_up_{tile.rows}", num_slots * self._gates, TILE_THREADS),
-            (f"down_{tile.rows}", num_slots * self._downs, TILE_THREADS),
-            ("combine", rows.size, ROW_THREADS),
-        ):
-            self._launch(
-                kernel, num_ctas, num_threads, early=True, size=rows.size, first_lane=self._first_lane, **arrays
-            )  # fmt: skip
+        return {
+            kernel: partial(
+                self._launch, kernel, num_ctas, num_threads, early=True, size=rows.size, first_lane=self._first_lane, **arrays
+            )
+            for kernel, num_ctas, num_threads in (
+                ("choose", -(-rows.size // (ROW_THREADS // 32)), ROW_THREADS),
+                ("sort", num_experts, SORT_THREADS),
+                (f"gate_up_{tile.rows}", num_slots * self._gates, TILE_THREADS),
+                (f"down_{tile.rows}", num_slots * self._downs, TILE_THREADS),
+                ("combine", rows.size, ROW_THREADS),
+            )
+        }
