@@ -118,6 +118,22 @@ def test_what_a_stop_waits_for_is_bounded(name: str) -> None:
     assert sizes[-1] == 4096 or spec.experts is None
 
 
+MEASURED_MS = {  # of chunks on an H100 (docs/results/prefill-experts-h100.txt), by their rows
+    "qwen3-30b-a3b": {128: 13.8, 512: 20.5, 1024: 27.3, 2048: 46.7, 4096: 87.2},
+    "gpt-oss-20b": {128: 7.5, 512: 11.7, 1024: 19.3, 2048: 35.4, 4096: 69.1},
+    "gpt-oss-120b": {128: 17.8, 512: 30.7, 1024: 42.1, 2048: 63.9, 4096: 116.1},
+}
+
+
+@pytest.mark.parametrize("name", MEASURED_MS)
+def test_no_chunk_takes_longer_than_its_work_says(name: str) -> None:
+    """MOST_FLOP is 40 ms."""
+    work = work_of(named_shape(name)[0])
+    for size, measured_ms in MEASURED_MS[name].items():
+        assert measured_ms <= 40 * work.of(0, size) / MOST_FLOP
+        assert 2 * measured_ms / work.parts(size) <= 40
+
+
 def test_ranks_that_share_the_lanes(tmp_path: Path) -> None:
     """Biases are those of the first lane's rank, and the router is whole on both."""
     spec, board = ModelSpec(**{**DENSE, **MODELS["gpt_oss"]}), Board(2)
