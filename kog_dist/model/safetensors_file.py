@@ -160,14 +160,15 @@ class SafetensorsFile:
 
 
 def write_safetensors(path: Path, stored: Mapping[str, tuple[str, tuple[int, ...], NDArray[Any]]]) -> None:
-    """Write one file; values are (dtype as in DTYPES, shape, array of `narrow`). It appears under its name only when complete.
+    """Write one file; values are (dtype as in DTYPES or U8, shape, array of `narrow` or of bytes).
+
+    It appears under its name only when complete.
 
     Raises CheckpointError naming the file when it cannot be written (no space, no permission).
     """
+    names = {dtype: name for dtype, (name, _) in DTYPES.items()} | {"U8": "uint8"}
     views = {
-        name: safetensors.TensorSpec(
-            dtype=DTYPES[dtype][0], shape=list(shape), data_ptr=values.ctypes.data, data_len=values.nbytes
-        )
+        name: safetensors.TensorSpec(dtype=names[dtype], shape=list(shape), data_ptr=values.ctypes.data, data_len=values.nbytes)
         for name, (dtype, shape, values) in stored.items()
     }
     try:

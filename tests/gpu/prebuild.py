@@ -1,6 +1,7 @@
 """Builds device programs on all cores, before the steps that need them: `python -m tests.gpu.prebuild GROUP...`. Needs no GPU.
 
-A group is `name:numbers of GPUs`. What is not foreseen here the step builds itself, one after the other: it only takes longer.
+A group is `name:numbers of GPUs`, with a name of `models` or of bench/kernel/shapes.py. What is not foreseen here the step builds
+itself, one after the other: it only takes longer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.bench.fakes.tiny_model import TINY_ON_GPUS
+from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.collectives.cuda_kernels import exchange_cubin
 from kog_dist.model.checkpoint import open_checkpoint
@@ -26,6 +28,7 @@ from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import hopper_attention as attention
 from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.dense.dense_abi import dense_header
+from kog_dist.workers.prefill.expand.expand_abi import expand_header
 from kog_dist.workers.prefill.experts.experts_abi import experts_header
 from kog_dist.workers.prefill.gemm import gemm_abi as tiles_abi
 from kog_dist.workers.prefill.gemm import hopper_gemm as tiles
@@ -60,8 +63,11 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
     elif group == "benchmarks":
         for options in ({}, {"traced_step": 8}, {"keeps_hashes": True}):
             yield laneformer_2b(), options
+    elif group in (others := {"2b": laneformer_2b(), "tiny": TINY_ON_GPUS}):
+        yield others[group], {}
     else:
-        yield {"2b": laneformer_2b(), "tiny": TINY_ON_GPUS}[group], {}
+        spec, coding = named_shape(group)
+        yield spec, {"coding": coding}
 
 
 def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
@@ -79,6 +85,8 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
         yield partial(compiled.build, "dense", header)
         if spec.experts is not None:
             yield partial(compiled.build, "experts", experts_header(shape))
+        if shape.coding is not None and spec.experts is None:
+            yield partial(compiled.build, "expand", expand_header(shape.coding, shape.scale_rows))
         yield from _attention_and_sums(shape)
         return
     rows = spec.max_context + CHUNK_ROWS.get(group, max(sizes_within(spec)))

@@ -33,7 +33,7 @@ _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before positio
 NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up less by fewer copies of weights
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
-_TILES_WITH_EXPERTS = 8  # in flight: where the stream starts anew in each layer, it has to fill quickly (docs/history/experts.md)
+_EXPERT_TILES = 8  # in flight, of chosen experts: the ring in front of them is empty (docs/history/experts.md)
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
 _CODES = {"E4M3": "E4m3", "E2M1": "E2m1", "INT4": "Int4"}  # as phases/coded.cuh calls them
@@ -322,11 +322,14 @@ class KernelShape:
         return self._in_flight[1]
 
     @property
+    def experts_in_flight(self) -> int:
+        """The same of tiles of chosen experts."""
+        return self.pieces_in_flight or min(_EXPERT_TILES, self.num_slots - 2)
+
+    @property
     def _in_flight(self) -> tuple[int, int]:
         if self.pieces_in_flight:
             return (self.pieces_in_flight,) * 2
-        if self.experts is not None:
-            return (min(_TILES_WITH_EXPERTS, self.num_slots - 2),) * 2
         if self.geometry.in_flight_bytes:
             ops = self.ops.values()
             mean_bytes = 2 * sum(op.num_values for op in ops) / sum(op.num_tiles for op in ops) / self.num_pieces
@@ -406,10 +409,14 @@ class KernelShape:
         return 16 * position_bytes(self.spec.head_dim, self.kv_dtype)
 
     @property
+    def num_sets(self) -> int:
+        """Sets of the query heads of a KV head, each of at most four: the matrix unit's eight columns are two for each head."""
+        return -(-self.spec.lane_heads // self.spec.lane_kv_heads // 4)
+
+    @property
     def set_heads(self) -> int:
-        """Query heads of a KV head that attention takes at a time: the matrix unit's eight columns are two for each."""
-        group = self.spec.lane_heads // self.spec.lane_kv_heads
-        return -(-group // -(-group // 4))
+        """Query heads of a set, the largest one."""
+        return -(-self.spec.lane_heads // self.spec.lane_kv_heads // self.num_sets)
 
     # ---- words ----
     @cached_property
@@ -506,7 +513,8 @@ class KernelShape:
         values += warps * (self.num_sums * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
         values += warps * 2 * lanes * self.num_ranks  # head_squares
         values += rows * (self.num_streams + lanes * 2 * (spec.delay + 1))  # residual, history
-        values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
+        values += attended + self.num_sets * spec.head_dim  # ..., fresh
+        values += 2 * attended // spec.head_dim  # attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
         values += 2 * spec.num_ffns_read  # chosen, chosen_weights
@@ -548,6 +556,8 @@ class KernelShape:
             "kHeadProducts": self.num_head_products, "kHeadCtas": self.head_ctas, "kLaneVocab": self.lane_vocab,
         }  # fmt: skip
         numbers["kLogSumWords"] = self.log_sum_words
+        if self.experts is not None:
+            numbers["kExpertPiecesInFlight"] = self.experts_in_flight
         numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
         by_mode = {
             mode: [

@@ -9,31 +9,31 @@
 namespace kog {
 
 struct Attender : BatchMixer {
-    // For one set of the query heads. The first one puts the new row into the cache, where the others' threads read what they have stored
-    // there themselves.
-    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 set, u32 partition, u32 position, u32 tag) {
+    // Each warp for the query heads of its set.
+    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position, u32 tag) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits;
-        const Rows rows = rows_of(layer, lane_idx, item_idx, partition, position, set == 0);
+        const u32 set = set_of(warp), first = share_of(warp);
+        const Rows rows = rows_of(layer, lane_idx, item_idx, partition, position);
         // They are on their way, or here before the query is.
         Batch batches[kBatches];
 #pragma unroll
-        for (u32 i = 0; i < kBatches; ++i) load_keys(rows, warp + i * kAttendWarps, batches[i]), load_values(rows, warp + i * kAttendWarps, batches[i]);
+        for (u32 i = 0; i < kBatches; ++i) load_keys(rows, first + i * kSetWarps, batches[i]), load_values(rows, first + i * kSetWarps, batches[i]);
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
-        const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kAttendWarps == warp;
+        const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kSetWarps == first;
         Query query;
         if (!wait_for_query(words, layer, kv_head, set, position, has_fresh, tag, query)) return false;
         if (warp == 0) stamp(role, kQuerySeen, step, product);
         Mixed mixed;
 #pragma unroll 1
-        for (u32 batch = warp; batch < rows.num_batches; batch += kBatches * kAttendWarps) {
+        for (u32 batch = first; batch < rows.num_batches; batch += kBatches * kSetWarps) {
 #pragma unroll
             for (u32 i = 0; i < kBatches; i += kMixedBatches) {
-                const u32 number = batch + i * kAttendWarps;
-                if (i == 0 || number < rows.num_batches) mix(rows, set, number, number + kBatches * kAttendWarps, query, batches + i, mixed);
+                const u32 number = batch + i * kSetWarps;
+                if (i == 0 || number < rows.num_batches) mix(rows, set, number, number + kBatches * kSetWarps, query, batches + i, mixed);
             }
         }
         if (warp == 0) stamp(role, kMixed, step, product);
-        return merge(kv_head, set, split, partition, lane_idx, tag, mixed);
+        return merge(kv_head, split, partition, lane_idx, tag, mixed);
     }
 
     // Four values of unit `unit` of an item's outputs, and with a head's first ones the log-sum. `row`: head and split.
@@ -132,8 +132,8 @@ struct Attender : BatchMixer {
         return true;
     }
 
-    // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
-    __device__ __forceinline__ bool merge(u32 kv_head, u32 set, u32 split, u32 partition, u32 lane_idx, u32 tag, const Mixed& own) {
+    // The parts of a set's warps of an item, normalised and published with the logarithm (base 2) of their sum.
+    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 partition, u32 lane_idx, u32 tag, const Mixed& own) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, head = lane & 3;
         const u32 half = num_items++ & 1;
@@ -141,7 +141,7 @@ struct Attender : BatchMixer {
 #pragma unroll
         for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
         const float offset = kKvRotated ? (own.weights[0] + own.weights[1]) * (kKvMostValue * kMiddle) : 0.0f;
-        if (head < num_heads(set)) {
+        if (head < num_heads(set_of(warp))) {
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)
                 *reinterpret_cast<float2*>(&shared.attended[half][warp][head][value_dim(group, 2 * i)]) =
@@ -157,20 +157,21 @@ struct Attender : BatchMixer {
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(merge_full[half]), (num_items - 1) >> 1 & 1)) return false;
         if (warp == 0) stamp(role, kMerged, step, product);
 #pragma unroll 1
-        for (u32 unit = warp * 32 + lane; unit - lane < num_heads(set) * kHeadUnits; unit += kAttendThreads) {  // whole warps: rows are rotated
-            const bool is_mine = unit < num_heads(set) * kHeadUnits;
-            const u32 head = is_mine ? unit / kHeadUnits : 0, dim = (unit % kHeadUnits) * 4;
-            float top = shared.attended_max[half][0][head];
+        for (u32 unit = warp * 32 + lane; unit - lane < kUnits; unit += kAttendThreads) {  // whole warps: rows are rotated
+            const bool is_mine = unit < kUnits;
+            const u32 query_head = is_mine ? unit / kHeadUnits : 0, dim = (unit % kHeadUnits) * 4;
+            const u32 first_warp = query_head / kSetHeads * kSetWarps, head = query_head % kSetHeads;
+            float top = shared.attended_max[half][first_warp][head];
 #pragma unroll
-            for (int i = 1; i < 4; ++i) top = fmaxf(top, shared.attended_max[half][i][head]);
+            for (int i = 1; i < kSetWarps; ++i) top = fmaxf(top, shared.attended_max[half][first_warp + i][head]);
             const float safe_top = top == -INFINITY ? 0.0f : top;
             float total = 0;
             float4 mixed = make_float4(0, 0, 0, 0);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float weight = exp2_approx(shared.attended_max[half][i][head] - safe_top);
-                const float4 v = *reinterpret_cast<const float4*>(&shared.attended[half][i][head][dim]);
-                total += weight * shared.attended_sum[half][i][head];
+            for (int i = 0; i < kSetWarps; ++i) {
+                const float weight = exp2_approx(shared.attended_max[half][first_warp + i][head] - safe_top);
+                const float4 v = *reinterpret_cast<const float4*>(&shared.attended[half][first_warp + i][head][dim]);
+                total += weight * shared.attended_sum[half][first_warp + i][head];
                 mixed = make_float4(mixed.x + weight * v.x, mixed.y + weight * v.y, mixed.z + weight * v.z, mixed.w + weight * v.w);
             }
             if constexpr (kKvRotated) mixed = rotated_row<kHeadUnits>(mixed, lane, kKvFactorOut);
@@ -178,14 +179,11 @@ struct Attender : BatchMixer {
             const float log_sum = top == -INFINITY ? -INFINITY : top + log2_approx(total);
             const u64 first = make_pair_word(mixed.x * inverse, mixed.y * inverse, tag);
             const u64 second = make_pair_word(mixed.z * inverse, mixed.w * inverse, tag);
-            if (is_mine) publish((kv_head * kGroup + set * kSetHeads + head) * kSplits + split, partition, lane_idx, unit, first, second, log_sum, tag);
+            if (is_mine) publish((kv_head * kGroup + query_head) * kSplits + split, partition, lane_idx, unit, first, second, log_sum, tag);
         }
         return true;
     }
 };
-
-// Item * kSets + set: behind the last set of an item comes the first one of this thread block's next item.
-__device__ __forceinline__ constexpr u32 next_set(u32 n) { return n + (n % kSets == kSets - 1 ? (kNumCtas - 1) * kSets + 1 : 1); }
 
 __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role& role, u32 warp) {
     Attender attender{params, role, warp, laneid()};
@@ -201,12 +199,9 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
             const u32 lane_idx = at.lane() + i % kQkvLanes;
 #pragma unroll 1
             for (u32 partition = 0; partition < num_partitions(at.layer(), position); ++partition) {
-                const u32 first = first_item(role, at.layer(), lane_idx, partition);
 #pragma unroll 1
-                for (u32 n = first * kSets; n < kItems * kSets; n = next_set(n))
-                    if (!attender.item(at.layer(), lane_idx, n / kSets, n % kSets, partition, position,
-                                       layer_tag(role.first_epoch + step, at.layer())))
-                        return;
+                for (u32 item = first_item(role, at.layer(), lane_idx, partition); item < kItems; item += kNumCtas)
+                    if (!attender.item(at.layer(), lane_idx, item, partition, position, layer_tag(role.first_epoch + step, at.layer()))) return;
             }
             // All that others wait for is published.
 #pragma unroll 1

@@ -27,7 +27,7 @@ struct BatchMixer : QueryReader {
         float scores[kMixedBatches][2], value_scales[kMixedBatches][2];
 #pragma unroll
         for (u32 j = 0; j < kMixedBatches; ++j)
-            if (number + j * kAttendWarps == rows.fresh_batch) put_fresh(rows, batches[j]);
+            if (number + j * kSetWarps == rows.fresh_batch) put_fresh(rows, batches[j]);
         // Scores: rows `group` and `group + 8` of a batch, for query head `part`; of FP8 in two chains that do not wait for each other.
         ScoreSum<kKvRotated>::Type sums[kMixedBatches][kChains][4] = {};
 #pragma unroll
@@ -38,11 +38,11 @@ struct BatchMixer : QueryReader {
         float next_peak = mixed.peak;
 #pragma unroll
         for (u32 j = 0; j < kMixedBatches; ++j) {
-            load_keys(rows, next + j * kAttendWarps, batches[j]);
-            const bool is_there = j == 0 || number + j * kAttendWarps < rows.num_batches;
+            load_keys(rows, next + j * kSetWarps, batches[j]);
+            const bool is_there = j == 0 || number + j * kSetWarps < rows.num_batches;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const u32 slot = (number + j * kAttendWarps) * 16 + group + 8 * i;
+                const u32 slot = (number + j * kSetWarps) * 16 + group + 8 * i;
                 const bool seen = (rows.last >= slot ? rows.last - slot : rows.last + rows.capacity - slot) < rows.num_seen;  // rows before the last one
                 float score, scale = query.scale;
                 if constexpr (kKvRotated) score = static_cast<float>(sums[j][0][2 * i] * 512 + sums[j][0][2 * i + 1] * 2 - query.offset);
@@ -88,9 +88,9 @@ struct BatchMixer : QueryReader {
                 for (int k = 0; k < 4; ++k) mixed.weights[k] *= j == 0 ? shrink : 1;
                 KvFormat::mma(mixed.weights, kUnitPair, kUnitPair, kUnitPair, kUnitPair, first[j], second[j]);
             }
-            load_values(rows, next + j * kAttendWarps, batches[j]);
-            // Neighbours, though this warp mixes every fourth one: together the warps read what they will mix.
-            if (j == 0) read_ahead(rows, number + warp * (kMixedBatches - 1) + (kBatches + kBatchesAhead) * kAttendWarps);
+            load_values(rows, next + j * kSetWarps, batches[j]);
+            // Neighbours, though this warp mixes every kSetWarps-th one: together a set's warps read what all sets' will mix.
+            if (j == 0 && set == 0) read_ahead(rows, number + share_of(warp) * (kMixedBatches - 1) + (kBatches + kBatchesAhead) * kAttendWarps);
         }
     }
     // Of the keys of a batch and the query, the i-th registers.

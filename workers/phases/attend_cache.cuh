@@ -76,7 +76,7 @@ static_assert(kBatches % kMixedBatches == 0);
 struct CacheReader {
     const KogDecodeParams& params;
     const Role& role;
-    u32 warp, lane;
+    u32 warp, lane;  // the warp is also the number of its set times kSetWarps, and of its share of batches
     u32 num_items = 0, first_vector = 0, step = 0, product = 0;  // products of earlier tokens; the token; the number of its QKV product
 
     // Register `k` of a share of V, of even and odd positions, with those of one position from a pair of dimensions and its neighbours.
@@ -94,8 +94,7 @@ struct CacheReader {
         u32 fresh_batch;               // that gets the current position's row, or none
         unsigned char* shares[kShareKinds];  // of INT4: where this thread's shares of the first batch lie, by what they are of
     };
-    // `appends`: whether the position's new row is still to be put in.
-    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position, bool appends) const {
+    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position) const {
         const u32 split = item_idx % kSplits;
         const bool windowed = window_layers().has(layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
@@ -105,7 +104,7 @@ struct CacheReader {
         const u32 num_rows = (position + kSplits - split) / kSplits, last = (num_rows + capacity - 1) % capacity;
         const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
         Rows rows{first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,
-                  appends && position % kSplits == split ? last >> 4 : kNoBatch};
+                  position % kSplits == split ? last >> 4 : kNoBatch};
         if (kPartitions > 1 && !windowed) {  // batches and slots are counted from the partition's first ones
             const u32 skipped = partition * kPartitionBatches;
             rows.first_batch += skipped, rows.last -= skipped * 16;
@@ -119,6 +118,13 @@ struct CacheReader {
         return rows;
     }
     static constexpr u32 kNoBatch = ~0u;
+    __device__ __forceinline__ u32 set_of(u32 warp) const { return kSets == 1 ? 0 : warp / kSetWarps; }
+    // Of its set's warps: which batches are its.
+    __device__ __forceinline__ u32 share_of(u32 warp) const { return kSets == 1 ? warp : warp % kSetWarps; }
+    // Where its set's new row lies, with shared memory beginning at `base`.
+    __device__ __forceinline__ u32 staged_row(u32 base) const {
+        return base + KOG_OFFSET(fresh) + (kSets == 1 ? 0 : set_of(opaque(warp)) * (kHeadDim * 4));
+    }
 
     // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V. Where
     // they are coded, threads 0 to 15 also have the scales of K and V of one position each.

@@ -120,7 +120,7 @@ struct QueryReader : CacheReader {
                 pairs[i] = make_float2(first_of(got_new[i]), second_of(got_new[i]));
                 if constexpr (kQkNorm)
                     if (i < kNewKeys && i * 32 + lane < kNewWords / 2) pairs[i] = key_norm.apply(i < kNewKeys ? i : 0, key_rms, pairs[i].x, pairs[i].y);
-                if constexpr (!kKvCoded) store_shared(role.base + KOG_OFFSET(fresh) + (i * 32 + lane) * 4, KvFormat::pack(pairs[i].x, pairs[i].y));
+                if constexpr (!kKvCoded) store_shared(staged_row(role.base) + (i * 32 + lane) * 4, KvFormat::pack(pairs[i].x, pairs[i].y));
             }
             if constexpr (kKvRotated) stage_rotated(pairs);
             else if constexpr (kKvCoded) stage_codes(pairs);
@@ -167,7 +167,7 @@ struct QueryReader : CacheReader {
     static constexpr int kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32, kNewKeys = (kNewWords / 2 + 31) / 32;
     // Codes of the new row and both of its scales, in shared memory: those of a pair of values in two bytes.
     __device__ __forceinline__ void stage_codes(const float2 (&pairs)[kNew]) const {
-        const u32 lane = opaque(this->lane), staged = role.base + KOG_OFFSET(fresh);
+        const u32 lane = opaque(this->lane), staged = staged_row(role.base);
         const auto is_value = [lane](int i) { return i * 32 + lane >= kNewWords / 2; };
         u32 largest_key = 0, largest_value = 0;  // positive floats are in the order of their bits
 #pragma unroll
@@ -208,7 +208,7 @@ struct QueryReader : CacheReader {
     // As `stage_codes`, of INT4: words of K with the lower four bits of eight codes, behind those of V halves of words, each of four codes; then
     // words of K with the upper two bits of sixteen codes.
     __device__ __forceinline__ void stage_rotated(const float2 (&pairs)[kNew]) const {
-        const u32 lane = opaque(this->lane), staged = role.base + KOG_OFFSET(fresh);
+        const u32 lane = opaque(this->lane), staged = staged_row(role.base);
         constexpr int kOwn = kKvRotated ? kNew / 2 : 1;  // pairs of K, and of V, of a thread: kOwn * 32 pairs make a row
         float scales[2];
 #pragma unroll
@@ -251,10 +251,11 @@ struct QueryReader : CacheReader {
     static __device__ __forceinline__ u32 num_heads(u32 set) { return kGroup % kSetHeads == 0 || set + 1 < kSets ? kSetHeads : kGroup % kSetHeads; }
     static __device__ __forceinline__ u32 head_of(u32 group, u32 set) { return (group >> 1) < num_heads(set) ? group >> 1 : num_heads(set) - 1; }
 
-    // The staged row goes into the registers of the threads that hold its place, and into the cache.
+    // The staged row goes into the registers of the threads that hold its place, and into the cache: by the warp of each set, which stores
+    // the same, so that every thread reads later what it has stored itself.
     __device__ __forceinline__ void put_fresh(const Rows& rows, Batch& batch) const {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, row = rows.last & 15, i = row >> 3;
-        const u32 staged = opaque(role.base) + KOG_OFFSET(fresh);
+        const u32 staged = staged_row(opaque(role.base));
         if (group == (row & 7)) {
 #pragma unroll
             for (int k = 0; k < kShareRegisters; ++k) {

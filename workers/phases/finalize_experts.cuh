@@ -95,13 +95,19 @@ struct FinalizedExperts : FinalizedRows {
             }
         }
         const float top = __uint_as_float(largest & 0x80000000u ? largest & 0x7fffffffu : ~largest);
-        float terms[kLogits], sum = 0;
         u32 before = 0, place[kLogits];
 #pragma unroll
         for (int i = 0; i < kLogits; ++i) {
-            const bool is_chosen = chosen[i] >> lane & 1;
-            place[i] = is_chosen ? before + __popc(chosen[i] & ((1u << lane) - 1)) : kChosen;
+            place[i] = chosen[i] >> lane & 1 ? before + __popc(chosen[i] & ((1u << lane) - 1)) : kChosen;
             before += __popc(chosen[i]);
+            if (place[i] < kChosen) role.shared->chosen[place[i]] = i * 32 + lane;
+        }
+        __syncwarp();
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(choice_full));  // the loader waits for these alone
+        float terms[kLogits], sum = 0;
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) {
+            const bool is_chosen = place[i] < kChosen;
             terms[i] = exp2_approx((logits[i] - top) * kLog2e);
             if (is_chosen || !kChoiceIsNormalised) sum += terms[i];
         }
@@ -109,9 +115,8 @@ struct FinalizedExperts : FinalizedRows {
         for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
 #pragma unroll
         for (int i = 0; i < kLogits; ++i)
-            if (place[i] < kChosen) role.shared->chosen[place[i]] = i * 32 + lane, role.shared->chosen_weights[place[i]] = terms[i] / sum;
+            if (place[i] < kChosen) role.shared->chosen_weights[place[i]] = terms[i] / sum;
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(choice_full));
         return true;
     }
 

@@ -38,8 +38,10 @@ constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 
 constexpr u32 kSumCopies = 2;
 static_assert(!kDirectSums || (kOneStream && kRanks == 2), "two halves");
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
-// Query heads of a KV head are taken in sets: the score matrix has eight columns, two (high, low) for each head.
-constexpr int kSets = (kGroup + 3) / 4;
+// Query heads of a KV head are taken in sets: the score matrix has eight columns, two (high, low) for each head. Attention warps are
+// divided among the sets, which see the same rows at the same time.
+constexpr int kSets = (kGroup + 3) / 4, kSetWarps = kAttendWarps / kSets;
+static_assert(kAttendWarps % kSets == 0, "every set has as many warps");
 static_assert(kSetHeads == (kGroup + kSets - 1) / kSets && kSetHeads <= 4, "sets of at most four heads");
 
 constexpr u32 kSlotBytes = kMatrixWarps * kTileRows * 64;  // one ring slot: at most kTileRows rows x 32 columns of each matrix warp
@@ -143,7 +145,7 @@ struct Shared {
     float residual[kStreams][OutOp::kCtaRows];
     float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
     alignas(16) float attended[2][4][kSetHeads][kHeadDim];       // unnormalised outputs of the attention warps, two items in turn
-    alignas(16) u32 fresh[kHeadDim];                             // K and V of the new position, in pairs
+    alignas(16) u32 fresh[kSets][kHeadDim];                      // K and V of the new position, in pairs, for each set
     float attended_max[2][4][kSetHeads], attended_sum[2][4][kSetHeads];
     u64 full[kRingPieces], empty[kRingPieces];
     u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];

@@ -47,6 +47,12 @@ struct Loader {
         count_landed();
         return true;
     }
+    __device__ __forceinline__ bool limit(u32 count) {
+        most = count;
+        while (num_under_way > most)
+            if (!wait_for_landing()) return false;
+        return true;
+    }
     // Where a tile's beginning is noted, by its barrier.
     __device__ __forceinline__ u32 place_of(u32 full_barrier) const { return role.base + KOG_OFFSET(places) + (full_barrier - first_full) / 2; }
     // Wait until a tile of `bytes` fits behind the newest one, or at the ring's beginning, and a barrier is free; `slot`: where.
@@ -118,9 +124,7 @@ struct Loader {
     }
     __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
         const unsigned char* tiles = tape + (kHeadOnly ? kNumCtas * kLayerBytes : 0);
-        most = role.first_position + step < kNearContext ? kPiecesInFlight : kFarPiecesInFlight;
-        while (num_under_way > most)
-            if (!wait_for_landing()) return false;
+        if (!limit(role.first_position + step < kNearContext ? kPiecesInFlight : kFarPiecesInFlight)) return false;
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
@@ -154,7 +158,10 @@ struct Loader {
 #ifdef KOG_EXPERTS
     // Products of attention and the LM head, and the router, stand on the tape; experts where the choice says, which has to be awaited.
     // Their sizes are static, so all that comes behind them is read ahead as always.
+    // Experts' copies may be many: the ring is empty in front of them, and nobody polls much until it has filled again.
     __device__ __forceinline__ bool issue_with_experts(const unsigned char*& tiles, const Place& at) {
+        const bool is_of_experts = !at.is_last() && (at.phase() == kGateUpPhase || at.phase() == kDownPhase);
+        if (!limit(is_of_experts ? kExpertPiecesInFlight : kPiecesInFlight)) return false;
         if (at.is_last()) return issue_uneven(tiles, tiles_of<HeadOp>());
         if (at.phase() == kQkvPhase) return issue_uneven(tiles, tiles_of<QkvOp>());
         if (at.phase() == kOutPhase) return issue_uneven(tiles, tiles_of<OutOp>());

@@ -11,7 +11,7 @@ from kog_dist.errors import ConfigError
 
 def load(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: --spec.")] = None,
-    spec: Annotated[str, typer.Option(help="Shape to write a checkpoint of, with random weights: 2b.")] = "2b",
+    spec: Annotated[str, typer.Option(help="Shape to write a checkpoint of, with random weights; gpt-oss as published.")] = "2b",
     folder: Annotated[
         str | None, typer.Option(help="Where that checkpoint is put meanwhile. Default: memory, if it fits.")
     ] = None,

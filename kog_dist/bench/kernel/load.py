@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import resource
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kog_dist.bench.fakes.published_gpt_oss import folder_bytes, write_gpt_oss
 from kog_dist.bench.kernel.gpu import gpu_name
-from kog_dist.bench.kernel.shapes import named_spec, random_checkpoint
+from kog_dist.bench.kernel.shapes import MOE, model_folder, named_spec, random_checkpoint
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.formats.quantisation import read_quantisation
+from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 
@@ -22,11 +26,11 @@ def run(model: str | None, spec_name: str, folder: str | None, repeats: int) -> 
     before = machine()
     figures: dict[str, Any] = {"context_s": _timed(_make_context)}
     begin_s = time.monotonic()
-    made = nullcontext(Path(model)) if model else random_checkpoint(named_spec(spec_name), Path(folder) if folder else None)
+    made = nullcontext(Path(model)) if model else _written(spec_name, Path(folder) if folder else None)
     with made as path:
         if model is None:
             figures["write_s"] = round(time.monotonic() - begin_s, 3)
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, context=0 if model else named_spec(spec_name).max_context)
         figures |= {"checkpoint_bytes": checkpoint.num_bytes, "read_s": _timed(lambda: _read(checkpoint))}
         figures["host_rss_before_mb"] = _peak_rss_mb()
         print(f"{checkpoint.num_bytes / 1e9:.3f} GB in {path}, read in {figures['read_s']:.2f} s", flush=True)
@@ -35,6 +39,19 @@ def run(model: str | None, spec_name: str, folder: str | None, repeats: int) -> 
         figures["kernel_s"] = _timed(lambda: _make_kernel(checkpoint))
         print(f"from the checkpoint to a kernel that has decoded a token: {figures['kernel_s']:.2f} s", flush=True)
     finish("load", configuration, before, figures)
+
+
+@contextmanager
+def _written(spec_name: str, parent: Path | None) -> Iterator[Path]:
+    """A checkpoint of random weights, removed at the end: gpt-oss as published, others in the engine's 16 bit."""
+    base = spec_name.partition("@")[0]
+    if read_quantisation(MOE.get(base, {})) is None:
+        with random_checkpoint(named_spec(spec_name), parent) as folder:
+            yield folder
+        return
+    with model_folder(named_spec(spec_name), parent, num_bytes=folder_bytes(MOE[base])) as folder:
+        write_gpt_oss(folder, MOE[base])
+        yield folder
 
 
 def _variants(checkpoint: Checkpoint) -> dict[str, Checkpoint]:
@@ -90,7 +107,8 @@ def _make_kernel(checkpoint: Checkpoint) -> None:
 
 def _shape(checkpoint: Checkpoint) -> KernelShape:
     lanes = range(checkpoint.spec.num_lanes)
-    return KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
+    coding = coding_of(checkpoint)
+    return KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype, coding=coding)
 
 
 def _make_context() -> None:

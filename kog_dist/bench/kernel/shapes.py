@@ -140,9 +140,12 @@ def random_checkpoint(spec: ModelSpec, parent: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def model_folder(spec: ModelSpec, parent: Path | None = None) -> Iterator[Path]:
-    """An empty folder with room for a 16-bit checkpoint of `spec`, removed at the end; `parent` as above."""
-    num_bytes = 2 * spec.num_parameters + 2**28
+def model_folder(spec: ModelSpec, parent: Path | None = None, *, num_bytes: int | None = None) -> Iterator[Path]:
+    """An empty folder with room for a checkpoint of `num_bytes`, by default a 16-bit one of `spec`; removed at the end.
+
+    `parent` as above.
+    """
+    num_bytes = (2 * spec.num_parameters if num_bytes is None else num_bytes) + 2**28
     if parent is None and _TMPFS.is_dir() and shutil.disk_usage(_TMPFS).free > num_bytes:
         parent = _TMPFS
     with tempfile.TemporaryDirectory(prefix="kog-model-", dir=parent) as name:
