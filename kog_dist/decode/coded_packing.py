@@ -3,7 +3,8 @@
 A step has 128 columns. A warp's part of a tile is its codes, [64 bytes][row] (two times 64 of 8-bit codes), then its scales,
 [row][scale], then its zero points, [row][zero], and zeros up to a multiple of 16 bytes. Of a row's 64 bytes each of four threads
 has 16: whole operands of the matrix unit, 32 columns each, of which a thread has eight neighbouring ones. How bits lie in a
-32-bit word makes expanding them cheap (`expand` in phases/coded.cuh); `_words` is the definition.
+32-bit word makes expanding them cheap (`expand` in phases/coded.cuh); `_words` is the definition. `CodeWords` are such words of
+what files have, of many matrices at once.
 
 Where each row of a matrix has one scale, the tape holds none; these lie behind all tapes, by product, thread
 block and row.
@@ -13,16 +14,19 @@ The functions take numpy or cupy arrays and return the same kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.tape_packing import AnyArray, OpShape, interleave
 from kog_dist.model.formats.weight_format import CodedMatrix
 
+WORD_COLUMNS = 8  # of a row of 4-bit codes, which are one word
+_UNIT_WORDS = 16  # of the 64 bytes of a row that lie together
 _PAIRS = ((0, 1), (4, 5), (2, 3), (6, 7))  # columns of the four registers of an operand, of a thread's eight
 
 
@@ -44,9 +48,48 @@ class Codes:
             parts = [np.repeat(part, times, axis=1)[:, :columns] for part in parts]
         return cls(put(matrix.codes), *map(put, parts))
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        rows, columns = self.codes.shape
+        return rows, columns
+
     def parts(self) -> tuple[AnyArray, ...]:
         """All arrays."""
         return (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeWords:
+    """Rows of matrices of 4-bit codes with E8M0 scales: `code_words` of them. Axes in front: several matrices."""
+
+    words: AnyArray  # (..., rows, columns / 8), uint32
+    scales: AnyArray  # (..., rows, groups), uint8, as files have them
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of each."""
+        rows, words = self.words.shape[-2:]
+        return rows, words * WORD_COLUMNS
+
+
+def code_tables(coding: Coding) -> NDArray[np.uint32]:
+    """(2, 65536): of four 4-bit codes, the first one lowest, their bits in the word of eight: as its first, and as its last."""
+    codes = np.zeros((2, 1 << 16, WORD_COLUMNS), np.uint32)
+    for column in range(4):
+        codes[0, :, column] = codes[1, :, 4 + column] = np.arange(1 << 16) >> 4 * column & 15
+    return np.asarray(_word(codes, coding), np.uint32)
+
+
+def code_words(packed: AnyArray, tables: AnyArray) -> AnyArray:
+    """The words (..., columns / 8), uint32, of bytes (..., columns / 2) of 4-bit codes, the even column's in the lower half.
+
+    `tables`: of `code_tables`, on the GPU if `packed` is.
+    """
+    fours = packed.reshape(-1).view(np.uint16).reshape(-1, 2)
+    words = tables[0][fours[:, 0]]
+    words |= tables[1][fours[:, 1]]
+    return words.reshape(*packed.shape[:-1], packed.shape[-1] // 4)
 
 
 def below_each_other(matrices: list[Codes]) -> Codes:
@@ -62,10 +105,42 @@ def in_turn(gate: Codes, up: Codes) -> Codes:
 def put_codes(tape: AnyArray, position: int, shape: OpShape, num_ctas: int, matrix: Codes) -> None:
     """Write a product's tiles to the tapes (uint16 words) of all thread blocks; `position` as in `put_on_tape`."""
     first = position * num_ctas
-    for tile in coded_tiles(shape, num_ctas, matrix):
-        words = tile.copy().view(np.uint16).reshape(-1)
-        tape[first : first + words.size] = words
-        first += words.size
+    put_coded_tiles(tape[first : first + shape.num_values * num_ctas], 0, shape, num_ctas, matrix)
+
+
+def put_coded_tiles(target: AnyArray, first: int, shape: OpShape, num_ctas: int, matrix: Codes | CodeWords) -> None:
+    """Write the tiles of all thread blocks to `target` (..., uint16 words), contiguous, from word `first` of the last axis on.
+
+    Axes of several matrices are also the first ones of `target`. Raises ValueError for matrices that are too large.
+    """
+    coding = shape.coding
+    assert coding is not None
+    codes, sections = _sections(matrix, shape, num_ctas)
+    others = target.shape[:-1]
+    in_words, in_bytes, begin = target.view(np.uint32), target.view(np.uint8), 2 * first
+    count = len(others)
+    to_parts = (*range(count + 1), count + 2, count + 3, count + 1, count + 4)  # [row][warp][64 bytes] to [warp][64 bytes][row]
+    to_rows = (*range(count + 1), count + 2, count + 1, count + 3)
+    for block in range(shape.blocks):
+        num_rows = shape.rows_of(block)
+        rows, part_bytes = slice(block * shape.rows, block * shape.rows + num_rows), coding.part_bytes(num_rows)
+        for step in range(shape.tiles):
+            warps, end = shape.warps_of(step), num_rows * coding.row_bytes
+            last = begin + num_ctas * warps * part_bytes
+            # Both are views: a slice of the last axis, cut into several.
+            tile = in_words[..., begin // 4 : last // 4].reshape(*others, num_ctas, warps, part_bytes // 4)
+            tile = tile[..., : end // 4].reshape(*others, num_ctas, warps, -1, num_rows, _UNIT_WORDS)
+            own = codes[..., rows, :warps, step, :].reshape(*others, num_ctas, num_rows, warps, -1, _UNIT_WORDS)
+            tile[...] = own.transpose(to_parts)
+            behind = in_bytes[..., begin:last].reshape(*others, num_ctas, warps, part_bytes)
+            for section in sections:
+                size = num_rows * section.shape[-1]
+                part = behind[..., end : end + size].reshape(*others, num_ctas, warps, num_rows, -1)
+                part[...] = section[..., rows, :warps, step, :].transpose(to_rows)
+                end += size
+            if end < part_bytes:
+                behind[..., end:] = 0
+            begin = last
 
 
 def put_row_scales(table: AnyArray, shape: OpShape, scales: AnyArray) -> None:
@@ -75,39 +150,33 @@ def put_row_scales(table: AnyArray, shape: OpShape, scales: AnyArray) -> None:
     table[:, : shape.cta_rows] = padded.reshape(len(table), shape.cta_rows)
 
 
-def coded_tiles(shape: OpShape, num_ctas: int, matrix: Codes) -> Iterator[AnyArray]:
-    """The bytes (num_ctas, warps, part_bytes) of each tile."""
+def _sections(matrix: Codes | CodeWords, shape: OpShape, num_ctas: int) -> tuple[AnyArray, list[AnyArray]]:
+    """Codes as words (..., num_ctas, rows, warps, steps, words of a row), and bytes like them of what follows codes."""
     coding = shape.coding
     assert coding is not None
-    if matrix.codes.shape[0] > num_ctas * shape.cta_rows or matrix.codes.shape[1] > shape.num_columns:
-        raise ValueError(f"a matrix of {matrix.codes.shape} codes does not fit {num_ctas} thread blocks of {shape}")
-    codes = _bytes(_words(_by_step(matrix.codes, shape, num_ctas, CODED_COLUMNS), coding))  # ..., bytes of a row
-    sections = [_scale_bytes(_by_step(matrix.scales, shape, num_ctas, coding.scales), coding)] if coding.scales else []
+    rows, columns = matrix.shape
+    if rows > num_ctas * shape.cta_rows or columns > shape.num_columns:
+        raise ValueError(f"a matrix of {rows} x {columns} codes does not fit {num_ctas} thread blocks of {shape}")
+
+    def by_step(values: AnyArray, width: int) -> AnyArray:
+        return _by_step(values, shape, num_ctas, width)
+
+    if isinstance(matrix, CodeWords):
+        words = by_step(matrix.words, CODED_COLUMNS // WORD_COLUMNS)
+        return _in_order(words.reshape(*words.shape[:-1], 4, 4)), [by_step(matrix.scales, coding.scales)]
+    sections = [_scale_bytes(by_step(matrix.scales, coding.scales), coding)] if coding.scales else []
     if coding.zero_bytes:
         assert matrix.zeros is not None
-        sections.append(_by_step(matrix.zeros, shape, num_ctas, coding.scales))
-    for block in range(shape.blocks):
-        rows = slice(block * shape.rows, block * shape.rows + shape.rows_of(block))
-        num_rows = shape.rows_of(block)
-        for step in range(shape.tiles):
-            warps = shape.warps_of(step)
-            tile = np.zeros_like(codes, shape=(num_ctas, warps, coding.part_bytes(num_rows)))
-            own = codes[:, rows, :warps, step].reshape(num_ctas, num_rows, warps, -1, 64).transpose(0, 2, 3, 1, 4)
-            end = num_rows * coding.row_bytes
-            tile[:, :, :end] = own.reshape(num_ctas, warps, end)
-            for section in sections:
-                part = section[:, rows, :warps, step].transpose(0, 2, 1, 3).reshape(num_ctas, warps, -1)
-                tile[:, :, end : end + part.shape[2]] = part
-                end += part.shape[2]
-            yield tile
+        sections.append(by_step(matrix.zeros, coding.scales))
+    return _words(by_step(matrix.codes, CODED_COLUMNS), coding), sections
 
 
 def _by_step(values: AnyArray, shape: OpShape, num_ctas: int, width: int) -> AnyArray:
-    """View (num_ctas, rows, warps, steps, width) of a matrix, filled with zeros."""
-    rows, columns = values.shape
-    padded = np.zeros_like(values, shape=(num_ctas * shape.cta_rows, shape.warps * shape.per * width))
-    padded[:rows, :columns] = values
-    return padded.reshape(num_ctas, shape.cta_rows, shape.warps, shape.per, width)
+    """View (..., num_ctas, rows, warps, steps, width) of a matrix (..., rows, columns), filled with zeros."""
+    *others, rows, columns = values.shape
+    padded = np.zeros_like(values, shape=(*others, num_ctas * shape.cta_rows, shape.warps * shape.per * width))
+    padded[..., :rows, :columns] = values
+    return padded.reshape(*others, num_ctas, shape.cta_rows, shape.warps, shape.per, width)
 
 
 def _scale_bytes(scales: AnyArray, coding: Coding) -> AnyArray:
@@ -125,16 +194,28 @@ def _bytes(values: AnyArray) -> AnyArray:
 
 def _words(codes: AnyArray, coding: Coding) -> AnyArray:
     """The 32-bit words (..., bytes of a row / 4) of a step's codes (..., 128)."""
-    threads = codes.astype(np.uint32).reshape(*codes.shape[:-1], 4, 4, 8)  # operand, thread, column
-    pairs = [(threads[..., low], threads[..., high]) for low, high in _PAIRS]
-    if coding.bits == 8:  # a word for two registers, 16 bytes of a thread for two operands
-        halves = np.stack([_word_of_four(pairs[0], pairs[1]), _word_of_four(pairs[2], pairs[3])], axis=-1)
-        halves = halves.reshape(*codes.shape[:-1], 2, 2, 4, 2)  # 64 bytes, operand, thread, word
-        words = np.moveaxis(halves, -2, -3)
-    else:
-        make = _word_of_eight if coding.number == "INT4" else _word_of_eight_floats
-        words = np.moveaxis(make(pairs), -1, -2)  # thread, operand
-    return words.copy().reshape(*codes.shape[:-1], coding.row_bytes // 4)
+    threads = codes.astype(np.uint32).reshape(*codes.shape[:-1], 4, 4, WORD_COLUMNS)  # operand, thread, column
+    if coding.bits == 4:
+        return _in_order(_word(threads, coding))
+    pairs = _pairs(threads)  # a word for two registers, 16 bytes of a thread for two operands
+    halves = np.stack([_word_of_four(pairs[0], pairs[1]), _word_of_four(pairs[2], pairs[3])], axis=-1)
+    halves = halves.reshape(*codes.shape[:-1], 2, 2, 4, 2)  # 64 bytes, operand, thread, word
+    return np.moveaxis(halves, -2, -3).copy().reshape(*codes.shape[:-1], coding.row_bytes // 4)
+
+
+def _in_order(words: AnyArray) -> AnyArray:
+    """Words (..., operand, thread) of a step's 4-bit codes as a row (..., 16) has them: those of a thread together."""
+    return np.moveaxis(words, -1, -2).copy().reshape(*words.shape[:-2], _UNIT_WORDS)
+
+
+def _pairs(threads: AnyArray) -> list[tuple[AnyArray, AnyArray]]:
+    return [(threads[..., low], threads[..., high]) for low, high in _PAIRS]
+
+
+def _word(threads: AnyArray, coding: Coding) -> AnyArray:
+    """The words (...) of eight 4-bit codes (..., 8), uint32."""
+    make = _word_of_eight if coding.number == "INT4" else _word_of_eight_floats
+    return make(_pairs(threads))
 
 
 def _word_of_four(first: tuple[Any, Any], second: tuple[Any, Any]) -> AnyArray:

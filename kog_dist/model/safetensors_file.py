@@ -77,13 +77,17 @@ class SafetensorsFile:
         """
         tensor = self.tensors[name]
         row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
-        at, end = tensor.begin + first * row_bytes, tensor.begin + last * row_bytes
+        yield from self.raw_chunks(name, first * row_bytes, last * row_bytes, next_buffer)
+
+    def raw_chunks(self, name: str, first: int, last: int, next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:
+        """The same of bytes [first, last) of a tensor of the file itself."""
+        begin = self.tensors[name].begin
         with self._unchanged() as fd:
-            while at < end:
-                chunk = next_buffer()[: end - at]
-                read_exactly(self.path, fd, chunk, at, f"tensor {name}")
+            while first < last:
+                chunk = next_buffer()[: last - first]
+                read_exactly(self.path, fd, chunk, begin + first, f"tensor {name}")
                 yield chunk
-                at += len(chunk)
+                first += len(chunk)
 
     @contextmanager
     def _unchanged(self) -> Iterator[int]:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import tokenizers
 
 from kog_dist.errors import CheckpointError, RequestError
 from kog_dist.model.generation_config import MAX_EOS_IDS, read_eos_ids
+from kog_dist.model.kept_texts import KeptTexts
 from kog_dist.model.limits import FILES
 from kog_dist.model.manifest import Manifest, read_json, read_small_file
 from kog_dist.quoting import short
@@ -55,6 +57,7 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids)
         self.special_tokens = dict(special_tokens or {})
         self.num_ids = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._kept_texts = KeptTexts(partial(self.encode, add_special_tokens=False), _cutting_tokens(self._library))
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -116,6 +119,10 @@ class Tokenizer:
         (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_chat(self, text: str, scope: str = "") -> list[int]:
+        """`encode` of a rendered chat, in less time if it begins like one of the same `scope` before (kept_texts.py)."""
+        return self._kept_texts.encode(text, scope)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; none for special tokens and ids that the tokenizer does not have."""
@@ -230,6 +237,15 @@ def _refuse_dropout(parsed: Mapping[str, Any]) -> None:
     dropout = model.get("dropout") if isinstance(model, dict) else None
     if dropout not in (None, 0):
         raise ValueError(f"its model has dropout {short(dropout)}, which is for training; set it to null")
+
+
+def _cutting_tokens(library: Any) -> dict[str, int]:
+    """Tokens at which the library cuts a text whatever stands beside them, before it normalizes it; none if there are others,
+    which take spaces beside them or want to stand alone.
+    """
+    found = {token.content: i for i, token in library.get_added_tokens_decoder().items() if not token.normalized}
+    flags = (token for token in library.get_added_tokens_decoder().values() if not token.normalized)
+    return {} if any(token.lstrip or token.rstrip or token.single_word for token in flags) else found
 
 
 def _load_library(raw: str) -> Any:

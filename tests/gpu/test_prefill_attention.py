@@ -14,8 +14,9 @@ from tests.gpu.on_hopper import on_hopper
 
 pytestmark = on_hopper("attention.cu")
 
-MAX_CONTEXT, LARGEST = 4096, 2048
+MAX_CONTEXT, LARGEST, LONG_CONTEXT = 4096, 2048, 23000
 SHAPE_2B = AttentionShape(96, num_heads=32, num_kv_heads=16, lane_heads=4)
+SHAPE_4B = AttentionShape(128, num_heads=32, num_kv_heads=8, lane_heads=4)
 SHAPES = [
     SHAPE_2B,
     AttentionShape(96, 8, 4, 4),  # of one rank of four
@@ -31,14 +32,16 @@ PLACES = ((1, 0), (1, 2047), (16, 5), (64, 0), (128, 1000), (300, 1700), (128, 3
 LIMIT = 5e-4  # flash attention has 2.5e-4 to 3.5e-4
 
 
-def tensors(shape: AttentionShape, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tensors(
+    shape: AttentionShape, num_queries: int, max_context: int = MAX_CONTEXT
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, and keys and values of all positions."""
     generator = torch.Generator("cuda").manual_seed(num_queries)
 
     def values(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, shape.head_dim, device="cuda", dtype=torch.float16, generator=generator)
 
-    positions = MAX_CONTEXT + LARGEST
+    positions = max_context + LARGEST
     return values(num_queries, shape.num_heads), values(positions, shape.num_kv_heads), values(positions, shape.num_kv_heads)
 
 
@@ -105,6 +108,27 @@ def test_a_row_has_the_same_bits_in_every_chunk(of_2b: Attention, window: int | 
     for start, size in (
         (0, 1024), (0, 128), (3900, 128), (77, 256), (3001, 512), (3333, 1), (0, 1), (1023, 1), (2048, 64), (1000, 64),
         (1555, 2048), (4095, 1), (0, 4096),
+    ):  # fmt: skip
+        assert torch.equal(rows(start, size), whole[:, start : start + size]), f"{size} rows at {start}"
+
+
+@pytest.mark.parametrize("shape", [SHAPE_4B, AttentionShape(64, 8, 2, 2)], ids=["4B", "heads of 64"])
+def test_a_row_far_into_a_context_has_the_same_bits_in_every_chunk(shape: AttentionShape) -> None:
+    """Partitions are short and long ones, and items have all of their rows' partitions, one each, or the first ones together."""
+    attention, max_context, first = attention_on_gpu(shape, LONG_CONTEXT), LONG_CONTEXT, LONG_CONTEXT - LARGEST
+    query, keys, values = tensors(shape, LARGEST, max_context)
+
+    def rows(start: int, size: int) -> torch.Tensor:
+        return run(attention, query[start : start + size], keys, values, place(first + start, size), None)
+
+    whole = rows(0, LARGEST)
+    part = slice(1900, 1964)
+    wanted = reference(shape, query[part], keys, values, first + part.start, None)
+    assert float((whole[:, part].double() - wanted).norm() / wanted.norm()) < LIMIT
+    assert torch.equal(whole, rows(0, LARGEST)), "other bits when run again"
+    for start, size in (
+        (0, 1024), (77, 128), (1024, 256), (600, 384), (1, 512), (1311, 640), (3, 768), (1152, 896), (2047, 1), (64, 64),
+        (512, 1536),
     ):  # fmt: skip
         assert torch.equal(rows(start, size), whole[:, start : start + size]), f"{size} rows at {start}"
 

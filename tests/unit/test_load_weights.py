@@ -22,7 +22,7 @@ from kog_dist.decode.tape_packing import OpShape, take_off_tape, unpack
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
-from kog_dist.workers.cuda import load
+from kog_dist.workers.cuda import load, staging
 from kog_dist.workers.cuda.device_weights import DeviceWeights, pack_tape
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
@@ -74,7 +74,7 @@ def numpy_as_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     cupy: Any = ModuleType("cupy")
     cupy.uint16, cupy.asarray = np.uint16, np.asarray
-    cupy.empty = lambda shape, dtype: np.full(shape, 0xEEEE, dtype).view(Array)
+    cupy.empty = lambda shape, dtype: np.full(shape, 0xEEEE & np.iinfo(dtype).max, dtype).view(Array)
     cupy.get_default_memory_pool = cupy.get_default_pinned_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
     cuda: Any = ModuleType("cupy.cuda")
     cuda.Device = lambda: SimpleNamespace(use=lambda: None)
@@ -85,7 +85,7 @@ def numpy_as_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy.cuda = cuda
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    monkeypatch.setattr(load, "BUFFER_BYTES", 1000)  # several pieces for each part
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 1000)  # several pieces for each part
     monkeypatch.setattr(load, "AHEAD_BYTES", 50_000)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from kog_dist.errors import CheckpointError
 from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType
-from kog_dist.workers.cuda.expert_weights import DeviceExperts, behind, interleaved, put_expert
+from kog_dist.workers.cuda.expert_weights import DeviceExperts, ExpertsBatch, behind, interleaved, put_expert
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types
@@ -29,6 +29,8 @@ MatrixSource = Callable[[Phase, int, int], GpuArray]
 TensorSource = Callable[[str], GpuArray]
 # A quantised matrix: a tensor's name, and the hosted lane counted from 0.
 CodesSource = Callable[[str, int], Codes]
+# The experts of a layer, several at once; asked for in the order of layers.
+StackedExperts = Callable[[int], Iterator[ExpertsBatch]]
 ProductCodes = Callable[[Phase, int, int], Codes]  # like MatrixSource
 
 _MATRICES = {
@@ -124,13 +126,15 @@ def _packed_head(shape: KernelShape, source: MatrixSource, index: int) -> GpuArr
 
 
 def from_tensors(
-    shape: KernelShape, tensors: TensorSource, codes: CodesSource | None = None, *, repeats_experts: bool = False
+    shape: KernelShape, tensors: TensorSource, codes: CodesSource | None = None, *, stacked: StackedExperts | None = None,
+    repeats_experts: bool = False,
 ) -> DeviceWeights:  # fmt: skip
     """Pack a model. Asks for each tensor once, in the order of `tensor_layouts`; a layer's tensors are dropped with the layer.
 
-    With `shape.coding` the matrices of layers are those of `codes`. `repeats_experts`: those of all layers are alike, and
-    only the first layer's are asked for.
-    GPU memory at the peak: tape, embedding, one layer, and two copies of one lane's largest matrix.
+    With `shape.coding` the matrices of layers are those of `codes`, and with `stacked` experts and their biases come from there.
+    `repeats_experts`: those of all layers are alike, and only the first layer's are asked for.
+    GPU memory at the peak: tape, embedding, experts, one layer's other tensors, and two copies of one lane's largest matrix, or
+    five of what is packed at once of `stacked`.
     """
     import cupy
 
@@ -138,7 +142,8 @@ def from_tensors(
     assert (shape.coding is None) == (codes is None)
     tape = cupy.empty(shape.weight_words, cupy.uint16)
     embedding = tensors(EMBEDDING)
-    layer = _LayerTensors(shape, tensors, embedding, codes, repeats_experts=repeats_experts)
+    experts = None if shape.experts is None else _Experts(shape, tensors, codes, stacked, repeats=repeats_experts)
+    layer = _LayerTensors(shape, tensors, embedding, codes, experts)
     pack_tape(shape, layer.matrix, tape, layer.codes if codes is not None else None)
     return DeviceWeights(
         tape=tape,
@@ -150,7 +155,7 @@ def from_tensors(
         head_norms=np.stack(layer.head_norms) if layer.head_norms else None,
         out_bias=np.stack(layer.out_biases) if layer.out_biases else None,
         sinks=np.stack(layer.sinks) if layer.sinks else None,
-        experts=None if layer.experts is None else layer.experts.weights(),
+        experts=None if experts is None else experts.weights(),
     )
 
 
@@ -158,8 +163,8 @@ class _LayerTensors:
     """The matrices of a model, layer by layer, made of its tensors; collects the norms on the way."""
 
     def __init__(
-        self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray, codes_of: CodesSource | None = None, *,
-        repeats_experts: bool = False,
+        self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray, codes_of: CodesSource | None,
+        experts: _Experts | None,
     ) -> None:  # fmt: skip
         self.shape, self.tensors, self.embedding, self.codes_of = shape, tensors, embedding, codes_of
         self.norms: list[GpuArray] = []  # attention, MLP, of layer 0, 1, ...
@@ -167,7 +172,7 @@ class _LayerTensors:
         self.head_norms: list[GpuArray] = []  # by layer, (2, head_dim)
         self.out_biases: list[GpuArray] = []  # by layer, (hidden,)
         self.sinks: list[GpuArray] = []  # by layer, (hosted lanes, heads)
-        self.experts = None if shape.experts is None else _Experts(shape, tensors, codes_of, repeats=repeats_experts)
+        self.experts = experts
         self.final_norm: GpuArray = None
         self._head: GpuArray = None
         self._layer = -1
@@ -247,12 +252,15 @@ class _LayerTensors:
 class _Experts:
     """The experts of a model, which go to their places layer by layer, and the router of the layer that was loaded last."""
 
-    def __init__(self, shape: KernelShape, tensors: TensorSource, codes_of: CodesSource | None, *, repeats: bool) -> None:
+    def __init__(
+        self, shape: KernelShape, tensors: TensorSource, codes_of: CodesSource | None, stacked: StackedExperts | None, *,
+        repeats: bool,
+    ) -> None:  # fmt: skip
         import cupy
 
         assert shape.experts is not None
         self._spec, self._experts, self._hosted = shape.spec, shape.experts, shape.hosted_lanes
-        self._tensors, self._codes_of, self._repeats = tensors, codes_of, repeats
+        self._tensors, self._codes_of, self._stacked, self._repeats = tensors, codes_of, stacked, repeats
         experts = shape.experts
         self._matrices = cupy.empty((shape.spec.num_layers, experts.num_experts, experts.num_values), cupy.uint16)
         self._biases: dict[str, list[GpuArray]] = {"router": [], "gate_up": [], "down": []}
@@ -269,6 +277,13 @@ class _Experts:
             self._matrices[layer] = self._matrices[0]
             for name in ("gate_up", "down") if numbers.bias else ():
                 self._biases[name] += self._biases[name][: numbers.num_experts]
+            return
+        if self._stacked is not None:
+            for batch in self._stacked(layer):
+                slabs = self._matrices[layer, batch.experts.start : batch.experts.stop]
+                put_expert(slabs, self._experts, batch.gate_up, batch.downs)
+                self._biases["gate_up"].append(batch.gate_up_bias)
+                self._biases["down"].append(batch.down_bias)
             return
         for expert, start in enumerate(ffn_prefixes(self._spec, layer)):
             put_expert(self._matrices[layer, expert], self._experts, *self._parts(start))
@@ -301,5 +316,8 @@ class _Experts:
         """Those of all layers, once all were loaded."""
         layers = self._spec.num_layers
         shape = (layers, self._experts.num_experts, -1)
-        found = {f"{name}_bias": np.stack(biases).reshape(shape) for name, biases in self._biases.items() if biases}
+        found = {
+            f"{name}_bias": np.concatenate([bias.reshape(-1) for bias in biases]).reshape(shape)
+            for name, biases in self._biases.items() if biases
+        }  # fmt: skip
         return DeviceExperts(self._matrices, **found)

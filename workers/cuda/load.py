@@ -12,20 +12,21 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
+from functools import partial
 
 import numpy as np
 
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint
-from kog_dist.model.layout import tensor_layouts
+from kog_dist.model.layout import EXPERTS, ffn_prefixes, tensor_layouts
 from kog_dist.workers.cuda.coded_source import CodesReader, is_coded
 from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_parts, needed_rows
+from kog_dist.workers.cuda.expert_weights import ExpertsBatch
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.stacked_source import StacksReader, stacked_experts
+from kog_dist.workers.cuda.staging import READERS, Stages
 
-READERS = 8
-BUFFER_BYTES = 4 * 2**20  # of page-locked memory; two for each reader
 AHEAD_BYTES = 256 * 2**20  # of tensors that are read before they are asked for
 
 
@@ -38,8 +39,9 @@ def load_weights(
 ) -> DeviceWeights:
     """Read and pack what a rank needs of a checkpoint; no 16-bit value passes through float32 or stays on the host.
 
-    `observe` is shown every tensor of 16 bits, as it goes into the packing: its name and the rank's rows of it. `on_share` is
-    told which share of all words has come so far. With `shape.coding` the matrices of layers are packed as codes.
+    `observe` is shown every tensor of 16 bits, as it goes into the packing: its name and the rank's rows of it; not biases of
+    experts that are read several at once (`stacked_experts`). `on_share` is told which share of all words has come so far.
+    With `shape.coding` the matrices of layers are packed as codes.
 
     With `checkpoint.verify` the bytes of the rank's own parts are compared with the manifest on the way, and all values must be
     finite, which the GPU looks at. GPU memory at the peak: what `from_tensors` says and AHEAD_BYTES; host memory: 2 * READERS
@@ -47,8 +49,8 @@ def load_weights(
     """
     import cupy
 
-    num_words, num_taken = _num_needed_words(shape), 0
-    with _opened(shape, checkpoint) as tensors, _codes_of(shape, checkpoint) as reader:
+    num_words, num_taken = sum(_needed_words(shape).values()), 0
+    with _opened(shape, checkpoint) as (tensors, experts), _codes_of(shape, checkpoint) as reader:
 
         def count(words: int) -> None:
             nonlocal num_taken
@@ -67,17 +69,32 @@ def load_weights(
                 observe(name, words)
             return words
 
-        weights = from_tensors(shape, take, codes if shape.coding is not None else None)
+        def stacked(layer: int) -> Iterator[ExpertsBatch]:
+            assert experts is not None
+            for batch in experts.batches(layer):
+                yield batch
+                count(len(batch.experts) * expert_words)
+
+        expert_words = _expert_words(shape) if experts is not None else 0
+        coded = codes if shape.coding is not None else None
+        weights = from_tensors(shape, take, coded, stacked=None if experts is None else stacked)
         tensors.check_finite()
     cupy.get_default_memory_pool().free_all_blocks()
     cupy.get_default_pinned_memory_pool().free_all_blocks()
     return weights
 
 
-def _num_needed_words(shape: KernelShape) -> int:
+def _needed_words(shape: KernelShape) -> dict[str, int]:
+    """Values of every tensor that a rank needs."""
     layouts = tensor_layouts(shape.spec)
     rows = {name: needed_rows(shape, name) for name in layouts}
-    return sum((last - first) * layouts[name].values_per_row for name, (first, last) in rows.items())
+    return {name: (last - first) * layouts[name].values_per_row for name, (first, last) in rows.items()}
+
+
+def _expert_words(shape: KernelShape) -> int:
+    """Those of one expert."""
+    start = ffn_prefixes(shape.spec, 0)[0]
+    return sum(words for name, words in _needed_words(shape).items() if name.startswith(start))
 
 
 @dataclass
@@ -91,18 +108,18 @@ class _Loading:
 class _Tensors:
     """The tensors of a checkpoint in the order of use, read a little ahead of the one who takes them."""
 
-    def __init__(self, shape: KernelShape, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
-        import cupy
-
-        self._shape, self._checkpoint, self._pool = shape, checkpoint, pool
-        self._device = cupy.cuda.Device()
+    def __init__(
+        self, shape: KernelShape, checkpoint: Checkpoint, pool: ThreadPoolExecutor, stages: Stages, *, has_experts: bool
+    ) -> None:
+        self._shape, self._checkpoint, self._pool, self._stages = shape, checkpoint, pool, stages
         self._layouts = tensor_layouts(shape.spec)
-        self._waiting = deque(name for name in self._layouts if not is_coded(self._layouts, shape.coding, name))
+        self._waiting = deque(
+            name
+            for name in self._layouts
+            if not is_coded(self._layouts, shape.coding, name) and (has_experts or EXPERTS not in name)
+        )
         self._loading: dict[str, _Loading] = {}
         self._largest: dict[str, GpuArray] = {}  # by name: the largest magnitude, as a word
-        self._stages: SimpleQueue[_Stage] = SimpleQueue()
-        for _ in range(READERS):
-            self._stages.put(_Stage())
 
     def take(self, name: str) -> GpuArray:
         """The tensor's `needed_rows`. Every tensor can be taken once. Raises CheckpointError."""
@@ -141,50 +158,18 @@ class _Tensors:
 
     def _read_part(self, name: str, part_idx: int, target_ptr: int) -> None:
         """Job of a reader thread."""
-        self._device.use()
         # Parts that every rank has are verified by the rank that hosts the part's lane.
         verify = self._checkpoint.verify and part_idx in self._shape.hosted_lanes
-        stage = self._stages.get()
-        try:
-            for chunk in self._checkpoint.stored_part(name, part_idx, stage.next_buffer, verify=verify):
-                stage.send(len(chunk), target_ptr)
-                target_ptr += len(chunk)
-        finally:
-            self._stages.put(stage)
-
-
-class _Stage:
-    """Two page-locked buffers that take turns: one is filled while the other is copied to the GPU."""
-
-    def __init__(self) -> None:
-        import cupy
-
-        self._memory = [cupy.cuda.alloc_pinned_memory(BUFFER_BYTES) for _ in range(2)]
-        self._buffers = [np.frombuffer(memory, np.uint8, BUFFER_BYTES).data for memory in self._memory]
-        self._copied = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
-        self._turn = 0
-
-    def next_buffer(self) -> memoryview:
-        """A buffer whose copy has ended."""
-        self._turn ^= 1
-        self._copied[self._turn].synchronize()
-        return self._buffers[self._turn]
-
-    def send(self, num_bytes: int, target_ptr: int) -> None:
-        """Queue the copy of the front of the newest buffer."""
-        from cupy.cuda import Stream, runtime
-
-        source_ptr = self._memory[self._turn].ptr
-        runtime.memcpyAsync(target_ptr, source_ptr, num_bytes, runtime.memcpyHostToDevice, Stream.null.ptr)
-        self._copied[self._turn].record(Stream.null)
+        self._stages.send(partial(self._checkpoint.stored_part, name, part_idx, verify=verify), target_ptr)
 
 
 @contextmanager
-def _opened(shape: KernelShape, checkpoint: Checkpoint) -> Iterator[_Tensors]:
-    """Tensors with their reader threads; after an error what is still waiting is not read."""
-    pool = ThreadPoolExecutor(READERS, "kog-reader")
+def _opened(shape: KernelShape, checkpoint: Checkpoint) -> Iterator[tuple[_Tensors, StacksReader | None]]:
+    """Tensors, and experts that are read several at once, with their threads; after an error what still waits is not read."""
+    pool, stages = ThreadPoolExecutor(READERS, "kog-reader"), Stages()
     try:
-        yield _Tensors(shape, checkpoint, pool)
+        experts = stacked_experts(shape, checkpoint, pool, stages)
+        yield _Tensors(shape, checkpoint, pool, stages, has_experts=experts is None), experts
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

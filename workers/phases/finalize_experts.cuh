@@ -102,8 +102,9 @@ struct FinalizedExperts : FinalizedRows {
             before += __popc(chosen[i]);
             if (place[i] < kChosen) role.shared->chosen[place[i]] = i * 32 + lane;
         }
+        // The loader waits for these alone.
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(choice_full));  // the loader waits for these alone
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(choice_full));
         float terms[kLogits], sum = 0;
 #pragma unroll
         for (int i = 0; i < kLogits; ++i) {

@@ -26,10 +26,19 @@ from kog_dist.workers.prefill.experts.device import experts_on_gpu
 from kog_dist.workers.prefill.hopper_abi import HOPPER
 from kog_dist.workers.prefill.model.buffers import Buffers, misfit
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE, SPLIT_SIZE, Chunk, sizes_within, work_of
+from kog_dist.workers.prefill.model.chunks import (
+    CHUNK_SIZES,
+    EXACT_SIZE,
+    NO_LIMIT,
+    SPLIT_SIZE,
+    Chunk,
+    Work,
+    sizes_within,
+    work_of,
+)
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import Matrices
-from kog_dist.workers.prefill.prefill import Part, Prefill
+from kog_dist.workers.prefill.prefill import Prefill
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -150,13 +159,14 @@ def runner_for(
         cupy.get_default_memory_pool().free_all_blocks()  # of trials, and of attention before it had the room that it needs
         ended(f"products, {products.num_tried} of {products.num_shapes} tried,")
 
-    runner = GraphRunner(layers, buffers, kernel.stream, tuning, prepared, tell)
+    runner = GraphRunner(layers, buffers, kernel.stream, tuning, prepared, tell, work_of(spec))
     ended("graphs")
     return runner
 
 
 class GraphRunner:
-    """See `Runner`. Each part of each size is captured once; what differs between chunks is in device memory.
+    """See `Runner`. Each size is captured once as a whole, and once in parts if `work` has any; what differs between chunks is in
+    device memory.
 
     `layers` are a `Layers` with `Buffers`, or a `DenseLayers` with `DenseBuffers`; `stream` is one of cupy's.
     `prepared` is called when a chunk of each size has run, before the first is captured.
@@ -170,20 +180,22 @@ class GraphRunner:
         tuning: Tuning = DEFAULT,
         prepared: Callable[[], None] = lambda: None,
         tell: StartTeller = NOBODY,
+        work: Work = NO_LIMIT,
     ) -> None:
         import cupy
 
         self.layers, self.buffers, self.stream = layers, buffers, stream
         self._make_event = partial(cupy.cuda.Event, disable_timing=True)
         self._stored = self._make_event()
-        self.graphs: dict[int, list[Graph]] = {}  # of the parts of a chunk, by size
+        self.graphs: dict[int, Graph] = {}  # by size
+        self.parts: dict[int, list[Graph]] = {}  # by size
         self.ends: dict[int, Graph] = {}  # what is left for the prompt's last token, by the size of its chunk
         self._rows: dict[int, Any] = {size: buffers.rows(size) for size in tuning.sizes}  # the graphs have their addresses
         if tuning.exact_size:
             self._rows[tuning.exact_size] = buffers.rows(tuning.exact_size, is_exact=True)
         self._last = buffers.last_rows()
         cupy.cuda.Device().synchronize()  # weights and buffers were filled on other streams
-        largest_first, work = sorted(self._rows.items(), reverse=True), work_of(layers.spec)
+        largest_first = sorted(self._rows.items(), reverse=True)
         with stream:
             tell.begin(StartStage.PRODUCTS)
             for num_done, (_, rows) in enumerate(largest_first):
@@ -195,12 +207,15 @@ class GraphRunner:
             tell.begin(StartStage.GRAPHS)
             for num_done, (size, rows) in enumerate(largest_first):
                 tell.share(num_done / len(largest_first))
-                self.ends[size] = self._captured(partial(layers.finish, rows, last=self._last))
-                count = work.parts(size)
-                self.graphs[size] = [self._captured(partial(layers.run, rows, part, count)) for part in range(count)]
+                self.ends[size] = self._captured(partial(layers.finish, rows, self._last))
+                self.graphs[size] = self._captured(partial(layers.run, rows))
+                num_parts = work.parts(size)
+                if num_parts > 1:
+                    of_parts = [partial(layers.run, rows, part, num_parts) for part in range(num_parts)]
+                    self.parts[size] = [self._captured(run) for run in of_parts]
         stream.synchronize()
 
-    def _captured(self, run: Callable[[], None]) -> Graph:
+    def _captured(self, run: Callable[[], object]) -> Graph:
         graph = Graph()
         with graph.captured_from(self.stream.ptr):
             run()
@@ -231,9 +246,10 @@ class GraphRunner:
             with self.stream:
                 self.layers.load_cache(held, start)
 
-    def queue(self, part: Part) -> Callable[[], bool]:
+    def queue(self, chunk: Chunk, part: int = 0) -> Callable[[], bool]:
         """See `Runner`."""
-        launch_graph(self.graphs[part.chunk.size][part.index].exec_ptr, self.stream.ptr)
+        graph = self.graphs[chunk.size] if chunk.num_parts == 1 else self.parts[chunk.size][part]
+        launch_graph(graph.exec_ptr, self.stream.ptr)
         ended = self._make_event()
         ended.record(self.stream)
         return lambda: has_ended(ended.ptr)

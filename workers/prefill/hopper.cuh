@@ -48,6 +48,13 @@ __device__ __forceinline__ void tensor_load_many(u32 to, const TensorMap* map, i
         "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(bar), "h"(mask)
         : "memory");
 }
+__device__ __forceinline__ void tensor_load_many(u32 to, const TensorMap* map, int x, int y, int z, int w, u32 bar, u16 mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6], %7;" ::"r"(to),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(bar), "h"(mask)
+        : "memory");
+}
 // Where address `address` of this thread block's shared memory lies in that of thread block `rank` of its cluster.
 __device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
     u32 there;

@@ -6,7 +6,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,23 +14,11 @@ from kog_dist.errors import ConfigError
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, MOST_FLOP, NO_LIMIT, Chunk, Work, chunks
 
-PARTS_QUEUED = 2  # the next one starts without the host
+PARTS_QUEUED = 2  # of chunks; the next one starts without the host
 ROWS_QUEUED = 4096  # of several chunks together, whose work is at most MOST_FLOP: what a stop waits for
 POLL_S = 20e-6
 
-
-@dataclass(frozen=True)
-class Part:
-    """Of a chunk: its neighbouring layers, as many as of the others. Most chunks have one part."""
-
-    chunk: Chunk
-    index: int
-    count: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the chunk has ended with it."""
-        return self.index == self.count - 1
+Part = tuple[Chunk, int]  # of a chunk; 0: the first one
 
 
 class Runner(Protocol):
@@ -42,8 +29,8 @@ class Runner(Protocol):
         the plain keys and values, too. What was queued before must have ended.
         """
 
-    def queue(self, part: Part) -> Callable[[], bool]:
-        """Queue the next part; what comes back says whether it has ended. A chunk whose last part never comes was not run."""
+    def queue(self, chunk: Chunk, part: int = 0) -> Callable[[], bool]:
+        """Queue the next chunk, or the next part of one; what comes back says whether it has ended."""
 
     @property
     def streams(self) -> LastStreams:
@@ -70,7 +57,7 @@ class Runner(Protocol):
 
 
 class Prefill:
-    """Fills the KV cache of one rank. One request at a time, never while the monokernel runs. `work` cuts chunks into parts.
+    """Fills the KV cache of one rank. One request at a time, never while the monokernel runs.
 
     With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked, which is
     once before each part of a chunk.
@@ -110,12 +97,13 @@ class Prefill:
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
-        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every part of a chunk. Chunks all
-        of whose parts are queued by then (some milliseconds of work) still count. If a value left the range of the products'
-        type, nothing is stored and `start` comes back, or 0 if the cache was changed; the monokernel can go on from there.
-        `on_progress` is called with the number of positions after every chunk, and `on_queued` once, when all is queued, unless
-        it was stopped before: a launch that begins with `streams` may be queued behind it. Once `aborted` is true, nobody waits
-        for a peer any more, and `start` may come back.
+        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every part of a chunk, and chunks
+        that are queued by then (some milliseconds of work) still count; of one whose last part is not, nothing does, and where
+        layers keep a ring of positions (`Work.has_rings`) 0 comes back. If a value left the range of the products' type, nothing
+        is stored and `start` comes back, or 0 if the cache was changed; the monokernel can go on from there. `on_progress` is
+        called with the number of positions after every chunk, and `on_queued` once, when all is queued, unless it was stopped
+        before: a launch that begins with `streams` may be queued behind it. Once `aborted` is true, nobody waits for a peer any
+        more, and `start` may come back.
 
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
         `should_stop` raises ends all waits, too.
@@ -125,7 +113,7 @@ class Prefill:
                 f"prefill from position {start} to {len(token_ids)} is not within the model's context of {self._max_context}"
             )
         found = chunks(start, len(token_ids), self._sizes, self._exact_size, self._work)
-        waiting = deque(part for chunk in found for part in self._parts(chunk))
+        waiting: deque[Part] = deque((chunk, part) for chunk in found for part in range(chunk.num_parts))
         if not waiting:
             return start
         self._runner.begin(token_ids, start, min(self._held, start))
@@ -150,50 +138,48 @@ class Prefill:
         on_progress: Callable[[int], None],
         on_queued: Callable[[], None],
     ) -> int:
-        """Queue what is waiting, and return when it has ended: one past the last position."""
+        """Queue what is waiting, and return when it has ended: how many positions the cache holds."""
         queued: deque[tuple[Part, Callable[[], bool]]] = deque()  # and whether it has ended
         end = start
-        is_stored = is_stopped = False
+        is_stored = is_stopped = is_torn = False
         while queued or not is_stored or not self._runner.has_ended():
             if aborted() and not is_stopped:
                 self._runner.stop()
                 waiting.clear()
                 is_stopped = True
-            elif waiting and self._has_room([part for part, _ in queued], waiting[0]):
+            elif waiting and self._has_room([*(part for part, _ in queued), waiting[0]]):
                 if should_stop():
                     waiting.clear()
                     continue
-                part = waiting.popleft()
-                queued.append((part, self._runner.queue(part)))
-                end = part.chunk.end if part.is_last else end
+                chunk, part = waiting.popleft()
+                queued.append(((chunk, part), self._runner.queue(chunk, part)))
+                is_torn = part < chunk.num_parts - 1
+                if is_torn:
+                    continue
+                end = chunk.end
                 if end == num_tokens:
-                    self._runner.queue_end(part.chunk)
+                    self._runner.queue_end(chunk)
             elif not waiting and not is_stored:
                 self._runner.store(start, end)
                 is_stored = True
                 if end == num_tokens:
                     on_queued()
             elif queued and queued[0][1]():
-                part = queued.popleft()[0]
-                if part.is_last:
-                    on_progress(part.chunk.end)
+                (chunk, part), _ = queued.popleft()
+                if part == chunk.num_parts - 1:
+                    on_progress(chunk.end)
             elif waiting:  # the GPU has more to do
                 time.sleep(POLL_S)
             else:  # the first token waits for this thread; even `sleep(0)` takes what timers may be late by, 50 us
                 os.sched_yield()
-        return end
+        return 0 if is_torn and self._work.has_rings else end
 
-    def _parts(self, chunk: Chunk) -> list[Part]:
-        count = self._work.parts(chunk.size)
-        return [Part(chunk, index, count) for index in range(count)]
-
-    def _has_room(self, queued: Sequence[Part], part: Part) -> bool:
-        """Whether another part may be queued behind these."""
-        if not queued:
+    def _has_room(self, together: Sequence[Part]) -> bool:
+        """Whether the last of these may be queued behind the others."""
+        if len(together) == 1:
             return True
-        together = [*queued, part]
-        flop = sum(self._work.of(one.chunk.start, one.chunk.size) / one.count for one in together)
-        num_rows = sum(one.chunk.size / one.count for one in together)
+        num_rows = sum(chunk.size / chunk.num_parts for chunk, _ in together)
+        flop = sum(self._work.of(chunk.start, chunk.size) / chunk.num_parts for chunk, _ in together)
         return len(together) <= PARTS_QUEUED and num_rows <= ROWS_QUEUED and flop <= MOST_FLOP
 
 
@@ -216,10 +202,13 @@ class HostRunner:
         if held < start:
             self._layers.load_cache(held, start)
 
-    def queue(self, part: Part) -> Callable[[], bool]:
+    def queue(self, chunk: Chunk, part: int = 0) -> Callable[[], bool]:
         """See `Runner`."""
         with _silently():
-            self._layers.run(self._rows[part.chunk.size], part.index, part.count)
+            if chunk.num_parts == 1:
+                self._layers.run(self._rows[chunk.size])
+            else:
+                self._layers.run(self._rows[chunk.size], part, chunk.num_parts)
         return lambda: True
 
     @property

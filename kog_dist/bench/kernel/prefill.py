@@ -159,16 +159,16 @@ def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
     import cupy
 
     figures = []
-    for size, graphs in sorted(runner.graphs.items()):
+    for size, graph in sorted(runner.graphs.items()):
         figure: dict[str, Any] = {"graph": size}
-        for name, measured in (("us", graphs), ("end_us", [runner.ends[size]])):
+        for name, measured in (("us", graph), ("end_us", runner.ends[size])):
             times = []
             for _ in range(5):
-                if measured is graphs:
+                if measured is graph:
                     runner.buffers.next_start.fill(0)
-                runner.buffers.last_position[...] = runner.rows(size).place[:1] * (measured is not graphs) + size - 1
+                runner.buffers.last_position[...] = runner.rows(size).place[:1] * (measured is not graph) + size - 1
                 cupy.cuda.Device().synchronize()
-                times.append(_graphs_us(runner, measured))
+                times.append(_graph_us(runner, measured))
             figure[name] = round(percentile(times, 0.5), 1)
         figures.append(figure)
     cells = [f"{figure['graph']} rows: {figure['us']} and {figure['end_us']}" for figure in figures]
@@ -176,13 +176,12 @@ def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
     return figures
 
 
-def _graphs_us(runner: GraphRunner, graphs: Sequence[Graph]) -> float:
+def _graph_us(runner: GraphRunner, graph: Graph) -> float:
     import cupy
 
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
     begin.record(runner.stream)
-    for graph in graphs:
-        graph.launch(runner.stream.ptr)
+    graph.launch(runner.stream.ptr)
     end.record(runner.stream)
     end.synchronize()
     return 1000 * float(cupy.cuda.get_elapsed_time(begin, end))

@@ -40,7 +40,7 @@ def plan_chat(body: object, served: ServedModel) -> Planned:
     use = _tool_use(request, served, has_format=answer_schema is not None)
     tools = [function.as_chat_tool() for function in use.offered]
     variables = effort_of(request.reasoning_effort, served) | (request.chat_template_kwargs or {})
-    ids = prompt_ids(request.messages, tools, served, variables=variables, begins_with=use.begins_with)
+    ids = prompt_ids(request.messages, tools, served, variables=variables, begins_with=use.begins_with, scope=request.cache_salt)
     num_choices = request.n or 1
     stamp = Stamp.new("chatcmpl-")
     conversation = conversation_of(request, beginning_of(request.messages))

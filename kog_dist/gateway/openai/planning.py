@@ -147,8 +147,13 @@ def _choice_conversation(conversation: str | None, choice: int) -> str | None:
     return conversation if conversation is None or choice == 0 else f"{conversation}.{choice}"
 
 
-def encode_prompt(text: str, served: ServedModel, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-    """Token ids of a prompt that leaves room for an answer. Raises ApiError 400."""
+def encode_prompt(
+    text: str, served: ServedModel, param: str, *, add_special_tokens: bool, chat_scope: str | None = None
+) -> tuple[int, ...]:  # fmt: skip
+    """Token ids of a prompt that leaves room for an answer. Raises ApiError 400.
+
+    `chat_scope`: of a rendered chat, which has its special tokens; see `Tokenizer.encode_chat`.
+    """
     if served.tokenizer is None:
         raise invalid(
             param,
@@ -168,7 +173,10 @@ def encode_prompt(text: str, served: ServedModel, param: str, *, add_special_tok
                 raise _too_long(
                     param, f"the prompt has over {len(head) - _CUT_TOKENS} tokens, at most {room} leave room for an answer"
                 )
-        ids = tuple(served.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if chat_scope is None:
+            ids = tuple(served.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        else:
+            ids = tuple(served.tokenizer.encode_chat(text, chat_scope))
     except ApiError:
         raise
     except RequestError as error:

@@ -18,11 +18,12 @@ _OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}
 
 def prompt_ids(
     messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages",
-    *, variables: Mapping[str, Any] | None = None, begins_with: str = "",
+    *, variables: Mapping[str, Any] | None = None, begins_with: str = "", scope: str | None = None,
 ) -> tuple[int, ...]:  # fmt: skip
     """Token ids of the conversation, up to where the answer begins. Raises ApiError 400 naming the message that is wrong.
 
-    `variables`: further ones of the chat template. `begins_with`: of the answer, what is decided before it.
+    `variables`: further ones of the chat template. `begins_with`: of the answer, what is decided before it. `scope`: the
+    request's `cache_salt`.
     """
     for name in variables or ():
         if name in _OWN_VARIABLES or name.endswith("_token"):
@@ -40,7 +41,7 @@ def prompt_ids(
         raise invalid(param, str(error), error.code) from None
     except CheckpointError as error:
         raise ApiError(500, "server_error", "chat_template_unusable", None, str(error)) from None
-    return encode_prompt(text + begins_with, served, param, add_special_tokens=False)
+    return encode_prompt(text + begins_with, served, param, add_special_tokens=False, chat_scope=scope or "")
 
 
 def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def plan_response(body: object, served: ServedModel) -> Planned:
     messages = _messages(request)
     tools = [function.as_chat_tool() for function in use.offered]
     variables = effort_of(request.effort, served)
-    ids = prompt_ids(messages, tools, served, "input", variables=variables, begins_with=use.begins_with)
+    ids = prompt_ids(messages, tools, served, "input", variables=variables, begins_with=use.begins_with, scope=request.cache_salt)
     has_logprobs = request.top_logprobs is not None or LOGPROBS_INCLUDED in (request.include or ())
     stamp = Stamp.new("resp_")
     params = sampling_params(request, served, (request.top_logprobs or 0) if has_logprobs else None)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.formats.mxfp4 import FORM, GROUP, expert
-from kog_dist.model.formats.quantised_file import QuantisedFile, QuantisedMatrix
+from kog_dist.model.formats.quantised_file import HasName, QuantisedFile, QuantisedMatrix
 from kog_dist.model.formats.source import Box, Pieces, StoredPiece
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
@@ -112,6 +112,37 @@ class StackedCodes:
             return np.frombuffer(raw, np.uint8).reshape(last - first, *piece.tensor.shape[2:])[part.first :: part.step]
 
         return expert(rows(codes), rows(scales), Box(0, box.last - box.first, box.left, box.right))
+
+
+class Stacks(NamedTuple):
+    """The tensors of a layer's experts in MXFP4, each of all experts, shaped as above."""
+
+    gate_up: Pieces  # codes and scales
+    down: Pieces
+    gate_up_bias: StoredPiece
+    down_bias: StoredPiece
+
+
+def stacks(owner: Mapping[str, SafetensorsFile], names: Mapping[str, HasName], expert_prefix: str) -> Stacks | None:
+    """Those of the layer of an expert; None if a checkpoint (see `Checkpoint`) has no such.
+
+    `expert_prefix`: start of the engine's names of the expert's tensors.
+    """
+
+    def pieces(name: str) -> Pieces | None:
+        file = owner[f"{expert_prefix}{name}.weight"]
+        if not isinstance(file, QuantisedFile):
+            return None
+        matrix = file.matrices[names[f"{expert_prefix}{name}.weight"].name]
+        return matrix.pieces if isinstance(matrix.storage, StackedCodes) else None
+
+    def bias(name: str) -> StoredPiece:
+        file = owner[f"{expert_prefix}{name}.bias"]
+        assert isinstance(file, StackedFile)
+        return StoredPiece(file.file, file.parts[names[f"{expert_prefix}{name}.bias"].name].stack)
+
+    gate_up, of_down = pieces("w1"), pieces("w2")
+    return None if gate_up is None or of_down is None else Stacks(gate_up, of_down, bias("w1"), bias("w2"))
 
 
 def unstacked(folder: Path, spec: ModelSpec, place: Place, prefixes: list[str], *, is_coded: bool) -> dict[str, SafetensorsFile]:

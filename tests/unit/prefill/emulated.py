@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ HERE = Path(__file__).parent
 
 
 def compiled(
-    folder: Path, stem: str, header: str, kernels: Iterable[str], params: str, optimize: str = "-O0", cluster: int = 1
-) -> Path:
+    folder: Path, stem: str, header: str, kernels: Iterable[str], params: str, optimize: str = "-O0", cluster: int = 1,
+    clusters: Mapping[str, int] | None = None,
+) -> Path:  # fmt: skip
     """`stem`.cu with this `stem`_shape.cuh as a library of functions `launch_NAME`, which take a `params`. `cluster`: of the
-    thread blocks of each.
+    thread blocks of each, unless `clusters` says otherwise of a kernel.
 
     Its kernels run one at a time; who wants several at once loads copies of the library.
     """
@@ -48,7 +49,9 @@ def compiled(
     sources["hopper.cuh"] = (HERE / "hopper_on_cpu.h").read_text(encoding="utf-8")
     for name, text in {**sources, f"{stem}_shape.cuh": header}.items():
         (folder / name).write_text(text, encoding="utf-8")
-    text = sources[f"{stem}.cu"] + "".join(LAUNCH.format(name=name, params=params, cluster=cluster) for name in kernels)
+    of_kernel = clusters or {}
+    calls = [LAUNCH.format(name=name, params=params, cluster=of_kernel.get(name, cluster)) for name in kernels]
+    text = sources[f"{stem}.cu"] + "".join(calls)
     (folder / f"{stem}.cpp").write_text(text, encoding="utf-8")
     # A copy of the library has variables of its own.
     flags = (optimize, "-fno-strict-aliasing", "-fno-gnu-unique", "-fPIC", "-shared", "-pthread")

@@ -37,6 +37,7 @@ alignas(1024) inline unsigned char memory[kMostRanks][kRankBytes];
 inline u32 shared_memory() { return 512; }  // not aligned
 inline unsigned char* own(u32 address) { return memory[my_rank] + address; }
 inline float4 load_shared_float4(u32 address) { return *reinterpret_cast<const float4*>(own(address)); }
+inline u32 load_shared_u32(u32 address) { return *reinterpret_cast<const u32*>(own(address)); }
 inline void store_shared_float4(u32 address, const float4& v) { *reinterpret_cast<float4*>(own(address)) = v; }
 inline void store_global(void* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
 inline float exp2_approx(float x) { return std::exp2(x); }
@@ -134,6 +135,9 @@ inline void tensor_load_many(u32 to, const TensorMap* map, int x, int y, int z, 
     for (u32 rank = 0; rank < kMostRanks; ++rank)
         if (mask >> rank & 1) update(cluster_address(bar, rank), 0, -2 * static_cast<int>(count));
 }
+inline void tensor_load_many(u32 to, const TensorMap* map, int x, int y, int z, int w, u32 bar, u16 mask) {
+    tensor_load_many(to, map, x, y, z, w, 0, bar, mask);
+}
 inline void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, int w, int v, u32 bar) {
     tensor_load_many(to, map, x, y, z, w, v, bar, static_cast<u16>(1u << my_rank));
 }
@@ -186,14 +190,14 @@ void multiply_rows(float (&d)[kCount], u64 a, u64 b, bool adds) {
     });
 }
 inline u32 fragments[kMostRanks][512][4];
-template <bool kOfRows, int kCount>
-void multiply_fragments(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+struct Rows {  // two of an operand, of whose values each thread of a warp has some in registers
+    float values[2][16];
+};
+inline Rows rows_in_registers(u32 a0, u32 a1, u32 a2, u32 a3) {
     const u32 mine[4] = {a0, a1, a2, a3};
     std::memcpy(fragments[my_rank][threadIdx.x], mine, sizeof(mine));
     __syncwarp();
-    struct Rows {
-        float values[2][16];
-    } rows;
+    Rows rows;
     for (u32 k = 0; k < 16; ++k) {
         for (u32 r = 0; r < 2; ++r) {
             const u32 pair = fragments[my_rank][threadIdx.x / 4 * 4 + k % 8 / 2][r + (k & 8 ? 2 : 0)];
@@ -201,19 +205,24 @@ void multiply_fragments(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 
         }
     }
     __syncwarp();
-    queued.push_back([d = static_cast<float*>(d), rows, matrix = Operand(b)] {
-        for (int i = 0; i < kCount; ++i)
-            for (u32 k = 0; k < 16; ++k)
-                d[i] += rows.values[i >> 1 & 1][k] * (kOfRows ? matrix.of_row(column_of(i), k) : matrix.of_column(column_of(i), k));
+    return rows;
+}
+template <int kCount>
+void multiply_rows(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool adds) {
+    queued.push_back([d = static_cast<float*>(d), rows = rows_in_registers(a0, a1, a2, a3), matrix = Operand(b), adds] {
+        for (int i = 0; i < kCount; ++i) {
+            float sum = adds ? d[i] : 0;
+            for (u32 k = 0; k < 16; ++k) sum += rows.values[i >> 1 & 1][k] * matrix.of_row(column_of(i), k);
+            d[i] = sum;
+        }
     });
 }
 template <int kCount>
 void multiply_columns(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    multiply_fragments<false>(d, a0, a1, a2, a3, b);
-}
-template <int kCount>
-void multiply_weights(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    multiply_fragments<true>(d, a0, a1, a2, a3, b);
+    queued.push_back([d = static_cast<float*>(d), rows = rows_in_registers(a0, a1, a2, a3), matrix = Operand(b)] {
+        for (int i = 0; i < kCount; ++i)
+            for (u32 k = 0; k < 16; ++k) d[i] += rows.values[i >> 1 & 1][k] * matrix.of_column(column_of(i), k);
+    });
 }
 
 }  // namespace kog

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from kog_dist.workers.prefill.attention import attention_abi
+from kog_dist.workers.prefill.attention import attention_abi, hopper_attention
 from kog_dist.workers.prefill.attention.attention_abi import ATTENTION_PARAMS, AttentionShape, misfit
-from kog_dist.workers.prefill.attention.hopper_attention import Attention, build, most_parts_bytes, plan
+from kog_dist.workers.prefill.attention.hopper_attention import Attention, AttentionPlan, build, most_parts_bytes, plan
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 from tests.unit.prefill.models import relative_error
 
 SHAPE_2B = AttentionShape(96, num_heads=32, num_kv_heads=16, lane_heads=4)
+QWEN3_4B = AttentionShape(128, num_heads=32, num_kv_heads=8, lane_heads=4)
 NUM_SMS, MAX_CONTEXT = 132, 4096
 
 
@@ -30,25 +32,67 @@ def test_items_of_the_2b_shape() -> None:
     }
     of_one_group = {key for key, made in plans.items() if made.num_groups == 1}
     assert of_one_group == {(1, None), (1, 512), (64, 512), (128, 512), (256, 512)}
-    assert {size for (size, _), made in plans.items() if made.num_partitions} == {1, 64, 128, 256}
+    assert {key for key, made in plans.items() if made.num_groups == 4} == {(size, None) for size in (1024, 2048, 4096)}
+    assert {size for (size, _), made in plans.items() if made.num_units} == {1, 64, 128, 256}
     for (size, window), made in plans.items():
         assert (made.num_tiles - 1) * made.num_groups * 32 < size <= made.num_tiles * made.num_groups * 32
         assert made.is_partitioned == (window is None), "bits depend on the window alone"
-        assert made.num_items == made.num_tiles * 16 * (made.num_partitions or 1)
-        assert made.num_ctas == min(made.num_items, NUM_SMS)
-        if made.num_partitions:
-            assert made.num_partitions * attention_abi.PARTITION_KEYS >= MAX_CONTEXT - 1 + size
+        assert made.num_items == made.num_tiles * 16 * (made.num_units or 1)
+        num_ctas_of_item = 2 if made.num_groups == 4 else 1
+        assert made.num_ctas == min(num_ctas_of_item * made.num_items, NUM_SMS)
+        if made.num_units:
+            assert made.first_partitions == 1
+            assert made.num_units == attention_abi.num_partitions(MAX_CONTEXT - 1 + size)
 
 
-@pytest.mark.parametrize("max_context", [16384, 40960, 131072])
-def test_few_rows_behind_a_long_context_keep_all_multiprocessors_busy(max_context: int) -> None:
-    qwen3_4b = AttentionShape(128, num_heads=32, num_kv_heads=8, lane_heads=4)
-    plans = {size: plan(qwen3_4b, size, None, max_context - 1 + size, NUM_SMS) for size in (1, 128, 256, 512)}
-    assert plans[1].num_items == 8 * plans[1].num_partitions
-    assert plans[128].num_partitions == -(-(max_context + 127) // 1024)
-    assert all(made.num_items > 0.9 * NUM_SMS for made in plans.values())
-    most = most_parts_bytes(qwen3_4b, plans, max_context, NUM_SMS)
-    assert most == max(made.parts_bytes(qwen3_4b) for made in plans.values()) <= 320 << 20
+def test_partitions_are_short_at_the_beginning_of_the_context() -> None:
+    keys = (1, 1024, 1025, 8192, 8193, 12288, 12289)
+    assert [attention_abi.num_partitions(count) for count in keys] == [1, 1, 2, 8, 9, 9, 10]
+
+
+def busy(made: AttentionPlan, shape: AttentionShape, size: int, start: int) -> float:
+    """The share of the time that multiprocessors attend to tiles of keys, as attention_items.cuh deals items out."""
+    heads, positions = shape.num_heads // shape.pack, 64 // shape.pack * made.num_groups
+    first, short, long = (
+        number // shape.keys
+        for number in (attention_abi.PARTITION_KEYS, attention_abi.SHORT_PARTITIONS * attention_abi.PARTITION_KEYS,
+                       attention_abi.LONG_PARTITION_KEYS)
+    )  # fmt: skip
+    bounds = [*range(0, short, first), *range(short, 10**4, long)]
+    units = [0, *bounds[made.first_partitions :]]
+    num_ctas = made.num_ctas // (2 if made.num_groups == 4 else 1)  # or pairs of them
+    tiles = np.zeros(num_ctas, int)
+    seen = [(start + min(size, (tile + 1) * positions) - 1) // shape.keys + 1 for tile in range(made.num_tiles)]
+    if made.num_units:
+        found = [unit for unit in range(made.num_units) if units[unit] < seen[-1]]
+        num_short = attention_abi.SHORT_PARTITIONS if made.first_partitions == 1 else 0
+        items = [max(0, min(end, units[i + 1]) - units[i]) for i in found[num_short:] + found[:num_short] for end in seen]
+    else:
+        items = seen[::-1]
+    for index, count in enumerate(np.repeat(items, heads)):
+        turn, at = divmod(index, num_ctas)
+        tiles[num_ctas - 1 - at if turn % 2 else at] += count
+    assert tiles.sum() == sum(seen) * heads
+    return float(tiles.sum() / (NUM_SMS * num_ctas // made.num_ctas) / tiles.max())
+
+
+@pytest.mark.parametrize("max_context", [32768, 66000])
+def test_rows_behind_a_long_context_keep_all_multiprocessors_busy(max_context: int) -> None:
+    plans = {size: plan(QWEN3_4B, size, None, max_context - 1 + size, NUM_SMS) for size in (1, *CHUNK_SIZES)}
+    assert plans[1].num_items == 8 * plans[1].num_units
+    assert {size for size, made in plans.items() if made.first_partitions > 1} == {384, 640, 768}
+    shares = {(size, start): busy(made, QWEN3_4B, size, start)
+              for size, made in plans.items() if size > 1 for start in (20600, max_context - size)}  # fmt: skip
+    assert min(shares.values()) > 0.75, shares
+    behind_few = [busy(made, QWEN3_4B, size, 20600) for size, made in plans.items() if size >= 384]
+    assert min(behind_few) > 0.84, "items that are dealt out as wholes leave up to 39 % of the time"
+    most = most_parts_bytes(QWEN3_4B, plans, max_context, NUM_SMS)
+    assert most == max(made.parts_bytes(QWEN3_4B) for made in plans.values()) <= 320 << 20
+
+
+def test_units_that_would_take_too_much_memory_are_left_out() -> None:
+    assert plan(QWEN3_4B, 640, None, 66000, NUM_SMS).num_units
+    assert not plan(QWEN3_4B, 640, None, 660000, NUM_SMS).num_units
 
 
 @pytest.mark.parametrize(
@@ -73,13 +117,15 @@ def test_other_heads_are_named() -> None:
     assert "144 values" in misfit(144)
 
 
-def emulated(folder: Path, shape: AttentionShape, max_context: int) -> tuple[Attention, Attention]:
-    """attention.cu on a CPU, as on two multiprocessors, and on so many that partitions are items of their own."""
-    path = compiled(folder, "attention", shape.constants(), ("attend", "combine"), "AttentionLaunch", optimize="-O1")
+def emulated(folder: Path, shape: AttentionShape, max_context: int) -> list[Attention]:
+    """attention.cu on a CPU: as on two multiprocessors, and on so many that units of several partitions, or of one, are items."""
+    kernels = ("attend", "attend_pairs", "combine")
+    path = compiled(
+        folder, "attention", shape.constants(), kernels, "AttentionLaunch", optimize="-O1", clusters={"attend_pairs": 2}
+    )
     library = ctypes.CDLL(str(path))
-    launchers = {name: launcher(library, name, ATTENTION_PARAMS.size_bytes) for name in ("attend", "combine")}
-    few, many = (Attention(shape, max_context, num_sms, launchers, map_on_cpu) for num_sms in (2, 6))
-    return few, many
+    launchers = {name: launcher(library, name, ATTENTION_PARAMS.size_bytes) for name in kernels}
+    return [Attention(shape, max_context, num_sms, launchers, map_on_cpu) for num_sms in (2, 3, 8)]
 
 
 def wanted(
@@ -102,24 +148,33 @@ def wanted(
 
 @needs_compiler
 def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("attention.hopper_attention", "attention.attention_abi"):
-        monkeypatch.setattr(f"kog_dist.workers.prefill.{module}.PARTITION_KEYS", 128)
+    for name, value in (("PARTITION_KEYS", 64), ("SHORT_PARTITIONS", 2), ("LONG_PARTITION_KEYS", 128)):
+        for module in (hopper_attention, attention_abi):
+            monkeypatch.setattr(module, name, value, raising=module is attention_abi)
     max_context, shape = 300, AttentionShape(48, num_heads=2, num_kv_heads=1, lane_heads=1, keys=64)
-    few, many = emulated(tmp_path, shape, max_context)
+    few, some, many = emulated(tmp_path, shape, max_context)
     generator = torch.Generator().manual_seed(1)
     query, keys, values = (
         torch.randn(max_context + 80, heads, shape.head_dim, generator=generator).half() for heads in (shape.num_heads, 1, 1)
     )
     given = np.array([0.7, 3.1], np.float32)
-    cases = ((None, 230, 70, None), (None, 299, 1, given), (40, 130, 50, given), (150, 260, 33, given))
+    cases = (
+        (None, 44, 240, None), (None, 150, 120, None), (None, 230, 70, None), (None, 299, 1, given), (None, 10, 40, given),
+        (40, 130, 50, given), (150, 260, 33, given),
+    )  # fmt: skip
+    plans = [
+        plan(shape, size, None, max_context - 1 + size, made.num_sms) for _, _, size, _ in cases for made in (few, some, many)
+    ]
+    assert {made.first_partitions for made in plans if made.num_units} == {1, 2}, "cases meet both kinds of units"
+    assert {(made.num_groups, made.num_units > 0) for made in plans} >= {(1, True), (2, True), (4, False), (4, True)}
     for window, start, size, sinks in cases:
         place = np.array([start, 0, start + size], np.int32)
         arguments = query[start : start + size].numpy(), keys.numpy(), values.numpy(), place, window, sinks
         found = many.run(*arguments).copy()
         reference = wanted(shape, query[start : start + size], keys, values, start, window, sinks)
         assert relative_error(found, reference) < 1e-3, (window, start, size)
-        if window is None:
-            assert np.array_equal(found, few.run(*arguments)), "partitions that are items of their own change bits"
+        for other in (few, some):
+            assert np.array_equal(found, other.run(*arguments)), f"units that are items of their own change bits: {window, size}"
         if size > 1:
             row = np.array([start + size - 2], np.int32)
             alone = many.run(arguments[0][-2:-1], *arguments[1:3], row, window, sinks)
@@ -127,8 +182,9 @@ def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_the_kernel_builds_without_spills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [SHAPE_2B, QWEN3_4B], ids=["2b", "qwen3-4b"])
+def test_the_kernel_builds_without_spills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: AttentionShape) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    log = build(SHAPE_2B).log
-    assert log.count("0 bytes spill stores") == 2
+    log = build(shape).log
+    assert log.count("0 bytes spill stores") == 3
     assert "serialized" not in log, "products wait for each other"

@@ -73,15 +73,39 @@ def test_a_chunk_knows_its_padding() -> None:
     assert chunks(7, 7) == []
 
 
-def test_chunks_far_into_a_context_are_small() -> None:
-    """A stop waits for what is queued: of a large model, or behind many positions, that is fewer rows."""
+def test_chunks_far_into_a_context_have_parts() -> None:
+    """A stop waits for what is queued: of a large model that is fewer rows, and behind many positions fewer layers."""
     spec = named_spec("llama-3.1-8b@131072")
     work, sizes = work_of(spec), sizes_within(spec)
     assert max(sizes) == 1536
     found = chunks(0, 131072, sizes, 0, work)
-    assert [found[i].size for i in (0, -2)] == [1536, 256]
-    assert all(work.of(chunk.start, chunk.size) <= MOST_FLOP for chunk in found)
-    assert [chunk.size for chunk in found] == sorted((chunk.size for chunk in found), reverse=True)
+    assert {chunk.size for chunk in found[:-1]} == {1536}
+    assert [found[i].num_parts for i in (0, -2)] == [1, 11]
+    for chunk in found:
+        flop = work.of(chunk.start, chunk.size)
+        assert chunk.num_parts == (1 if flop <= MOST_FLOP else work.parts(chunk.size))
+        assert flop / chunk.num_parts <= MOST_FLOP * (1 if chunk.num_parts == 1 else 0.5)
     for chunk in found[::7]:
         assert chunks(chunk.start, 131072, sizes, 0, work) == found[found.index(chunk) :]
     assert chunks(0, 4096, work=work_of(laneformer_2b())) == chunks(0, 4096), "2B has its chunks as before"
+
+
+def test_chunks_far_into_a_context_are_small_where_layers_keep_rings() -> None:
+    spec = replace(named_spec("llama-3.1-8b@131072"), sliding_window=4096, window_layers=(0,))
+    work, sizes = work_of(spec), sizes_within(spec)
+    found = chunks(0, 131072, sizes, 0, work)
+    assert [found[i].size for i in (0, -2)] == [1536, 256]
+    assert {chunk.num_parts for chunk in found} == {1}
+    assert all(work.of(chunk.start, chunk.size) <= MOST_FLOP for chunk in found)
+    assert [chunk.size for chunk in found] == sorted((chunk.size for chunk in found), reverse=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3-4b@40960", "llama-3.1-8b@131072", "qwen3-8b@9216"])
+def test_a_chunk_has_parts_only_where_graphs_have_them(name: str) -> None:
+    spec = named_spec(name)
+    work, sizes = work_of(spec), sizes_within(spec)
+    for start in range(0, spec.max_context, 777):
+        for end in range(start + 1, min(start + 2500, spec.max_context), 97):
+            for chunk in chunks(start, end, sizes, 0, work):
+                assert chunk.num_parts in (1, work.parts(chunk.size))
+                assert chunk.num_parts <= spec.num_layers

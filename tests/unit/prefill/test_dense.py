@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Chunk, Work
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import EmulatedDenseOperations
@@ -141,6 +143,31 @@ def test_large_streams_and_activations_do_not_overflow(tmp_path: Path) -> None:
     assert activations[1] / ACTIVATION_SCALE > 1000
     assert relative_error(rank.buffers.last_streams, exact.buffers.last_streams) < 2e-3
     assert relative_error(float32_of(rank.cache), float32_of(exact.cache)) < 5e-3
+
+
+def test_a_chunk_in_parts_has_the_bits_of_a_whole_one(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path, DENSE)
+    whole = Rank(checkpoint, dtype=np.float16)
+    cut = Rank(checkpoint, dtype=np.float16, work=Work(row_flop=MOST_FLOP / 12, most_parts=5, max_context=256))
+    ids, seen, queued = token_ids(checkpoint.spec, 60), list[int](), list[tuple[int, int, int]]()
+    runner: Any = cut.prefill._runner
+    queue = runner.queue
+
+    def noting(chunk: Chunk, part: int) -> Callable[[], bool]:
+        queued.append((chunk.start, part, chunk.num_parts))
+        return queue(chunk, part)  # type: ignore[no-any-return]
+
+    runner.queue = noting
+    asked = iter([False] * 8 + [True])
+    assert whole.run(ids) == len(ids)
+    reached = cut.prefill.run(ids, 0, should_stop=lambda: next(asked), on_progress=seen.append)
+    assert reached == 32, "two parts of the third chunk count for nothing"
+    assert seen == [16, 32]
+    assert queued == [(start, part, 3) for start in (0, 16, 32) for part in range(3)][:-1]
+    assert cut.run(ids, reached) == len(ids)
+    assert queued[8:] == [*((start, part, 3) for start in (32,) for part in range(3)), (48, 0, 3), (48, 1, 3), (48, 2, 3)]
+    assert np.array_equal(whole.cache, cut.cache)
+    assert np.array_equal(whole.buffers.last_streams, cut.buffers.last_streams)
 
 
 def test_a_value_out_of_range_gives_the_cache_up(tmp_path: Path) -> None:

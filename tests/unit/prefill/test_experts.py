@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import DENSE as DENSE_SHAPES
 from kog_dist.bench.kernel.shapes import MOE, named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
@@ -27,10 +26,9 @@ from kog_dist.workers.prefill.experts.device import GroupedExperts, kernel_bytes
 from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, constants, tile_for, tiles
 from kog_dist.workers.prefill.experts.plain import plain_experts
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Work, chunks, sizes_within, work_of
+from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Chunk, Work, chunks, sizes_within, work_of
 from kog_dist.workers.prefill.model.matrices import DenseMatrices, matrices_of
 from kog_dist.workers.prefill.model.memory import matrix_bytes, obstacle_to_prefill
-from kog_dist.workers.prefill.prefill import Part
 from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher
@@ -74,21 +72,23 @@ def test_same_function_as_token_by_token(tmp_path: Path, name: str) -> None:
     assert relative_error(last_logits(half), wanted) < 4e-3
 
 
-def test_a_stop_within_a_chunk_leaves_it_out(tmp_path: Path) -> None:
-    """Chunks of 16 rows in three parts, each a layer."""
+@pytest.mark.parametrize("has_rings", [False, True])
+def test_a_stop_within_a_chunk_leaves_it_out(tmp_path: Path, *, has_rings: bool) -> None:
+    """Chunks of 16 rows in three parts, each a layer. Where layers keep a ring of positions nothing is left."""
     spec = ModelSpec(**{**DENSE, **MODELS["qwen3_moe"]})
     write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
     checkpoint, ids = open_checkpoint(tmp_path), token_ids(spec, PROMPT)
-    whole, cut = Rank(checkpoint), Rank(checkpoint, work=Work(chunk_flop=1.4 * MOST_FLOP, most_parts=3))
+    work = Work(chunk_flop=1.4 * MOST_FLOP, most_parts=3, has_rings=has_rings)
+    whole, cut = Rank(checkpoint), Rank(checkpoint, work=work)
     assert whole.run(ids) == PROMPT
     seen: list[int] = []
-    ends = {0: 0, 1: 0, 2: 0, 3: 16, 4: 16, 7: 32}  # by the number of parts that are queued
+    ends = {0: 0, 1: 0, 2: 0, 3: 16, 4: 16, 6: 32, 7: 32}  # by the number of parts that are queued
     runner: Any = cut.prefill._runner
-    run_part, parts = runner.queue, list[Part]()
+    run_part, parts = runner.queue, list[tuple[int, int]]()
 
-    def queue(part: Part) -> Callable[[], bool]:
-        parts.append(part)
-        ended: Callable[[], bool] = run_part(part)
+    def queue(chunk: Chunk, part: int = 0) -> Callable[[], bool]:
+        parts.append((chunk.start, part))
+        ended: Callable[[], bool] = run_part(chunk, part)
         return ended
 
     runner.queue = queue
@@ -96,26 +96,26 @@ def test_a_stop_within_a_chunk_leaves_it_out(tmp_path: Path) -> None:
         answers = iter([*[False] * before, True])
         parts.clear()
         seen.clear()
-        assert cut.prefill.run(ids, 0, should_stop=lambda answers=answers: next(answers), on_progress=seen.append) == reached  # type: ignore[misc]
-        assert [(part.chunk.start, part.index) for part in parts] == [(at // 3 * 16, at % 3) for at in range(before)]
+        held = cut.prefill.run(ids, 0, should_stop=lambda answers=answers: next(answers), on_progress=seen.append)  # type: ignore[misc]
+        assert held == (0 if has_rings and before % 3 else reached)
+        assert parts == [(at // 3 * 16, at % 3) for at in range(before)]
         assert seen == list(range(16, reached + 1, 16))
-    assert cut.prefill.run(ids, 32, should_stop=lambda: False) == PROMPT
+    assert cut.prefill.run(ids, held, should_stop=lambda: False) == PROMPT
     assert np.array_equal(whole.cache, cut.cache)
     assert np.array_equal(whole.buffers.last_streams, cut.buffers.last_streams)
 
 
-@pytest.mark.parametrize("name", [*DENSE_SHAPES, *MOE])
+@pytest.mark.parametrize("name", MOE)
 def test_what_a_stop_waits_for_is_bounded(name: str) -> None:
     """Two parts at most are queued; what they take of experts is in docs/moe.md."""
     spec = named_shape(f"{name}@65536")[0]
     work, sizes = work_of(spec), sizes_within(spec)
+    assert sizes[-1] == 4096
+    assert work.has_rings == (spec.window_layers != ())
     for start in (0, 4096, 32768):
         for chunk in chunks(start, min(start + 9000, 65536), sizes, work=work):
-            count = work.parts(chunk.size)
-            assert 1 <= count <= (1 if spec.experts is None else spec.num_layers)
-            assert work.of(chunk.start, chunk.size) / count <= MOST_FLOP or chunk.size == sizes[0]
-            assert chunk.start or work.of(0, chunk.size) / count <= MOST_FLOP / 2 or spec.experts is None
-    assert sizes[-1] == 4096 or spec.experts is None
+            flop = work.of(chunk.start, chunk.size) / chunk.num_parts
+            assert flop <= (MOST_FLOP if chunk.num_parts in (1, spec.num_layers) else MOST_FLOP / 2)
 
 
 MEASURED_MS = {  # of chunks on an H100 (docs/results/prefill-experts-h100.txt), by their rows
@@ -128,10 +128,13 @@ MEASURED_MS = {  # of chunks on an H100 (docs/results/prefill-experts-h100.txt),
 @pytest.mark.parametrize("name", MEASURED_MS)
 def test_no_chunk_takes_longer_than_its_work_says(name: str) -> None:
     """MOST_FLOP is 40 ms."""
-    work = work_of(named_shape(name)[0])
+    spec = named_shape(f"{name}@9216")[0]
+    work, sizes = work_of(spec), sizes_within(spec)
     for size, measured_ms in MEASURED_MS[name].items():
+        (chunk,) = chunks(0, size, sizes, work=work)
         assert measured_ms <= 40 * work.of(0, size) / MOST_FLOP
-        assert 2 * measured_ms / work.parts(size) <= 40
+        num_queued = 1 if chunk.num_parts == 1 else 2  # two whole chunks if both have little work
+        assert num_queued * measured_ms / chunk.num_parts <= 40
 
 
 def test_ranks_that_share_the_lanes(tmp_path: Path) -> None:

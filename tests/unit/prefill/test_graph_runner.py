@@ -16,8 +16,10 @@ from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_che
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
 from kog_dist.workers.prefill import gpu
+from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.gpu import GraphRunner, Tuning
+from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Work
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.operations import Operations
 from kog_dist.workers.prefill.prefill import Prefill
@@ -133,7 +135,28 @@ def test_graphs_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> Non
         assert np.array_equal(rank.cache, expected.cache)
         assert np.array_equal(rank.buffers.last_streams, expected.buffers.last_streams)
     graphs: Any = runner.graphs
-    assert {size: [graph.num_replays for graph in parts] for size, parts in graphs.items()} == {16: [10], 8: [3], 12: [1]}
+    assert {size: graph.num_replays for size, graph in graphs.items()} == {16: 10, 8: 3, 12: 1}
+
+
+def test_parts_of_chunks_are_graphs_of_their_own(made: object, tmp_path: Path) -> None:
+    spec = ModelSpec(**{**SMALL, "delay": 0, "sliding_window": None, "window_layers": ()})
+    write_checkpoint(tmp_path / "dense", spec, random_tensors(spec, 7), manifest=False)
+    checkpoint = open_checkpoint(tmp_path / "dense")
+    work = Work(row_flop=MOST_FLOP / 20, key_flop=MOST_FLOP / 4000, most_parts=5, max_context=spec.max_context)
+    expected, rank = (Rank(checkpoint, dtype=np.float16, sizes=SIZES) for _ in range(2))
+    operations: Any = Captured(rank.layers.operations)
+    stream: Any = Stream()
+    layers = DenseLayers(spec, rank.matrices, operations, OneRank())
+    runner = GraphRunner(layers, rank.buffers, stream, Tuning(SIZES, exact_size=0), work=work)
+    prefill = Prefill(runner, max_context=spec.max_context, sizes=SIZES, work=work)
+    ids = token_ids(spec, 87)
+    assert prefill.run(ids, 0, should_stop=lambda: False) == expected.run(ids) == 87
+    assert np.array_equal(rank.cache, expected.cache)
+    assert np.array_equal(rank.buffers.last_streams, expected.buffers.last_streams)
+    graphs: Any = runner.graphs
+    parts: Any = runner.parts
+    assert {size: graph.num_replays for size, graph in graphs.items()} == {16: 3, 8: 1}
+    assert {size: [graph.num_replays for graph in some] for size, some in parts.items()} == {16: [2] * 4}
 
 
 def test_all_chunks_have_run_before_the_first_is_captured(made: tuple[Rank, Rank, GraphRunner]) -> None:

@@ -26,8 +26,8 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.prefill.arrays import Array, address, float32_of
 from kog_dist.workers.prefill.exchange.lane_sums import CommunicatorExchange, mailbox
 from kog_dist.workers.prefill.model.buffers import Buffers
+from kog_dist.workers.prefill.model.chunks import Chunk
 from kog_dist.workers.prefill.model.layers import num_shared_streams
-from kog_dist.workers.prefill.prefill import Part
 from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, interpreter, layout_of, relative_error, token_ids
 
@@ -209,13 +209,13 @@ def test_a_stop_waits_for_few_rows(make: Make, monkeypatch: pytest.MonkeyPatch, 
     checkpoint = make({})
     rank = Rank(checkpoint)
     runner: Any = rank.prefill._runner
-    run_part = runner.queue
+    run_chunk = runner.queue
     under_way, most = list[int](), 0
 
-    def queue(part: Part) -> Callable[[], bool]:
+    def queue(chunk: Chunk, part: int) -> Callable[[], bool]:
         nonlocal most
-        run_part(part)
-        under_way.append(part.chunk.size)
+        run_chunk(chunk, part)
+        under_way.append(chunk.size)
         most = max(most, sum(under_way))
         polls = iter(range(5))
 

@@ -5,26 +5,54 @@
 
 namespace kog {
 
+template <u32 kCluster>
 struct Consumer {
     const KogAttentionParams& params;
     Memory memory;
-    u32 group;
-    bool in_turn;
+    u32 group;  // among those of the thread block
     Ring ring{0, 0};
     State state;
+    u32 query[kHeadDim / 4];
 
-    __device__ __forceinline__ void release(u32 slot) {
-        if (laneid() == 0) mbar_arrive(memory.empty(slot));
+    __device__ __forceinline__ u32 of_item() const {  // this group among those of the item
+        return kCluster > 1 ? cluster_rank() * (params.num_groups / kCluster) + group : group;
+    }
+    __device__ __forceinline__ bool in_turn() const { return params.num_groups > kCluster; }
+    __device__ __forceinline__ u32 totals() const {  // where this thread keeps what partitions gave
+        return memory.base + kTotalsFrom + group * kTotalBytes + threadIdx.x % kGroupThreads * 16;
+    }
+    __device__ __forceinline__ void release(u32 slot) {  // to all that copy into it
+        if constexpr (kCluster == 1) {
+            if (laneid() == 0) mbar_arrive(memory.empty(slot));
+        } else {
+            if (laneid() < kCluster) mbar_arrive_cluster(cluster_address(memory.empty(slot), laneid()));
+        }
     }
     // Scores of a tile: queued.
     __device__ __forceinline__ void queue_scores(float (&scores)[kScores], u32 slot) {
-        const u64 query = rows_at<kPanel>(memory.query(group)), keys = rows_at<kPanel>(memory.slot(slot));
+        const u64 keys = rows_at<kPanel>(memory.slot(slot));
 #pragma unroll
         for (u32 k = 0; k < kHeadDim / 16; ++k) {
             const u32 panel = k * 16 / kPanel, within = k * 16 % kPanel * 2;
-            multiply_rows(scores, query + ((panel * kQueryPanelBytes + within) >> 4), keys + ((panel * kPanelBytes + within) >> 4), k > 0);
+            multiply_rows(scores, query[4 * k], query[4 * k + 1], query[4 * k + 2], query[4 * k + 3],
+                          keys + ((panel * kPanelBytes + within) >> 4), k > 0);
         }
         products_commit();
+    }
+    // This thread's part of its group's queries, which are in the next slot, as a product takes it.
+    __device__ __forceinline__ void take_query() {
+        mbar_wait(memory.full(ring.slot), ring.parity);
+        const u32 row = threadIdx.x % kGroupThreads / 32 * 16 + laneid() / 4;
+        const u32 rows = memory.slot(ring.slot) + group * kQueryBytes + row * kPanel * 2;
+#pragma unroll
+        for (u32 i = 0; i < kHeadDim / 4; ++i) {
+            const u32 k = i / 4 * 16 + i % 4 / 2 * 8 + laneid() % 4 * 2;
+            const u32 address = rows + k / kPanel * kQueryPanelBytes + i % 2 * 8 * kPanel * 2 + k % kPanel * 2;
+            query[i] = load_shared_u32(address ^ (address >> 7 & (kPanel / 8 - 1)) << 4);  // swizzled over as many bytes as a row has
+        }
+        __syncwarp();
+        release(ring.slot);
+        ring.advance();
     }
     // values += the tile's values, times `chances`: queued.
     __device__ __forceinline__ void queue_values(const u32 (&chances)[kScores / 2], u32 slot) {
@@ -92,7 +120,7 @@ struct Consumer {
     }
 
     // Tiles `from` to `until` - 1, from nothing.
-    __device__ __forceinline__ void attend(int from, int until, const int (&position)[2], int lowest, int highest, bool is_last) {
+    __device__ __forceinline__ void attend(int from, int until, const int (&position)[2], int lowest, int highest) {
         float scores[kScores], factor[2];
         u32 chances[kScores / 2];
         state.top[0] = state.top[1] = -INFINITY, state.sum[0] = state.sum[1] = 0;
@@ -116,7 +144,7 @@ struct Consumer {
             const u32 keys = ring.slot;
             ring.advance();
             const u32 values = ring.slot;
-            if (in_turn) group_sync(1 + group, 2 * kGroupThreads);
+            if (in_turn()) group_sync(1 + group, 2 * kGroupThreads);
             __syncwarp();
             settle(scores);
             settle(state.values);
@@ -126,7 +154,7 @@ struct Consumer {
             ring.advance();
             __syncwarp();
             queue_values(chances, values);
-            if (in_turn) group_arrive(2 - group, 2 * kGroupThreads);
+            if (in_turn()) group_arrive(2 - group, 2 * kGroupThreads);
             products_wait<1>();
             settle(scores);
             release(keys);
@@ -140,7 +168,6 @@ struct Consumer {
             rescale(factor);
             pack(scores, chances);
         }
-        if (is_last && laneid() == 0) mbar_arrive(memory.query_empty(group));
         const u32 values = ring.slot;
         ring.advance();
         __syncwarp();
@@ -159,26 +186,22 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         const int start = *reinterpret_cast<const int*>(params.place_ptr);
-        const u32 thread = threadIdx.x % kGroupThreads, warp_row = thread / 32 * 16;
-        const u32 totals = memory.base + kTotalsFrom + group * kTotalBytes + 16 * thread;
-        u32 query_parity = 0;
-        if (in_turn && group == 1) group_arrive(1, 2 * kGroupThreads);  // the other one begins
-        for (u32 pass = 0; pass * gridDim.x < params.num_items; ++pass) {
-            const u32 index = item_index(pass);
+        const u32 warp_row = threadIdx.x % kGroupThreads / 32 * 16;
+        if (in_turn() && group == 1) group_arrive(1, 2 * kGroupThreads);  // the other one begins
+        for (u32 pass = 0; pass * (gridDim.x / kCluster) < params.num_items; ++pass) {
+            const u32 index = item_index<kCluster>(pass);
             if (index >= params.num_items) continue;
             const Item item(params, index, start);
             if (item.first >= item.end) continue;
-            const int origin = start + item.first_row(params, group);
+            const int origin = start + item.first_row(params, of_item());
             const int lowest = origin + warp_row / kPack, highest = origin + (warp_row + 15) / kPack;
             const int position[2] = {static_cast<int>(origin + (warp_row + laneid() / 4) / kPack),
                                      static_cast<int>(origin + (warp_row + laneid() / 4 + 8) / kPack)};
-            mbar_wait(memory.query_full(group), query_parity);
-            query_parity ^= 1;
-            __syncwarp();
+            take_query();
             float top[2], sum[2];
             for (int from = item.first; from < item.end;) {
                 const int until = item.run_end(params, from);
-                attend(from, until, position, lowest, highest, until == item.end);
+                attend(from, until, position, lowest, highest);
                 if (from == item.first) {
                     top[0] = state.top[0], top[1] = state.top[1], sum[0] = state.sum[0], sum[1] = state.sum[1];
                 } else {
@@ -186,25 +209,24 @@ struct Consumer {
                     merge(top, sum, factor, state.top, state.sum);
 #pragma unroll
                     for (int i = 0; i < kValues / 4; ++i) {
-                        const float4 total = load_shared_float4(totals + i * 16 * kGroupThreads);
+                        const float4 total = merged_part(load_shared_float4(totals() + i * 16 * kGroupThreads), state.part(i), factor);
                         float* values = &state.values[4 * i];
-                        values[0] = merged(total.x, values[0], factor, 0), values[1] = merged(total.y, values[1], factor, 0);
-                        values[2] = merged(total.z, values[2], factor, 1), values[3] = merged(total.w, values[3], factor, 1);
+                        values[0] = total.x, values[1] = total.y, values[2] = total.z, values[3] = total.w;
                     }
                 }
                 if (until < item.end) {
 #pragma unroll
-                    for (int i = 0; i < kValues / 4; ++i) store_shared_float4(totals + i * 16 * kGroupThreads, state.part(i));
+                    for (int i = 0; i < kValues / 4; ++i) store_shared_float4(totals() + i * 16 * kGroupThreads, state.part(i));
                 }
                 from = until;
             }
             state.sum[0] = sum[0], state.sum[1] = sum[1], state.top[0] = top[0], state.top[1] = top[1];
-            if (params.num_partitions == 0) {
-                store_rows(params, item, group, state);
+            if (item.is_whole) {
+                store_rows(params, item, of_item(), state);
                 continue;
             }
-            const Parts parts(params, index, group);
-            parts.sums[0] = make_float4(top[0], top[1], sum[0], sum[1]);
+            const Parts parts(params, item.part_index(params, item.unit), of_item());
+            parts.sums[0] = make_float4(state.top[0], state.top[1], state.sum[0], state.sum[1]);
 #pragma unroll
             for (int i = 0; i < kValues / 4; ++i)
                 parts.values[i * kGroupThreads] = state.part(i);

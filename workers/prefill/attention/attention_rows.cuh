@@ -33,6 +33,10 @@ __device__ __forceinline__ void merge(float (&top)[2], float (&sum)[2], float (&
 __device__ __forceinline__ float merged(float total, float value, const float (&factor)[4], int row) {
     return fmaf(total, factor[row], value * factor[2 + row]);
 }
+__device__ __forceinline__ float4 merged_part(const float4& total, const float4& part, const float (&factor)[4]) {
+    return make_float4(merged(total.x, part.x, factor, 0), merged(total.y, part.y, factor, 0), merged(total.z, part.z, factor, 1),
+                       merged(total.w, part.w, factor, 1));
+}
 
 // The outputs of a group's rows. Called by whole warps.
 __device__ __forceinline__ void store_rows(const KogAttentionParams& params, const Item& item, u32 group, const State& state) {
@@ -62,7 +66,7 @@ __device__ __forceinline__ void store_rows(const KogAttentionParams& params, con
     }
 }
 
-struct Parts {  // of items whose partitions are attended to by several thread blocks
+struct Parts {  // of rows whose units are attended to by several thread blocks
     float4 *values, *sums;
 
     __device__ __forceinline__ Parts(const KogAttentionParams& params, u32 index, u32 group) {

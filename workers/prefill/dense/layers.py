@@ -29,8 +29,9 @@ class DenseLayers:
         self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
 
     def run(self, rows: DenseRows, part: int = 0, num_parts: int = 1) -> None:
-        """The next chunk, or so much of it, one part behind the other. Of the last layer it makes queries, keys and values only.
-        Collective when there are several ranks.
+        """Part `part` of `num_parts` of the next chunk, some layers each; all parts make the chunk, one after the other.
+
+        Of the last layer it makes queries, keys and values only. Collective when there are several ranks.
         """
         do, num_layers = self.operations, self.spec.num_layers
         if part == 0:
@@ -39,7 +40,7 @@ class DenseLayers:
             do.embed(rows, self.matrices[0].attention_norm)
         for layer in range(part * num_layers // num_parts, (part + 1) * num_layers // num_parts):
             do.append(rows, self.matrices[layer], layer)
-            if layer < self.spec.num_layers - 1:
+            if layer < num_layers - 1:
                 self._attend_and_feed(rows, layer)
 
     def finish(self, rows: DenseRows, last: DenseRows) -> None:

@@ -116,7 +116,7 @@ def experts_header(shape: KernelShape) -> str:
     assert shape.experts is not None
     largest = tiles(shape.experts)[-1].rows
     widths = range(LEAST_WIDTH, largest + 1, LEAST_WIDTH)
-    products = (product("multiply_weights", width, of_rows=True, in_registers=True) for width in widths)
+    products = (product("multiply_rows", width, of_rows=True, in_registers=True) for width in widths)
     return "\n".join([constants(shape), "namespace kog {", *products, "}  // namespace kog", ""])
 
 

@@ -161,7 +161,7 @@ struct Grouped {
 #pragma unroll
         for (u32 k = 0; k < 4; ++k) {
             const u32 i = k % 2 * 2;
-            multiply_weights(sums, of.v[k / 2][0][i], of.v[k / 2][1][i], of.v[k / 2][0][i + 1], of.v[k / 2][1][i + 1], x + (k * 32 >> 4));
+            multiply_rows(sums, of.v[k / 2][0][i], of.v[k / 2][1][i], of.v[k / 2][0][i + 1], of.v[k / 2][1][i + 1], x + (k * 32 >> 4), true);
         }
         products_commit();
     }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from kog_dist.model.spec import ModelSpec
@@ -22,6 +22,8 @@ MOST_FLOP = 24e12
 # Experts in the FLOP of dense products that take as long (docs/moe.md, measured on an H100): those of a row count so many times,
 # and each weight, which every chunk reads, for so many, at 16 bit.
 EXPERT_FACTOR, EXPERT_WEIGHT_FLOP = 1.9, 430
+# Parts of a chunk that are queued at a time where it has more: the next one starts without the host.
+_PARTS_QUEUED = 2
 
 
 @dataclass(frozen=True)
@@ -30,41 +32,57 @@ class Work:
 
     row_flop: float = 0.0  # of a row, whatever it sees
     key_flop: float = 0.0  # of a row, for each position that it sees
-    chunk_flop: float = 0.0  # of a chunk, however few rows it has
     most_parts: int = 1  # that a chunk may be cut into: layers
+    max_context: int = 0
+    chunk_flop: float = 0.0  # of a chunk, however few rows it has
+    has_rings: bool = False  # layers keep a ring of positions: a chunk of which some parts were run leaves nothing in the cache
 
     def of(self, start: int, size: int) -> float:
         """Of `size` rows from position `start` on."""
         return self.chunk_flop + size * (self.row_flop + self.key_flop * (start + size / 2))
 
     def parts(self, size: int) -> int:
-        """Parts of neighbouring layers that a chunk of so many rows is queued in, wherever it begins. A stop waits for two."""
-        return min(self.most_parts, max(1, math.ceil(2 * self.of(0, size) / MOST_FLOP)))
+        """Parts, layers by layers, of a chunk of so many rows that has more than MOST_FLOP; 1: none is cut.
 
-    def allows(self, start: int, size: int) -> bool:
-        """Whether no part of such a chunk has more than MOST_FLOP."""
-        return self.of(start, size) <= MOST_FLOP * self.parts(size)
+        So many that at the end of the context, too, a stop waits for little. All chunks of a size have the same ones.
+        """
+        most = self.of(max(0, self.max_context - size), size)
+        return 1 if most <= MOST_FLOP else min(self.most_parts, ceil(_PARTS_QUEUED * most / MOST_FLOP))
+
+    def has_room_for(self, start: int, size: int) -> bool:
+        """Whether a chunk, or each of its parts, has at most MOST_FLOP."""
+        flop = self.of(start, size)
+        return flop <= MOST_FLOP or flop <= MOST_FLOP * self.parts(size)
 
 
 NO_LIMIT = Work()
 
 
 def work_of(spec: ModelSpec) -> Work:
-    """Products of the layers, and attention of those that see everything. With experts what takes as long."""
-    attention, ffn, experts = spec.num_heads * spec.head_dim, 3 * spec.intermediate_size, spec.experts
-    row: float = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim)
-    row += spec.hidden_size * ffn * (1 if experts is None else EXPERT_FACTOR * experts.per_token)
-    key_flop = 4 * attention * (spec.num_layers - len(spec.window_layers))
-    if experts is None:
-        return Work(2 * spec.num_layers * row, key_flop)
-    weights = spec.num_layers * experts.num_experts * spec.hidden_size * ffn
-    return Work(2 * spec.num_layers * row, key_flop, EXPERT_WEIGHT_FLOP * weights, spec.num_layers)
+    """Products of the layers, and attention of those that see everything; of experts what takes as long.
+
+    Chunks of one stream can be cut into parts. Where layers keep a ring of positions a chunk that is given up behind some of
+    them has overwritten what others still need, and the cache holds nothing then. So only those with experts are cut there,
+    which read all of them in every chunk, and would be slow in small ones.
+    """
+    attention, experts = spec.num_heads * spec.head_dim, spec.experts
+    ffn = spec.intermediate_size * (1 if experts is None else EXPERT_FACTOR * experts.per_token)
+    values = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim + 3 * ffn)
+    weights = 0 if experts is None else 3 * spec.num_layers * experts.num_experts * spec.hidden_size * spec.intermediate_size
+    return Work(
+        2 * spec.num_layers * values,
+        4 * attention * (spec.num_layers - len(spec.window_layers)),
+        spec.num_layers if spec.has_one_stream and (experts is not None or not spec.window_layers) else 1,
+        spec.max_context,
+        EXPERT_WEIGHT_FLOP * weights,
+        bool(spec.window_layers),
+    )
 
 
 def sizes_within(spec: ModelSpec, sizes: Sequence[int] = CHUNK_SIZES) -> tuple[int, ...]:
     """Those of `sizes`, which ascend, that `chunks` uses for prompts of this model."""
     work = work_of(spec)
-    fitting = [size for size in sizes if size == sizes[0] or work.allows(0, size)]
+    fitting = [size for size in sizes if size == sizes[0] or work.of(0, size) <= MOST_FLOP or spec.experts is not None]
     return tuple(size for size in fitting if size == sizes[0] or size - spec.max_context < sizes[0])
 
 
@@ -74,6 +92,7 @@ class Chunk(NamedTuple):
     start: int
     size: int
     num_tokens: int
+    num_parts: int = 1  # that it is queued in, some layers each
 
     @property
     def end(self) -> int:
@@ -85,7 +104,7 @@ def chunks(
     start: int, end: int, sizes: Sequence[int] = CHUNK_SIZES, exact_size: int = 0, work: Work = NO_LIMIT
 ) -> list[Chunk]:  # fmt: skip
     """The chunks of positions `start` to `end` - 1; `sizes` ascend, and `exact_size` (0: there is none) is not among them. None
-    but of the smallest size has parts of more than MOST_FLOP.
+    but of the smallest size has more than MOST_FLOP in a part.
 
     A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast chunks were
     queued. Largest chunks come first: where a prompt was left at the end of one, going on there gives the chunks that the whole
@@ -97,10 +116,11 @@ def chunks(
     found = []
     while start < end:
         rest = end - start
-        allowed = [size for size in sizes if size == sizes[0] or work.allows(start, size)]
+        allowed = [size for size in sizes if size == sizes[0] or work.has_room_for(start, size)]
         holding = next((size for size in allowed if size >= rest), None)
         if holding is None or holding - rest >= sizes[0]:
             holding = max(size for size in allowed if size <= rest)
-        found.append(Chunk(start, holding, min(holding, rest)))
+        num_parts = 1 if work.of(start, holding) <= MOST_FLOP else work.parts(holding)
+        found.append(Chunk(start, holding, min(holding, rest), num_parts))
         start += holding
     return found

@@ -25,9 +25,8 @@ class Layers:
         self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
         self._num_shared = num_shared_streams(spec)
 
-    def run(self, rows: Rows, part: int = 0, num_parts: int = 1) -> None:
-        """The next chunk, in one part. Collective when there are several ranks."""
-        assert (part, num_parts) == (0, 1)
+    def run(self, rows: Rows) -> None:
+        """The next chunk. Collective when there are several ranks."""
         do = self.operations
         do.begin(rows)
         self.exchange.begin_chunk()
