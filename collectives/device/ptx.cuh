@@ -23,14 +23,6 @@ __device__ __forceinline__ u32 opaque(u32 value) {
     return value;
 }
 
-// (value & mask) | bits, as one instruction: the compiler makes two of it where it knows both constants.
-template <u32 kMask>
-__device__ __forceinline__ u32 masked_or(u32 value, u32 bits) {
-    u32 v;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(value), "n"(kMask), "r"(bits));
-    return v;
-}
-
 __device__ __forceinline__ u64 globaltimer_ns() {
     u64 now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -216,6 +208,12 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
+// The larger magnitude; no number if one of them is none.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return most;
+}
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -102,45 +102,30 @@ def in_turn(gate: Codes, up: Codes) -> Codes:
     return Codes(*(interleave(*parts) for parts in zip(gate.parts(), up.parts(), strict=True)))
 
 
-def put_codes(tape: AnyArray, position: int, shape: OpShape, num_ctas: int, matrix: Codes) -> None:
-    """Write a product's tiles to the tapes (uint16 words) of all thread blocks; `position` as in `put_on_tape`."""
-    first = position * num_ctas
-    put_coded_tiles(tape[first : first + shape.num_values * num_ctas], 0, shape, num_ctas, matrix)
+def put_codes(tape: AnyArray, position: int, shape: OpShape, num_ctas: int, matrix: Codes | CodeWords) -> None:
+    """Write a product's tiles to the tapes (uint16 words) of all thread blocks; `position` as in `put_on_tape`.
 
-
-def put_coded_tiles(target: AnyArray, first: int, shape: OpShape, num_ctas: int, matrix: Codes | CodeWords) -> None:
-    """Write the tiles of all thread blocks to `target` (..., uint16 words), contiguous, from word `first` of the last axis on.
-
-    Axes of several matrices are also the first ones of `target`. Raises ValueError for matrices that are too large.
+    Axes of several matrices are also the first ones of `tape`. Raises ValueError for matrices that are too large.
     """
     coding = shape.coding
     assert coding is not None
     codes, sections = _sections(matrix, shape, num_ctas)
-    others = target.shape[:-1]
-    in_words, in_bytes, begin = target.view(np.uint32), target.view(np.uint8), 2 * first
-    count = len(others)
-    to_parts = (*range(count + 1), count + 2, count + 3, count + 1, count + 4)  # [row][warp][64 bytes] to [warp][64 bytes][row]
-    to_rows = (*range(count + 1), count + 2, count + 1, count + 3)
+    others, first = codes.shape[:-5], position * num_ctas
     for block in range(shape.blocks):
-        num_rows = shape.rows_of(block)
-        rows, part_bytes = slice(block * shape.rows, block * shape.rows + num_rows), coding.part_bytes(num_rows)
+        rows, num_rows = slice(block * shape.rows, block * shape.rows + shape.rows_of(block)), shape.rows_of(block)
         for step in range(shape.tiles):
             warps, end = shape.warps_of(step), num_rows * coding.row_bytes
-            last = begin + num_ctas * warps * part_bytes
-            # Both are views: a slice of the last axis, cut into several.
-            tile = in_words[..., begin // 4 : last // 4].reshape(*others, num_ctas, warps, part_bytes // 4)
-            tile = tile[..., : end // 4].reshape(*others, num_ctas, warps, -1, num_rows, _UNIT_WORDS)
+            tile = np.zeros_like(codes, shape=(*others, num_ctas, warps, coding.part_bytes(num_rows) // 4))
             own = codes[..., rows, :warps, step, :].reshape(*others, num_ctas, num_rows, warps, -1, _UNIT_WORDS)
-            tile[...] = own.transpose(to_parts)
-            behind = in_bytes[..., begin:last].reshape(*others, num_ctas, warps, part_bytes)
+            tile[..., : end // 4] = np.moveaxis(own, -4, -2).reshape(*others, num_ctas, warps, end // 4)
+            in_bytes = tile.view(np.uint8)
             for section in sections:
-                size = num_rows * section.shape[-1]
-                part = behind[..., end : end + size].reshape(*others, num_ctas, warps, num_rows, -1)
-                part[...] = section[..., rows, :warps, step, :].transpose(to_rows)
-                end += size
-            if end < part_bytes:
-                behind[..., end:] = 0
-            begin = last
+                part = np.moveaxis(section[..., rows, :warps, step, :], -3, -2).reshape(*others, num_ctas, warps, -1)
+                in_bytes[..., end : end + part.shape[-1]] = part
+                end += part.shape[-1]
+            words = tile.view(np.uint16).reshape(*others, -1)
+            tape[..., first : first + words.shape[-1]] = words
+            first += words.shape[-1]
 
 
 def put_row_scales(table: AnyArray, shape: OpShape, scales: AnyArray) -> None:
@@ -214,8 +199,7 @@ def _pairs(threads: AnyArray) -> list[tuple[AnyArray, AnyArray]]:
 
 def _word(threads: AnyArray, coding: Coding) -> AnyArray:
     """The words (...) of eight 4-bit codes (..., 8), uint32."""
-    make = _word_of_eight if coding.number == "INT4" else _word_of_eight_floats
-    return make(_pairs(threads))
+    return _word_of_eight_integers(threads) if coding.is_integer else _word_of_eight_floats(_pairs(threads))
 
 
 def _word_of_four(first: tuple[Any, Any], second: tuple[Any, Any]) -> AnyArray:
@@ -223,10 +207,12 @@ def _word_of_four(first: tuple[Any, Any], second: tuple[Any, Any]) -> AnyArray:
     return first[0] | first[1] << 8 | second[0] << 16 | second[1] << 24
 
 
-def _word_of_eight(pairs: list[tuple[Any, Any]]) -> AnyArray:
-    """Integers of 4 bits: of the first two pairs in the highest eight bits of binary16's significand, the others eight higher."""
-    word = sum(low << place | high << (16 + place) for place, (low, high) in zip((4, 0, 12, 8), pairs, strict=True))
-    return word << 2 | word >> 30
+def _word_of_eight_integers(columns: AnyArray) -> AnyArray:
+    """Integers of 4 bits (..., 8), the first column's lowest."""
+    word = 0
+    for k in range(8):
+        word = word | columns[..., k] << 4 * k
+    return word
 
 
 def _word_of_eight_floats(pairs: list[tuple[Any, Any]]) -> AnyArray:

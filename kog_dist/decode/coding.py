@@ -13,8 +13,8 @@ CODED_COLUMNS = 128  # of a step
 
 
 class _Expanded(NamedTuple):
-    """Codes as the matrix unit sees them: values times 2 ** `exponent`. x is multiplied by 2 ** `x_exponent`: binary16 reaches
-    only 65504, and products with subnormal numbers of bfloat16 would be lost in float32.
+    """Codes of floats as the matrix unit sees them: values times 2 ** `exponent`. x is multiplied by 2 ** `x_exponent`: binary16
+    reaches only 65504, and products with subnormal numbers of bfloat16 would be lost in float32.
     """
 
     dtype: str
@@ -25,7 +25,6 @@ class _Expanded(NamedTuple):
 _EXPANDED = {
     "E4M3": _Expanded("float16", 0, -4),
     "E2M1": _Expanded("bfloat16", -126, 100),
-    "INT4": _Expanded("float16", -4, -4),
 }
 _GROUPS = (32, 64, 128)  # columns of a scale, of which a step has several or one
 
@@ -82,17 +81,24 @@ class Coding:
         return rows * self.row_bytes + -(-rows * (self.scale_bytes + self.zero_bytes) // 16) * 16
 
     @property
-    def expanded(self) -> str:
-        """The 16-bit type that codes become for the matrix unit, and x with them."""
-        return _EXPANDED[self.number].dtype
+    def is_integer(self) -> bool:
+        """Whether codes are multiplied as integers, and x in digits (phases/x_digits.cuh)."""
+        return self.number == "INT4"
+
+    @property
+    def expanded(self) -> str | None:
+        """The 16-bit type that codes become for the matrix unit, and x with them; None of integers."""
+        return None if self.is_integer else _EXPANDED[self.number].dtype
 
     @property
     def x_scale(self) -> float:
-        """What the kernel multiplies x by."""
+        """What the kernel multiplies x by, where it is of the type `expanded`."""
         return 2.0 ** _EXPANDED[self.number].x_exponent
 
     @property
     def factor(self) -> float:
         """What it multiplies sums of products by, so that they are those of the values of codes with x."""
+        if self.is_integer:
+            return 1.0
         expanded = _EXPANDED[self.number]
         return 2.0 ** -(expanded.exponent + expanded.x_exponent)

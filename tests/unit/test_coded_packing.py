@@ -40,15 +40,12 @@ def expanded(words: Any, coding: Coding) -> Any:
         return NUMBERS["E4M3"].values[words.copy().view(np.uint8)][..., [0, 1, 4, 5, 2, 3, 6, 7]]
     q = words[..., 0]
     if coding.number == "INT4":
-        rotated = q >> 8 | q << 24
-        pairs = [(word >> place & 0x000F000F) for word in (q, rotated) for place in (6, 2)]
-    else:
-        pairs = [q & 0x81C081C0, q << 3 & 0x81C081C0, q << 6 & 0x81C081C0]
-        pairs += [(q >> 4 & 0x00C000C0) | (q >> 5 & 0x01000100) | (q << 1 & 0x80008000)]
+        lower, upper = (q & 0x0F0F0F0F).copy().view(np.uint8), (q >> 4 & 0x0F0F0F0F).copy().view(np.uint8)
+        return np.stack([lower, upper], axis=-1).reshape(*q.shape, 8).astype(np.float32)
+    pairs = [q & 0x81C081C0, q << 3 & 0x81C081C0, q << 6 & 0x81C081C0]
+    pairs += [(q >> 4 & 0x00C000C0) | (q >> 5 & 0x01000100) | (q << 1 & 0x80008000)]
     columns = [(part & 0xFFFF, part >> 16) for part in (pairs[0], pairs[2], pairs[1], pairs[3])]
     halves = np.stack([half for pair in columns for half in pair], axis=-1).astype(np.uint32)
-    if coding.number == "INT4":
-        return halves.astype(np.float32)
     values = (halves << 16).view(np.float32)
     return values * np.float32(2.0**100) * np.float32(2.0**26)
 

@@ -11,6 +11,7 @@ import pytest
 
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
+from kog_dist.decode.steps import Phase
 from kog_dist.model.formats.rounding import rounded
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.layout import is_layer_matrix, tensor_layouts
@@ -68,3 +69,17 @@ def test_logits_are_those_of_the_values_of_codes(form: str, tmp_path: Path, monk
     print(form, error)
     assert error < 2e-3
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+
+
+def test_digits_of_x_do_not_depend_on_the_lanes_that_are_gathered_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank gathers both lanes' inputs of OUT together."""
+    coding = Coding.of(FORMS["INT4"])
+    shapes = [KernelShape(DENSE, range(lanes), coding=coding, max_ctas=12) for lanes in (1, 2)]
+    assert [shape.gathered_lanes(Phase.OUT) for shape in shapes] == [1, 2]
+    model = CodedModel(DENSE, "bfloat16", FORMS["INT4"], monkeypatch)
+    tokens, logits = answer(model, 2, tmp_path / "2", coding=coding, num_runs=1, max_ctas=12)
+    others, other_logits = answer(model, 1, tmp_path / "1", coding=coding, num_runs=1, max_ctas=12)
+    assert others == tokens
+    assert other_logits.tobytes() == logits.tobytes()

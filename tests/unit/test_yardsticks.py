@@ -16,6 +16,7 @@ BUILDS = {
     "KOG_TRACE",
     "KOG_HASHES",
     "KOG_CODE",
+    "KOG_INTEGERS",
     "KOG_EXPERTS",
     "KOG_PLAIN_ATTENTION",
     "KOG_STREAM",

@@ -74,8 +74,8 @@ class ExpertShape:
 
     @property
     def router_dtype(self) -> str:
-        """Of the router's weights in the kernel: the type of their input, which is that of the experts'."""
-        return self.weight_dtype if self.coding is None else self.coding.expanded
+        """Of the router's weights in the kernel: the type of their input, which experts in FP8 and FP4 have, too."""
+        return self.weight_dtype if self.coding is None else self.coding.expanded or self.weight_dtype
 
     @property
     def router_scale(self) -> float:

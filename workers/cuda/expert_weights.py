@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_dist.decode.coded_packing import WORD_COLUMNS, Codes, CodeWords, put_coded_tiles
+from kog_dist.decode.coded_packing import WORD_COLUMNS, Codes, CodeWords, put_codes
 from kog_dist.decode.tape_packing import OpShape, pack
 from kog_dist.workers.cuda.expert_shape import ExpertShape
 
@@ -40,11 +40,12 @@ class ExpertsBatch:
 def put_expert(slab: GpuArray, shape: ExpertShape, gate_up: Matrix, downs: Sequence[Matrix]) -> None:
     """Fill `slab` (num_values,) with an expert: gate and up rows of all hosted lanes in turn, and each lane's `down`.
 
-    `CodeWords` may be those of several experts: `slab` (experts, num_values). It is contiguous.
+    `CodeWords` may be those of several experts: `slab` (experts, num_values).
     """
-    _put(slab, 0, shape.gate_up, shape.ctas, gate_up)
+    _put(slab[..., : shape.gate_up_values], shape.gate_up, shape.ctas, gate_up)
     for i, down in enumerate(downs):
-        _put(slab, shape.gate_up_values + i * shape.down_values, shape.down_of_one, shape.num_ctas, down)
+        first = shape.gate_up_values + i * shape.down_values
+        _put(slab[..., first : first + shape.down_values], shape.down_of_one, shape.num_ctas, down)
 
 
 def lane_columns(shape: ExpertShape, lane: int, down: CodeWords) -> CodeWords:
@@ -68,10 +69,11 @@ def behind(skew: int, matrix: Codes) -> Codes:
     return Codes(codes, matrix.scales, matrix.zeros)
 
 
-def _put(target: GpuArray, first: int, op: OpShape, num_ctas: int, matrix: Matrix) -> None:
+def _put(target: GpuArray, op: OpShape, num_ctas: int, matrix: Matrix) -> None:
     if isinstance(matrix, Codes | CodeWords):
-        put_coded_tiles(target, first, op, num_ctas, matrix)
+        put_codes(target, 0, op, num_ctas, matrix)
         return
+    first = 0
     for i, tile in enumerate(pack(matrix, op, num_ctas)):
         block, step = divmod(i, op.tiles)
         parts = tile.reshape(num_ctas, op.warps, op.steps, op.rows, -1)

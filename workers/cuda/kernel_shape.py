@@ -488,7 +488,9 @@ class KernelShape:
     @property
     def x_steps(self) -> int:
         """Steps of 32 columns of each matrix warp that `Shared` has room for: the longest input, of all lanes of a gather."""
-        streams = (self.head.x_steps, self.qkv.x_steps, self.gate_up.x_steps)
+        streams = [self.head.x_steps, self.qkv.x_steps, self.gate_up.x_steps]
+        if self.experts is not None and self.coding is not None and self.coding.is_integer:
+            streams[-1] *= 2  # digits, and what the router takes
         return max(*streams, *(self.gathered_lanes(phase) * self.ops[phase].x_steps for phase in _OUTPUTS))
 
     def gathered_lanes(self, phase: Phase) -> int:
@@ -581,7 +583,8 @@ class KernelShape:
             by_kind(mask_type, f"{mode.value}_layers", [mask_type + code for code in codes]) for mode, codes in by_mode.items()
         ]
         if self.coding is not None:
-            floats |= {"kCodedXScale": self.coding.x_scale, "kCodeFactor": self.coding.factor * x_scale}
+            coded_x_scale = x_scale if self.coding.is_integer else self.coding.x_scale
+            floats |= {"kCodedXScale": coded_x_scale, "kCodeFactor": self.coding.factor * x_scale}
         lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
         codes = [p.phase | (p.lane - self.hosted_lanes[0]) << 2 | p.layer << 8 for p in self.products]
         end = spec.num_layers << 8  # the LM head's place, and what comes after it
@@ -628,7 +631,9 @@ class KernelShape:
             "kCodeZeroBytes": coding.zero_bytes, "kScaleRows": self.scale_rows,
         }  # fmt: skip
         return [
-            f"#define KOG_CODE {_CODES[coding.number]}", f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded]}",
+            f"#define KOG_CODE {_CODES[coding.number]}",
+            f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded or self.weight_dtype]}",
+            *(["#define KOG_INTEGERS"] if coding.is_integer else []),
             f"#define KOG_SCALE {_SCALES[coding.scale]}", *(["#define KOG_PLAIN_ATTENTION"] if coding.is_of_experts else []),
             *(f"namespace kog {{ constexpr int {name} = {value}; }}" for name, value in numbers.items()),
         ]  # fmt: skip

@@ -1,24 +1,17 @@
 // Quantised weights: how a thread's codes become pairs of 16-bit numbers for the matrix unit, which multiplies them exactly, and how
 // sums are scaled. How bits lie in a word is defined in kog_dist/decode/coded_packing.py. What the matrix unit sees of a code is its value
-// times a power of two (kCodeFactor undoes that and x's kCodedXScale), and of an integer that much above a constant.
-// Sums are in coded_eight.cuh and coded_four.cuh, by the bits of a code.
+// times a power of two: kCodeFactor undoes that and x's kCodedXScale. Sums of floats are in coded_eight.cuh and coded_four.cuh, by the bits
+// of a code; integers stay what they are (coded_integers.cuh).
 #pragma once
 #include "layout.cuh"
 
 #ifdef KOG_CODE
 namespace kog {
 
-__device__ __forceinline__ u32 rotated_right(u32 value, u32 bits) { return value >> bits | value << (32 - bits); }
-
-// Pairs of binary16 that integers are put on, in registers: constants of an instruction besides its mask would be another one.
-struct Offsets {
-    u32 one, sixteen;
-};
 // FP8: sign, four bits of exponent, three of significand; as binary16.
 struct E4m3 {
     static constexpr int kWords = 2;  // of a thread, for one operand
-    static constexpr bool kHasOffset = false;
-    static __device__ __forceinline__ void expand(const u32 (&q)[2], u32 (&a)[4], const Offsets&) {
+    static __device__ __forceinline__ void expand(const u32 (&q)[2], u32 (&a)[4]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) a[2 * i] = expand_e4m3(q[i]), a[2 * i + 1] = expand_e4m3(q[i], true);
     }
@@ -26,27 +19,17 @@ struct E4m3 {
 // FP4: sign, two bits of exponent, one of significand; as bfloat16, whose subnormal numbers are the subnormal ones.
 struct E2m1 {
     static constexpr int kWords = 1;
-    static constexpr bool kHasOffset = false;
-    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4], const Offsets&) {
+    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4]) {
         a[0] = q[0] & 0x81c081c0u, a[1] = q[0] << 3 & 0x81c081c0u, a[2] = q[0] << 6 & 0x81c081c0u;
         a[3] = (q[0] >> 4 & 0x00c000c0u) | (q[0] >> 5 & 0x01000100u) | (q[0] << 1 & 0x80008000u);
     }
 };
-// Integers n of four bits: as binary16, 1 + n / 16 in the first and third register, 16 + n / 16 in the others. So one rotation is enough:
-// the significand has room for two integers. Products with the same numbers of n = 0 take off what is too much.
+// Integers of four bits.
 struct Int4 {
     static constexpr int kWords = 1;
-    static constexpr bool kHasOffset = true;
-    static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4], const Offsets& of) {
-        const u32 rotated = rotated_right(q[0], 8);
-        a[0] = masked_or<0x03c003c0u>(q[0], of.one), a[1] = masked_or<0x003c003cu>(q[0], of.sixteen);
-        a[2] = masked_or<0x03c003c0u>(rotated, of.one), a[3] = masked_or<0x003c003cu>(rotated, of.sixteen);
-    }
 };
 using Code = KOG_CODE;
 using CodeFormat = KOG_CODE_FORMAT;
-constexpr u32 kOnes = 0x3c003c00u, kSixteens = 0x4c004c00u;    // two of binary16
-constexpr u32 kEights = 0x3e003e00u, kOtherEights = 0x4c204c20u;  // n = 8, which stands for 0 where there are no zero points
 constexpr int kOperands = 4;             // of a step: of eight rows and 32 columns
 constexpr int kLoads = Code::kWords;     // of 16 bytes, of a thread for a step of eight rows
 constexpr int kOperandsOfLoad = kOperands / kLoads;

@@ -2,7 +2,7 @@
 #pragma once
 #include "coded.cuh"
 
-#ifdef KOG_CODE
+#if defined(KOG_CODE) && !defined(KOG_INTEGERS)
 namespace kog {
 
 // Partial sums of a block of rows in a thread of a matrix warp. With scales on the tape `scaled` has them, of this thread's columns; else
@@ -50,7 +50,6 @@ private:
         uint2 x_pairs[kOperandsOfLoad];
         uint4 codes[kGroups];
         u32 loaded = 0;
-        const Offsets offsets{opaque(kOnes), opaque(kSixteens)};
 #pragma unroll
         for (int i = 0; i < kOperandsOfLoad; ++i) load_shared(x_address + (load * kOperandsOfLoad + i) * 128, x_pairs[i]);
 #pragma unroll
@@ -68,7 +67,7 @@ private:
                 u32 q[Code::kWords], a[4];
 #pragma unroll
                 for (int k = 0; k < Code::kWords; ++k) q[k] = all[i * Code::kWords + k];
-                Code::expand(q, a, offsets);
+                Code::expand(q, a);
                 CodeFormat::mma(sums[group], a[0], a[1], a[2], a[3], x_pairs[i].x, x_pairs[i].y);
             }
             if (kCodeScales > 1 && operand % kOperandsOfScale == kOperandsOfScale - 1)

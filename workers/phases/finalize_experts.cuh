@@ -9,8 +9,8 @@ namespace kog {
 #ifdef KOG_EXPERTS
 struct FinalizedExperts : FinalizedRows {
     static constexpr int kLogits = (kNumExperts + 31) / 32;  // of a thread: experts `lane` + 32 i
-    // The router's weights have 16 bit, times kRouterScale, and x is as the experts' want it.
-    static constexpr float kRouteFactor = HeadX::kScale / (LayerX::kScale * kRouterScale);
+    // The router's weights have 16 bit, times kRouterScale, and x is `RouterX`.
+    static constexpr float kRouteFactor = HeadX::kScale / (RouterX::kScale * kRouterScale);
 
     // Words of router logits have all 32 bits of a value: 24 in the first half, the others in the second; and tags like pair words.
     static __device__ __forceinline__ u64 make_logit_word(float value, u32 tag) {

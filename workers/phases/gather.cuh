@@ -101,7 +101,7 @@ struct Gatherer : ExpertsGatherer {
                 return false;
             }
             if constexpr (kPhase == kQkvPhase) write_units<HiddenSlice, true, AttentionX>(squares);
-            else write_units<HiddenSlice, true>(squares);
+            else write_units<HiddenSlice, true, LayerX, kRouterX != 0>(squares);
         }
         loaded = false;
         __syncwarp();

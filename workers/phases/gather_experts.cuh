@@ -51,11 +51,8 @@ struct ExpertsGatherer : HeadGatherer {
             }
             load_activations<true>(at);
         }
-#pragma unroll
-        for (int i = 0; i < kWarpLoads; ++i) {
-            if (i * 32 + lane >= kWarpUnits) continue;
-            write_x(place_of(i * 32 + lane), has_unit(at, i) ? values(got[i]) : make_float4(0, 0, 0, 0));
-        }
+        write_all<LayerX, kWarpLoads, kWarpUnits>([&](int i) { return has_unit(at, i) ? values(got[i]) : make_float4(0, 0, 0, 0); },
+                                      [&](int i) { return i * 32 + lane < kWarpUnits; });
         loaded = false;
         __syncwarp();
         return true;

@@ -1,24 +1,31 @@
 // Vectors of words: how a matrix warp polls its own columns of one, and writes x into its own part of shared memory, as the B operand of
 // its products. No other warp takes part, so nothing has to be handed over.
 #pragma once
-#include "layout.cuh"
+#include "x_digits.cuh"
 
 namespace kog {
 
 constexpr int kMany = (kMaxPer * 8 + 31) / 32;      // units (four neighbouring values) of a thread
 
-// How x is kept for the products of the LM head, and of the layers: quantised weights become bfloat16, whatever the others are.
+// How x is kept for the products of the LM head, of a router of experts, and of the layers.
 struct HeadX {
     using Format = WeightFormat;
+    static constexpr bool kIsInteger = false;
     static constexpr float kScale = kXScale;
 };
 #ifdef KOG_CODE
-struct LayerX {
+struct RouterX {
     using Format = KOG_CODE_FORMAT;
+    static constexpr bool kIsInteger = false;
     static constexpr float kScale = kCodedXScale;
 };
 #else
-using LayerX = HeadX;
+using RouterX = HeadX;
+#endif
+#ifdef KOG_INTEGERS
+using LayerX = DigitX;
+#else
+using LayerX = RouterX;
 #endif
 #ifdef KOG_PLAIN_ATTENTION
 using AttentionX = HeadX;
@@ -56,8 +63,23 @@ struct VectorGatherer {
     __device__ __forceinline__ u32 place_of(u32 unit) {
         return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
     }
+    // x of this warp's units, of which each thread has kLoads: number i * 32 + `lane` is `unit(i)`, if it `is_mine(i)`.
+    // kOfVector of them are of one vector.
+    template <class X, int kLoads, int kOfVector, class Unit, class Mine>
+    __device__ __forceinline__ void write_all(Unit unit, Mine is_mine) {
+        if constexpr (X::kIsInteger) {
+            float4 v[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) v[i] = unit(i);
+            X::template write<kOfVector / 32>(lane, role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128), v);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i)
+                if (is_mine(i)) write_x<X>(place_of(i * 32 + lane), unit(i));
+        }
+    }
     // x of a unit: in two 16-bit parts.
-    template <class X = LayerX>
+    template <class X>
     __device__ __forceinline__ void write_x(u32 at, const float4& value) {
         using Format = typename X::Format;
         const float4 v = make_float4(value.x * X::kScale, value.y * X::kScale, value.z * X::kScale, value.w * X::kScale);
@@ -211,11 +233,11 @@ struct VectorGatherer {
             note_wait(kPhase, at.layer(), at.lane(), from.tag, from.words, S::kColumns / 2);
         });
     }
-    template <class S, bool kNormed, class X = LayerX>
+    // `kForRouter`: and once more as a router wants it, kRouterX behind.
+    template <class S, bool kNormed, class X = LayerX, bool kForRouter = false>
     __device__ __forceinline__ void write_units(float& squares) {
-#pragma unroll
-        for (int i = 0; i < S::kLoads; ++i) {
-            if (!S::is_mine(lane, i)) continue;
+        static_assert(!X::kIsInteger || S::kOfVector % 32 == 0, "whole steps");
+        const auto unit = [&](int i) {
             float4 v = make_float4(0, 0, 0, 0);
             if (S::is_real(warp, lane, i)) {
                 v = values(got[i]);
@@ -224,8 +246,10 @@ struct VectorGatherer {
                     v = times(v, widen(scale[i]));
                 }
             }
-            write_x<X>(place_of(i * 32 + lane), v);
-        }
+            if constexpr (kForRouter) write_x<RouterX>(place_of(i * 32 + lane) + kRouterX, v);
+            return v;
+        };
+        write_all<X, S::kLoads, S::kOfVector>(unit, [&](int i) { return S::is_mine(lane, i); });
     }
 };
 

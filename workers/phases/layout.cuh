@@ -79,6 +79,11 @@ constexpr bool kFourBits = kCodeBits == 4;
 using LayerWeights = PlainWeights;
 constexpr bool kRowScales = false, kFourBits = false;
 #endif
+#ifdef KOG_INTEGERS
+constexpr bool kIntegers = true;  // codes are multiplied as such, by digits of x: x_digits.cuh
+#else
+constexpr bool kIntegers = false;
+#endif
 
 // Shape of one matrix-vector product in one thread block: kRows rows in kBlocks blocks, K = kPer * 32 * kMatrixWarps.
 // A tile is kSteps k-steps of 32 columns (or 128) for each warp; the tape holds [block][tile][warp][step][row][32]. Tiles have parts of kWarps warps;
@@ -129,6 +134,9 @@ using OutOp = Op<AttentionWeights, KOG_OUT_OP>;
 using GateUpOp = Op<LayerWeights, KOG_GATE_UP_OP>;
 using DownOp = Op<LayerWeights, KOG_DOWN_OP>;
 using HeadOp = Op<PlainWeights, KOG_HEAD_OP>;
+// From a warp's x of GATE_UP to that of the router: the same, but where experts want digits.
+constexpr u32 kRouterX = kExperts && kIntegers ? GateUpOp::kPer * 128 : 0;
+static_assert(kRouterX == 0 || 2 * GateUpOp::kPer <= kMaxPer, "room for both");
 static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRows, "a row of the residual has one owner");
 
 // The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention

@@ -5,6 +5,7 @@
 #pragma once
 #include "coded_eight.cuh"
 #include "coded_four.cuh"
+#include "coded_integers.cuh"
 #include "gather.cuh"
 
 namespace kog {
@@ -15,6 +16,9 @@ struct SumsOfKind {
     using Type = float[kRowGroups][4];
 };
 #ifdef KOG_CODE
+#ifdef KOG_INTEGERS
+using CodedSums = IntegerSums;
+#else
 template <bool kFour>
 struct CodedSumsOf {
     using Type = EightBitSums;
@@ -24,16 +28,22 @@ struct CodedSumsOf<true> {
     using Type = FourBitSums;
 };
 using CodedSums = CodedSumsOf<kFourBits>::Type;
+#endif
 template <>
 struct SumsOfKind<true> {
     using Type = CodedSums;
 };
-__device__ __forceinline__ float part_of(const CodedSums& sums, u32 lane, int group) { return sums.part(lane, group); }
+__device__ __forceinline__ float row_sum(const CodedSums& sums, u32 lane, int group) {
+    float sum = sums.part(lane, group);
+    if constexpr (kIntegers) sum += __shfl_xor_sync(kFullWarp, sum, 2);
+    return sum + __shfl_xor_sync(kFullWarp, sum, 1);
+}
 #endif
 template <class O>
 using SumsOf = typename SumsOfKind<O::kCoded>::Type;
-__device__ __forceinline__ float part_of(const float (&sums)[kRowGroups][4], u32 lane, int group) {
-    return (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
+__device__ __forceinline__ float row_sum(const float (&sums)[kRowGroups][4], u32 lane, int group) {
+    const float sum = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
+    return sum + __shfl_xor_sync(kFullWarp, sum, 1);
 }
 
 struct Multiplier {
@@ -156,9 +166,8 @@ struct Multiplier {
         const u32 at = role.base + KOG_OFFSET(red[place][warp]) + (lane & ~3u);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            float part = part_of(sums, lane, group);
-            part += __shfl_xor_sync(kFullWarp, part, 1);
-            if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, part);
+            const float sum = row_sum(sums, lane, group);
+            if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, sum);
         }
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[place]));
@@ -176,12 +185,14 @@ struct Multiplier {
         for (u32 i = 0; i < O::kBlocks - kHasLast<O>; ++i) {
             SumsOf<O> sums = {};
             if (!sum_tiles<O>(offset, x_address, sums)) return false;
+            if constexpr (O::kCoded && kIntegers) sums.weigh(lane, x_address);
             if (!hand_over<O::kRowGroups>(O::kRows, sums)) return false;
         }
         if constexpr (kHasLast<O>) {
             using Last = typename O::Last;
             SumsOf<O> sums = {};
             if (!sum_tiles<Last>(opaque(warp % kPieceWarps * Last::kWarpBytes), x_address, sums)) return false;
+            if constexpr (O::kCoded && kIntegers) sums.weigh(lane, x_address);
             if (!hand_over<Last::kRowGroups>(Last::kRows, sums)) return false;
         }
         if constexpr (kIsLast) ++num_vectors;
@@ -190,8 +201,9 @@ struct Multiplier {
 };
 
 // What thread `lane` of a matrix warp reads of x for its first mma.
+template <class O>
 __device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
-    return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (lane & 15) * 8;
+    return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (O::kCoded && kIntegers ? lane * 16 : (lane & 15) * 8);
 }
 
 // The products of one gather, from the vector's words to the sums. Each phase has code of its own, so that nothing is asked twice: what
@@ -219,16 +231,16 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
     }
 #ifdef KOG_EXPERTS
     if constexpr (kPhase == kGateUpPhase)
-        if (!multiplier.template blocks<RouteOp, false>(first_x(role, warp, opaque(lane)))) return false;
+        if (!multiplier.template blocks<RouteOp, false>(first_x<RouteOp>(role, warp, opaque(lane)) + kRouterX)) return false;
 #endif
     constexpr u32 kApart = kPhase == kOutPhase || kPhase == kDownPhase ? O::kPer * 128 : 0;  // from the x of one product to the next one's
 #pragma unroll 1
     for (u32 i = 0; i + 1 < kTogether; ++i) {
-        if (!multiplier.template blocks<O>(first_x(role, warp, opaque(lane)) + i * kApart)) return false;
+        if (!multiplier.template blocks<O>(first_x<O>(role, warp, opaque(lane)) + i * kApart)) return false;
         if (warp == 0) stamp(role, kFetched, step, number + i + 1);
     }
     gatherer.read_ahead(next);
-    return multiplier.template blocks<O>(first_x(role, warp, opaque(lane)) + (kTogether - 1) * kApart);
+    return multiplier.template blocks<O>(first_x<O>(role, warp, opaque(lane)) + (kTogether - 1) * kApart);
 }
 
 __device__ __forceinline__ void multiply(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 warp) {

@@ -240,6 +240,12 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     for (int i = 0; i < 32; ++i) most = std::max<unsigned long long>(most, all[i][0]);
     return static_cast<unsigned>(most);
 }
+inline int __reduce_add_sync(unsigned, int value) {
+    const auto* all = twin::collective(static_cast<unsigned>(value));
+    unsigned sum = 0;
+    for (int i = 0; i < 32; ++i) sum += static_cast<unsigned>(all[i][0]);
+    return static_cast<int>(sum);
+}
 inline unsigned __ballot_sync(unsigned, bool predicate) {
     const auto* all = twin::collective(predicate);
     unsigned bits = 0;
@@ -377,8 +383,6 @@ inline void load_global(const void* p, uint2& v) { memcpy(&v, p, 8); }
 inline void load_global(const void* p, u32& v) { memcpy(&v, p, 4); }
 inline void load_shared(u32 address, uint4& v) { v = twin_at<uint4>(address); }
 inline void load_shared(u32 address, uint2& v) { v = twin_at<uint2>(address); }
-template <u32 kMask>
-u32 masked_or(u32 value, u32 bits) { return (value & kMask) | bits; }
 inline u32 load_shared_u8(u32 address) { return twin_at<unsigned char>(address); }
 inline u32 load_shared_u32(u32 address) { return *const_cast<volatile u32*>(&twin_at<u32>(address)); }
 inline float load_shared_f32(u32 address) { return twin_at<float>(address); }
@@ -390,6 +394,7 @@ inline void store_shared(u32 address, uint2 v) { twin_at<uint2>(address) = v; }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
+inline float max_magnitude(float a, float b) { return std::isnan(a) || !(std::fabs(a) <= std::fabs(b)) ? std::fabs(a) : std::fabs(b); }
 inline float reciprocal_approx(float x) { return 1.0f / x; }
 inline float inverse_root_approx(float x) { return 1.0f / std::sqrt(x); }
 

@@ -37,13 +37,8 @@ struct E2m1 {
 struct Int4 {
     static constexpr int kWords = 1;
     static __device__ __forceinline__ void values(const u32* q, Unit& unit, float zero) {
-        const u32 word = q[0] >> 2 | q[0] << 30;
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            const int place = 4 * (pair ^ 1);
-            unit.v[column_of(pair)] = static_cast<float>(word >> place & 0xf) - zero;
-            unit.v[column_of(pair) + 1] = static_cast<float>(word >> (16 + place) & 0xf) - zero;
-        }
+        for (int k = 0; k < kUnit; ++k) unit.v[k] = static_cast<float>(q[0] >> 4 * k & 0xf) - zero;
     }
 };
 using Code = KOG_CODE;
