@@ -147,10 +147,6 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 constexpr u32 kFullWarp = 0xffffffffu;
 inline u32 laneid() { return threadIdx.x & 31; }
-template <u32 kMask>
-u32 masked_or(u32 value, u32 bits) {
-    return (value & kMask) | bits;
-}
 
 inline u64 globaltimer_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();

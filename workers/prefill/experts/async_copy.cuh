@@ -54,6 +54,18 @@ __device__ __forceinline__ void kept(u32& value) {
 #endif
 }
 
+// (value & mask) | bits, as one instruction: the compiler makes two of it where it knows both constants.
+template <u32 kMask>
+__device__ __forceinline__ u32 masked_or(u32 value, u32 bits) {
+#ifdef __CUDA_ARCH__
+    u32 v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(value), "n"(kMask), "r"(bits));
+    return v;
+#else
+    return (value & kMask) | bits;
+#endif
+}
+
 // Of both halves, each rounded.
 __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__

@@ -120,7 +120,7 @@ struct Grouped {
     __device__ __forceinline__ void expand_row(u32 weights, const OperandRow& row, u32 half, u32 (&even)[4], u32 (&odd)[4]) {
         uint4 given[2];
         u32 factor = 0;
-        Zero zero{0xbe00be00u, 0xcc20cc20u};  // of 8
+        Zero zero{0xe408e408u, 0xd480d480u};  // of 8
 #pragma unroll
         for (u32 n = 0; n < 2; ++n) {
             const u32 operand = half * 2 + n;  // of a stage

@@ -62,7 +62,7 @@ __device__ __forceinline__ constexpr u32 product_place(u32 pair) {
 
 // What is taken off integers, twice: see Int4.
 struct Zero {
-    u32 one, sixteen;
+    u32 low, high;
 };
 // What weights become, times kWeightScale: `operands` are the eight values of 32 columns, whose bits are `words`. `scale`: of codes, times
 // kFactor, twice.
@@ -96,20 +96,19 @@ struct E4m3 {
                           multiply_halves(expand_e4m3(words[1]), scale), multiply_halves(expand_e4m3(words[1], true), scale));
     }
 };
-struct Int4 {  // n is 1 + n / 16 or 16 + n / 16 in the bits of binary16
+struct Int4 {  // n of column k and of column k + 4 become 1024 + n or 64 + n, in the bits of binary16
     static constexpr u32 kWords = 1;
-    static constexpr float kFactor = 16.0f;
+    static constexpr float kFactor = 1.0f;
     static __device__ __forceinline__ uint4 operands(const u32* words, u32 scale, const Zero& zero) {
-        const u32 word = words[0], rotated = word >> 8 | word << 24;
-        return make_uint4(value(masked_or<0x03c003c0u>(word, 0x3c003c00u), zero.one, scale),
-                          value(masked_or<0x003c003cu>(word, 0x4c004c00u), zero.sixteen, scale),
-                          value(masked_or<0x03c003c0u>(rotated, 0x3c003c00u), zero.one, scale),
-                          value(masked_or<0x003c003cu>(rotated, 0x4c004c00u), zero.sixteen, scale));
+        const u32 word = words[0], last = word >> 8;
+        const u32 v0 = value(masked_or<0x000f000fu>(word, 0x64006400u), zero.low, scale), v1 = value(masked_or<0x00f000f0u>(word, 0x54005400u), zero.high, scale);
+        const u32 v2 = value(masked_or<0x000f000fu>(last, 0x64006400u), zero.low, scale), v3 = value(masked_or<0x00f000f0u>(last, 0x54005400u), zero.high, scale);
+        return make_uint4(__byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632));
     }
     static __device__ __forceinline__ u32 value(u32 integers, u32 zero, u32 scale) { return multiply_halves(add_halves(integers, zero), scale); }
     static __device__ __forceinline__ Zero zero(u32 point) {
-        const float sixteenth = static_cast<float>(point) * 0.0625f;
-        return {Fp16::pack(-1.0f - sixteenth, -1.0f - sixteenth), Fp16::pack(-16.0f - sixteenth, -16.0f - sixteenth)};
+        const float number = static_cast<float>(point);
+        return {Fp16::pack(-1024.0f - number, -1024.0f - number), Fp16::pack(-64.0f - number, -64.0f - number)};
     }
 };
 using Code = KOG_CODE;
