@@ -131,7 +131,7 @@ STEPS = {
     "soak_long": _bench(1, 40, 150, "soak --long --gpus 1 --requests 2000 --clients 4", _TABLE),
     "endurance_1": _bench(1, 125, 175, "endurance --gpus 1 --tokens 100000 --deadline-s 150", _OF_GPUS, "benchmarks:1"),
     **{f"latency_{name}": _latency_of(name) for name in _MODELS},
-    **{f"prompts_{name}": _prompts_of(name) for name in _MODELS if not name.startswith("qwen3-30b-a3b+")},  # no prefill
+    **{f"prompts_{name}": _prompts_of(name) for name in _MODELS},
     # ---- two GPUs ----
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2 benchmarks:1,2"),
     "prefill_ranks_2": _tests(2, 120, 260, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import MOE, QUANTISED
+from kog_dist.bench.kernel.shapes import MOE, QUANTISED, named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, write_stored_checkpoint
 from kog_dist.model.formats.numbers import NUMBERS
@@ -24,8 +24,13 @@ from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, ne
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.cuda.random_weights import random_codes, random_tensor
+from kog_dist.workers.cuda.random_weights import random_codes, random_tensor, random_weights
+from kog_dist.workers.prefill.dense.buffers import DenseBuffers
+from kog_dist.workers.prefill.experts import device
+from kog_dist.workers.prefill.experts.device import experts_on_gpu
+from kog_dist.workers.prefill.experts.experts_abi import tiles
 from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from tests.gpu.test_families import on_cpu
 from tests.gpu.test_prefill import decode, logits_of_prompt, relative_error
 
@@ -111,34 +116,94 @@ def test_logits_of_experts_in_mxfp4(tmp_path: Path) -> None:
     check(shape, weights, open_checkpoint(tmp_path), "MXFP4")
 
 
-def in_blocks(matrix: Any) -> tuple[Any, Any]:
-    """Codes in E4M3 of a matrix of whole blocks of 128 x 128, and the blocks' scales."""
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "qwen3-30b-a3b+fp8", "qwen3-30b-a3b+int4"])
+def test_bits_depend_neither_on_tiles_nor_on_ranks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What all experts add to the rows of a chunk, in tiles of all sizes, and of the second half of the lanes alone."""
+    import cupy
+
+    whole, coding = named_shape(f"{name}@{CONTEXT}")
+    spec = replace(whole, num_layers=LAYERS, window_layers=tuple(layer for layer in whole.window_layers if layer < LAYERS))
+    partials, sizes = dict[tuple[int, int], Any](), list[int]()
+    for num_ranks in (1, 2):
+        shape = KernelShape(spec, spec.lanes_of_rank(num_ranks - 1, num_ranks), num_ranks=num_ranks, coding=coding)
+        assert shape.experts is not None
+        matrices, observe = matrices_for(shape)
+        weights = random_weights(shape, SEED, observe)
+        assert weights.experts is not None
+        buffers = DenseBuffers(CacheLayout.of(shape), np.float16, CONTEXT, "cuda")
+        buffers.last_position[...] = CONTEXT - 3
+        rows, experts = buffers.rows(CONTEXT), experts_on_gpu(shape, weights.experts, buffers.last_position)
+        assert rows.experts is not None
+        draw = cupy.random.default_rng(SEED)
+        rows.x[...] = draw.standard_normal(rows.x.shape, dtype=np.float32)
+        rows.experts.logits[...] = draw.standard_normal(rows.experts.logits.shape, dtype=np.float32)
+        bias = None if weights.experts.router_bias is None else cupy.zeros(shape.experts.num_experts, np.float32)
+        for tile in tiles(shape.experts):
+            monkeypatch.setattr(device, "tile_for", lambda *_, tile=tile: tile)
+            experts.run(rows, rows.experts, bias, 1)
+            partials[num_ranks, tile.rows] = cupy.asnumpy(rows.partial)
+        sizes = [tile.rows for tile in tiles(shape.experts)]
+        del weights, matrices, buffers, rows, experts
+    first = partials[1, sizes[0]]
+    assert len(sizes) >= 2
+    assert np.isfinite(first).all()
+    assert np.abs(first.astype(np.float32)[:, : CONTEXT - 2]).sum((0, 2)).min() > 0
+    assert not first[:, CONTEXT - 2 :].any()
+    for size in sizes:
+        assert np.array_equal(partials[1, size], first), size
+        assert np.array_equal(partials[2, size], first[spec.num_lanes // 2 :]), size
+
+
+def in_blocks(matrix: Any) -> dict[str, Any]:
+    """A matrix of whole blocks of 128 x 128 in E4M3."""
     import torch
 
     rows, columns = matrix.shape
     blocks = matrix.reshape(rows // 128, 128, columns // 128, 128)
     scales = blocks.abs().amax((1, 3)) / 448
-    return (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn), scales
+    codes = (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales}
 
 
-def write_in_fp8(folder: Path) -> None:
-    """Qwen3-30B-A3B with few layers and experts, as it is published in FP8: all but router, norms, embedding and head."""
+def in_awq(matrix: Any) -> dict[str, Any]:
+    """A matrix in INT4 as AutoAWQ packs it: groups of 128 columns, a zero point for each."""
+    import torch
+
+    rows, columns = matrix.shape
+    groups = matrix.reshape(rows, columns // 128, 128)
+    scales = (groups.abs().amax(2) / 6).half()
+    zeros = torch.arange(scales.numel()).reshape(scales.shape) % 3 + 7
+    codes = ((groups / scales[:, :, None].float()).round().int() + zeros[:, :, None]).clamp(0, 15).reshape(rows, columns)
+
+    def words(values: Any) -> Any:
+        """(n, m / 8) of (n, m)."""
+        parts = values.long().reshape(len(values), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]] << torch.arange(0, 32, 4)
+        return torch.from_numpy(parts.sum(2).numpy().astype(np.uint32).view(np.int32))
+
+    return {"qweight": words(codes.T), "qzeros": words(zeros.T), "scales": scales.T.contiguous()}
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+PUBLISHED: dict[str, tuple[Any, Callable[[Any], dict[str, Any]]]] = {"FP8": (QUANTISED["fp8"], in_blocks), "AWQ": (AWQ, in_awq)}
+
+
+def write_quantised(folder: Path, name: str) -> None:
+    """Qwen3-30B-A3B with few layers and experts, as it is published: all quantised but router, norms, embedding and head."""
     import torch
     from safetensors.torch import save_file
 
+    quantised, made = PUBLISHED[name]
     config = {
         **MOE["qwen3-30b-a3b"], "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT,
-        "num_experts": 12, "quantization_config": QUANTISED["fp8"],
+        "num_experts": 12, "quantization_config": quantised,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     generator, tensors, d = torch.Generator().manual_seed(SEED), dict[str, Any](), 2048
 
     def put(name: str, rows: int, columns: int, *, is_coded: bool = True) -> None:
         values = torch.randn(rows, columns, generator=generator) * columns**-0.5
-        if not is_coded:
-            tensors[f"{name}.weight"] = values.bfloat16()
-            return
-        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = in_blocks(values)
+        parts = made(values) if is_coded else {"weight": values.bfloat16()}
+        tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
 
     put("model.embed_tokens", VOCABULARY, d, is_coded=False)
     put("lm_head", VOCABULARY, d, is_coded=False)
@@ -159,13 +224,10 @@ def write_in_fp8(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_logits_of_a_folder_that_is_published_in_fp8(tmp_path: Path) -> None:
-    """Attention and experts in FP8; the router's weights are multiplied in binary16."""
-    write_in_fp8(tmp_path)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_logits_of_a_folder_that_is_published_quantised(tmp_path: Path, name: str) -> None:
+    """Attention and experts; the router's weights are multiplied in binary16."""
+    write_quantised(tmp_path, name)
     checkpoint = open_checkpoint(tmp_path)
     shape = shape_of(checkpoint.spec, coding_of(checkpoint))
-    kernel, few = Monokernel(shape, load_weights(shape, checkpoint)), drawn(TOKENS)
-    error = relative_error(decode(kernel, few, 0), on_cpu(checkpoint, few))
-    kernel.close()
-    print("FP8", f"{error:.1e}")
-    assert error < LIMIT
+    check(shape, partial(load_weights, shape, checkpoint), checkpoint, name)

@@ -47,7 +47,7 @@ def test_expanded_weights_are_the_definition(form_name: str) -> None:
         return Codes.of(coded[name, lane], cupy.asarray)
 
     weights = from_tensors(shape, lambda name: random_tensor(spec, name, 5)[slice(*needed_rows(shape, name))], codes)
-    layers = expanded_on_gpu(shape, weights)
+    layers = expanded_on_gpu(shape, weights, [None] * spec.num_layers)
     for layer, found in enumerate(layers):
         for name, parts in (
             ("wqkv", ("attention.wq", "attention.wk", "attention.wv")), ("wo", ("attention.wo",)),

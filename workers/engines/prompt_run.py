@@ -48,7 +48,7 @@ class PromptRun:
         self._control.set_progress(self._rank, self._seq, done)
 
     def _should_stop(self) -> bool:
-        """Asked once before each chunk: all ranks take rank 0's answer, but for the first chunk, which saves its time."""
+        """Asked once before each part of a chunk: all ranks take rank 0's answer, but for the first, which saves its time."""
         self._num_asked += 1
         if self._num_asked == 1:
             self._control.stamp(self._rank, RankStage.UPLOADED)

@@ -78,11 +78,12 @@ def obstacle_on_gpu() -> str:
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
     """An empty collection in the products' type, and the observer that `load_weights` fills it through.
 
-    Where weights of layers are quantised it stays empty: matrices are expanded from the monokernel's tape. Experts are not in it.
+    Where weights of layers are quantised it has routers alone: matrices are expanded from the monokernel's tape. Experts are not
+    in it.
     """
-    matrices = Matrices(shape.spec, np.float16, has_first_lane=shape.hosted_lanes[0] == 0)
-    wants = matrices.wants if shape.attention_coding is None else lambda name: False
-    return matrices, observer(matrices.take, wants, shape.weight_dtype)
+    is_coded = shape.attention_coding is not None
+    matrices = Matrices(shape.spec, np.float16, has_first_lane=shape.hosted_lanes[0] == 0, routers_only=is_coded)
+    return matrices, observer(matrices.take, matrices.wants, shape.weight_dtype)
 
 
 def prefill_for(
@@ -131,7 +132,9 @@ def runner_for(
     kernel.prepare_head_start()
     ended("head start")
     embedding, cache = kernel.weights.embedding, kernel.kv
-    of_layers = matrices.layers() if shape.attention_coding is None else expanded_on_gpu(shape, kernel.weights)
+    of_layers = matrices.layers()
+    if shape.attention_coding is not None:
+        of_layers = expanded_on_gpu(shape, kernel.weights, of_layers)
     dtypes = {"weight_dtype": shape.weight_dtype, "kv_dtype": shape.kv_dtype}
     buffers: Buffers | DenseBuffers
     operations: DeviceOperations | DenseDeviceOperations

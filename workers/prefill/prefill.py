@@ -98,11 +98,12 @@ class Prefill:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
         That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every part of a chunk, and chunks
-        that are queued by then (some milliseconds of work) still count; of one whose last part is not, nothing does. If a value
-        left the range of the products' type, nothing is stored and `start` comes back, or 0 if the cache was changed; the
-        monokernel can go on from there. `on_progress` is called with the number of positions after every chunk, and `on_queued`
-        once, when all is queued, unless it was stopped before: a launch that begins with `streams` may be queued behind it. Once
-        `aborted` is true, nobody waits for a peer any more, and `start` may come back.
+        that are queued by then (some milliseconds of work) still count; of one whose last part is not, nothing does, and where
+        layers keep a ring of positions (`Work.has_rings`) 0 comes back. If a value left the range of the products' type, nothing
+        is stored and `start` comes back, or 0 if the cache was changed; the monokernel can go on from there. `on_progress` is
+        called with the number of positions after every chunk, and `on_queued` once, when all is queued, unless it was stopped
+        before: a launch that begins with `streams` may be queued behind it. Once `aborted` is true, nobody waits for a peer any
+        more, and `start` may come back.
 
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
         `should_stop` raises ends all waits, too.
@@ -137,10 +138,10 @@ class Prefill:
         on_progress: Callable[[int], None],
         on_queued: Callable[[], None],
     ) -> int:
-        """Queue what is waiting, and return when it has ended: one past the last position."""
+        """Queue what is waiting, and return when it has ended: how many positions the cache holds."""
         queued: deque[tuple[Part, Callable[[], bool]]] = deque()  # and whether it has ended
         end = start
-        is_stored = is_stopped = False
+        is_stored = is_stopped = is_torn = False
         while queued or not is_stored or not self._runner.has_ended():
             if aborted() and not is_stopped:
                 self._runner.stop()
@@ -152,7 +153,8 @@ class Prefill:
                     continue
                 chunk, part = waiting.popleft()
                 queued.append(((chunk, part), self._runner.queue(chunk, part)))
-                if part < chunk.num_parts - 1:
+                is_torn = part < chunk.num_parts - 1
+                if is_torn:
                     continue
                 end = chunk.end
                 if end == num_tokens:
@@ -170,7 +172,7 @@ class Prefill:
                 time.sleep(POLL_S)
             else:  # the first token waits for this thread; even `sleep(0)` takes what timers may be late by, 50 us
                 os.sched_yield()
-        return end
+        return 0 if is_torn and self._work.has_rings else end
 
     def _has_room(self, together: Sequence[Part]) -> bool:
         """Whether the last of these may be queued behind the others."""

@@ -34,8 +34,7 @@ def _dense(runner: GraphRunner, size: int) -> Iterator[Case]:
     yield "out", partial(do.product, mixed, matrices.wo, rows.partial), 2 * size * matrices.wo.size, 0
     yield "qkv and append", partial(do.append, rows, matrices, 0), 2 * size * matrices.wqkv.size, 0
     if rows.experts is not None:
-        flops = 6 * rows.experts.activation.size * rows.x.shape[1]
-        yield "router and experts", partial(do.mix, rows, matrices, 0), flops, 0
+        yield from _experts(runner, rows, matrices)
     else:
         w13, w2 = matrices.w13, matrices.w2
         yield "gate_up", partial(wide_product, do, rows.x, w13, rows.gate_up), 2 * size * w13.size, 0
@@ -44,6 +43,24 @@ def _dense(runner: GraphRunner, size: int) -> Iterator[Case]:
     moved = rows.partial.nbytes + 2 * rows.stream.nbytes + rows.x.nbytes
     yield "residual", partial(do.residual, rows, 1.0, None, matrices.ffn_norm), 0, moved
     yield from _attention(runner, rows, ((0, "first"),))
+
+
+def _experts(runner: GraphRunner, rows: Any, matrices: Any) -> Iterator[Case]:
+    """Of rows that are drawn, so that all experts are chosen about as often."""
+    import cupy
+
+    do, own, size = runner.layers.operations, rows.experts, rows.size
+    assert isinstance(do, DenseDeviceOperations)
+    assert do.experts is not None
+    own.planes[...] = cupy.random.default_rng(3).standard_normal(own.planes.shape, dtype=np.float32)
+    own.planes[1] = 0
+    rows.place[0], runner.buffers.last_position[...] = 0, size - 1
+    calls, flops = do.experts.calls(rows, own, matrices.router_bias, 0), 2 * rows.x.size * own.chosen.shape[1]
+    flops *= runner.layers.spec.intermediate_size
+    yield "router and experts", partial(do.mix, rows, matrices, 0), 3 * flops, 0
+    times = {"gate_up": 2 * flops, "down": flops}
+    for name, call in calls.items():
+        yield name, call, times.get(name.rpartition("_")[0], 0), 0
 
 
 def _attention(runner: GraphRunner, rows: Any, layers: Sequence[tuple[int, str]]) -> Iterator[Case]:

@@ -41,6 +41,7 @@ struct float4 {
 struct float2 {
     float x, y;
 };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 using std::max;
 using std::min;

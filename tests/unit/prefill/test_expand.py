@@ -24,12 +24,20 @@ from kog_dist.workers.prefill.model.memory import expanded_bytes
 from tests.unit.prefill.emulated import compiled, launcher
 from tests.unit.test_coded_twin import DENSE, FORMS, CodedModel
 from tests.unit.test_decode_twin import SPEC, pytestmark  # noqa: F401
+from tests.unit.test_expert_twin import QUANTISED
 
+EXPERTS = QUANTISED.experts
+assert EXPERTS is not None
 LANEFORMER = replace(SPEC, hidden_size=160, own_head_dim=16, num_heads=8, num_kv_heads=4, intermediate_size=320)
 SHAPES: dict[str, tuple[ModelSpec, int]] = {  # and the number of ranks
     "one stream": (DENSE, 1),
     "one stream, biases, normed heads, two ranks": (replace(DENSE, qkv_bias=True, qk_norm=True), 2),
     "one lane, most warps without columns": (replace(DENSE, num_lanes=1, hidden_size=64, intermediate_size=136), 1),
+    "attention of a model with experts": (
+        replace(QUANTISED, qkv_bias=True, out_bias=True, attention_sinks=True, experts=replace(EXPERTS, router_bias=True)),
+        1,
+    ),
+    "the same, the second of two ranks": (replace(QUANTISED, out_bias=True), 2),
     "Laneformer": (LANEFORMER, 1),
     "Laneformer, norm scales per lane": (replace(LANEFORMER, shared_norm_scale=False), 1),
 }
@@ -61,11 +69,12 @@ def test_expanded_weights_are_the_definition(
     (spec, num_ranks), form = SHAPES[shape_name], FORMS[form_name]
     model, rank = CodedModel(spec, dtype, form, monkeypatch), num_ranks - 1
     hosted = spec.lanes_of_rank(rank, num_ranks)
-    shape = KernelShape(spec, hosted, dtype, num_ranks=num_ranks, max_ctas=5, coding=Coding.of(form))
+    shape = KernelShape(spec, hosted, dtype, num_ranks=num_ranks, max_ctas=4 if spec.experts else 5, coding=Coding.of(form))
     assert shape.coding is not None
     library = libraries(expand_header(shape.coding, shape.scale_rows))
     weights = model.weights(shape)
-    layers = expanded_layers(shape, weights, launcher(library, "expand", EXPAND_PARAMS.size_bytes), "cpu")
+    launch, routers = launcher(library, "expand", EXPAND_PARAMS.size_bytes), routers_of(model)
+    layers = expanded_layers(shape, weights, launch, "cpu", routers)
     for found, wanted in zip(layers, twin(model, hosted), strict=True):
         for name in wanted.__slots__:
             expected = getattr(wanted, name)
@@ -76,21 +85,31 @@ def test_expanded_weights_are_the_definition(
     vectors = [
         getattr(layer, field.name) for layer in layers for field in fields(layer) if field.name not in ("matrices", "layer")
     ]
-    assert expanded_bytes(shape) == layers[0].matrices.num_bytes + sum(one.nbytes for one in vectors if one is not None)
+    counted = 4 * spec.num_layers * spec.hidden_size if spec.out_bias and rank else 0  # of all ranks alike
+    held = layers[0].matrices.num_bytes + sum(one.nbytes for one in vectors if one is not None)
+    assert expanded_bytes(shape) == held + counted
+
+
+def routers_of(model: CodedModel) -> list[Any]:
+    """Of each layer; None in a model without experts."""
+    matrices = Matrices(model.spec, np.float16, routers_only=True)
+    for name in filter(matrices.wants, model.words):
+        matrices.take(name, widened(model.words[name], model.dtype))
+    return matrices.layers()
 
 
 def twin(model: CodedModel, hosted: range) -> list[Any]:
     """What prefill would hold of a model with these values in float32."""
-    matrices = Matrices(model.spec, np.float16)
+    matrices = Matrices(model.spec, np.float16, has_first_lane=hosted[0] == 0)
     for name, words in model.words.items():
         if matrices.wants(name):
             whole = model.values[name] if name in model.values else widened(words, model.dtype)
-            lanes = whole if len(whole) != model.spec.num_lanes or name_is_shared(model.spec, name) else whole[list(hosted)]
+            lanes = whole if len(whole) != model.spec.num_lanes or is_shared(model.spec, name) else whole[list(hosted)]
             matrices.take(name, np.ascontiguousarray(lanes))
     return matrices.layers()
 
 
-def name_is_shared(spec: ModelSpec, name: str) -> bool:
+def is_shared(spec: ModelSpec, name: str) -> bool:
     """Whether all lanes have the same of a tensor."""
     norms = {
         norm_name(spec, layer_prefix(layer) + part) for layer in range(spec.num_layers) for part in ("attention_norm", "ffn_norm")

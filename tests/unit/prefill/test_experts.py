@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kog_dist.bench.kernel.shapes import MOE, named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
@@ -21,10 +23,10 @@ from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_by
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.experts import device, experts_abi
 from kog_dist.workers.prefill.experts.device import GroupedExperts, kernel_bytes
-from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, TILES, GroupedTile, experts_header, tile_for
+from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, constants, tile_for, tiles
 from kog_dist.workers.prefill.experts.plain import plain_experts
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import work_of
+from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Chunk, Work, chunks, sizes_within, work_of
 from kog_dist.workers.prefill.model.matrices import DenseMatrices, matrices_of
 from kog_dist.workers.prefill.model.memory import matrix_bytes, obstacle_to_prefill
 from tests.multi.test_bits import Board, ThreadExchange
@@ -33,8 +35,9 @@ from tests.unit.prefill.emulated import compiled, launcher
 from tests.unit.prefill.models import SMALL, Rank, interpreter, relative_error, token_ids
 from tests.unit.prefill.test_expand import widened
 from tests.unit.prefill.test_prefill import check_ranks, last_logits
+from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import Model
-from tests.unit.test_expert_twin import MXFP4, VARIANTS, CodedExperts
+from tests.unit.test_expert_twin import MXFP4, QUANTISED, VARIANTS, CodedExperts
 
 PROMPT = 45
 DENSE: dict[str, Any] = {**SMALL, "delay": 0, "num_layers": 3, "own_head_dim": 8, "num_kv_heads": 4, "window_layers": (0, 2)}
@@ -69,6 +72,71 @@ def test_same_function_as_token_by_token(tmp_path: Path, name: str) -> None:
     assert relative_error(last_logits(half), wanted) < 4e-3
 
 
+@pytest.mark.parametrize("has_rings", [False, True])
+def test_a_stop_within_a_chunk_leaves_it_out(tmp_path: Path, *, has_rings: bool) -> None:
+    """Chunks of 16 rows in three parts, each a layer. Where layers keep a ring of positions nothing is left."""
+    spec = ModelSpec(**{**DENSE, **MODELS["qwen3_moe"]})
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
+    checkpoint, ids = open_checkpoint(tmp_path), token_ids(spec, PROMPT)
+    work = Work(chunk_flop=1.4 * MOST_FLOP, most_parts=3, has_rings=has_rings)
+    whole, cut = Rank(checkpoint), Rank(checkpoint, work=work)
+    assert whole.run(ids) == PROMPT
+    seen: list[int] = []
+    ends = {0: 0, 1: 0, 2: 0, 3: 16, 4: 16, 6: 32, 7: 32}  # by the number of parts that are queued
+    runner: Any = cut.prefill._runner
+    run_part, parts = runner.queue, list[tuple[int, int]]()
+
+    def queue(chunk: Chunk, part: int = 0) -> Callable[[], bool]:
+        parts.append((chunk.start, part))
+        ended: Callable[[], bool] = run_part(chunk, part)
+        return ended
+
+    runner.queue = queue
+    for before, reached in ends.items():
+        answers = iter([*[False] * before, True])
+        parts.clear()
+        seen.clear()
+        held = cut.prefill.run(ids, 0, should_stop=lambda answers=answers: next(answers), on_progress=seen.append)  # type: ignore[misc]
+        assert held == (0 if has_rings and before % 3 else reached)
+        assert parts == [(at // 3 * 16, at % 3) for at in range(before)]
+        assert seen == list(range(16, reached + 1, 16))
+    assert cut.prefill.run(ids, held, should_stop=lambda: False) == PROMPT
+    assert np.array_equal(whole.cache, cut.cache)
+    assert np.array_equal(whole.buffers.last_streams, cut.buffers.last_streams)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_what_a_stop_waits_for_is_bounded(name: str) -> None:
+    """Two parts at most are queued; what they take of experts is in docs/moe.md."""
+    spec = named_shape(f"{name}@65536")[0]
+    work, sizes = work_of(spec), sizes_within(spec)
+    assert sizes[-1] == 4096
+    assert work.has_rings == (spec.window_layers != ())
+    for start in (0, 4096, 32768):
+        for chunk in chunks(start, min(start + 9000, 65536), sizes, work=work):
+            flop = work.of(chunk.start, chunk.size) / chunk.num_parts
+            assert flop <= (MOST_FLOP if chunk.num_parts in (1, spec.num_layers) else MOST_FLOP / 2)
+
+
+MEASURED_MS = {  # of chunks on an H100 (docs/results/prefill-experts-h100.txt), by their rows
+    "qwen3-30b-a3b": {128: 13.8, 512: 20.5, 1024: 27.3, 2048: 46.7, 4096: 87.2},
+    "gpt-oss-20b": {128: 7.5, 512: 11.7, 1024: 19.3, 2048: 35.4, 4096: 69.1},
+    "gpt-oss-120b": {128: 17.8, 512: 30.7, 1024: 42.1, 2048: 63.9, 4096: 116.1},
+}
+
+
+@pytest.mark.parametrize("name", MEASURED_MS)
+def test_no_chunk_takes_longer_than_its_work_says(name: str) -> None:
+    """MOST_FLOP is 40 ms."""
+    spec = named_shape(f"{name}@9216")[0]
+    work, sizes = work_of(spec), sizes_within(spec)
+    for size, measured_ms in MEASURED_MS[name].items():
+        (chunk,) = chunks(0, size, sizes, work=work)
+        assert measured_ms <= 40 * work.of(0, size) / MOST_FLOP
+        num_queued = 1 if chunk.num_parts == 1 else 2  # two whole chunks if both have little work
+        assert num_queued * measured_ms / chunk.num_parts <= 40
+
+
 def test_ranks_that_share_the_lanes(tmp_path: Path) -> None:
     """Biases are those of the first lane's rank, and the router is whole on both."""
     spec, board = ModelSpec(**{**DENSE, **MODELS["gpt_oss"]}), Board(2)
@@ -85,59 +153,69 @@ def test_memory_is_counted_beforehand(tmp_path: Path, name: str) -> None:
     kept = [getattr(layer, part) for layer in rank.matrices for part in layer.__slots__]
     assert matrix_bytes(spec, 2) == sum(one.nbytes for one in kept if one is not None)
     assert obstacle_to_prefill(spec) == obstacle_to_prefill(spec, Coding.of(MXFP4, is_of_experts=True)) == ""
-    assert "experts in E4M3" in obstacle_to_prefill(spec, Coding("E4M3", 1, "F32"))
+    assert obstacle_to_prefill(spec, Coding("E4M3", 1, "F32")) == ""
+    assert "experts in E4M3 with one scale" in obstacle_to_prefill(spec, Coding("E4M3", 0, "F32"))
     assert work_of(spec).row_flop > work_of(replace(spec, experts=replace(spec.experts, per_token=1))).row_flop  # type: ignore[type-var]
 
 
 def test_tiles_are_filled_and_have_room() -> None:
-    assert [tile_for(pairs, 128).rows for pairs in (8, 2048, 4096, 8192, 32768)] == [32, 32, 64, 128, 128]
-    for is_coded in (False, True):
-        for tile in TILES:
-            stages, num_ctas = tile.stages(is_coded)
-            assert stages >= 3
-            assert num_ctas * (tile.shared_bytes(is_coded) + 9 * 1024) <= 228 << 10
+    for name, largest in (("qwen3-30b-a3b", 128), ("gpt-oss-120b", 96), ("qwen3-30b-a3b+fp8", 64), ("qwen3-30b-a3b+int4", 96)):
+        spec, coding = named_shape(name)
+        own = KernelShape(spec, range(spec.num_lanes), coding=coding).experts
+        assert own is not None
+        found = tiles(own)
+        assert [tile.rows for tile in found] == ([32, largest] if largest == 64 else [32, 64, largest])
+        pairs = (8, 2048, 4096, 8192, 32768)
+        wanted = [32, 32, 64, largest, largest]
+        assert [tile_for(count, 128, found).rows for count in pairs] == wanted
+        for tile in found:
+            assert tile.stages >= 3
+            assert tile.ctas * (tile.shared_bytes + 1024) <= 228 << 10
 
 
+NUM_TOKENS, MANY_TOKENS = 19, 160  # of a chunk; tiles of all widths have pairs where there are many
 FEW = replace(VARIANTS["qwen3_moe"], num_lanes=2, experts=ExpertsSpec(3, 2, is_normalised=False))
-SHAPES: dict[str, tuple[ModelSpec, str, slice]] = {  # dtype, and which tiles
-    "qwen3_moe": (replace(FEW, hidden_size=104), "float16", slice(0, 3, 2)),
-    "gpt_oss": (replace(VARIANTS["gpt_oss"], num_lanes=2, num_layers=2, window_layers=(0,)), "bfloat16", slice(1)),
+SHAPES: dict[str, tuple[ModelSpec, str, int, int]] = {  # dtype, how many tiles, how many tokens
+    "qwen3_moe": (replace(FEW, hidden_size=224), "float16", 3, MANY_TOKENS),
+    "gpt_oss": (replace(VARIANTS["gpt_oss"], num_lanes=2, num_layers=2, window_layers=(0,)), "bfloat16", 1, NUM_TOKENS),
 }
-SIZE, NUM_TOKENS = 21, 19  # of a chunk
 
 
 class Case:
     """A rank's experts on a CPU, as the twin has them and as the kernels read them."""
 
-    def __init__(self, folder: Path, model: Any, shape: KernelShape, tiles: tuple[GroupedTile, ...]) -> None:
+    def __init__(self, folder: Path, model: Any, shape: KernelShape, num_tokens: int) -> None:
         spec, lanes = shape.spec, shape.hosted_lanes
-        self.spec, self.layout, self.tiles = spec, CacheLayout.of(shape), tiles
+        self.num_tokens, self.size = num_tokens, num_tokens + 2
+        assert shape.experts is not None
+        self.spec, self.layout, self.tiles = spec, CacheLayout.of(shape), experts_abi.tiles(shape.experts)
         weights = model.weights(shape).experts
         assert weights is not None
 
         def tensor(name: str) -> Any:
-            return widened(model.words[name], model.dtype)
+            values = getattr(model, "values", {})
+            return values[name] if name in values else widened(model.words[name], model.dtype)
 
-        self.buffers = DenseBuffers(self.layout, np.float16, SIZE, "cpu")
-        self.buffers.last_position[0] = NUM_TOKENS - 1
+        self.buffers = DenseBuffers(self.layout, np.float16, self.size, "cpu")
+        self.buffers.last_position[0] = num_tokens - 1
         self.matrices: list[DenseMatrices] = matrices_of(spec, lanes, tensor, np.float16).layers()
         experts = [plain_experts(spec, layer, lanes, tensor) for layer in range(spec.num_layers)]
         cache = np.zeros(self.layout.num_values, np.uint16)
         self.twin = PlainDenseOperations(self.buffers, np.zeros((1, 1)), cache, experts)
         kernels = kernel_bytes(shape)
         library = ctypes.CDLL(
-            str(compiled(folder, "experts", experts_header(shape), kernels, "KogExpertsParams", "-O1"))
+            str(compiled(folder, "experts", constants(shape), kernels, "KogExpertsParams", "-O1"))
         )  # fmt: skip
         launchers = {name: launcher(library, name, EXPERTS_PARAMS.size_bytes) for name in kernels}
         self.experts = GroupedExperts(shape, weights, self.buffers.last_position, launchers)
 
     def check(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every tile gives the twin's values, and all the same bits."""
-        spec, layer, rows = self.spec, self.spec.num_layers - 1, self.buffers.rows(SIZE)
-        rows.place[0], own = 0, rows.experts
+        spec, layer, rows = self.spec, self.spec.num_layers - 1, self.buffers.rows(self.size)
+        rows.place[0], own, num_tokens = 0, rows.experts, self.num_tokens
         assert own is not None
-        stream = np.random.default_rng(5).standard_normal((SIZE, spec.hidden_size), np.float32)
-        stream[NUM_TOKENS:] = 0
+        stream = np.random.default_rng(5).standard_normal((self.size, spec.hidden_size), np.float32)
+        stream[num_tokens:] = 0
         rows.stream[...] = stream
         self.twin._norm(rows, np.ones(spec.hidden_size, np.float32))
         self.twin.mix(rows, self.matrices[layer], layer)
@@ -146,49 +224,58 @@ class Case:
         for tile in self.tiles:
             outputs = own.chosen, own.places, own.pair_rows, own.offsets, own.weights, own.activation, own.result, rows.partial
             for part in outputs:
-                part.fill(77)
+                part.fill(0 if part is own.activation else 77)  # beside a lane's columns it stays 0
             monkeypatch.setattr(device, "tile_for", lambda *_, tile=tile: tile)
             self.experts.run(rows, own, self.matrices[layer].router_bias, layer)
             assert np.array_equal(own.chosen, chosen)
-            assert relative_error(own.weights[:NUM_TOKENS], weights[:NUM_TOKENS]) < 1e-5
-            pairs = chosen[:NUM_TOKENS].size
+            assert relative_error(own.weights[:num_tokens], weights[:num_tokens]) < 1e-5
+            pairs = chosen[:num_tokens].size
             assert own.offsets[0] == 0
             assert own.offsets[-1] == pairs
-            counts = [(chosen[:NUM_TOKENS] == expert).sum() for expert in range(len(own.offsets) - 1)]
+            counts = [(chosen[:num_tokens] == expert).sum() for expert in range(len(own.offsets) - 1)]
             assert np.array_equal(np.diff(own.offsets), counts)
-            places = own.places[:NUM_TOKENS]
+            places = own.places[:num_tokens]
             assert np.array_equal(np.sort(places, axis=None), np.arange(pairs))
-            assert np.array_equal(own.pair_rows[places], np.arange(NUM_TOKENS)[:, None] + 0 * places)
+            assert np.array_equal(own.pair_rows[places], np.arange(num_tokens)[:, None] + 0 * places)
             assert relative_error(rows.partial, wanted) < 1e-3
-            assert not rows.partial[:, NUM_TOKENS:].any()
+            assert not rows.partial[:, num_tokens:].any()
             found.append(rows.partial.tobytes())
         assert len(set(found)) == 1
 
 
-def set_sizes(monkeypatch: pytest.MonkeyPatch, which: slice) -> tuple[GroupedTile, ...]:
-    """Threads and programs are expensive here."""
-    all_tiles: tuple[GroupedTile, ...] = TILES
-    made = all_tiles[which]
+def set_sizes(monkeypatch: pytest.MonkeyPatch, num_tiles: int) -> None:
+    """Threads and programs are expensive here. Two slots of the ring are used again in each of these models."""
     monkeypatch.setattr(device, "ROW_THREADS", 32)
+    monkeypatch.setattr(experts_abi, "_MOST_STAGES", 2)
+    monkeypatch.setattr(experts_abi, "_FEWEST_STAGES", 2)
     for module in (device, experts_abi):
         monkeypatch.setattr(module, "SORT_THREADS", 64)
-        monkeypatch.setattr(module, "TILES", made)
-    return made
+        monkeypatch.setattr(module, "tiles", lambda own: tiles(own)[:num_tiles])
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    spec, dtype, which = SHAPES[name]
-    made = set_sizes(monkeypatch, which)
+    spec, dtype, num_tiles, num_tokens = SHAPES[name]
+    set_sizes(monkeypatch, num_tiles)
     shape = KernelShape(spec, range(spec.num_lanes), dtype, max_ctas=4)
-    Case(tmp_path, Model(spec, dtype, monkeypatch), shape, made).check(monkeypatch)
+    Case(tmp_path, Model(spec, dtype, monkeypatch), shape, num_tokens).check(monkeypatch)
 
 
 @needs_compiler
 def test_kernels_are_the_twin_of_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two ranks, whose lane begins in the middle of a group of 32 columns."""
-    made, model = set_sizes(monkeypatch, slice(1)), CodedExperts(monkeypatch)
+    set_sizes(monkeypatch, 1)
+    model = CodedExperts(monkeypatch)
     hosted = model.spec.lanes_of_rank(1, 2)
     shape = KernelShape(model.spec, hosted, model.dtype, num_ranks=2, max_ctas=4, coding=Coding.of(MXFP4, is_of_experts=True))
-    Case(tmp_path, model, shape, made).check(monkeypatch)
+    Case(tmp_path, model, shape, NUM_TOKENS).check(monkeypatch)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", [name for name in FORMS if "a scale for" not in name])
+def test_kernels_are_the_twin_of_quantised_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    set_sizes(monkeypatch, 1)
+    model = CodedModel(replace(QUANTISED, hidden_size=288), "bfloat16", FORMS[form], monkeypatch)
+    shape = KernelShape(model.spec, range(model.spec.num_lanes), model.dtype, max_ctas=4, coding=Coding.of(FORMS[form]))
+    Case(tmp_path, model, shape, NUM_TOKENS).check(monkeypatch)

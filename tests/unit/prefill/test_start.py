@@ -199,8 +199,10 @@ def test_normed_heads_that_append_cannot_take(head_dim: int, is_taken: bool) -> 
 
 def test_experts_that_prefill_cannot_read_are_refused_before_anything_is_compiled() -> None:
     spec, coding = named_shape("qwen3-30b-a3b+fp8")
+    assert coding is not None
     kernel: Any = SimpleNamespace(shape=KernelShape(spec, range(spec.num_lanes), coding=coding))
-    with pytest.raises(ConfigError, match=r"experts in E4M3 .* go token by token"):
+    object.__setattr__(kernel.shape, "coding", replace(coding, scales=0))  # which no kernel is made for
+    with pytest.raises(ConfigError, match=r"experts in E4M3 with one scale .* go token by token"):
         gpu.runner_for(kernel, Matrices(spec, np.float16))
 
 

@@ -1,7 +1,7 @@
 // Which keys which thread block attends to, and how they come into shared memory: items, the ring of slots, the thread that copies.
 #pragma once
 
-#include "hopper.cuh"
+#include "panels.cuh"
 #include "pdl.cuh"
 #include "slot_ring.cuh"
 #include "attention_shape.cuh"
@@ -19,22 +19,6 @@ constexpr int kValues = kHeadDim / 2, kScores = kKeys / 2;  // of a thread: two 
 static_assert(1024 + kBarsFrom + 8 * kNumBars <= kSharedBytes, "shared memory");
 static_assert(kScores <= 64, "a row's scores of a thread have a bit each");
 static_assert(kGroupRows % kPack == 0 && kHeadDim % kPanel == 0, "whole panels");
-
-// Operands in shared memory stand in panels: all rows of `kPanel` 16-bit values (16, 32 or 64, which a tensor map swizzles over as many
-// bytes as they have), then all rows of the next ones. Eight rows repeat themselves.
-template <int kPanel>
-constexpr u64 kEightRows = static_cast<u64>(8 * kPanel * 2 >> 4) << 32 | static_cast<u64>(kPanel == 64 ? 1 : kPanel == 32 ? 2 : 3) << 62;
-
-// Rows of an operand whose products are summed over the values of a row.
-template <int kPanel>
-__device__ __forceinline__ u64 rows_at(u32 address) {
-    return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | kEightRows<kPanel>;
-}
-// Rows of an operand whose products are summed over the rows; `panel_bytes` from one panel to the next.
-template <int kPanel>
-__device__ __forceinline__ u64 columns_at(u32 address, u32 panel_bytes) {
-    return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel_bytes >> 4) << 16 | kEightRows<kPanel>;
-}
 
 // Partitions of tiles of keys: kShortPartitions at the beginning of the context, long ones behind them.
 __device__ __forceinline__ int partition_of(int tile) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -44,6 +44,10 @@ class ExpandedMatrices:
             for phase in sizes
             for layer in range(shape.spec.num_layers)
         }
+
+    def __contains__(self, phase: Phase) -> bool:
+        """Whether a phase has such matrices: those of experts are not expanded."""
+        return phase in self._matrices
 
     @property
     def num_bytes(self) -> int:
@@ -96,14 +100,14 @@ class ExpandedLayer:
         return self.matrices.matrix(Phase.OUT, self.layer)
 
     @property
-    def w13(self) -> Array:
-        """Gate rows, up rows."""
-        return self.matrices.matrix(Phase.GATE_UP, self.layer)
+    def w13(self) -> Array | None:
+        """Gate rows, up rows; None in a model with experts, and so is `w2`."""
+        return self.matrices.matrix(Phase.GATE_UP, self.layer) if Phase.GATE_UP in self.matrices else None
 
     @property
-    def w2(self) -> Array:
+    def w2(self) -> Array | None:
         """Of the FFN's output."""
-        return self.matrices.matrix(Phase.DOWN, self.layer)
+        return self.matrices.matrix(Phase.DOWN, self.layer) if Phase.DOWN in self.matrices else None
 
 
 @dataclass(frozen=True)
@@ -122,21 +126,23 @@ class ExpandedDenseLayer(ExpandedLayer):
     ffn_norm: Array
     qkv_bias: Array | None = None
     head_norms: Array | None = None
-    out_bias: None = None  # `misfit` refuses models with these, and those with experts have 16-bit matrices
-    sinks: None = None
-    router: None = None
-    router_bias: None = None
+    out_bias: Array | None = None  # where the first lane is hosted
+    sinks: Array | None = None
+    router: Array | None = None
+    router_bias: Array | None = None
 
 
-def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights) -> list[Any]:
-    """All layers, on cupy's current stream. Raises CompileError or LaunchError."""
+def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights, routers: Sequence[Array | None]) -> list[Any]:
+    """All layers, on cupy's current stream. `routers`: of each. Raises CompileError or LaunchError."""
     assert shape.coding is not None
     cubin = compiled.build("expand", expand_header(shape.coding, shape.scale_rows))
-    return expanded_layers(shape, weights, partial(compiled.launch, Kernel(cubin.path, "expand", 0)), "cuda")
+    return expanded_layers(shape, weights, partial(compiled.launch, Kernel(cubin.path, "expand", 0)), "cuda", routers)
 
 
-def expanded_layers(shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str) -> list[Any]:
-    """All layers of the model's kind; what is no matrix is read from the monokernel's weights."""
+def expanded_layers(
+    shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str, routers: Sequence[Array | None]
+) -> list[Any]:
+    """All layers of the model's kind; what is neither a matrix nor a router is read from the monokernel's weights."""
     there = library(device).asarray
 
     def values(words: Array) -> NDArray[np.float32]:  # they are few: no kernels of cupy's need be compiled for them
@@ -150,35 +156,45 @@ def expanded_layers(shape: KernelShape, weights: DeviceWeights, launch: Launch, 
         matrices = ExpandedMatrices(shape, weights, launch, device, factors)
         return [ExpandedLaneLayer(matrices, i, there(scales[i]), there(1 / scales[i])) for i in layers]
     matrices = ExpandedMatrices(shape, weights, launch, device)
-    others = (weights.qkv_bias, weights.head_norms)
-    biases, head_norms = (None if words is None else there(values(words)) for words in others)
+    out_bias = weights.out_bias if shape.hosted_lanes[0] == 0 else None
+    router_bias = None if weights.experts is None else weights.experts.router_bias
+    vectors = (weights.qkv_bias, weights.head_norms, out_bias, weights.sinks, router_bias)
+    biases, head_norms, out_biases, sinks, router_biases = (None if words is None else there(values(words)) for words in vectors)
+
+    def of(layer: int, vectors: Array | None) -> Array | None:
+        return None if vectors is None else vectors[layer]
+
     return [
         ExpandedDenseLayer(
-            matrices, i, there(norms[i, 0, 0]), there(norms[i, 1, 0]), None if biases is None else biases[i],
-            None if head_norms is None else head_norms[i],
+            matrices, i, there(norms[i, 0, 0]), there(norms[i, 1, 0]), of(i, biases), of(i, head_norms), of(i, out_biases),
+            None if sinks is None else sinks[i].reshape(-1), routers[i], of(i, router_biases),
         )
         for i in layers
     ]  # fmt: skip
 
 
 def matrix_shapes(shape: KernelShape) -> dict[Phase, tuple[int, int, int]]:
-    """Hosted lanes, rows and columns of the matrices of a layer."""
+    """Hosted lanes, rows and columns of the matrices of a layer, but for those of experts."""
     spec, lanes = shape.spec, shape.num_lanes
-    return {
+    attention = {
         Phase.QKV: (lanes, spec.lane_qkv_rows, spec.hidden_size),
         Phase.OUT: (lanes, spec.hidden_size, spec.lane_heads * spec.head_dim),
-        Phase.GATE_UP: (lanes, 2 * spec.lane_ffn, spec.hidden_size),
-        Phase.DOWN: (lanes, spec.hidden_size, spec.lane_ffn),
     }
+    if spec.experts is not None:
+        return attention
+    ffn = {Phase.GATE_UP: (lanes, 2 * spec.lane_ffn, spec.hidden_size), Phase.DOWN: (lanes, spec.hidden_size, spec.lane_ffn)}
+    return attention | ffn
 
 
 def _places(shape: KernelShape) -> Any:
     """int64 (layers, phases, lanes, 2): the first byte of each product on the tape, and its number among all."""
     places = np.zeros((shape.spec.num_layers, len(shape.ops), shape.num_lanes, 2), np.int64)
-    position = 0
+    position, ops = 0, shape.tape_ops
     for number, product in enumerate(shape.products):  # as `device_weights.pack_tape` writes them
+        if product.phase not in ops:
+            continue
         lane = product.lane - shape.hosted_lanes[0]
         index = product.layer, list(shape.ops).index(product.phase), lane // shape.lanes_of(product.phase)
         places[index] = 2 * shape.num_ctas * position, number
-        position += shape.ops[product.phase].num_values
+        position += ops[product.phase].num_values
     return places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ from kog_dist.workers.prefill.experts.experts_abi import (
     EXPERTS_PARAMS,
     SORT_THREADS,
     TILE_THREADS,
-    TILES,
     experts_header,
+    num_across,
     tile_for,
+    tiles,
 )
 from kog_dist.workers.prefill.experts.rows import ExpertRows
 from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
@@ -30,9 +32,8 @@ ROW_THREADS = 256  # of thread blocks that have rows
 def kernel_bytes(shape: KernelShape) -> dict[str, int]:
     """The kernels, and the shared memory that each asks for."""
     assert shape.experts is not None
-    is_coded = shape.experts.coding is not None
-    tiles = {f"{name}_{tile.rows}": tile.shared_bytes(is_coded) for name in ("gate_up", "down") for tile in TILES}
-    return {"choose": 0, "sort": 0, "combine": 0} | tiles
+    of_tiles = {f"{name}_{tile.rows}": tile.shared_bytes for name in ("gate_up", "down") for tile in tiles(shape.experts)}
+    return {"choose": 0, "sort": 0, "combine": 0} | of_tiles
 
 
 def experts_on_gpu(shape: KernelShape, weights: DeviceExperts, last_position: Array) -> GroupedExperts:
@@ -49,32 +50,44 @@ class GroupedExperts:
     """
 
     def __init__(self, shape: KernelShape, weights: DeviceExperts, last_position: Array, launchers: Launchers) -> None:
-        assert shape.spec.experts is not None
-        self._numbers, self._weights, self._num_lanes = shape.spec.experts, weights, shape.num_lanes
-        self._hidden, self._ffn, self._first_lane = shape.spec.hidden_size, shape.spec.lane_ffn, shape.hosted_lanes[0]
+        spec, own = shape.spec, shape.experts
+        assert spec.experts is not None
+        assert own is not None
+        self._numbers, self._weights, self._first_lane, self._tiles = spec.experts, weights, shape.hosted_lanes[0], tiles(own)
+        self._gates = num_across(own.gate_up, 2 * shape.num_lanes * spec.lane_ffn)
+        self._downs = num_across(own.down_of_one, spec.hidden_size)
         self._launch = KernelCalls(EXPERTS_PARAMS, launchers, {"last_position": last_position})
 
     def run(self, rows: DenseRows, own: ExpertRows, router_bias: Array | None, layer: int) -> None:
         """partial = what the chosen experts of each row give, by the logits in `own`."""
+        for call in self.calls(rows, own, router_bias, layer).values():
+            call()
+
+    def calls(
+        self, rows: DenseRows, own: ExpertRows, router_bias: Array | None, layer: int
+    ) -> dict[str, Callable[[], None]]:  # fmt: skip
+        """The launches that `run` consists of, in order, by kernel."""
         weights, chosen = self._weights, self._numbers.per_token
         down_bias = None if weights.down_bias is None or self._first_lane else weights.down_bias[layer]
         arrays = {
-            "place": rows.place, "x": rows.x, "logits": own.logits, "router_bias": router_bias, "chosen": own.chosen,
+            "place": rows.place, "x": rows.x, "operands": own.operands,
+            "logits": own.logits, "router_bias": router_bias, "chosen": own.chosen,
             "weights": own.weights, "places": own.places, "pair_rows": own.pair_rows, "offsets": own.offsets,
             "experts": weights.matrices[layer], "activation": own.activation, "result": own.result, "partial": rows.partial,
             "gate_up_bias": None if weights.gate_up_bias is None else weights.gate_up_bias[layer], "down_bias": down_bias,
         }  # fmt: skip
         num_pairs, num_experts = rows.size * chosen, self._numbers.num_experts
-        tile = tile_for(num_pairs, num_experts)
+        tile = tile_for(num_pairs, num_experts, self._tiles)
         num_slots = num_pairs // tile.rows + num_experts  # see grouped.cuh
-        gates, downs = (-(-count // tile.columns) for count in (2 * self._num_lanes * self._ffn, self._hidden))
-        for kernel, num_ctas, num_threads in (
-            ("choose", -(-rows.size // (ROW_THREADS // 32)), ROW_THREADS),
-            ("sort", num_experts, SORT_THREADS),
-            (f"gate_up_{tile.rows}", num_slots * gates, TILE_THREADS),
-            (f"down_{tile.rows}", num_slots * self._num_lanes * downs, TILE_THREADS),
-            ("combine", rows.size, ROW_THREADS),
-        ):
-            self._launch(
-                kernel, num_ctas, num_threads, early=True, size=rows.size, first_lane=self._first_lane, **arrays
-            )  # fmt: skip
+        return {
+            kernel: partial(
+                self._launch, kernel, num_ctas, num_threads, early=True, size=rows.size, first_lane=self._first_lane, **arrays
+            )
+            for kernel, num_ctas, num_threads in (
+                ("choose", -(-rows.size // (ROW_THREADS // 32)), ROW_THREADS),
+                ("sort", num_experts, SORT_THREADS),
+                (f"gate_up_{tile.rows}", num_slots * self._gates, TILE_THREADS),
+                (f"down_{tile.rows}", num_slots * self._downs, TILE_THREADS),
+                ("combine", rows.size, ROW_THREADS),
+            )
+        }

@@ -11,10 +11,19 @@ constexpr u32 kLogits = (kNumExperts + 31) / 32;  // of a thread: experts laneid
 constexpr u32 kUnits = kHidden / kUnit;
 
 
+// A row of x in the order of products, a warp's.
+__device__ __forceinline__ void order_row(const Params& params, u32 row) {
+    const u32 *from = reinterpret_cast<const u32*>(params.x_ptr) + row * (kHidden / 2);
+    u32* to = reinterpret_cast<u32*>(params.operands_ptr) + row * (kHidden / 2);
+#pragma unroll 4
+    for (u32 pair = laneid(); pair < kHidden / 2; pair += 32) to[product_place(pair)] = __ldg(from + pair);
+}
+
 // The logits of a row, a warp's: the experts with the largest, of equal ones those with the smaller number, in ascending order.
 __device__ __forceinline__ void choose_row(const Params& params) {
     const u32 row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = laneid();
     if (row >= params.size) return;
+    order_row(params, row);
     const float* const logits = reinterpret_cast<const float*>(params.logits_ptr) + row * kNumExperts;
     u32 keys[kLogits];
 #pragma unroll
@@ -107,64 +116,89 @@ __device__ __forceinline__ float activation_of(float gate, float up) {
     return __fdividef(gate, 1.0f + __expf(-kClampAlpha * gate)) * ((up + 1.0f) * kActivationScale);
 }
 
-// Gates and ups come in turn, those of all hosted lanes below each other.
+// Columns in front of the lane's own, of a group of quantised weights that the lane before has, too: their codes are 0.
+__device__ __forceinline__ u32 skew(const Params& params, u32 lane) { return kExpertSkew == 0 ? 0 : (params.first_lane + lane) * kExpertSkew % 32; }
+
+// Gates and ups come in turn, those of all hosted lanes below each other. A thread has a gate and the up that belongs to it: neighbours, of
+// which every other thread has the upper one first, so that eight threads read 128 bytes that do not lie in the same banks.
 struct Gated {
-    static constexpr u32 kLanesOfTiles = 1, kWidth = kHidden, kRowStride = kHidden, kLaneStride = 0;
+    static constexpr u32 kLanesOfTile = 1, kWidth = kHidden, kRowStride = kHidden, kLaneStride = 0, kOut = kColumns / 2;
+    static constexpr u32 kColumnsOfLane = kHidden, kFirstByte = 0, kLaneBytes = 0;
+    using Parts = Blocks<GateUp>;
+    static_assert(GateUp::kRows % 2 == 0 && GateUp::kLastRows % 2 == 0, "a gate and its up are in one block");
     static __device__ __forceinline__ u32 row_of(const Params& params, u32 pair) { return reinterpret_cast<const u32*>(params.pair_rows_ptr)[pair]; }
-    static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.x_ptr); }
-    static __device__ __forceinline__ u32 first_byte(u32) { return 0; }
-    static __device__ __forceinline__ u32 skew(const Params&, u32) { return 0; }
+    static __device__ __forceinline__ const u16* rows_from(const Params& params) { return reinterpret_cast<const u16*>(params.operands_ptr); }
+    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return threadIdx.x / 32 * 16 + laneid() / 4 * 2 + (which ^ laneid() / 4 % 2); }
 
     template <class Product>
-    static __device__ __forceinline__ void store(const Product& tile, u32 row, u32 across, const float (&sums)[4][4]) {
-        u32 v[4];
-#pragma unroll
-        for (u32 n = 0; n < 4; ++n) {
-            [[maybe_unused]] float gate = 0, up = 0;
-            const u32 at = across + n * 8 + laneid() % 4 * 2;
-            if (kExpertBias && at < GateUp::kMatrixRows) {
-                const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.expert * GateUp::kMatrixRows + at) / 2];
-                gate = WeightFormat::low(pair), up = WeightFormat::high(pair);
-            }
-            v[n] = Fp16::pack(activation_of(sums[n][0] + gate, sums[n][1] + up), activation_of(sums[n][2] + gate, sums[n][3] + up));
+    static __device__ __forceinline__ void put(const Product& tile, u32) {
+        const u32 at = threadIdx.x / 32 * 8 + laneid() / 4, row = Parts::row_at(tile.share.block, 2 * at);  // the activation, its gate
+        const bool is_up_first = laneid() / 4 % 2;
+        [[maybe_unused]] float gate = 0, up = 0;
+        if (kExpertBias && row != kNowhere) {
+            const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.share.expert * GateUp::kMatrixRows + row) / 2];
+            gate = WeightFormat::low(pair), up = WeightFormat::high(pair);
         }
-        turn(v);  // four neighbouring activations of both rows
-        const u32 at = across / 2 + laneid() % 4 * 4;
-        if (at >= GateUp::kMatrixRows / 2) return;
-        unsigned char* const to = reinterpret_cast<unsigned char*>(tile.params.activation_ptr);
+        __syncthreads();  // nobody reads the slots any more
 #pragma unroll
-        for (u32 r = 0; r < 2; ++r) {
-            const u32 selector = r == 0 ? 0x5410 : 0x7632, pair = row + 8 * r;
-            if (pair >= tile.count) continue;
-            const uint2 four = {__byte_perm(v[0], v[1], selector), __byte_perm(v[2], v[3], selector)};
-            *reinterpret_cast<uint2*>(to + 2 * (static_cast<u64>(tile.first + pair) * (kLanes * kFfn) + at)) = four;
+        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
+            float values[2];
+#pragma unroll
+            for (u32 k = 0; k < 2; ++k) {
+                const float one = tile.sums[i + k] * (1.0f / kWeightScale), other = tile.sums[i + 2 + k] * (1.0f / kWeightScale);
+                values[k] = activation_of((is_up_first ? other : one) + gate, (is_up_first ? one : other) + up);
+            }
+            const u32 both = Fp16::pack(values[0], values[1]), pair = i * 2 + laneid() % 4 * 2;
+            *tile.template result_at<kOut>(pair, at) = static_cast<u16>(both);
+            *tile.template result_at<kOut>(pair + 1, at) = static_cast<u16>(both >> 16);
+        }
+        __syncthreads();
+        store(tile);
+    }
+    template <class Product>
+    static __device__ __forceinline__ void store(const Product& tile) {
+        constexpr u32 kTogether = Parts::kIsEven && GateUp::kRows % 4 == 0 && GateUp::kMatrixRows % 4 == 0 ? 2 : 1;
+        for (u32 i = threadIdx.x; i < tile.share.count * (kOut / kTogether); i += kTileThreads) {
+            const u32 pair = i / (kOut / kTogether), at = i % (kOut / kTogether) * kTogether, row = Parts::row_at(tile.share.block, 2 * at);
+            if (row == kNowhere) continue;
+            const u32 lane = row / 2 / kFfn, column = skew(tile.params, lane) + row / 2 % kFfn;
+            u16* const to = reinterpret_cast<u16*>(tile.params.activation_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + lane) * kPadded +
+                            product_place(column / 2) * 2 + column % 2;
+            if constexpr (kTogether == 2) *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(tile.template result_at<kOut>(pair, at));
+            else *to = *tile.template result_at<kOut>(pair, at);
         }
     }
 };
 
+// Of all lanes. A thread has two neighbouring rows twice, in such an order that a transposition gives it four.
 struct Lowered {
-    static constexpr u32 kLanesOfTiles = kLanes, kWidth = kFfn, kRowStride = kLanes * kFfn, kLaneStride = kFfn;
+    static constexpr u32 kLanesOfTile = kLanes, kWidth = kPadded, kRowStride = kLanes * kPadded, kLaneStride = kPadded;
+    static constexpr u32 kColumnsOfLane = kDownColumns, kFirstByte = kGateUpBytes, kLaneBytes = kDownBytes;
+    using Parts = Blocks<Down>;
     static __device__ __forceinline__ u32 row_of(const Params&, u32 pair) { return pair; }
-    static __device__ __forceinline__ const unsigned char* rows_from(const Params& params) { return reinterpret_cast<const unsigned char*>(params.activation_ptr); }
-    static __device__ __forceinline__ u32 first_byte(u32 lane) { return kGateUpBytes + lane * kDownBytes; }
-    // Columns in front of the lane's own, of a group of quantised weights that the lane before has, too: their codes are 0.
-    static __device__ __forceinline__ u32 skew(const Params& params, u32 lane) {
-        return kExpertSkew == 0 ? 0 : (params.first_lane + lane) * kExpertSkew % 32;
-    }
+    static __device__ __forceinline__ const u16* rows_from(const Params& params) { return reinterpret_cast<const u16*>(params.activation_ptr); }
+    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return threadIdx.x / 32 * 16 + laneid() / 8 * 4 + which * 2 + laneid() / 4 % 2; }
 
     template <class Product>
-    static __device__ __forceinline__ void store(const Product& tile, u32 row, u32 across, const float (&sums)[4][4]) {
-        uint4* const to = reinterpret_cast<uint4*>(tile.params.result_ptr);
-        const u32 unit = across / kUnit + laneid() % 4;
+    static __device__ __forceinline__ void put(const Product& tile, u32 lane) {
+        const u32 own = threadIdx.x / 32 * 16 + laneid() % 4 * 4, row = Parts::row_at(tile.share.block, own);
 #pragma unroll
-        for (u32 r = 0; r < 2; ++r) {
-            u32 v[4];
+        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
+            constexpr float kFactor = 1.0f / kWeightScale;
+            const u32 first = transposed(Fp16::pack(tile.sums[i] * kFactor, tile.sums[i + 1] * kFactor));
+            const u32 last = transposed(Fp16::pack(tile.sums[i + 2] * kFactor, tile.sums[i + 3] * kFactor));
+            const u32 pair = i * 2 + laneid() / 4;
+            u16* const to = reinterpret_cast<u16*>(tile.params.result_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + lane) * kHidden;
+            if (pair >= tile.share.count) continue;
+            if constexpr (Parts::kIsEven && Down::kRows % 4 == 0 && Down::kMatrixRows % 4 == 0) {
+                if (row != kNowhere) *reinterpret_cast<uint2*>(to + row) = make_uint2(first, last);
+            } else {
 #pragma unroll
-            for (u32 n = 0; n < 4; ++n) v[n] = Fp16::pack(sums[n][2 * r], sums[n][2 * r + 1]);
-            turn(v);
-            const u32 pair = row + 8 * r;
-            if (pair < tile.count && unit < kUnits)
-                to[(static_cast<u64>(tile.first + pair) * kLanes + tile.lane) * kUnits + unit] = make_uint4(v[0], v[1], v[2], v[3]);
+                for (u32 k = 0; k < 4; ++k) {
+                    const u32 at = Parts::row_at(tile.share.block, own + k);
+                    if (at != kNowhere) to[at] = static_cast<u16>((k < 2 ? first : last) >> k % 2 * 16);
+                }
+            }
         }
     }
 };
@@ -213,9 +247,9 @@ using namespace kog;
         let_successors_begin();                                                       \
         body;                                                                         \
     }
-#define KOG_TILE(rows)                                                                                                           \
-    KOG_KERNEL(gate_up_##rows, (kTileThreads, Tile##rows::kCtas), (Grouped<Tile##rows, GateUp, Gated>{params}.run())) \
-    KOG_KERNEL(down_##rows, (kTileThreads, Tile##rows::kCtas), (Grouped<Tile##rows, Down, Lowered>{params}.run()))
+#define KOG_TILE(rows)                                                                                             \
+    KOG_KERNEL(gate_up_##rows, (kTileThreads, Tile##rows::kCtas), (run_grouped<Tile##rows, GateUp, Gated>(params))) \
+    KOG_KERNEL(down_##rows, (kTileThreads, Tile##rows::kCtas), (run_grouped<Tile##rows, Down, Lowered>(params)))
 
 extern "C" {
 

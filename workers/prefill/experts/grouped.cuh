@@ -1,162 +1,245 @@
-// Products of pairs (a row and one of its experts) and the matrices of their experts, binary16 with float32 sums.
+// Products of the matrices of experts and their pairs (a row and one of its experts), binary16 with float32 sums, on Hopper's matrix units.
 //
-// Pairs lie in the order of experts. A tile has up to Tile::kRows pairs of one expert and Tile::kColumns rows of its matrix. Which pairs these
-// are is only known on the device: there are as many thread blocks as could be needed, and those without pairs leave at once. Threads
-// queue copies of the next kStages - 1 parts of rows and matrix, each kStage columns, and multiply the part that has come.
+// Pairs lie in the order of experts. A tile has up to kColumns rows of an expert's matrix, 64 for each of two groups of four warps, and up to
+// Tile::kRows of its pairs; of `down` it has those of all lanes, one lane after the other. Which pairs these are is only known on the device:
+// there are as many thread blocks as could be needed, and those without pairs leave at once. The matrix comes as the monokernel has it, and
+// threads expand it into operands in registers, beside the products of what they expanded before; pairs are the operand in shared memory.
+// The next kStages - 1 stages of both, each kStage columns, are on their way meanwhile.
 //
 // Bits: a sum runs over the columns from first to last, whatever tile and place a pair has.
 #pragma once
 
+#include "panels.cuh"
 #include "pdl.cuh"
-#include "quad.cuh"
+#include "slot_ring.cuh"
 #include "weights.cuh"
 
 namespace kog {
 
 using Params = KogExpertsParams;
-constexpr u32 kStage = kIsCoded ? 128 : 64, kSteps32 = kStage / 32, kWeightSteps = kStage / kStepColumns;
-constexpr u32 kNowhere = 0xffffffffu;
+constexpr u32 kGroupThreads = 128, kGroups = kTileThreads / kGroupThreads;
+constexpr u32 kPanel = 64, kPanels = kStage / kPanel, kStepsOfStage = kStage / kStepColumns;
+static_assert(kColumns == 64 * kGroups && kTileThreads == 256, "a group has 64 columns");
+static_assert(kNumExperts <= kTileThreads, "a thread looks at each expert");
 
-#ifdef __CUDACC__
-extern __shared__ __align__(128) unsigned char tile_memory[];
-#else
-alignas(128) static unsigned char tile_memory[kMostSharedBytes];
-#endif
+__device__ __forceinline__ u32 aligned_memory() { return (shared_memory() + 1023) & ~1023u; }
+template <class Tile>
+__device__ __forceinline__ u32 barrier_of(u32 slot) {
+    return aligned_memory() + Tile::kStages * Tile::kStageBytes + slot * 8;
+}
 
-// What of the sums of four neighbouring columns of eight each becomes is up to the `Tail`.
-template <class Tile, class Form, class Tail>
+// What a thread block has of a launch: `count` pairs of an expert from pair `first` on, and blocks of the matrix from `block` on.
+struct Share {
+    u32 expert, first, count, block;
+};
+// None: `count` is 0. Barriers are made, too.
+template <class Tile, class Form>
+__device__ __forceinline__ Share find_share(const Params& params) {
+    __shared__ u32 found[3];
+    const u32 slot = blockIdx.x / Blocks<Form>::kAcross, block = blockIdx.x % Blocks<Form>::kAcross * Blocks<Form>::kOfTile;
+    if (threadIdx.x == 0) {
+        found[2] = 0;
+        for (u32 i = 0; i < Tile::kStages; ++i) mbar_init(barrier_of<Tile>(i), 1);
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < kNumExperts) {  // tiles of expert e begin at slot floor(its first pair / rows) + e: there is room for all
+        const u32 e = threadIdx.x;
+        const u32 begin = reinterpret_cast<const u32*>(params.offsets_ptr)[e], end = reinterpret_cast<const u32*>(params.offsets_ptr)[e + 1];
+        const u32 from = begin / Tile::kRows + e, pair = begin + (slot - from) * Tile::kRows;
+        if (slot >= from && slot <= end / Tile::kRows + e && pair < end) found[0] = e, found[1] = pair, found[2] = min(end - pair, Tile::kRows);
+    }
+    __syncthreads();
+    return {found[0], found[1], found[2], block};
+}
+
+// Of up to kWidth pairs.
+template <class Tile, u32 kWidth, class Form, class Tail>
 struct Grouped {
-    static constexpr u32 kWarpRows = Tile::kRows / Tile::kWarpsDown, kAcross = 8 / Tile::kWarpsDown;
-    static constexpr u32 kRowSets = kWarpRows / 16;
-    static constexpr u32 kXBytes = Tile::kRows * kStage * 2, kWeightBytes = Tile::kColumns * 64 * kWeightSteps;
-    static constexpr u32 kScaleBytes = kIsCoded ? Tile::kColumns * 4 : 0, kStageBytes = kXBytes + kWeightBytes + kScaleBytes;
-    static constexpr u32 kNumColumns = (Form::kMatrixRows + Tile::kColumns - 1) / Tile::kColumns;
-    static_assert(Tile::kColumns == kAcross * 32 && kTileThreads == 256, "a warp has 32 columns");
-    static_assert(kNumExperts <= kTileThreads, "a thread looks at each expert");
+    using Parts = Blocks<Form>;
+    static constexpr u32 kXBytes = kWidth * kStage * 2, kPanelBytes = kWidth * kPanel * 2, kStageBytes = Tile::kStageBytes;
+    static constexpr u32 kStepBytes = Parts::kOfTile * Parts::kPartBytes;  // of the parts of a step
+    static constexpr u32 kSteps = (Tail::kColumnsOfLane + kStepColumns - 1) / kStepColumns, kStagesOfLane = (kSteps + kStepsOfStage - 1) / kStepsOfStage;
+    static constexpr u32 kRowsOfThread = kWidth * 8 / kTileThreads;  // of which it copies 16 bytes of a panel
+    static constexpr bool kIsAhead = kWidth < kFirstWideTile;  // wide tiles have no registers for operands beside those that are multiplied
+    static_assert(kStageBytes >= kXBytes + kStepsOfStage * kStepBytes && kStageBytes % 1024 == 0 && Tile::kStages >= 2, "stages");
 
     const Params& params;
-    u32 lane, column, expert, first, count;  // of pairs `count`; `column`: the first row of the matrix
-    u32* rows;            // of each pair: what is multiplied, or kNowhere
-    WeightRow* matrix;    // of each column
-    float sums[kRowSets][4][4];
+    const Share share;
+    u32 base;                 // of shared memory
+    u32 rows[kRowsOfThread];  // where in what is multiplied, or kNowhere
+    u32 stage_bytes;          // of weights in a stage
+    OperandRow upper, lower;
+    float sums[kWidth / 2];
 
-    // False: there are none.
-    __device__ __forceinline__ bool find() {
-        __shared__ u32 found[3];
-        const u32 slot = blockIdx.x / (Tail::kLanesOfTiles * kNumColumns), across = blockIdx.x % (Tail::kLanesOfTiles * kNumColumns);
-        lane = across / kNumColumns, column = across % kNumColumns * Tile::kColumns;
-        if (threadIdx.x == 0) found[2] = 0;
-        __syncthreads();
-        if (threadIdx.x < kNumExperts) {  // tiles of expert e begin at slot floor(its first pair / rows) + e: there is room for all
-            const u32 e = threadIdx.x;
-            const u32 begin = reinterpret_cast<const u32*>(params.offsets_ptr)[e], end = reinterpret_cast<const u32*>(params.offsets_ptr)[e + 1];
-            const u32 from = begin / Tile::kRows + e, pair = begin + (slot - from) * Tile::kRows;
-            if (slot >= from && slot <= end / Tile::kRows + e && pair < end) found[0] = e, found[1] = pair, found[2] = min(end - pair, Tile::kRows);
-        }
-        __syncthreads();
-        expert = found[0], first = found[1], count = found[2];
-        return count > 0;
-    }
     __device__ __forceinline__ void prepare() {
-        __shared__ u32 all_rows[Tile::kRows];
-        __shared__ WeightRow all_columns[Tile::kColumns];
-        rows = all_rows, matrix = all_columns;
-        for (u32 i = threadIdx.x; i < Tile::kRows; i += kTileThreads) rows[i] = i < count ? Tail::row_of(params, first + i) : kNowhere;
-        for (u32 i = threadIdx.x; i < Tile::kColumns; i += kTileThreads) matrix[i] = find_row<Form>(Tail::first_byte(lane), column + i);
+        base = aligned_memory();
 #pragma unroll
-        for (u32 m = 0; m < kRowSets; ++m)
-#pragma unroll
-            for (u32 n = 0; n < 4; ++n)
-#pragma unroll
-                for (u32 i = 0; i < 4; ++i) sums[m][n][i] = 0;
-        __syncthreads();
-    }
-    // Queue the copies of a part.
-    __device__ __forceinline__ void load(u32 stage, u32 num_steps, u32 skew) {
-        unsigned char* const to = tile_memory + stage % Tile::kStages * kStageBytes;
-        const unsigned char* const x = Tail::rows_from(params);
-        constexpr u32 kWidth = Tail::kWidth;
-#pragma unroll
-        for (u32 i = threadIdx.x; i < Tile::kRows * kSteps32 * 4; i += kTileThreads) {
-            const u32 quarter = i % 4, row = i / 4 % Tile::kRows, step = i / (4 * Tile::kRows), from = rows[row];
-            const u32 at = stage * kStage + step * 32 + quarter * 8 - skew;  // what is in front of the first is huge
-            const bool is_there = from != kNowhere && at < kWidth;
-            copy_async<16>(to + i * 16, x + (is_there ? 2 * (static_cast<u64>(from) * Tail::kRowStride + lane * Tail::kLaneStride + at) : 0), is_there);
+        for (u32 i = 0; i < kRowsOfThread; ++i) {
+            const u32 row = threadIdx.x / 8 + i * (kTileThreads / 8);
+            rows[i] = row < share.count ? Tail::row_of(params, share.first + row) * Tail::kRowStride + threadIdx.x % 8 * 8 : kNowhere;
         }
-        const unsigned char* const experts = reinterpret_cast<const unsigned char*>(params.experts_ptr) + static_cast<u64>(expert) * kExpertBytes;
-#pragma unroll
-        for (u32 i = threadIdx.x; i < Tile::kColumns * kWeightSteps * 4; i += kTileThreads) {
-            const u32 quarter = i % 4, step = stage * kWeightSteps + i / (4 * Tile::kColumns);
-            const WeightRow at = matrix[i / 4 % Tile::kColumns];
-            const bool is_there = at.part != 0 && step < num_steps;
-            const unsigned char* const from = experts + (is_there ? at.base + at.part * parts_before<Form>(at.cta, step) : 0);
-            copy_async<16>(to + kXBytes + i * 16, from + quarter * 16, is_there);
-            if constexpr (kIsCoded)
-                if (quarter == 0) copy_async<4>(to + kXBytes + kWeightBytes + i, from + at.scales, is_there);
-        }
+        stage_bytes = 0;
+        for (u32 i = 0; i < Parts::kOfTile; ++i) stage_bytes += share.block + i < Parts::kAll ? kStepsOfStage * part_bytes(Parts::num_rows(share.block + i)) : 0;
+        upper = operand_row<Form>(share.block, Tail::row_of_operand(0)), lower = operand_row<Form>(share.block, Tail::row_of_operand(1));
     }
-    __device__ __forceinline__ void multiply(u32 stage) {
-        const unsigned char* const from = tile_memory + stage % Tile::kStages * kStageBytes;
-        const u32 warp = threadIdx.x / 32, down = warp / kAcross * kWarpRows, across = warp % kAcross * 32;
-        const uint4* const x = reinterpret_cast<const uint4*>(from) + down * 4 + laneid();  // row laneid / 4, its quarter laneid % 4
-        const uint4* const weights = reinterpret_cast<const uint4*>(from + kXBytes) + across * 4 + laneid();
-        [[maybe_unused]] uint4 codes[4];
-        [[maybe_unused]] u32 scales[4];
-        if constexpr (kIsCoded) {
+    // Queue the copies of stage `at` of all lanes' into slot `slot`.
+    __device__ __forceinline__ void load(u32 at, u32 slot) {
+        const u32 lane = at / kStagesOfLane, stage = at % kStagesOfLane, to = base + slot * kStageBytes;
+        const unsigned char* const matrix = reinterpret_cast<const unsigned char*>(params.experts_ptr) + static_cast<u64>(share.expert) * kExpertBytes +
+                                            Tail::kFirstByte + lane * Tail::kLaneBytes;
+        const u32 own = share.block + threadIdx.x / kStepsOfStage, n = threadIdx.x % kStepsOfStage, step = min(stage * kStepsOfStage + n, kSteps - 1);
+        if (threadIdx.x == 0) mbar_arrive_expect(barrier_of<Tile>(slot), stage_bytes);
+        if (threadIdx.x < Parts::kOfTile * kStepsOfStage && own < Parts::kAll)  // behind the last step it stands once more: x is 0 there
+            copy_bulk(to + kXBytes + n * kStepBytes + threadIdx.x / kStepsOfStage * Parts::kPartBytes, matrix + Parts::part_at(own, step),
+                      part_bytes(Parts::num_rows(own)), barrier_of<Tile>(slot));
+        const u16* const x = Tail::rows_from(params) + lane * Tail::kLaneStride + stage * kStage;
 #pragma unroll
-            for (u32 n = 0; n < 4; ++n) {
-                codes[n] = weights[n * 32];
-                scales[n] = reinterpret_cast<const u32*>(from + kXBytes + kWeightBytes)[across + n * 8 + laneid() / 4];
+        for (u32 panel = 0; panel < kPanels; ++panel) {
+            const bool is_inside = Tail::kWidth % kStage == 0 || stage * kStage + panel * kPanel + threadIdx.x % 8 * 8 < Tail::kWidth;
+#pragma unroll
+            for (u32 i = 0; i < kRowsOfThread; ++i) {
+                const u32 row = threadIdx.x / 8 + i * (kTileThreads / 8);
+                const bool is_there = rows[i] != kNowhere && is_inside;
+                const u16* const from = is_there ? x + rows[i] + panel * kPanel : x;
+                copy_async(to + panel * kPanelBytes + row * 128 + ((threadIdx.x % 8 ^ row % 8) << 4), reinterpret_cast<const unsigned char*>(from), is_there);
             }
         }
+    }
+
+    // Operands of 64 columns, two of 32, of 16 rows.
+    struct Operands {
+        u32 v[2][2][4];  // 32 columns, upper and lower row, pairs
+
+        // They stay where they are until here, whatever multiplies them meanwhile.
+        __device__ __forceinline__ void settle() {
 #pragma unroll
-        for (u32 step = 0; step < kSteps32; ++step) {
-            uint4 upper[kRowSets], lower[kRowSets];
+            for (u32 i = 0; i < 16; ++i) kept(v[i / 8][i / 4 % 2][i % 4]);
+        }
+    };
+    __device__ __forceinline__ void expand_row(u32 weights, const OperandRow& row, u32 half, u32 (&even)[4], u32 (&odd)[4]) {
+        uint4 given[2];
+        u32 factor = 0;
+        Zero zero{0xe408e408u, 0xd480d480u};  // of 8
 #pragma unroll
-            for (u32 m = 0; m < kRowSets; ++m)
-                upper[m] = x[step * Tile::kRows * 4 + m * 64], lower[m] = x[step * Tile::kRows * 4 + m * 64 + 32];
-#pragma unroll
-            for (u32 n = 0; n < 4; ++n) {
-                uint4 w;
-                if constexpr (kIsCoded) {
-                    const u32 words[4] = {codes[n].x, codes[n].y, codes[n].z, codes[n].w};
-                    w = CodedWeights::operand(words[step], CodedWeights::factor(scales[n], step));
-                } else {
-                    w = PlainWeights::operand(weights[step * Tile::kColumns * 4 + n * 32]);
+        for (u32 n = 0; n < 2; ++n) {
+            const u32 operand = half * 2 + n;  // of a stage
+            if constexpr (kIsCoded) {
+                constexpr u32 kOfSection = 4 / Code::kWords, kOfScale = 4 / kScales;  // operands
+                if (operand % kOfScale == 0 || n == 0) {
+                    const u32 group = operand / kOfScale;
+                    const float scale = Scale::get(at_shared(weights + row.scales + group * (kScaleBytes / kScales))) * (Code::kFactor * kWeightScale);
+                    factor = Fp16::pack(scale, scale);
+                    if constexpr (kZeroBytes > 0) zero = Int4::zero(*at_shared(weights + row.zeros + group));
                 }
-#pragma unroll
-                for (u32 m = 0; m < kRowSets; ++m) {
-                    Fp16::mma(sums[m][n], upper[m].x, lower[m].x, upper[m].z, lower[m].z, w.x, w.y);
-                    Fp16::mma(sums[m][n], upper[m].y, lower[m].y, upper[m].w, lower[m].w, w.z, w.w);
-                }
+                const Words words = words_at(weights + row.first + operand / kOfSection * row.section);
+                given[n] = Code::operands(words.all + operand % kOfSection * Code::kWords, factor, zero);
+            } else {
+                given[n] = Code::operands(words_at(weights + operand * kStepBytes + row.first).all, factor, zero);
             }
         }
+        even[0] = given[0].x, even[1] = given[0].y, even[2] = given[0].z, even[3] = given[0].w;
+        odd[0] = given[1].x, odd[1] = given[1].y, odd[2] = given[1].z, odd[3] = given[1].w;
+    }
+    struct Words {
+        u32 all[4];
+    };
+    static __device__ __forceinline__ Words words_at(u32 address) {
+        const uint4 words = *reinterpret_cast<const uint4*>(at_shared(address));
+        return {{words.x, words.y, words.z, words.w}};
+    }
+    __device__ __forceinline__ void expand(u32 slot, u32 half, Operands& to) {
+        const u32 weights = base + slot * kStageBytes + kXBytes;
+        expand_row(weights, upper, half, to.v[0][0], to.v[1][0]);
+        expand_row(weights, lower, half, to.v[0][1], to.v[1][1]);
+    }
+    __device__ __forceinline__ void multiply(u32 slot, u32 half, const Operands& of) {
+        const u64 x = rows_at<kPanel>(base + slot * kStageBytes + half * kPanelBytes);
+        __syncwarp();
+        settle(sums);
+        products_begin();
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) {
+            const u32 i = k % 2 * 2;
+            multiply_rows(sums, of.v[k / 2][0][i], of.v[k / 2][1][i], of.v[k / 2][0][i + 1], of.v[k / 2][1][i + 1], x + (k * 32 >> 4), true);
+        }
+        products_commit();
+    }
+    // A stage: its first half is expanded beside the products of the stage before. `one`: where the products before the last have their operands.
+    __device__ __forceinline__ void run_stage(u32 at, SlotRing<Tile::kStages>& ring, Operands& one, Operands& other) {
+        mbar_wait(barrier_of<Tile>(ring.slot), ring.parity);
+        if constexpr (!kIsAhead) {
+            products_wait<0>();
+            settle(sums), one.settle();
+        } else if constexpr (kPanels > 1) {
+            products_wait<1>();
+            one.settle();
+        }
+        expand(ring.slot, 0, one);
+        if constexpr (kIsAhead) {
+            products_wait<0>();
+            settle(sums), other.settle();
+        }
+        copies_wait<Tile::kStages - 2>();
+        __syncthreads();  // all have what this stage multiplies, and nobody reads the slot before it
+        multiply(ring.slot, 0, one);
+        if constexpr (kPanels > 1) {
+            expand(ring.slot, 1, other);
+            multiply(ring.slot, 1, other);
+        }
+        if (at + Tile::kStages - 1 < Tail::kLanesOfTile * kStagesOfLane) load(at + Tile::kStages - 1, ring.slot == 0 ? Tile::kStages - 1 : ring.slot - 1);
+        copies_commit();
+        ring.advance();
     }
     __device__ __forceinline__ void run() {
-        if (!find()) return;
         prepare();
-        const u32 skew = Tail::skew(params, lane), num_steps = (Tail::kWidth + skew + kStepColumns - 1) / kStepColumns;
-        const u32 num_stages = (num_steps + kWeightSteps - 1) / kWeightSteps;
 #pragma unroll
-        for (u32 stage = 0; stage + 1 < Tile::kStages; ++stage) {
-            if (stage < num_stages) load(stage, num_steps, skew);
+        for (u32 at = 0; at + 1 < Tile::kStages; ++at) {
+            if (at < Tail::kLanesOfTile * kStagesOfLane) load(at, at);
             copies_commit();
         }
+        SlotRing<Tile::kStages> ring;
+        Operands one, other;
 #pragma unroll 1
-        for (u32 stage = 0; stage < num_stages; ++stage) {
-            copies_wait<Tile::kStages - 2>();
-            __syncthreads();
-            if (stage + Tile::kStages - 1 < num_stages) load(stage + Tile::kStages - 1, num_steps, skew);
-            copies_commit();
-            multiply(stage);
-        }
-        const u32 warp = threadIdx.x / 32, across = column + warp % kAcross * 32;
+        for (u32 lane = 0; lane < Tail::kLanesOfTile; ++lane) {
 #pragma unroll
-        for (u32 m = 0; m < kRowSets; ++m) {
-            const u32 row = warp / kAcross * kWarpRows + m * 16 + laneid() / 4;
-            Tail::store(*this, row, across, sums[m]);
+            for (u32 i = 0; i < kWidth / 2; ++i) sums[i] = 0;
+            if constexpr (kPanels > 1) {
+#pragma unroll 1
+                for (u32 stage = 0; stage < kStagesOfLane; ++stage) run_stage(lane * kStagesOfLane + stage, ring, one, other);
+            } else {
+#pragma unroll 1
+                for (u32 stage = 0; stage + 1 < kStagesOfLane; stage += 2) {
+                    run_stage(lane * kStagesOfLane + stage, ring, one, other);
+                    run_stage(lane * kStagesOfLane + stage + 1, ring, kIsAhead ? other : one, kIsAhead ? one : other);
+                }
+                if constexpr (kStagesOfLane % 2) run_stage(lane * kStagesOfLane + kStagesOfLane - 1, ring, one, other);
+            }
+            products_wait<0>();
+            settle(sums);
+            Tail::put(*this, lane);
         }
     }
+
+    // ---- results on their way out: kOut of each pair, side by side ----
+    template <u32 kOut>
+    __device__ __forceinline__ u16* result_at(u32 row, u32 at) const {
+        return reinterpret_cast<u16*>(at_shared(base + row * (kOut * 2 + 16) + at * 2));
+    }
 };
+
+// A thread block with pairs: of the widths that are multiples of kLeastWidth the least that holds them.
+template <class Tile, class Form, class Tail, u32 kWidth>
+__device__ __forceinline__ void run_grouped(const Params& params, const Share& share) {
+    if constexpr (kWidth < Tile::kRows) {
+        if (share.count > kWidth) return run_grouped<Tile, Form, Tail, kWidth + kLeastWidth>(params, share);
+    }
+    Grouped<Tile, kWidth, Form, Tail>{params, share}.run();
+}
+template <class Tile, class Form, class Tail>
+__device__ __forceinline__ void run_grouped(const Params& params) {
+    const Share share = find_share<Tile, Form>(params);
+    if (share.count > 0) run_grouped<Tile, Form, Tail, (kLeastWidth < Tile::kRows ? kLeastWidth : Tile::kRows)>(params, share);
+}
 
 }  // namespace kog

@@ -17,17 +17,19 @@ View = Callable[..., Array]  # a name, a shape, and the type as `dtype`: memory 
 class ExpertRows:
     """Views for a chunk of `size` tokens with K of E experts each. L: hosted lanes, F: FFN columns of one, T: the products' type.
 
-    A row and one of its experts are a pair. Pairs lie in the order of experts, those of an expert in the order of rows.
+    A row and one of its experts are a pair. Pairs lie in the order of experts, those of an expert in the order of rows. On a GPU
+    `operands` and `activation` are in the order of products (weights.cuh). W: F and what is beside it in groups of 32 columns.
     """
 
     planes: Array  # (2, size, D) T: x, and what its rounding left of the norm
+    operands: Array  # (size, D) T: x once more
     logits: Array  # (2, size, E) float32: of both planes, without biases
     chosen: Array  # (size, K) int32: experts in ascending order; -1 in rows behind the prompt's last token
     weights: Array  # (size, K) float32
     places: Array  # (size, K) int32: of a row's pairs
     pair_rows: Array  # (size * K) int32: the row of a pair
     offsets: Array  # (E + 1) int32: the first pair of each expert
-    activation: Array  # (size * K, L, F) T: times ACTIVATION_SCALE, without the weights
+    activation: Array  # (size * K, L, W) T: times ACTIVATION_SCALE, without the weights; 0 beside a lane's columns
     result: Array  # (size * K, L, D) T: what the experts' `down` gives
 
 
@@ -38,15 +40,21 @@ def expert_rows(spec: ModelSpec, num_lanes: int, size: int, half: np.dtype[np.ge
     num_experts, chosen, d = spec.experts.num_experts, spec.experts.per_token, spec.hidden_size
     return ExpertRows(
         planes=view("planes", 2, size, d, dtype=half),
+        operands=view("operands", size, d, dtype=half),
         logits=view("router logits", 2, size, num_experts, dtype=np.float32),
         chosen=view("chosen", size, chosen, dtype=np.int32),
         weights=view("weights", size, chosen, dtype=np.float32),
         places=view("places", size, chosen, dtype=np.int32),
         pair_rows=view("pair rows", size * chosen, dtype=np.int32),
         offsets=view("offsets", size, num_experts + 1, dtype=np.int32)[0],
-        activation=view("activation of experts", size * chosen, num_lanes, spec.lane_ffn, dtype=half),
+        activation=view("activation of experts", size * chosen, num_lanes, padded_columns(spec), dtype=half),
         result=view("result of experts", size * chosen, num_lanes, d, dtype=half),
     )
+
+
+def padded_columns(spec: ModelSpec) -> int:
+    """FFN columns of a lane in whole groups of 32, wherever in a group of the model it begins."""
+    return spec.lane_ffn if spec.lane_ffn % 32 == 0 else -(-(spec.lane_ffn + 24) // 32) * 32
 
 
 def expert_row_bytes(spec: ModelSpec, num_lanes: int) -> int:
@@ -54,5 +62,5 @@ def expert_row_bytes(spec: ModelSpec, num_lanes: int) -> int:
     if spec.experts is None:
         return 0
     num_experts, chosen, d = spec.experts.num_experts, spec.experts.per_token, spec.hidden_size
-    of_pair = 4 * 4 + 2 * num_lanes * (spec.lane_ffn + d)
-    return 2 * d + 4 * (2 * num_experts + num_experts + 1) + chosen * of_pair
+    of_pair = 4 * 4 + 2 * num_lanes * (padded_columns(spec) + d)
+    return 4 * d + 4 * (2 * num_experts + num_experts + 1) + chosen * of_pair

@@ -1,56 +1,131 @@
-// The matrices of experts where the monokernel has them (kog_dist/workers/cuda/expert_weights.py): where a row's columns lie, and the operands
-// of a product that they are, in binary16. A step is what lies together of a row: 32 columns of 16 bit, or 128 codes of 4 bit, 64 bytes.
+// The matrices of experts where the monokernel has them (kog_dist/workers/cuda/expert_weights.py): which parts of them a tile copies, where in
+// these the columns of a row lie, and the operands of a product that they are, in binary16. A step is what lies together of a row: 32 columns
+// of 16 bit, or 128 codes. A part is a step of a block of neighbouring rows: kRowBytes of each row in sections of 64 bytes, [section][row],
+// and of codes their scales, [row][scale], and zero points.
 #pragma once
 
 #include "async_copy.cuh"
 #include "experts_shape.cuh"
-#include "number_bits.cuh"
 
 namespace kog {
 
+constexpr u32 kNowhere = 0xffffffffu;
 constexpr u32 kStepColumns = kIsCoded ? 128 : 32;
-// A warp's part of a tile, of one step: its rows' 64 bytes, and of codes 4 scales of a byte for each row.
-__device__ __forceinline__ constexpr u32 part_bytes(u32 rows) { return rows * 64 + (kIsCoded ? (rows * 4 + 15) / 16 * 16 : 0); }
+__device__ __forceinline__ constexpr u32 part_bytes(u32 rows) { return rows * kRowBytes + (rows * (kScaleBytes + kZeroBytes) + 15) / 16 * 16; }
 
-// Where row `row` of a matrix in the form `Form` lies, of one whose first byte is `first`.
-struct WeightRow {
-    u32 base, part, cta, scales;  // bytes; `part`: of a step of a warp, 0 = there is no such row; `scales`: from a row's codes to its scales
+// The blocks of rows of a matrix in the form `Form`, one behind the other; a tile has a few neighbouring ones.
+template <class Form>
+struct Blocks {
+    static constexpr u32 kOfTile = kColumns / Form::kRows, kTileRows = kOfTile * Form::kRows, kPartBytes = part_bytes(Form::kRows);
+    static constexpr u32 kAll = (Form::kMatrixRows + Form::kCtaRows - 1) / Form::kCtaRows * Form::kBlocks;
+    static constexpr u32 kAcross = (kAll + kOfTile - 1) / kOfTile;  // tiles that all rows take
+    static constexpr bool kIsEven = Form::kLastRows == Form::kRows;  // all blocks have as many rows
+
+    static __device__ __forceinline__ constexpr u32 num_rows(u32 block) {
+        return kIsEven || block % Form::kBlocks + 1 < Form::kBlocks ? Form::kRows : Form::kLastRows;
+    }
+    // Of the matrix, at `i` of the tile whose first block is `first`; kNowhere: there is none.
+    static __device__ __forceinline__ u32 row_at(u32 first, u32 i) {
+        const u32 block = first + i / Form::kRows, at = i % Form::kRows;
+        const u32 row = kIsEven ? first * Form::kRows + i : block / Form::kBlocks * Form::kCtaRows + block % Form::kBlocks * Form::kRows + at;
+        return i < kTileRows && at < num_rows(block) && row < Form::kMatrixRows ? row : kNowhere;
+    }
+    // The first byte of a part, of a matrix that begins at 0.
+    static __device__ __forceinline__ u32 part_at(u32 block, u32 step) {
+        constexpr u32 kParts = (Form::kWarps * Form::kTiles - (Form::kTiles - Form::kLongTiles)) * Form::kSteps;  // of a block
+        const u32 cta = block / Form::kBlocks, warp = step / Form::kPer, of_warp = step % Form::kPer, tile = of_warp / Form::kSteps;
+        const u32 num_short = tile > Form::kLongTiles ? tile - Form::kLongTiles : 0, num_warps = Form::kWarps - (tile >= Form::kLongTiles);
+        const u32 before = (Form::kCtas * (Form::kWarps * tile - num_short) + cta * num_warps + warp) * Form::kSteps + of_warp % Form::kSteps;
+        return Form::kCtas * (block % Form::kBlocks) * kParts * kPartBytes + before * part_bytes(num_rows(block));
+    }
+};
+
+// Where a thread finds its columns of a row in the parts of a tile: bytes from the first part's first one.
+struct OperandRow {
+    u32 first, section, scales, zeros;  // `section`: bytes of one
 };
 template <class Form>
-__device__ __forceinline__ WeightRow find_row(u32 first, u32 row) {
-    if (row >= Form::kMatrixRows) return {0, 0, 0, 0};
-    const u32 cta = row / Form::kCtaRows, own = row % Form::kCtaRows, block = own / Form::kRows, at = own % Form::kRows;
-    const u32 num_rows = block + 1 == Form::kBlocks ? Form::kLastRows : Form::kRows;
-    constexpr u32 kParts = (Form::kWarps * Form::kTiles - (Form::kTiles - Form::kLongTiles)) * Form::kSteps;  // of a block
-    return {first + Form::kCtas * block * kParts * part_bytes(Form::kRows) + at * 64, part_bytes(num_rows), cta, num_rows * 64 - at * 60};
-}
-// How many parts lie in front of a row's step, of a block of rows.
-template <class Form>
-__device__ __forceinline__ u32 parts_before(u32 cta, u32 step) {
-    const u32 warp = step / Form::kPer, of_warp = step % Form::kPer, tile = of_warp / Form::kSteps;
-    const u32 num_short = tile > Form::kLongTiles ? tile - Form::kLongTiles : 0, num_warps = Form::kWarps - (tile >= Form::kLongTiles);
-    return (Form::kCtas * (Form::kWarps * tile - num_short) + cta * num_warps + warp) * Form::kSteps + of_warp % Form::kSteps;
+__device__ __forceinline__ OperandRow operand_row(u32 first_block, u32 i) {
+    const u32 row = i < Blocks<Form>::kTileRows ? i : 0, at = row % Form::kRows, num_rows = Blocks<Form>::num_rows(first_block + row / Form::kRows);
+    const u32 part = row / Form::kRows * Blocks<Form>::kPartBytes;
+    return {part + at * 64 + laneid() % 4 * 16, num_rows * 64, part + num_rows * kRowBytes + at * kScaleBytes,
+            part + num_rows * (kRowBytes + kScaleBytes) + at * kZeroBytes};
 }
 
-// Of eight neighbouring columns the pairs (0 1) (4 5) (2 3) (6 7) in binary16: operands of two products.
-struct PlainWeights {  // of 16 bit: `words` are these pairs
-    static __device__ __forceinline__ uint4 operand(const uint4& words) {
-        if constexpr (kIsHalf) return words;
-        return make_uint4(narrow(words.x), narrow(words.y), narrow(words.z), narrow(words.w));
+// The order of products. Of 32 neighbouring columns a thread has eight of a matrix: as pairs (0 1) (4 5) (2 3) (6 7), in binary16, the
+// operands of two products. These want two of each eight values of the other operand from a thread's columns: pair q of all four threads
+// stands together there. Where a pair of columns goes, counted in pairs:
+__device__ __forceinline__ constexpr u32 product_place(u32 pair) {
+    const u32 thread = pair % 16 / 4, of_thread = pair % 4;
+    return pair / 16 * 16 + (of_thread == 1 ? 2 : of_thread == 2 ? 1 : of_thread) * 4 + thread;
+}
+
+// What is taken off integers, twice: see Int4.
+struct Zero {
+    u32 low, high;
+};
+// What weights become, times kWeightScale: `operands` are the eight values of 32 columns, whose bits are `words`. `scale`: of codes, times
+// kFactor, twice.
+struct Plain {  // of 16 bit: `words` are these pairs
+    static constexpr u32 kWords = 4;
+    static constexpr float kFactor = 1.0f;
+    static __device__ __forceinline__ uint4 operands(const u32* words, u32, const Zero&) {
+        if constexpr (kIsHalf) return make_uint4(words[0], words[1], words[2], words[3]);
+        return make_uint4(narrow(words[0]), narrow(words[1]), narrow(words[2]), narrow(words[3]));
     }
     static __device__ __forceinline__ u32 narrow(u32 pair) { return Fp16::pack(WeightFormat::low(pair), WeightFormat::high(pair)); }
 };
-struct CodedWeights {  // E2M1: eight codes in a word; `factor` is 2^14 times their scale, twice
-    static __device__ __forceinline__ uint4 operand(u32 word, u32 factor) {
-        const u32 last = last_e2m1_pair(word);
-        return make_uint4(value(word, factor), value(word << 3, factor), value(word << 6, factor), value(last, factor));
+struct E2m1 {  // exponents are 14 lower than in binary16
+    static constexpr u32 kWords = 1;
+    static constexpr float kFactor = 16384.0f;
+    static __device__ __forceinline__ uint4 operands(const u32* words, u32 scale, const Zero&) {
+        const u32 word = words[0];  // magnitudes in bits 9 to 11 of a half, signs in bit 15; those of the last pair have a gap
+        const u32 last = masked_or<0x08000800u>(word >> 2, word >> 1 & 0x06000600u);
+        return make_uint4(value(word << 3, word, scale), value(word << 6, word << 3, scale), value(word << 9, word << 6, scale),
+                          multiply_halves(masked_or<0x80008000u>(word << 1, last), scale));
     }
-    static __device__ __forceinline__ u32 value(u32 pair, u32 factor) { return multiply_halves(e2m1_as_binary16(pair), factor); }
-    // Of the scale of E8M0 at `index` of four. One of 4 or more is infinite here, which ends prefill of the prompt.
-    static __device__ __forceinline__ u32 factor(u32 scales, u32 index) {
-        const float scale = __uint_as_float((scales >> 8 * index & 0xff) << 23) * 16384.0f;
-        return Fp16::pack(scale, scale);
+    static __device__ __forceinline__ u32 value(u32 magnitude, u32 sign, u32 scale) {
+        return multiply_halves(masked_or<0x80008000u>(sign, magnitude & 0x0e000e00u), scale);
     }
 };
+struct E4m3 {
+    static constexpr u32 kWords = 2;
+    static constexpr float kFactor = 1.0f;
+    static __device__ __forceinline__ uint4 operands(const u32* words, u32 scale, const Zero&) {
+        return make_uint4(multiply_halves(expand_e4m3(words[0]), scale), multiply_halves(expand_e4m3(words[0], true), scale),
+                          multiply_halves(expand_e4m3(words[1]), scale), multiply_halves(expand_e4m3(words[1], true), scale));
+    }
+};
+struct Int4 {  // n of column k and of column k + 4 become 1024 + n or 64 + n, in the bits of binary16
+    static constexpr u32 kWords = 1;
+    static constexpr float kFactor = 1.0f;
+    static __device__ __forceinline__ uint4 operands(const u32* words, u32 scale, const Zero& zero) {
+        const u32 word = words[0], last = word >> 8;
+        const u32 v0 = value(masked_or<0x000f000fu>(word, 0x64006400u), zero.low, scale), v1 = value(masked_or<0x00f000f0u>(word, 0x54005400u), zero.high, scale);
+        const u32 v2 = value(masked_or<0x000f000fu>(last, 0x64006400u), zero.low, scale), v3 = value(masked_or<0x00f000f0u>(last, 0x54005400u), zero.high, scale);
+        return make_uint4(__byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632));
+    }
+    static __device__ __forceinline__ u32 value(u32 integers, u32 zero, u32 scale) { return multiply_halves(add_halves(integers, zero), scale); }
+    static __device__ __forceinline__ Zero zero(u32 point) {
+        const float number = static_cast<float>(point);
+        return {Fp16::pack(-1024.0f - number, -1024.0f - number), Fp16::pack(-64.0f - number, -64.0f - number)};
+    }
+};
+using Code = KOG_CODE;
+
+// How scales lie.
+struct Float32Scale {
+    static __device__ __forceinline__ float get(const unsigned char* at) { return *reinterpret_cast<const float*>(at); }
+};
+struct Bf16Scale {
+    static __device__ __forceinline__ float get(const unsigned char* at) { return Bf16::low(*reinterpret_cast<const u16*>(at)); }
+};
+struct Fp16Scale {
+    static __device__ __forceinline__ float get(const unsigned char* at) { return Fp16::low(*reinterpret_cast<const u16*>(at)); }
+};
+struct E8m0Scale {
+    static __device__ __forceinline__ float get(const unsigned char* at) { return __uint_as_float(static_cast<u32>(*at) << 23); }
+};
+using Scale = KOG_SCALE;
 
 }  // namespace kog

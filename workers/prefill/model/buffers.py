@@ -19,7 +19,6 @@ from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import SPLIT_SIZE
 from kog_dist.workers.prefill.model.staging import Staging
 
-OF_EXPERTS = Coding("E2M1", 4, "E8M0", is_of_experts=True)  # MXFP4: what experts.cu reads besides 16 bit
 UNIT = 8  # neighbouring values that a thread of the fused kernels takes at once
 
 
@@ -181,8 +180,10 @@ def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
     """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
-    if spec.experts is not None and coding is not None and coding != OF_EXPERTS:
-        findings.append(f"experts in {coding.number} (16 bit, or MXFP4 beside attention in 16 bit)")
+    if spec.experts is not None and spec.hidden_size % 32:
+        findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
+    if spec.experts is not None and coding is not None and not coding.scales:
+        findings.append(f"experts in {coding.number} with one scale for each row (for groups of columns)")
     if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
         findings.append("attention sinks or biases of attention's output")
     if spec.head_dim > MAX_HEAD_DIM:

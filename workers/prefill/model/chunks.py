@@ -19,6 +19,9 @@ EXACT_SIZE = 64
 SPLIT_SIZE = 128
 # FLOP of what is queued at a time: a stop waits for it. 35 to 40 ms of one H200.
 MOST_FLOP = 24e12
+# Experts in the FLOP of dense products that take as long (docs/moe.md, measured on an H100): those of a row count so many times,
+# and each weight, which every chunk reads, for so many, at 16 bit.
+EXPERT_FACTOR, EXPERT_WEIGHT_FLOP = 1.9, 430
 # Parts of a chunk that are queued at a time where it has more: the next one starts without the host.
 _PARTS_QUEUED = 2
 
@@ -31,10 +34,12 @@ class Work:
     key_flop: float = 0.0  # of a row, for each position that it sees
     most_parts: int = 1  # that a chunk may be cut into: layers
     max_context: int = 0
+    chunk_flop: float = 0.0  # of a chunk, however few rows it has
+    has_rings: bool = False  # layers keep a ring of positions: a chunk of which some parts were run leaves nothing in the cache
 
     def of(self, start: int, size: int) -> float:
         """Of `size` rows from position `start` on."""
-        return size * (self.row_flop + self.key_flop * (start + size / 2))
+        return self.chunk_flop + size * (self.row_flop + self.key_flop * (start + size / 2))
 
     def parts(self, size: int) -> int:
         """Parts, layers by layers, of a chunk of so many rows that has more than MOST_FLOP; 1: none is cut.
@@ -54,26 +59,30 @@ NO_LIMIT = Work()
 
 
 def work_of(spec: ModelSpec) -> Work:
-    """Products of the layers, and attention of those that see everything.
+    """Products of the layers, and attention of those that see everything; of experts what takes as long.
 
-    Chunks of one stream can be cut into parts, unless layers keep a ring of positions: a chunk that is given up behind some
-    layers would have overwritten what others still need.
+    Chunks of one stream can be cut into parts. Where layers keep a ring of positions a chunk that is given up behind some of
+    them has overwritten what others still need, and the cache holds nothing then. So only those with experts are cut there,
+    which read all of them in every chunk, and would be slow in small ones.
     """
-    attention = spec.num_heads * spec.head_dim
-    ffn = spec.intermediate_size * (1 if spec.experts is None else spec.experts.per_token)
+    attention, experts = spec.num_heads * spec.head_dim, spec.experts
+    ffn = spec.intermediate_size * (1 if experts is None else EXPERT_FACTOR * experts.per_token)
     values = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim + 3 * ffn)
+    weights = 0 if experts is None else 3 * spec.num_layers * experts.num_experts * spec.hidden_size * spec.intermediate_size
     return Work(
         2 * spec.num_layers * values,
         4 * attention * (spec.num_layers - len(spec.window_layers)),
-        spec.num_layers if spec.has_one_stream and not spec.window_layers else 1,
+        spec.num_layers if spec.has_one_stream and (experts is not None or not spec.window_layers) else 1,
         spec.max_context,
+        EXPERT_WEIGHT_FLOP * weights,
+        bool(spec.window_layers),
     )
 
 
 def sizes_within(spec: ModelSpec, sizes: Sequence[int] = CHUNK_SIZES) -> tuple[int, ...]:
     """Those of `sizes`, which ascend, that `chunks` uses for prompts of this model."""
     work = work_of(spec)
-    fitting = [size for size in sizes if size == sizes[0] or work.of(0, size) <= MOST_FLOP]
+    fitting = [size for size in sizes if size == sizes[0] or work.of(0, size) <= MOST_FLOP or spec.experts is not None]
     return tuple(size for size in fitting if size == sizes[0] or size - spec.max_context < sizes[0])
 
 

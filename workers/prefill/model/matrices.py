@@ -71,11 +71,14 @@ class Matrices:
 
     Layers are `DenseMatrices` where the model has one residual stream, else `LayerMatrices`.
     `take` wants the rows of the hosted lanes (all lanes of the model have the same number of rows), as floating-point values.
-    `has_first_lane`: whether that one is hosted, which adds the bias of attention's output.
+    `has_first_lane`: whether that one is hosted, which adds the bias of attention's output. `routers_only`: all else is
+    quantised, and a layer is its router's weights, or None in a model without experts.
     Memory at the peak: what is made, the tensors of layers that are not complete, and one matrix in float32.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: DTypeLike, *, has_first_lane: bool = True) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: DTypeLike, *, has_first_lane: bool = True, routers_only: bool = False
+    ) -> None:  # fmt: skip
         self._spec, self._dtype = spec, dtype
         names = _MATRICES if spec.experts is None else ("wqkv", "wo")
         self._parts = [*_NORMS, *(part for name in names for part in _MATRICES[name])]
@@ -85,9 +88,12 @@ class Matrices:
         self._parts += [_SINKS] if spec.attention_sinks else []
         if spec.experts is not None:
             self._parts += [_ROUTER, _ROUTER_BIAS] if spec.experts.router_bias else [_ROUTER]
+        self._routers_only = routers_only
+        if routers_only:
+            self._parts = [] if spec.experts is None else [_ROUTER]
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
         self._waiting: dict[int, dict[str, Array]] = {layer: {} for layer in range(spec.num_layers)}
-        self._made: dict[int, LayerMatrices | DenseMatrices] = {}
+        self._made: dict[int, LayerMatrices | DenseMatrices | Array] = {}
 
     def wants(self, name: str) -> bool:
         """Whether a tensor belongs to a matrix."""
@@ -103,11 +109,14 @@ class Matrices:
         names = self._tensor_names(layer)
         if len(waiting) == len(names):
             make = self._make_dense if self._spec.has_one_stream else self._make
-            self._made[layer] = make({part: waiting[name] for part, name in zip(self._parts, names, strict=True)})
+            parts = {part: waiting[name] for part, name in zip(self._parts, names, strict=True)}
+            self._made[layer] = self._router(parts) if self._routers_only else make(parts)
             waiting.clear()
 
     def layers(self) -> list[Any]:
         """All layers, of the model's kind, once every tensor has passed."""
+        if not self._parts:
+            return [None] * self._spec.num_layers
         missing = [layer for layer in range(self._spec.num_layers) if layer not in self._made]
         assert not missing, f"tensors of layers {missing} did not pass"
         return [self._made[layer] for layer in range(self._spec.num_layers)]
@@ -142,14 +151,16 @@ class Matrices:
         attention_norm, ffn_norm = (there(on_host(parts[name]).reshape(-1)) for name in _NORMS)
         bias = there(np.concatenate([on_host(parts[part]) for part in _BIASES], axis=1)) if spec.qkv_bias else None
         head_norms = there(np.stack([on_host(parts[part]) for part in _HEAD_NORMS])) if spec.qk_norm else None
-        router: Array | None = None
-        if _ROUTER in parts:
-            router = library_of(wqkv).empty(parts[_ROUTER].shape, self._dtype)
-            put_scaled(router, parts[_ROUTER], None)
+        router = self._router(parts) if _ROUTER in parts else None
         return DenseMatrices(
             wqkv, wo, w13, w2, attention_norm, ffn_norm, bias, head_norms, vector(_OUT_BIAS), vector(_SINKS), router,
             vector(_ROUTER_BIAS),
         )  # fmt: skip
+
+    def _router(self, parts: dict[str, Array]) -> Array:
+        router: Array = library_of(parts[_ROUTER]).empty(parts[_ROUTER].shape, self._dtype)
+        put_scaled(router, parts[_ROUTER], None)
+        return router
 
     def _matrix(self, by_part: dict[str, Array], name: str, norm: NDArray[np.float32] | None = None) -> Array:
         """The parts of a matrix below each other, by lane, times `norm` column by column."""

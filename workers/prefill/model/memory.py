@@ -50,15 +50,20 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
 def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
     """Of `Matrices` in 16 bit, which experts are not in."""
     columns = spec.lane_qkv_rows + spec.lane_heads * spec.head_dim + (3 * spec.lane_ffn if spec.experts is None else 0)
-    routers = 0 if spec.experts is None else 2 * spec.num_layers * spec.experts.num_experts * spec.hidden_size
-    return 2 * num_lanes * spec.hidden_size * spec.num_layers * columns + routers + _vector_bytes(spec, num_lanes)
+    matrices = 2 * num_lanes * spec.hidden_size * spec.num_layers * columns
+    return matrices + _router_bytes(spec) + _vector_bytes(spec, num_lanes)
 
 
 def expanded_bytes(shape: KernelShape) -> int:
-    """Of `ExpandedMatrices` and the layers' vectors."""
+    """Of `ExpandedMatrices`, routers and the layers' vectors."""
     spec, places = shape.spec, 8 * 2 * 4 * shape.spec.num_layers * shape.num_lanes
     factors = 0 if spec.has_one_stream else _norm_bytes(spec, shape.num_lanes)
-    return 2 * max(map(prod, matrix_shapes(shape).values())) + places + factors + _vector_bytes(spec, shape.num_lanes)
+    largest = 2 * max(map(prod, matrix_shapes(shape).values()))
+    return largest + places + factors + _router_bytes(spec) + _vector_bytes(spec, shape.num_lanes)
+
+
+def _router_bytes(spec: ModelSpec) -> int:
+    return 0 if spec.experts is None else 2 * spec.num_layers * spec.experts.num_experts * spec.hidden_size
 
 
 def _norm_bytes(spec: ModelSpec, num_lanes: int) -> int:
