@@ -126,9 +126,6 @@ class CheckedDenseOperations(Checked):
     def embed(self, rows: DenseRows, norm: Array) -> None:
         self._compare("embed", {"stream": rows.stream, "x": rows.x}, lambda do: do.embed(rows, norm))
 
-    def product(self, x: Array, matrix: Array, out: Array) -> None:
-        self._compare("product", {"product": out}, lambda do: do.product(x, matrix, out))
-
     def append(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
         outputs = {
             "query": rows.query, "keys": self.buffers.keys, "values": self.buffers.values, "overflow": self.buffers.overflow,
@@ -157,8 +154,14 @@ class CheckedDenseOperations(Checked):
         outputs = {"stream": rows.stream, "x": rows.x}
         self._compare("residual", outputs, lambda do: do.residual(rows, scale, total, norm, bias))
 
-    def gate(self, rows: DenseRows, matrix: Array) -> None:
-        self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrix))
+    def project(self, rows: DenseRows, mixed: Array, matrices: DenseMatrices) -> None:
+        self._compare("out", {"partial": rows.partial}, lambda do: do.project(rows, mixed, matrices))
+
+    def gate(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrices))
+
+    def lower(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        self._compare("down", {"partial": rows.partial}, lambda do: do.lower(rows, matrices))
 
     def mix(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
         self._compare(f"experts of layer {layer}", {"partial": rows.partial}, lambda do: do.mix(rows, matrices, layer))

@@ -39,6 +39,8 @@ from kog_dist.workers.prefill.model.chunks import (
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
+from kog_dist.workers.prefill.tape.products import products_on_gpu
+from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -143,7 +145,8 @@ def runner_for(
         buffers = DenseBuffers(layout, np.float16, max(tuning.sizes), "cuda")
         of_kernel = kernel.weights.experts
         experts = None if of_kernel is None else experts_on_gpu(shape, of_kernel, buffers.last_position)
-        operations = DenseDeviceOperations(buffers, embedding, cache, **dtypes, experts=experts)
+        tape = products_on_gpu(shape, kernel.weights, buffers.last_position) if is_multiplied_on_tape(shape) else None
+        operations = DenseDeviceOperations(buffers, embedding, cache, **dtypes, experts=experts, tape=tape)
         layers = DenseLayers(spec, of_layers, operations, exchange or OneRank())
     else:
         buffers = Buffers(layout, np.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)

@@ -20,4 +20,14 @@ __device__ __forceinline__ void turn(u32 (&v)[4]) {
     }
 }
 
+// The order of products (weights.cuh) has pairs of 32 columns in four parts: one of each unit, those of the same place in a unit together.
+// Where the part stands that has pair `pair` of all units:
+__device__ __forceinline__ constexpr u32 place_of_pair(u32 pair) { return pair == 1 ? 2 : pair == 2 ? 1 : pair; }
+// Of a thread's unit, laneid() % 4 of a group: the part that has pair laneid() % 4 of all four. A full warp calls it.
+__device__ __forceinline__ uint4 in_order_of_products(const uint4& unit) {
+    u32 v[4] = {unit.x, unit.y, unit.z, unit.w};
+    turn(v);
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
 }  // namespace kog

@@ -39,7 +39,7 @@ def _dense(runner: GraphRunner, size: int) -> Iterator[Case]:
         w13, w2 = matrices.w13, matrices.w2
         yield "gate_up", partial(wide_product, do, rows.x, w13, rows.gate_up), 2 * size * w13.size, 0
         yield "down", partial(do.product, rows.activation, w2, rows.partial), 2 * size * w2.size, 0
-        yield "gate_up and swiglu", partial(do.gate, rows, w13), 2 * size * w13.size, 0
+        yield "gate_up and swiglu", partial(do.gate, rows, matrices), 2 * size * w13.size, 0
     moved = rows.partial.nbytes + 2 * rows.stream.nbytes + rows.x.nbytes
     yield "residual", partial(do.residual, rows, 1.0, None, matrices.ffn_norm), 0, moved
     yield from _attention(runner, rows, ((0, "first"),))

@@ -29,6 +29,7 @@ from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Chunk, Work, chunks, sizes_within, work_of
 from kog_dist.workers.prefill.model.matrices import DenseMatrices, matrices_of
 from kog_dist.workers.prefill.model.memory import matrix_bytes, obstacle_to_prefill
+from kog_dist.workers.prefill.tape import tile_abi
 from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher
@@ -246,7 +247,7 @@ class Case:
 def set_sizes(monkeypatch: pytest.MonkeyPatch, num_tiles: int) -> None:
     """Threads and programs are expensive here. Two slots of the ring are used again in each of these models."""
     monkeypatch.setattr(device, "ROW_THREADS", 32)
-    monkeypatch.setattr(experts_abi, "_MOST_STAGES", 2)
+    monkeypatch.setattr(tile_abi, "_MOST_STAGES", 2)
     monkeypatch.setattr(experts_abi, "_FEWEST_STAGES", 2)
     for module in (device, experts_abi):
         monkeypatch.setattr(module, "SORT_THREADS", 64)

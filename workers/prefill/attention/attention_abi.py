@@ -34,6 +34,7 @@ ATTENTION_PARAMS = Struct(
         Field("num_units", "u32", "units of partitions that are items of their own; 0: an item has all partitions of its rows"),
         Field("first_partitions", "u32", "partitions of the first unit; all others have one"),
         Field("num_items", "u32", "tiles times items' heads, times units if there are any"),
+        Field("is_ordered", "u32", "1: outputs are in the order of products (tape/weights.cuh)"),
     ),
     size_multiple=64,
 )

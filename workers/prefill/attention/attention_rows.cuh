@@ -55,8 +55,10 @@ __device__ __forceinline__ void store_rows(const KogAttentionParams& params, con
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 v[i] = Fp16::pack(state.values[4 * (unit + i) + 2 * r] * inverse, state.values[4 * (unit + i) + 2 * r + 1] * inverse);
-            turn(v);
-            if (place < params.size) *reinterpret_cast<uint4*>(to + 16 * (unit + laneid() % 4)) = make_uint4(v[0], v[1], v[2], v[3]);
+            u32 part = laneid() % 4;
+            if (params.is_ordered) part = place_of_pair(part);
+            else turn(v);
+            if (place < params.size) *reinterpret_cast<uint4*>(to + 16 * (unit + part)) = make_uint4(v[0], v[1], v[2], v[3]);
         }
 #pragma unroll
         for (int unit = kHeadDim / 32 * 4; unit < kHeadDim / 8; ++unit) {

@@ -124,14 +124,15 @@ class Attention:
         self._parts: Array | None = None
 
     def run(
-        self, query: Array, keys: Array, values: Array, place: Array, window: int | None, sinks: Array | None = None
-    ) -> Array:
+        self, query: Array, keys: Array, values: Array, place: Array, window: int | None, sinks: Array | None = None, *,
+        is_ordered: bool = False,
+    ) -> Array:  # fmt: skip
         """Outputs (lanes, size, heads of a lane * head_dim) of `query` (size, heads, head_dim), binary16,
         until it is called again.
 
         Its rows stand at the positions from `place[0]` (int32, read on the device) on; `keys` and `values` (positions, KV heads,
         head_dim) of these positions and all that they see are there. A token sees itself and the `window` - 1 before it, or all.
-        `sinks`: float32 (heads,), one more logit of each.
+        `sinks`: float32 (heads,), one more logit of each. `is_ordered`: outputs are in the order of products (tape/weights.cuh).
         """
         shape, size = self.shape, len(query)
         made = plan(shape, size, window, self.max_context - 1 + size, self.num_sms)
@@ -145,6 +146,7 @@ class Attention:
         params["place_ptr"], params["out_ptr"] = address(place), address(out)
         params["sinks_ptr"] = 0 if sinks is None else address(sinks)
         params["size"], params["window"], params["is_partitioned"] = size, window or 0, made.is_partitioned
+        params["is_ordered"] = is_ordered
         for name in ("num_groups", "num_tiles", "num_units", "first_partitions", "num_items"):
             params[name] = getattr(made, name)
         if made.num_units:

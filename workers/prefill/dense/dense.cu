@@ -5,6 +5,7 @@
 #include "dense_shape.cuh"
 #include "cache_place.cuh"
 #include "pdl.cuh"
+#include "quad.cuh"
 #include "rope.cuh"
 #include "unit.cuh"
 
@@ -39,13 +40,19 @@ struct Row {
 #pragma unroll
         for (u32 turn = 0; turn < kTurns; ++turn) {
             const u32 unit = turn * kRowThreads + threadIdx.x;
-            if (unit >= kUnits) break;
-            const Unit weight = float_unit(weights + unit * kUnit);
+            const bool is_mine = unit < kUnits;
+            const Unit weight = float_unit(weights + (is_mine ? unit : 0) * kUnit);
             Unit normed;
 #pragma unroll
             for (int k = 0; k < kUnit; ++k) normed.v[k] = units[turn].v[k] * inverse_rms * weight.v[k];
-            const uint4 rounded = x[unit] = narrowed(normed);
-            if (!params.left_ptr) continue;
+            const uint4 rounded = narrowed(normed);
+            if (params.is_ordered) {  // of all four threads that have a group of 32 columns, or of none
+                const uint4 ordered = in_order_of_products(rounded);
+                if (is_mine) x[unit / 4 * 4 + place_of_pair(unit % 4)] = ordered;
+                continue;
+            }
+            if (is_mine) x[unit] = rounded;
+            if (!params.left_ptr || !is_mine) continue;
             const Unit kept = widened(rounded);
 #pragma unroll
             for (int k = 0; k < kUnit; ++k) normed.v[k] -= kept.v[k];

@@ -47,6 +47,7 @@ DENSE_PARAMS = Struct(
         Field("layer", "u32", "whose keys and values they are"),
         Field("num_row_ctas", "u32", "thread blocks of append that have rows of the chunk"),
         Field("scale", "f32", "of partials"),
+        Field("is_ordered", "u32", "1: x is in the order of products (weights.cuh)"),
     ),
 )
 

@@ -11,15 +11,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kog_dist.cuda.driver import Kernel
+from kog_dist.decode.steps import Phase
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.attention.choice import attention_for
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
 from kog_dist.workers.prefill.dense.dense_abi import APPEND_ROWS, DENSE_PARAMS, MAX_THREADS, dense_header, row_threads
 from kog_dist.workers.prefill.dense.operations import wide_product
+from kog_dist.workers.prefill.expand.expanded import ExpandedDenseLayer
 from kog_dist.workers.prefill.experts.device import GroupedExperts
 from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_kept
 from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
+from kog_dist.workers.prefill.tape.products import TapeProducts
 
 if TYPE_CHECKING:
     from kog_dist.workers.prefill.model.matrices import DenseMatrices
@@ -35,14 +38,15 @@ class DenseDeviceOperations:
     """`DenseOperations` on a GPU. The products' type is binary16.
 
     `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. `experts`: None of a model without.
+    `tape`: None where matrices are no quantised ones that can be multiplied so.
     Raises CompileError or LaunchError.
     """
 
     def __init__(
         self, buffers: DenseBuffers, embedding: Array, cache: Array, *, weight_dtype: str, kv_dtype: str,
-        experts: GroupedExperts | None = None,
+        experts: GroupedExperts | None = None, tape: TapeProducts | None = None,
     ) -> None:  # fmt: skip
-        self.experts = experts
+        self.experts, self.tape = experts, tape
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         cubin = compiled.build("dense", dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype))
         self.products = Products(algorithms_kept())
@@ -64,17 +68,33 @@ class DenseDeviceOperations:
         """See `DenseOperations`."""
         self._launch("begin", 1, 1, size=rows.size, place=rows.place)
 
+    def _is_on_tape(self, rows: DenseRows) -> bool:
+        """Whether a chunk's products are `tape`'s. What they multiply is in their order then."""
+        return self.tape is not None and rows.size <= self.tape.most_rows
+
+    def _on_tape(self, phase: Phase, rows: DenseRows, matrices: DenseMatrices, x: Array, out: Array) -> bool:
+        """Queue a product, if it is `tape`'s."""
+        if self.tape is None or not self._is_on_tape(rows):
+            return False
+        assert isinstance(matrices, ExpandedDenseLayer)
+        self.tape(phase, matrices.layer, rows.size, rows.place, x, out)
+        return True
+
     def embed(self, rows: DenseRows, norm: Array) -> None:
         """See `DenseOperations`."""
-        self._launch("embed", rows.size, self._row_threads, place=rows.place, stream=rows.stream, x=rows.x, norm=norm)
+        self._launch(
+            "embed", rows.size, self._row_threads, place=rows.place, stream=rows.stream, x=rows.x, norm=norm,
+            is_ordered=self._is_on_tape(rows),
+        )  # fmt: skip
 
     def product(self, x: Array, matrix: Array, out: Array) -> None:
-        """See `DenseOperations`."""
+        """See `Multiplies`."""
         self.products(x, matrix, out)
 
     def append(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
         """See `DenseOperations`."""
-        wide_product(self, rows.x, matrices.wqkv, rows.qkv)
+        if not self._on_tape(Phase.QKV, rows, matrices, rows.x, rows.qkv):
+            wide_product(self, rows.x, matrices.wqkv, rows.qkv)
         num_row_ctas = -(-rows.size // APPEND_ROWS)
         self._launch(
             "append", num_row_ctas + _LOADING, MAX_THREADS, early=True, size=rows.size, layer=layer, num_row_ctas=num_row_ctas,
@@ -86,7 +106,12 @@ class DenseDeviceOperations:
     def attend(self, rows: DenseRows, layer: int, sinks: Array | None = None) -> Array:
         """See `DenseOperations`."""
         keys, values, window = self.buffers.keys[0], self.buffers.values[0], self.spec.window(layer)
-        return self._attention.run(rows.query, keys, values, rows.place, window, sinks)
+        return self._attention.run(rows.query, keys, values, rows.place, window, sinks, is_ordered=self._is_on_tape(rows))
+
+    def project(self, rows: DenseRows, mixed: Array, matrices: DenseMatrices) -> None:
+        """See `DenseOperations`."""
+        if not self._on_tape(Phase.OUT, rows, matrices, mixed, rows.partial):
+            self.product(mixed, matrices.wo, rows.partial)
 
     def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array, bias: Array | None = None) -> None:
         """See `DenseOperations`."""
@@ -104,15 +129,27 @@ class DenseDeviceOperations:
             "residual_alone" if total is None else "residual", rows.size, self._row_threads,
             early=total is None,  # else it is not a product alone that comes before
             size=rows.size, scale=scale, stream=rows.stream, x=rows.x, left=left, norm=norm, partial=rows.partial, total=total,
-            bias=bias,
+            bias=bias, is_ordered=self._is_on_tape(rows),
         )  # fmt: skip
 
-    def gate(self, rows: DenseRows, matrix: Array) -> None:
+    def gate(self, rows: DenseRows, matrices: DenseMatrices) -> None:
         """See `DenseOperations`."""
-        wide_product(self, rows.x, matrix, rows.gate_up)
+        if self._on_tape(Phase.GATE_UP, rows, matrices, rows.x, rows.activation):
+            return
+        w13 = matrices.w13
+        assert w13 is not None
+        wide_product(self, rows.x, w13, rows.gate_up)
         self._launch(
             "swiglu", rows.size, MAX_THREADS, early=True, size=rows.size, gate_up=rows.gate_up, activation=rows.activation
         )  # fmt: skip
+
+    def lower(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        """See `DenseOperations`."""
+        if self._on_tape(Phase.DOWN, rows, matrices, rows.activation, rows.partial):
+            return
+        w2 = matrices.w2
+        assert w2 is not None
+        self.product(rows.activation, w2, rows.partial)
 
     def mix(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
         """See `DenseOperations`."""

@@ -60,17 +60,13 @@ class DenseLayers:
 
     def _attend_and_feed(self, rows: DenseRows, layer: int) -> None:
         do, matrices = self.operations, self.matrices[layer]
-        do.product(do.attend(rows, layer, matrices.sinks), matrices.wo, rows.partial)
+        do.project(rows, do.attend(rows, layer, matrices.sinks), matrices)
         self._add(rows, Sublayer.ATTENTION, layer, 1.0, matrices.ffn_norm, matrices.out_bias)
         if self.spec.experts is not None:
             do.mix(rows, matrices, layer)
         else:
-            w13 = matrices.w13
-            assert w13 is not None
-            do.gate(rows, w13)
-            w2 = matrices.w2
-            assert w2 is not None
-            do.product(rows.activation, w2, rows.partial)
+            do.gate(rows, matrices)
+            do.lower(rows, matrices)
         is_last = layer == self.spec.num_layers - 1
         self._add(rows, Sublayer.MLP, layer, 1 / ACTIVATION_SCALE, None if is_last else self.matrices[layer + 1].attention_norm)
 

@@ -30,9 +30,6 @@ class DenseOperations(Protocol):
     def embed(self, rows: DenseRows, norm: Array) -> None:
         """stream = the tokens' embedding rows, 0 behind the prompt's last token; x = the stream's norm times `norm` (D,)."""
 
-    def product(self, x: Array, matrix: Array, out: Array) -> None:
-        """out (L, size, rows) = x (L, size, K) times the transposed `matrix` (L, rows, K) of each lane."""
-
     def append(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
         """From x times the transposed `wqkv`, and biases: normed and rotated queries; keys (likewise) and values, rounded to the
         cache's type, to the plain ones and, but for padding, to the monokernel's cache. Those before the chunk that the layer
@@ -56,8 +53,14 @@ class DenseOperations(Protocol):
         with experts what rounding leaves of it.
         """
 
-    def gate(self, rows: DenseRows, matrix: Array) -> None:
-        """activation = silu(gate) * up * ACTIVATION_SCALE, of gate and up = x times the transposed `matrix`."""
+    def project(self, rows: DenseRows, mixed: Array, matrices: DenseMatrices) -> None:
+        """partial = `mixed`, which `attend` gave for these rows, times the transposed `wo` of each lane."""
+
+    def gate(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        """activation = silu(gate) * up * ACTIVATION_SCALE, of gate and up = x times the transposed `w13`."""
+
+    def lower(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        """partial = activation times the transposed `w2` of each lane."""
 
     def mix(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
         """partial (L, size, D) = ACTIVATION_SCALE times what the chosen experts of each row give in each lane (docs/moe.md), in
@@ -69,6 +72,13 @@ class DenseOperations(Protocol):
 
     def give_stream(self, last: DenseRows) -> None:
         """`last_streams` = that of `last`; `overflow` if a value is not finite."""
+
+
+class Multiplies(Protocol):
+    """What `wide_product` asks for."""
+
+    def product(self, x: Array, matrix: Array, out: Array) -> None:
+        """out (L, size, rows) = x (L, size, K) times the transposed `matrix` (L, rows, K) of each lane."""
 
 
 class PlainDenseOperations:
@@ -101,7 +111,7 @@ class PlainDenseOperations:
             rows.experts.planes[1] = normed - float32_of(rows.x)
 
     def product(self, x: Array, matrix: Array, out: Array) -> None:
-        """See `DenseOperations`."""
+        """See `Multiplies`."""
         multiply(x, matrix, out)
 
     def append(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
@@ -157,9 +167,21 @@ class PlainDenseOperations:
         if norm is not None:
             self._norm(rows, norm)
 
-    def gate(self, rows: DenseRows, matrix: Array) -> None:
+    def project(self, rows: DenseRows, mixed: Array, matrices: DenseMatrices) -> None:
         """See `DenseOperations`."""
-        wide_product(self, rows.x, matrix, rows.gate_up)
+        self.product(mixed, matrices.wo, rows.partial)
+
+    def lower(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        """See `DenseOperations`."""
+        w2 = matrices.w2
+        assert w2 is not None
+        self.product(rows.activation, w2, rows.partial)
+
+    def gate(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        """See `DenseOperations`."""
+        w13 = matrices.w13
+        assert w13 is not None
+        wide_product(self, rows.x, w13, rows.gate_up)
         by_lane = float32_of(rows.gate_up.reshape(rows.size, self.layout.num_lanes, 2, -1)).swapaxes(0, 1)
         rows.activation[...] = silu(by_lane[:, :, 0]) * by_lane[:, :, 1] * ACTIVATION_SCALE
 
@@ -187,7 +209,7 @@ def _lanes_sum(partial: Array, bias: Array | None) -> Array:
     return tree_sum(terms if bias is None else library_of(terms).concatenate([terms[:1] + bias, terms[1:]]))
 
 
-def wide_product(do: DenseOperations, x: Array, matrix: Array, out: Array) -> None:
+def wide_product(do: Multiplies, x: Array, matrix: Array, out: Array) -> None:
     """out (size, L * rows) = x (size, D) times the transposed `matrix` (L, rows, D), as one product of all lanes' rows.
 
     A single row is multiplied lane by lane: what a library does with one may depend on how many columns there are, and a rank

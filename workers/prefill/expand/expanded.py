@@ -35,7 +35,7 @@ class ExpandedMatrices:
     ) -> None:  # fmt: skip
         self.shape, self._launch, self._tape = shape, launch, weights.tape
         xp = library(device)
-        self._places, self._factors = xp.asarray(_places(shape)), factors or {}
+        self._places, self._factors = xp.asarray(places_on_tape(shape)), factors or {}
         sizes = matrix_shapes(shape)
         self._memory: Array = xp.empty(max(map(prod, sizes.values())), np.float16)
         self._matrices: dict[Phase, Array] = {phase: self._memory[: prod(size)].reshape(size) for phase, size in sizes.items()}
@@ -186,7 +186,7 @@ def matrix_shapes(shape: KernelShape) -> dict[Phase, tuple[int, int, int]]:
     return attention | ffn
 
 
-def _places(shape: KernelShape) -> Any:
+def places_on_tape(shape: KernelShape) -> Any:
     """int64 (layers, phases, lanes, 2): the first byte of each product on the tape, and its number among all."""
     places = np.zeros((shape.spec.num_layers, len(shape.ops), shape.num_lanes, 2), np.int64)
     position, ops = 0, shape.tape_ops

@@ -14,14 +14,13 @@ from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.experts.experts_abi import (
     EXPERTS_PARAMS,
     SORT_THREADS,
-    TILE_THREADS,
     experts_header,
-    num_across,
     tile_for,
     tiles,
 )
 from kog_dist.workers.prefill.experts.rows import ExpertRows
 from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
+from kog_dist.workers.prefill.tape.tile_abi import TILE_THREADS, num_across
 
 if TYPE_CHECKING:
     from kog_dist.workers.prefill.dense.buffers import DenseRows
@@ -78,7 +77,7 @@ class GroupedExperts:
         }  # fmt: skip
         num_pairs, num_experts = rows.size * chosen, self._numbers.num_experts
         tile = tile_for(num_pairs, num_experts, self._tiles)
-        num_slots = num_pairs // tile.rows + num_experts  # see grouped.cuh
+        num_slots = num_pairs // tile.rows + num_experts  # see `find_share` in experts.cu
         return {
             kernel: partial(
                 self._launch, kernel, num_ctas, num_threads, early=True, size=rows.size, first_lane=self._first_lane, **arrays

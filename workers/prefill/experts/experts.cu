@@ -1,15 +1,16 @@
 // The FFN of a layer with experts: a choice for each row, pairs of rows and experts in the order of experts, grouped products, and their sums.
 // `workers/prefill/experts/plain.py` defines it.
-#include "ptx.cuh"
-#include "grouped.cuh"
+#include "experts_shape.cuh"
 #include "number_bits.cuh"
+#include "tape_product.cuh"
 #include "unit.cuh"
 
 namespace kog {
 
+using Params = KogExpertsParams;
 constexpr u32 kLogits = (kNumExperts + 31) / 32;  // of a thread: experts laneid + 32 i
 constexpr u32 kUnits = kHidden / kUnit;
-
+static_assert(kNumExperts <= kTileThreads, "a thread looks at each expert");
 
 // A row of x in the order of products, a warp's.
 __device__ __forceinline__ void order_row(const Params& params, u32 row) {
@@ -119,89 +120,90 @@ __device__ __forceinline__ float activation_of(float gate, float up) {
 // Columns in front of the lane's own, of a group of quantised weights that the lane before has, too: their codes are 0.
 __device__ __forceinline__ u32 skew(const Params& params, u32 lane) { return kExpertSkew == 0 ? 0 : (params.first_lane + lane) * kExpertSkew % 32; }
 
-// Gates and ups come in turn, those of all hosted lanes below each other. A thread has a gate and the up that belongs to it: neighbours, of
-// which every other thread has the upper one first, so that eight threads read 128 bytes that do not lie in the same banks.
-struct Gated {
-    static constexpr u32 kLanesOfTile = 1, kWidth = kHidden, kRowStride = kHidden, kLaneStride = 0, kOut = kColumns / 2;
-    static constexpr u32 kColumnsOfLane = kHidden, kFirstByte = 0, kLaneBytes = 0;
-    using Parts = Blocks<GateUp>;
-    static_assert(GateUp::kRows % 2 == 0 && GateUp::kLastRows % 2 == 0, "a gate and its up are in one block");
-    static __device__ __forceinline__ u32 row_of(const Params& params, u32 pair) { return reinterpret_cast<const u32*>(params.pair_rows_ptr)[pair]; }
-    static __device__ __forceinline__ const u16* rows_from(const Params& params) { return reinterpret_cast<const u16*>(params.operands_ptr); }
-    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return threadIdx.x / 32 * 16 + laneid() / 4 * 2 + (which ^ laneid() / 4 % 2); }
+// What a thread block has of a launch. Pairs lie in the order of experts, and which those of an expert are is only known on the device: there
+// are as many thread blocks as could be needed, and those without pairs leave at once.
+struct PairsShare {
+    u32 expert, first, count, room, block;
+};
+// None: `count` is 0. Barriers are made, too.
+template <class Tile, class Form>
+__device__ __forceinline__ PairsShare find_share(const Params& params) {
+    __shared__ u32 found[3];
+    const u32 slot = blockIdx.x / Blocks<Form>::kAcross, block = blockIdx.x % Blocks<Form>::kAcross * Blocks<Form>::kOfTile;
+    if (threadIdx.x == 0) {
+        found[2] = 0;
+        make_barriers<Tile>();
+    }
+    __syncthreads();
+    if (threadIdx.x < kNumExperts) {  // tiles of expert e begin at slot floor(its first pair / rows) + e: there is room for all
+        const u32 e = threadIdx.x;
+        const u32 begin = reinterpret_cast<const u32*>(params.offsets_ptr)[e], end = reinterpret_cast<const u32*>(params.offsets_ptr)[e + 1];
+        const u32 from = begin / Tile::kRows + e, pair = begin + (slot - from) * Tile::kRows;
+        if (slot >= from && slot <= end / Tile::kRows + e && pair < end) found[0] = e, found[1] = pair, found[2] = min(end - pair, Tile::kRows);
+    }
+    __syncthreads();
+    return {found[0], found[1], found[2], found[2], block};
+}
+struct OfExperts {
+    using Params = KogExpertsParams;
+    using Share = PairsShare;
+    static __device__ __forceinline__ void await_rows() {}  // they are there: see KOG_KERNEL
+    static __device__ __forceinline__ constexpr float factor(const Params&, const Share&, u32) { return 1.0f / kWeightScale; }
+    static __device__ __forceinline__ const unsigned char* expert(const Params& params, const Share& share) {
+        return reinterpret_cast<const unsigned char*>(params.experts_ptr) + static_cast<u64>(share.expert) * kExpertBytes;
+    }
+};
+
+// Those of all hosted lanes are below each other.
+struct Gated : OfExperts, GatedRows<GateUp> {
+    static constexpr u32 kLanesOfTile = 1, kWidth = kHidden, kColumnsOfLane = kHidden;
+    static __device__ __forceinline__ u32 row_at(const Params& params, u32 pair) {
+        return reinterpret_cast<const u32*>(params.pair_rows_ptr)[pair] * kHidden;
+    }
+    static __device__ __forceinline__ const u16* rows_from(const Params& params, const Share&, u32) { return reinterpret_cast<const u16*>(params.operands_ptr); }
+    static __device__ __forceinline__ const unsigned char* matrix(const Params& params, const Share& share, u32) { return expert(params, share); }
 
     template <class Product>
     static __device__ __forceinline__ void put(const Product& tile, u32) {
-        const u32 at = threadIdx.x / 32 * 8 + laneid() / 4, row = Parts::row_at(tile.share.block, 2 * at);  // the activation, its gate
-        const bool is_up_first = laneid() / 4 % 2;
-        [[maybe_unused]] float gate = 0, up = 0;
+        const u32 row = gate_row(tile.share.block);
+        [[maybe_unused]] float gate_bias = 0, up_bias = 0;
         if (kExpertBias && row != kNowhere) {
             const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.share.expert * GateUp::kMatrixRows + row) / 2];
-            gate = WeightFormat::low(pair), up = WeightFormat::high(pair);
+            gate_bias = WeightFormat::low(pair), up_bias = WeightFormat::high(pair);
         }
-        __syncthreads();  // nobody reads the slots any more
-#pragma unroll
-        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
-            float values[2];
-#pragma unroll
-            for (u32 k = 0; k < 2; ++k) {
-                const float one = tile.sums[i + k] * (1.0f / kWeightScale), other = tile.sums[i + 2 + k] * (1.0f / kWeightScale);
-                values[k] = activation_of((is_up_first ? other : one) + gate, (is_up_first ? one : other) + up);
-            }
-            const u32 both = Fp16::pack(values[0], values[1]), pair = i * 2 + laneid() % 4 * 2;
-            *tile.template result_at<kOut>(pair, at) = static_cast<u16>(both);
-            *tile.template result_at<kOut>(pair + 1, at) = static_cast<u16>(both >> 16);
-        }
-        __syncthreads();
-        store(tile);
-    }
-    template <class Product>
-    static __device__ __forceinline__ void store(const Product& tile) {
-        constexpr u32 kTogether = Parts::kIsEven && GateUp::kRows % 4 == 0 && GateUp::kMatrixRows % 4 == 0 ? 2 : 1;
-        for (u32 i = threadIdx.x; i < tile.share.count * (kOut / kTogether); i += kTileThreads) {
-            const u32 pair = i / (kOut / kTogether), at = i % (kOut / kTogether) * kTogether, row = Parts::row_at(tile.share.block, 2 * at);
-            if (row == kNowhere) continue;
-            const u32 lane = row / 2 / kFfn, column = skew(tile.params, lane) + row / 2 % kFfn;
-            u16* const to = reinterpret_cast<u16*>(tile.params.activation_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + lane) * kPadded +
-                            product_place(column / 2) * 2 + column % 2;
-            if constexpr (kTogether == 2) *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(tile.template result_at<kOut>(pair, at));
-            else *to = *tile.template result_at<kOut>(pair, at);
-        }
+        GatedRows<GateUp>::put(
+            tile, [&](float gate, float up) { return activation_of(gate + gate_bias, up + up_bias); },
+            [&](u32 pair, u32 row) {
+                const u32 lane = row / 2 / kFfn, column = skew(tile.params, lane) + row / 2 % kFfn;
+                return reinterpret_cast<u16*>(tile.params.activation_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + lane) * kPadded +
+                       product_place(column / 2) * 2 + column % 2;
+            });
     }
 };
 
-// Of all lanes. A thread has two neighbouring rows twice, in such an order that a transposition gives it four.
-struct Lowered {
-    static constexpr u32 kLanesOfTile = kLanes, kWidth = kPadded, kRowStride = kLanes * kPadded, kLaneStride = kPadded;
-    static constexpr u32 kColumnsOfLane = kDownColumns, kFirstByte = kGateUpBytes, kLaneBytes = kDownBytes;
-    using Parts = Blocks<Down>;
-    static __device__ __forceinline__ u32 row_of(const Params&, u32 pair) { return pair; }
-    static __device__ __forceinline__ const u16* rows_from(const Params& params) { return reinterpret_cast<const u16*>(params.activation_ptr); }
-    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return threadIdx.x / 32 * 16 + laneid() / 8 * 4 + which * 2 + laneid() / 4 % 2; }
+// Of all lanes.
+struct Lowered : OfExperts, PlainRows<Down> {
+    static constexpr u32 kLanesOfTile = kLanes, kWidth = kPadded, kColumnsOfLane = kDownColumns;
+    static __device__ __forceinline__ u32 row_at(const Params&, u32 pair) { return pair * (kLanes * kPadded); }
+    static __device__ __forceinline__ const u16* rows_from(const Params& params, const Share&, u32 lane) {
+        return reinterpret_cast<const u16*>(params.activation_ptr) + lane * kPadded;
+    }
+    static __device__ __forceinline__ const unsigned char* matrix(const Params& params, const Share& share, u32 lane) {
+        return expert(params, share) + kGateUpBytes + lane * kDownBytes;
+    }
 
     template <class Product>
     static __device__ __forceinline__ void put(const Product& tile, u32 lane) {
-        const u32 own = threadIdx.x / 32 * 16 + laneid() % 4 * 4, row = Parts::row_at(tile.share.block, own);
-#pragma unroll
-        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
-            constexpr float kFactor = 1.0f / kWeightScale;
-            const u32 first = transposed(Fp16::pack(tile.sums[i] * kFactor, tile.sums[i + 1] * kFactor));
-            const u32 last = transposed(Fp16::pack(tile.sums[i + 2] * kFactor, tile.sums[i + 3] * kFactor));
-            const u32 pair = i * 2 + laneid() / 4;
-            u16* const to = reinterpret_cast<u16*>(tile.params.result_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + lane) * kHidden;
-            if (pair >= tile.share.count) continue;
-            if constexpr (Parts::kIsEven && Down::kRows % 4 == 0 && Down::kMatrixRows % 4 == 0) {
-                if (row != kNowhere) *reinterpret_cast<uint2*>(to + row) = make_uint2(first, last);
-            } else {
-#pragma unroll
-                for (u32 k = 0; k < 4; ++k) {
-                    const u32 at = Parts::row_at(tile.share.block, own + k);
-                    if (at != kNowhere) to[at] = static_cast<u16>((k < 2 ? first : last) >> k % 2 * 16);
-                }
-            }
-        }
+        PlainRows<Down>::put(tile, [&](u32 pair) {
+            return reinterpret_cast<u16*>(tile.params.result_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + lane) * kHidden;
+        });
     }
 };
+template <class Tile, class Form, class Tail>
+__device__ __forceinline__ void run_pairs(const Params& params) {
+    const PairsShare share = find_share<Tile, Form>(params);
+    if (share.count > 0) run_product<Tile, Form, Tail, (kLeastWidth < Tile::kRows ? kLeastWidth : Tile::kRows)>(params, share);
+}
 
 // The sum of a row's experts in each lane, a thread block's.
 __device__ __forceinline__ void combine_row(const Params& params) {
@@ -248,8 +250,8 @@ using namespace kog;
         body;                                                                         \
     }
 #define KOG_TILE(rows)                                                                                             \
-    KOG_KERNEL(gate_up_##rows, (kTileThreads, Tile##rows::kCtas), (run_grouped<Tile##rows, GateUp, Gated>(params))) \
-    KOG_KERNEL(down_##rows, (kTileThreads, Tile##rows::kCtas), (run_grouped<Tile##rows, Down, Lowered>(params)))
+    KOG_KERNEL(gate_up_##rows, (kTileThreads, Tile##rows::kCtas), (run_pairs<Tile##rows, GateUp, Gated>(params))) \
+    KOG_KERNEL(down_##rows, (kTileThreads, Tile##rows::kCtas), (run_pairs<Tile##rows, Down, Lowered>(params)))
 
 extern "C" {
 

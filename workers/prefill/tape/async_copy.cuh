@@ -1,4 +1,4 @@
-// Copies from global to shared memory that threads do not wait for, and what else grouped.cuh does with bits.
+// Copies from global to shared memory that threads do not wait for, and what else tape_product.cuh does with bits.
 #pragma once
 
 #include "hopper.cuh"

@@ -1,12 +1,11 @@
-// Products of the matrices of experts and their pairs (a row and one of its experts), binary16 with float32 sums, on Hopper's matrix units.
+// Products of rows with matrices as the monokernel has them, binary16 with float32 sums, on Hopper's matrix units: those of experts with their
+// pairs (experts.cu), and quantised ones of all layers with the rows of a chunk (tape.cu).
 //
-// Pairs lie in the order of experts. A tile has up to kColumns rows of an expert's matrix, 64 for each of two groups of four warps, and up to
-// Tile::kRows of its pairs; of `down` it has those of all lanes, one lane after the other. Which pairs these are is only known on the device:
-// there are as many thread blocks as could be needed, and those without pairs leave at once. The matrix comes as the monokernel has it, and
-// threads expand it into operands in registers, beside the products of what they expanded before; pairs are the operand in shared memory.
-// The next kStages - 1 stages of both, each kStage columns, are on their way meanwhile.
+// A tile has up to kColumns rows of a matrix, 64 for each of two groups of four warps, and up to Tile::kRows of what is multiplied. The matrix
+// comes as the monokernel has it, and threads expand it into operands in registers, beside the products of what they expanded before; rows are
+// the operand in shared memory. The next kStages - 1 stages of both, each kStage columns, are on their way meanwhile.
 //
-// Bits: a sum runs over the columns from first to last, whatever tile and place a pair has.
+// Bits: a sum runs over the columns from first to last, whatever tile and place a row has.
 #pragma once
 
 #include "panels.cuh"
@@ -16,11 +15,9 @@
 
 namespace kog {
 
-using Params = KogExpertsParams;
 constexpr u32 kGroupThreads = 128, kGroups = kTileThreads / kGroupThreads;
 constexpr u32 kPanel = 64, kPanels = kStage / kPanel, kStepsOfStage = kStage / kStepColumns;
 static_assert(kColumns == 64 * kGroups && kTileThreads == 256, "a group has 64 columns");
-static_assert(kNumExperts <= kTileThreads, "a thread looks at each expert");
 
 __device__ __forceinline__ u32 aligned_memory() { return (shared_memory() + 1023) & ~1023u; }
 template <class Tile>
@@ -28,34 +25,16 @@ __device__ __forceinline__ u32 barrier_of(u32 slot) {
     return aligned_memory() + Tile::kStages * Tile::kStageBytes + slot * 8;
 }
 
-// What a thread block has of a launch: `count` pairs of an expert from pair `first` on, and blocks of the matrix from `block` on.
-struct Share {
-    u32 expert, first, count, block;
-};
-// None: `count` is 0. Barriers are made, too.
-template <class Tile, class Form>
-__device__ __forceinline__ Share find_share(const Params& params) {
-    __shared__ u32 found[3];
-    const u32 slot = blockIdx.x / Blocks<Form>::kAcross, block = blockIdx.x % Blocks<Form>::kAcross * Blocks<Form>::kOfTile;
-    if (threadIdx.x == 0) {
-        found[2] = 0;
-        for (u32 i = 0; i < Tile::kStages; ++i) mbar_init(barrier_of<Tile>(i), 1);
-        fence_barrier_init();
-    }
-    __syncthreads();
-    if (threadIdx.x < kNumExperts) {  // tiles of expert e begin at slot floor(its first pair / rows) + e: there is room for all
-        const u32 e = threadIdx.x;
-        const u32 begin = reinterpret_cast<const u32*>(params.offsets_ptr)[e], end = reinterpret_cast<const u32*>(params.offsets_ptr)[e + 1];
-        const u32 from = begin / Tile::kRows + e, pair = begin + (slot - from) * Tile::kRows;
-        if (slot >= from && slot <= end / Tile::kRows + e && pair < end) found[0] = e, found[1] = pair, found[2] = min(end - pair, Tile::kRows);
-    }
-    __syncthreads();
-    return {found[0], found[1], found[2], block};
+template <class Tile>
+__device__ __forceinline__ void make_barriers() {  // by one thread; others wait for it before they use them
+    for (u32 i = 0; i < Tile::kStages; ++i) mbar_init(barrier_of<Tile>(i), 1);
+    fence_barrier_init();
 }
 
-// Of up to kWidth pairs.
+// Of up to kWidth rows. Tail::Share says which: `count` rows from `first` on, of which `room` are written, and blocks of the matrix from
+// `block` on.
 template <class Tile, u32 kWidth, class Form, class Tail>
-struct Grouped {
+struct TapeProduct {
     using Parts = Blocks<Form>;
     static constexpr u32 kXBytes = kWidth * kStage * 2, kPanelBytes = kWidth * kPanel * 2, kStageBytes = Tile::kStageBytes;
     static constexpr u32 kStepBytes = Parts::kOfTile * Parts::kPartBytes;  // of the parts of a step
@@ -64,8 +43,8 @@ struct Grouped {
     static constexpr bool kIsAhead = kWidth < kFirstWideTile;  // wide tiles have no registers for operands beside those that are multiplied
     static_assert(kStageBytes >= kXBytes + kStepsOfStage * kStepBytes && kStageBytes % 1024 == 0 && Tile::kStages >= 2, "stages");
 
-    const Params& params;
-    const Share share;
+    const typename Tail::Params& params;
+    const typename Tail::Share share;
     u32 base;                 // of shared memory
     u32 rows[kRowsOfThread];  // where in what is multiplied, or kNowhere
     u32 stage_bytes;          // of weights in a stage
@@ -77,23 +56,29 @@ struct Grouped {
 #pragma unroll
         for (u32 i = 0; i < kRowsOfThread; ++i) {
             const u32 row = threadIdx.x / 8 + i * (kTileThreads / 8);
-            rows[i] = row < share.count ? Tail::row_of(params, share.first + row) * Tail::kRowStride + threadIdx.x % 8 * 8 : kNowhere;
+            rows[i] = row < share.count ? Tail::row_at(params, share.first + row) + threadIdx.x % 8 * 8 : kNowhere;
         }
         stage_bytes = 0;
         for (u32 i = 0; i < Parts::kOfTile; ++i) stage_bytes += share.block + i < Parts::kAll ? kStepsOfStage * part_bytes(Parts::num_rows(share.block + i)) : 0;
         upper = operand_row<Form>(share.block, Tail::row_of_operand(0)), lower = operand_row<Form>(share.block, Tail::row_of_operand(1));
     }
-    // Queue the copies of stage `at` of all lanes' into slot `slot`.
+    // Queue the copies of stage `at` of all lanes' into slot `slot`: of the matrix, and of rows.
     __device__ __forceinline__ void load(u32 at, u32 slot) {
+        load_matrix(at, slot);
+        load_rows(at, slot);
+    }
+    __device__ __forceinline__ void load_matrix(u32 at, u32 slot) {
         const u32 lane = at / kStagesOfLane, stage = at % kStagesOfLane, to = base + slot * kStageBytes;
-        const unsigned char* const matrix = reinterpret_cast<const unsigned char*>(params.experts_ptr) + static_cast<u64>(share.expert) * kExpertBytes +
-                                            Tail::kFirstByte + lane * Tail::kLaneBytes;
+        const unsigned char* const matrix = Tail::matrix(params, share, lane);
         const u32 own = share.block + threadIdx.x / kStepsOfStage, n = threadIdx.x % kStepsOfStage, step = min(stage * kStepsOfStage + n, kSteps - 1);
         if (threadIdx.x == 0) mbar_arrive_expect(barrier_of<Tile>(slot), stage_bytes);
         if (threadIdx.x < Parts::kOfTile * kStepsOfStage && own < Parts::kAll)  // behind the last step it stands once more: x is 0 there
             copy_bulk(to + kXBytes + n * kStepBytes + threadIdx.x / kStepsOfStage * Parts::kPartBytes, matrix + Parts::part_at(own, step),
                       part_bytes(Parts::num_rows(own)), barrier_of<Tile>(slot));
-        const u16* const x = Tail::rows_from(params) + lane * Tail::kLaneStride + stage * kStage;
+    }
+    __device__ __forceinline__ void load_rows(u32 at, u32 slot) {
+        const u32 lane = at / kStagesOfLane, stage = at % kStagesOfLane, to = base + slot * kStageBytes;
+        const u16* const x = Tail::rows_from(params, share, lane) + stage * kStage;
 #pragma unroll
         for (u32 panel = 0; panel < kPanels; ++panel) {
             const bool is_inside = Tail::kWidth % kStage == 0 || stage * kStage + panel * kPanel + threadIdx.x % 8 * 8 < Tail::kWidth;
@@ -117,6 +102,7 @@ struct Grouped {
             for (u32 i = 0; i < 16; ++i) kept(v[i / 8][i / 4 % 2][i % 4]);
         }
     };
+    static constexpr u32 kGroupsOfStep = kScales > 0 ? kScales : 1;  // with a scale each
     __device__ __forceinline__ void expand_row(u32 weights, const OperandRow& row, u32 half, u32 (&even)[4], u32 (&odd)[4]) {
         uint4 given[2];
         u32 factor = 0;
@@ -125,10 +111,10 @@ struct Grouped {
         for (u32 n = 0; n < 2; ++n) {
             const u32 operand = half * 2 + n;  // of a stage
             if constexpr (kIsCoded) {
-                constexpr u32 kOfSection = 4 / Code::kWords, kOfScale = 4 / kScales;  // operands
-                if (operand % kOfScale == 0 || n == 0) {
+                constexpr u32 kOfSection = 4 / Code::kWords, kOfScale = 4 / kGroupsOfStep;  // operands
+                if (kScales > 0 && (operand % kOfScale == 0 || n == 0)) {
                     const u32 group = operand / kOfScale;
-                    const float scale = Scale::get(at_shared(weights + row.scales + group * (kScaleBytes / kScales))) * (Code::kFactor * kWeightScale);
+                    const float scale = Scale::get(at_shared(weights + row.scales + group * (kScaleBytes / kGroupsOfStep))) * (Code::kFactor * kWeightScale);
                     factor = Fp16::pack(scale, scale);
                     if constexpr (kZeroBytes > 0) zero = Int4::zero(*at_shared(weights + row.zeros + group));
                 }
@@ -194,8 +180,12 @@ struct Grouped {
     __device__ __forceinline__ void run() {
         prepare();
 #pragma unroll
+        for (u32 at = 0; at + 1 < Tile::kStages; ++at)
+            if (at < Tail::kLanesOfTile * kStagesOfLane) load_matrix(at, at);
+        Tail::await_rows();
+#pragma unroll
         for (u32 at = 0; at + 1 < Tile::kStages; ++at) {
-            if (at < Tail::kLanesOfTile * kStagesOfLane) load(at, at);
+            if (at < Tail::kLanesOfTile * kStagesOfLane) load_rows(at, at);
             copies_commit();
         }
         SlotRing<Tile::kStages> ring;
@@ -221,25 +211,94 @@ struct Grouped {
         }
     }
 
-    // ---- results on their way out: kOut of each pair, side by side ----
+    // What this thread's sums of its upper (0) and lower (1) row are multiplied by.
+    __device__ __forceinline__ float factor(u32 which) const { return Tail::factor(params, share, Tail::row_of_operand(which)); }
+    // ---- results on their way out: kOut of each row of what is multiplied, side by side ----
     template <u32 kOut>
     __device__ __forceinline__ u16* result_at(u32 row, u32 at) const {
         return reinterpret_cast<u16*>(at_shared(base + row * (kOut * 2 + 16) + at * 2));
     }
 };
 
-// A thread block with pairs: of the widths that are multiples of kLeastWidth the least that holds them.
-template <class Tile, class Form, class Tail, u32 kWidth>
-__device__ __forceinline__ void run_grouped(const Params& params, const Share& share) {
-    if constexpr (kWidth < Tile::kRows) {
-        if (share.count > kWidth) return run_grouped<Tile, Form, Tail, kWidth + kLeastWidth>(params, share);
+// Tails of products whose matrix has gates and ups in turn. A thread has a gate and the up that belongs to it: neighbours, of which every other
+// thread has the upper one first, so that eight threads read 128 bytes that do not lie in the same banks.
+template <class Form>
+struct GatedRows {
+    using Parts = Blocks<Form>;
+    static constexpr u32 kOut = kColumns / 2, kTogether = Parts::kIsEven && Form::kRows % 4 == 0 && Form::kMatrixRows % 4 == 0 ? 2 : 1;
+    static_assert(Form::kRows % 2 == 0 && Form::kLastRows % 2 == 0, "a gate and its up are in one block");
+    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return threadIdx.x / 32 * 16 + laneid() / 4 * 2 + (which ^ laneid() / 4 % 2); }
+    static __device__ __forceinline__ u32 gate_row(u32 block) { return Parts::row_at(block, threadIdx.x / 32 * 16 + laneid() / 4 * 2); }  // this thread's
+
+    // `activation`: of a gate and its up. `to`: where that of a row goes whose gate is a row of the matrix; of kTogether, if it begins there.
+    template <class Product, class Activation, class To>
+    static __device__ __forceinline__ void put(const Product& tile, Activation activation, To to) {
+        const u32 at = threadIdx.x / 32 * 8 + laneid() / 4;
+        const bool is_up_first = laneid() / 4 % 2;
+        const float upper = tile.factor(0), lower = tile.factor(1);
+        __syncthreads();  // nobody reads the slots any more
+#pragma unroll
+        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
+            float values[2];
+#pragma unroll
+            for (u32 k = 0; k < 2; ++k) {
+                const float one = tile.sums[i + k] * upper, other = tile.sums[i + 2 + k] * lower;
+                values[k] = activation(is_up_first ? other : one, is_up_first ? one : other);
+            }
+            const u32 both = Fp16::pack(values[0], values[1]), row = i * 2 + laneid() % 4 * 2;
+            *tile.template result_at<kOut>(row, at) = static_cast<u16>(both);
+            *tile.template result_at<kOut>(row + 1, at) = static_cast<u16>(both >> 16);
+        }
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < tile.share.count * (kOut / kTogether); i += kTileThreads) {
+            const u32 row = i / (kOut / kTogether), first = i % (kOut / kTogether) * kTogether, gate = Parts::row_at(tile.share.block, 2 * first);
+            if (gate == kNowhere) continue;
+            u16* const there = to(row, gate);
+            if constexpr (kTogether == 2) *reinterpret_cast<u32*>(there) = *reinterpret_cast<const u32*>(tile.template result_at<kOut>(row, first));
+            else *there = *tile.template result_at<kOut>(row, first);
+        }
     }
-    Grouped<Tile, kWidth, Form, Tail>{params, share}.run();
-}
-template <class Tile, class Form, class Tail>
-__device__ __forceinline__ void run_grouped(const Params& params) {
-    const Share share = find_share<Tile, Form>(params);
-    if (share.count > 0) run_grouped<Tile, Form, Tail, (kLeastWidth < Tile::kRows ? kLeastWidth : Tile::kRows)>(params, share);
+};
+
+// Tails whose results are binary16 as they are. A thread has two neighbouring rows of the matrix twice, in such an order that a transposition
+// gives it four.
+template <class Form>
+struct PlainRows {
+    using Parts = Blocks<Form>;
+    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return threadIdx.x / 32 * 16 + laneid() / 8 * 4 + which * 2 + laneid() / 4 % 2; }
+
+    // `to`: where the results of a row begin.
+    template <class Product, class To>
+    static __device__ __forceinline__ void put(const Product& tile, To to) {
+        const u32 own = threadIdx.x / 32 * 16 + laneid() % 4 * 4, first_row = Parts::row_at(tile.share.block, own);
+        const float upper = tile.factor(0), lower = tile.factor(1);
+#pragma unroll
+        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
+            const u32 first = transposed(Fp16::pack(tile.sums[i] * upper, tile.sums[i + 1] * upper));
+            const u32 last = transposed(Fp16::pack(tile.sums[i + 2] * lower, tile.sums[i + 3] * lower));
+            const u32 row = i * 2 + laneid() / 4;
+            if (row >= tile.share.room) continue;
+            u16* const there = to(row);
+            if constexpr (Parts::kIsEven && Form::kRows % 4 == 0 && Form::kMatrixRows % 4 == 0) {
+                if (first_row != kNowhere) *reinterpret_cast<uint2*>(there + first_row) = make_uint2(first, last);
+            } else {
+#pragma unroll
+                for (u32 k = 0; k < 4; ++k) {
+                    const u32 at = Parts::row_at(tile.share.block, own + k);
+                    if (at != kNowhere) there[at] = static_cast<u16>((k < 2 ? first : last) >> k % 2 * 16);
+                }
+            }
+        }
+    }
+};
+
+// A thread block with rows: of the widths that are Tile::kLeast and some more times kLeastWidth the least that holds them.
+template <class Tile, class Form, class Tail, u32 kWidth>
+__device__ __forceinline__ void run_product(const typename Tail::Params& params, const typename Tail::Share& share) {
+    if constexpr (kWidth < Tile::kRows) {
+        if (share.count > kWidth) return run_product<Tile, Form, Tail, kWidth + kLeastWidth>(params, share);
+    }
+    TapeProduct<Tile, kWidth, Form, Tail>{params, share}.run();
 }
 
 }  // namespace kog

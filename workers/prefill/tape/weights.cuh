@@ -1,11 +1,11 @@
-// The matrices of experts where the monokernel has them (kog_dist/workers/cuda/expert_weights.py): which parts of them a tile copies, where in
-// these the columns of a row lie, and the operands of a product that they are, in binary16. A step is what lies together of a row: 32 columns
+// Matrices where the monokernel has them: which parts of them a tile copies, where in these the columns of a row lie, and the operands of a
+// product that they are, in binary16. Behind a header that says what kRowBytes is. A step is what lies together of a row: 32 columns
 // of 16 bit, or 128 codes. A part is a step of a block of neighbouring rows: kRowBytes of each row in sections of 64 bytes, [section][row],
 // and of codes their scales, [row][scale], and zero points.
 #pragma once
 
 #include "async_copy.cuh"
-#include "experts_shape.cuh"
+#include "quad.cuh"
 
 namespace kog {
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ OperandRow operand_row(u32 first_block, u32 i) {
 // stands together there. Where a pair of columns goes, counted in pairs:
 __device__ __forceinline__ constexpr u32 product_place(u32 pair) {
     const u32 thread = pair % 16 / 4, of_thread = pair % 4;
-    return pair / 16 * 16 + (of_thread == 1 ? 2 : of_thread == 2 ? 1 : of_thread) * 4 + thread;
+    return pair / 16 * 16 + place_of_pair(of_thread) * 4 + thread;
 }
 
 // What is taken off integers, twice: see Int4.
@@ -92,6 +92,8 @@ struct E4m3 {
     static constexpr u32 kWords = 2;
     static constexpr float kFactor = 1.0f;
     static __device__ __forceinline__ uint4 operands(const u32* words, u32 scale, const Zero&) {
+        if constexpr (kScales == 0)  // sums are multiplied by them
+            return make_uint4(expand_e4m3(words[0]), expand_e4m3(words[0], true), expand_e4m3(words[1]), expand_e4m3(words[1], true));
         return make_uint4(multiply_halves(expand_e4m3(words[0]), scale), multiply_halves(expand_e4m3(words[0], true), scale),
                           multiply_halves(expand_e4m3(words[1]), scale), multiply_halves(expand_e4m3(words[1], true), scale));
     }

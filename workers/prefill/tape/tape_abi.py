@@ -1,0 +1,86 @@
+"""What tape.cu is compiled for, and the parameters of its launches."""
+
+from __future__ import annotations
+
+from kog_dist.collectives.cuda_abi import device_header
+from kog_dist.decode.steps import Phase
+from kog_dist.runtime.abi import Field, Struct
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kv_format import FORMATS
+from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.tape.tile_abi import (
+    TapeTile,
+    code_lines,
+    constant_lines,
+    form,
+    product_lines,
+    stage_bytes,
+    weight_constants,
+)
+
+PHASES = {Phase.QKV: ("qkv", "Qkv"), Phase.OUT: ("out", "Out"), Phase.GATE_UP: ("gate_up", "GateUp"), Phase.DOWN: ("down", "Down")}
+ORDERED_COLUMNS = 32  # that the order of products rearranges
+_TILES = {64: (2, 32), 128: (2, 128), 256: (1, 256)}  # by rows: thread blocks of a multiprocessor, rows that are multiplied in any case
+TAPE_PARAMS = Struct(
+    "TapeParams",
+    "Parameters of one launch; passed by value. Pointers are device addresses.",
+    (
+        Field("tape_ptr", "u64", "the monokernel's weights"),
+        Field("scales_ptr", "u64", "float32 (products, thread blocks, kScaleRows): of rows, where each has one"),
+        Field("places_ptr", "u64", "uint64 (products of the matrix, 2): first byte on the tape, number among all products"),
+        Field("place_ptr", "u64", "int32: position of the chunk's first row"),
+        Field("last_position_ptr", "u64", "int32: position of the prompt's last token"),
+        Field("x_ptr", "u64", "binary16, in the order of products: x, attention's outputs, or activations, as `DenseRows` has them"),
+        Field("out_ptr", "u64", "float32 qkv, binary16 partial, or activation, as `DenseRows` has them"),
+        Field("size", "u32", "rows of the chunk"),
+    ),
+)
+
+
+def tiles(shape: KernelShape) -> tuple[TapeTile, ...]:
+    """Those that kernels are made for."""
+    coding, ops = shape.attention_coding, [shape.ops[phase] for phase in PHASES]
+    return tuple(TapeTile(rows, stage_bytes(coding, rows, ops), ctas, least) for rows, (ctas, least) in _TILES.items())
+
+
+def matrix_rows(shape: KernelShape, phase: Phase) -> int:
+    """Of a product."""
+    spec = shape.spec
+    rows = {Phase.QKV: spec.lane_qkv_rows, Phase.GATE_UP: 2 * spec.lane_ffn}
+    return shape.lanes_of(phase) * rows.get(phase, spec.hidden_size)
+
+
+def is_multiplied_on_tape(shape: KernelShape) -> bool:
+    """Whether tape.cu is made for a model: the matrices of all its layers are quantised, it has one stream and no experts, and
+    columns come in whole groups of ORDERED_COLUMNS.
+    """
+    spec = shape.spec
+    if shape.attention_coding is None or spec.experts is not None or not spec.has_one_stream:
+        return False
+    is_by_lane = shape.lanes_of(Phase.OUT) == shape.lanes_of(Phase.DOWN) == 1
+    return is_by_lane and not any(count % ORDERED_COLUMNS for count in (spec.hidden_size, spec.lane_ffn, spec.head_dim))
+
+
+def tape_header(shape: KernelShape) -> str:
+    """`tape_shape.cuh`."""
+    products = product_lines(tiles(shape))
+    return "\n".join([constants(shape), "namespace kog {", *products, "}  // namespace kog", ""])
+
+
+def constants(shape: KernelShape) -> str:
+    """The header without products."""
+    spec, coding = shape.spec, shape.attention_coding
+    assert coding is not None
+    numbers, flags, floats = weight_constants(coding, shape.weight_dtype)
+    numbers |= {
+        "kLanes": shape.num_lanes, "kHidden": spec.hidden_size, "kFfn": spec.lane_ffn,
+        "kMixedColumns": spec.lane_heads * spec.head_dim, "kQkvRows": shape.num_lanes * spec.lane_qkv_rows,
+        "kScaleRows": shape.scale_rows,
+    }  # fmt: skip
+    floats |= {"kActivationScale": ACTIVATION_SCALE}
+    lines = [device_header("kog_dist.workers.prefill.tape.tape_abi", (TAPE_PARAMS,)), '#include "ptx.cuh"', "namespace kog {"]
+    lines += [*constant_lines(numbers, flags, floats), f"using WeightFormat = {FORMATS[shape.weight_dtype]};"]
+    lines += [form(name, shape.ops[phase], shape.num_ctas, matrix_rows(shape, phase)) for phase, (_, name) in PHASES.items()]
+    lines += [line for tile in tiles(shape) for line in tile.lines()]
+    kernels = " ".join(f"KOG_TILE({tile.rows})" for tile in tiles(shape))
+    return "\n".join([*lines, "}  // namespace kog", f"#define KOG_TILES {kernels}", *code_lines(coding), ""])
