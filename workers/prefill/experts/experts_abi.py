@@ -19,6 +19,7 @@ from kog_dist.workers.prefill.tape.tile_abi import (
     form,
     product_lines,
     stage_bytes,
+    stage_columns,
     weight_constants,
 )
 
@@ -56,10 +57,11 @@ EXPERTS_PARAMS = Struct(
 
 def tiles(own: ExpertShape) -> tuple[TapeTile, ...]:
     """Those that kernels are made for: few rows, and as many as shared memory holds three stages of."""
-    used = {rows: stage_bytes(own.coding, rows, (own.gate_up, own.down_of_one)) for rows in _TILE_ROWS}
+    columns = stage_columns(own.coding)
+    used = {rows: stage_bytes(own.coding, rows, columns, (own.gate_up, own.down_of_one)) for rows in _TILE_ROWS}
     has_few_bits = own.coding is not None and own.coding.bits == 4  # threads do more for each byte that memory gives
     found = [
-        TapeTile(rows, num_bytes, _CTAS_OF_FEW if has_few_bits and rows == min(_TILE_ROWS) else 2)
+        TapeTile(rows, num_bytes, columns, _CTAS_OF_FEW if has_few_bits and rows == min(_TILE_ROWS) else 2)
         for rows, num_bytes in used.items()
     ]
     fitting = [tile for tile in found if tile.stages >= _FEWEST_STAGES]

@@ -20,7 +20,7 @@ from kog_dist.workers.prefill.tape.tile_abi import (
 
 PHASES = {Phase.QKV: ("qkv", "Qkv"), Phase.OUT: ("out", "Out"), Phase.GATE_UP: ("gate_up", "GateUp"), Phase.DOWN: ("down", "Down")}
 ORDERED_COLUMNS = 32  # that the order of products rearranges
-_TILES = {64: (2, 32), 128: (2, 128), 256: (1, 256)}  # by rows: thread blocks of a multiprocessor, rows that are multiplied in any case
+_TILES = {64: (2, 32, 128), 128: (1, 128, 128), 256: (1, 256, 64)}  # by rows: thread blocks of a multiprocessor, rows that are multiplied in any case
 TAPE_PARAMS = Struct(
     "TapeParams",
     "Parameters of one launch; passed by value. Pointers are device addresses.",
@@ -40,7 +40,12 @@ TAPE_PARAMS = Struct(
 def tiles(shape: KernelShape) -> tuple[TapeTile, ...]:
     """Those that kernels are made for."""
     coding, ops = shape.attention_coding, [shape.ops[phase] for phase in PHASES]
-    return tuple(TapeTile(rows, stage_bytes(coding, rows, ops), ctas, least) for rows, (ctas, least) in _TILES.items())
+    assert coding is not None
+    found = []
+    for rows, (ctas, least, columns) in _TILES.items():
+        columns = columns if coding.bits == 8 else 128
+        found.append(TapeTile(rows, stage_bytes(coding, rows, columns, ops), columns, ctas, least))
+    return tuple(found)
 
 
 def matrix_rows(shape: KernelShape, phase: Phase) -> int:

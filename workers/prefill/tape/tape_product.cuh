@@ -16,7 +16,7 @@
 namespace kog {
 
 constexpr u32 kGroupThreads = 128, kGroups = kTileThreads / kGroupThreads;
-constexpr u32 kPanel = 64, kPanels = kStage / kPanel, kStepsOfStage = kStage / kStepColumns;
+constexpr u32 kPanel = 64;
 static_assert(kColumns == 64 * kGroups && kTileThreads == 256, "a group has 64 columns");
 
 __device__ __forceinline__ u32 aligned_memory() { return (shared_memory() + 1023) & ~1023u; }
@@ -36,11 +36,15 @@ __device__ __forceinline__ void make_barriers() {  // by one thread; others wait
 template <class Tile, u32 kWidth, class Form, class Tail>
 struct TapeProduct {
     using Parts = Blocks<Form>;
+    static constexpr u32 kStage = Tile::kStage, kPanels = kStage / kPanel;
+    static constexpr bool kIsHalved = kStage < kStepColumns;  // a stage has half of a step of codes of 8 bit: one of its two sections
+    static constexpr u32 kStepsOfStage = kIsHalved ? 1 : kStage / kStepColumns, kStagesOfStep = kIsHalved ? 2 : 1;
+    static constexpr u32 kRowBytes = kog::kRowBytes / kStagesOfStep;  // of a step in a stage
     static constexpr u32 kXBytes = kWidth * kStage * 2, kPanelBytes = kWidth * kPanel * 2, kStageBytes = Tile::kStageBytes;
-    static constexpr u32 kStepBytes = Parts::kOfTile * Parts::kPartBytes;  // of the parts of a step
-    static constexpr u32 kSteps = (Tail::kColumnsOfLane + kStepColumns - 1) / kStepColumns, kStagesOfLane = (kSteps + kStepsOfStage - 1) / kStepsOfStage;
+    static constexpr u32 kPartBytes = part_bytes<kRowBytes>(Form::kRows), kStepBytes = Parts::kOfTile * kPartBytes;  // of the parts of a step
+    static constexpr u32 kSteps = (Tail::kColumnsOfLane + kStepColumns - 1) / kStepColumns, kStagesOfLane = (kSteps * kStagesOfStep + kStepsOfStage - 1) / kStepsOfStage;
     static constexpr u32 kRowsOfThread = kWidth * 8 / kTileThreads;  // of which it copies 16 bytes of a panel
-    static constexpr bool kIsAhead = kWidth < kFirstWideTile;  // wide tiles have no registers for operands beside those that are multiplied
+    static constexpr bool kIsAhead = Tile::kCtas == 1 || kWidth < kFirstWideTile;  // wide tiles have no registers for operands beside those that are multiplied
     static_assert(kStageBytes >= kXBytes + kStepsOfStage * kStepBytes && kStageBytes % 1024 == 0 && Tile::kStages >= 2, "stages");
 
     const typename Tail::Params& params;
@@ -59,8 +63,8 @@ struct TapeProduct {
             rows[i] = row < share.count ? Tail::row_at(params, share.first + row) + threadIdx.x % 8 * 8 : kNowhere;
         }
         stage_bytes = 0;
-        for (u32 i = 0; i < Parts::kOfTile; ++i) stage_bytes += share.block + i < Parts::kAll ? kStepsOfStage * part_bytes(Parts::num_rows(share.block + i)) : 0;
-        upper = operand_row<Form>(share.block, Tail::row_of_operand(0)), lower = operand_row<Form>(share.block, Tail::row_of_operand(1));
+        for (u32 i = 0; i < Parts::kOfTile; ++i) stage_bytes += share.block + i < Parts::kAll ? kStepsOfStage * part_bytes<kRowBytes>(Parts::num_rows(share.block + i)) : 0;
+        upper = operand_row<Form, kRowBytes>(share.block, Tail::row_of_operand(0)), lower = operand_row<Form, kRowBytes>(share.block, Tail::row_of_operand(1));
     }
     // Queue the copies of stage `at` of all lanes' into slot `slot`: of the matrix, and of rows.
     __device__ __forceinline__ void load(u32 at, u32 slot) {
@@ -70,11 +74,19 @@ struct TapeProduct {
     __device__ __forceinline__ void load_matrix(u32 at, u32 slot) {
         const u32 lane = at / kStagesOfLane, stage = at % kStagesOfLane, to = base + slot * kStageBytes;
         const unsigned char* const matrix = Tail::matrix(params, share, lane);
-        const u32 own = share.block + threadIdx.x / kStepsOfStage, n = threadIdx.x % kStepsOfStage, step = min(stage * kStepsOfStage + n, kSteps - 1);
         if (threadIdx.x == 0) mbar_arrive_expect(barrier_of<Tile>(slot), stage_bytes);
+        if constexpr (kIsHalved) {  // codes, and all scales
+            const u32 i = threadIdx.x / 2, own = share.block + i, rows = Parts::num_rows(own), is_scales = threadIdx.x % 2;
+            const u32 bytes = is_scales ? part_bytes<0>(rows) : rows * kRowBytes, before = rows * kRowBytes * (is_scales ? 2 : stage % 2);
+            if (i < Parts::kOfTile && own < Parts::kAll && bytes > 0)
+                copy_bulk(to + kXBytes + i * kPartBytes + is_scales * rows * kRowBytes, matrix + Parts::part_at(own, stage / 2) + before, bytes,
+                          barrier_of<Tile>(slot));
+            return;
+        }
+        const u32 own = share.block + threadIdx.x / kStepsOfStage, n = threadIdx.x % kStepsOfStage, step = min(stage * kStepsOfStage + n, kSteps - 1);
         if (threadIdx.x < Parts::kOfTile * kStepsOfStage && own < Parts::kAll)  // behind the last step it stands once more: x is 0 there
-            copy_bulk(to + kXBytes + n * kStepBytes + threadIdx.x / kStepsOfStage * Parts::kPartBytes, matrix + Parts::part_at(own, step),
-                      part_bytes(Parts::num_rows(own)), barrier_of<Tile>(slot));
+            copy_bulk(to + kXBytes + n * kStepBytes + threadIdx.x / kStepsOfStage * kPartBytes, matrix + Parts::part_at(own, step),
+                      part_bytes<kRowBytes>(Parts::num_rows(own)), barrier_of<Tile>(slot));
     }
     __device__ __forceinline__ void load_rows(u32 at, u32 slot) {
         const u32 lane = at / kStagesOfLane, stage = at % kStagesOfLane, to = base + slot * kStageBytes;
@@ -103,7 +115,7 @@ struct TapeProduct {
         }
     };
     static constexpr u32 kGroupsOfStep = kScales > 0 ? kScales : 1;  // with a scale each
-    __device__ __forceinline__ void expand_row(u32 weights, const OperandRow& row, u32 half, u32 (&even)[4], u32 (&odd)[4]) {
+    __device__ __forceinline__ void expand_row(u32 weights, const OperandRow& row, u32 half, u32 first_section, u32 (&even)[4], u32 (&odd)[4]) {
         uint4 given[2];
         u32 factor = 0;
         Zero zero{0xe408e408u, 0xd480d480u};  // of 8
@@ -118,7 +130,7 @@ struct TapeProduct {
                     factor = Fp16::pack(scale, scale);
                     if constexpr (kZeroBytes > 0) zero = Int4::zero(*at_shared(weights + row.zeros + group));
                 }
-                const Words words = words_at(weights + row.first + operand / kOfSection * row.section);
+                const Words words = words_at(weights + row.first + (operand / kOfSection - first_section) * row.section);
                 given[n] = Code::operands(words.all + operand % kOfSection * Code::kWords, factor, zero);
             } else {
                 given[n] = Code::operands(words_at(weights + operand * kStepBytes + row.first).all, factor, zero);
@@ -134,10 +146,11 @@ struct TapeProduct {
         const uint4 words = *reinterpret_cast<const uint4*>(at_shared(address));
         return {{words.x, words.y, words.z, words.w}};
     }
+    // `half`: of the step, 64 columns.
     __device__ __forceinline__ void expand(u32 slot, u32 half, Operands& to) {
-        const u32 weights = base + slot * kStageBytes + kXBytes;
-        expand_row(weights, upper, half, to.v[0][0], to.v[1][0]);
-        expand_row(weights, lower, half, to.v[0][1], to.v[1][1]);
+        const u32 weights = base + slot * kStageBytes + kXBytes, first_section = kIsHalved ? half : 0;
+        expand_row(weights, upper, half, first_section, to.v[0][0], to.v[1][0]);
+        expand_row(weights, lower, half, first_section, to.v[0][1], to.v[1][1]);
     }
     __device__ __forceinline__ void multiply(u32 slot, u32 half, const Operands& of) {
         const u64 x = rows_at<kPanel>(base + slot * kStageBytes + half * kPanelBytes);
@@ -151,8 +164,8 @@ struct TapeProduct {
         }
         products_commit();
     }
-    // A stage: its first half is expanded beside the products of the stage before. `one`: where the products before the last have their operands.
-    __device__ __forceinline__ void run_stage(u32 at, SlotRing<Tile::kStages>& ring, Operands& one, Operands& other) {
+    // A stage, which begins with half `half` of a step: its first half is expanded beside the products of the stage before. `one`: where the products before the last have their operands.
+    __device__ __forceinline__ void run_stage(u32 at, SlotRing<Tile::kStages>& ring, Operands& one, Operands& other, u32 half = 0) {
         mbar_wait(barrier_of<Tile>(ring.slot), ring.parity);
         if constexpr (!kIsAhead) {
             products_wait<0>();
@@ -161,7 +174,7 @@ struct TapeProduct {
             products_wait<1>();
             one.settle();
         }
-        expand(ring.slot, 0, one);
+        expand(ring.slot, half, one);
         if constexpr (kIsAhead) {
             products_wait<0>();
             settle(sums), other.settle();
@@ -201,7 +214,7 @@ struct TapeProduct {
 #pragma unroll 1
                 for (u32 stage = 0; stage + 1 < kStagesOfLane; stage += 2) {
                     run_stage(lane * kStagesOfLane + stage, ring, one, other);
-                    run_stage(lane * kStagesOfLane + stage + 1, ring, kIsAhead ? other : one, kIsAhead ? one : other);
+                    run_stage(lane * kStagesOfLane + stage + 1, ring, kIsAhead ? other : one, kIsAhead ? one : other, kIsHalved);
                 }
                 if constexpr (kStagesOfLane % 2) run_stage(lane * kStagesOfLane + kStagesOfLane - 1, ring, one, other);
             }

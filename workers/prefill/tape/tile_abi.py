@@ -25,12 +25,13 @@ _WEIGHT_SCALES = {"E4M3": 2.0**8, "E2M1": 1.0, "INT4": 2.0**4}  # scales of some
 class TapeTile:
     """A size of tiles: up to so many rows, and COLUMNS rows of a matrix.
 
-    `stage_bytes`: of shared memory for the part of both that is multiplied at a time, `stage_columns` of each. `ctas`: thread
+    `stage_bytes`: of shared memory for the part of both that is multiplied at a time, `stage_columns` of each row. `ctas`: thread
     blocks that share a multiprocessor. `least`: rows that are multiplied in any case; above, multiples of LEAST_WIDTH.
     """
 
     rows: int
     stage_bytes: int
+    stage_columns: int
     ctas: int
     least: int = LEAST_WIDTH
 
@@ -47,7 +48,8 @@ class TapeTile:
     def lines(self) -> list[str]:
         """Of a header: the struct `Tile` with its number of rows."""
         numbers = {
-            "kRows": self.rows, "kStages": self.stages, "kStageBytes": self.stage_bytes, "kCtas": self.ctas, "kLeast": self.least,
+            "kRows": self.rows, "kStages": self.stages, "kStageBytes": self.stage_bytes,
+            "kStage": self.stage_columns, "kCtas": self.ctas, "kLeast": self.least,
         }  # fmt: skip
         return [struct(f"Tile{self.rows}", numbers)]
 
@@ -62,11 +64,12 @@ def part_bytes(coding: Coding | None, rows: int) -> int:
     return 2 * rows * STEP_COLUMNS if coding is None else coding.part_bytes(rows)
 
 
-def stage_bytes(coding: Coding | None, rows: int, ops: Iterable[OpShape]) -> int:
-    """Of a stage of a tile of `rows` rows, for matrices of all these shapes."""
-    steps = stage_columns(coding) // (STEP_COLUMNS if coding is None else CODED_COLUMNS)
-    of_weights = max(COLUMNS // op.rows * part_bytes(coding, op.rows) for op in ops)
-    return -(-(2 * rows * stage_columns(coding) + steps * of_weights) // 1024) * 1024
+def stage_bytes(coding: Coding | None, rows: int, columns: int, ops: Iterable[OpShape]) -> int:
+    """Of a stage of a tile of `rows` rows, for matrices of all these shapes. `columns`: half of a step of 8-bit codes, or steps."""
+    steps = max(columns // (STEP_COLUMNS if coding is None else CODED_COLUMNS), 1)
+    left_out = 0 if coding is None or columns % CODED_COLUMNS == 0 else columns  # bytes of a row
+    of_weights = max(COLUMNS // op.rows * (part_bytes(coding, op.rows) - op.rows * left_out) for op in ops)
+    return -(-(2 * rows * columns + steps * of_weights) // 1024) * 1024
 
 
 def num_across(op: OpShape, num_rows: int) -> int:
@@ -78,7 +81,7 @@ def weight_constants(coding: Coding | None, weight_dtype: str) -> tuple[dict[str
     """Of a header: numbers, flags and fractions that tape_product.cuh reads."""
     numbers = {
         "kTileThreads": TILE_THREADS, "kColumns": COLUMNS, "kLeastWidth": LEAST_WIDTH, "kFirstWideTile": 96,
-        "kStage": stage_columns(coding), "kRowBytes": coding.row_bytes if coding else 2 * STEP_COLUMNS,
+        "kRowBytes": coding.row_bytes if coding else 2 * STEP_COLUMNS,
         "kScales": coding.scales if coding else 1, "kScaleBytes": coding.scale_bytes if coding else 0,
         "kZeroBytes": coding.zero_bytes if coding else 0,
     }  # fmt: skip

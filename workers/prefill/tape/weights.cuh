@@ -11,12 +11,13 @@ namespace kog {
 
 constexpr u32 kNowhere = 0xffffffffu;
 constexpr u32 kStepColumns = kIsCoded ? 128 : 32;
-__device__ __forceinline__ constexpr u32 part_bytes(u32 rows) { return rows * kRowBytes + (rows * (kScaleBytes + kZeroBytes) + 15) / 16 * 16; }
+template <u32 kBytes>
+__device__ __forceinline__ constexpr u32 part_bytes(u32 rows) { return rows * kBytes + (rows * (kScaleBytes + kZeroBytes) + 15) / 16 * 16; }
 
 // The blocks of rows of a matrix in the form `Form`, one behind the other; a tile has a few neighbouring ones.
 template <class Form>
 struct Blocks {
-    static constexpr u32 kOfTile = kColumns / Form::kRows, kTileRows = kOfTile * Form::kRows, kPartBytes = part_bytes(Form::kRows);
+    static constexpr u32 kOfTile = kColumns / Form::kRows, kTileRows = kOfTile * Form::kRows, kPartBytes = part_bytes<kRowBytes>(Form::kRows);
     static constexpr u32 kAll = (Form::kMatrixRows + Form::kCtaRows - 1) / Form::kCtaRows * Form::kBlocks;
     static constexpr u32 kAcross = (kAll + kOfTile - 1) / kOfTile;  // tiles that all rows take
     static constexpr bool kIsEven = Form::kLastRows == Form::kRows;  // all blocks have as many rows
@@ -36,20 +37,20 @@ struct Blocks {
         const u32 cta = block / Form::kBlocks, warp = step / Form::kPer, of_warp = step % Form::kPer, tile = of_warp / Form::kSteps;
         const u32 num_short = tile > Form::kLongTiles ? tile - Form::kLongTiles : 0, num_warps = Form::kWarps - (tile >= Form::kLongTiles);
         const u32 before = (Form::kCtas * (Form::kWarps * tile - num_short) + cta * num_warps + warp) * Form::kSteps + of_warp % Form::kSteps;
-        return Form::kCtas * (block % Form::kBlocks) * kParts * kPartBytes + before * part_bytes(num_rows(block));
+        return Form::kCtas * (block % Form::kBlocks) * kParts * kPartBytes + before * part_bytes<kRowBytes>(num_rows(block));
     }
 };
 
-// Where a thread finds its columns of a row in the parts of a tile: bytes from the first part's first one.
+// Where a thread finds its columns of a row in the parts of a tile, of which a row has kBytes of codes: bytes from the first part's first one.
 struct OperandRow {
     u32 first, section, scales, zeros;  // `section`: bytes of one
 };
-template <class Form>
+template <class Form, u32 kBytes>
 __device__ __forceinline__ OperandRow operand_row(u32 first_block, u32 i) {
     const u32 row = i < Blocks<Form>::kTileRows ? i : 0, at = row % Form::kRows, num_rows = Blocks<Form>::num_rows(first_block + row / Form::kRows);
-    const u32 part = row / Form::kRows * Blocks<Form>::kPartBytes;
-    return {part + at * 64 + laneid() % 4 * 16, num_rows * 64, part + num_rows * kRowBytes + at * kScaleBytes,
-            part + num_rows * (kRowBytes + kScaleBytes) + at * kZeroBytes};
+    const u32 part = row / Form::kRows * part_bytes<kBytes>(Form::kRows);
+    return {part + at * 64 + laneid() % 4 * 16, num_rows * 64, part + num_rows * kBytes + at * kScaleBytes,
+            part + num_rows * (kBytes + kScaleBytes) + at * kZeroBytes};
 }
 
 // The order of products. Of 32 neighbouring columns a thread has eight of a matrix: as pairs (0 1) (4 5) (2 3) (6 7), in binary16, the
