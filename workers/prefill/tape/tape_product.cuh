@@ -44,8 +44,10 @@ struct TapeProduct {
     static constexpr u32 kPartBytes = part_bytes<kRowBytes>(Form::kRows), kStepBytes = Parts::kOfTile * kPartBytes;  // of the parts of a step
     static constexpr u32 kSteps = (Tail::kColumnsOfLane + kStepColumns - 1) / kStepColumns, kStagesOfLane = (kSteps * kStagesOfStep + kStepsOfStage - 1) / kStepsOfStage;
     static constexpr u32 kRowsOfThread = kWidth * 8 / kTileThreads;  // of which it copies 16 bytes of a panel
-    static constexpr bool kIsAhead = Tile::kCtas == 1 || kWidth < kFirstWideTile;  // wide tiles have no registers for operands beside those that are multiplied
-    static_assert(kStageBytes >= kXBytes + kStepsOfStage * kStepBytes && kStageBytes % 1024 == 0 && Tile::kStages >= 2, "stages");
+    static constexpr bool kIsAlone = Tile::kCtas == 1;  // on its multiprocessor: products are queued behind those that have not ended
+    static constexpr u32 kAhead = Tile::kStages - (kIsAlone ? 2 : 1);  // stages that are on their way
+    static constexpr bool kIsAhead = kIsAlone || kWidth < kFirstWideTile;  // wide tiles have no registers for operands beside those that are multiplied
+    static_assert(kStageBytes >= kXBytes + kStepsOfStage * kStepBytes && kStageBytes % 1024 == 0 && kAhead >= 1, "stages");
 
     const typename Tail::Params& params;
     const typename Tail::Share share;
@@ -170,34 +172,38 @@ struct TapeProduct {
         if constexpr (!kIsAhead) {
             products_wait<0>();
             settle(sums), one.settle();
-        } else if constexpr (kPanels > 1) {
+        } else if constexpr (kPanels > 1 || kIsAlone) {
             products_wait<1>();
             one.settle();
         }
         expand(ring.slot, half, one);
-        if constexpr (kIsAhead) {
+        if constexpr (kIsAhead && !kIsAlone) {
             products_wait<0>();
             settle(sums), other.settle();
         }
-        copies_wait<Tile::kStages - 2>();
+        copies_wait<kAhead - 1>();
         __syncthreads();  // all have what this stage multiplies, and nobody reads the slot before it
         multiply(ring.slot, 0, one);
         if constexpr (kPanels > 1) {
+            if constexpr (kIsAlone) {
+                products_wait<1>();
+                other.settle();
+            }
             expand(ring.slot, 1, other);
             multiply(ring.slot, 1, other);
         }
-        if (at + Tile::kStages - 1 < Tail::kLanesOfTile * kStagesOfLane) load(at + Tile::kStages - 1, ring.slot == 0 ? Tile::kStages - 1 : ring.slot - 1);
+        if (at + kAhead < Tail::kLanesOfTile * kStagesOfLane) load(at + kAhead, (ring.slot + kAhead) % Tile::kStages);
         copies_commit();
         ring.advance();
     }
     __device__ __forceinline__ void run() {
         prepare();
 #pragma unroll
-        for (u32 at = 0; at + 1 < Tile::kStages; ++at)
+        for (u32 at = 0; at < kAhead; ++at)
             if (at < Tail::kLanesOfTile * kStagesOfLane) load_matrix(at, at);
         Tail::await_rows();
 #pragma unroll
-        for (u32 at = 0; at + 1 < Tile::kStages; ++at) {
+        for (u32 at = 0; at < kAhead; ++at) {
             if (at < Tail::kLanesOfTile * kStagesOfLane) load_rows(at, at);
             copies_commit();
         }
@@ -215,6 +221,7 @@ struct TapeProduct {
                 for (u32 stage = 0; stage + 1 < kStagesOfLane; stage += 2) {
                     run_stage(lane * kStagesOfLane + stage, ring, one, other);
                     run_stage(lane * kStagesOfLane + stage + 1, ring, kIsAhead ? other : one, kIsAhead ? one : other, kIsHalved);
+                    if constexpr (kIsAlone) products_wait<1>();  // else the compiler serialises products (C7513)
                 }
                 if constexpr (kStagesOfLane % 2) run_stage(lane * kStagesOfLane + kStagesOfLane - 1, ring, one, other);
             }
