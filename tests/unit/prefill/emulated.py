@@ -95,6 +95,7 @@ class EmulatedDenseOperations(DenseDeviceOperations):
         of_layers: Sequence[PlainExperts] = (),
     ) -> None:  # fmt: skip
         twin = PlainDenseOperations(buffers, embedding, cache, of_layers)
+        self.tape = None
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
         library = ctypes.CDLL(str(compiled(folder, "dense", header, KERNELS, "KogDenseParams", "-O1")))

@@ -131,3 +131,11 @@ def relative_error(found: Any, wanted: Any) -> float:
     """|found - wanted| / |wanted|."""
     a, b = (np.asarray(part, np.float64) for part in (found, wanted))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def ordered(values: Array) -> Array:
+    """Columns in the order of products: of each 32 the pairs of the same place in a unit of eight together."""
+    units = values.reshape(*values.shape[:-1], -1, 4, 4, 2)[
+        ..., [0, 2, 1, 3], :
+    ]  # thread, pair: the second and third change places
+    return np.ascontiguousarray(np.swapaxes(units, -2, -3)).reshape(values.shape)

@@ -17,7 +17,7 @@ from kog_dist.workers.prefill.attention.hopper_attention import Attention, Atten
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
-from tests.unit.prefill.models import relative_error
+from tests.unit.prefill.models import ordered, relative_error
 
 SHAPE_2B = AttentionShape(96, num_heads=32, num_kv_heads=16, lane_heads=4)
 QWEN3_4B = AttentionShape(128, num_heads=32, num_kv_heads=8, lane_heads=4)
@@ -179,6 +179,11 @@ def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             row = np.array([start + size - 2], np.int32)
             alone = many.run(arguments[0][-2:-1], *arguments[1:3], row, window, sinks)
             assert np.array_equal(alone[:, 0], found[:, -2]), "a row has other bits elsewhere"
+        for made in (few, many):  # of each head the first 32 columns: others are no whole group
+            by_head = made.run(*arguments, is_ordered=True).reshape(-1, shape.head_dim)
+            plain = found.reshape(-1, shape.head_dim)
+            assert np.array_equal(by_head[:, :32], ordered(plain[:, :32])), (window, size)
+            assert np.array_equal(by_head[:, 32:], plain[:, 32:]), (window, size)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Chunk, Work
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import EmulatedDenseOperations
-from tests.unit.prefill.models import SMALL, Rank, layout_of, relative_error, token_ids
+from tests.unit.prefill.models import SMALL, Rank, layout_of, ordered, relative_error, token_ids
 
 DENSE: dict[str, Any] = {**SMALL, "delay": 0}
 TINY: dict[str, Any] = {
@@ -92,6 +93,31 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v
         assert relative_error(got, wanted) < 1e-3
         assert (wanted != got).mean() < 0.01
         assert relative_error(buffers.last_streams, rank.buffers.last_streams) < 1e-3
+
+
+@needs_compiler
+def test_what_is_multiplied_on_the_tape_is_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of x, by both kernels that write it; the last threads of a row have nothing."""
+    for place in ("prefill_abi", "dense.dense_abi", "dense.device"):
+        monkeypatch.setattr(f"kog_dist.workers.prefill.{place}.MAX_THREADS", 32)
+    checkpoint = checkpoint_of(tmp_path, {**TINY, **VARIANTS["rows of several turns"]})
+    rank = Rank(checkpoint, dtype=np.float16, sizes=(3,))
+    buffers = DenseBuffers(rank.layout, np.float16, 3, "cpu")
+    made = EmulatedDenseOperations(buffers, rank.embedding(), rank.cache, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    norm = np.random.default_rng(2).standard_normal(checkpoint.spec.hidden_size, np.float32)
+    rows, found = buffers.rows(3), []
+    for tape in (None, SimpleNamespace(most_rows=3), SimpleNamespace(most_rows=2)):
+        made.tape = tape  # type: ignore[assignment]
+        buffers.prompt[:3], buffers.last_position[0], rows.place[0] = (5, 6, 7), 2, 0
+        made.embed(rows, norm)
+        embedded = rows.x.copy()
+        rows.partial[...] = np.arange(rows.partial.size, dtype=np.float16).reshape(rows.partial.shape) % 13
+        made.residual(rows, 1.0, None, norm)
+        found.append((embedded, rows.x.copy()))
+    for plain, other, behind in zip(*found, strict=True):
+        assert np.array_equal(ordered(plain), other)
+        assert not np.array_equal(plain, other)
+        assert np.array_equal(plain, behind)
 
 
 @needs_compiler

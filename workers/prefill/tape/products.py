@@ -15,7 +15,7 @@ from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
 from kog_dist.workers.prefill.tape.tape_abi import PHASES, TAPE_PARAMS, matrix_rows, tape_header, tiles
 from kog_dist.workers.prefill.tape.tile_abi import TILE_THREADS, TapeTile, num_across
 
-MOST_ROWS = 256  # of a chunk that is multiplied so; larger ones are faster with expanded matrices
+MOST_ROWS = 512  # of a chunk that is multiplied so; larger ones are not slower with expanded matrices (docs/history/quantised.md)
 
 
 def kernel_bytes(shape: KernelShape) -> dict[str, int]:
@@ -56,5 +56,8 @@ class TapeProducts:
         )  # fmt: skip
 
     def tile_for(self, size: int) -> TapeTile:
-        """The smallest that has room for a chunk, or the largest. It does not decide about bits."""
-        return next((tile for tile in self._tiles if size <= tile.rows), self._tiles[-1])
+        """The smallest of which two have room for a chunk, or the largest. It does not decide about bits.
+
+        Of two, the second has nothing to do where a chunk holds few tokens.
+        """
+        return next((tile for tile in self._tiles if size <= 2 * tile.rows), self._tiles[-1])

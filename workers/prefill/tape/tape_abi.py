@@ -18,9 +18,15 @@ from kog_dist.workers.prefill.tape.tile_abi import (
     weight_constants,
 )
 
-PHASES = {Phase.QKV: ("qkv", "Qkv"), Phase.OUT: ("out", "Out"), Phase.GATE_UP: ("gate_up", "GateUp"), Phase.DOWN: ("down", "Down")}
+PHASES = {
+    Phase.QKV: ("qkv", "Qkv"),
+    Phase.OUT: ("out", "Out"),
+    Phase.GATE_UP: ("gate_up", "GateUp"),
+    Phase.DOWN: ("down", "Down"),
+}
 ORDERED_COLUMNS = 32  # that the order of products rearranges
-_TILES = {64: (2, 32, 128), 128: (1, 128, 128), 256: (1, 256, 64)}  # by rows: thread blocks of a multiprocessor, rows that are multiplied in any case
+# By rows: thread blocks of a multiprocessor, rows that are multiplied in any case, columns of codes of 8 bit at a time.
+_TILES = {64: (2, 32, 128), 128: (1, 128, 128), 192: (1, 192, 128), 256: (1, 256, 64)}
 TAPE_PARAMS = Struct(
     "TapeParams",
     "Parameters of one launch; passed by value. Pointers are device addresses.",
@@ -30,7 +36,9 @@ TAPE_PARAMS = Struct(
         Field("places_ptr", "u64", "uint64 (products of the matrix, 2): first byte on the tape, number among all products"),
         Field("place_ptr", "u64", "int32: position of the chunk's first row"),
         Field("last_position_ptr", "u64", "int32: position of the prompt's last token"),
-        Field("x_ptr", "u64", "binary16, in the order of products: x, attention's outputs, or activations, as `DenseRows` has them"),
+        Field(
+            "x_ptr", "u64", "binary16, in the order of products: x, attention's outputs, or activations, as `DenseRows` has them"
+        ),
         Field("out_ptr", "u64", "float32 qkv, binary16 partial, or activation, as `DenseRows` has them"),
         Field("size", "u32", "rows of the chunk"),
     ),

@@ -44,9 +44,9 @@ struct TapeProduct {
     static constexpr u32 kPartBytes = part_bytes<kRowBytes>(Form::kRows), kStepBytes = Parts::kOfTile * kPartBytes;  // of the parts of a step
     static constexpr u32 kSteps = (Tail::kColumnsOfLane + kStepColumns - 1) / kStepColumns, kStagesOfLane = (kSteps * kStagesOfStep + kStepsOfStage - 1) / kStepsOfStage;
     static constexpr u32 kRowsOfThread = kWidth * 8 / kTileThreads;  // of which it copies 16 bytes of a panel
-    static constexpr bool kIsAlone = Tile::kCtas == 1;  // on its multiprocessor: products are queued behind those that have not ended
-    static constexpr u32 kAhead = Tile::kStages - (kIsAlone ? 2 : 1);  // stages that are on their way
-    static constexpr bool kIsAhead = kIsAlone || kWidth < kFirstWideTile;  // wide tiles have no registers for operands beside those that are multiplied
+    static constexpr bool kIsDeep = Tile::kCtas == 1 && Tile::kStages > 3;  // products are queued behind those that have not ended
+    static constexpr u32 kAhead = Tile::kStages - (kIsDeep ? 2 : 1);  // stages that are on their way
+    static constexpr bool kIsAhead = Tile::kCtas == 1 || kWidth < kFirstWideTile;  // wide tiles have no registers for operands beside those that are multiplied
     static_assert(kStageBytes >= kXBytes + kStepsOfStage * kStepBytes && kStageBytes % 1024 == 0 && kAhead >= 1, "stages");
 
     const typename Tail::Params& params;
@@ -172,12 +172,12 @@ struct TapeProduct {
         if constexpr (!kIsAhead) {
             products_wait<0>();
             settle(sums), one.settle();
-        } else if constexpr (kPanels > 1 || kIsAlone) {
+        } else if constexpr (kPanels > 1 || kIsDeep) {
             products_wait<1>();
             one.settle();
         }
         expand(ring.slot, half, one);
-        if constexpr (kIsAhead && !kIsAlone) {
+        if constexpr (kIsAhead && !kIsDeep) {
             products_wait<0>();
             settle(sums), other.settle();
         }
@@ -185,7 +185,7 @@ struct TapeProduct {
         __syncthreads();  // all have what this stage multiplies, and nobody reads the slot before it
         multiply(ring.slot, 0, one);
         if constexpr (kPanels > 1) {
-            if constexpr (kIsAlone) {
+            if constexpr (kIsDeep) {
                 products_wait<1>();
                 other.settle();
             }
@@ -221,7 +221,7 @@ struct TapeProduct {
                 for (u32 stage = 0; stage + 1 < kStagesOfLane; stage += 2) {
                     run_stage(lane * kStagesOfLane + stage, ring, one, other);
                     run_stage(lane * kStagesOfLane + stage + 1, ring, kIsAhead ? other : one, kIsAhead ? one : other, kIsHalved);
-                    if constexpr (kIsAlone) products_wait<1>();  // else the compiler serialises products (C7513)
+                    if constexpr (kIsDeep) products_wait<1>();  // else the compiler serialises products (C7513)
                 }
                 if constexpr (kStagesOfLane % 2) run_stage(lane * kStagesOfLane + kStagesOfLane - 1, ring, one, other);
             }

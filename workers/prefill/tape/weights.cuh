@@ -67,6 +67,10 @@ struct Zero {
 };
 // What weights become, times kWeightScale: `operands` are the eight values of 32 columns, whose bits are `words`. `scale`: of codes, times
 // kFactor, twice.
+__device__ __forceinline__ u32 scaled(u32 values, u32 scale) {
+    if constexpr (kScales == 0) return values;  // a row has one scale, which its sums are multiplied by
+    return multiply_halves(values, scale);
+}
 struct Plain {  // of 16 bit: `words` are these pairs
     static constexpr u32 kWords = 4;
     static constexpr float kFactor = 1.0f;
@@ -93,10 +97,8 @@ struct E4m3 {
     static constexpr u32 kWords = 2;
     static constexpr float kFactor = 1.0f;
     static __device__ __forceinline__ uint4 operands(const u32* words, u32 scale, const Zero&) {
-        if constexpr (kScales == 0)  // sums are multiplied by them
-            return make_uint4(expand_e4m3(words[0]), expand_e4m3(words[0], true), expand_e4m3(words[1]), expand_e4m3(words[1], true));
-        return make_uint4(multiply_halves(expand_e4m3(words[0]), scale), multiply_halves(expand_e4m3(words[0], true), scale),
-                          multiply_halves(expand_e4m3(words[1]), scale), multiply_halves(expand_e4m3(words[1], true), scale));
+        return make_uint4(scaled(expand_e4m3(words[0]), scale), scaled(expand_e4m3(words[0], true), scale), scaled(expand_e4m3(words[1]), scale),
+                          scaled(expand_e4m3(words[1], true), scale));
     }
 };
 struct Int4 {  // n of column k and of column k + 4 become 1024 + n or 64 + n, in the bits of binary16
@@ -108,7 +110,7 @@ struct Int4 {  // n of column k and of column k + 4 become 1024 + n or 64 + n, i
         const u32 v2 = value(masked_or<0x000f000fu>(last, 0x64006400u), zero.low, scale), v3 = value(masked_or<0x00f000f0u>(last, 0x54005400u), zero.high, scale);
         return make_uint4(__byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632));
     }
-    static __device__ __forceinline__ u32 value(u32 integers, u32 zero, u32 scale) { return multiply_halves(add_halves(integers, zero), scale); }
+    static __device__ __forceinline__ u32 value(u32 integers, u32 zero, u32 scale) { return scaled(add_halves(integers, zero), scale); }
     static __device__ __forceinline__ Zero zero(u32 point) {
         const float number = static_cast<float>(point);
         return {Fp16::pack(-1024.0f - number, -1024.0f - number), Fp16::pack(-64.0f - number, -64.0f - number)};
