@@ -23,7 +23,7 @@ from kog_dist.workers.prefill.tape import tape_abi
 from kog_dist.workers.prefill.tape.products import MOST_ROWS, TapeProducts, kernel_bytes
 from kog_dist.workers.prefill.tape.tape_abi import PHASES, TAPE_PARAMS, constants, is_multiplied_on_tape, tiles
 from tests.unit.cpu_compiler import needs_compiler
-from tests.unit.prefill.emulated import compiled, launcher
+from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 from tests.unit.prefill.models import ordered, relative_error
 from tests.unit.prefill.test_expand import twin
 from tests.unit.test_coded_twin import DENSE, FORMS, CodedModel
@@ -56,9 +56,9 @@ class Case:
         self.rows.place[0] = 7
         self.buffers.last_position[0] = 7 + NUM_TOKENS - 1
         kernels = kernel_bytes(self.shape)
-        library = ctypes.CDLL(str(compiled(folder, "tape", constants(self.shape), kernels, "KogTapeParams", "-O1")))
+        library = ctypes.CDLL(str(compiled(folder, "tape", constants(self.shape), kernels, "TapeLaunch", "-O1", cluster=2)))
         launchers = {name: launcher(library, name, TAPE_PARAMS.size_bytes) for name in kernels}
-        self.products = TapeProducts(self.shape, model.weights(self.shape), self.buffers.last_position, launchers)
+        self.products = TapeProducts(self.shape, model.weights(self.shape), self.buffers.last_position, launchers, map_on_cpu)
         generator, spec = np.random.default_rng(3), model.spec
 
         def drawn(lanes: int, columns: int) -> NDArray[np.float16]:  # of all lanes, whoever hosts them

@@ -132,7 +132,7 @@ __device__ __forceinline__ PairsShare find_share(const Params& params) {
     const u32 slot = blockIdx.x / Blocks<Form>::kAcross, block = blockIdx.x % Blocks<Form>::kAcross * Blocks<Form>::kOfTile;
     if (threadIdx.x == 0) {
         found[2] = 0;
-        make_barriers<Tile>();
+        make_barriers<Tile, false>();
     }
     __syncthreads();
     if (threadIdx.x < kNumExperts) {  // tiles of expert e begin at slot floor(its first pair / rows) + e: there is room for all
@@ -147,6 +147,7 @@ __device__ __forceinline__ PairsShare find_share(const Params& params) {
 struct OfExperts {
     using Params = KogExpertsParams;
     using Share = PairsShare;
+    static constexpr bool kIsPaired = false;
     static __device__ __forceinline__ void await_rows() {}  // they are there: see KOG_KERNEL
     static __device__ __forceinline__ constexpr float factor(const Params&, const Share&, u32) { return 1.0f / kWeightScale; }
     static __device__ __forceinline__ const unsigned char* expert(const Params& params, const Share& share) {

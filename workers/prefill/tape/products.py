@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from kog_dist.cuda.driver import Kernel
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.decode.steps import Phase
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.arrays import Array, address, library_of
 from kog_dist.workers.prefill.expand.expanded import places_on_tape
-from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
-from kog_dist.workers.prefill.tape.tape_abi import PHASES, TAPE_PARAMS, matrix_rows, tape_header, tiles
+from kog_dist.workers.prefill.kernel_calls import Launchers
+from kog_dist.workers.prefill.tape.tape_abi import PAIR, PHASES, TAPE_PARAMS, matrix_rows, tape_header, tiles
 from kog_dist.workers.prefill.tape.tile_abi import TILE_THREADS, TapeTile, num_across
 
 MOST_ROWS = 512  # of a chunk that is multiplied so; larger ones are not slower with expanded matrices (docs/history/quantised.md)
+
+PANEL = 64  # columns that stand together in shared memory
+MakeMap = Callable[[int, Sequence[int], Sequence[int], Sequence[int]], NDArray[np.uint64]]
 
 
 def kernel_bytes(shape: KernelShape) -> dict[str, int]:
@@ -27,33 +35,49 @@ def products_on_gpu(shape: KernelShape, weights: DeviceWeights, last_position: A
     """Those of a monokernel. Raises CompileError or LaunchError."""
     path = compiled.build("tape", tape_header(shape)).path
     launchers = {name: partial(compiled.launch, Kernel(path, name, size)) for name, size in kernel_bytes(shape).items()}
-    return TapeProducts(shape, weights, last_position, launchers)
+    return TapeProducts(shape, weights, last_position, launchers, tensor_map)
 
 
 class TapeProducts:
     """Products by phase and layer. `weights` are the monokernel's; `last_position`: int32, of the prompt's last token.
-    `launchers`: see `KernelCalls`.
+    `launchers`: see `KernelCalls`. `make_map`: as `tensor_map`.
     """
 
-    def __init__(self, shape: KernelShape, weights: DeviceWeights, last_position: Array, launchers: Launchers) -> None:
+    def __init__(
+        self, shape: KernelShape, weights: DeviceWeights, last_position: Array, launchers: Launchers, make_map: MakeMap
+    ) -> None:  # fmt: skip
         self.most_rows, self._tiles, self._phases = MOST_ROWS, tiles(shape), list(shape.ops)
         self._places = library_of(last_position).asarray(places_on_tape(shape))
         self._tape = weights.tape
         self._num_tiles = {
-            phase: shape.num_lanes // shape.lanes_of(phase) * num_across(shape.ops[phase], matrix_rows(shape, phase))
+            phase: shape.num_lanes
+            // shape.lanes_of(phase)
+            * -(-num_across(shape.ops[phase], matrix_rows(shape, phase)) // PAIR)
+            * PAIR
             for phase in PHASES
         }
-        self._launch = KernelCalls(TAPE_PARAMS, launchers, {"tape": self._tape, "last_position": last_position})
-        self._scales = address(self._tape) + 2 * shape.num_ctas * shape.tape_values
+        self._launchers, self._make_map, self._last_position = launchers, make_map, last_position
+        self._scales_ptr = address(self._tape) + 2 * shape.num_ctas * shape.tape_values
 
     def __call__(self, phase: Phase, layer: int, size: int, place: Array, x: Array, out: Array) -> None:
-        """What a chunk of `size` rows gives, of which the first stands at `place`: `x` and `out` are those of `DenseRows`."""
+        """What a chunk of `size` rows gives, of which the first stands at `place`. `x` (size, columns) or (lanes, size, columns)
+        and `out` are those of `DenseRows`.
+        """
         tile = self.tile_for(size)
+        params: Any = np.zeros((), TAPE_PARAMS.dtype)
+        params["rows_map"] = self._map(x if x.ndim == 3 else x[None], tile)
+        params["tape_ptr"], params["scales_ptr"] = address(self._tape), self._scales_ptr
+        params["places_ptr"] = address(self._places[layer, self._phases.index(phase)])
+        params["place_ptr"], params["last_position_ptr"] = address(place), address(self._last_position)
+        params["out_ptr"], params["size"] = address(out), size
         num_ctas = self._num_tiles[phase] * -(-size // tile.rows)
-        self._launch(
-            f"{PHASES[phase][0]}_{tile.rows}", num_ctas, TILE_THREADS, early=True, size=size, place=place, x=x, out=out,
-            places=self._places[layer, self._phases.index(phase)], scales_ptr=self._scales,
-        )  # fmt: skip
+        self._launchers[f"{PHASES[phase][0]}_{tile.rows}"](num_ctas, TILE_THREADS, params.tobytes(), True)
+
+    def _map(self, x: Array, tile: TapeTile) -> NDArray[np.uint64]:
+        lanes, size, columns = x.shape
+        row_bytes, lane_bytes = x.strides[1], x.strides[0] if lanes > 1 else size * x.strides[1]
+        strides = (row_bytes, lane_bytes, lanes * lane_bytes)
+        return self._make_map(address(x), (columns, size, lanes, 1), strides, (PANEL, tile.least // PAIR, 1, 1))
 
     def tile_for(self, size: int) -> TapeTile:
         """The smallest of which two have room for a chunk, or the largest. It does not decide about bits.

@@ -7,17 +7,24 @@
 
 namespace kog {
 
-// What a thread block has of a launch. Neighbouring thread blocks have the same part of a matrix.
+struct alignas(64) TapeLaunch {  // as tensor maps want it
+    KogTapeParams params;
+};
+
+// What a thread block has of a launch. A pair of thread blocks, a cluster, has the same rows and neighbouring parts of a matrix; neighbouring
+// pairs have the same parts.
 struct RowsShare {
     u32 first, count, room, block, product;
 };
 template <class Tile, class Form>
 __device__ __forceinline__ RowsShare find_share(const KogTapeParams& params) {
-    const u32 num_row_tiles = (params.size + Tile::kRows - 1) / Tile::kRows, tile = blockIdx.x / num_row_tiles;
-    const u32 first = blockIdx.x % num_row_tiles * Tile::kRows, room = min(params.size - first, Tile::kRows);
+    constexpr u32 kAcross = (Blocks<Form>::kAcross + kPair - 1) / kPair * kPair;
+    const u32 num_row_tiles = (params.size + Tile::kRows - 1) / Tile::kRows, pair = blockIdx.x / kPair;
+    const u32 tile = pair / num_row_tiles * kPair + blockIdx.x % kPair;
+    const u32 first = pair % num_row_tiles * Tile::kRows, room = min(params.size - first, Tile::kRows);
     const int num_known = *reinterpret_cast<const int*>(params.last_position_ptr) + 1 - *reinterpret_cast<const int*>(params.place_ptr);
     const int count = max(min(num_known - static_cast<int>(first), static_cast<int>(room)), 0);
-    return {first, static_cast<u32>(count), room, tile % Blocks<Form>::kAcross * Blocks<Form>::kOfTile, tile / Blocks<Form>::kAcross};
+    return {first, static_cast<u32>(count), room, tile % kAcross * Blocks<Form>::kOfTile, tile / kAcross};
 }
 
 template <class Form>
@@ -25,6 +32,11 @@ struct OfLayers {
     using Params = KogTapeParams;
     using Share = RowsShare;
     static constexpr u32 kLanesOfTile = 1;
+    static constexpr bool kIsPaired = true;
+    static __device__ __forceinline__ const TensorMap* rows_map(const Params& params) { return reinterpret_cast<const TensorMap*>(params.rows_map); }
+    static __device__ __forceinline__ u32 lane_of_rows(const Share&) { return 0; }
+    static __device__ __forceinline__ u32 row_at(const Params&, u32) { return 0; }  // they are copied by the map
+    static __device__ __forceinline__ const u16* rows_from(const Params&, const Share&, u32) { return nullptr; }
     static __device__ __forceinline__ void await_rows() { await_predecessors(); }
     static __device__ __forceinline__ u64 place(const Params& params, const Share& share, u32 which) {
         return __ldg(reinterpret_cast<const u64*>(params.places_ptr) + 2 * share.product + which);
@@ -54,8 +66,6 @@ __device__ __forceinline__ void clear(const RowsShare& share, u32 from, To to) {
 struct Projected : OfLayers<Qkv> {
     using Parts = Blocks<Qkv>;
     static constexpr u32 kWidth = kHidden, kColumnsOfLane = kHidden;
-    static __device__ __forceinline__ u32 row_at(const Params&, u32 row) { return row * kHidden; }
-    static __device__ __forceinline__ const u16* rows_from(const Params& params, const Share&, u32) { return binary16(params.x_ptr); }
     static __device__ __forceinline__ u32 row_of_operand(u32 which) { return threadIdx.x / 32 * 16 + which * 8 + laneid() / 4; }
     static __device__ __forceinline__ float* results(const Params& params, const Share& share, u32 row) {
         return reinterpret_cast<float*>(params.out_ptr) + static_cast<u64>(share.first + row) * kQkvRows + share.product * Qkv::kMatrixRows;
@@ -73,7 +83,8 @@ struct Projected : OfLayers<Qkv> {
 #pragma unroll
         for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); ++i) {
             const u32 row = i / 4 * 8 + laneid() % 4 * 2 + i % 2, k = i / 2 % 2;
-            if (row < tile.share.room && rows[k] != kNowhere) results(tile.params, tile.share, row)[rows[k]] = tile.sums[i] * factors[k];
+            if (row < tile.share.room && rows[k] != kNowhere)
+                results(tile.params, tile.share, row)[rows[k]] = row < tile.share.count ? tile.sums[i] * factors[k] : 0.0f;
         }
     }
 };
@@ -81,6 +92,7 @@ struct Projected : OfLayers<Qkv> {
 // A product is a lane's: the partial sums of the stream.
 template <class Form>
 struct Partial : OfLayers<Form>, PlainRows<Form> {
+    static __device__ __forceinline__ u32 lane_of_rows(const RowsShare& share) { return share.product; }
     static __device__ __forceinline__ u16* results(const KogTapeParams& params, const RowsShare& share, u32 row) {
         return reinterpret_cast<u16*>(params.out_ptr) + (static_cast<u64>(share.product) * params.size + share.first + row) * kHidden;
     }
@@ -95,22 +107,12 @@ struct Partial : OfLayers<Form>, PlainRows<Form> {
 };
 struct Mixed : Partial<Out> {
     static constexpr u32 kWidth = kMixedColumns, kColumnsOfLane = kMixedColumns;
-    static __device__ __forceinline__ u32 row_at(const KogTapeParams&, u32 row) { return row * kMixedColumns; }
-    static __device__ __forceinline__ const u16* rows_from(const KogTapeParams& params, const RowsShare& share, u32) {
-        return binary16(params.x_ptr) + static_cast<u64>(share.product) * params.size * kMixedColumns;
-    }
 };
 struct Lowered : Partial<Down> {
     static constexpr u32 kWidth = kFfn, kColumnsOfLane = kFfn;
-    static __device__ __forceinline__ u32 row_at(const KogTapeParams&, u32 row) { return row * (kLanes * kFfn); }
-    static __device__ __forceinline__ const u16* rows_from(const KogTapeParams& params, const RowsShare& share, u32) {
-        return binary16(params.x_ptr) + share.product * kFfn;
-    }
 };
 struct Gated : OfLayers<GateUp>, GatedRows<GateUp> {
     static constexpr u32 kWidth = kHidden, kColumnsOfLane = kHidden;
-    static __device__ __forceinline__ u32 row_at(const Params&, u32 row) { return row * kHidden; }
-    static __device__ __forceinline__ const u16* rows_from(const Params& params, const Share&, u32) { return binary16(params.x_ptr); }
     static __device__ __forceinline__ void clear_from(const Params&, const Share&, u32) {}
 
     template <class Product>
@@ -128,14 +130,16 @@ template <class Tile, class Form, class Tail>
 __device__ __forceinline__ void run_rows(const KogTapeParams& params) {
     let_successors_begin();
     const RowsShare share = find_share<Tile, Form>(params);
-    if (share.count == 0) {
+    if (share.count == 0) {  // so it is in both of a pair
         await_predecessors();
         return Tail::clear_from(params, share, 0);
     }
-    if (threadIdx.x == 0) make_barriers<Tile>();
+    if (threadIdx.x == 0) make_barriers<Tile, true>();
     __syncthreads();
+    cluster_sync();
     run_product<Tile, Form, Tail, Tile::kLeast>(params, share);
     Tail::clear_from(params, share, max(Tile::kLeast, (share.count + kLeastWidth - 1) / kLeastWidth * kLeastWidth));
+    cluster_sync();  // nobody leaves whose barriers the other one tells
 }
 
 }  // namespace kog
@@ -143,8 +147,9 @@ __device__ __forceinline__ void run_rows(const KogTapeParams& params) {
 using namespace kog;
 
 #define KOG_KERNEL(name, form, tail, rows)                                                                                              \
-    __global__ void __launch_bounds__(kTileThreads, Tile##rows::kCtas) name##_##rows(const __grid_constant__ KogTapeParams params) { \
-        run_rows<Tile##rows, form, tail>(params);                                                                                    \
+    __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kTileThreads, Tile##rows::kCtas)                                     \
+        name##_##rows(const __grid_constant__ TapeLaunch launch) {                                                                   \
+        run_rows<Tile##rows, form, tail>(launch.params);                                                                                    \
     }
 #define KOG_TILE(rows)                       \
     KOG_KERNEL(qkv, Qkv, Projected, rows)    \

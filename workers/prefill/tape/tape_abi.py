@@ -24,6 +24,7 @@ PHASES = {
     Phase.GATE_UP: ("gate_up", "GateUp"),
     Phase.DOWN: ("down", "Down"),
 }
+PAIR = 2  # thread blocks that share their rows
 ORDERED_COLUMNS = 32  # that the order of products rearranges
 # By rows: thread blocks of a multiprocessor, rows that are multiplied in any case, columns of codes of 8 bit at a time.
 _TILES = {64: (2, 32, 128), 128: (1, 128, 128), 192: (1, 192, 128), 256: (1, 256, 64)}
@@ -31,17 +32,16 @@ TAPE_PARAMS = Struct(
     "TapeParams",
     "Parameters of one launch; passed by value. Pointers are device addresses.",
     (
+        Field("rows_map", "u64", "CUtensorMap of what is multiplied, in the order of products: columns, rows, lanes, 1", count=16),
         Field("tape_ptr", "u64", "the monokernel's weights"),
         Field("scales_ptr", "u64", "float32 (products, thread blocks, kScaleRows): of rows, where each has one"),
         Field("places_ptr", "u64", "uint64 (products of the matrix, 2): first byte on the tape, number among all products"),
         Field("place_ptr", "u64", "int32: position of the chunk's first row"),
         Field("last_position_ptr", "u64", "int32: position of the prompt's last token"),
-        Field(
-            "x_ptr", "u64", "binary16, in the order of products: x, attention's outputs, or activations, as `DenseRows` has them"
-        ),
-        Field("out_ptr", "u64", "float32 qkv, binary16 partial, or activation, as `DenseRows` has them"),
+        Field("out_ptr", "u64", "float32 qkv, binary16 partial, or activation, of `DenseRows`"),
         Field("size", "u32", "rows of the chunk"),
     ),
+    size_multiple=64,
 )
 
 

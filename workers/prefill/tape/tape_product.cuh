@@ -25,9 +25,17 @@ __device__ __forceinline__ u32 barrier_of(u32 slot) {
     return aligned_memory() + Tile::kStages * Tile::kStageBytes + slot * 8;
 }
 
+constexpr u32 kPair = 2, kPairWarps = kPair * kTileThreads / 32;
 template <class Tile>
+__device__ __forceinline__ u32 empty_barrier_of(u32 slot) {  // of tiles whose rows are copied for a pair
+    return barrier_of<Tile>(Tile::kStages + slot);
+}
+template <class Tile, bool kIsPaired>
 __device__ __forceinline__ void make_barriers() {  // by one thread; others wait for it before they use them
-    for (u32 i = 0; i < Tile::kStages; ++i) mbar_init(barrier_of<Tile>(i), 1);
+    for (u32 i = 0; i < Tile::kStages; ++i) {
+        mbar_init(barrier_of<Tile>(i), 1);
+        if (kIsPaired) mbar_init(empty_barrier_of<Tile>(i), kPairWarps);
+    }
     fence_barrier_init();
 }
 
@@ -51,20 +59,22 @@ struct TapeProduct {
 
     const typename Tail::Params& params;
     const typename Tail::Share share;
+    static constexpr bool kIsPaired = Tail::kIsPaired;
+    static constexpr u32 kStages = Tail::kLanesOfTile * kStagesOfLane;
     u32 base;                 // of shared memory
     u32 rows[kRowsOfThread];  // where in what is multiplied, or kNowhere
-    u32 stage_bytes;          // of weights in a stage
+    u32 stage_bytes;          // of a stage, as far as its barrier counts them
     OperandRow upper, lower;
     float sums[kWidth / 2];
 
     __device__ __forceinline__ void prepare() {
         base = aligned_memory();
 #pragma unroll
-        for (u32 i = 0; i < kRowsOfThread; ++i) {
+        for (u32 i = 0; !kIsPaired && i < kRowsOfThread; ++i) {
             const u32 row = threadIdx.x / 8 + i * (kTileThreads / 8);
             rows[i] = row < share.count ? Tail::row_at(params, share.first + row) + threadIdx.x % 8 * 8 : kNowhere;
         }
-        stage_bytes = 0;
+        stage_bytes = kIsPaired ? kXBytes : 0;
         for (u32 i = 0; i < Parts::kOfTile; ++i) stage_bytes += share.block + i < Parts::kAll ? kStepsOfStage * part_bytes<kRowBytes>(Parts::num_rows(share.block + i)) : 0;
         upper = operand_row<Form, kRowBytes>(share.block, Tail::row_of_operand(0)), lower = operand_row<Form, kRowBytes>(share.block, Tail::row_of_operand(1));
     }
@@ -90,7 +100,29 @@ struct TapeProduct {
             copy_bulk(to + kXBytes + n * kStepBytes + threadIdx.x / kStepsOfStage * kPartBytes, matrix + Parts::part_at(own, step),
                       part_bytes<kRowBytes>(Parts::num_rows(own)), barrier_of<Tile>(slot));
     }
+    // Half of the rows of a pair, to both thread blocks.
+    __device__ __forceinline__ void load_half(u32 at, u32 slot) {
+        constexpr u32 kBox = Tile::kLeast / kPair;  // rows
+        if (threadIdx.x != 0) return;
+        const u32 first = cluster_rank() * (kWidth / kPair);
+#pragma unroll
+        for (u32 panel = 0; panel < kPanels; ++panel)
+#pragma unroll
+            for (u32 row = 0; row < kWidth / kPair; row += kBox)
+                tensor_load_many(base + slot * kStageBytes + panel * kPanelBytes + (first + row) * 128, Tail::rows_map(params),
+                                 static_cast<int>(at * kStage + panel * kPanel), static_cast<int>(share.first + first + row),
+                                 static_cast<int>(Tail::lane_of_rows(share)), 0, barrier_of<Tile>(slot), (1u << kPair) - 1);
+    }
+    // This warp has multiplied what is in a slot. Whoever copies to it waits for all of the pair.
+    __device__ __forceinline__ void release(u32 slot) {
+        if constexpr (kIsPaired)
+            if (laneid() < kPair) mbar_arrive_cluster(cluster_address(empty_barrier_of<Tile>(slot), laneid()));
+    }
     __device__ __forceinline__ void load_rows(u32 at, u32 slot) {
+        if constexpr (kIsPaired) return load_half(at, slot);
+        else load_own(at, slot);
+    }
+    __device__ __forceinline__ void load_own(u32 at, u32 slot) {
         const u32 lane = at / kStagesOfLane, stage = at % kStagesOfLane, to = base + slot * kStageBytes;
         const u16* const x = Tail::rows_from(params, share, lane) + stage * kStage;
 #pragma unroll
@@ -169,30 +201,41 @@ struct TapeProduct {
     // A stage, which begins with half `half` of a step: its first half is expanded beside the products of the stage before. `one`: where the products before the last have their operands.
     __device__ __forceinline__ void run_stage(u32 at, SlotRing<Tile::kStages>& ring, Operands& one, Operands& other, u32 half = 0) {
         mbar_wait(barrier_of<Tile>(ring.slot), ring.parity);
+        const u32 before = ring.slot == 0 ? Tile::kStages - 1 : ring.slot - 1;
         if constexpr (!kIsAhead) {
             products_wait<0>();
             settle(sums), one.settle();
+            if (at > 0) release(before);
         } else if constexpr (kPanels > 1 || kIsDeep) {
             products_wait<1>();
             one.settle();
+            if (kIsDeep && kPanels == 1 && at > 1) release((ring.slot + Tile::kStages - 2) % Tile::kStages);
         }
         expand(ring.slot, half, one);
         if constexpr (kIsAhead && !kIsDeep) {
             products_wait<0>();
             settle(sums), other.settle();
+            if (at > 0) release(before);
         }
-        copies_wait<kAhead - 1>();
-        __syncthreads();  // all have what this stage multiplies, and nobody reads the slot before it
+        if constexpr (!kIsPaired) {
+            copies_wait<kAhead - 1>();
+            __syncthreads();  // all have what this stage multiplies, and nobody reads the slot before it
+        }
         multiply(ring.slot, 0, one);
         if constexpr (kPanels > 1) {
             if constexpr (kIsDeep) {
                 products_wait<1>();
                 other.settle();
+                if (at > 0) release(before);
             }
             expand(ring.slot, 1, other);
             multiply(ring.slot, 1, other);
         }
-        if (at + kAhead < Tail::kLanesOfTile * kStagesOfLane) load(at + kAhead, (ring.slot + kAhead) % Tile::kStages);
+        const u32 next = (ring.slot + kAhead) % Tile::kStages;
+        if (at + kAhead < kStages) {
+            if (kIsPaired && at + kAhead >= Tile::kStages) mbar_wait(empty_barrier_of<Tile>(next), (at + kAhead) / Tile::kStages - 1 & 1);
+            load(at + kAhead, next);
+        }
         copies_commit();
         ring.advance();
     }
@@ -200,11 +243,11 @@ struct TapeProduct {
         prepare();
 #pragma unroll
         for (u32 at = 0; at < kAhead; ++at)
-            if (at < Tail::kLanesOfTile * kStagesOfLane) load_matrix(at, at);
+            if (at < kStages) load_matrix(at, at);
         Tail::await_rows();
 #pragma unroll
         for (u32 at = 0; at < kAhead; ++at) {
-            if (at < Tail::kLanesOfTile * kStagesOfLane) load_rows(at, at);
+            if (at < kStages) load_rows(at, at);
             copies_commit();
         }
         SlotRing<Tile::kStages> ring;
@@ -294,10 +337,11 @@ struct PlainRows {
         const float upper = tile.factor(0), lower = tile.factor(1);
 #pragma unroll
         for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
-            const u32 first = transposed(Fp16::pack(tile.sums[i] * upper, tile.sums[i + 1] * upper));
-            const u32 last = transposed(Fp16::pack(tile.sums[i + 2] * lower, tile.sums[i + 3] * lower));
+            u32 first = transposed(Fp16::pack(tile.sums[i] * upper, tile.sums[i + 1] * upper));
+            u32 last = transposed(Fp16::pack(tile.sums[i + 2] * lower, tile.sums[i + 3] * lower));
             const u32 row = i * 2 + laneid() / 4;
             if (row >= tile.share.room) continue;
+            if (row >= tile.share.count) first = last = 0;
             u16* const there = to(row);
             if constexpr (Parts::kIsEven && Form::kRows % 4 == 0 && Form::kMatrixRows % 4 == 0) {
                 if (first_row != kNowhere) *reinterpret_cast<uint2*>(there + first_row) = make_uint2(first, last);

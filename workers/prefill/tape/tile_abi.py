@@ -13,7 +13,7 @@ TILE_THREADS = 256
 LEAST_WIDTH = 32  # of what is multiplied of a tile: rows, of which it may have fewer than it has room for
 STAGE_COLUMNS = 64  # of 16 bit that are multiplied at a time
 COLUMNS = 128  # of a tile: rows of a matrix, at most
-_ALIGNMENT, _BARRIER_BYTES = 1024, 64
+_ALIGNMENT, _BARRIER_BYTES = 1024, 128
 _OTHER_BYTES = 1088 + _ALIGNMENT + _BARRIER_BYTES  # of shared memory: static memory and what the system takes, too
 _MOST_STAGES = 6
 _SCALES = {"F32": "Float32Scale", "BF16": "Bf16Scale", "F16": "Fp16Scale", "E8M0": "E8m0Scale"}
@@ -65,7 +65,10 @@ def part_bytes(coding: Coding | None, rows: int) -> int:
 
 
 def stage_bytes(coding: Coding | None, rows: int, columns: int, ops: Iterable[OpShape]) -> int:
-    """Of a stage of a tile of `rows` rows, for matrices of all these shapes. `columns`: half of a step of 8-bit codes, or steps."""
+    """Of a stage of a tile of `rows` rows, for matrices of all these shapes.
+
+    `columns`: half of a step of 8-bit codes, or whole steps.
+    """
     steps = max(columns // (STEP_COLUMNS if coding is None else CODED_COLUMNS), 1)
     left_out = 0 if coding is None or columns % CODED_COLUMNS == 0 else columns  # bytes of a row
     of_weights = max(COLUMNS // op.rows * (part_bytes(coding, op.rows) - op.rows * left_out) for op in ops)
