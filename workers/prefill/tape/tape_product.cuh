@@ -238,6 +238,7 @@ struct TapeProduct {
         }
         copies_commit();
         ring.advance();
+        if constexpr (kIsDeep && kPanels > 1) products_wait<1>();  // as the next stage does: else the compiler serialises products (C7513)
     }
     __device__ __forceinline__ void run() {
         prepare();
