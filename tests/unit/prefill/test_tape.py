@@ -31,7 +31,7 @@ from tests.unit.test_expert_twin import QUANTISED
 
 SPEC = replace(DENSE, own_head_dim=32, hidden_size=288, num_layers=2)  # three steps of 128 columns, the last with few
 FORM = "FP8, blocks"
-FEW, DEEP, HALVED = {32: (2, 32, 128)}, {32: (1, 32, 128)}, {64: (1, 32, 64)}
+FEW, ALONE, HALVED = {32: (2, 32, 128)}, {32: (1, 32, 128)}, {64: (1, 32, 64)}
 NUM_TOKENS, SIZE = 35, 70  # the third tile of 32 rows has none, and of 64 the second
 
 
@@ -125,7 +125,7 @@ def test_products_are_the_definition(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_bits_depend_neither_on_tiles_nor_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CodedModel(SPEC, "bfloat16", FORMS[FORM], monkeypatch)
     found = {}
-    for name, made in (("few", FEW), ("deep", DEEP), ("halved", HALVED)):
+    for name, made in (("few", FEW), ("alone", ALONE), ("halved", HALVED)):
         monkeypatch.setattr(tape_abi, "_TILES", made)
         case = Case(tmp_path / name, model, range(SPEC.num_lanes))
         found[name] = case.run()

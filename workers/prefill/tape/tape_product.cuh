@@ -52,8 +52,7 @@ struct TapeProduct {
     static constexpr u32 kPartBytes = part_bytes<kRowBytes>(Form::kRows), kStepBytes = Parts::kOfTile * kPartBytes;  // of the parts of a step
     static constexpr u32 kSteps = (Tail::kColumnsOfLane + kStepColumns - 1) / kStepColumns, kStagesOfLane = (kSteps * kStagesOfStep + kStepsOfStage - 1) / kStepsOfStage;
     static constexpr u32 kRowsOfThread = kWidth * 8 / kTileThreads;  // of which it copies 16 bytes of a panel
-    static constexpr bool kIsDeep = Tile::kCtas == 1 && Tile::kStages > 3;  // products are queued behind those that have not ended
-    static constexpr u32 kAhead = Tile::kStages - (kIsDeep ? 2 : 1);  // stages that are on their way
+    static constexpr u32 kAhead = Tile::kStages - 1;  // stages that are on their way
     static constexpr bool kIsAhead = Tile::kCtas == 1 || kWidth < kFirstWideTile;  // wide tiles have no registers for operands beside those that are multiplied
     static_assert(kStageBytes >= kXBytes + kStepsOfStage * kStepBytes && kStageBytes % 1024 == 0 && kAhead >= 1, "stages");
 
@@ -206,13 +205,12 @@ struct TapeProduct {
             products_wait<0>();
             settle(sums), one.settle();
             if (at > 0) release(before);
-        } else if constexpr (kPanels > 1 || kIsDeep) {
+        } else if constexpr (kPanels > 1) {
             products_wait<1>();
             one.settle();
-            if (kIsDeep && kPanels == 1 && at > 1) release((ring.slot + Tile::kStages - 2) % Tile::kStages);
         }
         expand(ring.slot, half, one);
-        if constexpr (kIsAhead && !kIsDeep) {
+        if constexpr (kIsAhead) {
             products_wait<0>();
             settle(sums), other.settle();
             if (at > 0) release(before);
@@ -223,22 +221,15 @@ struct TapeProduct {
         }
         multiply(ring.slot, 0, one);
         if constexpr (kPanels > 1) {
-            if constexpr (kIsDeep) {
-                products_wait<1>();
-                other.settle();
-                if (at > 0) release(before);
-            }
             expand(ring.slot, 1, other);
             multiply(ring.slot, 1, other);
         }
-        const u32 next = (ring.slot + kAhead) % Tile::kStages;
         if (at + kAhead < kStages) {
-            if (kIsPaired && at + kAhead >= Tile::kStages) mbar_wait(empty_barrier_of<Tile>(next), (at + kAhead) / Tile::kStages - 1 & 1);
-            load(at + kAhead, next);
+            if (kIsPaired && at > 0) mbar_wait(empty_barrier_of<Tile>(before), (at - 1) / Tile::kStages & 1);
+            load(at + kAhead, before);
         }
         copies_commit();
         ring.advance();
-        if constexpr (kIsDeep && kPanels > 1) products_wait<1>();  // as the next stage does: else the compiler serialises products (C7513)
     }
     __device__ __forceinline__ void run() {
         prepare();
@@ -265,7 +256,6 @@ struct TapeProduct {
                 for (u32 stage = 0; stage + 1 < kStagesOfLane; stage += 2) {
                     run_stage(lane * kStagesOfLane + stage, ring, one, other);
                     run_stage(lane * kStagesOfLane + stage + 1, ring, kIsAhead ? other : one, kIsAhead ? one : other, kIsHalved);
-                    if constexpr (kIsDeep) products_wait<1>();  // else the compiler serialises products (C7513)
                 }
                 if constexpr (kStagesOfLane % 2) run_stage(lane * kStagesOfLane + kStagesOfLane - 1, ring, one, other);
             }
