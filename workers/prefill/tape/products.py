@@ -20,7 +20,7 @@ from kog_dist.workers.prefill.kernel_calls import Launchers
 from kog_dist.workers.prefill.tape.tape_abi import PAIR, PHASES, TAPE_PARAMS, matrix_rows, tape_header, tiles
 from kog_dist.workers.prefill.tape.tile_abi import TILE_THREADS, TapeTile, num_across
 
-MOST_ROWS = 512  # of a chunk that is multiplied so; larger ones are not slower with expanded matrices (docs/history/quantised.md)
+MOST_ROWS = 1024  # of a chunk that is multiplied so; larger ones are not slower with expanded matrices (docs/history/quantised.md)
 
 PANEL = 64  # columns that stand together in shared memory
 MakeMap = Callable[[int, Sequence[int], Sequence[int], Sequence[int]], NDArray[np.uint64]]
@@ -80,8 +80,11 @@ class TapeProducts:
         return self._make_map(address(x), (columns, size, lanes, 1), strides, (PANEL, tile.least // PAIR, 1, 1))
 
     def tile_for(self, size: int) -> TapeTile:
-        """The smallest of which two have room for a chunk, or the largest. It does not decide about bits.
+        """The largest of those with the fewest rows beside a chunk's. It does not decide about bits.
 
-        Of two, the second has nothing to do where a chunk holds few tokens.
+        For a small chunk it is two of the smallest, of which the second has nothing to do where there are few tokens.
         """
-        return next((tile for tile in self._tiles if size <= 2 * tile.rows), self._tiles[-1])
+        smallest, *others = self._tiles
+        if size <= 2 * smallest.rows:
+            return smallest
+        return min(others, key=lambda tile: (-(-size // tile.rows) * tile.rows, -tile.rows))

@@ -27,7 +27,7 @@ PHASES = {
 PAIR = 2  # thread blocks that share their rows
 ORDERED_COLUMNS = 32  # that the order of products rearranges
 # By rows: thread blocks of a multiprocessor, rows that are multiplied in any case, columns of codes of 8 bit at a time.
-_TILES = {64: (2, 32, 128), 128: (1, 128, 128), 192: (1, 192, 128), 256: (1, 256, 64)}
+_TILES = {64: (2, 32, 128), 192: (1, 192, 128), 256: (1, 256, 64)}
 TAPE_PARAMS = Struct(
     "TapeParams",
     "Parameters of one launch; passed by value. Pointers are device addresses.",
