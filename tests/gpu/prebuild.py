@@ -36,6 +36,7 @@ from kog_dist.workers.prefill.model.buffers import misfit
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import sizes_within
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
+from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape, tape_header
 
 CHUNK_ROWS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest chunk, where it is not the default
 
@@ -87,6 +88,8 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
             yield partial(compiled.build, "experts", experts_header(shape))
         if shape.coding is not None and spec.experts is None:
             yield partial(compiled.build, "expand", expand_header(shape.coding, shape.scale_rows))
+        if is_multiplied_on_tape(shape):
+            yield partial(compiled.build, "tape", tape_header(shape))
         yield from _attention_and_sums(shape)
         return
     rows = spec.max_context + CHUNK_ROWS.get(group, max(sizes_within(spec)))

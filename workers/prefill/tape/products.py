@@ -20,8 +20,7 @@ from kog_dist.workers.prefill.kernel_calls import Launchers
 from kog_dist.workers.prefill.tape.tape_abi import PAIR, PHASES, TAPE_PARAMS, matrix_rows, tape_header, tiles
 from kog_dist.workers.prefill.tape.tile_abi import TILE_THREADS, TapeTile, num_across
 
-MOST_ROWS = 1024  # of a chunk that is multiplied so; larger ones are not slower with expanded matrices (docs/history/quantised.md)
-
+MOST_ROWS = 1024  # of a chunk that is multiplied so; larger ones are not slower expanded (docs/history/quantised.md)
 PANEL = 64  # columns that stand together in shared memory
 MakeMap = Callable[[int, Sequence[int], Sequence[int], Sequence[int]], NDArray[np.uint64]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kog_dist.collectives.cuda_abi import device_header
+from kog_dist.decode.coding import CODED_COLUMNS
 from kog_dist.decode.steps import Phase
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -32,7 +33,7 @@ TAPE_PARAMS = Struct(
     "TapeParams",
     "Parameters of one launch; passed by value. Pointers are device addresses.",
     (
-        Field("rows_map", "u64", "CUtensorMap of what is multiplied, in the order of products: columns, rows, lanes, 1", count=16),
+        Field("rows_map", "u64", "CUtensorMap of what is multiplied, in the order of products: columns, rows, lanes", count=16),
         Field("tape_ptr", "u64", "the monokernel's weights"),
         Field("scales_ptr", "u64", "float32 (products, thread blocks, kScaleRows): of rows, where each has one"),
         Field("places_ptr", "u64", "uint64 (products of the matrix, 2): first byte on the tape, number among all products"),
@@ -51,8 +52,8 @@ def tiles(shape: KernelShape) -> tuple[TapeTile, ...]:
     assert coding is not None
     found = []
     for rows, (ctas, least, columns) in _TILES.items():
-        columns = columns if coding.bits == 8 else 128
-        found.append(TapeTile(rows, stage_bytes(coding, rows, columns, ops), columns, ctas, least))
+        of_stage = columns if coding.bits == 8 else CODED_COLUMNS
+        found.append(TapeTile(rows, stage_bytes(coding, rows, of_stage, ops), of_stage, ctas, least))
     return tuple(found)
 
 
