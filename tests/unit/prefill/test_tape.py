@@ -33,6 +33,7 @@ SPEC = replace(DENSE, own_head_dim=32, hidden_size=288, num_layers=2)  # three s
 FORM = "FP8, blocks"
 FEW, ALONE, HALVED = {32: (2, 32, 128)}, {32: (1, 32, 128)}, {64: (1, 32, 64)}
 NUM_TOKENS, SIZE = 35, 70  # the third tile of 32 rows has none, and of 64 the second
+SIZES = (1, 128, 256, 384, 512, 640, 768, 896, 1024)  # of chunks
 
 
 def test_order_of_products() -> None:
@@ -58,6 +59,7 @@ class Case:
         kernels = kernel_bytes(self.shape)
         library = ctypes.CDLL(str(compiled(folder, "tape", constants(self.shape), kernels, "TapeLaunch", "-O1", cluster=2)))
         launchers = {name: launcher(library, name, TAPE_PARAMS.size_bytes) for name in kernels}
+        self.tile = tiles(self.shape)[0]
         self.products = TapeProducts(self.shape, model.weights(self.shape), self.buffers.last_position, launchers, map_on_cpu)
         generator, spec = np.random.default_rng(3), model.spec
 
@@ -72,6 +74,7 @@ class Case:
     def run(self) -> dict[Phase, NDArray[Any]]:
         """What all products give, with padding."""
         rows, found = self.rows, dict[Phase, NDArray[Any]]()
+        self.products.tile_for = lambda size: self.tile  # type: ignore[method-assign]
         lowered = np.ascontiguousarray(ordered(self.activation).swapaxes(0, 1)).swapaxes(0, 1)
         inputs = {
             Phase.QKV: ordered(self.x[0]),
@@ -156,4 +159,8 @@ def test_tiles_fit(name: str) -> None:
     for tile in tiles(shape):
         assert tile.stages >= 3
         assert tile.ctas * (tile.shared_bytes + 1024) <= 228 << 10
-        assert tile.rows <= MOST_ROWS
+    made = object.__new__(TapeProducts)
+    made._tiles = tiles(shape)
+    last = 256 if coding is not None and coding.bits == 4 else 192
+    assert [made.tile_for(size).rows for size in SIZES] == [64, 64, 256, 192, 256, last, last, 192, 256]
+    assert SIZES[-1] == MOST_ROWS

@@ -79,11 +79,12 @@ class TapeProducts:
         return self._make_map(address(x), (columns, size, lanes, 1), strides, (PANEL, tile.least // PAIR, 1, 1))
 
     def tile_for(self, size: int) -> TapeTile:
-        """The largest of those with the fewest rows beside a chunk's. It does not decide about bits.
+        """Of those with the fewest rows beside a chunk's the one with the longest stages, else the largest. It does not decide
+        about bits.
 
         For a small chunk it is two of the smallest, of which the second has nothing to do where there are few tokens.
         """
-        smallest, *others = self._tiles
+        smallest = self._tiles[0]
         if size <= 2 * smallest.rows:
             return smallest
-        return min(others, key=lambda tile: (-(-size // tile.rows) * tile.rows, -tile.rows))
+        return min(self._tiles[1:], key=lambda tile: (-(-size // tile.rows) * tile.rows, -tile.stage_columns, -tile.rows))
