@@ -1,4 +1,4 @@
-"""A tiny gpt-oss in MXFP4 behind HTTP: random weights write no sense, but what a grammar enforces is read as calls and answers."""
+"""A tiny gpt-oss in MXFP4 behind HTTP: random weights write no sense; what a grammar enforces is read as calls and answers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def place_comment(num_before: int) -> bytes:
 
 
 def prompt_comment(position: int, num_prompt_tokens: int) -> bytes:
-    """The comment that says how many tokens of a prompt have been read; `kog-chat` shows it."""
+    """The comment that says how many tokens of a prompt have been read; `kog-chat` and the page show it."""
     return b": %d of %d prompt tokens\n\n" % (position, num_prompt_tokens)
 
 
