@@ -19,7 +19,7 @@ from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
 from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.reference import silu
-from kog_dist.workers.prefill.tape import tape_abi
+from kog_dist.workers.prefill.tape import tape_abi, tile_abi
 from kog_dist.workers.prefill.tape.products import MOST_ROWS, TapeProducts, kernel_bytes
 from kog_dist.workers.prefill.tape.tape_abi import PHASES, TAPE_PARAMS, constants, is_multiplied_on_tape, tiles
 from tests.unit.cpu_compiler import needs_compiler
@@ -128,11 +128,17 @@ def test_products_are_the_definition(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_bits_depend_neither_on_tiles_nor_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CodedModel(SPEC, "bfloat16", FORMS[FORM], monkeypatch)
     found = {}
-    for name, made in (("few", FEW), ("alone", ALONE), ("halved", HALVED)):
+    for name, made, most_stages in (("few", FEW, 2), ("alone", ALONE, 6), ("halved", HALVED, 2)):
         monkeypatch.setattr(tape_abi, "_TILES", made)
+        monkeypatch.setattr(tile_abi, "_MOST_STAGES", most_stages)  # with two, each slot is used again
         case = Case(tmp_path / name, model, range(SPEC.num_lanes))
         found[name] = case.run()
         case.check(found[name])
+    case.buffers.last_position[0] = 7 + 8  # of a tile of 64 rows half is multiplied, and the other half is 0
+    few = case.run()
+    assert np.array_equal(few[Phase.QKV][:9], found["few"][Phase.QKV][:9])
+    assert not few[Phase.QKV][9:].any()
+    assert not few[Phase.DOWN][:, 9:].any()
     for phase in PHASES:
         assert len({bits(one, phase).tobytes() for one in found.values()}) == 1, phase
     case = Case(tmp_path / "second rank", model, range(1, 2))
