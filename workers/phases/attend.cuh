@@ -78,6 +78,7 @@ struct Attender : BatchMixer {
         u64 got_log_sum;
         float peak = -INFINITY, total = 0;
         float4 sum = make_float4(0, 0, 0, 0);
+        float sink = 0;  // one more logit of the head, of which nothing is mixed
     };
     // Of all units at the same time: they come together.
     __device__ __forceinline__ bool wait_for_parts(Part (&parts)[kRounds], const u64* values, const u64* log_sums, u32 tag) const {
@@ -110,6 +111,8 @@ struct Attender : BatchMixer {
             const u32 of_share = warp * kUnitsOfWarp + i * kRoundUnits + lane / kSplits, unit = share * kShareUnits + of_share;
             part.is_mine = of_share < kShareUnits && unit < kUnits;
             part.head = kv_head * kGroup + (part.is_mine ? unit / kHeadUnits : 0), part.place = part.is_mine ? unit % kHeadUnits : 0;
+            if constexpr (kSinks)
+                part.sink = WeightFormat::low(reinterpret_cast<const u16*>(params.sinks_ptr)[(layer * kLanes + lane_idx) * kHeads + part.head]) * kLog2e;
         }
         // Those of this thread's split, of head 0.
         const u64* values = words + kPartOffset + lane_idx * kPartStride + split * (kHeadUnits * 2);
@@ -131,12 +134,10 @@ struct Attender : BatchMixer {
 #pragma unroll
         for (u32 i = 0; i < kRounds; ++i) {
             const Part& part = parts[i];
-            [[maybe_unused]] float sink = 0;  // one more logit of the head, of which nothing is mixed
-            if constexpr (kSinks) sink = WeightFormat::low(reinterpret_cast<const u16*>(params.sinks_ptr)[(layer * kLanes + lane_idx) * kHeads + part.head]) * kLog2e;
             float top = part.peak;
 #pragma unroll
             for (int offset = 1; offset < kSplits; offset <<= 1) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
-            if constexpr (kSinks) top = fmaxf(top, sink);
+            if constexpr (kSinks) top = fmaxf(top, part.sink);
             const float weight = exp2_approx(part.peak - (top == -INFINITY ? 0.0f : top));
             float total = part.total * weight;
             float4 sum = make_float4(part.sum.x * weight, part.sum.y * weight, part.sum.z * weight, part.sum.w * weight);
@@ -146,7 +147,7 @@ struct Attender : BatchMixer {
                 sum.x += __shfl_xor_sync(kFullWarp, sum.x, offset), sum.y += __shfl_xor_sync(kFullWarp, sum.y, offset);
                 sum.z += __shfl_xor_sync(kFullWarp, sum.z, offset), sum.w += __shfl_xor_sync(kFullWarp, sum.w, offset);
             }
-            if constexpr (kSinks) total += exp2_approx(sink - top);
+            if constexpr (kSinks) total += exp2_approx(part.sink - top);
             const float inverse = reciprocal_approx(total);
             if (part.is_mine && split < kReplicas)
                 store_relaxed_x2(words + kAttendedOffset + (lane_idx * kReplicas + split) * kAttendedStride + (part.head * kHeadUnits + part.place) * 2,
