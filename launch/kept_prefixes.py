@@ -12,10 +12,22 @@ _HOST_BYTES = 4 << 30  # of all ranks of a host together, page-locked
 _SHARE_OF_HOST = 8  # of what is free there
 
 
-def kept_on_cpu(settings: LaunchConfig) -> int:
-    """Bytes of a CPU rank."""
+def kept_on_cpu(settings: LaunchConfig, num_ranks: int) -> int:
+    """Bytes of each CPU rank. Raises ConfigError for more than is free, and for memory behind that of GPUs."""
     asked = parse_gib(settings.prefix_cache)
-    return _CPU_BYTES if asked is None else asked
+    if parse_gib(settings.prefix_host):
+        raise ConfigError(
+            f"prefix_host {settings.prefix_host} is memory behind that of GPUs, and these are CPU ranks, which have prefix_cache "
+            "alone; leave it out"
+        )
+    if asked is None:
+        return _CPU_BYTES
+    if asked * num_ranks > (free := _free_of_host()):
+        raise ConfigError(
+            f"prefix_cache {settings.prefix_cache} does not fit: each of {num_ranks} CPU ranks would take as much, and "
+            f"{free / 2**30:.1f} GiB of memory are free here; give less, off, or auto"
+        )
+    return asked
 
 
 def kept_on_gpus(settings: LaunchConfig, spec: ModelSpec, spare_bytes: int, num_ranks: int) -> tuple[int, int]:
@@ -24,10 +36,9 @@ def kept_on_gpus(settings: LaunchConfig, spec: ModelSpec, spare_bytes: int, num_
     Raises ConfigError for more than there is, and for any that is asked for where windowed layers keep a ring.
     """
     if spec.window_layers:
-        if parse_gib(settings.prefix_cache):
-            raise ConfigError(
-                f"prefix_cache {settings.prefix_cache} cannot be had on GPUs with windowed layers, which forget; leave it out"
-            )
+        for name in ("prefix_cache", "prefix_host"):
+            if parse_gib(text := getattr(settings, name)):
+                raise ConfigError(f"{name} {text} cannot be had on GPUs with windowed layers, which forget; leave it out")
         return 0, 0
     asked, asked_of_host = parse_gib(settings.prefix_cache), parse_gib(settings.prefix_host)
     if asked is None:

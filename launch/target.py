@@ -106,6 +106,8 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         checkpoint = open_checkpoint(folder, verify=settings.verify, context=settings.context, quantize=settings.quantize)
     else:
         checkpoint = planned_checkpoint(folder, context=settings.context, quantize=settings.quantize)
+    if settings.check_experts and checkpoint.spec.experts is None:
+        raise ConfigError(f"check_experts compares which experts are chosen, and {name} has none; leave it out")
     choice = choose_gpus(settings, checkpoint, os.environ)
     if choice is None:
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
@@ -113,12 +115,12 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
         target = Target(
             folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES,
-            kept_bytes=kept_on_cpu(settings), note=_why_cpu(settings, checkpoint),
+            kept_bytes=kept_on_cpu(settings, world_size), note=_why_cpu(settings, checkpoint),
         )  # fmt: skip
         return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
         raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
-    if settings.check_experts and checkpoint.spec.experts is not None:
+    if settings.check_experts:
         raise ConfigError("check_experts compares what CPU ranks choose, and these are GPUs; leave it out, or use --device cpu")
     if choice.context:
         checkpoint = replace(checkpoint, spec=checkpoint.spec.with_context(choice.context))
@@ -227,11 +229,13 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
     if weights > available:
         have = f"{available / 2**30:.1f} GiB of memory are free here"
         remedy = "use a machine with more" if why_not_on_gpus(target.checkpoint) else "use GPUs"
-        kept = kept_as(target.checkpoint)
-        error = LaunchError(f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights in {kept}, and {have}; {remedy}")
+        error = LaunchError(
+            f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights in {kept_as(target.checkpoint)}, and {have}; {remedy}"
+        )
         return target, (error,)
     per_position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _CPU_BYTES * target.num_kv_caches
-    room = (available - weights) * _SHARE_OF_MEMORY // 100 // per_position
+    kept = target.kept_bytes * target.world_size
+    room = max(available - weights - kept, 0) * _SHARE_OF_MEMORY // 100 // per_position
     context = max(room // _CONTEXT_STEP, 1) * _CONTEXT_STEP
     if context >= spec.max_context:
         return target, ()

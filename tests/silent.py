@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kog_dist.bench.kernel.yardsticks import replaced
+from kog_dist.workers.cuda.kernel_header import headers
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.monokernel import Monokernel
@@ -27,5 +28,5 @@ def make_silent(kernel: Monokernel, cta: int) -> None:
     from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES
     from kog_dist.workers.cuda.monokernel import KERNEL_NAME
 
-    sources = with_silent_cta({**device_sources(), **kernel.shape.headers()}, cta)
+    sources = with_silent_cta({**device_sources(), **headers(kernel.shape)}, cta)
     kernel._kernel = Kernel(build(sources, PLAIN_SOURCE).path, KERNEL_NAME, SHARED_BYTES)

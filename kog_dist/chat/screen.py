@@ -31,6 +31,7 @@ class Meter:
     is_exact: bool = False  # counted by the service, not by chunks
     num_prompt_tokens: int | None = None
     num_before: int | None = None
+    prompt_read: tuple[int, int] | None = None
     queue_ms: float | None = None
 
     def take(self, piece: Piece, now_s: float) -> None:
@@ -45,6 +46,7 @@ class Meter:
         if piece.usage is not None:
             self.num_prompt_tokens = piece.usage.get("prompt_tokens")
         self.num_before = self.num_before if piece.num_before is None else piece.num_before
+        self.prompt_read = self.prompt_read if piece.prompt_read is None else piece.prompt_read
         self.queue_ms = self.queue_ms if piece.queue_ms is None else piece.queue_ms
 
     @property
@@ -59,6 +61,8 @@ class Meter:
         ranks = [] if num_ranks is None else [f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"]
         if self.first_s is None:
             what = f"waiting, {self.num_before} before this one" if self.num_before else "waiting for the first token"
+            if self.prompt_read is not None:
+                what = "reading the prompt, {} of {} tokens".format(*self.prompt_read)
             return ", ".join([f"{what}, {now_s - self.begin_s:.1f} s", *ranks])
         about = "" if self.is_exact else "about "
         rate = [] if self.rate is None else [f"{about}{self.rate:.0f} tokens/s"]

@@ -24,13 +24,14 @@ _MAX_PLAIN_BYTES: Final = 1 << 22
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of an answer. A service may leave out: `num_tokens` of the answer so far; `num_before`, requests before this one;
-    `queue_ms`, how long it waited."""
+    `prompt_read`, tokens of the prompt that have been read, and all; `queue_ms`, how long it waited."""
 
     text: str = ""
     num_tokens: int | None = None
     finish_reason: str | None = None
     usage: Mapping[str, Any] | None = None
     num_before: int | None = None
+    prompt_read: tuple[int, int] | None = None
     queue_ms: float | None = None
 
 
@@ -85,9 +86,9 @@ class ChatService:
                 elif response.status != 200 or not response.fields.get("content-type", "").startswith("text/event-stream"):
                     plain = (plain + received)[:_MAX_PLAIN_BYTES]
                 else:
-                    payloads, num_before = events.feed(received), events.num_before
-                    if num_before is not None and not payloads:
-                        yield Piece(num_before=num_before)
+                    payloads = events.feed(received)
+                    if not payloads and (events.num_before, events.prompt_read) != (None, None):
+                        yield Piece(num_before=events.num_before, prompt_read=events.prompt_read)
                     for payload in payloads:
                         is_finished = is_finished or payload == b"[DONE]"
                         yield from _pieces(payload)

@@ -18,6 +18,7 @@ from kog_dist.errors import ConfigError, ProtocolError
 MAX_HEAD_BYTES: Final = 1 << 16  # status line and header fields
 MAX_LINE_BYTES: Final = 1 << 22  # one line of an event stream
 _PLACE: Final = re.compile(rb": (\d{1,9}) before this one")
+_PROMPT: Final = re.compile(rb": (\d{1,9}) of (\d{1,9}) prompt tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +189,12 @@ def _chunk_size(line: bytes) -> int:
 
 class EventParser:
     """An event stream, cut into the payloads of its events: their `data` fields. Other fields are left out, and of comments all
-    but how many requests are before this one, as our own service says it (`num_before`)."""
+    but how many requests are before this one, and how many tokens of how many of the prompt have been read (`prompt_read`), as
+    our own service says it."""
 
     def __init__(self) -> None:
         self.num_before: int | None = None
+        self.prompt_read: tuple[int, int] | None = None
         self._unread = b""
         self._fields: list[bytes] = []
 
@@ -210,6 +213,8 @@ class EventParser:
             elif line.startswith(b":"):
                 place = _PLACE.fullmatch(line)
                 self.num_before = int(place[1]) if place else self.num_before
+                read = _PROMPT.fullmatch(line)
+                self.prompt_read = (int(read[1]), int(read[2])) if read else self.prompt_read
             elif not line and self._fields:
                 payloads.append(b"\n".join(self._fields))
                 self._fields = []

@@ -14,7 +14,7 @@ from kog_dist.gateway.engine import Call
 from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.metrics import Metrics, RequestMeter
 from kog_dist.gateway.openai.errors import SERVER, ApiError, from_rpc
-from kog_dist.gateway.openai.reply import Planned, place_comment
+from kog_dist.gateway.openai.reply import Planned, place_comment, prompt_comment
 from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, PrefillProgress, PromptLogprobs, Tokens
 
 
@@ -83,7 +83,9 @@ class Exchange:
             self._decided(choice)
         elif isinstance(event, Accepted | Alive | PrefillProgress | Done):
             self._put(choice, self.reply.on_event(choice, event), is_growing=False)
-            if isinstance(event, Alive | PrefillProgress) and time.monotonic() - self._written_s > self._limits.keepalive_s:
+            if choice == 0 and isinstance(event, PrefillProgress):
+                self._put(0, prompt_comment(event.position, event.num_prompt_tokens), is_growing=False)
+            elif isinstance(event, Alive | PrefillProgress) and time.monotonic() - self._written_s > self._limits.keepalive_s:
                 self._put(choice, self.reply.keepalive)
             if not isinstance(event, Alive):
                 self._decided(choice)

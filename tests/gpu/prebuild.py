@@ -23,6 +23,7 @@ from kog_dist.collectives.cuda_kernels import exchange_cubin
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import hopper_attention as attention
@@ -75,11 +76,11 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     if shape.num_ranks > 1:
         yield partial(exchange_cubin, shape.num_ranks)
     if group == "benchmarks" or misfit(spec, shape.coding):
-        yield partial(build, shape.headers(), PLAIN_SOURCE)
+        yield partial(build, headers(shape), PLAIN_SOURCE)
         if group == "benchmarks" and shape.num_ranks > 1:
             yield partial(build_without_delayed_sums, shape)
         return
-    yield from (partial(build, shape.headers(), source) for source in (*KERNEL_SOURCES, *HEAD_SOURCES))
+    yield from (partial(build, headers(shape), source) for source in (*KERNEL_SOURCES, *HEAD_SOURCES))
     if spec.has_one_stream:
         header = dense_header(layout, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
         yield partial(compiled.build, "dense", header)

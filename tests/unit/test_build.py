@@ -14,6 +14,7 @@ from kog_dist.errors import CompileError, LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.build import build, device_sources
 from kog_dist.workers.cuda.kernel_abi import KERNEL_STRUCTS, abi_header
+from kog_dist.workers.cuda.kernel_header import headers as kernel_headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -21,7 +22,7 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 def headers(**options: int) -> dict[str, str]:
     spec = ModelSpec(64, 2, 4, 4, 128, 100, max_context=128, num_lanes=2, delay=1)
-    return KernelShape(spec, range(2), **options).headers()  # type: ignore[arg-type]
+    return kernel_headers(KernelShape(spec, range(2), **options))  # type: ignore[arg-type]
 
 
 def test_device_sources_are_packaged() -> None:

@@ -18,6 +18,7 @@ from kog_dist.decode.kv_formats import INT4_KEY_LEVELS, INT4_VALUE_LEVELS, KV_FO
 from kog_dist.model.kv_oracle import KvForm
 from kog_dist.model.laneformer import KvCache, Laneformer, LaneLayer
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.published import Published, Words
 from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
@@ -166,7 +167,7 @@ def prepare(
     changed: Callable[[Mapping[str, str]], dict[str, str]] = dict,
 ) -> None:
     """The program, of sources that `changed` has changed, the weights and the sequence."""
-    sources = changed(twin_sources(shape.headers()))
+    sources = changed(twin_sources(headers(shape)))
     cache = sources["attend_cache.cuh"]
     assert cache.count(LOADED) == cache.count(STORED) == 2
     assert sources["attend.cuh"].count(PUBLISHES) == 1

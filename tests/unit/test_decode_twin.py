@@ -29,6 +29,7 @@ from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit.cpu_compiler import build, needs_compiler
 
@@ -142,7 +143,7 @@ def answer(
         )
         for rank in range(num_ranks)
     ]
-    sources = twin_sources(shapes[0].headers())
+    sources = twin_sources(headers(shapes[0]))
     assert HEAD_ONLY in sources["layout.cuh"]
     sources["layout.cuh"] = (
         sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")

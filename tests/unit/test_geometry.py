@@ -19,6 +19,7 @@ from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, choose
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 MOST_PADDING = 0.005
@@ -105,7 +106,7 @@ def test_shapes_of_one_stream_build_without_spills(tmp_path: Path) -> None:
     builds = [(*key, number) for key in shapes if key[0] != "2b" for number in (0, 1)] if runs_all else HARDEST
 
     def spills_of(one: tuple[str, int, int, int]) -> int:
-        log = build(shapes[one[:3]].headers(), KERNEL_SOURCES[one[3]], folder=tmp_path).log
+        log = build(headers(shapes[one[:3]]), KERNEL_SOURCES[one[3]], folder=tmp_path).log
         return max(map(int, re.findall(r"(\d+) bytes spill stores", log)))
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -9,6 +9,7 @@ from kog_dist.config import LaunchConfig, parse_gib
 from kog_dist.errors import ConfigError
 from kog_dist.launch import kept_prefixes
 from kog_dist.launch.kept_prefixes import kept_on_cpu, kept_on_gpus
+from kog_dist.launch.target import plan_target
 from kog_dist.model.spec import laneformer_2b
 
 GIB = 2**30
@@ -34,9 +35,18 @@ def test_what_cannot_is_refused_by_name(text: str) -> None:
 
 
 def test_cpu_ranks_take_little_unless_told_otherwise() -> None:
-    assert kept_on_cpu(LaunchConfig()) == 64 << 20
-    assert kept_on_cpu(LaunchConfig(prefix_cache="2")) == 2 * GIB
-    assert kept_on_cpu(LaunchConfig(prefix_cache="off")) == 0
+    assert kept_on_cpu(LaunchConfig(), 1) == 64 << 20
+    assert kept_on_cpu(LaunchConfig(prefix_cache="4"), 4) == 4 * GIB
+    assert kept_on_cpu(LaunchConfig(prefix_cache="off", prefix_host="off"), 4) == 0
+
+
+def test_cpu_ranks_refuse_what_they_cannot_have() -> None:
+    with pytest.raises(ConfigError, match=r"^prefix_cache 5 does not fit: each of 4 CPU ranks .*16\.0 GiB of memory are free"):
+        kept_on_cpu(LaunchConfig(prefix_cache="5"), 4)
+    with pytest.raises(ConfigError, match=r"^prefix_host 1 is memory behind that of GPUs"):
+        kept_on_cpu(LaunchConfig(prefix_host="1"), 1)
+    with pytest.raises(ConfigError, match=r"^check_experts compares which experts are chosen, and demo has none; leave it out$"):
+        plan_target(LaunchConfig(device="cpu", check_experts=True))
 
 
 def test_gpus_give_a_quarter_of_what_is_free() -> None:
@@ -56,3 +66,5 @@ def test_windowed_layers_of_gpus_keep_none() -> None:
     assert kept_on_gpus(LaunchConfig(), laneformer_2b(), 80 * GIB, 1) == (0, 0)
     with pytest.raises(ConfigError, match=r"^prefix_cache 1 cannot be had on GPUs with windowed layers"):
         kept_on_gpus(LaunchConfig(prefix_cache="1"), laneformer_2b(), 80 * GIB, 1)
+    with pytest.raises(ConfigError, match=r"^prefix_host 1 cannot be had on GPUs with windowed layers"):
+        kept_on_gpus(LaunchConfig(prefix_host="1"), laneformer_2b(), 80 * GIB, 1)

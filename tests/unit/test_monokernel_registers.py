@@ -9,6 +9,7 @@ import pytest
 
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 SPEC = laneformer_2b()
@@ -19,7 +20,7 @@ SPEC = laneformer_2b()
 @pytest.mark.parametrize(("num_ranks", "sources"), [(1, KERNEL_SOURCES[:1]), (4, KERNEL_SOURCES)])
 def test_nothing_spills(num_ranks: int, sources: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    headers = KernelShape(SPEC, SPEC.lanes_of_rank(0, num_ranks), num_ranks=num_ranks).headers()
+    generated = headers(KernelShape(SPEC, SPEC.lanes_of_rank(0, num_ranks), num_ranks=num_ranks))
     for source in sources:
-        log = build(headers, source).log
+        log = build(generated, source).log
         assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 1, f"{source}: {log}"

@@ -11,6 +11,7 @@ import pytest
 from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
+from kog_dist.workers.cuda.kernel_header import shape_header
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 SMALL = ModelSpec(
@@ -124,7 +125,7 @@ def test_the_whole_order_of_four_lanes() -> None:
 def test_the_generated_table_has_this_order(lanes: range) -> None:
     """Read as `Place` in layout.cuh reads it: lanes from 0, and at the end the place of the LM head."""
     spec = replace(SMALL, hidden_size=128, intermediate_size=256)
-    tables = dict(re.findall(r"short (k\w+)\[\] = \{([\d, ]+)\}", KernelShape(spec, lanes, max_ctas=4).header()))
+    tables = dict(re.findall(r"short (k\w+)\[\] = \{([\d, ]+)\}", shape_header(KernelShape(spec, lanes, max_ctas=4))))
     *codes, end, after = map(int, tables["kProducts"].split(", "))
     order = product_order(spec, lanes)
     phases = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)

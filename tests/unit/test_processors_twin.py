@@ -24,6 +24,7 @@ from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, REPORT_WORDS
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.processors import IN_PROMPT, ProcessedRequest, read_report, request_params
 from tests.unit.cpu_compiler import build, needs_compiler
@@ -73,7 +74,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def program(name: str) -> Path:
         shape, folder = SHAPES[name], tmp_path_factory.mktemp("twin")
-        sources = {**device_sources(), **shape.headers()}
+        sources = {**device_sources(), **headers(shape)}
         assert HEAD_ONLY in sources["layout.cuh"]
         sources["layout.cuh"] = (
             sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")

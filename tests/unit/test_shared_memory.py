@@ -10,6 +10,7 @@ import pytest
 
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import device_sources
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
 from tests.unit.cpu_compiler import build, needs_compiler
 
@@ -34,7 +35,7 @@ SHAPES = {
 @needs_compiler
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_shared_memory_is_counted_to_the_last_member(shape: KernelShape, tmp_path: Path) -> None:
-    sources = {**device_sources(), **shape.headers(), "ptx.cuh": (TWIN / "ptx.cuh").read_text(), "size.cpp": PROGRAM}
+    sources = {**device_sources(), **headers(shape), "ptx.cuh": (TWIN / "ptx.cuh").read_text(), "size.cpp": PROGRAM}
     assert f"<= {SHARED_BYTES}" in sources["layout.cuh"]
     sources["e4m3_on_cpu.h"] = (TWIN.parent / "e4m3_on_cpu.h").read_text()
     for name, text in sources.items():

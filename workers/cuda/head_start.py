@@ -9,6 +9,7 @@ import numpy as np
 from kog_dist.cuda.driver import Kernel
 from kog_dist.workers.cuda.build import PLAIN_HEAD_SOURCE, PROCESSORS_HEAD_SOURCE, STREAMS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import STREAM_PARAMS, STREAM_THREADS
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
 
 STREAMS_KERNEL_NAME = "kog_publish_streams"
@@ -29,11 +30,11 @@ class HeadStart:
     """
 
     def __init__(self, shape: KernelShape, peers: bytes, kernel_name: str, *, processors: bool) -> None:
-        headers = shape.headers()
+        sources = headers(shape)
         self._peers, self._num_pairs = peers, shape.num_streams * shape.spec.hidden_size // 2
-        self._publisher = Kernel(build(headers, STREAMS_SOURCE).path, STREAMS_KERNEL_NAME, 0)
-        self.plain = Kernel(build(headers, PLAIN_HEAD_SOURCE).path, kernel_name, SHARED_BYTES)
-        self.processors = Kernel(build(headers, PROCESSORS_HEAD_SOURCE).path, kernel_name, SHARED_BYTES) if processors else None
+        self._publisher = Kernel(build(sources, STREAMS_SOURCE).path, STREAMS_KERNEL_NAME, 0)
+        self.plain = Kernel(build(sources, PLAIN_HEAD_SOURCE).path, kernel_name, SHARED_BYTES)
+        self.processors = Kernel(build(sources, PROCESSORS_HEAD_SOURCE).path, kernel_name, SHARED_BYTES) if processors else None
 
     def publish(self, streams: LastStreams, words_ptr: int, state_ptr: int, stream_ptr: int) -> None:
         """Queue on a CUDA stream that these become the words from which the LM head is computed, here and on the peers.

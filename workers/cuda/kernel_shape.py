@@ -1,24 +1,23 @@
-"""What the monokernel is compiled for: every size that follows from a model, the hosted lanes and the number of thread blocks."""
+"""What the monokernel is compiled for: every size that follows from a model, the hosted lanes and the number of thread blocks.
+
+`kernel_header` writes it down for the compiler.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from kog_dist.collectives.mailbox import place
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.errors import ConfigError
-from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
-from kog_dist.sampling_params import MAX_TOP_LOGPROBS
+from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
-from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
-from kog_dist.workers.cuda.kernel_boxes import KernelBoxes, by_kind, layer_mask
-from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings, kv_lines, position_bytes
+from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
+from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings, position_bytes
 from kog_dist.workers.cuda.model_limits import unsupported
 
 MAX_CTAS = 128
@@ -36,8 +35,6 @@ _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the product
 _EXPERT_TILES = 8  # in flight, of chosen experts: the ring in front of them is empty (docs/history/experts.md)
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
-_CODES = {"E4M3": "E4m3", "E2M1": "E2m1", "INT4": "Int4"}  # as phases/coded.cuh calls them
-_SCALES = {"F32": "Float32Scale", "BF16": "Bf16Scale", "F16": "Fp16Scale", "E8M0": "E8m0Scale"}
 
 
 @dataclass(frozen=True)
@@ -420,7 +417,7 @@ class KernelShape:
 
     # ---- words ----
     @cached_property
-    def _word_lists(self) -> dict[str, tuple[int, int]]:
+    def word_lists(self) -> dict[str, tuple[int, int]]:
         """By name: words of one copy (whole lines), and number of copies."""
         spec, lanes = self.spec, self.num_lanes
         query_rows = spec.lane_heads * spec.head_dim
@@ -448,7 +445,7 @@ class KernelShape:
     @property
     def num_words(self) -> int:
         """64-bit words that the thread blocks exchange."""
-        return sum(words * count for words, count in self._word_lists.values())
+        return sum(words * count for words, count in self.word_lists.values())
 
     # ---- shared memory ----
     @property
@@ -522,118 +519,3 @@ class KernelShape:
         values += 2 * spec.num_ffns_read  # chosen, chosen_weights
         barriers = 6 + 2 * self.num_sums + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES
-
-    # ---- generated headers ----
-    def headers(self) -> dict[str, str]:
-        """By name, the generated headers that the kernels are compiled with. The same on all ranks that host equally much."""
-        placed = place(self.boxes.specs(), self.num_ranks)
-        return {"shape.cuh": self.header(), "abi.cuh": abi_header(), "peers_shape.cuh": self.boxes.header(placed)}
-
-    def header(self) -> str:
-        """`shape.cuh`."""
-        spec, registers = self.spec, self.geometry.registers(self.num_ranks)
-        numbers = {
-            "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": self.num_lanes, "kStreams": self.num_streams,
-            "kDelay": spec.delay, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim,
-            "kSetHeads": self.set_heads, "kFfn": spec.lane_ffn,
-            "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
-            "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
-            "kReplicas": self.replicas, "kSplits": self.splits, "kPartitions": self.num_partitions,
-            "kPartitionBatches": self.batches_of_partition,
-            "kFirstFull": min(self.full_layers, default=0),
-            "kNumSlots": self.num_slots, "kRingBytes": self.ring_bytes,
-            "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
-            "kNearContext": NEAR_CONTEXT, "kSquares": NUM_SQUARES,
-            "kSums": self.num_sums,
-            "kMatrixWarps": self.geometry.matrix_warps, "kTileRows": self.geometry.tile_rows,
-            "kLaunchRegisters": registers.launch, "kMatrixRegisters": registers.matrix, "kServiceRegisters": registers.service,
-            "kAttendRegisters": registers.attend,
-            "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
-            "kMaxPer": self.x_steps,
-            "kQkvLanes": self.lanes_of(Phase.QKV), "kGateUpLanes": self.lanes_of(Phase.GATE_UP),
-            "kGatheredAttended": self.gathered_lanes(Phase.OUT), "kGatheredActivations": self.gathered_lanes(Phase.DOWN),
-            "kNumProducts": len(self.products),
-            "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
-            "kFinalNormLanes": self.final_norm_lanes,
-            "kHeadProducts": self.num_head_products, "kHeadCtas": self.head_ctas, "kLaneVocab": self.lane_vocab,
-        }  # fmt: skip
-        numbers["kLogSumWords"] = self.log_sum_words
-        if self.experts is not None:
-            numbers["kExpertPiecesInFlight"] = self.experts_in_flight
-        numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
-        by_mode = {
-            mode: [
-                layer_mask([i for i in range(spec.num_layers) if spec.reduce_mode(i, sublayer) is mode], spec.num_layers)
-                for sublayer in Sublayer
-            ]
-            for mode in (ReduceMode.BLOCKING, ReduceMode.DELAYED)
-        }
-        # Binary16 reaches only 65504: its activations are scaled down on the way in, and back on the way out.
-        x_scale = 1.0 if self.weight_dtype == "bfloat16" else 0.0625
-        floats = {
-            "kNormEps": spec.norm_eps, "kXScale": x_scale, "kInverseXScale": 1.0 / x_scale,
-            "kLocalScale": math.sqrt(spec.num_lanes), "kScoreScale": spec.head_dim**-0.5 * math.log2(math.e),
-        }  # fmt: skip
-        lines = ["// Generated by kog_dist.workers.cuda.kernel_shape; do not edit.", "#pragma once", "namespace kog {"]
-        lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
-        mask_type = "LayerMask<kLayers>"
-        windowed = layer_mask(spec.window_layers, spec.num_layers)
-        lines += [f"__device__ __forceinline__ {mask_type} window_layers() {{ return {windowed}; }}"]
-        lines += [
-            by_kind(mask_type, f"{mode.value}_layers", [mask_type + code for code in codes]) for mode, codes in by_mode.items()
-        ]
-        if self.coding is not None:
-            coded_x_scale = x_scale if self.coding.is_integer else self.coding.x_scale
-            floats |= {"kCodedXScale": coded_x_scale, "kCodeFactor": self.coding.factor * x_scale}
-        lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
-        codes = [p.phase | (p.lane - self.hosted_lanes[0]) << 2 | p.layer << 8 for p in self.products]
-        end = spec.num_layers << 8  # the LM head's place, and what comes after it
-        heads = [end | index << 2 for index in range(self.num_head_products)]
-        queries = [i for i, p in enumerate(self.products) if p.phase is Phase.QKV for _ in range(self.lanes_of(Phase.QKV))]
-        for name, values in (("kProducts", [*codes, *heads, end]), ("kQkvProducts", queries)):
-            lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
-        flags = {
-            "kPreNormSum": spec.pre_norm_lane_agg, "kLaneHead": spec.head_type is HeadType.LANE,
-            "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
-            "kGathersStreams": self.gathers_streams, "kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm,
-            "kOutBias": spec.out_bias, "kSinks": spec.attention_sinks, "kExperts": spec.experts is not None,
-            "kPacked": self.is_packed, "kDirectSums": self.sends_sums_directly,
-        }  # fmt: skip
-        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-        lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]
-        lines += [f"using WeightFormat = {FORMATS[self.weight_dtype]};", *kv_lines(self.kv_dtype, spec.head_dim)]
-        offset = 0
-        for name, (words, count) in self._word_lists.items():
-            lines += [f"constexpr u32 k{name}Offset = {offset}, k{name}Stride = {words};"]
-            offset += words * count
-        lines += ["}  // namespace kog"]
-        ops = {"QKV": self.qkv, "OUT": self.out, "GATE_UP": self.gate_up, "DOWN": self.down, "HEAD": self.head}
-        lines += [
-            f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
-            f"{op.rows_of(op.blocks - 1)}"
-            for name, op in ops.items()
-        ]
-        lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, self.delays))}"]
-        if self.coding is not None:
-            lines += self._coding_header(self.coding)
-        if self.experts is not None:
-            lines += self.experts.header()
-        if self.keeps_hashes:
-            lines += [f"#define KOG_HASHES {NUM_HASHES}", f"#define KOG_HASH_TOKENS {HASH_TOKENS}"]
-        if self.traced_step >= 0:
-            lines += ["#define KOG_TRACE 1", f"namespace kog {{ constexpr u32 kTracedStep = {self.traced_step}; }}"]
-        return "\n".join(lines) + "\n"
-
-    def _coding_header(self, coding: Coding) -> list[str]:
-        """What the kernel knows of quantised weights."""
-        numbers = {
-            "kCodeBits": coding.bits, "kCodeScales": coding.scales, "kCodeScaleBytes": coding.scale_bytes,
-            "kCodeZeroBytes": coding.zero_bytes, "kScaleRows": self.scale_rows,
-        }  # fmt: skip
-        return [
-            f"#define KOG_CODE {_CODES[coding.number]}",
-            f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded or self.weight_dtype]}",
-            *(["#define KOG_INTEGERS"] if coding.is_integer else []),
-            f"#define KOG_SCALE {_SCALES[coding.scale]}", *(["#define KOG_PLAIN_ATTENTION"] if coding.is_of_experts else []),
-            *(f"namespace kog {{ constexpr int {name} = {value}; }}" for name, value in numbers.items()),
-        ]  # fmt: skip

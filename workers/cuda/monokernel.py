@@ -26,6 +26,7 @@ from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import NUM_HASHES, SHARED_BYTES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild
@@ -75,7 +76,7 @@ class Monokernel:
             raise ValueError("several ranks need the heap with their mailboxes, one rank needs none")
         self._heap = heap
         self._peers = np.zeros((), PEERS.dtype).tobytes() if heap is None else heap.device_handle().tobytes()
-        cubin = build(shape.headers())
+        cubin = build(headers(shape))
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
@@ -221,7 +222,7 @@ class Monokernel:
         import cupy
 
         shape = replace(self.shape, pieces_in_flight=self.shape.num_pieces * (self.shape.num_slots - 2))
-        cubin = build(shape.headers(), "stream.cu")
+        cubin = build(headers(shape), "stream.cu")
         kernel = Kernel(cubin.path, "kog_stream", SHARED_BYTES)
         params = self._params(num_steps).tobytes()
         events = [cupy.cuda.Event() for _ in range(4)]

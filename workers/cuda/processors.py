@@ -17,6 +17,7 @@ from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import PROCESSORS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import PROCESSOR_PARAMS, REPORT_WORDS, ProcessorFlag
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
 
@@ -39,7 +40,7 @@ class ProcessorsBuild:
         import cupy
 
         self._shape, context = shape, shape.spec.max_context
-        self.kernel = Kernel(build(shape.headers(), PROCESSORS_SOURCE).path, kernel_name, SHARED_BYTES)
+        self.kernel = Kernel(build(headers(shape), PROCESSORS_SOURCE).path, kernel_name, SHARED_BYTES)
         self._first, last = shape.vocab_rows
         self._num_rows = last - self._first
         self._bias = cupy.zeros(self._num_rows, cupy.float32)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.workers.cuda.kernel_header import shape_header
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 Words = NDArray[np.uint64]
@@ -47,7 +48,7 @@ class Published:
     def __init__(self, shape: KernelShape, words: Words, epoch: int) -> None:
         self.shape, self.epoch = shape, epoch
         self._words = words
-        self._constants = {name: int(value) for name, value in _CONSTANT.findall(shape.header())}
+        self._constants = {name: int(value) for name, value in _CONSTANT.findall(shape_header(shape))}
         layers = shape.spec.num_layers
         self._tag = (epoch * (layers + 1) + layers) & 0xFFFF  # `layer_tag` of the last layer, in layout.cuh
 

@@ -21,6 +21,7 @@ from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.engines.agreement import agree, common_terms
 from kog_dist.workers.prefill.exchange import peer_exchange
 
@@ -62,7 +63,7 @@ class CudaPeers:
 
         runtime: Any = cupy.cuda.runtime
         name = runtime.getDeviceProperties(device)["name"]
-        kernels = sorted({cubin_name(shape.headers(), source) for shape in self._shapes for source in self._sources})
+        kernels = sorted({cubin_name(headers(shape), source) for shape in self._shapes for source in self._sources})
         terms = common_terms(self._args, checkpoint, plan_digest) | {
             "kernel": hashlib.sha256("\n".join(kernels).encode()).hexdigest(),
             "version of the CUDA driver": str(runtime.driverGetVersion()),
@@ -77,7 +78,7 @@ class CudaPeers:
         if self._rank == 0:
             for shape in self._shapes:
                 for source in self._sources:
-                    build(shape.headers(), source)
+                    build(headers(shape), source)
         self.meet()
 
     def link(self, device: int, prefill_tokens: int = 0) -> CudaHeap:

@@ -1,4 +1,4 @@
-// Who does what, and where things lie in shared memory. `shape.cuh` is generated from the model's spec (workers/cuda/kernel_shape.py).
+// Who does what, and where things lie in shared memory. `shape.cuh` is generated from the model's spec (workers/cuda/kernel_header.py).
 #pragma once
 #include "abi.cuh"
 #include "ptx.cuh"

@@ -14,6 +14,7 @@ from kog_dist.collectives.ranks import RankContext, run_ranks
 from kog_dist.errors import LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.prefill.exchange import peer_exchange
 from kog_dist.workers.prefill.gpu import DEFAULT, Tuning, matrices_for, prefill_for
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
@@ -61,7 +62,7 @@ def prepared(
     cupy.cuda.Device(context.gpu).use()
     if rank == 0:
         for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):
-            build(shape.headers(), source)
+            build(headers(shape), source)
     context.rendezvous.barrier(context.deadline)
     tuning = tuning.within(spec)
     matrices, observe = matrices_for(shape)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kog_dist.bench.report import percentile
 from kog_dist.collectives.ranks import RankContext, run_ranks
 from kog_dist.errors import ConfigError, KogError
+from kog_dist.workers.cuda.kernel_header import headers
 
 if TYPE_CHECKING:
     from kog_dist.decode.masks import MaskSlots
@@ -57,7 +58,7 @@ def prepare(
     if context.info.rank == 0:
         for shape in shapes:
             for source in KERNEL_SOURCES[: 1 + processors]:
-                build(shape.headers(), source)
+                build(headers(shape), source)
         for other in others:
             other()
     context.rendezvous.barrier(context.deadline)  # the others find it in the cache
@@ -140,7 +141,7 @@ def cubin_for(kernel: Monokernel, shape: KernelShape) -> Path:
     own = kernel.shape
     if (shape.num_words, shape.kv_bytes) != (own.num_words, own.kv_bytes):
         raise ConfigError("builds with other words or another KV cache cannot be compared in the same memory")
-    return build(shape.headers()).path
+    return build(headers(shape)).path
 
 
 def lane_digests(kernel: Monokernel) -> list[str]:

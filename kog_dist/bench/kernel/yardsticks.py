@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kog_dist.cuda.build import Cubin
 from kog_dist.cuda.build import build as build_sources
+from kog_dist.workers.cuda.kernel_header import headers
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -33,4 +34,4 @@ def build_without_delayed_sums(shape: KernelShape) -> Cubin:
     """The plain build of this form, from the cache or built now."""
     from kog_dist.workers.cuda.build import PLAIN_SOURCE, device_sources
 
-    return build_sources(without_delayed_sums({**device_sources(), **shape.headers()}), PLAIN_SOURCE)
+    return build_sources(without_delayed_sums({**device_sources(), **headers(shape)}), PLAIN_SOURCE)

@@ -18,6 +18,11 @@ def place_comment(num_before: int) -> bytes:
     return b": %d before this one\n\n" % num_before
 
 
+def prompt_comment(position: int, num_prompt_tokens: int) -> bytes:
+    """The comment that says how many tokens of a prompt have been read; `kog-chat` and the page show it."""
+    return b": %d of %d prompt tokens\n\n" % (position, num_prompt_tokens)
+
+
 class Reply(Protocol):
     """Turns the events of a request's choices into an answer, streamed or whole. Pure, for one request, not thread-safe.
 

@@ -89,10 +89,15 @@ async function start(prompt, from = answers.editedIdx) {
   let waits = true;
   const outcome = await mine.follow(request, key.headers(), (receipt) => {
     if (receipt.pieces.length) waits = false;
-    const before = receipt.numBefore ? `Waiting: ${receipt.numBefore} before this one` : "Waiting for the first token";
-    element("outcome").textContent = waits ? before : "";
+    element("outcome").textContent = waits ? waitingFor(receipt) : "";
   });
   if (run === mine) finished(asked, outcome);
+}
+
+/** @param {import("./stream.js").Receipt} receipt */
+function waitingFor({ numBefore, promptRead }) {
+  if (promptRead) return `Reading the prompt: ${promptRead[0]} of ${promptRead[1]} tokens`;
+  return numBefore ? `Waiting: ${numBefore} before this one` : "Waiting for the first token";
 }
 
 /** @param {import("./answers.js").Asked} asked @param {import("./run.js").Outcome} outcome */

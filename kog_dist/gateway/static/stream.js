@@ -21,6 +21,7 @@ import { Failure } from "./failures.js";
  * @property {Usage | null} usage the last one of the read
  * @property {Record<string, number> | null} timings of the server, in the keys of llama.cpp
  * @property {number | null} numBefore requests that the engine takes before this one
+ * @property {[number, number] | null} promptRead tokens of the prompt that have been read, and all of them
  * @property {Failure | null} failure what ended the answer after these pieces
  *
  * @typedef {object} Usage
@@ -33,6 +34,7 @@ import { Failure } from "./failures.js";
 const SILENCE_LIMIT_MS = 60_000;
 
 const PLACE = /^: (\d{1,9}) before this one$/;
+const PROMPT = /^: (\d{1,9}) of (\d{1,9}) prompt tokens$/;
 
 /** Longest event that is put together from pieces; a server that never ends its line must not fill the memory. */
 const EVENT_LIMIT = 4 * 1024 * 1024;
@@ -43,6 +45,8 @@ export class EventReader {
   #lines = /** @type {string[]} */ ([]);
   /** Requests that the engine takes before this one, as a comment of our own service said last. */
   numBefore = /** @type {number | null} */ (null);
+  /** Tokens of the prompt that have been read, and all of them, as another comment said last. */
+  promptRead = /** @type {[number, number] | null} */ (null);
 
   /**
    * @param {string} text
@@ -63,6 +67,8 @@ export class EventReader {
       } else if (line.startsWith(":")) {
         const place = PLACE.exec(line);
         if (place) this.numBefore = Number(place[1]);
+        const read = PROMPT.exec(line);
+        if (read) this.promptRead = [Number(read[1]), Number(read[2])];
       } // other comments keep the connection alive; other fields are not used by this API
     }
     this.#rest = all.slice(begin);
@@ -83,7 +89,7 @@ export class ChunkReader {
    */
   receipt(events, at) {
     /** @type {Receipt} */
-    const receipt = { at, pieces: [], finishReason: null, usage: null, timings: null, numBefore: null, failure: null };
+    const receipt = { at, pieces: [], finishReason: null, usage: null, timings: null, numBefore: null, promptRead: null, failure: null };
     try {
       for (const event of events) this.#take(event, receipt);
     } catch (error) {
@@ -166,6 +172,7 @@ async function* read(reader, silence) {
       silence.broken();
       const receipt = chunks.receipt(events.push(value), performance.now());
       receipt.numBefore = events.numBefore;
+      receipt.promptRead = events.promptRead;
       finished ||= receipt.finishReason !== null;
       yield receipt;
       if (receipt.failure) throw receipt.failure;

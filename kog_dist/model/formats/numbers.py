@@ -45,12 +45,27 @@ class _Float(NamedTuple):
 
     def nearest(self, values: Values) -> Codes:
         """See `Number`."""
-        magnitudes = np.minimum(np.abs(values, dtype=np.float32), np.float32(self.largest))
-        exponents = np.maximum((magnitudes.view(np.uint32) >> 23).astype(np.int32) - 127, self.least)
-        # A power of two that makes the last bit of the mantissa a unit: exact.
-        units = ((self.mantissa_bits - exponents + 127) << 23).astype(np.uint32).view(np.float32)
-        codes = ((exponents - self.least) << self.mantissa_bits) + np.rint(magnitudes * units).astype(np.int32)
-        return np.asarray(codes + self.sign * np.signbit(values), np.uint8)
+        codes = np.empty(values.shape, np.uint8)
+        flat, out = np.ascontiguousarray(values, np.float32).reshape(-1), codes.reshape(-1)
+        for first in range(0, flat.size, _CHUNK):
+            self._nearest(flat[first : first + _CHUNK], out[first : first + _CHUNK])
+        return codes
+
+    def _nearest(self, values: Values, codes: Codes) -> None:
+        magnitudes = np.minimum(np.abs(values), np.float32(self.largest))
+        bits, dropped = magnitudes.view(np.uint32), 23 - self.mantissa_bits
+        # Exponent and mantissa of float32, rounded to fewer bits; a carry goes into the exponent, as it should.
+        rounded = bits >> np.uint32(dropped)
+        rounded &= np.uint32(1)
+        rounded += bits
+        rounded += np.uint32((1 << dropped - 1) - 1)
+        rounded >>= np.uint32(dropped)
+        rounded -= np.uint32(127 + self.least - 1 << self.mantissa_bits)
+        # Of subnormal numbers the sum with a power of two whose last bit is their unit has the code in its last bits.
+        base = np.float32(2.0 ** (self.least - self.mantissa_bits + 23))
+        subnormal = (magnitudes + base).view(np.uint32) - base.view(np.uint32)
+        codes[...] = np.where(magnitudes < np.float32(2.0**self.least), subnormal, rounded)
+        codes[np.signbit(values)] |= np.uint8(self.sign)
 
 
 def _nearest_int4(values: Values) -> Codes:
@@ -60,6 +75,7 @@ def _nearest_int4(values: Values) -> Codes:
 _E4M3: Final = _Float(3, -6, 448.0, 0x80)
 _E2M1: Final = _Float(1, 0, 6.0, 0x08)
 _E8M0: Final = np.array([2.0 ** (code - 127) for code in range(255)] + [np.nan], np.float32)
+_CHUNK: Final = 1 << 14  # values that are rounded at a time: they and what is made of them stay in a core's cache
 INT4_ZERO: Final = 8  # the code of 0, where a matrix has no zero points
 
 

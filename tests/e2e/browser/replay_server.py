@@ -43,6 +43,7 @@ class Script:
     """
 
     place: int = 0
+    num_read: int = 0  # tokens of the prompt, which another comment says; 0: none does
     queue_ms: float = 0.0
     pieces: Sequence[str] = ("    return", " n", "\n")
     tokens_per_s: float = 2000.0
@@ -200,6 +201,8 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
     chat = served.path.endswith("/chat/completions")
     if script.place:
         writer.write(b": %d before this one\n\n" % script.place)
+    if script.num_read:
+        writer.write(b": %d of 30000 prompt tokens\n\n" % script.num_read)
     await asyncio.sleep(script.first_after_s)
     began_s = time.monotonic()
     while served.num_sent < len(script.pieces) and not served.disconnected.is_set():

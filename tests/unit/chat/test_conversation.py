@@ -163,6 +163,8 @@ def test_the_meter_counts_what_the_service_counts() -> None:
     assert meter.line(1.7, None) == "waiting, 2 before this one, 1.7 s"
     meter.take(Piece(num_before=0), 1.8)
     assert meter.line(1.9, None).startswith("waiting for the first token")
+    meter.take(Piece(prompt_read=(64, 900)), 1.9)
+    assert meter.line(2.0, None) == "reading the prompt, 64 of 900 tokens, 2.0 s"
     meter.take(Piece("a", 1), 2.0)
     meter.take(Piece("bc", 21), 2.01)
     meter.take(Piece(usage={"prompt_tokens": 4}, num_tokens=21), 2.02)

@@ -40,11 +40,13 @@ def test_a_response_is_the_same_however_it_arrives(raw: bytes, seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_of_comments_only_a_place_in_the_queue_is_read(seed: int) -> None:
+def test_of_comments_only_those_of_our_own_service_are_read(seed: int) -> None:
     events, payloads = EventParser(), list[bytes]()
-    for piece in cut(b": keep-alive\n\n: 2 before this one\r\n\r\n: 7 before this one or that\n\ndata: x\n\n", seed):
+    ours = b": 2 before this one\r\n\r\n: 64 of 900 prompt tokens\n\n"
+    others = b": keep-alive\n\n: 7 before this one or that\n\n: 65 of 900 prompt tokens, or so\n\n"
+    for piece in cut(ours + others + b"data: x\n\n", seed):
         payloads += events.feed(piece)
-    assert (events.num_before, payloads) == (2, [b"x"])
+    assert (events.num_before, events.prompt_read, payloads) == (2, (64, 900), [b"x"])
 
 
 @pytest.mark.parametrize("raw", [CHUNKED, SIZED])

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kog_dist.gateway.limits import Limits
-from kog_dist.rpc.messages import Alive, ErrorCode, FinishReason
+from kog_dist.rpc.messages import Alive, ErrorCode, FinishReason, PrefillProgress
 from tests.unit.gateway.scripted_engine import (
     WAIT_S,
     Received,
@@ -177,6 +177,23 @@ def test_a_stream_that_waits_hears_how_many_are_before_it(http: httpx.Client, en
     with http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.headers["x-kog-queue-position"] == "0"
         assert not [line for line in response.iter_lines() if line.startswith(":")]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_a_stream_hears_how_much_of_its_prompt_has_been_read(http: httpx.Client, engine: ScriptedEngine, path: str) -> None:
+    def play(received: Received) -> None:
+        received.accept()
+        for position in (4096, 20480):
+            engine.send(received.peer, PrefillProgress(received.message.request_id, position, 30000))
+        received.say("read")
+        received.finish()
+
+    engine.on_generate = play
+    body = {"input": "x"} if "responses" in path else ASK
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        comments = [line for line in response.iter_lines() if line.startswith(":")]
+    assert comments == [": 4096 of 30000 prompt tokens", ": 20480 of 30000 prompt tokens"]
+    assert "read" in http.post(path, json=body).text
 
 
 @pytest.mark.parametrize(("mode", "told"), [("warn", "wings, feet"), ("ignore", None), ("refuse", None)])

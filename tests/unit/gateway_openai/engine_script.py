@@ -114,10 +114,12 @@ def play(
 
 
 def data_of(stream: bytes) -> list[Any]:
-    """The JSON of each event; "[DONE]" stays text. Checks the framing."""
+    """The JSON of each event; "[DONE]" stays text, comments are left out. Checks the framing."""
     assert stream == b"" or stream.endswith(b"\n\n")
     found: list[Any] = []
     for frame in stream.decode("ascii").split("\n\n")[:-1]:
+        if frame.startswith(": ") and "\n" not in frame:
+            continue
         *names, line = frame.split("\n")
         assert line.startswith("data: ")
         content = line.removeprefix("data: ")
