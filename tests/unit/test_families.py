@@ -282,6 +282,7 @@ def test_the_context_follows_the_memory_that_is_free(
     (tmp_path / "config.json").write_text(json.dumps(REAL["llama-3.2-1b"]))
     spec = read_config(REAL["llama-3.2-1b"])
     per_position = 2 * 16 * 8 * 64 * 4 * 4  # float32, four caches
+    kept_prefixes = 64 << 20
     monkeypatch.setattr(half_products, "library", lambda: library)
     embedding = spec.vocab_size * spec.hidden_size  # float32; its rows are the LM head's, too, and there as stored
     weights = (2 if library else 4) * spec.num_parameters + 4 * embedding
@@ -291,10 +292,10 @@ def test_the_context_follows_the_memory_that_is_free(
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
         return plan_target(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1, **settings), needs_weights=False)
 
-    short, obstacles = target(per_position * 10_000)
+    short, obstacles = target(kept_prefixes + per_position * 10_000)
     assert (short.checkpoint.spec.max_context, obstacles) == (7936, ())  # 80 % of 10,000, in steps of 256
     assert short.note.startswith("context of 7936 tokens, of the model's 131072: 4 KV caches")
-    whole, _ = target(per_position * 200_000)
+    whole, _ = target(kept_prefixes + per_position * 200_000)
     assert (whole.checkpoint.spec.max_context, whole.note) == (131_072, "")
     asked, _ = target(per_position * 10_000, context=9000)
     assert (asked.checkpoint.spec.max_context, asked.note) == (9000, "")
