@@ -9,13 +9,11 @@ from kog_dist.decode.coding import Coding
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
+from kog_dist.workers.cuda.code_names import CODES, SCALES
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 from kog_dist.workers.cuda.kernel_boxes import by_kind, layer_mask
 from kog_dist.workers.cuda.kernel_shape import HASH_TOKENS, NEAR_CONTEXT, NUM_HASHES, NUM_SQUARES, KernelShape
 from kog_dist.workers.cuda.kv_format import FORMATS, kv_lines
-
-_CODES = {"E4M3": "E4m3", "E2M1": "E2m1", "INT4": "Int4"}  # as phases/coded.cuh calls them
-_SCALES = {"F32": "Float32Scale", "BF16": "Bf16Scale", "F16": "Fp16Scale", "E8M0": "E8m0Scale"}
 
 
 def headers(shape: KernelShape) -> dict[str, str]:
@@ -125,9 +123,9 @@ def _coding_header(shape: KernelShape, coding: Coding) -> list[str]:
         "kCodeZeroBytes": coding.zero_bytes, "kScaleRows": shape.scale_rows,
     }  # fmt: skip
     return [
-        f"#define KOG_CODE {_CODES[coding.number]}",
+        f"#define KOG_CODE {CODES[coding.number]}",
         f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded or shape.weight_dtype]}",
         *(["#define KOG_INTEGERS"] if coding.is_integer else []),
-        f"#define KOG_SCALE {_SCALES[coding.scale]}", *(["#define KOG_PLAIN_ATTENTION"] if coding.is_of_experts else []),
+        f"#define KOG_SCALE {SCALES[coding.scale]}", *(["#define KOG_PLAIN_ATTENTION"] if coding.is_of_experts else []),
         *(f"namespace kog {{ constexpr int {name} = {value}; }}" for name, value in numbers.items()),
     ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.decode.coding import Coding
 from kog_dist.runtime.abi import Field, Struct
+from kog_dist.workers.cuda.code_names import CODES, SCALES
 from kog_dist.workers.prefill.model.buffers import UNIT
 
 EXPAND_PARAMS = Struct(
@@ -30,8 +31,6 @@ EXPAND_PARAMS = Struct(
         Field("is_interleaved", "u32", "1: on the tape rows of the lane's upper and lower half come in turn"),
     ),
 )
-_CODES = {"E4M3": "E4m3", "E2M1": "E2m1", "INT4": "Int4"}  # as expand.cu calls them
-_SCALES = {"F32": "Float32Scale", "BF16": "Bf16Scale", "F16": "Fp16Scale", "E8M0": "E8m0Scale"}
 
 
 def expand_header(coding: Coding, scale_rows: int) -> str:
@@ -43,6 +42,6 @@ def expand_header(coding: Coding, scale_rows: int) -> str:
     lines = [
         device_header("kog_dist.workers.prefill.expand.expand_abi", (EXPAND_PARAMS,)), "namespace kog {",
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
-        "}  // namespace kog", f"#define KOG_CODE {_CODES[coding.number]}", f"#define KOG_SCALE {_SCALES[coding.scale]}", "",
+        "}  // namespace kog", f"#define KOG_CODE {CODES[coding.number]}", f"#define KOG_SCALE {SCALES[coding.scale]}", "",
     ]  # fmt: skip
     return "\n".join(lines)

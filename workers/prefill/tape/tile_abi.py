@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape
+from kog_dist.workers.cuda.code_names import CODES, SCALES
 from kog_dist.workers.prefill.hopper_abi import SHARED_BYTES, product
 
 TILE_THREADS = 256
@@ -16,8 +17,6 @@ COLUMNS = 128  # of a tile: rows of a matrix, at most
 _ALIGNMENT, _BARRIER_BYTES = 1024, 128
 _OTHER_BYTES = 1088 + _ALIGNMENT + _BARRIER_BYTES  # of shared memory: static memory and what the system takes, too
 _MOST_STAGES = 6
-_SCALES = {"F32": "Float32Scale", "BF16": "Bf16Scale", "F16": "Fp16Scale", "E8M0": "E8m0Scale"}
-_CODES = {"E4M3": "E4m3", "E2M1": "E2m1", "INT4": "Int4"}  # as weights.cuh calls them
 _WEIGHT_SCALES = {"E4M3": 2.0**8, "E2M1": 1.0, "INT4": 2.0**4}  # scales of some 1e-4 become normal numbers of binary16
 
 
@@ -103,7 +102,7 @@ def constant_lines(numbers: dict[str, int], flags: dict[str, bool], floats: dict
 
 def code_lines(coding: Coding | None) -> list[str]:
     """Of a header, outside of the namespace: which of weights.cuh's codes and scales these are."""
-    code, scale = (_CODES[coding.number], _SCALES[coding.scale]) if coding else ("Plain", "Float32Scale")
+    code, scale = (CODES[coding.number], SCALES[coding.scale]) if coding else ("Plain", "Float32Scale")
     return [f"#define KOG_CODE {code}", f"#define KOG_SCALE {scale}"]
 
 
