@@ -107,7 +107,7 @@ STEPS = {
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),
     "families": _tests(1, 60, 240, "test_families"),
     "quantised": _tests(1, 40, 200, "test_quantised"),
-    "experts": _tests(1, 20, 150, "test_experts"),
+    "experts": _tests(1, 130, 300, "test_experts"),
     "prefill_quantised": _tests(1, 40, 200, "test_prefill_quantised"),
     "kept": _tests(1, 70, 200, "test_kept_prefixes"),
     "kv_formats": _tests(1, 30, 150, "test_kv_formats"),

@@ -29,7 +29,7 @@ def results(world_size: int, body: str, **arguments: Any) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("world_size", ON_2_AND_4)
-@pytest.mark.parametrize("variant", ["delayed", "all blocking", *KV_OF_VARIANT, "late", "attention alone", "2b"])
+@pytest.mark.parametrize("variant", ["delayed", "all blocking", *KV_OF_VARIANT, "late", "attention alone", "experts", "2b"])
 def test_ranks_fill_the_cache_of_one(variant: str, world_size: int) -> None:
     check_that_ranks_fill_the_cache_of_one(world_size, variant=variant)
 
