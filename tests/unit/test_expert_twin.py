@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kog_dist.bench.kernel.yardsticks import replaced
 from kog_dist.decode.coded_packing import Codes
@@ -40,6 +41,7 @@ QWEN3 = replace(
 VARIANTS = {
     "qwen3_moe": QWEN3,
     "qwen3_moe, weights of all": replace(QWEN3, experts=ExpertsSpec(40, 4, is_normalised=False)),
+    "qwen3_moe, two units of outputs in a warp": replace(QWEN3, num_heads=32, own_head_dim=80, num_layers=2),
     "gpt_oss": replace(
         QWEN3, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True, num_layers=3, num_heads=16, max_context=64,
         sliding_window=4, window_layers=(0, 2),
@@ -64,6 +66,20 @@ def test_logits_are_those_of_the_oracle_with_equal_bits(variant: str, tmp_path: 
         assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks"
     if variant == "qwen3_moe":
         waits_name_layer_and_expert(model, tmp_path / "1")
+
+
+def test_of_equal_logits_the_smaller_numbers_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every eighth expert has the same logit: five are equal, of two of which a thread has both, and four are chosen."""
+    model = Model(VARIANTS["qwen3_moe, weights of all"], "bfloat16", monkeypatch)
+    for name, words in model.words.items():
+        if name.endswith("router.weight"):
+            words[:] = words[np.arange(len(words)) % 8]
+    # The oracle's says nothing of equal ones.
+    monkeypatch.setattr(torch, "topk", lambda x, k: tuple(y[..., :k] for y in torch.sort(x, descending=True, stable=True)))
+    tokens, logits = answer(model, 2, tmp_path / "2", max_ctas=4, num_runs=1)
+    wanted = model.logits([*PROMPT, *tokens[:-1]])
+    assert np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1]) < 2e-3
+    assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
 
 
 def with_silences(sources: Mapping[str, str]) -> dict[str, str]:

@@ -68,21 +68,16 @@ struct FinalizedExperts : FinalizedRows {
         for (int i = 0; i < kLogits; ++i) logits[i] = i * 32 + lane < kNumExperts ? logit_of(got[i]) : -INFINITY;
         return true;
     }
-    // The experts with the largest logits, of equal ones those with the smaller number, into shared memory; they stand in the order of
-    // their numbers.
-    __device__ __forceinline__ bool choose(u32 layer, u32 tag) {
-        float logits[kLogits];
-        if (!collect_logits(layer, tag, logits)) return false;
-        u32 keys[kLogits], chosen[kLogits] = {}, largest = 0;
+    // The same where some of the largest are equal: one expert after the other.
+    __device__ __forceinline__ void choose_among_equal(u32 (&keys)[kLogits], u32 (&chosen)[kLogits]) const {
 #pragma unroll
-        for (int i = 0; i < kLogits; ++i) keys[i] = i * 32 + lane < kNumExperts ? rising_key(logits[i]) : 0;
+        for (int i = 0; i < kLogits; ++i) chosen[i] = 0;
 #pragma unroll 1
         for (u32 k = 0; k < kChosen; ++k) {
             u32 most = keys[0];
 #pragma unroll
             for (int i = 1; i < kLogits; ++i) most = max(most, keys[i]);
             most = __reduce_max_sync(kFullWarp, most);
-            if (k == 0) largest = most;
             bool is_found = false;
 #pragma unroll
             for (int i = 0; i < kLogits; ++i) {
@@ -92,6 +87,36 @@ struct FinalizedExperts : FinalizedRows {
                 if (first >> lane & 1) keys[i] = 0;
             }
         }
+    }
+    // The experts with the largest logits, of equal ones those with the smaller number, into shared memory; they stand in the order of
+    // their numbers.
+    __device__ __forceinline__ bool choose(u32 layer, u32 tag) {
+        float logits[kLogits];
+        if (!collect_logits(layer, tag, logits)) return false;
+        u32 keys[kLogits], falling[kLogits], chosen[kLogits], largest, least, num_chosen = 0;
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) keys[i] = falling[i] = i * 32 + lane < kNumExperts ? rising_key(logits[i]) : 0;
+#pragma unroll
+        for (int round = 0; round < kLogits; ++round)
+#pragma unroll
+            for (int i = round & 1; i + 1 < kLogits; i += 2) {
+                const u32 more = max(falling[i], falling[i + 1]);
+                falling[i + 1] = min(falling[i], falling[i + 1]), falling[i] = more;
+            }
+        // The largest of all threads, so often as experts are chosen; those who have it go on to their next one.
+#pragma unroll
+        for (u32 k = 0; k < kChosen; ++k) {
+            least = __reduce_max_sync(kFullWarp, falling[0]);
+            if (k == 0) largest = least;
+            if (falling[0] == least) {
+#pragma unroll
+                for (int i = 0; i + 1 < kLogits; ++i) falling[i] = falling[i + 1];
+                falling[kLogits - 1] = 0;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) chosen[i] = __ballot_sync(kFullWarp, keys[i] >= least), num_chosen += __popc(chosen[i]);
+        if (num_chosen != kChosen) choose_among_equal(keys, chosen);  // several threads had the same one
         const float top = value_of_key(largest);
         u32 before = 0, place[kLogits];
 #pragma unroll

@@ -26,6 +26,9 @@ struct Loader {
 #ifdef KOG_EXPERTS
     const unsigned char* experts = nullptr;  // of all layers
     u32 choice_parity = 0;
+    const unsigned char* ahead = nullptr;  // what L2 is asked for next, so many times more, and when it was last
+    u32 num_ahead = 0, asked_at = 0;
+    u32 num_products = 0, asks_behind = 0;  // of this launch: products that were issued; L2 is asked when so many are done
 #endif
 
     static constexpr u32 kEmptyOffset = kRingPieces * 8;  // from a piece's `full` to its `empty`
@@ -37,6 +40,19 @@ struct Loader {
     // The first look is not in the loop: there the compiler lets other warps go first, which takes 60 cycles each time.
     __device__ __forceinline__ bool wait(u32 bar, u32 its_parity, u32 finished) {
         return mbar_try(bar, its_parity) || mbar_wait_alone(role.stopped(), bar, its_parity, finished);
+    }
+    // The same where memory has nothing to do meanwhile.
+    __device__ __forceinline__ bool wait_idle(u32 bar, u32 its_parity) {
+#ifdef KOG_EXPERTS
+        while (num_ahead != 0) {
+            if (mbar_test(bar, its_parity)) return true;
+            if (load_shared_u32(role.stopped()) || load_shared_u32(role.base + KOG_OFFSET(finished))) return false;
+            if (clock_cycles() - asked_at < kAheadCycles || static_cast<int>(role.shared->num_finalized - asks_behind) < 0) continue;
+            prefetch_l2(ahead, kAheadBytes);
+            ahead += kNumCtas * kAheadBytes, --num_ahead, asked_at = clock_cycles();
+        }
+#endif
+        return wait(bar, its_parity, role.base + KOG_OFFSET(finished));
     }
     __device__ __forceinline__ void count_landed() {
         --num_under_way, landing += 8;
@@ -62,7 +78,7 @@ struct Loader {
         while (num_kept != 0) {
             const bool fits = wraps ? oldest_at < slot && ring + bytes <= oldest_at : oldest_at < slot || slot + bytes <= oldest_at;
             if (fits && num_kept < kNumSlots) break;
-            if (!wait(oldest + kEmptyOffset, oldest_parity, role.base + KOG_OFFSET(finished))) return false;
+            if (!wait_idle(oldest + kEmptyOffset, oldest_parity)) return false;
             --num_kept, oldest += 8;
             if (oldest == first_full + kEmptyOffset) oldest = first_full, oldest_parity ^= 1;
             oldest_at = load_shared_u32(place_of(oldest));
@@ -129,7 +145,8 @@ struct Loader {
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
 #ifdef KOG_EXPERTS
-            if (!issue_with_experts(tiles, at)) return false;
+            if (!issue_with_experts(tiles, at, role.first_position + step < kNearContext)) return false;
+            ++num_products;
 #else
             if constexpr (!kEven) {
                 Tiles of = tiles_of<HeadOp>();
@@ -159,18 +176,32 @@ struct Loader {
     // Products of attention and the LM head, and the router, stand on the tape; experts where the choice says, which has to be awaited.
     // Their sizes are static, so all that comes behind them is read ahead as always.
     // Experts' copies may be many: the ring is empty in front of them, and nobody polls much until it has filled again.
-    __device__ __forceinline__ bool issue_with_experts(const unsigned char*& tiles, const Place& at) {
+    __device__ __forceinline__ bool issue_with_experts(const unsigned char*& tiles, const Place& at, bool near_context) {
         const bool is_of_experts = !at.is_last() && (at.phase() == kGateUpPhase || at.phase() == kDownPhase);
         if (!limit(is_of_experts ? kExpertPiecesInFlight : kPiecesInFlight)) return false;
         if (at.is_last()) return issue_uneven(tiles, tiles_of<HeadOp>());
         if (at.phase() == kQkvPhase) return issue_uneven(tiles, tiles_of<QkvOp>());
-        if (at.phase() == kOutPhase) return issue_uneven(tiles, tiles_of<OutOp>());
+        if (at.phase() == kOutPhase) {
+            if (at.lane() == 0) begin_ahead(tiles, near_context);
+            return issue_uneven(tiles, tiles_of<OutOp>());
+        }
         if (at.phase() == kDownPhase) return issue_down(at);
         if (!issue_uneven(tiles, tiles_of<RouteOp>())) return false;
-        if (kWaitsForChoice && !wait(role.base + KOG_OFFSET(choice_full), choice_parity, role.base + KOG_OFFSET(finished))) return false;
-        choice_parity ^= 1;
+        if (kWaitsForChoice && !wait_idle(role.base + KOG_OFFSET(choice_full), choice_parity)) return false;
+        choice_parity ^= 1, num_ahead = 0;
         const unsigned char* own = expert(at.layer(), role.cta / kExpertCtas);
         return issue_uneven(own, tiles_of<GateUpOp>(), role.cta % kExpertCtas, kExpertCtas);
+    }
+    // Between QKV and the choice the ring is full, or nothing is known that could be copied: L2 is asked for the next layer's QKV, which
+    // stands behind OUT and the router, or for the LM head. Each thread block asks for a share of what all need, piece by piece in time, so
+    // that words do not queue behind them; far into a context when attention has read its rows. Experts' copies leave L2 first.
+    static constexpr u32 kAheadBytes = 4096, kAheadCycles = 400, kMostAhead = LayerWeights::kCoded ? 0 : 40;
+    __device__ __forceinline__ void begin_ahead(const unsigned char* out, bool near_context) {
+        constexpr u64 kNextBytes = kQkvProductsOfLayer * kOpBytes<QkvOp> < kOpBytes<HeadOp> ? kQkvProductsOfLayer * kOpBytes<QkvOp> : kOpBytes<HeadOp>;
+        constexpr u32 kPieces = static_cast<u32>(kNextBytes / kAheadBytes), kAsked = kPieces < kMostAhead ? kPieces : kMostAhead;
+        if constexpr (!kWaitsForChoice || kAsked == 0) return;
+        ahead = out + kNumCtas * (kLanes * kOpBytes<OutOp> + kRouteBytes) + role.cta * kAheadBytes;
+        num_ahead = kAsked, asked_at = clock_cycles(), asks_behind = near_context ? num_products : num_products + 1;
     }
     // Where the k-th chosen expert begins.
     __device__ __forceinline__ const unsigned char* expert(u32 layer, u32 k) const {
