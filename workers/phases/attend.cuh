@@ -66,134 +66,93 @@ struct Attender : BatchMixer {
     }
 
     // The outputs of a KV head's items, mixed: the thread block that has split i of them does that for the i-th share of the head's values, and
-    // publishes them as OUT's input. A thread has one split of a unit; neighbouring threads have the others.
-    static constexpr u32 kUnits = kGroup * kHeadUnits, kShareUnits = (kUnits + kSplits - 1) / kSplits, kUnitsOfWarp = 32 / kSplits;
-    static constexpr u32 kRoundUnits = kAttendWarps * kUnitsOfWarp, kRounds = (kShareUnits + kRoundUnits - 1) / kRoundUnits;
-    static_assert(32 % kSplits == 0 && kReplicas <= kSplits, "the splits of a unit are in one warp");
+    // publishes them as OUT's input. A thread has one split of a unit, or two where experts' warps would else have two units one after the other;
+    // neighbouring threads have the others.
+    static constexpr u32 kUnits = kGroup * kHeadUnits, kShareUnits = (kUnits + kSplits - 1) / kSplits;
+    static constexpr u32 kSplitsOfThread = kExperts && kShareUnits == 2 * kAttendWarps * (32 / kSplits) ? 2 : 1;
+    static constexpr u32 kMixThreads = kSplits / kSplitsOfThread, kUnitsOfWarp = 32 / kMixThreads;
+    static_assert(32 % kMixThreads == 0 && kReplicas <= kMixThreads, "the splits of a unit are in one warp");
     struct Part {
         ulonglong2 values;
         u64 log_sum;
     };
-    // What a thread has of a unit: of its split, all partitions.
-    struct Unit {
-        u32 head, place;
-        bool is_mine;
-        float peak = -INFINITY, total = 0;
-        float4 sum = make_float4(0, 0, 0, 0);
-
-        // `of_share`: its number in the thread block's share.
-        __device__ __forceinline__ Unit(u32 of_share, u32 share, u32 kv_head) {
-            const u32 unit = share * kShareUnits + of_share;
-            is_mine = of_share < kShareUnits && unit < kUnits;
-            head = kv_head * kGroup + (is_mine ? unit / kHeadUnits : 0), place = is_mine ? unit % kHeadUnits : 0;
-        }
-        __device__ __forceinline__ void add(const Part& got) {
-            const float own = is_mine ? __uint_as_float(static_cast<u32>(got.log_sum)) : -INFINITY, next = fmaxf(peak, own);
-            const float base = next == -INFINITY ? 0.0f : next, shrink = exp2_approx(peak - base), weight = exp2_approx(own - base);
-            const float4 v = make_float4(first_of(got.values.x), second_of(got.values.x), first_of(got.values.y), second_of(got.values.y));
-            sum = make_float4(sum.x * shrink + weight * v.x, sum.y * shrink + weight * v.y, sum.z * shrink + weight * v.z,
-                              sum.w * shrink + weight * v.w);
-            total = total * shrink + weight, peak = next;
-        }
-    };
     static __device__ __forceinline__ bool is_part(const Part& got, u32 tag) {
         return (tag_difference(got.values, tag) | (static_cast<u32>(got.log_sum >> 32) ^ tag)) == 0;
     }
-    __device__ __forceinline__ bool wait_for_part(const u64* values, const u64* log_sum, bool is_mine, u32 tag, Part& got) const {
+    __device__ __forceinline__ bool wait_for_parts(const u64* values, const u64* log_sum, bool is_mine, u32 tag, Part (&got)[1]) const {
         bool ready = !is_mine;
         while (true) {
             if (kOneStream ? !ready : is_mine) {
-                got = {load_relaxed_x2(values), load_relaxed(log_sum)};
-                ready = is_part(got, tag);
+                got[0] = {load_relaxed_x2(values), load_relaxed(log_sum)};
+                ready = is_part(got[0], tag);
             }
             if (__all_sync(kFullWarp, ready)) return true;
             if (must_leave(role.stopped())) return false;
         }
     }
-    // The same of two units: they come together. `values`, `log_sums`: those of head 0.
-    __device__ __forceinline__ bool wait_for_both(const Unit (&units)[2], const u64* values, const u64* log_sums, u32 tag, Part (&got)[2]) const {
-        bool ready[2];
-#pragma unroll
-        for (u32 i = 0; i < 2; ++i) ready[i] = !units[i].is_mine;
+    // Of two splits at once: their looks are under way together. What is not asked for is empty: else registers would be kept for it.
+    __device__ __forceinline__ bool wait_for_parts(const u64* values, const u64* log_sums, bool is_mine, u32 tag, Part (&got)[2]) const {
+        bool ready[2] = {!is_mine, !is_mine};
+        got[0] = got[1] = {};
         while (true) {
-            bool all = true;
 #pragma unroll
             for (u32 i = 0; i < 2; ++i)
-                if (!ready[i])
-                    got[i] = {load_relaxed_x2(values + (units[i].head * (kSplits * kHeadUnits) + units[i].place) * 2),
-                              load_relaxed(log_sums + units[i].head * kSplits)};
+                if (!ready[i]) got[i] = {load_relaxed_x2(values + i * (kMixThreads * kHeadUnits * 2)), load_relaxed(log_sums + i * kMixThreads)};
 #pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
+            for (u32 i = 0; i < 2; ++i)
                 if (!ready[i]) ready[i] = is_part(got[i], tag);
-                all &= ready[i];
-            }
-            if (__all_sync(kFullWarp, all)) return true;
+            if (__all_sync(kFullWarp, ready[0] && ready[1])) return true;
             if (must_leave(role.stopped())) return false;
         }
     }
-    // One more logit of a head, of which nothing is mixed.
-    __device__ __forceinline__ float sink_of(u32 layer, u32 lane_idx, u32 head) const {
-        if constexpr (kSinks) return WeightFormat::low(reinterpret_cast<const u16*>(params.sinks_ptr)[(layer * kLanes + lane_idx) * kHeads + head]) * kLog2e;
-        return 0;
-    }
-    // All splits of a unit, mixed: OUT's input.
-    __device__ __forceinline__ void publish_mixed(const Unit& unit, float sink, u32 lane_idx, u32 split, u32 tag) const {
-        float top = unit.peak;
-#pragma unroll
-        for (int offset = 1; offset < kSplits; offset <<= 1) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
-        if constexpr (kSinks) top = fmaxf(top, sink);
-        const float weight = exp2_approx(unit.peak - (top == -INFINITY ? 0.0f : top));
-        float total = unit.total * weight;
-        float4 sum = make_float4(unit.sum.x * weight, unit.sum.y * weight, unit.sum.z * weight, unit.sum.w * weight);
-#pragma unroll
-        for (int offset = 1; offset < kSplits; offset <<= 1) {
-            total += __shfl_xor_sync(kFullWarp, total, offset);
-            sum.x += __shfl_xor_sync(kFullWarp, sum.x, offset), sum.y += __shfl_xor_sync(kFullWarp, sum.y, offset);
-            sum.z += __shfl_xor_sync(kFullWarp, sum.z, offset), sum.w += __shfl_xor_sync(kFullWarp, sum.w, offset);
-        }
-        if constexpr (kSinks) total += exp2_approx(sink - top);
-        const float inverse = reciprocal_approx(total);
-        if (unit.is_mine && split < kReplicas)
-            store_relaxed_x2(reinterpret_cast<u64*>(params.words_ptr) + kAttendedOffset + (lane_idx * kReplicas + split) * kAttendedStride +
-                                 (unit.head * kHeadUnits + unit.place) * 2,
-                             make_pair_word(sum.x * inverse, sum.y * inverse, tag), make_pair_word(sum.z * inverse, sum.w * inverse, tag));
-    }
     __device__ __forceinline__ bool mix_parts(u32 layer, u32 lane_idx, u32 item_idx, u32 partitions, u32 tag) const {
-        const u32 lane = opaque(this->lane), warp = opaque(this->warp), kv_head = item_idx / kSplits, share = item_idx % kSplits, split = lane % kSplits;
-        const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
-        if constexpr (kExperts && kRounds == 2) {
-            Unit units[2] = {{warp * kUnitsOfWarp + lane / kSplits, share, kv_head}, {warp * kUnitsOfWarp + kRoundUnits + lane / kSplits, share, kv_head}};
-            float sinks[2];
-#pragma unroll
-            for (u32 i = 0; i < 2; ++i) sinks[i] = sink_of(layer, lane_idx, units[i].head);
-            const u64* values = words + kPartOffset + lane_idx * kPartStride + split * (kHeadUnits * 2);
-            const u64* log_sums = words + kLogSumOffset + lane_idx * kLogSumStride + split;
-#pragma unroll 1
-            for (u32 partition = 0; partition < partitions; ++partition, values += kPartitionWords, log_sums += kLogSumWords) {
-                Part got[2];
-                if (!wait_for_both(units, values, log_sums, tag, got)) return false;
-#pragma unroll
-                for (u32 i = 0; i < 2; ++i) units[i].add(got[i]);
-            }
-#pragma unroll
-            for (u32 i = 0; i < 2; ++i) publish_mixed(units[i], sinks[i], lane_idx, split, tag);
-            return true;
-        }
+        const u32 lane = opaque(this->lane), warp = opaque(this->warp), kv_head = item_idx / kSplits, share = item_idx % kSplits, split = lane % kMixThreads;
+        u64* words = reinterpret_cast<u64*>(params.words_ptr);
 #pragma unroll 1
         for (u32 first = warp * kUnitsOfWarp; first < kShareUnits; first += kAttendWarps * kUnitsOfWarp) {
-            Unit unit(first + lane / kSplits, share, kv_head);
-            const u32 row = unit.head * kSplits + split;
-            const u64* values = words + kPartOffset + lane_idx * kPartStride + (row * kHeadUnits + unit.place) * 2;
-            const u64* log_sum = words + kLogSumOffset + lane_idx * kLogSumStride + row;
-            [[maybe_unused]] const float sink = sink_of(layer, lane_idx, unit.head);
+            const u32 of_share = first + lane / kMixThreads, unit = share * kShareUnits + of_share;
+            const bool is_mine = of_share < kShareUnits && unit < kUnits;
+            const u32 head = kv_head * kGroup + (is_mine ? unit / kHeadUnits : 0), place = is_mine ? unit % kHeadUnits : 0, row = head * kSplits + split;
+            const u64* values = words + kPartOffset + lane_idx * kPartStride + (row * kHeadUnits + place) * 2;
+            const u64* log_sums = words + kLogSumOffset + lane_idx * kLogSumStride + row;
+            float peak = -INFINITY, total = 0;
+            float4 sum = make_float4(0, 0, 0, 0);
+            [[maybe_unused]] float sink = 0;  // one more logit of the head, of which nothing is mixed
+            if constexpr (kSinks) sink = WeightFormat::low(reinterpret_cast<const u16*>(params.sinks_ptr)[(layer * kLanes + lane_idx) * kHeads + head]) * kLog2e;
 #pragma unroll 1
             for (u32 partition = 0; partition < partitions; ++partition) {
-                Part got;
-                if (!wait_for_part(values, log_sum, unit.is_mine, tag, got)) return false;
-                unit.add(got);
-                values += kPartitionWords, log_sum += kLogSumWords;
+                Part got[kSplitsOfThread];
+                if (!wait_for_parts(values, log_sums, is_mine, tag, got)) return false;
+#pragma unroll
+                for (u32 i = 0; i < kSplitsOfThread; ++i) {
+                    const float own = is_mine ? __uint_as_float(static_cast<u32>(got[i].log_sum)) : -INFINITY, next = fmaxf(peak, own);
+                    const float base = next == -INFINITY ? 0.0f : next, shrink = exp2_approx(peak - base), weight = exp2_approx(own - base);
+                    const ulonglong2 pairs = got[i].values;
+                    const float4 v = make_float4(first_of(pairs.x), second_of(pairs.x), first_of(pairs.y), second_of(pairs.y));
+                    sum = make_float4(sum.x * shrink + weight * v.x, sum.y * shrink + weight * v.y, sum.z * shrink + weight * v.z,
+                                      sum.w * shrink + weight * v.w);
+                    total = total * shrink + weight, peak = next;
+                }
+                values += kPartitionWords, log_sums += kLogSumWords;
             }
-            publish_mixed(unit, sink, lane_idx, split, tag);
+            float top = peak;
+#pragma unroll
+            for (int offset = 1; offset < kMixThreads; offset <<= 1) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+            if constexpr (kSinks) top = fmaxf(top, sink);
+            const float weight = exp2_approx(peak - (top == -INFINITY ? 0.0f : top));
+            total *= weight;
+            sum = make_float4(sum.x * weight, sum.y * weight, sum.z * weight, sum.w * weight);
+#pragma unroll
+            for (int offset = 1; offset < kMixThreads; offset <<= 1) {
+                total += __shfl_xor_sync(kFullWarp, total, offset);
+                sum.x += __shfl_xor_sync(kFullWarp, sum.x, offset), sum.y += __shfl_xor_sync(kFullWarp, sum.y, offset);
+                sum.z += __shfl_xor_sync(kFullWarp, sum.z, offset), sum.w += __shfl_xor_sync(kFullWarp, sum.w, offset);
+            }
+            if constexpr (kSinks) total += exp2_approx(sink - top);
+            const float inverse = reciprocal_approx(total);
+            if (is_mine && split < kReplicas)
+                store_relaxed_x2(words + kAttendedOffset + (lane_idx * kReplicas + split) * kAttendedStride + (head * kHeadUnits + place) * 2,
+                                 make_pair_word(sum.x * inverse, sum.y * inverse, tag), make_pair_word(sum.z * inverse, sum.w * inverse, tag));
         }
         return true;
     }
