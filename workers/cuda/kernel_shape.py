@@ -31,6 +31,7 @@ _NOTES_BYTES, _PADDING_BYTES = 32 + 2 * 48, 32  # WaitNote and both PeerNotes; o
 _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before position NEAR_CONTEXT and from there on; as measured
 NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up less by fewer copies of weights
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
+_EXPERT_POLL_DELAYS = {2: (600, 5000, 500, 500)}  # where one rank has a model with experts; else as above
 _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
 _EXPERT_TILES = 8  # in flight, of chosen experts: the ring in front of them is empty (docs/history/experts.md)
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
@@ -347,9 +348,10 @@ class KernelShape:
         """Cycles from the end of a lane's product to the first look for the input of its next one: QKV, OUT, GATE_UP, DOWN.
 
         Words take that long in any case, and a look that comes too early loads the memory system, also for those who write.
-        Found by measurement (docs/history/monokernel.md); OUT waits for attention.
+        Found by measurement (docs/history/monokernel.md, experts.md); OUT waits for attention.
         """
-        return self.poll_delays or _POLL_DELAYS.get(self.num_lanes, _POLL_DELAYS[4])
+        by_lanes = _POLL_DELAYS | (_EXPERT_POLL_DELAYS if self.experts is not None and self.num_ranks == 1 else {})
+        return self.poll_delays or by_lanes.get(self.num_lanes, by_lanes[4])
 
     @property
     def boxes(self) -> KernelBoxes:

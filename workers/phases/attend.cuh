@@ -69,7 +69,7 @@ struct Attender : BatchMixer {
     // publishes them as OUT's input. A thread has one split of a unit, or two where experts' warps would else have two units one after the other;
     // neighbouring threads have the others.
     static constexpr u32 kUnits = kGroup * kHeadUnits, kShareUnits = (kUnits + kSplits - 1) / kSplits;
-    static constexpr u32 kSplitsOfThread = kExperts && kShareUnits == 2 * kAttendWarps * (32 / kSplits) ? 2 : 1;
+    static constexpr u32 kSplitsOfThread = kExperts && kShareUnits > kAttendWarps * (32 / kSplits) ? 2 : 1;
     static constexpr u32 kMixThreads = kSplits / kSplitsOfThread, kUnitsOfWarp = 32 / kMixThreads;
     static_assert(32 % kMixThreads == 0 && kReplicas <= kMixThreads, "the splits of a unit are in one warp");
     struct Part {
