@@ -92,6 +92,7 @@ struct CacheReader {
         u32 first_batch, num_batches;  // in the whole cache; that have rows
         u32 capacity, last, num_seen;  // slots; that of the last row, the current position's if it is this split's; rows in the window
         u32 fresh_batch;               // that gets the current position's row, or none
+        u32 turn_bytes;                // from a batch to the one of its number in the ring's turn before; 0 in the first turn
         unsigned char* shares[kShareKinds];  // of INT4: where this thread's shares of the first batch lie, by what they are of
     };
     __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position) const {
@@ -99,12 +100,17 @@ struct CacheReader {
         const bool windowed = window_layers().has(layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
         const u32 windowed_before = window_layers().num_before(layer);
-        const u32 first_batch = (windowed_before * kWindowBatches + (layer - windowed_before) * kFullBatches) * (kLanes * kItems) +
-                                (lane_idx * kItems + item_idx) * batches;
         const u32 num_rows = (position + kSplits - split) / kSplits, last = (num_rows + capacity - 1) % capacity;
+        u32 first_batch = (windowed_before * kKeptWindowBatches + (layer - windowed_before) * kFullBatches) * (kLanes * kItems) +
+                          (lane_idx * kItems + item_idx) * (windowed ? kKeptWindowBatches : kFullBatches);
+        u32 turn_bytes = 0;
+        if constexpr (kWholeWindows) {  // the turns of a ring lie one behind the other
+            const u32 turn = num_rows > capacity ? (num_rows - 1) / capacity : 0;
+            first_batch += turn * batches, turn_bytes = turn > 0 ? batches * kBatchBytes : 0;
+        }
         const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
         Rows rows{first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,
-                  position % kSplits == split ? last >> 4 : kNoBatch};
+                  position % kSplits == split ? last >> 4 : kNoBatch, turn_bytes};
         if (kPartitions > 1 && !windowed) {  // batches and slots are counted from the partition's first ones
             const u32 skipped = partition * kPartitionBatches;
             rows.first_batch += skipped, rows.last -= skipped * 16;
@@ -148,16 +154,21 @@ struct CacheReader {
     __device__ __forceinline__ unsigned char* tops_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kTops); }
     __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kValues); }
     __device__ __forceinline__ unsigned char* scales_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kScales); }
+    // How far back row `row` of a batch lies: rows behind the last one are of the turn before.
+    static __device__ __forceinline__ u32 turn_back(const Rows& rows, u32 batch, u32 row) {
+        return kWholeWindows && batch * 16 + row > rows.last ? rows.turn_bytes : 0;
+    }
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
     }
     __device__ __forceinline__ void load_keys(const Rows& rows, u32 batch, Batch& to) const {
         if (batch >= rows.num_batches) return;
+        const u32 group = kWholeWindows ? opaque(lane) >> 2 : 0, back[2] = {turn_back(rows, batch, group), turn_back(rows, batch, group + 8)};
         const unsigned char* at = keys_at(rows, batch);
-        load_share<kKeyChunks>(at, to.keys[0]), load_share<kKeyChunks>(at + kKeysStride, to.keys[1]);
+        load_share<kKeyChunks>(at - back[0], to.keys[0]), load_share<kKeyChunks>(at + kKeysStride - back[1], to.keys[1]);
         if constexpr (kKvRotated) {
             const unsigned char* tops = tops_at(rows, batch);
-            load_tops(tops, to.tops[0]), load_tops(tops + 8 * kTopBytes, to.tops[1]);
+            load_tops(tops - back[0], to.tops[0]), load_tops(tops + 8 * kTopBytes - back[1], to.tops[1]);
         }
     }
     template <int kRegisters>
@@ -173,9 +184,10 @@ struct CacheReader {
     __device__ __forceinline__ void load_values(const Rows& rows, u32 batch, Batch& to) const {
         if (batch >= rows.num_batches) return;
         if constexpr (kKvCoded)
-            if (opaque(this->lane) < 16) load_global(scales_at(rows, batch), to.scales);
+            if (opaque(this->lane) < 16) load_global(scales_at(rows, batch) - turn_back(rows, batch, opaque(this->lane)), to.scales);
+        const u32 pair = kWholeWindows ? 2 * (opaque(this->lane) & 3) : 0, back[2] = {turn_back(rows, batch, pair), turn_back(rows, batch, pair + 8)};
         const unsigned char* at = values_at(rows, batch);
-        load_share<kValueChunks>(at, to.values[0]), load_share<kValueChunks>(at + kValuesStride, to.values[1]);
+        load_share<kValueChunks>(at - back[0], to.values[0]), load_share<kValueChunks>(at + kValuesStride - back[1], to.values[1]);
     }
     // A batch is brought into the L2 cache where there are many of them: registers have room for few on their way, and memory can do with
     // more. Where there are few it comes no earlier, and weights do not (docs/history/geometry.md).
@@ -183,7 +195,7 @@ struct CacheReader {
     // `kMixedBatches` from `batch` on.
     __device__ __forceinline__ void read_ahead(const Rows& rows, u32 batch) const {
         if (rows.num_batches < kMany || batch >= rows.num_batches || opaque(this->lane) != 0) return;
-        prefetch_l2(batch_at(rows, batch), (kMixedBatches == 1 ? 1 : min(rows.num_batches - batch, kMixedBatches)) * kBatchBytes);
+        prefetch_l2(batch_at(rows, batch) - turn_back(rows, batch, 0), (kMixedBatches == 1 ? 1 : min(rows.num_batches - batch, kMixedBatches)) * kBatchBytes);
     }
 };
 
