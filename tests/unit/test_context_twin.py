@@ -39,10 +39,8 @@ RING = 9 * 16 * 8
 FIRST = (0, WINDOW, RING - 6, 2 * RING - 6, 2048 - 5)
 STARTS_APART = {"fp8": 2, "int4": 4}  # slower to emulate: some of the starts
 PARTS = {48: 8, 64: 4}  # batches of a part, by the values of a head: three parts, five
-OWN_SCALES = "load_global(twin::own(scales_at(rows, batch) - turn_back(rows, batch, opaque(this->lane))),"
 LOADED, STORED = "load_global(from + i * kStride, v)", "(to + i * kStride) ="
-LOADED_SCALES = "load_global(scales_at(rows, batch) - turn_back(rows, batch, opaque(this->lane)),"
-STORED_SCALES = "(scales_at(rows, rows.fresh_batch)) ="
+LOADED_SCALES, STORED_SCALES = "load_global(scales,", "(scales_at(rows, rows.fresh_batch)) ="
 # Words of a part have other writers in another layer, which come to it behind the ones before.
 PUBLISHES = "        const u32 place = unit % kHeadUnits;\n        store_relaxed_x2(base + kPartOffset"
 NOTED = (
@@ -194,7 +192,7 @@ def prepare(
     cache = cache.replace(LOADED, "load_global(twin::own(from + i * kStride), v)").replace(
         STORED, "(twin::own(to + i * kStride)) ="
     )
-    sources["attend_cache.cuh"] = cache.replace(LOADED_SCALES, OWN_SCALES)
+    sources["attend_cache.cuh"] = cache.replace(LOADED_SCALES, "load_global(twin::own(scales),")
     query = sources["attend_query.cuh"]
     sources["attend_query.cuh"] = query.replace(STORED_SCALES, "(twin::own(scales_at(rows, rows.fresh_batch))) =")
     sources["attend.cuh"] = sources["attend.cuh"].replace(PUBLISHES, NOTED + PUBLISHES)
