@@ -38,8 +38,8 @@ def kept_on_gpus(settings: LaunchConfig, spare_bytes: int, num_ranks: int, *, ha
         for name in ("prefix_cache", "prefix_host"):
             if parse_gib(text := getattr(settings, name)):
                 raise ConfigError(
-                    f"{name} {text} cannot be had where windowed layers keep a ring of positions, which forgets; kv_windows whole "
-                    "says what they would need, or leave it out"
+                    f"{name} {text} cannot be had where windowed layers keep a ring of positions, which forgets; kv_windows "
+                    "whole says what they would need, or leave it out"
                 )
         return 0, 0
     asked, asked_of_host = parse_gib(settings.prefix_cache), parse_gib(settings.prefix_host)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.kernel.shapes import named_shape, named_spec
-from kog_dist.errors import ConfigError
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
+from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda import kv_blocks
 from kog_dist.workers.cuda.kernel_shape import KernelShape

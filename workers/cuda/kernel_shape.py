@@ -390,8 +390,8 @@ class KernelShape:
     def can_be_whole(self) -> bool:
         """Whether windowed layers can keep all positions.
 
-        Rows of a batch that are behind the newest one are then read a ring further back. Rows of V lie in pairs, and none may have
-        one row here and one there that both count: a window is less than its ring, or sees everything.
+        Rows of a batch that are behind the newest one are then read a ring further back. Rows of V lie in pairs, and of none may
+        one row count here and the other there: a window is less than its ring, or sees everything.
         """
         window = self.spec.sliding_window or self.spec.max_context
         return -(-window // self.splits) < 16 * self.window_batches or self.window_batches == self.full_batches
