@@ -18,7 +18,8 @@ struct Attender : BatchMixer {
         // They are on their way, or here before the query is.
         Batch batches[kBatches];
 #pragma unroll
-        for (u32 i = 0; i < kBatches; ++i) load_keys(rows, first + i * kSetWarps, batches[i]), load_values(rows, first + i * kSetWarps, batches[i]);
+        for (u32 i = 0; i < kBatches; ++i)
+            load_keys<kWholeWindows>(rows, first + i * kSetWarps, batches[i]), load_values<kWholeWindows>(rows, first + i * kSetWarps, batches[i]);
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kSetWarps == first;
         Query query;

@@ -153,27 +153,29 @@ struct CacheReader {
     __device__ __forceinline__ unsigned char* tops_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kTops); }
     __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kValues); }
     __device__ __forceinline__ unsigned char* scales_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kScales); }
-    // How far back row `row` of a batch lies: rows behind the last one are of the turn before. Only where all turns are kept; callers leave it
-    // out by `if constexpr`, so that other builds are what they would be without.
+    // How far back row `row` of a batch lies: rows behind the last one are of the turn before. Called only where all turns are kept, of the
+    // batches that a warp loads first (kTurns), and of further ones where windows have so many: it would hold up those of other layers.
     static __device__ __forceinline__ u32 turn_back(const Rows& rows, u32 batch, u32 row) {
         return batch * 16 + row > rows.last ? rows.turn_bytes : 0;
     }
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
     }
+    static constexpr bool kTurnsFurtherOn = kWholeWindows && kWindowBatches > static_cast<int>(kBatches) * kSetWarps;
+    template <bool kTurns = kTurnsFurtherOn>
     __device__ __forceinline__ void load_keys(const Rows& rows, u32 batch, Batch& to) const {
         if (batch >= rows.num_batches) return;
         u32 back[2] = {};
-        if constexpr (kWholeWindows) {
+        if constexpr (kTurns) {
             const u32 row = opaque(lane) >> 2;
             back[0] = turn_back(rows, batch, row), back[1] = turn_back(rows, batch, row + 8);
         }
         const unsigned char *first = keys_at(rows, batch), *second = first + kKeysStride;
-        if constexpr (kWholeWindows) first -= back[0], second -= back[1];
+        if constexpr (kTurns) first -= back[0], second -= back[1];
         load_share<kKeyChunks>(first, to.keys[0]), load_share<kKeyChunks>(second, to.keys[1]);
         if constexpr (kKvRotated) {
             const unsigned char *first_tops = tops_at(rows, batch), *second_tops = first_tops + 8 * kTopBytes;
-            if constexpr (kWholeWindows) first_tops -= back[0], second_tops -= back[1];
+            if constexpr (kTurns) first_tops -= back[0], second_tops -= back[1];
             load_tops(first_tops, to.tops[0]), load_tops(second_tops, to.tops[1]);
         }
     }
@@ -187,16 +189,17 @@ struct CacheReader {
             load_global(from, to[0]);
         }
     }
+    template <bool kTurns = kTurnsFurtherOn>
     __device__ __forceinline__ void load_values(const Rows& rows, u32 batch, Batch& to) const {
         if (batch >= rows.num_batches) return;
         if constexpr (kKvCoded)
             if (opaque(this->lane) < 16) {
                 const unsigned char* scales = scales_at(rows, batch);
-                if constexpr (kWholeWindows) scales -= turn_back(rows, batch, opaque(lane));
+                if constexpr (kTurns) scales -= turn_back(rows, batch, opaque(lane));
                 load_global(scales, to.scales);
             }
         const unsigned char *first = values_at(rows, batch), *second = first + kValuesStride;
-        if constexpr (kWholeWindows) {  // of a pair both rows: the later one does not count where it is behind the last
+        if constexpr (kTurns) {  // of a pair both rows: the later one does not count where it is behind the last
             const u32 row = (opaque(lane) & 3) * 2;
             first -= turn_back(rows, batch, row), second -= turn_back(rows, batch, row + 8);
         }
@@ -209,7 +212,7 @@ struct CacheReader {
     __device__ __forceinline__ void read_ahead(const Rows& rows, u32 batch) const {
         if (rows.num_batches < kMany || batch >= rows.num_batches || opaque(this->lane) != 0) return;
         unsigned char* at = batch_at(rows, batch);
-        if constexpr (kWholeWindows) at -= turn_back(rows, batch, 0);
+        if constexpr (kTurnsFurtherOn) at -= turn_back(rows, batch, 0);
         prefetch_l2(at, (kMixedBatches == 1 ? 1 : min(rows.num_batches - batch, kMixedBatches)) * kBatchBytes);
     }
 };
