@@ -64,6 +64,9 @@ class LaunchConfig:
     kv_dtype: str = _setting(
         "auto", "Type of the KV cache: {choices}.", choices=("auto", "float32", "float16", "bfloat16", "fp8", "int4")
     )  # auto: float32 on CPU ranks, the 16-bit type of the weights on GPUs
+    kv_windows: str = _setting(
+        "auto", "What windowed layers keep of the KV on GPUs: {choices}.", choices=("auto", "whole", "ring")
+    )  # auto: all positions where they fit, else the newest ones
     kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="4 on CPU ranks, 1 on GPUs")
     prefix_cache: str = _setting("auto", "GiB of each rank for the beginnings of earlier requests; off, or auto.")
     prefix_host: str = _setting("auto", "GiB of the host's memory behind that of GPUs, for all ranks; off, or auto.")

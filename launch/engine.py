@@ -216,7 +216,8 @@ class EngineProcesses:
             model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
             verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
             num_kv_caches=self._target.num_kv_caches, kept_bytes=self._target.kept_bytes,
-            kept_host_bytes=self._target.kept_host_bytes, placement=self._target.placement(rank), prefill=self._target.prefill,
+            kept_host_bytes=self._target.kept_host_bytes, whole_windows=self._target.whole_windows,
+            placement=self._target.placement(rank), prefill=self._target.prefill,
             context=self._target.checkpoint.spec.max_context, quantize=settings.quantize,
             check_experts=settings.check_experts,
         )  # fmt: skip

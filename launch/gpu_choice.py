@@ -17,6 +17,7 @@ from kog_dist.launch.gpu_leases import use_of
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
 PREFILLED_GPUS = 4  # with `--prefill auto` at most that many take prompts in blocks: with more it has not run
@@ -39,6 +40,7 @@ class GpuChoice:
     note: str = ""  # why an engine that would use prefill does not, or has a shorter context
     context: int = 0  # tokens that fit, where those of the model do not; else 0
     spare_bytes: int = 0  # that are free on each GPU beside the model
+    whole_windows: bool = False  # whether windowed layers keep all positions
 
 
 def choose_gpus(
@@ -48,9 +50,19 @@ def choose_gpus(
 
     Raises ConfigError or LaunchError for a request that makes no sense, or no number of ranks, wherever it is started.
     """
+    windows = settings.kv_windows
+    if windows != "auto" and not checkpoint.spec.window_layers:
+        raise ConfigError(f"kv_windows {windows} is for models with windowed layers, and this one has none; leave it out")
     found = None if settings.device == "cpu" else _choose(settings, checkpoint, environ, inventory)
     if found is None and settings.prefill == "on":
         raise ConfigError("--prefill on is for GPUs, and the model would run on CPU ranks here; leave it out, or use --gpus")
+    if found is None and windows == "ring":
+        raise ConfigError("kv_windows ring is for GPUs, and CPU ranks keep all positions; leave it out, or use --gpus")
+    if found is not None and windows == "whole" and not found.whole_windows:
+        raise ConfigError(
+            f"kv_windows whole cannot be had: windows of {checkpoint.spec.sliding_window} positions fill their rings of batches; "
+            "leave it out"
+        )
     return found
 
 
@@ -88,6 +100,7 @@ class _Need:
     note: str = ""
     obstacle: str = ""
     context: int = 0  # of tokens, if shorter than the model's
+    whole_windows: bool = False  # whether windowed layers keep all positions
 
     @property
     def num_bytes(self) -> int:
@@ -101,31 +114,60 @@ class _Need:
 
 
 def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str) -> list[_Need]:
-    """The ways in which ranks may run, the best one first: with `auto` they do without prefill where it does not fit."""
+    """The ways in which ranks may run, the best one first.
+
+    With `auto` windowed layers keep a ring of positions where all of them do not fit, and ranks do without prefill.
+    """
     from kog_dist.workers.cuda.coded_source import coding_of
     from kog_dist.workers.prefill.model.memory import obstacle_to_prefill
 
-    def need(prefill: str, note: str = "", obstacle: str = "") -> _Need:
-        uses = gpu_rank_bytes(checkpoint, 0, count, kv_dtype, prefill=prefill != "off" and not obstacle)
-        return _Need(uses, prefill, note, obstacle)
+    def needs(prefill: str, note: str = "", obstacle: str = "") -> list[_Need]:
+        shapes = _window_shapes(settings, checkpoint, count, kv_dtype)
+        found = list[_Need]()
+        for shape in shapes:
+            uses = _bytes_by_use(checkpoint, shape, prefill=prefill != "off" and not obstacle)
+            of_windows = _ring_note(*shapes) if found else ""
+            notes = "; ".join(filter(None, (note, of_windows)))
+            found.append(_Need(uses, prefill, notes, obstacle, whole_windows=shape.whole_windows))
+        return found
 
     if settings.prefill == "off" or (settings.prefill == "auto" and count > PREFILLED_GPUS):
-        return [need("off")]
+        return needs("off")
     obstacle = obstacle_to_prefill(checkpoint.spec, coding_of(checkpoint) if checkpoint.spec.experts is not None else None)
     if settings.prefill == "on":
-        return [need("on", obstacle=obstacle)]
+        return needs("on", obstacle=obstacle)
     if obstacle:
-        return [need("off", note=f"prompts go token by token: {obstacle}")]
-    with_it = need("auto")
-    return [with_it, need("off", note=f"prompts go token by token: prefill takes {_gib(with_it.of_prefill)}, which do not fit")]
+        return needs("off", note=f"prompts go token by token: {obstacle}")
+    with_it = needs("auto")
+    takes = _gib(with_it[-1].of_prefill)
+    return [*with_it, *needs("off", note=f"prompts go token by token: prefill takes {takes}, which do not fit")]
+
+
+def _window_shapes(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str) -> list[KernelShape]:
+    """Rank 0's kernel in the ways in which windowed layers may keep positions, the best one first."""
+    ring = gpu_rank_shape(checkpoint, 0, count, kv_dtype)
+    if not checkpoint.spec.window_layers or settings.kv_windows == "ring" or not ring.can_be_whole:
+        return [ring]
+    whole = replace(ring, whole_windows=True)
+    return [whole] if settings.kv_windows == "whole" else [whole, ring]
+
+
+def _ring_note(whole: KernelShape, ring: KernelShape) -> str:
+    return (
+        f"no prefixes are kept, since windowed layers keep a ring of {ring.ring_positions} positions: all of them take "
+        f"{_gib(whole.kv_bytes - ring.kv_bytes)} more, which do not fit; a shorter --context takes less"
+    )
 
 
 def _shorter(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str, free_bytes: int) -> Iterator[_Need]:
     """The same ways, the best one first, with the longest context that so much free memory has room for.
 
-    None where that is less than LEAST_CONTEXT, or where the user has asked for a context.
+    None where that is less than LEAST_CONTEXT, or where the user has asked for a context. Windowed layers keep a ring, unless the
+    user has asked for all positions: a longer context is worth more.
     """
     whole = checkpoint.spec.max_context
+    if settings.kv_windows == "auto":
+        settings = replace(settings, kv_windows="ring")
 
     def ways(context: int) -> list[_Need]:
         shorter = replace(checkpoint, spec=checkpoint.spec.with_context(context))
@@ -153,24 +195,41 @@ def _choice(
     count: int, kv_dtype: str, inventory: Inventory, gpus: tuple[Gpu, ...], need: _Need, obstacles: tuple[KogError, ...] = ()
 ) -> GpuChoice:
     spare_bytes = min((gpu.free_bytes for gpu in gpus), default=0) - need.num_bytes if gpus else 0
-    return GpuChoice(count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context, spare_bytes)
+    return GpuChoice(
+        count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context, spare_bytes, need.whole_windows
+    )  # fmt: skip
 
 
-def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, prefill: bool = False) -> dict[str, int]:
+def gpu_rank_bytes(
+    checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, prefill: bool = False, whole_windows: bool = False
+) -> dict[str, int]:  # fmt: skip
     """GPU memory of a rank by use; "prefill" begins what prefill takes, and "experts" are those of all layers.
 
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
-    from kog_dist.collectives.mailbox import place
+    shape = gpu_rank_shape(checkpoint, rank, world_size, kv_dtype, whole_windows=whole_windows)
+    return _bytes_by_use(checkpoint, shape, prefill=prefill)
+
+
+def gpu_rank_shape(
+    checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, whole_windows: bool = False
+) -> KernelShape:  # fmt: skip
+    """A rank's kernel. Raises ConfigError like `gpu_rank_bytes`."""
     from kog_dist.workers.cuda.coded_source import coding_of
     from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+    lanes = checkpoint.spec.lanes_of_rank(rank, world_size)
+    return KernelShape(
+        checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size,
+        coding=coding_of(checkpoint), whole_windows=whole_windows,
+    )  # fmt: skip
+
+
+def _bytes_by_use(checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool) -> dict[str, int]:
+    from kog_dist.collectives.mailbox import place
     from kog_dist.workers.prefill.model.memory import prefill_bytes
 
     spec = checkpoint.spec
-    lanes = spec.lanes_of_rank(rank, world_size)
-    shape = KernelShape(
-        spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, coding=coding_of(checkpoint)
-    )
     norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.final_norm_lanes)
     rope = 4 * spec.max_context * spec.head_dim
     of_qkv = spec.num_layers * shape.num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
@@ -181,7 +240,7 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
         **experts,
         "tables": 2 * (spec.vocab_size * spec.hidden_size + norms + of_qkv) + rope,
         "cache": shape.kv_bytes,
-        "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), world_size))),
+        "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))),
     }
     return uses | (prefill_bytes(shape) if prefill else {})
 

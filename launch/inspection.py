@@ -166,10 +166,14 @@ def _place(target: Target, rank: int) -> str:
 
 def _memory(target: Target, rank: int) -> str:
     if target.device == "cuda":
-        uses = gpu_rank_bytes(target.checkpoint, rank, target.world_size, target.kv_dtype, prefill=target.prefill != "off")
+        uses = gpu_rank_bytes(
+            target.checkpoint, rank, target.world_size, target.kv_dtype, prefill=target.prefill != "off",
+            whole_windows=target.whole_windows,
+        )  # fmt: skip
+        windows = f" ({_windows(target)})" if target.checkpoint.spec.window_layers else ""
         shown = {
             "tape": "weights tape", "experts": "experts", "tables": "tables and norms",
-            "cache": f"{target.kv_dtype} KV cache", "words": "words",
+            "cache": f"{target.kv_dtype} KV cache{windows}", "words": "words",
             "prefill weights": "weights of prefill", "prefill": "memory of prefill",
         }  # fmt: skip
         return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses) + _kept(target)
@@ -177,6 +181,10 @@ def _memory(target: Target, rank: int) -> str:
     weights = f"{_size(uses['weights'])} weights in {kept_as(target.checkpoint)} ({_size(uses['read'])} read per token)"
     form = "" if target.kv_dtype == "float32" else f" ({target.kv_dtype} values kept in float32)"
     return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{form}{_kept(target)}"
+
+
+def _windows(target: Target) -> str:
+    return "all positions of windowed layers, too" if target.whole_windows else "of windowed layers a ring of positions"
 
 
 def _kept(target: Target) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kog_dist.config import LaunchConfig, parse_gib
 from kog_dist.errors import ConfigError
-from kog_dist.model.spec import ModelSpec
 
 _CPU_BYTES = 64 << 20  # of a rank, unless told otherwise
 _MOST_GPU_BYTES, _SHARE_OF_FREE = 16 << 30, 4  # of a GPU, and of what is free there beside the model
@@ -30,15 +29,18 @@ def kept_on_cpu(settings: LaunchConfig, num_ranks: int) -> int:
     return asked
 
 
-def kept_on_gpus(settings: LaunchConfig, spec: ModelSpec, spare_bytes: int, num_ranks: int) -> tuple[int, int]:
+def kept_on_gpus(settings: LaunchConfig, spare_bytes: int, num_ranks: int, *, has_rings: bool = False) -> tuple[int, int]:
     """Bytes of each rank on its GPU, where `spare_bytes` are free beside the model, and in the host's memory.
 
-    Raises ConfigError for more than there is, and for any that is asked for where windowed layers keep a ring.
+    Raises ConfigError for more than there is, and for any that is asked for where windowed layers keep a ring (`has_rings`).
     """
-    if spec.window_layers:
+    if has_rings:
         for name in ("prefix_cache", "prefix_host"):
             if parse_gib(text := getattr(settings, name)):
-                raise ConfigError(f"{name} {text} cannot be had on GPUs with windowed layers, which forget; leave it out")
+                raise ConfigError(
+                    f"{name} {text} cannot be had where windowed layers keep a ring of positions, which forgets; kv_windows "
+                    "whole says what they would need, or leave it out"
+                )
         return 0, 0
     asked, asked_of_host = parse_gib(settings.prefix_cache), parse_gib(settings.prefix_host)
     if asked is None:

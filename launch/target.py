@@ -45,6 +45,7 @@ class Target:
     num_kv_caches: int = 1  # of every rank
     kept_bytes: int = 0  # of every rank, for the beginnings of earlier requests
     kept_host_bytes: int = 0  # and in the host's memory
+    whole_windows: bool = False  # whether windowed layers of GPUs keep all positions
     prefill: str = "off"  # on, auto or off: whether GPUs take prompts in blocks
     note: str = ""  # for the launcher's log
 
@@ -126,10 +127,12 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         checkpoint = replace(checkpoint, spec=checkpoint.spec.with_context(choice.context))
     kept_bytes, kept_host_bytes = 0, 0
     if not choice.obstacles:
-        kept_bytes, kept_host_bytes = kept_on_gpus(settings, checkpoint.spec, choice.spare_bytes, choice.count)
+        kept_bytes, kept_host_bytes = kept_on_gpus(
+            settings, choice.spare_bytes, choice.count, has_rings=bool(checkpoint.spec.window_layers) and not choice.whole_windows
+        )  # fmt: skip
     target = Target(
         folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, kept_bytes=kept_bytes,
-        kept_host_bytes=kept_host_bytes, prefill=choice.prefill, note=choice.note,
+        kept_host_bytes=kept_host_bytes, whole_windows=choice.whole_windows, prefill=choice.prefill, note=choice.note,
     )  # fmt: skip
     machine = read_cpu_map() if settings.pin else None
     return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles

@@ -28,6 +28,7 @@ class WorkerArgs(JsonArguments):
     num_kv_caches: int = 1
     kept_bytes: int = 0  # of memory that kept prefixes may take on the device: the block pool
     kept_host_bytes: int = 0  # and behind it in the host's
+    whole_windows: bool = False  # whether windowed layers of a GPU keep all positions, not a ring
     placement: Placement = ANYWHERE
     prefill: str = "off"  # whether a GPU takes prompts in blocks of many tokens: on, off, or auto: if it can
 

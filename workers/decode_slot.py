@@ -55,6 +55,11 @@ class DecodeSlot:
         return None if self._caches is None else self._caches.blocks
 
     @property
+    def ring_positions(self) -> int:
+        """Positions that windowed layers keep; 0 if there are none or they keep all, or before the first request."""
+        return 0 if self._caches is None else self._caches.ring_positions
+
+    @property
     def seq(self) -> int | None:
         """Number of the current request."""
         return self._seq

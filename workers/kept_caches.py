@@ -44,12 +44,13 @@ class _Kept:
 class KeptCaches:
     """The books of all KV caches. `window`: of the model's windowed layers, None if it has none.
 
+    `ring_positions`: that these keep; 0: there are none, or they keep all.
     One request runs at a time, between `take` and `give_back`. `blocks`: those of the block pool; None without one.
     """
 
     def __init__(self, layout: KvLayout, window: int | None) -> None:
         self._kept = [_Kept() for _ in range(layout.num_caches)]
-        self._ring = layout.ring_positions if window is not None else 0
+        self.ring_positions = layout.ring_positions if window is not None else 0
         self._window = window or 0
         self._uses = 0
         self._running = KvUse()
@@ -104,9 +105,9 @@ class KeptCaches:
 
     def is_intact(self, num_positions: int, num_written: int) -> bool:
         """Whether the first `num_positions` can be used after `num_written` were written; see the top of this file."""
-        if not self._ring or num_written <= self._ring:
+        if not self.ring_positions or num_written <= self.ring_positions:
             return True
-        return num_positions - self._window + 1 >= num_written - self._ring
+        return num_positions - self._window + 1 >= num_written - self.ring_positions
 
     def give_back(self, tokens: Sequence[int], num_positions: int, num_written: int) -> None:
         """The request has ended: its cache holds the first `num_positions` of `tokens`; it wrote below `num_written`."""

@@ -50,12 +50,12 @@ def status_report(
 
 
 def _kept(slot: DecodeSlot) -> dict[str, Any]:
-    """The block pool's part of the report."""
+    """What is kept of earlier requests."""
     blocks = slot.kept_blocks
     if blocks is None:
-        return {}
+        return {"kept_ring": slot.ring_positions}
     used, used_of_host = blocks.num_used
     return {
         "kept_block_tokens": blocks.block_tokens, "kept_used": used, "kept_slots": blocks.num_slots,
-        "kept_host_used": used_of_host, "kept_host_slots": blocks.num_host_slots,
+        "kept_host_used": used_of_host, "kept_host_slots": blocks.num_host_slots, "kept_ring": slot.ring_positions,
     }  # fmt: skip

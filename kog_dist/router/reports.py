@@ -67,6 +67,7 @@ def status_report(
         replica_addresses=tuple(link.order.access.address for link in links),
         replica_running=tuple(running.get(link, "") for link in links),
         kept_block_tokens=max((report.kept_block_tokens for report in reports), default=0),
+        kept_ring=max((report.kept_ring for report in reports), default=0),
         **{name: sum(getattr(report, name) for report in reports) for name in _KEPT},
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ def describe(report: StatusReport) -> str:
             *(f"rank {rank:<4}on {place}" for rank, place in enumerate(report.rank_places)),
             f"prompts  {'in blocks, through prefill' if report.prefill else 'token by token'}",
             *([f"sampling {report.own_sampling} by default over HTTP"] if report.own_sampling else []),
-            *([f"kept     {_kept(report)}"] if report.kept_slots else []),
+            *([f"kept     {_kept(report)}"] if report.kept_slots or report.kept_ring else []),
             f"running  {_running(report)}",
             f"waiting  {' '.join(report.waiting) or '-'} (at most {report.queue_limit}{of_one})",
             f"requests {report.num_completed} completed, {report.num_cancelled} cancelled, {report.num_expired} expired, "
@@ -46,6 +46,8 @@ def describe(report: StatusReport) -> str:
 
 
 def _kept(report: StatusReport) -> str:
+    if not report.kept_slots:
+        return f"the last sequence; windowed layers have a ring of {report.kept_ring} positions"
     of_host = f", {report.kept_host_used} of {report.kept_host_slots} behind them on the host" if report.kept_host_slots else ""
     return f"{report.kept_used} of {report.kept_slots} blocks of {report.kept_block_tokens} tokens{of_host}"
 

@@ -109,7 +109,7 @@ STEPS = {
     "quantised": _tests(1, 40, 200, "test_quantised"),
     "experts": _tests(1, 130, 300, "test_experts"),
     "prefill_quantised": _tests(1, 40, 200, "test_prefill_quantised"),
-    "kept": _tests(1, 85, 240, "test_kept_prefixes"),
+    "kept": _tests(1, 125, 300, "test_kept_prefixes"),
     "kv_formats": _tests(1, 30, 150, "test_kv_formats"),
     "processors": _tests(1, 10, 90, "test_processors"),
     "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),

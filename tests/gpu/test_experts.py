@@ -25,14 +25,16 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_codes, random_tensor, random_weights
+from kog_dist.workers.prefill import gpu
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers
 from kog_dist.workers.prefill.experts import device
 from kog_dist.workers.prefill.experts.device import experts_on_gpu
 from kog_dist.workers.prefill.experts.experts_abi import tiles
-from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
+from kog_dist.workers.prefill.gpu import Tuning, matrices_for, prefill_for
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.chunks import MOST_FLOP, work_of
 from tests.gpu.test_families import on_cpu
-from tests.gpu.test_prefill import decode, logits_of_prompt, relative_error
+from tests.gpu.test_prefill import begin_at_head, decode, fill, logits_of_prompt, relative_error
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 LAYERS, VOCABULARY, CONTEXT, TOKENS, SEED = 2, 4096, 256, 9, 5
@@ -152,6 +154,33 @@ def test_bits_depend_neither_on_tiles_nor_on_ranks(monkeypatch: pytest.MonkeyPat
     for size in sizes:
         assert np.array_equal(partials[1, size], first), size
         assert np.array_equal(partials[2, size], first[spec.num_lanes // 2 :]), size
+
+
+def test_windowed_layers_may_keep_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss in MXFP4: logits have the bits of rings; a stop within a chunk keeps what was there, and one goes on behind it."""
+    import cupy
+
+    whole, coding = named_shape("gpt-oss-20b@2048")
+    spec = replace(whole, num_layers=4, window_layers=(0, 2), vocab_size=VOCABULARY)
+    monkeypatch.setattr(gpu, "work_of", lambda *args, **options: replace(work_of(*args, **options), chunk_flop=1.4 * MOST_FLOP))
+    ids, tuning = drawn(1300), Tuning((128, 256))
+    found = []
+    for whole_windows in (False, True):
+        shape = KernelShape(spec, range(spec.num_lanes), coding=coding, whole_windows=whole_windows)
+        matrices, observe = matrices_for(shape)
+        kernel = Monokernel(shape, random_weights(shape, SEED, observe))
+        prefill = prefill_for(kernel, matrices, tuning=tuning)
+        asked = iter([False] * 4 + [True])
+        fill(prefill, ids[:1290])
+        reached = prefill.run(ids, 600, should_stop=lambda asked=asked: next(asked)) if whole_windows else 0  # type: ignore[misc]
+        assert reached == (856 if whole_windows else 0), "a second chunk of 256 rows has lost its last parts"
+        fill(prefill, ids, reached)
+        layout, cache = CacheLayout.of(shape), kernel.kv.view(np.uint16)
+        kept = [layout.load(cache, layer, layout.first_read(layer, 1300), 1300) for layer in range(spec.num_layers)]
+        logits = [begin_at_head(kernel, prefill, ids, 30), decode(kernel, [*ids, *drawn(300)], 1300)]
+        found.append([part.tobytes() for part in (*logits, *(cupy.asnumpy(part) for pair in kept for part in pair))])
+        kernel.close()
+    assert [one == other for one, other in zip(*found, strict=True)] == [True] * len(found[0])
 
 
 def in_blocks(matrix: Any) -> dict[str, Any]:

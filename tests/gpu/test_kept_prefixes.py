@@ -1,4 +1,7 @@
-"""Kept prefixes on a GPU: three conversations take turns, and what they left comes from the block pool, the host's part too."""
+"""Kept prefixes on a GPU: three conversations take turns, and what they left comes from the block pool, the host's part too.
+
+Of a dense model, and of one with experts whose windowed layers keep all positions.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 from kog_dist.bench.engine.session import engine_session
 from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
 from kog_dist.model.checkpoint import random_tensors, write_checkpoint
+from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, Tokens
@@ -19,11 +23,17 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import block_bytes, block_tokens
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(200)]
-SPEC = ModelSpec(
-    hidden_size=512, num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=1024, vocab_size=512, max_context=4096,
-    num_lanes=4, delay=0, qk_norm=True,
-)  # fmt: skip
-BLOCK = block_tokens(KernelShape(SPEC, range(4)))
+SPECS = {
+    "dense": ModelSpec(
+        hidden_size=512, num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=1024, vocab_size=512, max_context=4096,
+        num_lanes=4, delay=0, qk_norm=True,
+    ),
+    "gpt-oss": ModelSpec(
+        hidden_size=512, num_layers=4, num_heads=16, num_kv_heads=8, own_head_dim=64, intermediate_size=256, vocab_size=512,
+        max_context=4096, num_lanes=4, delay=0, qkv_bias=True, out_bias=True, attention_sinks=True, sliding_window=128,
+        window_layers=(0, 2), experts=ExpertsSpec(8, 4, router_bias=True, bias=True, clamp=ClampedSwiglu(1.702, 7.0)),
+    ),
+}  # fmt: skip
 SLOTS, HOST_SLOTS = 4, 6  # three conversations need more than the GPU's
 NUM_TOKENS = 24
 READY_S = 120.0
@@ -50,17 +60,23 @@ def digests(events: list[Tokens]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "kv_dtype"),
-    [("off", "bfloat16"), ("off", "fp8"), ("off", "int4"), ("on", "bfloat16"), ("on", "fp8"), ("on", "int4")],
-)
-def test_conversations_take_turns(tmp_path: Path, prefill: str, kv_dtype: str) -> None:
-    assert BLOCK < 1000, "or nothing is copied"
-    write_checkpoint(tmp_path, SPEC, random_tensors(SPEC, seed=3))
-    write_tokenizer(tmp_path, SPEC.vocab_size)
-    gib_of_block = block_bytes(KernelShape(SPEC, range(4), kv_dtype=kv_dtype)) / 2**30
+    ("name", "prefill", "kv_dtype"),
+    [
+        *(("dense", prefill, kv_dtype) for prefill in ("off", "on") for kv_dtype in ("bfloat16", "fp8", "int4")),
+        ("gpt-oss", "off", "bfloat16"), ("gpt-oss", "off", "fp8"), ("gpt-oss", "on", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_conversations_take_turns(tmp_path: Path, name: str, prefill: str, kv_dtype: str) -> None:
+    spec = SPECS[name]
+    shape = KernelShape(spec, range(4), kv_dtype=kv_dtype, whole_windows=bool(spec.window_layers))
+    block = block_tokens(shape)
+    assert 0 < block < 1000, "or nothing is copied"
+    write_checkpoint(tmp_path, spec, random_tensors(spec, seed=3))
+    write_tokenizer(tmp_path, spec.vocab_size)
+    gib_of_block = block_bytes(shape) / 2**30
     room = (f"--prefix-cache={gib_of_block * (SLOTS + 0.5)}", f"--prefix-host={gib_of_block * (HOST_SLOTS + 0.5)}")
-    shared = ids(BLOCK + 40, 1)
-    held = [shared + ids(BLOCK, 10), shared + ids(BLOCK // 2, 20), ids(BLOCK + 9, 30)]
+    shared = ids(block + 40, 1)
+    held = [shared + ids(block, 10), shared + ids(block // 2, 20), ids(block + 9, 30)]
     with engine_session() as session:
         session.launch(str(tmp_path), "--gpus=1", f"--prefill={prefill}", f"--kv-dtype={kv_dtype}", *room)
         with session.connect(READY_S) as client:
@@ -72,12 +88,33 @@ def test_conversations_take_turns(tmp_path: Path, prefill: str, kv_dtype: str) -
                 anew, of_anew = ask(client, prompt, reuse_kv=False, cache_salt="by itself")
                 assert of_anew.num_cached_tokens == 0
                 assert len(digests(events)) == NUM_TOKENS
-                if prefill == "off":  # else decoded and prefilled positions round otherwise
+                if prefill == "off" or turn < 3:  # else decoded and prefilled positions round otherwise
                     assert (tokens(events), digests(events)) == (tokens(anew), digests(anew))
                 held[turn % 3] = prompt + tokens(events) + ids(5, turn)
             status = client.status()
-    print(prefill, kv_dtype, caches, status.kept_used, status.kept_host_used)
-    assert (status.kept_block_tokens, status.kept_slots, status.kept_host_slots) == (BLOCK, SLOTS, HOST_SLOTS)
-    assert caches[1] >= BLOCK, "what two begin with"
+    print(name, prefill, kv_dtype, caches, status.kept_used, status.kept_host_used)
+    assert (status.kept_block_tokens, status.kept_slots, status.kept_host_slots) == (block, SLOTS, HOST_SLOTS)
+    assert status.kept_ring == 0
+    assert caches[1] >= block, "what two begin with"
     assert status.kept_host_used > 0
-    assert sum(count >= BLOCK for count in caches[3:]) >= 3, "what has moved to the host came back"
+    assert sum(count >= block for count in caches[3:]) >= 3, "what has moved to the host came back"
+
+
+def test_a_ring_of_positions_gives_the_same_answers(tmp_path: Path) -> None:
+    """Windowed layers keep all positions, or the newest: a prompt, what goes on behind it, and a step back over a ring."""
+    spec, answers = SPECS["gpt-oss"], []
+    write_checkpoint(tmp_path, spec, random_tensors(spec, seed=3))
+    write_tokenizer(tmp_path, spec.vocab_size)
+    first = ids(700, 1)
+    for windows, ring in (("whole", 0), ("ring", 256)):
+        with engine_session() as session:
+            session.launch(str(tmp_path), "--gpus=1", f"--kv-windows={windows}")
+            with session.connect(READY_S) as client:
+                events, _ = ask(client, first)
+                behind, done = ask(client, [*first, *tokens(events)[:-1], 5, 6])
+                assert done.num_cached_tokens >= len(first)
+                back, stepped = ask(client, [*first[:400], *ids(90, 2)])
+                assert stepped.num_cached_tokens == (0 if ring else 400)
+                assert client.status().kept_ring == ring
+        answers.append([(tokens(one), digests(one)) for one in (events, behind, back)])
+    assert answers[0] == answers[1]

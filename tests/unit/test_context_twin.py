@@ -1,6 +1,7 @@
 """The monokernel's attention on a CPU (decode_twin/) far into a context, from a cache in prefill's layout, against the oracle.
 
-Splits have so many batches here that warps fill both of their buffers again, and windowed layers write over the oldest rows.
+Splits have so many batches here that warps fill both of their buffers again, and windowed layers write over the oldest rows; or
+keep all of them, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FIRST = (0, WINDOW, RING - 6, 2 * RING - 6, 2048 - 5)
 STARTS_APART = {"fp8": 2, "int4": 4}  # slower to emulate: some of the starts
 PARTS = {48: 8, 64: 4}  # batches of a part, by the values of a head: three parts, five
 LOADED, STORED = "load_global(from + i * kStride, v)", "(to + i * kStride) ="
-LOADED_SCALES, STORED_SCALES = "load_global(scales_at(rows, batch),", "(scales_at(rows, rows.fresh_batch)) ="
+LOADED_SCALES, STORED_SCALES = "load_global(scales,", "(scales_at(rows, rows.fresh_batch)) ="
 # Words of a part have other writers in another layer, which come to it behind the ones before.
 PUBLISHES = "        const u32 place = unit % kHeadUnits;\n        store_relaxed_x2(base + kPartOffset"
 NOTED = (
@@ -78,14 +79,28 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
     with torch.no_grad():
         wanted = oracle(torch.from_numpy(ids.astype(np.int64))[None], kept)[0].numpy()
 
-    shape = KernelShape(
-        spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, partition_batches=PARTS[head_dim], kv_dtype=kv_dtype
-    )
-    layout = CacheLayout.of(shape)
-    assert (shape.window_batches, shape.full_batches, shape.num_partitions) == (9, 19, {48: 3, 64: 5}[head_dim])
-    prepare(shape, model, ids, tmp_path)
     kept_values = (part[:, 0].float().numpy().swapaxes(1, 2) for part in kept._layers)
     rows = [values if is_coded else rounded(values, BFLOAT16) for values in kept_values]
+    found = []
+    for whole_windows in (False, True):
+        shape = KernelShape(
+            spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, partition_batches=PARTS[head_dim],
+            kv_dtype=kv_dtype, whole_windows=whole_windows,
+        )  # fmt: skip
+        assert (shape.window_batches, shape.full_batches, shape.num_partitions) == (9, 19, {48: 3, 64: 5}[head_dim])
+        folder = tmp_path / f"{whole_windows}"
+        folder.mkdir()
+        prepare(shape, model, ids, folder)
+        found.append(logits_behind(shape, rows, exact, wanted, folder))
+    assert found[0] == found[1], "windowed layers that keep all positions give other bits"
+
+
+def logits_behind(
+    shape: KernelShape, rows: list[Array], exact: list[list[Array]], wanted: Array, folder: Path
+) -> list[bytes]:  # fmt: skip
+    """Of the last token that the program in `folder` decodes from each start on; checks them, and the rows that are new."""
+    spec, kv_dtype, layout = shape.spec, shape.kv_dtype, CacheLayout.of(shape)
+    is_coded, all_logits = kv_dtype in KV_FORMATS, []
     before, firsts = {}, FIRST[:: STARTS_APART.get(kv_dtype, 1)]
     for first in firsts:
         # Nobody may see what is not stored: 1,000; codes of 16, scales of 139.
@@ -94,12 +109,12 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
             gone = max(0, first + 1 - WINDOW) if layer in spec.window_layers else 0  # positions behind the window
             layout.store(cache, layer, gone, keys[gone:first], values[gone:first])
         before[first] = cache
-        cache.tofile(tmp_path / f"kv.{first}.bin")
+        cache.tofile(folder / f"kv.{first}.bin")
     command = ["./context", ".", str(shape.kv_bytes), str(shape.num_words), str(STEPS), str(LIMIT_US), *map(str, firsts)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"ended with {done.returncode} (6: two threads had to do with one row; see context.cpp)"
     for number, first in enumerate(firsts):
-        after = np.fromfile(tmp_path / f"kept.{first}.bin", cache.dtype)
+        after = np.fromfile(folder / f"kept.{first}.bin", cache.dtype)
         for layer, parts in enumerate(rows):
             for is_value, (part, found) in enumerate(zip(parts, layout.load(after, layer, first, first + STEPS), strict=True)):
                 new, kept_rows = float32_of(part[first : first + STEPS]), float32_of(found)
@@ -112,10 +127,12 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
             layout.store(after, layer, first, *(part[first : first + STEPS] for part in parts))
             layout.store(before[first], layer, first, *(part[first : first + STEPS] for part in parts))
         assert np.array_equal(after, before[first]), f"from {first} on other rows than the new ones were written"
-        logits = np.fromfile(tmp_path / f"logits.{first}.bin", np.float32)
+        logits = np.fromfile(folder / f"logits.{first}.bin", np.float32)
+        all_logits.append(logits.tobytes())
         last = wanted[first + STEPS - 1]
         assert np.linalg.norm(logits - last) / np.linalg.norm(last) < (1.5e-2 if is_coded else 2e-3), f"from {first} on"
-        check_later_parts(shape, np.fromfile(tmp_path / f"words.{first}.bin", np.uint64), first, number)
+        check_later_parts(shape, np.fromfile(folder / f"words.{first}.bin", np.uint64), first, number)
+    return all_logits
 
 
 def exact_rows(oracle: Laneformer) -> list[list[Array]]:
@@ -175,7 +192,7 @@ def prepare(
     cache = cache.replace(LOADED, "load_global(twin::own(from + i * kStride), v)").replace(
         STORED, "(twin::own(to + i * kStride)) ="
     )
-    sources["attend_cache.cuh"] = cache.replace(LOADED_SCALES, "load_global(twin::own(scales_at(rows, batch)),")
+    sources["attend_cache.cuh"] = cache.replace(LOADED_SCALES, "load_global(twin::own(scales),")
     query = sources["attend_query.cuh"]
     sources["attend_query.cuh"] = query.replace(STORED_SCALES, "(twin::own(scales_at(rows, rows.fresh_batch))) =")
     sources["attend.cuh"] = sources["attend.cuh"].replace(PUBLISHES, NOTED + PUBLISHES)

@@ -120,7 +120,7 @@ def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
 
 def answer(
     model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None, num_runs: int = len(RUNS),
-    max_ctas: int = 5, changed: Callable[[Mapping[str, str]], dict[str, str]] = dict,
+    max_ctas: int = 5, changed: Callable[[Mapping[str, str]], dict[str, str]] = dict, *, whole_windows: bool = False,
 ) -> tuple[list[int], Any]:  # fmt: skip
     """Tokens of a greedy answer, and all logits (vocab,) before the last one, of sources that `changed` has changed.
 
@@ -140,6 +140,7 @@ def answer(
             matrix_warps=matrix_warps,
             coding=coding,
             keeps_hashes=True,
+            whole_windows=whole_windows,
         )
         for rank in range(num_ranks)
     ]

@@ -64,6 +64,10 @@ def test_logits_are_those_of_the_oracle_with_equal_bits(variant: str, tmp_path: 
         others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks), max_ctas=4, num_runs=1, changed=changed)
         assert others == tokens
         assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks"
+    if model.spec.window_layers:
+        kept, kept_logits = answer(model, 2, tmp_path / "whole", max_ctas=4, num_runs=1, whole_windows=True)
+        assert kept == tokens
+        assert kept_logits.tobytes() == logits.tobytes(), "windowed layers that keep all positions"
     if variant == "qwen3_moe":
         waits_name_layer_and_expert(model, tmp_path / "1")
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_spec
 from kog_dist.config import LaunchConfig, parse_gib
 from kog_dist.errors import ConfigError
 from kog_dist.launch import kept_prefixes
 from kog_dist.launch.kept_prefixes import kept_on_cpu, kept_on_gpus
 from kog_dist.launch.target import plan_target
-from kog_dist.model.spec import laneformer_2b
 
 GIB = 2**30
-QWEN = named_spec("qwen3-4b")
 
 
 @pytest.fixture(autouse=True)
@@ -50,21 +47,20 @@ def test_cpu_ranks_refuse_what_they_cannot_have() -> None:
 
 
 def test_gpus_give_a_quarter_of_what_is_free() -> None:
-    assert kept_on_gpus(LaunchConfig(), QWEN, 8 * GIB, 1) == (2 * GIB, 2 * GIB)
-    assert kept_on_gpus(LaunchConfig(), QWEN, 800 * GIB, 4) == (16 * GIB, GIB // 2)
-    assert kept_on_gpus(LaunchConfig(), QWEN, -GIB, 1) == (0, 0), "a model that just fits"
-    assert kept_on_gpus(LaunchConfig(prefix_cache="off", prefix_host="8"), QWEN, 8 * GIB, 1) == (0, 0)
-    assert kept_on_gpus(LaunchConfig(prefix_cache="7", prefix_host="8"), QWEN, 8 * GIB, 2) == (7 * GIB, 4 * GIB)
+    assert kept_on_gpus(LaunchConfig(), 8 * GIB, 1) == (2 * GIB, 2 * GIB)
+    assert kept_on_gpus(LaunchConfig(), 800 * GIB, 4) == (16 * GIB, GIB // 2)
+    assert kept_on_gpus(LaunchConfig(), -GIB, 1) == (0, 0), "a model that just fits"
+    assert kept_on_gpus(LaunchConfig(prefix_cache="off", prefix_host="8"), 8 * GIB, 1) == (0, 0)
+    assert kept_on_gpus(LaunchConfig(prefix_cache="7", prefix_host="8"), 8 * GIB, 2) == (7 * GIB, 4 * GIB)
 
 
 def test_more_than_there_is_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^prefix_cache 9 does not fit: 8\.0 GiB of a GPU are free beside the model; "):
-        kept_on_gpus(LaunchConfig(prefix_cache="9"), QWEN, 8 * GIB, 1)
+        kept_on_gpus(LaunchConfig(prefix_cache="9"), 8 * GIB, 1)
 
 
-def test_windowed_layers_of_gpus_keep_none() -> None:
-    assert kept_on_gpus(LaunchConfig(), laneformer_2b(), 80 * GIB, 1) == (0, 0)
-    with pytest.raises(ConfigError, match=r"^prefix_cache 1 cannot be had on GPUs with windowed layers"):
-        kept_on_gpus(LaunchConfig(prefix_cache="1"), laneformer_2b(), 80 * GIB, 1)
-    with pytest.raises(ConfigError, match=r"^prefix_host 1 cannot be had on GPUs with windowed layers"):
-        kept_on_gpus(LaunchConfig(prefix_host="1"), laneformer_2b(), 80 * GIB, 1)
+def test_rings_of_positions_keep_none() -> None:
+    assert kept_on_gpus(LaunchConfig(), 80 * GIB, 1, has_rings=True) == (0, 0)
+    for name in ("prefix_cache", "prefix_host"):
+        with pytest.raises(ConfigError, match=rf"^{name} 1 cannot be had where windowed layers keep a ring of positions"):
+            kept_on_gpus(LaunchConfig(**{name: "1"}), 80 * GIB, 1, has_rings=True)  # type: ignore[arg-type]

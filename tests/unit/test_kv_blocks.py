@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.bench.kernel.shapes import named_shape, named_spec
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
+from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda import kv_blocks
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -56,8 +58,10 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("memory")
-def test_positions_go_to_blocks_and_back() -> None:
-    shape = KernelShape(SPEC, range(2))
+@pytest.mark.parametrize("window_layers", [(), (0, 2)])
+def test_positions_go_to_blocks_and_back(window_layers: tuple[int, ...]) -> None:
+    spec = replace(SPEC, sliding_window=100 if window_layers else None, window_layers=window_layers)
+    shape = KernelShape(spec, range(2), whole_windows=bool(window_layers))
     layout, tokens = CacheLayout.of(shape), block_tokens(shape)
     assert tokens == 16 * shape.splits
     cache = np.random.default_rng(1).integers(0, 9, layout.num_values).astype(np.uint16)
@@ -85,4 +89,17 @@ def test_a_block_is_the_tokens_of_all_layers() -> None:
     shape = KernelShape(spec, range(8))
     assert block_tokens(shape) == 256
     assert block_bytes(shape) == 256 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
-    assert block_tokens(KernelShape(laneformer_2b(), range(8))) == 0, "windows keep a ring"
+
+
+def test_windowed_layers_have_blocks_where_they_keep_all_positions() -> None:
+    spec, coding = named_shape("gpt-oss-120b@131072")
+    rings, whole = (KernelShape(spec, range(4), coding=coding, whole_windows=is_whole) for is_whole in (False, True))
+    assert (block_tokens(rings), rings.ring_positions) == (0, 256)
+    assert (block_tokens(whole), whole.ring_positions) == (256, 0)
+    assert block_bytes(whole) == 256 * 72 << 10
+    assert whole.kv_bytes - rings.kv_bytes == (131072 - 256) * 36 << 10
+    assert block_tokens(KernelShape(laneformer_2b(), range(8))) == 0
+    with pytest.raises(ConfigError, match="windows of 512 positions, which fill whole batches"):
+        KernelShape(laneformer_2b(), range(8), whole_windows=True)
+    short = replace(spec, max_context=128)
+    assert KernelShape(short, range(4), whole_windows=True).kv_bytes == KernelShape(short, range(4)).kv_bytes

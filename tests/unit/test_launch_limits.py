@@ -11,10 +11,18 @@ import pytest
 
 from kog_dist.collectives.cuda_abi import MAX_RANKS
 from kog_dist.config import LaunchConfig
-from kog_dist.errors import KogError
+from kog_dist.errors import ConfigError, KogError
 from kog_dist.hardware.gpus import Gpu, inventory_from
 from kog_dist.launch import gpu_choice
-from kog_dist.launch.gpu_choice import BESIDES_BYTES, KERNEL_COMPUTE, PREFILLED_GPUS, GpuChoice, choose_gpus, gpu_rank_bytes
+from kog_dist.launch.gpu_choice import (
+    BESIDES_BYTES,
+    KERNEL_COMPUTE,
+    PREFILLED_GPUS,
+    GpuChoice,
+    choose_gpus,
+    gpu_rank_bytes,
+    gpu_rank_shape,
+)
 from kog_dist.launch.liveness import HELD_UP_S, Vigil
 from kog_dist.launch.outcome import EXIT_TIMEOUT, Outcome
 from kog_dist.launch.replica_scaling import Scaler
@@ -79,6 +87,54 @@ def test_a_context_that_does_not_fit_is_shortened_to_what_does(demo: Checkpoint)
     refused = choose_gpus(asked, model, {}, inventory)
     assert refused is not None
     assert refused.obstacles, "who asks for a context gets it or is refused"
+
+
+def test_windowed_layers_keep_all_positions_where_these_fit(demo: Checkpoint) -> None:
+    assert gpu_rank_shape(demo, 0, 1, "bfloat16").ring_positions == demo.spec.sliding_window == 256
+    assert not choose(demo, 2**36, gpus="1").whole_windows, "a window that fills its ring of batches"
+    with pytest.raises(ConfigError, match=r"^kv_windows whole cannot be had: windows of 256 positions fill their rings"):
+        choose(demo, 2**36, gpus="1", kv_windows="whole")
+    spec = replace(demo.spec, max_context=100_000, sliding_window=200)
+    model = replace(demo, spec=spec)
+
+    def need(*, context: int = 100_000, whole: bool, prefill: bool = False) -> int:
+        shorter = replace(model, spec=spec.with_context(context))
+        uses = gpu_rank_bytes(shorter, 0, 1, "bfloat16", prefill=prefill, whole_windows=whole)
+        return sum(uses.values()) + BESIDES_BYTES
+
+    most, less = need(whole=True), need(whole=False)
+    assert most - less == len(spec.window_layers) * spec.num_kv_heads * 2 * 2 * spec.head_dim * (391 - 1) * 256
+    for gpus in ("1", None):  # asked for, or found
+        found = choose(model, most, prefill="off", gpus=gpus)
+        assert (found.whole_windows, found.note, found.spare_bytes) == (True, "", 0)
+        found = choose(model, most - 1, prefill="off", gpus=gpus)
+        assert (found.whole_windows, found.context, found.spare_bytes) == (False, 0, most - 1 - less)
+        assert found.note.startswith(
+            "no prefixes are kept, since windowed layers keep a ring of 256 positions: all of them take "
+        )
+        assert found.obstacles == ()
+        found = choose(model, less - 1, prefill="off", gpus=gpus)
+        assert (found.whole_windows, found.context) == (False, 99_328), "a longer context rather than all positions"
+    found = choose(model, need(whole=False, prefill=True), gpus="1")
+    assert (found.whole_windows, found.prefill) == (False, "auto"), "prefill rather than all positions"
+    assert (choose(model, most, gpus="1").whole_windows, choose(model, most, gpus="1").prefill) == (True, "off")
+    assert not choose(model, most, prefill="off", gpus="1", kv_windows="ring").whole_windows
+    found = choose(model, need(context=20_480, whole=True), prefill="off", gpus="1", kv_windows="whole")
+    assert (found.whole_windows, found.context, found.obstacles) == (True, 20_480, ()), "who asks for them gets a shorter context"
+    refused = choose(model, most - 1, prefill="off", gpus="1", kv_windows="whole", context=100_000)
+    assert refused.obstacles
+
+
+def test_what_windowed_layers_keep_is_asked_for_where_it_means_something(demo: Checkpoint) -> None:
+    plain = replace(demo, spec=replace(demo.spec, sliding_window=None, window_layers=()))
+    for windows in ("ring", "whole"):
+        with pytest.raises(
+            ConfigError, match=rf"^kv_windows {windows} is for models with windowed layers, and this one has none"
+        ):
+            choose_gpus(LaunchConfig(device="cpu", kv_windows=windows), plain, {})
+    with pytest.raises(ConfigError, match=r"^kv_windows ring is for GPUs, and CPU ranks keep all positions"):
+        choose_gpus(LaunchConfig(device="cpu", kv_windows="ring"), demo, {})
+    assert choose_gpus(LaunchConfig(device="cpu", kv_windows="whole"), demo, {}) is None
 
 
 def test_prefill_is_used_by_as_many_gpus_as_have_run_it(demo: Checkpoint) -> None:

@@ -25,6 +25,8 @@ from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.steps import Kind, Value
 from kog_dist.errors import CheckpointError, ConfigError
+from kog_dist.hardware.gpus import inventory_from
+from kog_dist.launch import gpu_choice, kept_prefixes
 from kog_dist.launch.inspection import check as inspection_check
 from kog_dist.launch.inspection import cpu_rank_bytes, dry_run
 from kog_dist.launch.prediction import kv_bytes
@@ -37,6 +39,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit import moe_models
+from tests.unit.fake_nvml import node
 from tests.unit.formats.writers import METHODS
 from tests.unit.moe_models import CONFIGS, Reference
 
@@ -222,6 +225,30 @@ def test_published_shapes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     needed = weight_bytes(plan_target(settings, needs_weights=False)[0].checkpoint) + 2 * spec.vocab_size * spec.hidden_size
     assert f"1 GPU  {(needed + kv_bytes(spec, spec.max_context)) / 2**30:6.1f} GiB each" in text
     assert "GPUs do not run" not in text
+
+
+def test_gpt_oss_120b_keeps_prefixes_on_one_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its whole context, and prefill; where 2.5 GiB are taken windowed layers keep a ring, and it is said."""
+    monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
+    monkeypatch.setattr(kept_prefixes, "_free_of_host", lambda: 2**40)
+    (tmp_path / "config.json").write_text(json.dumps(MOE["gpt-oss-120b"]))
+    shown = {}
+    for free in (78, 75.5):
+        inventory = inventory_from(node(1, lambda _index, gpu, free=free: setattr(gpu, "free", int(free * 2**30))))  # type: ignore[misc]
+        monkeypatch.setattr(gpu_choice, "read_inventory", lambda inventory=inventory: inventory)
+        settings = LaunchConfig(model=str(tmp_path), gpus="1", pin=False)
+        target, obstacles = plan_target(settings, needs_weights=False)
+        assert (obstacles, target.prefill, target.checkpoint.spec.max_context) == ((), "auto", 131072)
+        shown[target.whole_windows] = dry_run(settings)
+        assert (target.kept_bytes > 0, target.kept_host_bytes) == (target.whole_windows, 2**32 if target.whole_windows else 0)
+    assert "9.0 GiB bfloat16 KV cache (all positions of windowed layers, too)" in shown[True]
+    assert "4.0 GiB of the host for kept prefixes" in shown[True]
+    assert "4.5 GiB bfloat16 KV cache (of windowed layers a ring of positions)" in shown[False]
+    assert (
+        "note       no prefixes are kept, since windowed layers keep a ring of 256 positions: all of them take 4.5 GiB"
+        in shown[False]
+    )
+    assert "for kept prefixes" not in shown[False]
 
 
 @pytest.mark.parametrize("name", MOE)

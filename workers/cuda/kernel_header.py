@@ -109,6 +109,8 @@ def shape_header(shape: KernelShape) -> str:
         lines += _coding_header(shape, shape.coding)
     if shape.experts is not None:
         lines += shape.experts.header()
+    if shape.whole_windows:
+        lines.append("#define KOG_WHOLE_WINDOWS")
     if shape.keeps_hashes:
         lines += [f"#define KOG_HASHES {NUM_HASHES}", f"#define KOG_HASH_TOKENS {HASH_TOKENS}"]
     if shape.traced_step >= 0:

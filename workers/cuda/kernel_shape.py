@@ -64,6 +64,7 @@ class KernelShape:
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
     coding: Coding | None = None  # of the matrices of all layers, or of experts alone; router and others have 16 bit
+    whole_windows: bool = False  # windowed layers keep all positions, not a ring of the newest; the same bits, see `can_be_whole`
     keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
 
     def __post_init__(self) -> None:
@@ -77,6 +78,8 @@ class KernelShape:
         if self.weight_dtype not in FORMATS:
             findings.append(f"{self.weight_dtype} weights ({' or '.join(FORMATS)})")
         findings += kv_findings(spec, self.kv_dtype)
+        if self.whole_windows and not self.can_be_whole:
+            findings.append(f"windows of {spec.sliding_window} positions, which fill whole batches (rings of them)")
         if self.keeps_hashes and self.traced_step >= 0:
             findings.append("hashes and a trace (one of them)")
         if self.partition_batches < 0:
@@ -366,14 +369,34 @@ class KernelShape:
     # ---- KV cache ----
     @property
     def window_batches(self) -> int:
-        """Batches of 16 positions that a split of a windowed layer keeps."""
+        """Batches of 16 positions of a split that attention of a windowed layer reads: its ring."""
         window = min(self.spec.sliding_window or self.spec.max_context, self.spec.max_context)
         return -(-window // (16 * self.splits))
 
     @property
     def full_batches(self) -> int:
-        """The same of a layer that sees everything."""
+        """The same of a layer that sees everything, at the end of the context: all that there are."""
         return -(-self.spec.max_context // (16 * self.splits))
+
+    @property
+    def kept_window_batches(self) -> int:
+        """Batches of a split that a windowed layer has room for."""
+        return self.full_batches if self.whole_windows else self.window_batches
+
+    @property
+    def ring_positions(self) -> int:
+        """Positions of which windowed layers keep the newest; 0: there are no such layers, or they keep all."""
+        return 16 * self.splits * self.window_batches if self.spec.window_layers and not self.whole_windows else 0
+
+    @property
+    def can_be_whole(self) -> bool:
+        """Whether windowed layers can keep all positions.
+
+        Rows of a batch that are behind the newest one are then read a ring further back. Rows of V lie in pairs, and of none may
+        one row count here and the other there: a window is less than its ring, or sees everything.
+        """
+        window = self.spec.sliding_window or self.spec.max_context
+        return -(-window // self.splits) < 16 * self.window_batches or self.window_batches == self.full_batches
 
     @property
     def num_partitions(self) -> int:
@@ -399,7 +422,7 @@ class KernelShape:
     def kv_bytes(self) -> int:
         """Size of the KV cache."""
         windowed = len(self.spec.window_layers)
-        batches = windowed * self.window_batches + (self.spec.num_layers - windowed) * self.full_batches
+        batches = windowed * self.kept_window_batches + (self.spec.num_layers - windowed) * self.full_batches
         return batches * self.num_lanes * self.spec.lane_kv_heads * self.splits * self.batch_bytes
 
     @property

@@ -25,8 +25,8 @@ _DEFAULT = 4  # cudaMemcpyDefault: the addresses say from where to where
 
 
 def block_tokens(shape: KernelShape) -> int:
-    """Positions of a block; 0 for a model that can have none: windowed layers keep a ring, from which old positions are gone."""
-    return 0 if shape.spec.window_layers else _BATCH * shape.splits
+    """Positions of a block; 0 where there can be none: windowed layers keep a ring, from which old positions are gone."""
+    return 0 if shape.ring_positions else _BATCH * shape.splits
 
 
 def block_bytes(shape: KernelShape) -> int:

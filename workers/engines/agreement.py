@@ -28,6 +28,7 @@ def common_terms(args: WorkerArgs, checkpoint: Checkpoint, plan_digest: str) -> 
         "KV cache type": args.kv_dtype,
         "number of KV caches": str(args.num_kv_caches),
         "memory for kept prefixes": f"{args.kept_bytes}, {args.kept_host_bytes}",
+        "positions that windowed layers keep": str(args.whole_windows),
         "use of prefill": str(args.prefill),
         "memory layout": f"{abi_digest():016x}",
     }

@@ -88,7 +88,7 @@ class CudaEngine:
             )
         plan = make_plan(spec, world_size, staggered=True)  # the kernel's order
         check(plan)
-        shapes = kernel_shapes(checkpoint, args.kv_dtype, world_size)
+        shapes = kernel_shapes(checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows)
         with translated_errors(args.device), self._start.hearing_compilers():
             self._start.begin(StartStage.DEVICE)
             use_device(args.device)
@@ -104,15 +104,14 @@ class CudaEngine:
 
     def _make_blocks(self, shape: KernelShape, kernel: Any) -> None:
         """The block pool, if there is memory for one, and the model can have one; said in the control page."""
-        spec, num_tokens = shape.spec, kv_blocks.block_tokens(shape)
-        ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
+        num_tokens = kv_blocks.block_tokens(shape)
         slots, host_slots = (
             num_bytes // kv_blocks.block_bytes(shape) for num_bytes in (self._args.kept_bytes, self._args.kept_host_bytes)
         )
-        layout = KvLayout(1, ring_positions)
+        layout = KvLayout(1, shape.ring_positions)
         if slots and num_tokens:
             self._blocks = kv_blocks.KvBlocks(shape, kernel.kv.data.ptr, slots, host_slots)
-            layout = KvLayout(1, ring_positions, num_tokens, slots, host_slots)
+            layout = KvLayout(1, shape.ring_positions, num_tokens, slots, host_slots)
         self._control.set_kv_layout(self._rank, layout)
 
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:

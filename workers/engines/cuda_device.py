@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 
-def kernel_shapes(checkpoint: Checkpoint, kv_dtype: str, world_size: int) -> list[KernelShape]:
+def kernel_shapes(
+    checkpoint: Checkpoint, kv_dtype: str, world_size: int, *, whole_windows: bool = False
+) -> list[KernelShape]:  # fmt: skip
     """What the kernel of each rank is compiled for. Raises ConfigError for a model or a number of ranks that it cannot run."""
     from kog_dist.workers.cuda.coded_source import coding_of
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -22,9 +24,12 @@ def kernel_shapes(checkpoint: Checkpoint, kv_dtype: str, world_size: int) -> lis
     spec, coding = checkpoint.spec, coding_of(checkpoint)
     lanes = [spec.lanes_of_rank(rank, world_size) for rank in range(world_size)]
     return [
-        KernelShape(spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, coding=coding)
+        KernelShape(
+            spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, coding=coding,
+            whole_windows=whole_windows,
+        )
         for hosted in lanes
-    ]
+    ]  # fmt: skip
 
 
 def use_device(device: str) -> None:

@@ -2,7 +2,8 @@
 // more items far into a context: each takes the next kPartitionBatches batches of a split. Items are spread over the thread blocks by a
 // map that depends on layer, lane and partition only, and the batches of an item over the warps by their number. So the thread that appends its
 // share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its rows in batches of 16 (K by rows,
-// V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
+// V by pairs of positions, as the matrix unit wants them). Windowed layers keep a ring of batches, or all turns of it (kWholeWindows): what is
+// read, by whom and in which order is the same.
 #pragma once
 #include "attend_batches.cuh"
 
@@ -17,7 +18,8 @@ struct Attender : BatchMixer {
         // They are on their way, or here before the query is.
         Batch batches[kBatches];
 #pragma unroll
-        for (u32 i = 0; i < kBatches; ++i) load_keys(rows, first + i * kSetWarps, batches[i]), load_values(rows, first + i * kSetWarps, batches[i]);
+        for (u32 i = 0; i < kBatches; ++i)
+            load_keys<kWholeWindows>(rows, first + i * kSetWarps, batches[i]), load_values<kWholeWindows>(rows, first + i * kSetWarps, batches[i]);
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kSetWarps == first;
         Query query;

@@ -92,6 +92,7 @@ struct CacheReader {
         u32 first_batch, num_batches;  // in the whole cache; that have rows
         u32 capacity, last, num_seen;  // slots; that of the last row, the current position's if it is this split's; rows in the window
         u32 fresh_batch;               // that gets the current position's row, or none
+        u32 turn_bytes;                // from a batch to the one of its number in the ring's turn before; 0 in the first turn
         unsigned char* shares[kShareKinds];  // of INT4: where this thread's shares of the first batch lie, by what they are of
     };
     __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position) const {
@@ -99,12 +100,16 @@ struct CacheReader {
         const bool windowed = window_layers().has(layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
         const u32 windowed_before = window_layers().num_before(layer);
-        const u32 first_batch = (windowed_before * kWindowBatches + (layer - windowed_before) * kFullBatches) * (kLanes * kItems) +
-                                (lane_idx * kItems + item_idx) * batches;
+        const u32 first_batch = (windowed_before * kKeptWindowBatches + (layer - windowed_before) * kFullBatches) * (kLanes * kItems) +
+                                (lane_idx * kItems + item_idx) * (kWholeWindows ? kFullBatches : batches);
         const u32 num_rows = (position + kSplits - split) / kSplits, last = (num_rows + capacity - 1) % capacity;
         const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
         Rows rows{first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,
-                  position % kSplits == split ? last >> 4 : kNoBatch};
+                  position % kSplits == split ? last >> 4 : kNoBatch, 0};
+        if constexpr (kWholeWindows) {  // the turns of a ring lie one behind the other
+            const u32 turn = num_rows > capacity ? (num_rows - 1) / capacity : 0;
+            rows.first_batch += turn * batches, rows.turn_bytes = turn > 0 ? batches * kBatchBytes : 0;
+        }
         if (kPartitions > 1 && !windowed) {  // batches and slots are counted from the partition's first ones
             const u32 skipped = partition * kPartitionBatches;
             rows.first_batch += skipped, rows.last -= skipped * 16;
@@ -148,16 +153,30 @@ struct CacheReader {
     __device__ __forceinline__ unsigned char* tops_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kTops); }
     __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kValues); }
     __device__ __forceinline__ unsigned char* scales_at(const Rows& rows, u32 batch) const { return share_at(rows, batch, kScales); }
+    // How far back row `row` of a batch lies: rows behind the last one are of the turn before. Called only where all turns are kept, of the
+    // batches that a warp loads first (kTurns), and of further ones where windows have so many: it would hold up those of other layers.
+    static __device__ __forceinline__ u32 turn_back(const Rows& rows, u32 batch, u32 row) {
+        return batch * 16 + row > rows.last ? rows.turn_bytes : 0;
+    }
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
     }
+    static constexpr bool kTurnsFurtherOn = kWholeWindows && kWindowBatches > static_cast<int>(kBatches) * kSetWarps;
+    template <bool kTurns = kTurnsFurtherOn>
     __device__ __forceinline__ void load_keys(const Rows& rows, u32 batch, Batch& to) const {
         if (batch >= rows.num_batches) return;
-        const unsigned char* at = keys_at(rows, batch);
-        load_share<kKeyChunks>(at, to.keys[0]), load_share<kKeyChunks>(at + kKeysStride, to.keys[1]);
+        u32 back[2] = {};
+        if constexpr (kTurns) {
+            const u32 row = opaque(lane) >> 2;
+            back[0] = turn_back(rows, batch, row), back[1] = turn_back(rows, batch, row + 8);
+        }
+        const unsigned char *first = keys_at(rows, batch), *second = first + kKeysStride;
+        if constexpr (kTurns) first -= back[0], second -= back[1];
+        load_share<kKeyChunks>(first, to.keys[0]), load_share<kKeyChunks>(second, to.keys[1]);
         if constexpr (kKvRotated) {
-            const unsigned char* tops = tops_at(rows, batch);
-            load_tops(tops, to.tops[0]), load_tops(tops + 8 * kTopBytes, to.tops[1]);
+            const unsigned char *first_tops = tops_at(rows, batch), *second_tops = first_tops + 8 * kTopBytes;
+            if constexpr (kTurns) first_tops -= back[0], second_tops -= back[1];
+            load_tops(first_tops, to.tops[0]), load_tops(second_tops, to.tops[1]);
         }
     }
     template <int kRegisters>
@@ -170,12 +189,21 @@ struct CacheReader {
             load_global(from, to[0]);
         }
     }
+    template <bool kTurns = kTurnsFurtherOn>
     __device__ __forceinline__ void load_values(const Rows& rows, u32 batch, Batch& to) const {
         if (batch >= rows.num_batches) return;
         if constexpr (kKvCoded)
-            if (opaque(this->lane) < 16) load_global(scales_at(rows, batch), to.scales);
-        const unsigned char* at = values_at(rows, batch);
-        load_share<kValueChunks>(at, to.values[0]), load_share<kValueChunks>(at + kValuesStride, to.values[1]);
+            if (opaque(this->lane) < 16) {
+                const unsigned char* scales = scales_at(rows, batch);
+                if constexpr (kTurns) scales -= turn_back(rows, batch, opaque(lane));
+                load_global(scales, to.scales);
+            }
+        const unsigned char *first = values_at(rows, batch), *second = first + kValuesStride;
+        if constexpr (kTurns) {  // of a pair both rows: the later one does not count where it is behind the last
+            const u32 row = (opaque(lane) & 3) * 2;
+            first -= turn_back(rows, batch, row), second -= turn_back(rows, batch, row + 8);
+        }
+        load_share<kValueChunks>(first, to.values[0]), load_share<kValueChunks>(second, to.values[1]);
     }
     // A batch is brought into the L2 cache where there are many of them: registers have room for few on their way, and memory can do with
     // more. Where there are few it comes no earlier, and weights do not (docs/history/geometry.md).
@@ -183,7 +211,9 @@ struct CacheReader {
     // `kMixedBatches` from `batch` on.
     __device__ __forceinline__ void read_ahead(const Rows& rows, u32 batch) const {
         if (rows.num_batches < kMany || batch >= rows.num_batches || opaque(this->lane) != 0) return;
-        prefetch_l2(batch_at(rows, batch), (kMixedBatches == 1 ? 1 : min(rows.num_batches - batch, kMixedBatches)) * kBatchBytes);
+        unsigned char* at = batch_at(rows, batch);
+        if constexpr (kTurnsFurtherOn) at -= turn_back(rows, batch, 0);
+        prefetch_l2(at, (kMixedBatches == 1 ? 1 : min(rows.num_batches - batch, kMixedBatches)) * kBatchBytes);
     }
 };
 

@@ -26,6 +26,13 @@ constexpr int kItems = kKvHeads * kSplits;           // attention items of one l
 // A split's batches in layers without a window come in partitions, which have items of their own. Words of the outputs of a partition's
 // items, one of its rows for each head and split.
 constexpr u32 kPartitionPositions = kPartitionBatches * 16 * kSplits, kPartitionWords = kQueryRows * kSplits / 2;
+// Windowed layers keep a ring of batches, or all of them as other layers do; attention reads as many either way.
+#ifdef KOG_WHOLE_WINDOWS
+constexpr bool kWholeWindows = true;
+#else
+constexpr bool kWholeWindows = false;
+#endif
+constexpr int kKeptWindowBatches = kWholeWindows ? kFullBatches : kWindowBatches;
 constexpr int kModelLanes = kLanes * kRanks;
 // The LM head of the forms `lane` and `vocab_parallel` is made of products of single streams, which the finaliser scales like QKV's. Only
 // with `vocab_parallel`, or where all lanes share one stream, a rank needs no other rank's last streams.

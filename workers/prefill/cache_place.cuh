@@ -9,6 +9,11 @@ namespace kog {
 constexpr u32 kRowBytes = kHeadDim * kKvBits / 8, kTopBytes = kKvRotated ? kHeadDim / 4 : 0;  // of K of INT4: the upper two bits of codes
 constexpr u32 kBatchBytes = kBatch * (2 * kRowBytes + kTopBytes + kKvScaleBytes);
 constexpr u32 kCachedHeads = kLanes * kKvHeads;
+#ifdef KOG_WHOLE_WINDOWS
+constexpr u32 kKeptWindowBatches = kFullBatches;
+#else
+constexpr u32 kKeptWindowBatches = kWindowBatches;
+#endif
 
 __device__ __forceinline__ bool is_finite_pair(u32 packed) {
     return (packed & 0x7c00u) != 0x7c00u && (packed & 0x7c000000u) != 0x7c000000u;
@@ -19,7 +24,7 @@ struct CachePlace {
     unsigned char *key_row, *key_tops, *value_pair, *scales;
 
     __device__ __forceinline__ CachePlace(u64 cache, u32 layer, u32 kv_head, u32 position) {
-        const u32 batches = kIsWindowed[layer] ? kWindowBatches : kFullBatches;
+        const u32 batches = kIsWindowed[layer] ? kKeptWindowBatches : kFullBatches;
         const u32 slot = position / kSplits % (batches * kBatch), row = slot % kBatch;
         const u64 batch = kFirstBatches[layer] + (static_cast<u64>(kv_head) * kSplits + position % kSplits) * batches + slot / kBatch;
         unsigned char* at = reinterpret_cast<unsigned char*>(cache) + batch * kBatchBytes;
@@ -30,16 +35,18 @@ struct CachePlace {
     }
 };
 
+// Positions that a layer keeps, and how far back from the next one they are of use.
 __device__ __forceinline__ u32 capacity_of(u32 layer) {
-    return (kIsWindowed[layer] ? kWindowBatches : kFullBatches) * kBatch * kSplits;
+    return (kIsWindowed[layer] ? kKeptWindowBatches : kFullBatches) * kBatch * kSplits;
 }
+__device__ __forceinline__ u32 reach_of(u32 layer) { return (kIsWindowed[layer] ? kWindowBatches : kFullBatches) * kBatch * kSplits; }
 
-// Of the positions `first` to `last` - 1 of a layer those that it still has when all of them are there. Positions `kSplits` apart lie side
-// by side in the cache, two by two: an item is four neighbouring dimensions of both of a head.
+// Of the positions `first` to `last` - 1 of a layer the newest `capacity`. Positions `kSplits` apart lie side by side in the cache, two by two: an
+// item is four neighbouring dimensions of both of a head.
 struct CachedItems {
     static constexpr u32 kFours = kHeadDim / 4, kOfPair = kSplits * kCachedHeads * kFours, kStep = 2 * kSplits;
     u64 cache;
-    u32 layer, first, last;
+    u32 layer, first, last, capacity;
 
     __device__ __forceinline__ u32 begin() const { return first / kStep * kOfPair; }
     __device__ __forceinline__ u32 end() const { return first < last ? (last + kStep - 1) / kStep * kOfPair : begin(); }
@@ -104,7 +111,7 @@ struct CachedItems {
     };
     __device__ __forceinline__ Item item(u32 index) const {
         const u32 four = index % kFours, head = index / kFours % kCachedHeads, split = index / (kFours * kCachedHeads) % kSplits;
-        const u32 position = index / kOfPair * kStep + split, capacity = capacity_of(layer);
+        const u32 position = index / kOfPair * kStep + split;
         const auto is_wanted = [&](u32 at) { return at >= first && at < last && at + capacity >= last; };  // else what came later is there
         const auto plain = [&](u32 at) { return (static_cast<u64>(at) * kCachedHeads + head) * kFours + four; };
         return {{is_wanted(position), is_wanted(position + kSplits)}, {plain(position), plain(position + kSplits)}, four,

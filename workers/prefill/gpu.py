@@ -112,7 +112,7 @@ def prefill_by(runner: GraphRunner, tuning: Tuning) -> Prefill:
     spec = runner.layers.spec
     tuning = tuning.within(spec)
     return Prefill(
-        runner, max_context=spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size, work=work_of(spec)
+        runner, max_context=spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size, work=runner.work
     )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def runner_for(
         cupy.get_default_memory_pool().free_all_blocks()  # of trials, and of attention before it had the room that it needs
         ended(f"products, {products.num_tried} of {products.num_shapes} tried,")
 
-    runner = GraphRunner(layers, buffers, kernel.stream, tuning, prepared, tell, work_of(spec))
+    runner = GraphRunner(layers, buffers, kernel.stream, tuning, prepared, tell, work_of(spec, has_rings=layout.has_rings))
     ended("graphs")
     return runner
 
@@ -187,7 +187,7 @@ class GraphRunner:
     ) -> None:
         import cupy
 
-        self.layers, self.buffers, self.stream = layers, buffers, stream
+        self.layers, self.buffers, self.stream, self.work = layers, buffers, stream, work
         self._make_event = partial(cupy.cuda.Event, disable_timing=True)
         self._stored = self._make_event()
         self.graphs: dict[int, Graph] = {}  # by size

@@ -118,6 +118,7 @@ def cache_lines(layout: CacheLayout, weight_dtype: str, kv_dtype: str) -> list[s
     first_batches = ", ".join(map(str, layout.first_batches))
     return [
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+        *(["#define KOG_WHOLE_WINDOWS"] if layout.whole_windows else []),
         f"__constant__ const bool kIsWindowed[] = {{{is_windowed}}};",
         f"__constant__ const unsigned long long kFirstBatches[] = {{{first_batches}}};",
         f"using WeightFormat = {FORMATS[weight_dtype]};", *kv_lines(kv_dtype, spec.head_dim),

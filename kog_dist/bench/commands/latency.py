@@ -32,6 +32,9 @@ def latency(
     router_skew: Annotated[
         float, typer.Option(min=1.0, help="Router rows of some random experts, which are chosen more often, are so much larger.")
     ] = 1.0,
+    whole_windows: Annotated[
+        bool, typer.Option("--whole-windows", help="Windowed layers of a shape keep all positions, as with kv_windows whole.")
+    ] = False,
     output: Output = None,
 ) -> None:
     """Microseconds per token of the kernel on one GPU. Beside the time that reading the weights alone takes."""
@@ -48,9 +51,12 @@ def latency(
         raise ConfigError(f"--baseline must be one or more of {', '.join(FORMS)}, got {baseline!r}")
     if router_skew != 1 and (model is not None or named_shape(spec)[0].experts is None):
         raise ConfigError("--router-skew is for random weights of a shape with experts: --random --spec qwen3-30b-a3b")
+    if whole_windows and (model is not None or not named_shape(spec)[0].window_layers):
+        raise ConfigError("--whole-windows is for random weights of a shape with windowed layers: --random --spec gpt-oss-20b")
     check_destination(trace)
     counts, samplings = counts_of(lanes, "--lanes"), samplings_of(sampling)
     with writing(output):
         benchmark.run(
-            model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings, kv_dtype, router_skew
-        )
+            model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings, kv_dtype, router_skew,
+            whole_windows=whole_windows,
+        )  # fmt: skip

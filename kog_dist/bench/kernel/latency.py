@@ -38,6 +38,8 @@ def run(
     samplings: tuple[str, ...] = (),
     kv_dtype: str | None = None,
     router_skew: float = 1.0,
+    *,
+    whole_windows: bool = False,
 ) -> None:
     """Measure every lane count at every context and print the report; its last line is one JSON object."""
     configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}
@@ -45,13 +47,15 @@ def run(
         configuration["kv_dtype"] = kv_dtype
     if router_skew != 1:
         configuration["router_skew"] = router_skew
+    if whole_windows:
+        configuration["whole_windows"] = True
     before = machine()
     figures: list[dict[str, Any]] = []
     traces: dict[str, Any] = {}
     with finishing("latency", configuration, before, figures):
         for lanes in lane_counts:
             page = _mask_page(model, spec_name) if samplings else None
-            kernel = _kernel(model, spec_name, lanes, kv_dtype, router_skew, page=page)
+            kernel = _kernel(model, spec_name, lanes, kv_dtype, router_skew, page=page, whole_windows=whole_windows)
             _measure(kernel, contexts, tokens, figures)
             if page is not None:
                 at = _nearest(contexts, 512)
@@ -138,14 +142,16 @@ def _mask_page(model: str | None, spec_name: str) -> ControlPage:
 
 
 def _kernel(
-    model: str | None, spec_name: str, lanes: int, kv_dtype: str | None, router_skew: float, page: ControlPage | None
+    model: str | None, spec_name: str, lanes: int, kv_dtype: str | None, router_skew: float, page: ControlPage | None, *,
+    whole_windows: bool,
 ) -> Monokernel:  # fmt: skip
     from kog_dist.workers.cuda.load import load_weights
     from kog_dist.workers.cuda.random_weights import random_weights
 
     if model is None:
         spec, coding = named_shape(spec_name)
-        shape = KernelShape(spec, _hosted(spec, lanes), kv_dtype=kv_dtype or "bfloat16", coding=coding)
+        hosted, own_type = _hosted(spec, lanes), kv_dtype or "bfloat16"
+        shape = KernelShape(spec, hosted, kv_dtype=own_type, coding=coding, whole_windows=whole_windows)
         weights = random_weights(shape, SEED, router_skew=router_skew)
         return Monokernel(shape, weights, processors=page is not None, masks=None if page is None else page.masks)
     from kog_dist.model.checkpoint import open_checkpoint

@@ -46,11 +46,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def layout_of(spec: ModelSpec, num_lanes: int, kv_dtype: str = "bfloat16") -> CacheLayout:
+def layout_of(spec: ModelSpec, num_lanes: int, kv_dtype: str = "bfloat16", *, whole_windows: bool = False) -> CacheLayout:
     """As `KernelShape` has it."""
     window = min(spec.sliding_window or spec.max_context, spec.max_context)
     batches = [-(-positions // (BATCH * SPLITS)) for positions in (window, spec.max_context)]
-    return CacheLayout(spec, num_lanes, SPLITS, batches[0], batches[1], kv_dtype)
+    return CacheLayout(spec, num_lanes, SPLITS, batches[0], batches[1], kv_dtype, whole_windows)
 
 
 class Rank:
@@ -68,11 +68,12 @@ class Rank:
         exact_size: int = 0,
         split_size: int = SIZES[0],
         work: Work = NO_LIMIT,
+        whole_windows: bool = False,
     ) -> None:
         self.spec, self.checkpoint = checkpoint.spec, checkpoint
         self.lanes = lanes or range(self.spec.num_lanes)
         self.kv_dtype = kv_dtype
-        self.layout = layout_of(self.spec, len(self.lanes), self.kv_dtype)
+        self.layout = layout_of(self.spec, len(self.lanes), self.kv_dtype, whole_windows=whole_windows)
         self.cache: Array = np.zeros(self.layout.num_values, CACHE_DTYPES[kv_dtype])
         self.matrices = matrices_of(self.spec, self.lanes, self.tensor, dtype).layers()
         self.buffers: Any

@@ -121,13 +121,16 @@ def test_what_is_multiplied_on_the_tape_is_in_its_order(tmp_path: Path, monkeypa
 
 
 @needs_compiler
-def test_kernels_load_and_store_as_the_twin_does_where_windows_wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole_windows", [False, True])
+def test_kernels_load_and_store_as_the_twin_does_where_windows_wrap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, whole_windows: bool
+) -> None:  # fmt: skip
     for place in ("prefill_abi", "dense.dense_abi", "dense.device"):
         monkeypatch.setattr(f"kog_dist.workers.prefill.{place}.MAX_THREADS", 32)
     monkeypatch.setattr("kog_dist.workers.prefill.dense.device._LOADING", 2)
     checkpoint = checkpoint_of(tmp_path, {**TINY, "max_context": 300, "num_layers": 2, "window_layers": (0,)})
-    rank = Rank(checkpoint, dtype=np.float16, sizes=(64, 160))
-    assert rank.layout.capacity(0) < 150 < rank.layout.capacity(1)
+    rank = Rank(checkpoint, dtype=np.float16, sizes=(64, 160), whole_windows=whole_windows)
+    assert whole_windows or rank.layout.capacity(0) < 150 < rank.layout.capacity(1)
     cache, buffers = np.zeros_like(rank.cache), DenseBuffers(rank.layout, np.float16, 160, "cpu")
     embedding = rank.embedding()
     made = EmulatedDenseOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")

@@ -115,11 +115,14 @@ def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @needs_compiler
-def test_positions_are_stored_as_the_twin_stores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole_windows", [False, True])
+def test_positions_are_stored_as_the_twin_stores_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, whole_windows: bool
+) -> None:  # fmt: skip
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
     spec = ModelSpec(**{**TINY, "max_context": 300})
-    layout = layout_of(spec, spec.num_lanes)
-    assert layout.capacity(0) < 250 < layout.capacity(3), "windows wrap, others do not"
+    layout = layout_of(spec, spec.num_lanes, whole_windows=whole_windows)
+    assert whole_windows or layout.capacity(0) < 250 < layout.capacity(3), "windows wrap, others do not"
     buffers = Buffers(layout, np.float16, 2, "cpu")
     wanted, found = (np.zeros(layout.num_values, BFLOAT16) for _ in range(2))
     twin = PlainOperations(buffers, np.zeros(1, np.float32), wanted)
@@ -131,6 +134,14 @@ def test_positions_are_stored_as_the_twin_stores_them(tmp_path: Path, monkeypatc
         twin.store_cache(first, last)
         made.store_cache(first, last)
         assert np.array_equal(wanted, found), f"{first} to {last}"
+        for kept in (buffers.keys, buffers.values):
+            kept.fill(0)
+        twin.load_cache(first, last)
+        loaded = buffers.keys.copy(), buffers.values.copy()
+        for kept in (buffers.keys, buffers.values):
+            kept.fill(0)
+        made.load_cache(first, last)
+        assert np.array_equal(loaded, (buffers.keys, buffers.values)), f"{first} to {last}"
     buffers.overflow.fill(1)
     buffers.keys.fill(0)
     made.store_cache(0, 290)

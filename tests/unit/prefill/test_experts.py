@@ -106,13 +106,35 @@ def test_a_stop_within_a_chunk_leaves_it_out(tmp_path: Path, *, has_rings: bool)
     assert np.array_equal(whole.buffers.last_streams, cut.buffers.last_streams)
 
 
+def test_a_stop_within_a_chunk_keeps_what_was_there_where_windowed_layers_keep_all(tmp_path: Path) -> None:
+    """A prompt goes on behind 40 positions, is stopped within its second chunk, and goes on: the bits are those of rings."""
+    spec = ModelSpec(**{**DENSE, **MODELS["gpt_oss"]})
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
+    checkpoint, ids = open_checkpoint(tmp_path), token_ids(spec, 150)
+    ring = Rank(checkpoint, work=Work(chunk_flop=1.4 * MOST_FLOP, most_parts=3, has_rings=True))
+    whole = Rank(checkpoint, whole_windows=True, work=Work(chunk_flop=1.4 * MOST_FLOP, most_parts=3))
+    assert ring.layout.has_rings
+    assert ring.layout.capacity(0) < 150 <= whole.layout.capacity(0)
+    for rank in (ring, whole):
+        assert rank.run(ids[:144]) == 144
+    asked = iter([False] * 4 + [True])
+    assert whole.prefill.run(ids, 40, should_stop=lambda: next(asked)) == 56, "a step back over more than a ring"
+    assert whole.run(ids, 56) == ring.run(ids) == 150
+    for layer in range(spec.num_layers):
+        first = ring.layout.first_kept(layer, 150)
+        pairs = [rank.layout.load(rank.cache, layer, first, 150) for rank in (ring, whole)]
+        for part, other in zip(*pairs, strict=True):
+            assert np.array_equal(part, other), f"layer {layer}"
+    assert np.array_equal(ring.buffers.last_streams, whole.buffers.last_streams)
+
+
 @pytest.mark.parametrize("name", MOE)
 def test_what_a_stop_waits_for_is_bounded(name: str) -> None:
     """Two parts at most are queued; what they take of experts is in docs/moe.md."""
     spec = named_shape(f"{name}@65536")[0]
     work, sizes = work_of(spec), sizes_within(spec)
     assert sizes[-1] == 4096
-    assert work.has_rings == (spec.window_layers != ())
+    assert work == replace(work_of(spec, has_rings=True), has_rings=False), "chunks are the same with rings"
     for start in (0, 4096, 32768):
         for chunk in chunks(start, min(start + 9000, 65536), sizes, work=work):
             flop = work.of(chunk.start, chunk.size) / chunk.num_parts

@@ -141,8 +141,8 @@ class PlainDenseOperations:
         return normed
 
     def _load(self, layer: int, end: int) -> None:
-        """Keys and values before `end`, as far as the layer still has them."""
-        first = self.layout.first_kept(layer, end)
+        """Keys and values before `end`, as far as they are of use."""
+        first = self.layout.first_read(layer, end)
         for kept, stored in zip(self._kept, self.layout.load(self.cache, layer, first, end), strict=True):
             kept[first:end] = float32_of(stored)
 

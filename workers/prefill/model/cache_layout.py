@@ -1,9 +1,9 @@
 """Where the monokernel keeps keys and values (phases/attend_cache.cuh), for those who fill or read its cache from outside.
 
 The cache is, layer by layer, [lane][kv_head][split][batch] of batches of 16 positions. Position p belongs to split p % splits,
-and is number p / splits there; a windowed layer has room for `capacity` positions, and p takes the place of p - capacity. A batch
-is 16 rows of K, then 8 pairs of rows of V: for every dimension the value of the even position and that of the odd one. Caches in
-codes: coded_rows.py.
+and is number p / splits there; a windowed layer may have room for `capacity` positions alone, and p takes the place of
+p - capacity. A batch is 16 rows of K, then 8 pairs of rows of V: for every dimension the value of the even position and that of
+the odd one. Caches in codes: coded_rows.py.
 """
 
 from __future__ import annotations
@@ -32,11 +32,20 @@ class CacheLayout:
     window_batches: int
     full_batches: int
     kv_dtype: str = "bfloat16"
+    whole_windows: bool = False  # windowed layers keep all positions, and are read as far back as if they did not
 
     @classmethod
     def of(cls, shape: KernelShape) -> CacheLayout:
         """That of a build of the monokernel."""
-        return cls(shape.spec, shape.num_lanes, shape.splits, shape.window_batches, shape.full_batches, shape.kv_dtype)
+        return cls(
+            shape.spec, shape.num_lanes, shape.splits, shape.window_batches, shape.full_batches, shape.kv_dtype,
+            shape.whole_windows,
+        )  # fmt: skip
+
+    @property
+    def has_rings(self) -> bool:
+        """Whether there are layers whose newer positions take the place of older ones."""
+        return bool(self.spec.window_layers) and not self.whole_windows
 
     @property
     def is_coded(self) -> bool:
@@ -66,7 +75,7 @@ class CacheLayout:
 
     def batches(self, layer: int) -> int:
         """Batches of one split of a KV head."""
-        return self.full_batches if self.spec.window(layer) is None else self.window_batches
+        return self.full_batches if self.whole_windows or self.spec.window(layer) is None else self.window_batches
 
     def capacity(self, layer: int) -> int:
         """Positions that a layer keeps."""
@@ -75,6 +84,11 @@ class CacheLayout:
     def first_kept(self, layer: int, end: int) -> int:
         """The oldest of the positions before `end` that a layer still has."""
         return max(0, end - self.capacity(layer))
+
+    def first_read(self, layer: int, end: int) -> int:
+        """The oldest of the positions before `end` that what comes behind may need: a ring's, whatever is kept."""
+        batches = self.full_batches if self.spec.window(layer) is None else self.window_batches
+        return max(0, end - BATCH * self.splits * batches)
 
     def parts(self, cache: Array, layer: int) -> tuple[Array, Array]:
         """K (heads, splits, batches, 16, head_dim) and V (heads, splits, batches, 8, head_dim, 2) of a layer: views.

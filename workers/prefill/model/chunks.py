@@ -58,12 +58,13 @@ class Work:
 NO_LIMIT = Work()
 
 
-def work_of(spec: ModelSpec) -> Work:
+def work_of(spec: ModelSpec, *, has_rings: bool = False) -> Work:
     """Products of the layers, and attention of those that see everything; of experts what takes as long.
 
-    Chunks of one stream can be cut into parts. Where layers keep a ring of positions a chunk that is given up behind some of
-    them has overwritten what others still need, and the cache holds nothing then. So only those with experts are cut there,
-    which read all of them in every chunk, and would be slow in small ones.
+    Chunks of one stream can be cut into parts. Where layers keep a ring of positions (`has_rings`) a chunk that is given up
+    behind some of them has overwritten what others still need, and the cache holds nothing then. So of models with windowed
+    layers only those with experts are cut, which read all of them in every chunk, and would be slow in small ones. Chunks are
+    the same without rings.
     """
     attention, experts = spec.num_heads * spec.head_dim, spec.experts
     ffn = spec.intermediate_size * (1 if experts is None else EXPERT_FACTOR * experts.per_token)
@@ -75,7 +76,7 @@ def work_of(spec: ModelSpec) -> Work:
         spec.num_layers if spec.has_one_stream and (experts is not None or not spec.window_layers) else 1,
         spec.max_context,
         EXPERT_WEIGHT_FLOP * weights,
-        bool(spec.window_layers),
+        has_rings,
     )
 
 
