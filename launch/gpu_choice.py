@@ -162,14 +162,14 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
     from kog_dist.collectives.mailbox import place
-    from kog_dist.workers.cuda.coded_source import coding_of
+    from kog_dist.workers.cuda.coded_source import codings_of
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.prefill.model.memory import prefill_bytes
 
     spec = checkpoint.spec
     lanes = spec.lanes_of_rank(rank, world_size)
     shape = KernelShape(
-        spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, coding=coding_of(checkpoint)
+        spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, **codings_of(checkpoint)
     )
     norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.final_norm_lanes)
     rope = 4 * spec.max_context * spec.head_dim

@@ -1,13 +1,13 @@
 """The physical form of quantised matrices on weight tapes: what lies in a tile. Rows and columns are as in tape_packing.py.
 
-A step has 128 columns, one of the LM head 64. A warp's part of a tile is its codes, [64 bytes][row] (two times 64 of 128 8-bit codes), then its scales,
-[row][scale], then its zero points, [row][zero], and zeros up to a multiple of 16 bytes. Of a row's 64 bytes each of four threads
-has 16: whole operands of the matrix unit, 32 columns each, of which a thread has eight neighbouring ones. How bits lie in a
-32-bit word makes expanding them cheap (`expand` in phases/coded.cuh); `_words` is the definition. `CodeWords` are such words of
-what files have, of many matrices at once.
+A step has 128 columns, one of the LM head 64. A warp's part of a tile is its codes, [64 bytes][row] (two times 64 of 128 codes of
+8 bits), then its scales, [row][scale], then its zero points, [row][zero], and zeros up to a multiple of 16 bytes. Of a row's 64
+bytes each of four threads has 16: whole operands of the matrix unit, 32 columns each, of which a thread has eight neighbouring
+ones. How bits lie in a 32-bit word makes expanding them cheap (`expand` in phases/coded.cuh); `_words` is the definition.
+`CodeWords` are such words of what files have, of many matrices at once.
 
 Where each row of a matrix has one scale, the tape holds none; these lie behind all tapes, by product, thread
-block and row.
+block and row. Behind them are those of the LM head.
 
 The functions take numpy or cupy arrays and return the same kind.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.formats.numbers import NUMBERS
@@ -107,3 +107,10 @@ class Coding:
 
 # Of the LM head in FP8: tiles are as large as those of 16 bit, and their columns divide what these divide.
 HEAD_CODING = Coding("E4M3", 0, "E8M0", columns=64)
+
+
+class Codings(TypedDict):
+    """Those of a model, as `KernelShape` takes them; None: 16 bit."""
+
+    coding: Coding | None
+    head_coding: Coding | None

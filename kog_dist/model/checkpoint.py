@@ -24,12 +24,12 @@ from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.families.stored import Names
 from kog_dist.model.formats.head import head_format
 from kog_dist.model.formats.quantisation import IGNORED, Quantisation
-from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, with_matrices
+from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, form_in, with_matrices
 from kog_dist.model.formats.rounding import chosen_format, rounded
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.gguf.folder import gguf_of
 from kog_dist.model.hub_cache import check_blob
-from kog_dist.model.layout import EMBEDDING, TensorLayout, is_layer_matrix, tensor_layouts
+from kog_dist.model.layout import EMBEDDING, TensorLayout, head_name, is_layer_matrix, tensor_layouts
 from kog_dist.model.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -89,6 +89,9 @@ def open_checkpoint(
     rounding = chosen_format(quantize, DTYPES[dtype][0])
     if rounding is not None and quantisation is not None:
         raise ConfigError(f"quantize {quantize} is for 16-bit weights, and those of {folder} are {quantisation}; leave it out")
+    head = head_name(spec)
+    if quantize_head != "none" and (form := form_in(owner[head], names[head].name)) is not None:
+        raise ConfigError(f"quantize_head {quantize_head} is for a 16-bit LM head, and that of {folder} is {form}; leave it out")
     return Checkpoint(
         folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner, names, quantisation, rounding,
         head_format(quantize_head, spec),

@@ -121,11 +121,11 @@ def test_bits_depend_neither_on_tiles_nor_on_ranks(monkeypatch: pytest.MonkeyPat
     """What all experts add to the rows of a chunk, in tiles of all sizes, and of the second half of the lanes alone."""
     import cupy
 
-    whole, coding = named_shape(f"{name}@{CONTEXT}")
+    whole, codings = named_shape(f"{name}@{CONTEXT}")
     spec = replace(whole, num_layers=LAYERS, window_layers=tuple(layer for layer in whole.window_layers if layer < LAYERS))
     partials, sizes = dict[tuple[int, int], Any](), list[int]()
     for num_ranks in (1, 2):
-        shape = KernelShape(spec, spec.lanes_of_rank(num_ranks - 1, num_ranks), num_ranks=num_ranks, coding=coding)
+        shape = KernelShape(spec, spec.lanes_of_rank(num_ranks - 1, num_ranks), num_ranks=num_ranks, **codings)
         assert shape.experts is not None
         matrices, observe = matrices_for(shape)
         weights = random_weights(shape, SEED, observe)

@@ -13,9 +13,8 @@ import pytest
 from kog_dist.decode.coding import HEAD_CODING, Coding
 from kog_dist.model.formats.head import head_format, round_in_place
 from kog_dist.model.layout import EMBEDDING, head_name
-from kog_dist.model.spec import HeadType, ModelSpec
-from kog_dist.workers.cuda.device_weights import DeviceWeights, to_values
-from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.model.spec import HeadType
+from kog_dist.workers.cuda.device_weights import to_values
 from tests.unit.test_coded_twin import DENSE, FORMS, CodedModel
 from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, pytestmark  # noqa: F401
 

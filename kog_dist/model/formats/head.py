@@ -1,7 +1,7 @@
 """The LM head in FP8 (`--quantize-head fp8`): E4M3 with one scale for each row, a power of two.
 
-So every value is exact in bfloat16, which CPU ranks keep; GPUs keep codes. It is rounded from the head's own values, or from those of
-the embedding where both are one tensor; the embedding itself stays as it is.
+So every value is exact in bfloat16, which CPU ranks keep; GPUs keep codes. It is rounded from the head's own values, or from
+those of the embedding where both are one tensor; the embedding itself stays as it is.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def head_format(choice: str, spec: ModelSpec) -> WeightFormat | None:
 def rounded_rows(values: AnyArray) -> CodedRows:
     """Rows (rows, columns) of finite float32 values; numpy arrays or cupy's, with the same bits.
 
-    scale = the least power of two with which no magnitude of the row is beyond 448, at least 2^-100. code = the nearest of value /
-    scale, ties to even.
+    scale = the least power of two with which no magnitude of the row is beyond 448, at least 2^-100. code = the nearest of
+    value / scale, ties to even.
     """
     largest = abs(values).max(axis=1).view(np.uint32)
     mantissa = (1 << _MANTISSA_BITS) - 1
