@@ -1,4 +1,4 @@
-"""`--quantize-head`: what the LM head is rounded to, by a slow reading of the definition; the same on any rank; the rest stays."""
+"""`--quantize-head`: what the LM head is rounded to, by a slow reading of the definition; alike on all ranks, and nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kog_dist.launch.target import plan_target
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.formats.head import round_in_place, rounded_rows
 from kog_dist.model.formats.numbers import NUMBERS
-from kog_dist.model.layout import EMBEDDING, head_name
+from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, weight_bytes
 from kog_dist.model.weights import BFLOAT16
