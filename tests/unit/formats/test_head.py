@@ -1,4 +1,4 @@
-"""`--quantize-head`: what the LM head is rounded to, by a slow reading of the definition; alike on all ranks; and nothing else."""
+"""`--quantize-head`: what the LM head is rounded to, by a slow reading of the definition; alike on all ranks."""
 
 from __future__ import annotations
 
