@@ -58,7 +58,7 @@ def drawn() -> Values:
     values = rng.standard_normal((48, 40), dtype=np.float32) * np.exp2(rng.integers(-90, 60, (48, 1))).astype(np.float32)
     values[0] = 0
     values[1, 0] = 448
-    values[2] = [448, *np.linspace(-2.0**-9, 2.0**-9, 39)]  # between two codes, and around the smallest one
+    values[2] = [448, *np.linspace(-(2.0**-9), 2.0**-9, 39)]  # between two codes, and around the smallest one
     values[3] = [449, *np.arange(39)]
     values[4] *= np.float32(2.0**-126) / np.abs(values[4]).max()
     return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
