@@ -146,7 +146,7 @@ def test_cpu_ranks_multiply_the_values_of_codes(tmp_path: Path) -> None:
         output = engine.step(7, 0, SamplingParams(), gather_logits=True)
         assert output.logits is not None
         found.append(output.logits.copy())
-    assert np.allclose(*found, rtol=1e-5, atol=1e-5)
+    assert np.allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SPECS)
