@@ -80,6 +80,7 @@ class LaunchConfig:
     client_queue_limit: int = _setting(16, "Of them those of one connection.", (1, 4096))
     verify: bool = _setting(True, "Check values and hashes while loading.")
     quantize: str = _setting("none", "Quantise 16-bit weights while loading: {choices}.", choices=("none", "fp8", "int4"))
+    quantize_head: str = _setting("none", "Quantise the LM head while loading: {choices}.", choices=("none", "fp8"))
     check_experts: bool = _setting(False, "Compare on all ranks which experts each layer chooses, to find faults.")
     instance: str | None = _setting(None, "Name under which clients find the engine. Default: default.")  # its own for --prompt
     rpc_port: int | None = _setting(None, "TCP port besides the socket file; 0: a free one.", _PORT)

@@ -215,13 +215,13 @@ def gpu_rank_shape(
     checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, whole_windows: bool = False
 ) -> KernelShape:  # fmt: skip
     """A rank's kernel. Raises ConfigError like `gpu_rank_bytes`."""
-    from kog_dist.workers.cuda.coded_source import coding_of
+    from kog_dist.workers.cuda.coded_source import codings_of
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
     lanes = checkpoint.spec.lanes_of_rank(rank, world_size)
     return KernelShape(
         checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size,
-        coding=coding_of(checkpoint), whole_windows=whole_windows,
+        whole_windows=whole_windows, **codings_of(checkpoint),
     )  # fmt: skip
 
 

@@ -110,7 +110,8 @@ class HttpGateway:
                 listen_fd=listen_fd, host=self._port.host, key_fd=key_fd, instance_folder=str(engine.instance_folder),
                 key_file=None if engine.key_file is None else str(engine.key_file),
                 model=None if engine.model_folder is None else str(engine.model_folder), model_name=engine.model_name,
-                quantize=settings.quantize, cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout,
+                quantize=settings.quantize, quantize_head=settings.quantize_head,
+                cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout,
                 stall_s=settings.stall_timeout, log_format=settings.log_format, log_prompts=settings.log_prompts,
                 page_fd=page.fd, unknown_fields=settings.unknown_fields, terminal_fd=terminal_fd, ends_with_engine=True,
             )  # fmt: skip

@@ -103,10 +103,11 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
     from kog_dist.model.checkpoint import has_weights, open_checkpoint, planned_checkpoint
 
     folder, name = model_folder(settings)
+    rounding = {"quantize": settings.quantize, "quantize_head": settings.quantize_head}
     if needs_weights or has_weights(folder):
-        checkpoint = open_checkpoint(folder, verify=settings.verify, context=settings.context, quantize=settings.quantize)
+        checkpoint = open_checkpoint(folder, verify=settings.verify, context=settings.context, **rounding)
     else:
-        checkpoint = planned_checkpoint(folder, context=settings.context, quantize=settings.quantize)
+        checkpoint = planned_checkpoint(folder, context=settings.context, **rounding)
     if settings.check_experts and checkpoint.spec.experts is None:
         raise ConfigError(f"check_experts compares which experts are chosen, and {name} has none; leave it out")
     choice = choose_gpus(settings, checkpoint, os.environ)

@@ -34,10 +34,11 @@ class WorkerArgs(JsonArguments):
 
     context: int = 0  # tokens of prompt and answer together; 0: as many as the model can
     quantize: str = "none"  # to what 16-bit weights of the layers are rounded as they are loaded
+    quantize_head: str = "none"  # and the LM head
     check_experts: bool = False  # whether ranks compare the experts that they choose
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "quantize"):
+        for name in ("prefill", "quantize", "quantize_head"):
             choices, given = CHOICES[name], getattr(self, name)
             if given not in choices:
                 raise ConfigError(f"the worker's argument {name} must be one of {', '.join(choices)}, got {given!r}")

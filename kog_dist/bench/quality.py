@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,12 +17,14 @@ from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.formats.head import head_format
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.model.weight_bytes import bytes_per_token
 from kog_dist.sampling_params import SamplingParams
 
+Scores = NDArray[np.float32]  # (positions, vocabulary)
 CHUNK_TOKENS: Final = 512  # of the text, each with an empty KV cache
 # As people download them; a matrix is rounded to nearest, without calibration.
 FORMS: Final[Mapping[str, WeightFormat | None]] = {
@@ -36,6 +37,9 @@ FORMS: Final[Mapping[str, WeightFormat | None]] = {
     "int4-32": WeightFormat("INT4", 1, 32, "F16"),
     "mxfp4": MXFP4,
 }
+_HEAD: Final = "+head8"  # behind a form's name, or alone: the LM head in FP8, too
+_WITH_HEAD: Final = ("none", "fp8-block", "int4-128")
+CHOICES: Final = (*FORMS, *(f"{name}{_HEAD}" for name in _WITH_HEAD))
 PROMPTS: Final = (
     "The capital of France is", "Photosynthesis is the process by which", "def fibonacci(n):", "Copper is used for",
     "Hamlet was written by", "The sky is blue because", "Once upon a time", "To boil an egg, first", "Water freezes at",
@@ -48,6 +52,11 @@ PROMPTS: Final = (
 class _Texts(NamedTuple):
     chunks: list[list[int]]  # of the text
     prompts: list[list[int]]
+
+
+class _Outputs(NamedTuple):
+    scores: list[Scores]  # of each chunk
+    answers: list[list[int]]
 
 
 def run(model: Path, text: Path, *, num_tokens: int, answer_tokens: int, forms: Sequence[str]) -> None:
@@ -63,15 +72,18 @@ def run(model: Path, text: Path, *, num_tokens: int, answer_tokens: int, forms: 
     ids = list(tokenizer.encode(text.read_text(encoding="utf-8")))[:num_tokens]
     chunks = [ids[at : at + CHUNK_TOKENS] for at in range(0, len(ids), CHUNK_TOKENS)]
     texts = _Texts(chunks, [list(tokenizer.encode(prompt)) for prompt in PROMPTS])
-    answers: list[list[int]] | None = None
+    plain: _Outputs | None = None
     figures = []
     for name in ("none", *(form for form in forms if form != "none")):
-        figure, found = _measure(replace(checkpoint, rounding=FORMS[name]), name, texts, answers, answer_tokens)
-        answers = found if answers is None else answers
+        of_layers = name.removesuffix(_HEAD)
+        head = head_format("none" if of_layers == name else "fp8", checkpoint.spec)
+        rounded = replace(checkpoint, rounding=FORMS[of_layers], head_rounding=head)
+        figure, found = _measure(rounded, name, texts, plain, answer_tokens)
+        plain = found if plain is None else plain
         figures.append(figure)
         print(
             f"{name:<15} {figure['bits_per_weight']:5.2f} bits, {figure['mb_per_token']:7.1f} MB per token, perplexity "
-            f"{figure['perplexity']:.3f}, {figure['same_tokens_percent']:.1f} % of the tokens, "
+            f"{figure['perplexity']:.3f}, KL {figure['kl']:.4f}, {figure['same_tokens_percent']:.1f} % of the tokens, "
             f"{figure['same_answers']} of {len(PROMPTS)} answers",
             flush=True,
         )
@@ -80,40 +92,54 @@ def run(model: Path, text: Path, *, num_tokens: int, answer_tokens: int, forms: 
 
 
 def _measure(
-    checkpoint: Checkpoint, name: str, texts: _Texts, answers: list[list[int]] | None, answer_tokens: int
-) -> tuple[dict[str, Any], list[list[int]]]:
-    """The figures of one form, and its greedy choices: of its own answers, or after each token of `answers`."""
+    checkpoint: Checkpoint, name: str, texts: _Texts, plain: _Outputs | None, answer_tokens: int
+) -> tuple[dict[str, Any], _Outputs]:
+    """The figures of one form, and its outputs: greedy choices of its own answers, or after each token of `plain`'s."""
     weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=half_products.library() is not None)
     engine = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None)
-    losses = [loss for chunk in texts.chunks for loss in _losses(engine, chunk)]
+    scores = [_scores(engine, chunk) for chunk in texts.chunks]
+    losses = [loss for chunk, of_chunk in zip(texts.chunks, scores, strict=True) for loss in _losses(of_chunk, chunk)]
     found = [
-        _choices(engine, prompt, answer_tokens, None if answers is None else answers[index])
+        _choices(engine, prompt, answer_tokens, None if plain is None else plain.answers[index])
         for index, prompt in enumerate(texts.prompts)
     ]
-    others = found if answers is None else answers
+    others, theirs_of = (found, scores) if plain is None else (plain.answers, plain.scores)
+    divergences = [kl for ours, theirs in zip(scores, theirs_of, strict=True) for kl in _divergences(theirs, ours)]
     same = [ours == theirs for mine, yours in zip(found, others, strict=True) for ours, theirs in zip(mine, yours, strict=True)]
     form = checkpoint.rounding
     lane = checkpoint.layouts["model.layers.0.feed_forward.w2.weight"].shape[1:]
     figure = {
         "form": name,
         "weights": str(form or checkpoint.dtype),
+        "head": str(checkpoint.head_rounding or checkpoint.dtype),
         "bits_per_weight": 16.0 if form is None else 8 * form.num_bytes(*lane) / math.prod(lane),
         "mb_per_token": bytes_per_token(checkpoint) / 1e6,
         "perplexity": math.exp(sum(losses) / len(losses)),
+        "kl": sum(divergences) / len(divergences),
         "same_tokens_percent": 100 * sum(same) / len(same),
         "same_answers": sum(ours == theirs for ours, theirs in zip(found, others, strict=True)),
     }
-    return figure, found
+    return figure, _Outputs(scores, found)
 
 
-def _losses(engine: Interpreter, ids: list[int]) -> list[float]:
-    """Of every token but the first: minus the logarithm of its probability after those before it."""
-    losses = []
-    for position, (token, following) in enumerate(itertools.pairwise(ids)):
+def _scores(engine: Interpreter, ids: list[int]) -> Scores:
+    """Logarithms of all tokens' probabilities after each of `ids` but the last."""
+    found = np.empty((len(ids) - 1, engine.plan.spec.vocab_size), np.float32)
+    for position, (token, row) in enumerate(zip(ids, found, strict=False)):
         logits = _logits(engine, token, position).astype(np.float64)
-        largest = logits.max()
-        losses.append(float(largest + np.log(np.exp(logits - largest).sum()) - logits[following]))
-    return losses
+        logits -= logits.max()
+        row[:] = logits - np.log(np.exp(logits).sum())
+    return found
+
+
+def _losses(scores: Scores, ids: list[int]) -> list[float]:
+    """Of every token but the first: minus the logarithm of its probability after those before it."""
+    return [-float(row[following]) for row, following in zip(scores, ids[1:], strict=True)]
+
+
+def _divergences(theirs: Scores, ours: Scores) -> list[float]:
+    """KL(theirs || ours) of every position."""
+    return [float((np.exp(mine.astype(np.float64)) * (mine - other)).sum()) for mine, other in zip(theirs, ours, strict=True)]
 
 
 def _choices(engine: Interpreter, prompt: list[int], num_tokens: int, answer: list[int] | None) -> list[int]:

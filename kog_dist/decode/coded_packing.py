@@ -1,13 +1,13 @@
 """The physical form of quantised matrices on weight tapes: what lies in a tile. Rows and columns are as in tape_packing.py.
 
-A step has 128 columns. A warp's part of a tile is its codes, [64 bytes][row] (two times 64 of 8-bit codes), then its scales,
-[row][scale], then its zero points, [row][zero], and zeros up to a multiple of 16 bytes. Of a row's 64 bytes each of four threads
-has 16: whole operands of the matrix unit, 32 columns each, of which a thread has eight neighbouring ones. How bits lie in a
-32-bit word makes expanding them cheap (`expand` in phases/coded.cuh); `_words` is the definition. `CodeWords` are such words of
-what files have, of many matrices at once.
+A step has 128 columns, one of the LM head 64. A warp's part of a tile is its codes, [64 bytes][row] (two times 64 of 128 codes of
+8 bits), then its scales, [row][scale], then its zero points, [row][zero], and zeros up to a multiple of 16 bytes. Of a row's 64
+bytes each of four threads has 16: whole operands of the matrix unit, 32 columns each, of which a thread has eight neighbouring
+ones. How bits lie in a 32-bit word makes expanding them cheap (`expand` in phases/coded.cuh); `_words` is the definition.
+`CodeWords` are such words of what files have, of many matrices at once.
 
 Where each row of a matrix has one scale, the tape holds none; these lie behind all tapes, by product, thread
-block and row.
+block and row. Behind them are those of the LM head.
 
 The functions take numpy or cupy arrays and return the same kind.
 """
@@ -153,7 +153,7 @@ def _sections(matrix: Codes | CodeWords, shape: OpShape, num_ctas: int) -> tuple
     if coding.zero_bytes:
         assert matrix.zeros is not None
         sections.append(by_step(matrix.zeros, coding.scales))
-    return _words(by_step(matrix.codes, CODED_COLUMNS), coding), sections
+    return _words(by_step(matrix.codes, coding.columns), coding), sections
 
 
 def _by_step(values: AnyArray, shape: OpShape, num_ctas: int, width: int) -> AnyArray:
@@ -178,13 +178,13 @@ def _bytes(values: AnyArray) -> AnyArray:
 
 
 def _words(codes: AnyArray, coding: Coding) -> AnyArray:
-    """The 32-bit words (..., bytes of a row / 4) of a step's codes (..., 128)."""
-    threads = codes.astype(np.uint32).reshape(*codes.shape[:-1], 4, 4, WORD_COLUMNS)  # operand, thread, column
+    """The 32-bit words (..., bytes of a row / 4) of a step's codes (..., columns)."""
+    threads = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 4, WORD_COLUMNS)  # operand, thread, column
     if coding.bits == 4:
         return _in_order(_word(threads, coding))
     pairs = _pairs(threads)  # a word for two registers, 16 bytes of a thread for two operands
     halves = np.stack([_word_of_four(pairs[0], pairs[1]), _word_of_four(pairs[2], pairs[3])], axis=-1)
-    halves = halves.reshape(*codes.shape[:-1], 2, 2, 4, 2)  # 64 bytes, operand, thread, word
+    halves = halves.reshape(*codes.shape[:-1], -1, 2, 4, 2)  # 64 bytes, operand, thread, word
     return np.moveaxis(halves, -2, -3).copy().reshape(*codes.shape[:-1], coding.row_bytes // 4)
 
 

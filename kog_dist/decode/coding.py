@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.formats.weight_format import SCALE_BYTES, WeightFormat
 
-CODED_COLUMNS = 128  # of a step
+CODED_COLUMNS = 128  # of a step of the layers' matrices
 
 
 class _Expanded(NamedTuple):
@@ -31,10 +31,10 @@ _GROUPS = (32, 64, 128)  # columns of a scale, of which a step has several or on
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How the matrices of all layers are quantised, as far as tape and kernel are concerned.
+    """How the matrices of all layers are quantised, or the LM head, as far as tape and kernel are concerned.
 
     `number` and `scale` are those of `WeightFormat`. `scales`: of a row in a step, 0 if each row has one scale. `is_of_experts`:
-    experts alone are quantised, and attention has 16 bit.
+    experts alone are quantised, and attention has 16 bit. `columns`: of a step.
     """
 
     number: str
@@ -42,6 +42,7 @@ class Coding:
     scale: str
     has_zeros: bool = False
     is_of_experts: bool = False
+    columns: int = CODED_COLUMNS
 
     @classmethod
     def of(cls, form: WeightFormat, *, is_of_experts: bool = False) -> Coding:
@@ -64,7 +65,7 @@ class Coding:
     @property
     def row_bytes(self) -> int:
         """Codes of a row of a step."""
-        return CODED_COLUMNS * self.bits // 8
+        return self.columns * self.bits // 8
 
     @property
     def scale_bytes(self) -> int:
@@ -102,3 +103,14 @@ class Coding:
             return 1.0
         expanded = _EXPANDED[self.number]
         return 2.0 ** -(expanded.exponent + expanded.x_exponent)
+
+
+# Of the LM head in FP8: tiles are as large as those of 16 bit, and their columns divide what these divide.
+HEAD_CODING = Coding("E4M3", 0, "E8M0", columns=64)
+
+
+class Codings(TypedDict):
+    """Those of a model, as `KernelShape` takes them; None: 16 bit."""
+
+    coding: Coding | None
+    head_coding: Coding | None

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_dist.decode.coding import CODED_COLUMNS, Coding
+from kog_dist.decode.coding import Coding
 
 STEP_COLUMNS = 32  # columns that one mma takes of eight rows
 _STEP = (4, 2, 2, 2)  # a step's columns: threads, halves (upper and lower rows of the operand), pairs, columns of a pair
@@ -39,7 +39,7 @@ class OpShape:
     warps: int  # matrix warps, which share the columns
     real_steps: int = 0  # that hold columns, of all warps; what the last warps have beyond them is left out. 0: nothing is
     last_rows: int = 0  # of the last block, where it has fewer than the others; 0: as many
-    coding: Coding | None = None  # of a quantised matrix: its steps have 128 columns (coded_packing.py)
+    coding: Coding | None = None  # of a quantised matrix: its steps have more columns (coded_packing.py)
 
     @property
     def cta_rows(self) -> int:
@@ -68,7 +68,7 @@ class OpShape:
     @property
     def step_columns(self) -> int:
         """Columns of a step."""
-        return STEP_COLUMNS if self.coding is None else CODED_COLUMNS
+        return STEP_COLUMNS if self.coding is None else self.coding.columns
 
     @property
     def x_steps(self) -> int:
@@ -122,7 +122,7 @@ def op_shape(
     )  # fmt: skip
     rows = _block_rows(cta_rows, blocks, multiple)
     blocks, last_rows = -(-cta_rows // rows), (cta_rows - 1) % rows + 1 if has_last and cta_rows % rows else 0
-    columns = STEP_COLUMNS if coding is None else CODED_COLUMNS
+    columns = STEP_COLUMNS if coding is None else coding.columns
     per = -(-num_columns // (warps * columns * slice_steps)) * slice_steps
     groups = -(-rows // 8)
     steps = 1 if coding is not None else max(

@@ -32,12 +32,12 @@ def read_spec(folder: str | None, quantize: str = "none") -> ModelSpec | None:
         return None  # a folder with a tokenizer alone serves a gateway as well
 
 
-def has_codes(folder: str | None, quantize: str = "none") -> bool:
+def has_codes(folder: str | None, quantize: str = "none", quantize_head: str = "none") -> bool:
     """Whether weights are quantised, as published or while they are loaded."""
     if folder is None:
         return False
     try:
-        return quantize != "none" or read_config_file(Path(folder)).quantisation is not None
+        return {quantize, quantize_head} != {"none"} or read_config_file(Path(folder)).quantisation is not None
     except KogError:
         return False
 

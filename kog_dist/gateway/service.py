@@ -44,7 +44,7 @@ class Service:
         self.served: ServedModel | None = None  # None until the engine has said what it serves
         self.facts = EngineFacts()
         self.spec, self._gpus = read_spec(args.model, args.quantize), read_inventory().gpus
-        self._has_codes = has_codes(args.model, args.quantize)
+        self._has_codes = has_codes(args.model, args.quantize, args.quantize_head)
         self.weights_format = read_format(args.model)
         self.metrics = Metrics(args.model_name or "unknown")
         self.answering: set[Exchange] = set()

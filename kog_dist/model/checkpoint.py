@@ -22,13 +22,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.families.stored import Names
+from kog_dist.model.formats.head import head_format
 from kog_dist.model.formats.quantisation import IGNORED, Quantisation
-from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, with_matrices
+from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, form_in, with_matrices
 from kog_dist.model.formats.rounding import chosen_format, rounded
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.gguf.folder import gguf_of
 from kog_dist.model.hub_cache import check_blob
-from kog_dist.model.layout import EMBEDDING, TensorLayout, is_layer_matrix, tensor_layouts
+from kog_dist.model.layout import EMBEDDING, TensorLayout, head_name, is_layer_matrix, tensor_layouts
 from kog_dist.model.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -47,11 +48,13 @@ from kog_dist.quoting import short
 _HEADER_BYTES_PER_TENSOR = 256  # more than any entry of a header needs
 
 
-def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0, quantize: str = "none") -> Checkpoint:
+def open_checkpoint(
+    folder: Path, *, verify: bool = True, context: int = 0, quantize: str = "none", quantize_head: str = "none"
+) -> Checkpoint:
     """Open a model folder and check its metadata: config, file sizes, headers, names, shapes, dtypes, manifest. Reads no values.
 
     `verify` is kept for later: whether the readers of the checkpoint check the values they load. `context`: see
-    `ModelSpec.with_context`. `quantize`: as in `LaunchConfig`.
+    `ModelSpec.with_context`. `quantize`, `quantize_head`: as in `LaunchConfig`.
     Raises CheckpointError naming the file and tensor that is wrong; ConfigError for the context, or what cannot be quantised.
     """
     _, family, announced, quantisation = published = read_config_file(folder)
@@ -86,16 +89,23 @@ def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0, quan
     rounding = chosen_format(quantize, DTYPES[dtype][0])
     if rounding is not None and quantisation is not None:
         raise ConfigError(f"quantize {quantize} is for 16-bit weights, and those of {folder} are {quantisation}; leave it out")
-    return Checkpoint(folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner, names, quantisation, rounding)
+    head = head_name(spec)
+    if quantize_head != "none" and (form := form_in(owner[head], names[head].name)) is not None:
+        raise ConfigError(f"quantize_head {quantize_head} is for a 16-bit LM head, and that of {folder} is {form}; leave it out")
+    return Checkpoint(
+        folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner, names, quantisation, rounding,
+        head_format(quantize_head, spec),
+    )  # fmt: skip
 
 
-def planned_checkpoint(folder: Path, *, context: int = 0, quantize: str = "none") -> Checkpoint:
+def planned_checkpoint(folder: Path, *, context: int = 0, quantize: str = "none", quantize_head: str = "none") -> Checkpoint:
     """What a folder's config.json alone says, for plans; nothing can be read. Raises as `open_checkpoint` does."""
     _, family, announced, quantisation = published = read_config_file(folder)
     spec, dtype = published.spec_to_run(context, quantize), announced or "bfloat16"
     layouts = tensor_layouts(spec)
     names, rounding = family.stored_names(spec, layouts), chosen_format(quantize, dtype)
-    return Checkpoint(folder, spec, (), dtype, False, None, layouts, {}, names, quantisation, rounding)
+    head = head_format(quantize_head, spec)
+    return Checkpoint(folder, spec, (), dtype, False, None, layouts, {}, names, quantisation, rounding, head)
 
 
 def has_weights(folder: Path) -> bool:
@@ -108,6 +118,7 @@ class Checkpoint:
     """An opened model folder. `files` are its safetensors files, `dtype` what most of their values are: bfloat16, float16 or
     float32. Tensors of another dtype become that one where weights are kept as stored. `quantisation`: of the files;
     `rounding`: what each lane's matrices of the layers are rounded to as they are read. At most one of them is not None.
+    `head_rounding`: what the LM head is rounded to (formats/head.py).
     """
 
     folder: Path
@@ -121,6 +132,7 @@ class Checkpoint:
     names: Names
     quantisation: Quantisation | None = None
     rounding: WeightFormat | None = None
+    head_rounding: WeightFormat | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kog_dist.model.formats.lanes import weight_format
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
 from kog_dist.model.formats.mxfp4 import GROUP, kept_shapes
-from kog_dist.model.layout import EXPERTS
+from kog_dist.model.layout import EXPERTS, head_name
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -28,10 +28,11 @@ def quantised(checkpoint: Checkpoint) -> str:
     for name in checkpoint.layouts:
         if (form := weight_format(checkpoint, name)) is not None:
             found[str(form)] = None
+    head = "" if checkpoint.head_rounding is None else f", LM head rounded at the start to {checkpoint.head_rounding}"
     if not found:
-        return ""
+        return f"{checkpoint.dtype}{head}" if head else ""
     source = "rounded at the start" if checkpoint.quantisation is None else f"as published ({checkpoint.quantisation.method})"
-    return f"{'; '.join(found)}, {source}, the rest {checkpoint.dtype}"
+    return f"{'; '.join(found)}, {source}{head}, the rest {checkpoint.dtype}"
 
 
 def num_quantised(checkpoint: Checkpoint, *, of_token: bool = False) -> int:
@@ -87,4 +88,8 @@ def _differences(checkpoint: Checkpoint) -> dict[str, int]:
         else:
             num_bytes = form.num_bytes(*checkpoint.names[name].shape(layout))
         found[name] = num_bytes - _HALF * prod(layout.shape)
+    if checkpoint.head_rounding is not None:
+        name = head_name(checkpoint.spec)
+        shape = checkpoint.layouts[name].shape
+        found[name] = checkpoint.head_rounding.num_bytes(prod(shape[:-1]), shape[-1]) - _HALF * prod(shape)
     return found

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.model.formats.head import round_in_place
 from kog_dist.model.formats.lanes import CodedSource, lane_codes, weight_format
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
 from kog_dist.model.formats.mxfp4 import GROUP, kept, kept_shapes
+from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name
 from kog_dist.model.spec import HeadType, ModelSpec
 
@@ -162,6 +164,10 @@ class TensorSource(CodedSource, Protocol):
     @property
     def spec(self) -> ModelSpec:
         """The model that the tensors belong to."""
+
+    @property
+    def head_rounding(self) -> WeightFormat | None:
+        """What the LM head is rounded to."""
 
     def stored_dtype(self, name: str) -> str:
         """How a tensor is stored: `BF16`, `F16` or `F32`."""
@@ -376,6 +382,8 @@ class RankReader:
     def _head(self, lane: int, embedding: Array) -> Array:
         spec, name = self.checkpoint.spec, head_name(self.checkpoint.spec)
         first, last = spec.vocab_slice(lane)
+        if self.checkpoint.head_rounding is not None:
+            return self._rounded_head(lane, embedding, self.checkpoint.head_rounding)
         if spec.tied_embeddings:
             tied = self._matrix([EMBEDDING], last - first, spec.hidden_size)
             _narrow(embedding[first:last], tied)
@@ -384,6 +392,23 @@ class RankReader:
             return self._stacked([name], lane)
         out = self._matrix([name], last - first, self.checkpoint.layouts[name].shape[1])
         self._read_rows(name, lane, out, verify=self.checkpoint.verify)
+        return out
+
+    def _rounded_head(self, lane: int, embedding: Array, form: WeightFormat) -> Array:
+        """The values of its codes, in 16 bit if matrices stay so."""
+        spec, name = self.checkpoint.spec, head_name(self.checkpoint.spec)
+        first, last = spec.vocab_slice(lane)
+        values = aligned_empty((last - first, self.checkpoint.layouts[name].shape[-1]), np.dtype(np.float32))
+        if spec.tied_embeddings:
+            values[...] = embedding[first:last]
+        else:
+            self.checkpoint.read_part(name, lane, values, verify=self.checkpoint.verify)
+        round_in_place(values, form.block_columns)
+        out = self.arena.empty(values.shape, BFLOAT16 if self.keeps_halves else self.dtype)
+        if self.keeps_halves:
+            _narrow(values, out)
+        else:
+            out[...] = values
         return out
 
 

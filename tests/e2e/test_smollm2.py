@@ -130,10 +130,12 @@ def test_quantised_weights_lose_what_docs_formats_says() -> None:
     assert tokenizer is not None
     ids = list(tokenizer.encode((Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")))[:300]
     losses = {}
-    for choice in ("none", "fp8", "int4"):
-        checkpoint = open_checkpoint(FOLDER, quantize=choice)
+    for choice, head in (("none", "none"), ("fp8", "none"), ("int4", "none"), ("none", "fp8")):
+        checkpoint = open_checkpoint(FOLDER, quantize=choice, quantize_head=head)
         weights = checkpoint.rank_weights([0], keeps_halves=half_products.library() is not None)
-        found = quality._losses(Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None), ids)
-        losses[choice] = sum(found) / len(found)
-    assert abs(losses["fp8"] - losses["none"]) < 0.1
-    assert 0.1 < losses["int4"] - losses["none"] < 0.8
+        scores = quality._scores(Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None), ids)
+        losses[choice, head] = sum(quality._losses(scores, ids)) / len(scores)
+    lost = {key: loss - losses["none", "none"] for key, loss in losses.items()}
+    assert abs(lost["fp8", "none"]) < 0.1
+    assert 0.1 < lost["int4", "none"] < 0.8
+    assert 0 < abs(lost["none", "fp8"]) < 0.2

@@ -68,8 +68,8 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
     elif group in (others := {"2b": laneformer_2b(), "tiny": TINY_ON_GPUS}):
         yield others[group], {}
     else:
-        spec, coding = named_shape(group)
-        yield spec, {"coding": coding}
+        spec, codings = named_shape(group)
+        yield spec, {**codings}
 
 
 def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:

@@ -123,11 +123,11 @@ def test_bits_depend_neither_on_tiles_nor_on_ranks(monkeypatch: pytest.MonkeyPat
     """What all experts add to the rows of a chunk, in tiles of all sizes, and of the second half of the lanes alone."""
     import cupy
 
-    whole, coding = named_shape(f"{name}@{CONTEXT}")
+    whole, codings = named_shape(f"{name}@{CONTEXT}")
     spec = replace(whole, num_layers=LAYERS, window_layers=tuple(layer for layer in whole.window_layers if layer < LAYERS))
     partials, sizes = dict[tuple[int, int], Any](), list[int]()
     for num_ranks in (1, 2):
-        shape = KernelShape(spec, spec.lanes_of_rank(num_ranks - 1, num_ranks), num_ranks=num_ranks, coding=coding)
+        shape = KernelShape(spec, spec.lanes_of_rank(num_ranks - 1, num_ranks), num_ranks=num_ranks, **codings)
         assert shape.experts is not None
         matrices, observe = matrices_for(shape)
         weights = random_weights(shape, SEED, observe)
@@ -160,13 +160,13 @@ def test_windowed_layers_may_keep_all_positions(monkeypatch: pytest.MonkeyPatch)
     """gpt-oss in MXFP4: logits have the bits of rings; a stop within a chunk keeps what was there, and one goes on behind it."""
     import cupy
 
-    whole, coding = named_shape("gpt-oss-20b@2048")
+    whole, codings = named_shape("gpt-oss-20b@2048")
     spec = replace(whole, num_layers=4, window_layers=(0, 2), vocab_size=VOCABULARY)
     monkeypatch.setattr(gpu, "work_of", lambda *args, **options: replace(work_of(*args, **options), chunk_flop=1.4 * MOST_FLOP))
     ids, tuning = drawn(1300), Tuning((128, 256))
     found = []
     for whole_windows in (False, True):
-        shape = KernelShape(spec, range(spec.num_lanes), coding=coding, whole_windows=whole_windows)
+        shape = KernelShape(spec, range(spec.num_lanes), whole_windows=whole_windows, **codings)
         matrices, observe = matrices_for(shape)
         kernel = Monokernel(shape, random_weights(shape, SEED, observe))
         prefill = prefill_for(kernel, matrices, tuning=tuning)

@@ -15,7 +15,7 @@ from kog_dist.model.formats.rounding import rounded
 from kog_dist.model.formats.weight_format import CodedMatrix
 from kog_dist.model.layout import layer_prefix, tensor_layouts
 from kog_dist.model.published_config import read_config
-from kog_dist.workers.cuda.coded_source import coding_of
+from kog_dist.workers.cuda.coded_source import codings_of
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
@@ -59,15 +59,18 @@ def test_expanded_weights_are_the_definition(form_name: str) -> None:
             assert np.array_equal(got.view(np.uint16), np.stack(lanes).astype(np.float16).view(np.uint16)), name
 
 
-@pytest.mark.parametrize(("shape", "quantize"), [("llama-3.2-1b", "fp8"), ("qwen3-4b", "int4")])
-def test_logits_after_prefill_are_those_of_cpu_ranks(tmp_path: Path, shape: str, quantize: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "quantize", "quantize_head"),
+    [("llama-3.2-1b", "fp8", "none"), ("qwen3-4b", "int4", "none"), ("qwen3-4b", "int4", "fp8"), ("llama-3.2-1b", "none", "fp8")],
+)
+def test_logits_after_prefill_are_those_of_cpu_ranks(tmp_path: Path, shape: str, quantize: str, quantize_head: str) -> None:
     config = {**DENSE[shape], "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
     spec = read_config(config)
     write_stored_checkpoint(tmp_path, spec, lambda name: random_tensor(spec, name, 5).get(), max_shard_bytes=2**30)
-    checkpoint = open_checkpoint(tmp_path, quantize=quantize)
+    checkpoint = open_checkpoint(tmp_path, quantize=quantize, quantize_head=quantize_head)
     made = KernelShape(
         checkpoint.spec, range(checkpoint.spec.num_lanes), weight_dtype=checkpoint.dtype, kv_dtype="float16",
-        coding=coding_of(checkpoint),
+        **codings_of(checkpoint),
     )  # fmt: skip
     matrices, observe = matrices_for(made)
     kernel = Monokernel(made, load_weights(made, checkpoint, observe))
@@ -77,6 +80,6 @@ def test_logits_after_prefill_are_those_of_cpu_ranks(tmp_path: Path, shape: str,
     wanted = on_cpu(checkpoint, ids)
     kernel.close()
     errors = {name: relative_error(found, wanted) for name, found in logits.items()}
-    print(shape, quantize, {name: f"{error:.1e}" for name, error in errors.items()})
+    print(shape, quantize, quantize_head, {name: f"{error:.1e}" for name, error in errors.items()})
     assert np.array_equal(logits["whole"].view(np.uint32), logits["behind a kept prefix"].view(np.uint32))
     assert max(errors.values()) < LIMIT

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kog_dist.bench.kernel.shapes import DENSE
-from kog_dist.decode.coding import Coding
-from kog_dist.model.checkpoint import open_checkpoint, write_stored_checkpoint
+from kog_dist.decode.coding import HEAD_CODING, Coding
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, write_stored_checkpoint
+from kog_dist.model.formats.head import rounded_rows
 from kog_dist.model.published_config import read_config
-from kog_dist.workers.cuda.coded_source import coding_of
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.coded_source import coding_of, codings_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -24,21 +27,68 @@ LAYERS, VOCABULARY, CONTEXT, TOKENS = 2, 4096, 128, 9
 LIMIT = 1e-3  # as of 16-bit weights; a wrong scale or code is 1e-1
 
 
-@pytest.mark.parametrize("shape", ["llama-3.2-1b", "qwen3-4b"])
-@pytest.mark.parametrize("quantize", ["fp8", "int4"])
-def test_logits_of_weights_that_are_quantised_at_the_start(tmp_path: Path, shape: str, quantize: str) -> None:
-    config = {**DENSE[shape], "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+def made(folder: Path, shape: str, **changes: Any) -> ModelSpec:
+    """A checkpoint with random weights of a shape's first layers, and its spec."""
+    config = {
+        **DENSE[shape],
+        "num_hidden_layers": LAYERS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+        **changes,
+    }
     spec = read_config(config)
-    write_stored_checkpoint(tmp_path, spec, lambda name: random_tensor(spec, name, 5).get(), max_shard_bytes=2**30)
-    checkpoint = open_checkpoint(tmp_path, quantize=quantize)
-    coding = coding_of(checkpoint)
-    assert coding == (Coding("E4M3", 1, "F32") if quantize == "fp8" else Coding("INT4", 1, "BF16"))
-    made = KernelShape(
-        checkpoint.spec, range(checkpoint.spec.num_lanes), weight_dtype=checkpoint.dtype, kv_dtype="float16", coding=coding
-    )
-    kernel = Monokernel(made, load_weights(made, checkpoint))
+    write_stored_checkpoint(folder, spec, lambda name: random_tensor(spec, name, 5).get(), max_shard_bytes=2**30)
+    return spec
+
+
+def error_of(checkpoint: Checkpoint, shape: KernelShape) -> float:
+    """Of the kernel's logits beside those of a CPU rank."""
+    kernel = Monokernel(shape, load_weights(shape, checkpoint))
     ids: list[int] = np.random.default_rng(1).integers(0, VOCABULARY, TOKENS).tolist()
     error = relative_error(decode(kernel, ids, 0), on_cpu(checkpoint, ids))
     kernel.close()
+    return error
+
+
+@pytest.mark.parametrize("shape", ["llama-3.2-1b", "qwen3-4b"])
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_logits_of_weights_that_are_quantised_at_the_start(tmp_path: Path, shape: str, quantize: str) -> None:
+    made(tmp_path, shape)
+    checkpoint = open_checkpoint(tmp_path, quantize=quantize)
+    coding = coding_of(checkpoint)
+    assert coding == (Coding("E4M3", 1, "F32") if quantize == "fp8" else Coding("INT4", 1, "BF16"))
+    lanes = range(checkpoint.spec.num_lanes)
+    error = error_of(
+        checkpoint, KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype="float16", coding=coding)
+    )
     print(shape, quantize, f"{error:.1e}")
     assert error < LIMIT
+
+
+# Hidden sizes of whole steps of all warps, and of one and a quarter; tied embeddings but for the last one.
+@pytest.mark.parametrize(
+    ("shape", "quantize"),
+    [("llama-3.2-1b", "none"), ("llama-3.2-1b", "int4"), ("qwen3-4b", "none"), ("qwen3-4b", "fp8"), ("qwen3-8b", "int4")],
+)
+def test_logits_of_an_lm_head_in_fp8(tmp_path: Path, shape: str, quantize: str) -> None:
+    made(tmp_path, shape)
+    checkpoint = open_checkpoint(tmp_path, quantize=quantize, quantize_head="fp8")
+    lanes, codings = range(checkpoint.spec.num_lanes), codings_of(checkpoint)
+    assert codings["head_coding"] == HEAD_CODING
+    error = error_of(
+        checkpoint, KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype="float16", **codings)
+    )
+    print(shape, quantize, "head in FP8", f"{error:.1e}")
+    assert error < LIMIT
+
+
+def test_a_gpu_rounds_an_lm_head_to_the_codes_of_a_cpu() -> None:
+    import cupy
+
+    values = np.random.default_rng(2).standard_normal((64, 4096)).astype(np.float32)
+    values *= np.float32(2.0) ** np.arange(-32, 32, dtype=np.float32)[:, None]
+    values[0], values[1, 5:] = 0, 0
+    values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    found, wanted = rounded_rows(cupy.asarray(values)), rounded_rows(values)
+    assert found.codes.get().tobytes() == wanted.codes.tobytes()
+    assert found.scales.get().tobytes() == wanted.scales.tobytes()

@@ -85,6 +85,7 @@ class Model:
         cupy.uint16, cupy.asarray, cupy.empty = np.uint16, np.asarray, np.empty
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         self.spec, self.dtype, self.kv_dtype = spec, dtype, kv_dtype or dtype
+        self.oracle_spec = spec
         tensors = dict(random_tensors(spec, 3))
         self.words = {name: to_words(np.asarray(tensors[name], np.float32), dtype) for name in tensor_layouts(spec)}
         self.values = dict[str, Any]()  # float32, of what is not 16 bit
@@ -93,7 +94,7 @@ class Model:
         return from_tensors(shape, lambda name: self.words[name][slice(*needed_rows(shape, name))])
 
     def logits(self, ids: list[int]) -> Any:
-        oracle = Laneformer(self.spec, seed=None).double()
+        oracle = Laneformer(self.oracle_spec, seed=None).double()
         dtype = getattr(torch, self.dtype)
         tensors = {name: torch.from_numpy(words.view(np.int16)).view(dtype) for name, words in self.words.items()}
         oracle.load_state_dict(tensors | {name: torch.from_numpy(values) for name, values in self.values.items()})
@@ -120,7 +121,8 @@ def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
 
 def answer(
     model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None, num_runs: int = len(RUNS),
-    max_ctas: int = 5, changed: Callable[[Mapping[str, str]], dict[str, str]] = dict, *, whole_windows: bool = False,
+    max_ctas: int = 5, changed: Callable[[Mapping[str, str]], dict[str, str]] = dict, head_coding: Coding | None = None, *,
+    whole_windows: bool = False,
 ) -> tuple[list[int], Any]:  # fmt: skip
     """Tokens of a greedy answer, and all logits (vocab,) before the last one, of sources that `changed` has changed.
 
@@ -139,6 +141,7 @@ def answer(
             max_slots=6,
             matrix_warps=matrix_warps,
             coding=coding,
+            head_coding=head_coding,
             keeps_hashes=True,
             whole_windows=whole_windows,
         )

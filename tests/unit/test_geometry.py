@@ -42,8 +42,8 @@ SHAPES = {
     if ranks <= lanes
 }
 OF_EXPERTS = {
-    (name, 4, 1): KernelShape(spec, range(4), coding=coding, whole_windows=bool(spec.window_layers))
-    for name, (spec, coding) in ((n, named_shape(n)) for n in MOE)
+    (name, 4, 1): KernelShape(spec, range(4), whole_windows=bool(spec.window_layers), **codings)
+    for name, (spec, codings) in ((n, named_shape(n)) for n in MOE)
 }
 HARDEST = [  # with the number among KERNEL_SOURCES
     ("llama-3.1-8b", 8, 1, 0), ("llama-3.1-8b", 8, 1, 1), ("llama-3.2-3b", 8, 2, 0), ("qwen3-4b", 8, 2, 1), ("qwen3-8b", 8, 8, 1),

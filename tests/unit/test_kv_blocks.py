@@ -92,8 +92,8 @@ def test_a_block_is_the_tokens_of_all_layers() -> None:
 
 
 def test_windowed_layers_have_blocks_where_they_keep_all_positions() -> None:
-    spec, coding = named_shape("gpt-oss-120b@131072")
-    rings, whole = (KernelShape(spec, range(4), coding=coding, whole_windows=is_whole) for is_whole in (False, True))
+    spec, codings = named_shape("gpt-oss-120b@131072")
+    rings, whole = (KernelShape(spec, range(4), whole_windows=is_whole, **codings) for is_whole in (False, True))
     assert (block_tokens(rings), rings.ring_positions) == (0, 256)
     assert (block_tokens(whole), whole.ring_positions) == (256, 0)
     assert block_bytes(whole) == 256 * 72 << 10

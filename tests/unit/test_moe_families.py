@@ -253,9 +253,9 @@ def test_gpt_oss_120b_keeps_prefixes_on_one_h100(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("name", MOE)
 def test_a_gpu_reads_little_more_than_the_chosen_experts(name: str) -> None:
-    spec, coding = named_shape(name)
+    spec, codings = named_shape(name)
     for count in (1, 2, 4):
-        shape = KernelShape(spec, spec.lanes_of_rank(0, count), num_ranks=count, coding=coding)
+        shape = KernelShape(spec, spec.lanes_of_rank(0, count), num_ranks=count, **codings)
         # On four a thread block has eleven rows of gpt-oss's QKV, which come in pairs; and every rank reads the router.
         assert shape.read_bytes * count < (1.04 if count < 4 else 1.1) * PER_TOKEN_MB[name] * 1e6
 
@@ -279,19 +279,19 @@ def test_gpus_refuse_numbers_of_experts_that_do_not_divide(per_token: int, reaso
     ],
 )
 def test_gpus_refuse_experts_that_no_kernel_reads(name: str, weight_dtype: str, reason: str) -> None:
-    spec, coding = named_shape(name)
+    spec, codings = named_shape(name)
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
-        KernelShape(spec, range(spec.num_lanes), weight_dtype, coding=coding)
+        KernelShape(spec, range(spec.num_lanes), weight_dtype, **codings)
 
 
 def test_a_gpu_reads_quantised_experts_attention_and_little_more(tmp_path: Path) -> None:
-    spec, coding = named_shape("qwen3-30b-a3b+fp8")
+    spec, codings = named_shape("qwen3-30b-a3b+fp8")
     (tmp_path / "config.json").write_text(json.dumps({**MOE["qwen3-30b-a3b"], "quantization_config": QUANTISED["fp8"]}))
     settings = LaunchConfig(model=str(tmp_path), device="cpu", ranks=1)
-    assert coding_of(plan_target(settings, needs_weights=False)[0].checkpoint) == coding == Coding("E4M3", 1, "BF16")
+    assert coding_of(plan_target(settings, needs_weights=False)[0].checkpoint) == codings["coding"] == Coding("E4M3", 1, "BF16")
     values = PER_TOKEN_MB["qwen3-30b-a3b"] * 1e6 / 2
     head = spec.vocab_size * spec.hidden_size
-    read = KernelShape(spec, range(spec.num_lanes), coding=coding).read_bytes
+    read = KernelShape(spec, range(spec.num_lanes), **codings).read_bytes
     assert values - head < read - 2 * head < 1.05 * (values - head)
 
 

@@ -28,7 +28,10 @@ def test_losses_and_choices_are_those_of_the_oracle() -> None:
     with torch.no_grad():
         logits = Laneformer.from_checkpoint(DEMO, torch.float64)(torch.tensor([IDS]))[0]
     expected = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(IDS[1:]), reduction="none")
-    assert np.allclose(quality._losses(engine, IDS), expected.numpy(), rtol=1e-4)
+    scores = quality._scores(engine, IDS)
+    assert np.allclose(quality._losses(scores, IDS), expected.numpy(), rtol=1e-4)
+    uneven = np.log(np.array([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]], np.float32))
+    assert np.allclose(quality._divergences(uneven[:1], uneven[1:]), 0.25 * np.log(2))
     told = quality._choices(engine, IDS[:3], 5, IDS[3:])
     assert told == logits[2:-1].argmax(-1).tolist()
     own = quality._choices(engine, IDS[:3], 5, None)
@@ -39,11 +42,15 @@ def test_losses_and_choices_are_those_of_the_oracle() -> None:
 def test_every_form_has_a_line_and_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def area(radius):\n    return 3.14 * radius ** 2\n" * 4)
-    quality.run(DEMO, text, num_tokens=40, answer_tokens=3, forms=("fp8-block", "int4-32"))
+    quality.run(DEMO, text, num_tokens=40, answer_tokens=3, forms=("fp8-block", "int4-32", "none+head8"))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["none", "fp8-block", "int4-32"]
+    assert [line.split()[0] for line in lines[:4]] == ["none", "fp8-block", "int4-32", "none+head8"]
     figures = json.loads(lines[-1])["figures"]
-    plain, fp8, int4 = figures
+    plain, fp8, int4, head = figures
+    assert head["bits_per_weight"] == plain["bits_per_weight"]
+    spec = open_checkpoint(DEMO).spec
+    assert math.isclose(plain["mb_per_token"] - head["mb_per_token"], spec.vocab_size * (spec.hidden_size - 1) / 1e6)
+    assert 0 == plain["kl"] < head["kl"] < fp8["kl"] < int4["kl"]
     assert (plain["same_tokens_percent"], plain["same_answers"]) == (100.0, 20)
     assert 8 < fp8["bits_per_weight"] < 8.1
     assert 4.5 <= int4["bits_per_weight"] < 4.6

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kog_dist.decode.coded_packing import Codes
-from kog_dist.decode.coding import Coding
+from kog_dist.decode.coding import HEAD_CODING, Coding, Codings
 from kog_dist.errors import ConfigError
 from kog_dist.model.formats.lanes import lane_codes, weight_format
 from kog_dist.model.formats.weight_format import CodedMatrix
@@ -42,6 +42,11 @@ def coding_of(checkpoint: Checkpoint) -> Coding | None:
         ways = " and ".join(sorted("16 bit" if form is None else str(form) for form in of_layers))
         raise ConfigError(f"GPUs run models whose layers are all quantised in one way, and this one has {ways}; use --device cpu")
     return codings.pop()
+
+
+def codings_of(checkpoint: Checkpoint) -> Codings:
+    """The same, and how the LM head is coded."""
+    return {"coding": coding_of(checkpoint), "head_coding": None if checkpoint.head_rounding is None else HEAD_CODING}
 
 
 def is_coded(layouts: Mapping[str, TensorLayout], coding: Coding | None, name: str) -> bool:

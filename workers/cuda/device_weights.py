@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from kog_dist.decode.order import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.errors import CheckpointError
+from kog_dist.model.formats.head import rounded_rows
 from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType
@@ -66,6 +67,13 @@ def to_words(values: GpuArray, dtype: str) -> GpuArray:
     return ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
 
 
+def to_values(words: GpuArray, dtype: str) -> GpuArray:
+    """Float32 values of 16-bit words."""
+    if dtype == "float16":
+        return words.view(np.float16).astype(np.float32)
+    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def needed_parts(shape: KernelShape, name: str) -> range:
     """Which parts of a tensor (`TensorLayout.parts`) a rank needs: those of its lanes, but the whole embedding."""
     num_parts = len(tensor_layouts(shape.spec)[name].parts)
@@ -105,13 +113,16 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray, coded: P
         if shape.scale_rows:
             put_row_scales(_row_scales(shape, tape)[number], op, matrix.scales)
     for index in range(shape.num_head_products):
-        put_on_tape(tape, position, shape.head, _packed_head(shape, source, index))
+        if shape.head_coding is None:
+            put_on_tape(tape, position, shape.head, _packed_head(shape, source, index))
+        else:
+            _put_coded_head(shape, tape, position, source, index)
         position += shape.head.num_values
 
 
 def _row_scales(shape: KernelShape, tape: GpuArray) -> GpuArray:
     """View (products, num_ctas, scale_rows) of what lies behind the tapes, float32."""
-    behind = tape[shape.num_ctas * shape.tape_values :].view(np.float32)
+    behind = tape[shape.num_ctas * shape.tape_values : shape.head_scales_place].view(np.float32)
     return behind.reshape(len(shape.products), shape.num_ctas, shape.scale_rows)
 
 
@@ -123,6 +134,25 @@ def _packed_head(shape: KernelShape, source: MatrixSource, index: int) -> GpuArr
     left_over = shape.num_ctas - shape.num_lanes * shape.head_ctas  # each lane has its own thread blocks
     parts.append(np.zeros_like(parts[0], shape=(shape.head.num_tiles, left_over, shape.head.tile_values)))
     return np.concatenate(parts, axis=1)
+
+
+def _put_coded_head(shape: KernelShape, tape: GpuArray, position: int, source: MatrixSource, index: int) -> None:
+    """The same in FP8, rounded a block of rows at a time, with its scales."""
+    head, num_ctas = shape.head, shape.num_ctas
+    by_lane = shape.spec.head_type is HeadType.VOCAB_PARALLEL
+    parts = [source(Phase.HEAD, 0, lane) for lane in (range(shape.num_lanes) if by_lane else [index])]
+    rows = np.zeros_like(parts[0], shape=(num_ctas, head.cta_rows, parts[0].shape[1]))
+    for lane, part in enumerate(parts):  # each lane has its own thread blocks
+        first = lane * shape.head_ctas * head.cta_rows
+        rows.reshape(-1, rows.shape[2])[first : first + len(part)] = part
+    scales = tape[shape.head_scales_place :].view(np.float32).reshape(-1, num_ctas, head.cta_rows)[index]
+    one = replace(head, blocks=1)
+    for block in range(head.blocks):
+        own = slice(block * head.rows, (block + 1) * head.rows)
+        words = rows[:, own].reshape(-1, rows.shape[2])
+        coded = rounded_rows(to_values(words, shape.weight_dtype))
+        put_codes(tape, position + block * one.num_values, one, num_ctas, Codes(coded.codes, coded.scales))
+        scales[:, own] = coded.scales.reshape(num_ctas, head.rows)
 
 
 def from_tensors(
@@ -296,7 +326,7 @@ class _Experts:
         words, experts = self._tensors(name), self._experts
         if experts.router_dtype == experts.weight_dtype:
             return words
-        values = (words.astype(np.uint32) << np.uint32(16)).view(np.float32) * np.float32(experts.router_scale)
+        values = to_values(words, experts.weight_dtype) * np.float32(experts.router_scale)
         if float(abs(values).max()) > _LARGEST_BINARY16:
             raise CheckpointError(f"{name} has a weight beyond {_LARGEST_BINARY16 / experts.router_scale:g}; use --device cpu")
         return to_words(values, experts.router_dtype)

@@ -28,6 +28,7 @@ class ExpertShape:
     residual_rows: int
     coding: Coding | None
     weight_dtype: str = "bfloat16"
+    least_steps: int = 1  # of `stream_steps`
 
     @property
     def per_token(self) -> int:
@@ -85,7 +86,7 @@ class ExpertShape:
     @property
     def stream_steps(self) -> int:
         """Steps of 32 columns that a matrix warp's part of the stream is a multiple of, in all products alike."""
-        return 1 if self.coding is None else CODED_COLUMNS // STEP_COLUMNS
+        return self.least_steps if self.coding is None else CODED_COLUMNS // STEP_COLUMNS
 
     @cached_property
     def route(self) -> OpShape:
@@ -97,7 +98,8 @@ class ExpertShape:
     def gate_up(self) -> OpShape:
         """Gate and up rows of FFN columns of all hosted lanes, of one expert."""
         rows = 2 * owned_rows(self.num_lanes * self.spec.lane_ffn, self.ctas, 2)
-        return self.geometry.op_shape(rows, self.spec.hidden_size, 4, has_last=True, coding=self.coding)
+        steps = 1 if self.coding is not None else self.stream_steps
+        return self.geometry.op_shape(rows, self.spec.hidden_size, 4, has_last=True, coding=self.coding, slice_steps=steps)
 
     @cached_property
     def down(self) -> OpShape:

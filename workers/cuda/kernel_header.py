@@ -76,6 +76,8 @@ def shape_header(shape: KernelShape) -> str:
     if shape.coding is not None:
         coded_x_scale = x_scale if shape.coding.is_integer else shape.coding.x_scale
         floats |= {"kCodedXScale": coded_x_scale, "kCodeFactor": shape.coding.factor * x_scale}
+    if shape.head_coding is not None:
+        floats |= {"kHeadXScale": shape.head_coding.x_scale, "kHeadFactor": shape.head_coding.factor * x_scale}
     lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
     codes = [p.phase | (p.lane - shape.hosted_lanes[0]) << 2 | p.layer << 8 for p in shape.products]
     end = spec.num_layers << 8  # the LM head's place, and what comes after it
@@ -107,6 +109,9 @@ def shape_header(shape: KernelShape) -> str:
     lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, shape.delays))}"]
     if shape.coding is not None:
         lines += _coding_header(shape, shape.coding)
+    if shape.head_coding is not None:
+        lines += [f"#define KOG_HEAD_FORMAT {FORMATS[shape.head_coding.expanded or shape.weight_dtype]}"]
+        lines += [f"namespace kog {{ constexpr u64 kHeadScalesOffset = {2 * shape.head_scales_place}ull; }}"]
     if shape.experts is not None:
         lines += shape.experts.header()
     if shape.whole_windows:

@@ -64,6 +64,7 @@ class KernelShape:
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
     coding: Coding | None = None  # of the matrices of all layers, or of experts alone; router and others have 16 bit
+    head_coding: Coding | None = None  # of the LM head
     whole_windows: bool = False  # windowed layers keep all positions, not a ring of the newest; the same bits, see `can_be_whole`
     keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
 
@@ -125,8 +126,9 @@ class KernelShape:
         if self.spec.experts is None:
             return None
         return ExpertShape(
-            self.spec, self.geometry, self.num_lanes, self.num_ctas, self._residual_rows, self.coding, self.weight_dtype
-        )
+            self.spec, self.geometry, self.num_lanes, self.num_ctas, self._residual_rows, self.coding, self.weight_dtype,
+            self._stream_steps,
+        )  # fmt: skip
 
     @property
     def attention_coding(self) -> Coding | None:
@@ -135,7 +137,14 @@ class KernelShape:
 
     @property
     def _stream_steps(self) -> int:
-        return 1 if self.coding is None else CODED_COLUMNS // STEP_COLUMNS
+        """Steps of 32 columns that a matrix warp's part of the stream is a multiple of, in all products alike."""
+        if self.coding is not None:
+            return CODED_COLUMNS // STEP_COLUMNS
+        return 1 if self.head_coding is None else self.head_coding.columns // STEP_COLUMNS
+
+    def _slice_steps(self, coding: Coding | None) -> int:
+        """The same in steps of a matrix that is coded so."""
+        return max(self._stream_steps * STEP_COLUMNS // (STEP_COLUMNS if coding is None else coding.columns), 1)
 
     @cached_property
     def qkv(self) -> OpShape:
@@ -143,7 +152,7 @@ class KernelShape:
         rows = self.lanes_of(Phase.QKV) * self.spec.lane_qkv_rows
         return self.geometry.op_shape(
             owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2, coding=self.attention_coding,
-            slice_steps=self._stream_steps if self.attention_coding is None else 1,
+            slice_steps=self._slice_steps(self.attention_coding),
         )  # fmt: skip
 
     @cached_property
@@ -160,7 +169,9 @@ class KernelShape:
             return self.experts.gate_up
         columns = self.lanes_of(Phase.GATE_UP) * self.spec.lane_ffn
         rows = 2 * owned_rows(columns, self.num_ctas, 2)
-        return self.geometry.op_shape(rows, self.spec.hidden_size, 4, has_last=True, coding=self.coding)
+        return self.geometry.op_shape(
+            rows, self.spec.hidden_size, 4, has_last=True, coding=self.coding, slice_steps=self._slice_steps(self.coding)
+        )
 
     @cached_property
     def down(self) -> OpShape:
@@ -178,8 +189,9 @@ class KernelShape:
         first, last = self.vocab_rows
         num_rows = self.lane_vocab if self.spec.head_type is HeadType.VOCAB_PARALLEL else last - first
         return self.geometry.op_shape(
-            owned_rows(num_rows, self.head_ctas, 1), self.spec.hidden_size, 1, slice_steps=self._stream_steps
-        )
+            owned_rows(num_rows, self.head_ctas, 1), self.spec.hidden_size, 1, coding=self.head_coding,
+            slice_steps=self._slice_steps(self.head_coding),
+        )  # fmt: skip
 
     @property
     def head_ctas(self) -> int:
@@ -274,6 +286,16 @@ class KernelShape:
     @property
     def weight_words(self) -> int:
         """16-bit words of all tapes and of what lies behind them."""
+        return self.head_scales_place + 2 * self.head_scale_rows * self.num_head_products * self.num_ctas
+
+    @property
+    def head_scale_rows(self) -> int:
+        """Scales of a product of the LM head in a thread block, which lie behind those of layers."""
+        return 0 if self.head_coding is None else self.head.cta_rows
+
+    @property
+    def head_scales_place(self) -> int:
+        """Where they begin, in 16-bit words from that of all tapes."""
         return self.num_ctas * (self.tape_values + 2 * len(self.products) * self.scale_rows)
 
     @property

@@ -24,7 +24,7 @@ def common_terms(args: WorkerArgs, checkpoint: Checkpoint, plan_digest: str) -> 
         "model": checkpoint.spec.digest(),
         "checkpoint files": hashlib.sha256(headers.encode()).hexdigest(),
         "plan": plan_digest,
-        "rounding of weights": args.quantize,
+        "rounding of weights": f"{args.quantize}, head {args.quantize_head}",
         "KV cache type": args.kv_dtype,
         "number of KV caches": str(args.num_kv_caches),
         "memory for kept prefixes": f"{args.kept_bytes}, {args.kept_host_bytes}",

@@ -61,7 +61,9 @@ class CpuEngine:
         deadline = Deadline.after(args.startup_timeout_s)
         self._control.set_state(rank, RankState.LOADING)
         self._start.begin(StartStage.CHECKPOINT)
-        checkpoint = open_checkpoint(Path(args.model), verify=args.verify, context=args.context, quantize=args.quantize)
+        checkpoint = open_checkpoint(
+            Path(args.model), verify=args.verify, context=args.context, quantize=args.quantize, quantize_head=args.quantize_head
+        )
         spec = checkpoint.spec
         if spec.max_context > self._control.max_context:
             raise ConfigError(

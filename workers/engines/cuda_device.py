@@ -18,15 +18,15 @@ def kernel_shapes(
     checkpoint: Checkpoint, kv_dtype: str, world_size: int, *, whole_windows: bool = False
 ) -> list[KernelShape]:  # fmt: skip
     """What the kernel of each rank is compiled for. Raises ConfigError for a model or a number of ranks that it cannot run."""
-    from kog_dist.workers.cuda.coded_source import coding_of
+    from kog_dist.workers.cuda.coded_source import codings_of
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-    spec, coding = checkpoint.spec, coding_of(checkpoint)
+    spec, codings = checkpoint.spec, codings_of(checkpoint)
     lanes = [spec.lanes_of_rank(rank, world_size) for rank in range(world_size)]
     return [
         KernelShape(
-            spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, coding=coding,
-            whole_windows=whole_windows,
+            spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, whole_windows=whole_windows,
+            **codings,
         )
         for hosted in lanes
     ]  # fmt: skip

@@ -228,6 +228,15 @@ struct Finalizer : BiasedRows {
     __device__ __forceinline__ u32 vocab_row(u32 block) const { return first_vocab_row(role.cta) + block * HeadOp::kRows + lane; }
     __device__ __forceinline__ bool is_own_row(u32 block) const { return lane < HeadOp::kRows && vocab_row(block) < end_vocab_row(role.cta); }
 
+    // What sums of row `lane` of a block are multiplied by in that product, where the head is in FP8.
+    __device__ __forceinline__ float head_row_scale(u32 product, u32 block) const {
+#ifdef KOG_HEAD_FORMAT
+        const float* scales = reinterpret_cast<const float*>(params.tape_ptr + kHeadScalesOffset) + (product * kNumCtas + role.cta) * HeadOp::kCtaRows;
+        if (lane < HeadOp::kRows) return scales[block * HeadOp::kRows + lane] * kHeadFactor;
+#endif
+        return 1.0f;
+    }
+
     // Product number `product` of the LM head. Those of several streams are summed in `logits`, in the order of the model's lanes; the last
     // one's are the logits that are chosen from.
     __device__ __forceinline__ bool head(u32 product, u32 position, Candidate& best) {
@@ -242,8 +251,10 @@ struct Finalizer : BiasedRows {
                 if (product > 0 && is_own_row(block)) before = logits[vocab_row(block)];
                 if (block == 0 && !rms_scale(scale)) return false;
             }
+            const float own_scale = head_row_scale(product, block);
             if (!row_sum(logit, HeadOp::kRows)) return false;
             end_block();
+            if constexpr (HeadOp::kCoded) logit *= own_scale;
             logit *= scale;
             const u32 row = vocab_row(block);
             if constexpr (kStreamHead) {

@@ -11,7 +11,7 @@ namespace kog {
 struct FinalizedExperts : FinalizedRows {
     static constexpr int kLogits = (kNumExperts + 31) / 32;  // of a thread: experts `lane` + 32 i
     // The router's weights have 16 bit, times kRouterScale, and x is `RouterX`.
-    static constexpr float kRouteFactor = HeadX::kScale / (RouterX::kScale * kRouterScale);
+    static constexpr float kRouteFactor = PlainX::kScale / (RouterX::kScale * kRouterScale);
 
     // Words of router logits have all 32 bits of a value: 24 in the first half, the others in the second; and tags like pair words.
     static __device__ __forceinline__ u64 make_logit_word(float value, u32 tag) {

@@ -7,12 +7,21 @@ namespace kog {
 
 constexpr int kMany = (kMaxPer * 8 + 31) / 32;      // units (four neighbouring values) of a thread
 
-// How x is kept for the products of the LM head, of a router of experts, and of the layers.
-struct HeadX {
+// How x is kept for products with 16-bit weights, of the LM head, of a router of experts, and of the layers.
+struct PlainX {
     using Format = WeightFormat;
     static constexpr bool kIsInteger = false;
     static constexpr float kScale = kXScale;
 };
+#ifdef KOG_HEAD_FORMAT
+struct HeadX {
+    using Format = KOG_HEAD_FORMAT;
+    static constexpr bool kIsInteger = false;
+    static constexpr float kScale = kHeadXScale;
+};
+#else
+using HeadX = PlainX;
+#endif
 #ifdef KOG_CODE
 struct RouterX {
     using Format = KOG_CODE_FORMAT;
@@ -20,7 +29,7 @@ struct RouterX {
     static constexpr float kScale = kCodedXScale;
 };
 #else
-using RouterX = HeadX;
+using RouterX = PlainX;
 #endif
 #ifdef KOG_INTEGERS
 using LayerX = DigitX;
@@ -28,7 +37,7 @@ using LayerX = DigitX;
 using LayerX = RouterX;
 #endif
 #ifdef KOG_PLAIN_ATTENTION
-using AttentionX = HeadX;
+using AttentionX = PlainX;
 #else
 using AttentionX = LayerX;
 #endif

@@ -68,28 +68,40 @@ constexpr int kMaxFragments = 4;  // of a tile in each warp: eight rows (or fewe
 struct PlainWeights {
     using Format = WeightFormat;
     static constexpr int kXSteps = 1;
-    static constexpr bool kCoded = false;
+    static constexpr bool kCoded = false, kFourBits = false, kIntegers = false;
     static constexpr u32 step_bytes(u32 rows) { return rows * 64; }
 };
 #ifdef KOG_CODE
 struct CodedWeights {
     using Format = KOG_CODE_FORMAT;
     static constexpr int kXSteps = 4;
-    static constexpr bool kCoded = true;
+    static constexpr bool kCoded = true, kFourBits = kCodeBits == 4;
+#ifdef KOG_INTEGERS
+    static constexpr bool kIntegers = true;
+#else
+    static constexpr bool kIntegers = false;
+#endif
     static constexpr u32 kRowBytes = 16 * kCodeBits;
     static constexpr u32 step_bytes(u32 rows) { return rows * kRowBytes + (rows * (kCodeScaleBytes + kCodeZeroBytes) + 15) / 16 * 16; }
 };
 using LayerWeights = CodedWeights;
 constexpr bool kRowScales = kCodeScales == 0;  // each row of a matrix has one scale, which lies behind all tapes
-constexpr bool kFourBits = kCodeBits == 4;
 #else
 using LayerWeights = PlainWeights;
-constexpr bool kRowScales = false, kFourBits = false;
+constexpr bool kRowScales = false;
 #endif
-#ifdef KOG_INTEGERS
-constexpr bool kIntegers = true;  // codes are multiplied as such, by digits of x: x_digits.cuh
+constexpr bool kFourBits = LayerWeights::kFourBits;
+constexpr bool kIntegers = LayerWeights::kIntegers;  // codes are multiplied as such, by digits of x: x_digits.cuh
+#ifdef KOG_HEAD_FORMAT
+// Of the LM head in FP8. Its tiles are as large as those of 16 bit: a step has twice as many columns. Scales of rows lie behind all tapes.
+struct HeadWeights {
+    using Format = KOG_HEAD_FORMAT;
+    static constexpr int kXSteps = 2;
+    static constexpr bool kCoded = true, kFourBits = false, kIntegers = false;
+    static constexpr u32 step_bytes(u32 rows) { return rows * 64; }
+};
 #else
-constexpr bool kIntegers = false;
+using HeadWeights = PlainWeights;
 #endif
 
 // Shape of one matrix-vector product in one thread block: kRows rows in kBlocks blocks, K = kPer * 32 * kMatrixWarps.
@@ -98,7 +110,8 @@ constexpr bool kIntegers = false;
 // kLastRows rows.
 template <class Weights, int kRows_, int kBlocks_, int kPer_, int kSteps_, int kWarps_, int kLongTiles_, int kLastRows_>
 struct Op {
-    static constexpr bool kCoded = Weights::kCoded;
+    static constexpr bool kCoded = Weights::kCoded, kFourBits = Weights::kFourBits, kIntegers = Weights::kIntegers;
+    using Kind = Weights;
     using Format = typename Weights::Format;  // of weights and x in 16 bit
     static constexpr int kXSteps = kSteps_ * Weights::kXSteps;  // of a tile
     static constexpr int kRows = kRows_, kBlocks = kBlocks_, kPer = kPer_ * Weights::kXSteps, kSteps = kSteps_, kWarps = kWarps_, kLongTiles = kLongTiles_,
@@ -115,7 +128,7 @@ struct Op {
     static constexpr u64 kBytes = (kBlocks - 1) * block_bytes(kRows) + block_bytes(kLastRows);
     static_assert(kIsEven || kPieces == 1, "a piece is what some of all warps need");
     static_assert(kHasAll || (kPieces == 1 && kSteps == 1), "parts are left out of whole tiles of one step");
-    static_assert((kCoded ? kPacked : kTileBytes <= kSlotBytes) && kPer_ % kSteps == 0 && kRows <= kTileRows, "the tile must fit into a slot");
+    static_assert(((kCoded && kPacked) || kTileBytes <= kSlotBytes) && kPer_ % kSteps == 0 && kRows <= kTileRows, "the tile must fit into a slot");
     static_assert(kSteps * kRowGroups <= kMaxFragments, "the tile must fit into registers");
 };
 #ifdef KOG_PLAIN_ATTENTION
@@ -140,7 +153,7 @@ using QkvOp = Op<AttentionWeights, KOG_QKV_OP>;
 using OutOp = Op<AttentionWeights, KOG_OUT_OP>;
 using GateUpOp = Op<LayerWeights, KOG_GATE_UP_OP>;
 using DownOp = Op<LayerWeights, KOG_DOWN_OP>;
-using HeadOp = Op<PlainWeights, KOG_HEAD_OP>;
+using HeadOp = Op<HeadWeights, KOG_HEAD_OP>;
 // From a warp's x of GATE_UP to that of the router: the same, but where experts want digits.
 constexpr u32 kRouterX = kExperts && kIntegers ? GateUpOp::kPer * 128 : 0;
 static_assert(kRouterX == 0 || 2 * GateUpOp::kPer <= kMaxPer, "room for both");

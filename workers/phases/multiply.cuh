@@ -5,13 +5,14 @@
 #pragma once
 #include "coded_eight.cuh"
 #include "coded_four.cuh"
+#include "coded_head.cuh"
 #include "coded_integers.cuh"
 #include "gather.cuh"
 
 namespace kog {
 
 // Partial sums of a block of rows in a thread of a matrix warp: as the matrix unit leaves them, or those of quantised weights.
-template <bool kCoded>
+template <class Weights>
 struct SumsOfKind {
     using Type = float[kRowGroups][4];
 };
@@ -30,7 +31,7 @@ struct CodedSumsOf<true> {
 using CodedSums = CodedSumsOf<kFourBits>::Type;
 #endif
 template <>
-struct SumsOfKind<true> {
+struct SumsOfKind<CodedWeights> {
     using Type = CodedSums;
 };
 __device__ __forceinline__ float row_sum(const CodedSums& sums, u32 lane, int group) {
@@ -39,8 +40,18 @@ __device__ __forceinline__ float row_sum(const CodedSums& sums, u32 lane, int gr
     return sum + __shfl_xor_sync(kFullWarp, sum, 1);
 }
 #endif
+#ifdef KOG_HEAD_FORMAT
+template <>
+struct SumsOfKind<HeadWeights> {
+    using Type = HeadSums;
+};
+__device__ __forceinline__ float row_sum(const HeadSums& sums, u32 lane, int group) {
+    const float sum = sums.part(lane, group);
+    return sum + __shfl_xor_sync(kFullWarp, sum, 1);
+}
+#endif
 template <class O>
-using SumsOf = typename SumsOfKind<O::kCoded>::Type;
+using SumsOf = typename SumsOfKind<typename O::Kind>::Type;
 __device__ __forceinline__ float row_sum(const float (&sums)[kRowGroups][4], u32 lane, int group) {
     const float sum = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
     return sum + __shfl_xor_sync(kFullWarp, sum, 1);
@@ -131,7 +142,7 @@ struct Multiplier {
                 next_slot(tile_bytes);
                 continue;
             }
-            if constexpr (O::kCoded && kFourBits) {
+            if constexpr (O::kFourBits) {
                 const u32 held = full, at = slot_at + offset;
                 next_slot(tile_bytes);
                 sums.template add<kGroups, O::kRows>(lane, at, x_address, [&](u32 loaded) { free_slot(held, loaded); });
@@ -185,14 +196,14 @@ struct Multiplier {
         for (u32 i = 0; i < O::kBlocks - kHasLast<O>; ++i) {
             SumsOf<O> sums = {};
             if (!sum_tiles<O>(offset, x_address, sums)) return false;
-            if constexpr (O::kCoded && kIntegers) sums.weigh(lane, x_address);
+            if constexpr (O::kIntegers) sums.weigh(lane, x_address);
             if (!hand_over<O::kRowGroups>(O::kRows, sums)) return false;
         }
         if constexpr (kHasLast<O>) {
             using Last = typename O::Last;
             SumsOf<O> sums = {};
             if (!sum_tiles<Last>(opaque(warp % kPieceWarps * Last::kWarpBytes), x_address, sums)) return false;
-            if constexpr (O::kCoded && kIntegers) sums.weigh(lane, x_address);
+            if constexpr (O::kIntegers) sums.weigh(lane, x_address);
             if (!hand_over<Last::kRowGroups>(Last::kRows, sums)) return false;
         }
         if constexpr (kIsLast) ++num_vectors;
@@ -203,7 +214,7 @@ struct Multiplier {
 // What thread `lane` of a matrix warp reads of x for its first mma.
 template <class O>
 __device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
-    return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (O::kCoded && kIntegers ? lane * 16 : (lane & 15) * 8);
+    return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (O::kIntegers ? lane * 16 : (lane & 15) * 8);
 }
 
 // The products of one gather, from the vector's words to the sums. Each phase has code of its own, so that nothing is asked twice: what

@@ -17,7 +17,7 @@ def quality(
     text: Annotated[Path, typer.Option(help="A file whose perplexity is measured.")],
     tokens: Annotated[int, typer.Option(help="Of the text.")] = 2048,
     answer_tokens: Annotated[int, typer.Option(help="Of each of 20 answers.")] = 48,
-    forms: Annotated[str, typer.Option(help="Formats besides 16 bit: fp8-block,int4-128; all: every one.")] = "all",
+    forms: Annotated[str, typer.Option(help="Formats besides 16 bit: fp8-block,int4-128+head8; all: every one.")] = "all",
     kv: Annotated[bool, typer.Option("--kv", help="Formats of the KV cache instead, with the weights as they are.")] = False,
     needle: Annotated[bool, typer.Option("--needle", help="Of them: numbers found in a text of --tokens tokens.")] = False,
     output: Output = None,
@@ -27,7 +27,7 @@ def quality(
     from kog_dist.bench import needle as needles
     from kog_dist.bench import quality as benchmark
 
-    known = tuple(benchmark.FORMS)
+    known = benchmark.CHOICES
     chosen = known if forms == "all" else tuple(part for part in forms.split(",") if part)
     if not set(chosen) <= set(known):
         raise ConfigError(f"--forms must be all or some of {', '.join(known)}, got {forms!r}")

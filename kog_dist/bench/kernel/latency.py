@@ -149,18 +149,18 @@ def _kernel(
     from kog_dist.workers.cuda.random_weights import random_weights
 
     if model is None:
-        spec, coding = named_shape(spec_name)
+        spec, codings = named_shape(spec_name)
         hosted, own_type = _hosted(spec, lanes), kv_dtype or "bfloat16"
-        shape = KernelShape(spec, hosted, kv_dtype=own_type, coding=coding, whole_windows=whole_windows)
+        shape = KernelShape(spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, **codings)
         weights = random_weights(shape, SEED, router_skew=router_skew)
         return Monokernel(shape, weights, processors=page is not None, masks=None if page is None else page.masks)
     from kog_dist.model.checkpoint import open_checkpoint
-    from kog_dist.workers.cuda.coded_source import coding_of
+    from kog_dist.workers.cuda.coded_source import codings_of
 
     checkpoint = open_checkpoint(Path(model), verify=False)
     hosted = _hosted(checkpoint.spec, lanes)
-    dtype, coding = checkpoint.dtype, coding_of(checkpoint)
-    shape = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=kv_dtype or dtype, coding=coding)
+    dtype, codings = checkpoint.dtype, codings_of(checkpoint)
+    shape = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=kv_dtype or dtype, **codings)
     return Monokernel(
         shape, load_weights(shape, checkpoint), processors=page is not None, masks=None if page is None else page.masks
     )

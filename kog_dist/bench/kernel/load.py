@@ -16,7 +16,7 @@ from kog_dist.bench.kernel.shapes import MOE, model_folder, named_spec, random_c
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.quantisation import read_quantisation
-from kog_dist.workers.cuda.coded_source import coding_of
+from kog_dist.workers.cuda.coded_source import codings_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 
@@ -107,8 +107,8 @@ def _make_kernel(checkpoint: Checkpoint) -> None:
 
 def _shape(checkpoint: Checkpoint) -> KernelShape:
     lanes = range(checkpoint.spec.num_lanes)
-    coding = coding_of(checkpoint)
-    return KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype, coding=coding)
+    codings = codings_of(checkpoint)
+    return KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype, **codings)
 
 
 def _make_context() -> None:

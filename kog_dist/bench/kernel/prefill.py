@@ -23,7 +23,7 @@ from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.cuda.driver import Graph
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
-from kog_dist.workers.cuda.coded_source import coding_of
+from kog_dist.workers.cuda.coded_source import codings_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -120,12 +120,12 @@ def _cases(prompts: Sequence[int], max_context: int) -> list[tuple[int, int]]:
 def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, Matrices]:
     if model is not None:
         checkpoint = open_checkpoint(Path(model), verify=False)
-        lanes, coding = range(checkpoint.spec.num_lanes), coding_of(checkpoint)
-        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype, coding=coding)
+        lanes, codings = range(checkpoint.spec.num_lanes), codings_of(checkpoint)
+        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype, **codings)
         matrices, observe = matrices_for(shape)
         return Monokernel(shape, load_weights(shape, checkpoint, observe)), matrices
-    spec, coding = named_shape(spec_name)
-    shape = KernelShape(spec, range(spec.num_lanes), coding=coding)
+    spec, codings = named_shape(spec_name)
+    shape = KernelShape(spec, range(spec.num_lanes), **codings)
     matrices, observe = matrices_for(shape)
     return Monokernel(shape, random_weights(shape, SEED, observe)), matrices
 

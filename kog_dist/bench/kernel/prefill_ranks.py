@@ -47,6 +47,7 @@ def prepared(
     limit_s: float = _LIMIT_S,
     exchange_ctas: int = peer_exchange.DEFAULT_CTAS,
     coding: Coding | None = None,
+    head_coding: Coding | None = None,
     kv_dtype: str = "bfloat16",
 ) -> tuple[CudaCommunicator | None, Monokernel, Prefill]:
     """One rank's communicator (None if it is alone), kernel with random weights, and prefill. Collective."""
@@ -58,7 +59,10 @@ def prepared(
     from kog_dist.workers.cuda.random_weights import random_weights
 
     rank, world_size = context.info.rank, context.info.world_size
-    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, coding=coding, kv_dtype=kv_dtype)
+    shape = KernelShape(
+        spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, kv_dtype=kv_dtype, coding=coding,
+        head_coding=head_coding,
+    )  # fmt: skip
     cupy.cuda.Device(context.gpu).use()
     if rank == 0:
         for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):
@@ -80,9 +84,9 @@ def prepared(
 
 def measure(context: RankContext) -> dict[str, Any]:
     """Median milliseconds of each case from a prompt to a full cache, and to its first token, on this rank."""
-    (spec, coding), repeats = named_shape(str(context.arguments["spec"])), int(context.arguments["repeats"])
+    (spec, codings), repeats = named_shape(str(context.arguments["spec"])), int(context.arguments["repeats"])
     tuning, exchange_ctas = CHOICES[str(context.arguments["choice"])]
-    comm, kernel, prefill = prepared(context, spec, SEED, tuning, exchange_ctas=exchange_ctas, coding=coding)
+    comm, kernel, prefill = prepared(context, spec, SEED, tuning, exchange_ctas=exchange_ctas, **codings)
     ids = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()
     figures = []
     for length, cached in context.arguments["cases"]:

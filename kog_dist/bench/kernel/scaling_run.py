@@ -75,13 +75,13 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     from kog_dist.workers.cuda.random_weights import random_weights
 
     arguments, world_size = context.arguments, context.info.world_size
-    (spec, coding), max_tokens = named_shape(str(arguments["spec"])), int(arguments["tokens"])
+    (spec, codings), max_tokens = named_shape(str(arguments["spec"])), int(arguments["tokens"])
     contexts, samplings = [int(at) for at in arguments["contexts"]], list(arguments.get("samplings", ()))
-    shape = rank_shape(context, spec, coding=coding)
+    shape = rank_shape(context, spec, **codings)
     bare = [partial(build_without_delayed_sums, shape)] if arguments.get("yardstick") and world_size > 1 else []
     if arguments.get("trace"):
         return {"trace": _trace(context, replace(shape, traced_step=TRACED_STEP), Path(str(arguments["trace"])))}
-    builds = [rank_shape(context, spec, coding=coding, **options) for options in arguments.get("builds", ())]
+    builds = [rank_shape(context, spec, **codings, **options) for options in arguments.get("builds", ())]
     prepare(context, builds, others=bare)
     prepare(context, [shape], processors=bool(samplings))
     weights = random_weights(shape, SEED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kog_dist.decode.coding import Coding
+from kog_dist.decode.coding import HEAD_CODING, Coding, Codings
 from kog_dist.errors import ConfigError
 from kog_dist.model.formats.quantisation import KEY, read_quantisation
 from kog_dist.model.published_config import read_config, read_config_file
@@ -73,6 +74,7 @@ QUANTISED: dict[str, Mapping[str, Any]] = {
         )
     },
 }  # fmt: skip
+_HEAD = re.compile(r"\+head8(?=[:@]|$)")  # of an LM head in FP8
 _DENSE_CONTEXT = 4096
 SEED = 1
 _TMPFS = Path("/dev/shm")
@@ -105,8 +107,16 @@ def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
     return replace(spec, num_lanes=int(lanes)) if lanes else spec
 
 
-def named_shape(name: str) -> tuple[ModelSpec, Coding | None]:
-    """The same of a shape whose layers may be quantised: NAME+FORMAT, with lanes and tokens behind it as above."""
+def named_shape(name: str) -> tuple[ModelSpec, Codings]:
+    """The same of a shape whose layers may be quantised, its LM head, or both: NAME+FORMAT, NAME+head8, NAME+FORMAT+head8, with
+    lanes and tokens behind it as above.
+    """
+    without_head = _HEAD.sub("", name)
+    spec, coding = _of_layers(without_head)
+    return spec, {"coding": coding, "head_coding": None if without_head == name else HEAD_CODING}
+
+
+def _of_layers(name: str) -> tuple[ModelSpec, Coding | None]:
     base, plus, form = name.partition("+")
     end = next((i for i, character in enumerate(form) if character in ":@"), len(form))
     form, behind = form[:end], form[end:]
@@ -116,7 +126,7 @@ def named_shape(name: str) -> tuple[ModelSpec, Coding | None]:
     if base not in DENSE | MOE or form not in QUANTISED:
         raise ConfigError(
             f"--spec {name!r} is not known; quantised are NAME+FORMAT with a format of {', '.join(QUANTISED)}, "
-            f"for {', '.join((*DENSE, *MOE))}"
+            f"for {', '.join((*DENSE, *MOE))}; and with an LM head in FP8 what ends in +head8"
         )
     config = {**(DENSE | MOE)[base], KEY: QUANTISED[form]}
     said = read_quantisation(config)

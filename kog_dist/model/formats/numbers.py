@@ -48,10 +48,11 @@ class _Float(NamedTuple):
         codes = np.empty(values.shape, np.uint8)
         flat, out = np.ascontiguousarray(values, np.float32).reshape(-1), codes.reshape(-1)
         for first in range(0, flat.size, _CHUNK):
-            self._nearest(flat[first : first + _CHUNK], out[first : first + _CHUNK])
+            self.write_nearest(flat[first : first + _CHUNK], out[first : first + _CHUNK])
         return codes
 
-    def _nearest(self, values: Values, codes: Codes) -> None:
+    def write_nearest(self, values: Any, codes: Any) -> None:
+        """The same, into an array; numpy or cupy arrays."""
         magnitudes = np.minimum(np.abs(values), np.float32(self.largest))
         bits, dropped = magnitudes.view(np.uint32), 23 - self.mantissa_bits
         # Exponent and mantissa of float32, rounded to fewer bits; a carry goes into the exponent, as it should.
@@ -72,7 +73,7 @@ def _nearest_int4(values: Values) -> Codes:
     return np.asarray(np.clip(np.rint(values), -7, 7) + 8, np.uint8)  # -8 is left out: as far down as up
 
 
-_E4M3: Final = _Float(3, -6, 448.0, 0x80)
+E4M3: Final = _Float(3, -6, 448.0, 0x80)
 _E2M1: Final = _Float(1, 0, 6.0, 0x08)
 _E8M0: Final = np.array([2.0 ** (code - 127) for code in range(255)] + [np.nan], np.float32)
 _CHUNK: Final = 1 << 14  # values that are rounded at a time: they and what is made of them stay in a core's cache
@@ -84,13 +85,13 @@ def _table(form: _Float) -> Values:
 
 
 def _e4m3_values() -> Values:
-    values = _table(_E4M3)
+    values = _table(E4M3)
     values[[0x7F, 0xFF]] = np.nan
     return values
 
 
 NUMBERS: Final[Mapping[str, Number]] = {
-    "E4M3": Number(8, _e4m3_values(), _E4M3.largest, _E4M3.nearest),
+    "E4M3": Number(8, _e4m3_values(), E4M3.largest, E4M3.nearest),
     "E2M1": Number(4, _table(_E2M1), _E2M1.largest, _E2M1.nearest),
     "INT4": Number(4, np.arange(-INT4_ZERO, 16 - INT4_ZERO, dtype=np.float32), 7.0, _nearest_int4),
 }

@@ -183,8 +183,8 @@ def test_memory_is_counted_beforehand(tmp_path: Path, name: str) -> None:
 
 def test_tiles_are_filled_and_have_room() -> None:
     for name, largest in (("qwen3-30b-a3b", 128), ("gpt-oss-120b", 96), ("qwen3-30b-a3b+fp8", 64), ("qwen3-30b-a3b+int4", 96)):
-        spec, coding = named_shape(name)
-        own = KernelShape(spec, range(spec.num_lanes), coding=coding).experts
+        spec, codings = named_shape(name)
+        own = KernelShape(spec, range(spec.num_lanes), **codings).experts
         assert own is not None
         found = tiles(own)
         assert [tile.rows for tile in found] == ([32, largest] if largest == 64 else [32, 64, largest])

@@ -198,9 +198,10 @@ def test_normed_heads_that_append_cannot_take(head_dim: int, is_taken: bool) -> 
 
 
 def test_experts_that_prefill_cannot_read_are_refused_before_anything_is_compiled() -> None:
-    spec, coding = named_shape("qwen3-30b-a3b+fp8")
+    spec, codings = named_shape("qwen3-30b-a3b+fp8")
+    coding = codings["coding"]
     assert coding is not None
-    kernel: Any = SimpleNamespace(shape=KernelShape(spec, range(spec.num_lanes), coding=coding))
+    kernel: Any = SimpleNamespace(shape=KernelShape(spec, range(spec.num_lanes), **codings))
     object.__setattr__(kernel.shape, "coding", replace(coding, scales=0))  # which no kernel is made for
     with pytest.raises(ConfigError, match=r"experts in E4M3 with one scale .* go token by token"):
         gpu.runner_for(kernel, Matrices(spec, np.float16))

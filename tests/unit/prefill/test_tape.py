@@ -159,8 +159,8 @@ def test_models_that_are_not_multiplied_so() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b+fp8", "llama-3.1-8b+int4", "qwen3-4b+fp8", "qwen3-8b+int4", "llama-3.2-1b+fp8"])
 def test_tiles_fit(name: str) -> None:
-    spec, coding = named_shape(name)
-    shape = KernelShape(spec, range(spec.num_lanes), coding=coding)
+    spec, codings = named_shape(name)
+    coding, shape = codings["coding"], KernelShape(spec, range(spec.num_lanes), **codings)
     assert is_multiplied_on_tape(shape)
     for tile in tiles(shape):
         assert tile.stages >= 3

@@ -1,0 +1,234 @@
+"""`--quantize-head`: what the LM head is rounded to, by a slow reading of the definition; alike on all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.config import LaunchConfig
+from kog_dist.decode import half_products
+from kog_dist.decode.coding import HEAD_CODING
+from kog_dist.decode.interpreter import Interpreter
+from kog_dist.decode.plan import make_plan
+from kog_dist.errors import ConfigError
+from kog_dist.launch.gpu_choice import gpu_rank_bytes
+from kog_dist.launch.inspection import check, cpu_rank_bytes
+from kog_dist.launch.target import plan_target
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.formats.head import round_in_place, rounded_rows
+from kog_dist.model.formats.numbers import NUMBERS
+from kog_dist.model.layout import EMBEDDING
+from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model.weight_bytes import bytes_per_token, formats, weight_bytes
+from kog_dist.model.weights import BFLOAT16
+from kog_dist.runtime.topology import RankInfo
+from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.engines.agreement import common_terms
+from kog_dist.workers.engines.cuda_device import kernel_shapes
+from tests.unit.formats.folders import made, save
+from tests.unit.formats.writers import METHODS
+
+Values = NDArray[np.float32]
+SPEC = ModelSpec(
+    hidden_size=160, num_layers=2, num_heads=8, num_kv_heads=4, intermediate_size=288, vocab_size=36, num_lanes=2, delay=1
+)  # fmt: skip
+SPECS = {
+    "replicate": SPEC,
+    "lane": replace(SPEC, head_type=HeadType.LANE),
+    "vocab_parallel": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL),
+    "tied": replace(SPEC, tied_embeddings=True),
+}
+VALUES = NUMBERS["E4M3"].values
+
+
+def drawn() -> Values:
+    """Rows of many sizes, the first ones special, exact in bfloat16."""
+    rng = np.random.default_rng(2)
+    values = rng.standard_normal((48, 40), dtype=np.float32) * np.exp2(rng.integers(-90, 60, (48, 1))).astype(np.float32)
+    values[0] = 0
+    values[1, 0] = 448
+    values[2] = [448, *np.linspace(-(2.0**-9), 2.0**-9, 39)]  # between two codes, and around the smallest one
+    values[3] = [449, *np.arange(39)]
+    values[4] *= np.float32(2.0**-126) / np.abs(values[4]).max()
+    return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def slow(row: Values) -> tuple[list[int], Fraction]:
+    """Codes and scale of one row, one value after the other."""
+    exponent = -100
+    while float(np.abs(row).max()) > 448 * Fraction(2) ** exponent:
+        exponent += 1
+    scale = Fraction(2) ** exponent
+    codes = []
+    for value in row:
+        ideal = Fraction(float(value)) / scale
+        sign = 0x80 if np.signbit(value) else 0
+        distances = {code: abs(abs(ideal) - Fraction(float(VALUES[code]))) for code in range(0x7F)}
+        nearest = [code for code, distance in distances.items() if distance == min(distances.values())]
+        codes.append(sign | min(nearest, key=lambda code: code % 2))
+    return codes, scale
+
+
+def test_rows_are_rounded_as_defined() -> None:
+    values = drawn()
+    coded = rounded_rows(values)
+    for row, codes, scale in zip(values, coded.codes, coded.scales[:, 0], strict=True):
+        expected, expected_scale = slow(row)
+        assert codes.tolist() == expected
+        assert Fraction(float(scale)) == expected_scale
+    assert len({math.frexp(scale)[1] for scale in coded.scales[:, 0]}) > 20
+
+
+def test_values_of_codes_are_exact_in_bfloat16() -> None:
+    values = drawn()
+    round_in_place(values, 0)
+    assert not (values.view(np.uint32) & 0xFFFF).any()
+    once = values.copy()
+    round_in_place(values, 0)
+    assert values.tobytes() == once.tobytes(), "what is rounded is not rounded further"
+
+
+def test_with_lane_heads_each_lanes_columns_have_a_scale() -> None:
+    values = drawn()
+    parts = [values[:, :20].copy(), values[:, 20:].copy()]
+    round_in_place(values, 20)
+    for part, found in zip(parts, (values[:, :20], values[:, 20:]), strict=True):
+        round_in_place(part, 0)
+        assert np.array_equal(part, found)
+
+
+# ---- of a folder ----
+def written(folder: Path, spec: ModelSpec, dtype: str = "bfloat16", **options: Any) -> tuple[Checkpoint, Checkpoint]:
+    """The checkpoint as it is, and with its head rounded."""
+    write_checkpoint(folder, spec, random_tensors(spec, seed=4), dtype=dtype)
+    return open_checkpoint(folder), open_checkpoint(folder, quantize_head="fp8", **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_head_is_rounded_and_nothing_else(tmp_path: Path, name: str, dtype: str) -> None:
+    spec = SPECS[name]
+    plain, checkpoint = written(tmp_path, spec, dtype)
+    before, after = (one.rank_weights(range(2)) for one in (plain, checkpoint))
+    halves = checkpoint.rank_weights(range(2), keeps_halves=True)
+    assert np.array_equal(before.embedding, after.embedding)
+    assert np.array_equal(before.lanes[0].layers[1].w13, after.lanes[0].layers[1].w13)
+    for lane in range(2):
+        expected = before.heads[lane].copy()
+        round_in_place(expected, spec.hidden_size)
+        assert np.array_equal(after.heads[lane], expected)
+        assert not np.array_equal(before.heads[lane], expected)
+        assert halves.heads[lane].dtype == BFLOAT16
+        assert np.array_equal(halves.heads[lane].astype(np.uint32) << 16, expected.view(np.uint32))
+        alone = checkpoint.rank_weights([lane], keeps_halves=True)
+        assert alone.heads[lane].tobytes() == halves.heads[lane].tobytes()
+    assert np.array_equal(plain.tensor(EMBEDDING), checkpoint.tensor(EMBEDDING))
+
+
+@pytest.mark.skipif(half_products.library() is None, reason="needs a C compiler")
+def test_cpu_ranks_multiply_the_values_of_codes(tmp_path: Path) -> None:
+    _, checkpoint = written(tmp_path, SPECS["tied"], "float16")
+    found = []
+    for keeps_halves in (False, True):
+        weights = checkpoint.rank_weights(range(2), keeps_halves=keeps_halves)
+        engine = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None)
+        output = engine.step(7, 0, SamplingParams(), gather_logits=True)
+        assert output.logits is not None
+        found.append(output.logits.copy())
+    assert np.allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_bytes_per_token_count_a_code_for_each_weight_and_scales(tmp_path: Path, name: str) -> None:
+    spec = SPECS[name]
+    plain, checkpoint = written(tmp_path, spec)
+    products = 2 if name == "lane" else 1
+    saved = products * spec.vocab_size * (spec.hidden_size - 1)
+    assert bytes_per_token(plain) - bytes_per_token(checkpoint) == saved
+    assert weight_bytes(plain) - weight_bytes(checkpoint) == saved
+
+
+def test_check_says_what_is_rounded(tmp_path: Path) -> None:
+    written(tmp_path, SPEC)
+    text = check(LaunchConfig(model=str(tmp_path), device="cpu", ranks=2, quantize_head="fp8"), deep=True)
+    per_token = bytes_per_token(open_checkpoint(tmp_path, quantize_head="fp8")) / 2**20
+    assert "bfloat16, LM head rounded at the start to FP8 (E4M3) with a scale for each row, E8M0 scales" in text
+    assert f"({per_token:.1f} MiB per token as they are)" in text
+    both = open_checkpoint(tmp_path, quantize="int4", quantize_head="fp8")
+    assert formats(both).startswith("INT4 in groups of 128, BF16 scales, rounded at the start, LM head rounded")
+    assert formats(both).endswith("the rest bfloat16")
+
+
+def test_cpu_ranks_are_said_to_keep_a_rounded_head_in_16_bit(tmp_path: Path) -> None:
+    written(tmp_path, SPEC)
+    target = plan_target(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1, quantize_head="fp8"))[0]
+    kept = target.checkpoint.rank_weights(range(2), keeps_halves=half_products.library() is not None).num_bytes
+    assert cpu_rank_bytes(target, 0)["weights"] <= kept <= cpu_rank_bytes(target, 0)["weights"] + 10_000
+
+
+def test_workers_are_told_and_must_agree(tmp_path: Path) -> None:
+    args = WorkerArgs(RankInfo(0, 1, 0, "x"), "/model", "cpu", "float32", True, 1.0, 1.0, quantize_head="fp8")
+    assert WorkerArgs.from_json(args.to_json()) == args
+    checkpoint, _ = written(tmp_path, SPEC)
+    terms = [common_terms(one, checkpoint, "") for one in (args, replace(args, quantize_head="none"))]
+    assert [name for name in terms[0] if terms[0][name] != terms[1][name]] == ["rounding of weights"]
+    with pytest.raises(ConfigError, match="the worker's argument quantize_head must be one of none, fp8, got 'int4'"):
+        replace(args, quantize_head="int4")
+
+
+def test_a_published_folder_keeps_its_layers(tmp_path: Path) -> None:
+    made(tmp_path, "fp8")
+    plain, checkpoint = open_checkpoint(tmp_path), open_checkpoint(tmp_path, quantize_head="fp8")
+    before, after = (one.rank_weights(range(4)) for one in (plain, checkpoint))
+    assert np.array_equal(before.lanes[1].layers[0].w2, after.lanes[1].layers[0].w2)
+    assert not np.array_equal(before.heads[0], after.heads[0])
+    assert "as published (fp8), LM head rounded at the start to FP8" in formats(checkpoint)
+
+
+def test_a_head_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
+    method = METHODS["float-quantized, channel"]
+    folder, tensors, _ = made(tmp_path, method)
+    head = method.write(tensors.pop("lm_head.weight"))
+    tensors |= {f"lm_head.{end}": tensor.contiguous() for end, tensor in head.tensors.items()}
+    save(folder, tensors, json.loads((folder / "config.json").read_text()))
+    with pytest.raises(ConfigError, match=r"quantize_head fp8 is for a 16-bit LM head, and that of .* is FP8 .*; leave it out"):
+        open_checkpoint(folder, quantize_head="fp8")
+
+
+# ---- on GPUs ----
+def test_gpus_keep_codes_and_read_half_of_the_head(tmp_path: Path) -> None:
+    spec = replace(SPEC, hidden_size=512, vocab_size=2048)
+    plain, checkpoint = written(tmp_path, spec)
+    (before,), (after,) = (kernel_shapes(one, "bfloat16", 1) for one in (plain, checkpoint))
+    assert before.head_coding is None
+    assert after.head_coding == HEAD_CODING
+    assert before.read_bytes - after.read_bytes == spec.hidden_size * before.num_ctas * before.head.cta_rows
+    tapes = [gpu_rank_bytes(one, 0, 1, "bfloat16")["tape"] for one in (plain, checkpoint)]
+    assert tapes[0] - tapes[1] == before.read_bytes - after.read_bytes - 4 * after.num_ctas * after.head.cta_rows
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-4b+int4", "qwen3-30b-a3b+fp8", "gpt-oss-20b", "qwen3-30b-a3b"])
+def test_tiles_of_the_head_are_as_large_and_half_as_many(name: str) -> None:
+    spec, codings = named_shape(f"{name}@8192")
+    lanes = range(spec.num_lanes)
+    before = KernelShape(spec, lanes, **codings)
+    coded_spec, with_head = named_shape(f"{name}+head8@8192")
+    after = KernelShape(coded_spec, lanes, **with_head)
+    assert coded_spec == spec
+    assert with_head == {**codings, "head_coding": HEAD_CODING}
+    assert after.ops == before.ops
+    assert after.head.tile_sizes[0] == before.head.tile_sizes[0]
+    assert 2 * after.head.num_tiles == before.head.num_tiles * before.head.steps
+    assert (after.in_flight, after.num_slots) == (before.in_flight, before.num_slots)
+    assert after.head.x_steps == before.head.x_steps
