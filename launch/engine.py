@@ -218,7 +218,7 @@ class EngineProcesses:
             num_kv_caches=self._target.num_kv_caches, kept_bytes=self._target.kept_bytes,
             kept_host_bytes=self._target.kept_host_bytes, placement=self._target.placement(rank), prefill=self._target.prefill,
             context=self._target.checkpoint.spec.max_context, quantize=settings.quantize,
-            check_experts=settings.check_experts,
+            rounded_cache_bytes=settings.quantize_cache_bytes, check_experts=settings.check_experts,
         )  # fmt: skip
 
     def _spawn_coordinator(self) -> None:
