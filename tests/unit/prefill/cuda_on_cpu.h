@@ -3,12 +3,12 @@
 // reads what others have not written yet, or overwrites what they have not read.
 // Stands in for collectives/device/ptx.cuh, of which it has what those kernels use.
 #pragma once
+#include <sched.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <csetjmp>
 #include <cstddef>
@@ -18,8 +18,6 @@
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <memory>
-#include <thread>
 #include <vector>
 
 #include "e4m3_on_cpu.h"
@@ -111,7 +109,7 @@ void wait_until(Condition holds) {
 inline void look_elsewhere() {  // for what another launch does meanwhile
     if (running == nullptr) return;
     somebody_went_on = true;
-    std::this_thread::yield();
+    sched_yield();
     let_others_run();
 }
 inline void run_threads(unsigned num_ranks, unsigned num_threads) {
@@ -157,15 +155,15 @@ struct ThreadBlock {
             warps.emplace_back(num_threads - first < 32 ? num_threads - first : 32);
     }
 };
-inline std::vector<std::unique_ptr<ThreadBlock>> thread_blocks;  // of a cluster
-inline std::unique_ptr<Barrier> cluster_barrier;
+inline std::deque<ThreadBlock> thread_blocks;  // of a cluster
+inline Barrier cluster_barrier(0);
 
-inline void __syncthreads() { thread_blocks[my_rank]->all.arrive_and_wait(); }
-inline void __syncwarp() { thread_blocks[my_rank]->warps[threadIdx.x / 32].arrive_and_wait(); }
+inline void __syncthreads() { thread_blocks[my_rank].all.arrive_and_wait(); }
+inline void __syncwarp() { thread_blocks[my_rank].warps[threadIdx.x / 32].arrive_and_wait(); }
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int offset) {
     static_assert(sizeof(T) == sizeof(float));
-    float* shuffled = thread_blocks[my_rank]->shuffled;
+    float* shuffled = thread_blocks[my_rank].shuffled;
     std::memcpy(&shuffled[threadIdx.x], &value, sizeof(T));
     __syncwarp();
     std::memcpy(&value, &shuffled[threadIdx.x ^ offset], sizeof(T));
@@ -173,7 +171,7 @@ T __shfl_xor_sync(unsigned, T value, int offset) {
     return value;
 }
 inline unsigned __ballot_sync(unsigned, bool mine) {
-    float* shuffled = thread_blocks[my_rank]->shuffled;
+    float* shuffled = thread_blocks[my_rank].shuffled;
     const unsigned first = threadIdx.x / 32 * 32;
     shuffled[threadIdx.x] = mine;
     __syncwarp();
@@ -246,7 +244,9 @@ constexpr u32 kFullWarp = 0xffffffffu;
 inline u32 laneid() { return threadIdx.x & 31; }
 
 inline u64 globaltimer_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
 inline u64 load_system(const u64* p) { return std::atomic_ref<u64>(*const_cast<u64*>(p)).load(std::memory_order_relaxed); }
 inline u32 load_system_u32(const u32* p) { return std::atomic_ref<u32>(*const_cast<u32*>(p)).load(std::memory_order_relaxed); }
@@ -284,7 +284,7 @@ struct Fp16 {
     static float high(u32 packed) { return low(packed >> 16); }
     // m16n8k16: of A a thread holds rows group and group + 8, of B column group, of the result columns 2 part and 2 part + 1.
     static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-        auto* all = thread_blocks[my_rank]->operands[++running->turn % 2] + threadIdx.x / 32 * 32;
+        auto* all = thread_blocks[my_rank].operands[++running->turn % 2] + threadIdx.x / 32 * 32;
         const u32 own[6] = {a0, a1, a2, a3, b0, b1}, group = laneid() / 4, part = laneid() % 4;
         std::memcpy(all[laneid()], own, sizeof(own));
         __syncwarp();
@@ -308,15 +308,15 @@ template <class Params>
 void launch(void (*kernel)(Params), unsigned num_ctas, unsigned num_threads, const void* raw, unsigned cluster = 1) {
     Params params;
     std::memcpy(&params, raw, sizeof(Params));
-    cluster_barrier = std::make_unique<Barrier>(cluster * num_threads);
+    cluster_barrier = Barrier(cluster * num_threads);
     thread_blocks.clear();
-    for (unsigned rank = 0; rank < cluster; ++rank) thread_blocks.push_back(std::make_unique<ThreadBlock>(num_threads));
+    for (unsigned rank = 0; rank < cluster; ++rank) thread_blocks.emplace_back(num_threads);
     blockDim.x = num_threads, gridDim.x = num_ctas;
     work = [=] {
         for (unsigned cta = my_rank; cta < num_ctas; cta += cluster) {
             blockIdx.x = running->block = cta;
             kernel(params);
-            cluster_barrier->arrive_and_wait();
+            cluster_barrier.arrive_and_wait();
         }
     };
     run_threads(cluster, num_threads);

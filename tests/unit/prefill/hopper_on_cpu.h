@@ -3,7 +3,6 @@
 // can be: a slot that is given back too early shows. Where a copy swizzles and what a descriptor means is written down here once more, after
 // PTX's manual.
 #pragma once
-#include <algorithm>
 #include <map>
 #include "ptx.cuh"
 
@@ -40,7 +39,7 @@ inline float high_half(u32 packed) { return Fp16::high(packed); }
 // ---- clusters ----
 inline u32 cluster_rank() { return my_rank; }
 inline u32 cluster_address(u32 address, u32 rank) { return rank * kRankBytes + address; }
-inline void cluster_sync() { cluster_barrier->arrive_and_wait(); }
+inline void cluster_sync() { cluster_barrier.arrive_and_wait(); }
 
 // ---- barriers: of memory, and of a number of threads ----
 struct Bar {
