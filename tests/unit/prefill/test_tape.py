@@ -17,6 +17,7 @@ from kog_dist.decode.steps import Phase
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
 from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.expand.expanded import places_on_tape
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.reference import silu
 from kog_dist.workers.prefill.tape import tape_abi, tile_abi
@@ -59,7 +60,8 @@ class Case:
         kernels = kernel_bytes(self.shape)
         library = ctypes.CDLL(str(compiled(folder, "tape", constants(self.shape), kernels, "TapeLaunch", "-O1", cluster=2)))
         launchers = {name: launcher(library, name, TAPE_PARAMS.size_bytes) for name in kernels}
-        self.products = TapeProducts(self.shape, model.weights(self.shape), self.buffers.last_position, launchers, map_on_cpu)
+        places, last_position = places_on_tape(self.shape), self.buffers.last_position
+        self.products = TapeProducts(self.shape, model.weights(self.shape), places, last_position, launchers, map_on_cpu)
         generator, spec = np.random.default_rng(3), model.spec
 
         def drawn(lanes: int, columns: int) -> NDArray[np.float16]:  # of all lanes, whoever hosts them
