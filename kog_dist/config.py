@@ -20,6 +20,7 @@ MAX_REPLICAS = 256
 MIN_STALL_S = 0.5
 MAX_TIMEOUT_S = 86400.0
 MAX_GIB = 4096
+_QUANTIZE_CACHE_BYTES = 64 << 30  # of all models, unless told otherwise
 MAX_FILE_BYTES, MAX_NESTED, MAX_DOTS = 2**16, 64, 256  # of a file of settings; dots in a line
 _ORIGIN = re.compile(r"https?://[^/?#\s]+")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -81,6 +82,9 @@ class LaunchConfig:
     verify: bool = _setting(True, "Check values and hashes while loading.")
     quantize: str = _setting("none", "Quantise 16-bit weights while loading: {choices}.", choices=("none", "fp8", "int4"))
     quantize_head: str = _setting("none", "Quantise the LM head while loading: {choices}.", choices=("none", "fp8"))
+    quantize_cache: str = _setting(
+        "auto", "GiB on disk for what --quantize rounds, so that the next start need not; off, or auto: 64."
+    )
     check_experts: bool = _setting(False, "Compare on all ranks which experts each layer chooses, to find faults.")
     instance: str | None = _setting(None, "Name under which clients find the engine. Default: default.")  # its own for --prompt
     rpc_port: int | None = _setting(None, "TCP port besides the socket file; 0: a free one.", _PORT)
@@ -116,7 +120,7 @@ class LaunchConfig:
             raise ConfigError(f"model must be the folder of a checkpoint, got {self.model!r}; leave it out for the demo model")
         if self.log_dir is not None and not self.log_dir.strip():
             raise ConfigError(f"log_dir must be a folder, got {self.log_dir!r}")
-        for name in ("prefix_cache", "prefix_host"):
+        for name in ("prefix_cache", "prefix_host", "quantize_cache"):
             try:
                 parse_gib(getattr(self, name))
             except ValueError as error:
@@ -143,6 +147,12 @@ class LaunchConfig:
     def cors_origins(self) -> tuple[str, ...]:
         """The web pages that may use the service."""
         return tuple(filter(None, map(str.strip, (self.cors_origin or "").split(","))))
+
+    @property
+    def quantize_cache_bytes(self) -> int:
+        """What `quantize_cache` says."""
+        asked = parse_gib(self.quantize_cache)
+        return _QUANTIZE_CACHE_BYTES if asked is None else asked
 
     def _check_replicas(self) -> None:
         if self.replicas == 0 and self.remote_replicas is None:

@@ -219,7 +219,8 @@ class EngineProcesses:
             kept_host_bytes=self._target.kept_host_bytes, whole_windows=self._target.whole_windows,
             placement=self._target.placement(rank), prefill=self._target.prefill,
             context=self._target.checkpoint.spec.max_context, quantize=settings.quantize,
-            quantize_head=settings.quantize_head, check_experts=settings.check_experts,
+            quantize_head=settings.quantize_head, rounded_cache_bytes=settings.quantize_cache_bytes,
+            check_experts=settings.check_experts,
         )  # fmt: skip
 
     def _spawn_coordinator(self) -> None:

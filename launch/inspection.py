@@ -27,6 +27,7 @@ from kog_dist.launch.target import (
     why_not_on_gpus,
 )
 from kog_dist.model.checkpoint import has_weights
+from kog_dist.model.formats.rounded_cache import RoundedCache
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised, weight_bytes
 
@@ -68,8 +69,17 @@ def check(settings: LaunchConfig, *, deep: bool = False) -> str:
     return (
         f"{target.model_name}: {opened.spec.num_parameters:,} parameters, {formats(opened)}, {files}, "
         f"{opened.num_bytes / _MIB:.1f} MiB{_per_token(opened)}, {opened.spec.num_lanes} lanes, {hashes}, {tokenizer} tokenizer"
-        f"{', all weights read' if deep else ''}"
+        f"{', all weights read' if deep else ''}{_kept_rounded(opened, settings)}"
     )
+
+
+def _kept_rounded(opened: Checkpoint, settings: LaunchConfig) -> str:
+    """How much of what a start would round is kept from an earlier one."""
+    cache = RoundedCache.of(opened, settings.quantize_cache_bytes, lambda text: None)
+    if cache is None:
+        return ""
+    kept, of = cache.num_kept()
+    return f", {'all' if kept == of else f'{kept} of'} {of} rounded matrices of lanes kept in {cache.folder}"
 
 
 def _per_token(opened: Checkpoint) -> str:
@@ -111,6 +121,7 @@ def dry_run(settings: LaunchConfig) -> str:
     lines += [f"predicted  {first}", *(f"           {other}" for other in others)]
     if reason := why_not_on_gpus(target.checkpoint):
         lines.append(f"note       {reason}; predicted is for GPUs that would read its weights as they are")
+    lines += [f"note       {kept.removeprefix(', ')}"] if (kept := _kept_rounded(target.checkpoint, settings)) else []
     lines += [f"note       {target.note}"] if target.note else []
     lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]
     return "\n".join(lines)

@@ -31,7 +31,7 @@ VARIABLES = {
     "XDG_RUNTIME_DIR": "where folders of running engines are: `$XDG_RUNTIME_DIR/kog`; without it `kog-UID` in `TMPDIR` or `/tmp`",
     "XDG_STATE_HOME": "what outlives an engine: logs without `--log-dir` in `kog/logs/INSTANCE`, lines typed into `kog-chat` in "
     "`kog/chat_history`; default `~/.local/state`",
-    "XDG_CACHE_HOME": "where built device programs and chosen algorithms are kept; default `~/.cache`",
+    "XDG_CACHE_HOME": "where built device programs, chosen algorithms and rounded weights are kept; default `~/.cache`",
     "HF_HUB_CACHE, HF_HOME": "the Hub's own: where downloaded models are ([models.md](models.md#from-the-hub)); "
     "default `~/.cache/huggingface`",
     "CUDA_VISIBLE_DEVICES": "GPUs that may be used, read as CUDA reads it ([machine.md](machine.md#which-gpus))",

@@ -35,6 +35,7 @@ class WorkerArgs(JsonArguments):
     context: int = 0  # tokens of prompt and answer together; 0: as many as the model can
     quantize: str = "none"  # to what 16-bit weights of the layers are rounded as they are loaded
     quantize_head: str = "none"  # and the LM head
+    rounded_cache_bytes: int = 0  # on disk for what they were rounded to, of all models
     check_experts: bool = False  # whether ranks compare the experts that they choose
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CompileError, LaunchError
-from kog_dist.runtime.files import write_at_once
+from kog_dist.runtime.files import user_cache_folder, write_at_once
 from kog_dist.runtime.startup import compiling
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-lineinfo", "-ftz=false", "-prec-div=true")
@@ -38,8 +38,8 @@ class Cubin:
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: kog_dist/cubins in the user's cache folder (`$XDG_CACHE_HOME`, or ~/.cache)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kog_dist" / "cubins"
+    """Where cubins are kept. Raises OSError: there is no home."""
+    return user_cache_folder() / "cubins"
 
 
 def read_sources(*folders: tuple[str, str]) -> dict[str, str]:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,7 +24,7 @@ from numpy.typing import NDArray
 
 from kog_dist.model.formats.mxfp4 import GROUP, STEP
 from kog_dist.model.weights import BFLOAT16
-from kog_dist.runtime.files import write_at_once
+from kog_dist.runtime.files import is_ours_alone, user_cache_folder, write_at_once
 from kog_dist.runtime.startup import compiling
 
 Array = NDArray[Any]
@@ -166,37 +164,25 @@ def library() -> Path | None:
     if compiler is None:
         return None
     source = (resources.files("kog_dist.decode") / _SOURCE).read_text(encoding="utf-8")
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kog_dist" / "host"
     try:
+        folder = user_cache_folder() / "host"
         version = _output(compiler, "--version")
         key = hashlib.sha256("\0".join([source, *_OPTIONS, version, _processor()]).encode()).hexdigest()[:32]
         path = folder / f"half_products-{key}.so"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_safe(folder):
+        if not is_ours_alone(folder):
             return None
         if not path.exists():
             with compiling(), tempfile.TemporaryDirectory(prefix="kog-build-") as made:
                 (Path(made) / _SOURCE).write_text(source, encoding="utf-8")
                 _output(compiler, *_OPTIONS, "-o", f"{made}/out.so", f"{made}/{_SOURCE}")
                 write_at_once(path, (Path(made) / "out.so").read_bytes(), is_private=True)
-        if not _is_safe(path):
+        if not is_ours_alone(path):
             return None
         ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):
         return None
     return path
-
-
-def _is_safe(path: Path) -> bool:
-    """Whether only this user and root can change what stands there, or on the way there. Raises OSError."""
-    whole = path.resolve()
-    for place in (whole, *whole.parents):
-        info = place.stat()
-        others = stat.S_IWOTH | (stat.S_IWGRP if info.st_gid != os.getegid() else 0)  # many users have a group of their own
-        is_shared = info.st_mode & others and not (place != whole and info.st_mode & stat.S_ISVTX)
-        if is_shared or info.st_uid not in (0, os.geteuid()):
-            return False
-    return True
 
 
 def _output(*command: str) -> str:

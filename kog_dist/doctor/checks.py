@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from kog_dist.doctor import compilers, gpus, instances, limits, links, memory, mpi, network, processors, ray_state, software
+from kog_dist.doctor import (
+    caches,
+    compilers,
+    gpus,
+    instances,
+    limits,
+    links,
+    memory,
+    mpi,
+    network,
+    processors,
+    ray_state,
+    software,
+)
 from kog_dist.doctor.runner import Check
 
 
@@ -23,6 +36,7 @@ def all_checks() -> list[Check]:
             "available": memory.available, "memfd": memory.unnamed_shared, "/dev/shm": memory.named_shared,
             "locked memory": memory.locked,
         },
+        "Disk": {"rounded weights": caches.rounded_weights},
         "Limits": {
             "open files": limits.open_files, "processes": limits.processes, "address space": limits.address_space,
             "pidfd": limits.supervision,

@@ -23,9 +23,10 @@ from numpy.typing import DTypeLike, NDArray
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.families.stored import Names
 from kog_dist.model.formats.head import head_format
+from kog_dist.model.formats.lanes import PartsCache, rounded_codes
 from kog_dist.model.formats.quantisation import IGNORED, Quantisation
 from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, form_in, with_matrices
-from kog_dist.model.formats.rounding import chosen_format, rounded
+from kog_dist.model.formats.rounding import chosen_format
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.gguf.folder import gguf_of
 from kog_dist.model.hub_cache import check_blob
@@ -133,6 +134,7 @@ class Checkpoint:
     quantisation: Quantisation | None = None
     rounding: WeightFormat | None = None
     head_rounding: WeightFormat | None = None
+    cache: PartsCache | None = None  # of what was rounded
 
     @property
     def num_bytes(self) -> int:
@@ -196,10 +198,10 @@ class Checkpoint:
 
     def read_part(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
         """Fill `out` with the rows of one part of a tensor. Raises CheckpointError."""
-        self.read_unrounded(name, part_idx, out, verify=verify)
-        if self.rounding is not None and self.is_rounded(name):
-            matrix = out.reshape(-1, self.layouts[name].shape[2])
-            matrix[...] = rounded(matrix.astype(np.float32, copy=False), self.rounding).values()
+        if self.is_rounded(name):
+            out.reshape(self.layouts[name].shape[1:])[...] = rounded_codes(self, name, part_idx, verify=verify).values()
+        else:
+            self.read_unrounded(name, part_idx, out, verify=verify)
 
     def read_unrounded(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
         """`read_part` of what the files have."""

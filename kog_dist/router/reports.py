@@ -66,6 +66,7 @@ def status_report(
         replica_states=tuple(_shown_state(link) for link in links),
         replica_addresses=tuple(link.order.access.address for link in links),
         replica_running=tuple(running.get(link, "") for link in links),
+        replica_ranks=tuple(map(_num_ranks, links)),
         kept_block_tokens=max((report.kept_block_tokens for report in reports), default=0),
         kept_ring=max((report.kept_ring for report in reports), default=0),
         **{name: sum(getattr(report, name) for report in reports) for name in _KEPT},
@@ -77,7 +78,7 @@ def fleet_report(fleet: Fleet, num_waiting: int, is_draining: bool, address: str
     replicas = tuple(
         ReplicaReport(
             link.name, link.order.generation, link.state.value, link.reason, len(link.attempt_ids), link.order.is_retiring,
-            link.welcome.model if link.welcome is not None else "", link.welcome.world_size if link.welcome is not None else 0,
+            link.welcome.model if link.welcome is not None else "", _num_ranks(link),
         )
         for link in fleet.links()
     )  # fmt: skip
@@ -97,7 +98,11 @@ def _progress(running: Mapping[ReplicaLink | None, str]) -> tuple[int, int]:
 
 
 def _world_size(fleet: Fleet) -> int:
-    return sum(link.welcome.world_size for link in fleet.links() if link.welcome is not None)
+    return sum(map(_num_ranks, fleet.links()))
+
+
+def _num_ranks(link: ReplicaLink) -> int:
+    return link.welcome.world_size if link.welcome is not None else 0
 
 
 def _shown_state(link: ReplicaLink) -> str:

@@ -23,13 +23,14 @@ def statistics(done: Done) -> str:
 def describe(report: StatusReport) -> str:
     """An engine, or replicas behind a router, in a few lines."""
     states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states)) or "-"
-    ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
+    is_router = bool(report.replica_names)
+    runs_on = _count(len(report.replica_names), "replica") if is_router else _count(report.world_size, "rank")
     of_one = f", {report.client_queue_limit} of one client" if report.client_queue_limit else ""  # a router has no such limit
-    what = f"{report.model} on {ranks}" if report.model else "no model yet"
+    what = f"{report.model} on {runs_on}" if report.model else "no model yet"
     lines = "\n".join(
         [
             f"{report.instance}: {report.state.value}, {what}, up {report.uptime_s:.0f} s",
-            f"ranks    {states}",
+            f"ranks    {states}{' (of all replicas, one after the other)' if is_router else ''}",
             *(f"rank {rank:<4}on {place}" for rank, place in enumerate(report.rank_places)),
             f"prompts  {'in blocks, through prefill' if report.prefill else 'token by token'}",
             *([f"sampling {report.own_sampling} by default over HTTP"] if report.own_sampling else []),
@@ -62,6 +63,12 @@ def _running(report: StatusReport) -> str:
 
 def _describe_replicas(report: StatusReport) -> list[str]:
     columns = (report.replica_names, report.replica_states, report.replica_addresses, report.replica_running)
+    num_ranks = (*report.replica_ranks, *[0] * len(report.replica_names))
     return [
-        f"{name:<8} {state}, {address}, running {running or '-'}" for name, state, address, running in zip(*columns, strict=False)
+        f"{name:<8} {state}, {_count(ranks, 'rank') if ranks else 'ranks not known'}, {address}, running {running or '-'}"
+        for name, state, address, running, ranks in zip(*columns, num_ranks, strict=False)
     ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,29 @@ def state_folder() -> Path:
         return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kog"
     except RuntimeError:
         raise FileNotFoundError(errno.ENOENT, "this user has no home folder, and XDG_STATE_HOME is not set") from None
+
+
+def user_cache_folder() -> Path:
+    """What of this user is only kept to save time: `kog_dist` in `$XDG_CACHE_HOME`, or ~/.cache. Raises OSError: no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kog_dist"
+    except RuntimeError:
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder, and XDG_CACHE_HOME is not set") from None
+
+
+def is_ours_alone(path: Path) -> bool:
+    """Whether only this user and root can change what stands there, or on the way there. False for what is not there."""
+    try:
+        whole = path.resolve()
+        for place in (whole, *whole.parents):
+            info = place.stat()
+            others = stat.S_IWOTH | (stat.S_IWGRP if info.st_gid != os.getegid() else 0)  # many users have a group of their own
+            is_shared = info.st_mode & others and not (place != whole and info.st_mode & stat.S_ISVTX)
+            if is_shared or info.st_uid not in (0, os.geteuid()):
+                return False
+    except OSError:
+        return False
+    return True
 
 
 def log_folder(instance: str) -> Path:

@@ -18,6 +18,7 @@ from kog_dist.launch.target import cpu_matrix_bytes
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.safetensors_file import narrow, widen
 from kog_dist.model.weights import BFLOAT16
+from kog_dist.runtime.files import is_ours_alone
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 needs_library = pytest.mark.skipif(half_products.library() is None, reason="needs a C compiler, and a cache of one's own")
@@ -26,7 +27,7 @@ needs_library = pytest.mark.skipif(half_products.library() is None, reason="need
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[None]:
     """What is known of the library is forgotten before and after."""
-    if not half_products._is_safe(tmp_path):
+    if not is_ours_alone(tmp_path):
         pytest.skip("others can write to the folders of tests")
     half_products.library.cache_clear()
     yield

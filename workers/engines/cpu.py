@@ -6,7 +6,6 @@ import hashlib
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,7 @@ from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.validate import check
-from kog_dist.errors import AbortedError, ConfigError
-from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.errors import AbortedError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import ControlPage, EpochWaits, KvLayout, RankState
 from kog_dist.runtime.stages import RankStage
@@ -36,6 +34,7 @@ from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.agreement import agree, common_terms
 from kog_dist.workers.engines.cpu_blocks import BLOCK_TOKENS, CpuBlocks, num_slots
 from kog_dist.workers.engines.heartbeat import Heartbeat
+from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.root_choice import RootChoice
 
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
@@ -61,15 +60,8 @@ class CpuEngine:
         deadline = Deadline.after(args.startup_timeout_s)
         self._control.set_state(rank, RankState.LOADING)
         self._start.begin(StartStage.CHECKPOINT)
-        checkpoint = open_checkpoint(
-            Path(args.model), verify=args.verify, context=args.context, quantize=args.quantize, quantize_head=args.quantize_head
-        )
+        checkpoint = opened(args, self._control.max_context)
         spec = checkpoint.spec
-        if spec.max_context > self._control.max_context:
-            raise ConfigError(
-                f"rank {rank}: the model's context is {spec.max_context} tokens, but the control page was made for "
-                f"{self._control.max_context}; the checkpoint was changed during start-up"
-            )
         with self._start.hearing_compilers():
             products = half_products.library()
         lanes = spec.lanes_of_rank(rank, self._world_size)

@@ -12,7 +12,6 @@ import os
 import time
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from numpy.typing import NDArray
@@ -22,8 +21,7 @@ from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.validate import check
-from kog_dist.errors import AbortedError, ConfigError, KogError, LaunchError, RequestFailed
-from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.errors import AbortedError, KogError, LaunchError, RequestFailed
 from kog_dist.runtime.control import ControlPage, KvLayout, RankState
 from kog_dist.runtime.pace import Pace
 from kog_dist.runtime.stages import RankStage
@@ -38,6 +36,7 @@ from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.launches import DecodeKernel, Launches, Token
+from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.notes import note
 
@@ -79,15 +78,8 @@ class CudaEngine:
         deadline = Deadline.after(args.startup_timeout_s)
         self._control.set_state(self._rank, RankState.LOADING)
         self._start.begin(StartStage.CHECKPOINT)
-        checkpoint = open_checkpoint(
-            Path(args.model), verify=args.verify, context=args.context, quantize=args.quantize, quantize_head=args.quantize_head
-        )
+        checkpoint = opened(args, self._control.max_context)
         spec = checkpoint.spec
-        if spec.max_context > self._control.max_context:
-            raise ConfigError(
-                f"rank {self._rank}: the model's context is {spec.max_context} tokens, but the control page was made for "
-                f"{self._control.max_context}; the checkpoint was changed during start-up"
-            )
         plan = make_plan(spec, world_size, staggered=True)  # the kernel's order
         check(plan)
         shapes = kernel_shapes(checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows)

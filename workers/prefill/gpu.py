@@ -145,7 +145,9 @@ def runner_for(
         buffers = DenseBuffers(layout, np.float16, max(tuning.sizes), "cuda")
         of_kernel = kernel.weights.experts
         experts = None if of_kernel is None else experts_on_gpu(shape, of_kernel, buffers.last_position)
-        tape = products_on_gpu(shape, kernel.weights, buffers.last_position) if is_multiplied_on_tape(shape) else None
+        tape = None
+        if is_multiplied_on_tape(shape):
+            tape = products_on_gpu(shape, kernel.weights, of_layers[0].matrices.places, buffers.last_position)
         operations = DenseDeviceOperations(buffers, embedding, cache, **dtypes, experts=experts, tape=tape)
         layers = DenseLayers(spec, of_layers, operations, exchange or OneRank())
     else:

@@ -48,6 +48,10 @@ class CodedSource(Protocol):
         """What matrices are rounded to."""
 
     @property
+    def cache(self) -> PartsCache | None:
+        """Where what was rounded is kept, or None."""
+
+    @property
     def manifest(self) -> Any:
         """Hashes, or None."""
 
@@ -63,6 +67,16 @@ class CodedSource(Protocol):
 
     def check_digest(self, name: str, part_idx: int, digest: str) -> None:
         """Compare a part's hash with the manifest."""
+
+
+class PartsCache(Protocol):
+    """See `RoundedCache`."""
+
+    def read(self, name: str, lane: int) -> CodedMatrix | None:
+        """What a lane's part of a tensor was rounded to, if it is known."""
+
+    def keep(self, name: str, lane: int, coded: CodedMatrix) -> None:
+        """Have it known at the next start."""
 
 
 class StoredBox(Protocol):
@@ -106,13 +120,8 @@ def lane_codes(checkpoint: CodedSource, name: str, lane: int, *, may_split: bool
     CheckpointError naming file and tensor, also for a lane that begins or ends within a group, unless it `may_split`, and for
     act-order, where the columns of a group are no neighbours.
     """
-    first, last = checkpoint.layouts[name].parts[lane]
-    shape = checkpoint.layouts[name].shape
     if checkpoint.is_rounded(name):
-        assert checkpoint.rounding is not None
-        values = np.empty(((last - first) * shape[1], shape[2]), np.float32)
-        checkpoint.read_unrounded(name, lane, values, verify=checkpoint.verify)
-        return rounded(values, checkpoint.rounding)
+        return rounded_codes(checkpoint, name, lane, verify=checkpoint.verify)
     file, stored = checkpoint.owner[name], checkpoint.names[name]
     assert isinstance(file, QuantisedFile), f"{name} is not quantised"
     box, columns = stored.box(checkpoint.layouts[name], lane), file.tensors[stored.name].shape[1]
@@ -133,6 +142,21 @@ def lane_codes(checkpoint: CodedSource, name: str, lane: int, *, may_split: bool
         coded = coded.with_rows(stored.in_order(np.arange(len(coded.codes))))
     if checkpoint.verify:
         _verify(checkpoint, name, lane, coded)
+    return coded
+
+
+def rounded_codes(checkpoint: CodedSource, name: str, lane: int, *, verify: bool) -> CodedMatrix:
+    """`lane_codes` of a matrix that is rounded: from the cache, or rounded now. Raises CheckpointError naming file and tensor."""
+    assert checkpoint.rounding is not None
+    cache = checkpoint.cache if verify == checkpoint.verify else None  # it is of values that were checked as all others are
+    known = cache.read(name, lane) if cache is not None else None
+    if known is not None:
+        return known
+    values = np.empty(checkpoint.layouts[name].shape[1:], np.float32)
+    checkpoint.read_unrounded(name, lane, values, verify=verify)
+    coded = rounded(values, checkpoint.rounding)
+    if cache is not None:
+        cache.keep(name, lane, coded)
     return coded
 
 

@@ -6,7 +6,7 @@ All of it is elementwise IEEE arithmetic in float32 and maxima, so that it gives
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from kog_dist.model.formats.numbers import NUMBERS, Values, e8m0_values
 from kog_dist.model.formats.weight_format import CodedMatrix, Indices, WeightFormat
 from kog_dist.model.safetensors_file import narrow, widen
 
+# Raise it with every change to a bit of `rounded`, or to the values that it is given: kept results of others are not used then.
+ROUNDING_VERSION: Final = 1
 ROUNDED_COLUMNS = 128  # of a group, in every format that can be chosen
 
 

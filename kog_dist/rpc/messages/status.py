@@ -41,10 +41,11 @@ class StatusReport(Checked):
     num_dropped_clients: int = checked(COUNT)
     num_bad_messages: int = checked(COUNT)
     num_tokens: int = checked(COUNT)
-    replica_names: tuple[str, ...] = checked(array(NAME, 4096), default=())  # of a router; the next three are in this order
+    replica_names: tuple[str, ...] = checked(array(NAME, 4096), default=())  # of a router; the next four are in this order
     replica_states: tuple[str, ...] = checked(array(NAME, 4096), default=())  # with the reason, where it is not in use
     replica_addresses: tuple[str, ...] = checked(array(NAME, 4096), default=())
     replica_running: tuple[str, ...] = checked(array(NAME, 4096), default=())  # request id, empty when idle
+    replica_ranks: tuple[int, ...] = checked(array(COUNT, 4096), default=())  # 0: it has not said yet
     client_queue_limit: int = checked(COUNT, default=0)  # of the waiting requests of one connection
     num_expired: int = checked(COUNT, default=0)  # requests that their own deadline ended; not counted elsewhere
     running_position: int = checked(COUNT, default=0)

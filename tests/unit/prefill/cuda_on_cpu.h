@@ -1,17 +1,23 @@
-// Enough of CUDA to run the kernels of prefill.cu on a CPU: the threads of a block are threads, its blocks run one after the other, or
-// those of a cluster at once.
+// Enough of CUDA to run the kernels of prefill.cu on a CPU. Blocks run one after the other, or those of a cluster at once; their threads take
+// turns on one thread of the CPU, each until it has to wait. So all runs are alike, and nobody can lean on luck: who has forgotten a barrier
+// reads what others have not written yet, or overwrites what they have not read.
 // Stands in for collectives/device/ptx.cuh, of which it has what those kernels use.
 #pragma once
-#include <algorithm>
+#include <sched.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <ucontext.h>
+
 #include <atomic>
-#include <barrier>
-#include <chrono>
 #include <cmath>
+#include <csetjmp>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <thread>
+#include <deque>
+#include <functional>
 #include <vector>
 
 #include "e4m3_on_cpu.h"
@@ -47,28 +53,117 @@ using std::max;
 using std::min;
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+// ---- threads that take turns ----
+inline Index threadIdx, blockIdx, blockDim, gridDim;  // of the one that runs
+inline unsigned my_rank;                              // in the cluster
+using Products = std::vector<std::function<void()>>;
+struct Thread {
+    unsigned index, rank, block = 0;
+    bool has_begun = false, has_ended = false;
+    std::jmp_buf state;
+    ucontext_t context;
+    unsigned turn = 0;               // of a warp's products
+    Products queued;                 // and not committed
+    std::deque<Products> committed;  // see hopper_on_cpu.h
+};
+inline std::deque<Thread> threads;  // of a cluster
+inline Thread* running = nullptr;
+inline std::jmp_buf scheduler;
+inline std::function<void()> work;  // of each
+inline bool somebody_went_on;
+constexpr std::size_t kStackBytes = 512 << 10;
+inline void* stack_of(std::size_t i) {  // kept for the next launch; takes memory as it is used
+    static std::vector<void*> stacks;
+    while (stacks.size() <= i)
+        stacks.push_back(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    return stacks[i];
+}
+inline void fail(const char* what) {
+    std::fprintf(stderr, "thread %u of thread block %u: %s\n", threadIdx.x, blockIdx.x, what);
+    std::abort();
+}
+inline void show(const Thread& thread) { threadIdx.x = thread.index, blockIdx.x = thread.block, my_rank = thread.rank; }
+__attribute__((noinline)) inline void let_others_run() {
+    Thread* const self = running;
+    if (!_setjmp(self->state)) _longjmp(scheduler, 1);
+    show(*self);
+}
+inline void run_thread() {
+    work();
+    running->has_ended = somebody_went_on = true;
+    _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) inline void resume(Thread& thread) {
+    running = &thread;
+    show(thread);
+    if (_setjmp(scheduler)) return;
+    if (thread.has_begun) _longjmp(thread.state, 1);
+    thread.has_begun = true;
+    setcontext(&thread.context);
+}
+template <class Condition>
+void wait_until(Condition holds) {
+    while (!holds()) let_others_run();
+    somebody_went_on = true;
+}
+inline void look_elsewhere() {  // for what another launch does meanwhile
+    if (running == nullptr) return;
+    somebody_went_on = true;
+    sched_yield();
+    let_others_run();
+}
+inline void run_threads(unsigned num_ranks, unsigned num_threads) {
+    threads.clear();
+    for (unsigned i = 0; i < num_ranks * num_threads; ++i) {
+        Thread& thread = threads.emplace_back();
+        thread.index = i % num_threads, thread.rank = i / num_threads;
+        getcontext(&thread.context);
+        thread.context.uc_stack = {stack_of(i), 0, kStackBytes};
+        makecontext(&thread.context, run_thread, 0);
+    }
+    for (std::size_t left = threads.size(); left > 0;) {
+        somebody_went_on = false;
+        for (Thread& thread : threads) {
+            if (thread.has_ended) continue;
+            resume(thread);
+            left -= thread.has_ended;
+        }
+        if (!somebody_went_on) fail("waits in vain");
+    }
+    running = nullptr;
+}
+class Barrier {
+    unsigned size, arrived = 0, turn = 0;
+
+public:
+    explicit Barrier(unsigned num_threads) : size(num_threads) {}
+    void arrive_and_wait() {
+        const unsigned mine = turn;
+        if (++arrived == size) arrived = 0, ++turn;
+        wait_until([&] { return turn != mine; });
+    }
+};
+
 struct ThreadBlock {
-    std::barrier<> all;
-    std::vector<std::unique_ptr<std::barrier<>>> warps;
+    Barrier all;
+    std::vector<Barrier> warps;
     float shuffled[1024];
     unsigned operands[2][1024][6];  // of a warp's products, in turn: who has left one may begin the next
 
     explicit ThreadBlock(unsigned num_threads) : all(num_threads) {
         for (unsigned first = 0; first < num_threads; first += 32)
-            warps.push_back(std::make_unique<std::barrier<>>(num_threads - first < 32 ? num_threads - first : 32));
+            warps.emplace_back(num_threads - first < 32 ? num_threads - first : 32);
     }
 };
-inline std::vector<std::unique_ptr<ThreadBlock>> thread_blocks;  // of a cluster
-inline std::unique_ptr<std::barrier<>> cluster_barrier;
-inline thread_local unsigned my_rank;  // in the cluster
+inline std::deque<ThreadBlock> thread_blocks;  // of a cluster
+inline Barrier cluster_barrier(0);
 
-inline void __syncthreads() { thread_blocks[my_rank]->all.arrive_and_wait(); }
-inline void __syncwarp() { thread_blocks[my_rank]->warps[threadIdx.x / 32]->arrive_and_wait(); }
+inline void __syncthreads() { thread_blocks[my_rank].all.arrive_and_wait(); }
+inline void __syncwarp() { thread_blocks[my_rank].warps[threadIdx.x / 32].arrive_and_wait(); }
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int offset) {
     static_assert(sizeof(T) == sizeof(float));
-    float* shuffled = thread_blocks[my_rank]->shuffled;
+    float* shuffled = thread_blocks[my_rank].shuffled;
     std::memcpy(&shuffled[threadIdx.x], &value, sizeof(T));
     __syncwarp();
     std::memcpy(&value, &shuffled[threadIdx.x ^ offset], sizeof(T));
@@ -76,7 +171,7 @@ T __shfl_xor_sync(unsigned, T value, int offset) {
     return value;
 }
 inline unsigned __ballot_sync(unsigned, bool mine) {
-    float* shuffled = thread_blocks[my_rank]->shuffled;
+    float* shuffled = thread_blocks[my_rank].shuffled;
     const unsigned first = threadIdx.x / 32 * 32;
     shuffled[threadIdx.x] = mine;
     __syncwarp();
@@ -135,7 +230,7 @@ inline int __syncthreads_or(int mine) {
     return voted(mine != 0, all) != 0;
 }
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-inline void __nanosleep(unsigned) { std::this_thread::yield(); }
+inline void __nanosleep(unsigned) { look_elsewhere(); }
 inline unsigned atomicCAS(unsigned* at, unsigned expected, unsigned wanted) {
     std::atomic_ref<unsigned>(*at).compare_exchange_strong(expected, wanted);
     return expected;
@@ -149,7 +244,9 @@ constexpr u32 kFullWarp = 0xffffffffu;
 inline u32 laneid() { return threadIdx.x & 31; }
 
 inline u64 globaltimer_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
 inline u64 load_system(const u64* p) { return std::atomic_ref<u64>(*const_cast<u64*>(p)).load(std::memory_order_relaxed); }
 inline u32 load_system_u32(const u32* p) { return std::atomic_ref<u32>(*const_cast<u32*>(p)).load(std::memory_order_relaxed); }
@@ -187,8 +284,7 @@ struct Fp16 {
     static float high(u32 packed) { return low(packed >> 16); }
     // m16n8k16: of A a thread holds rows group and group + 8, of B column group, of the result columns 2 part and 2 part + 1.
     static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-        static thread_local unsigned turn = 0;
-        auto* all = thread_blocks[my_rank]->operands[++turn % 2] + threadIdx.x / 32 * 32;
+        auto* all = thread_blocks[my_rank].operands[++running->turn % 2] + threadIdx.x / 32 * 32;
         const u32 own[6] = {a0, a1, a2, a3, b0, b1}, group = laneid() / 4, part = laneid() % 4;
         std::memcpy(all[laneid()], own, sizeof(own));
         __syncwarp();
@@ -212,19 +308,17 @@ template <class Params>
 void launch(void (*kernel)(Params), unsigned num_ctas, unsigned num_threads, const void* raw, unsigned cluster = 1) {
     Params params;
     std::memcpy(&params, raw, sizeof(Params));
-    cluster_barrier = std::make_unique<std::barrier<>>(cluster * num_threads);
+    cluster_barrier = Barrier(cluster * num_threads);
     thread_blocks.clear();
-    for (unsigned rank = 0; rank < cluster; ++rank) thread_blocks.push_back(std::make_unique<ThreadBlock>(num_threads));
-    std::vector<std::thread> threads;
-    for (unsigned i = 0; i < cluster * num_threads; ++i)
-        threads.emplace_back([=] {
-            my_rank = i / num_threads, threadIdx.x = i % num_threads, blockDim.x = num_threads, gridDim.x = num_ctas;
-            for (unsigned cta = my_rank; cta < num_ctas; cta += cluster) {
-                blockIdx.x = cta;
-                kernel(params);
-                cluster_barrier->arrive_and_wait();
-            }
-        });
-    for (std::thread& thread : threads) thread.join();
+    for (unsigned rank = 0; rank < cluster; ++rank) thread_blocks.emplace_back(num_threads);
+    blockDim.x = num_threads, gridDim.x = num_ctas;
+    work = [=] {
+        for (unsigned cta = my_rank; cta < num_ctas; cta += cluster) {
+            blockIdx.x = running->block = cta;
+            kernel(params);
+            cluster_barrier.arrive_and_wait();
+        }
+    };
+    run_threads(cluster, num_threads);
 }
 }  // namespace kog

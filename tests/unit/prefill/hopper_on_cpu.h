@@ -3,14 +3,7 @@
 // can be: a slot that is given back too early shows. Where a copy swizzles and what a descriptor means is written down here once more, after
 // PTX's manual.
 #pragma once
-#include <algorithm>
-#include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
-#include <deque>
-#include <functional>
 #include <map>
-#include <mutex>
 #include "ptx.cuh"
 
 using std::max;
@@ -46,62 +39,43 @@ inline float high_half(u32 packed) { return Fp16::high(packed); }
 // ---- clusters ----
 inline u32 cluster_rank() { return my_rank; }
 inline u32 cluster_address(u32 address, u32 rank) { return rank * kRankBytes + address; }
-inline void cluster_sync() { cluster_barrier->arrive_and_wait(); }
-
-inline void fail(const char* what) {
-    std::fprintf(stderr, "thread %u of thread block %u: %s\n", threadIdx.x, blockIdx.x, what);
-    std::abort();
-}
+inline void cluster_sync() { cluster_barrier.arrive_and_wait(); }
 
 // ---- barriers: of memory, and of a number of threads ----
 struct Bar {
     u32 count = 0, missing = 0, parity = 0;
     int bytes = 0;
 };
-inline std::mutex mutex;
-inline std::condition_variable changed;
 inline std::map<u32, Bar> bars;  // by their address in the cluster
 inline void update(u32 at, u32 arrivals, int bytes) {
-    const std::lock_guard lock(mutex);
     Bar& bar = bars[at];
     if (bar.missing < arrivals) fail("too many arrivals");
     bar.missing -= arrivals, bar.bytes += bytes;
     if (bar.missing || bar.bytes) return;
     bar.missing = bar.count, bar.parity ^= 1;
-    changed.notify_all();
 }
-inline void mbar_init(u32 at, u32 count) {
-    const std::lock_guard lock(mutex);
-    bars[cluster_address(at, my_rank)] = {count, count};
-}
+inline void mbar_init(u32 at, u32 count) { bars[cluster_address(at, my_rank)] = {count, count}; }
 inline void mbar_arrive_cluster(u32 at) { update(at, 1, 0); }
 inline void mbar_arrive(u32 at) { update(cluster_address(at, my_rank), 1, 0); }
 inline void mbar_arrive_expect(u32 at, u32 bytes) { update(cluster_address(at, my_rank), 1, static_cast<int>(bytes)); }
 constexpr u32 kGroupBars = kRankBytes - 256;
 inline Bar& group_bar(u32 barrier) { return bars[cluster_address(kGroupBars + barrier, my_rank)]; }
 inline void fence_barrier_init() {  // a thread block begins: nobody waits
-    const std::lock_guard lock(mutex);
     for (u32 barrier = 0; barrier < 16; ++barrier) group_bar(barrier) = {};
 }
-template <class Condition>
-void wait_for(std::unique_lock<std::mutex>& lock, Condition condition) {
-    if (!changed.wait_for(lock, std::chrono::seconds(60), condition)) fail("waits in vain");
-}
 inline void mbar_wait(u32 at, u32 parity) {
-    std::unique_lock lock(mutex);
-    wait_for(lock, [&] { return bars[cluster_address(at, my_rank)].parity != parity; });
+    const Bar& bar = bars[cluster_address(at, my_rank)];
+    wait_until([&] { return bar.parity != parity; });
 }
 inline void group_arrive(u32 barrier, u32 num_threads) {
-    const std::lock_guard lock(mutex);
     Bar& bar = group_bar(barrier);
-    if (++bar.count == num_threads) bar.count = 0, ++bar.parity, changed.notify_all();
+    if (++bar.count == num_threads) bar.count = 0, ++bar.parity;
 }
 inline void group_sync(u32 barrier, u32 num_threads) {
-    std::unique_lock lock(mutex);
-    Bar& bar = group_bar(barrier);
+    const Bar& bar = group_bar(barrier);
     const u32 before = bar.parity;
-    if (++bar.count == num_threads) bar.count = 0, ++bar.parity, changed.notify_all();
-    wait_for(lock, [&] { return bar.parity != before; });
+    group_arrive(barrier, num_threads);
+    wait_until([&] { return bar.parity != before; });
 }
 template <int>
 void raise_registers() {}
@@ -145,13 +119,11 @@ inline void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, int w
 inline void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, u32 bar) { tensor_load(to, map, x, y, z, 0, 0, bar); }
 
 // ---- products ----
-using Products = std::vector<std::function<void()>>;
-inline thread_local Products queued;  // and not committed
-inline thread_local std::deque<Products> committed;
 inline void products_begin() {}
-inline void products_commit() { committed.push_back(std::move(queued)), queued.clear(); }
+inline void products_commit() { running->committed.push_back(std::move(running->queued)), running->queued.clear(); }
 template <int kPending>
 void products_wait() {  // for those of the whole warp
+    auto& committed = running->committed;
     for (; committed.size() > kPending; committed.pop_front())
         for (const auto& multiply : committed.front()) multiply();
     __syncwarp();
@@ -179,7 +151,7 @@ inline u32 row_of(int i) { return threadIdx.x % 128 / 32 * 16 + laneid() / 4 + (
 inline u32 column_of(int i) { return i / 4 * 8 + laneid() % 4 * 2 + i % 2; }
 template <int kCount>
 void multiply_rows(float (&d)[kCount], u64 a, u64 b, bool adds) {
-    queued.push_back([d = static_cast<float*>(d), x = Operand(a), matrix = Operand(b), adds] {
+    running->queued.push_back([d = static_cast<float*>(d), x = Operand(a), matrix = Operand(b), adds] {
         float rows[2][16];
         for (u32 k = 0; k < 16; ++k) rows[0][k] = x.of_row(row_of(0), k), rows[1][k] = x.of_row(row_of(2), k);
         for (int i = 0; i < kCount; ++i) {
@@ -209,7 +181,7 @@ inline Rows rows_in_registers(u32 a0, u32 a1, u32 a2, u32 a3) {
 }
 template <int kCount>
 void multiply_rows(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool adds) {
-    queued.push_back([d = static_cast<float*>(d), rows = rows_in_registers(a0, a1, a2, a3), matrix = Operand(b), adds] {
+    running->queued.push_back([d = static_cast<float*>(d), rows = rows_in_registers(a0, a1, a2, a3), matrix = Operand(b), adds] {
         for (int i = 0; i < kCount; ++i) {
             float sum = adds ? d[i] : 0;
             for (u32 k = 0; k < 16; ++k) sum += rows.values[i >> 1 & 1][k] * matrix.of_row(column_of(i), k);
@@ -219,7 +191,7 @@ void multiply_rows(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bo
 }
 template <int kCount>
 void multiply_columns(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    queued.push_back([d = static_cast<float*>(d), rows = rows_in_registers(a0, a1, a2, a3), matrix = Operand(b)] {
+    running->queued.push_back([d = static_cast<float*>(d), rows = rows_in_registers(a0, a1, a2, a3), matrix = Operand(b)] {
         for (int i = 0; i < kCount; ++i)
             for (u32 k = 0; k < 16; ++k) d[i] += rows.values[i >> 1 & 1][k] * matrix.of_column(column_of(i), k);
     });

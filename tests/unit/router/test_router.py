@@ -94,6 +94,13 @@ def test_each_replica_has_one_request_and_the_rest_waits_here(world: World, pair
     assert report.waiting == ("q2", "q3", "q4")
     assert f"waiting  q2 q3 q4 (at most {report.queue_limit})\n" in describe(report), "a router has no limit for each client"
     assert f"(at most {report.queue_limit}, 3 of one client)\n" in describe(replace(report, client_queue_limit=3))
+    lines = describe(report).splitlines()
+    assert lines[0].startswith(f"{report.instance}: ready, {report.model} on 2 replicas, up ")
+    assert lines[1] == "ranks    0: ready, 1: ready, 2: ready, 3: ready (of all replicas, one after the other)"
+    assert lines[-2].startswith("r0       ready, 2 ranks, ")
+    first, second = describe(replace(report, replica_ranks=(0, 1))).splitlines()[-2:]
+    assert first.startswith("r0       ready, ranks not known, ")
+    assert second.startswith("r1       ready, 1 rank, ")
     assert sorted(report.replica_running) == ["q0", "q1"]
     assert (report.replica_names, report.replica_states) == (("r0", "r1"), ("ready", "ready"))
     assert (report.world_size, report.state) == (4, EngineState.READY)

@@ -27,7 +27,7 @@ class ExpandedMatrices:
     """The matrices (hosted lanes, rows, columns) of all layers in binary16, by phase and layer.
 
     All share one memory: a matrix stays until the next one is asked for, on the same stream. `launch` runs expand.cu. `factors`:
-    a phase's float32 (layers, lanes or 1, columns), which its columns are multiplied by.
+    a phase's float32 (layers, lanes or 1, columns), which its columns are multiplied by. `places`: those of `places_on_tape`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ExpandedMatrices:
     ) -> None:  # fmt: skip
         self.shape, self._launch, self._tape = shape, launch, weights.tape
         xp = library(device)
-        self._places, self._factors = xp.asarray(places_on_tape(shape)), factors or {}
+        self.places, self._factors = xp.asarray(places_on_tape(shape)), factors or {}
         sizes = matrix_shapes(shape)
         self._memory: Array = xp.empty(max(map(prod, sizes.values())), np.float16)
         self._matrices: dict[Phase, Array] = {phase: self._memory[: prod(size)].reshape(size) for phase, size in sizes.items()}
@@ -52,7 +52,7 @@ class ExpandedMatrices:
     @property
     def num_bytes(self) -> int:
         """Of memory that is not the monokernel's."""
-        return sum(part.nbytes for part in (self._memory, self._places, *self._factors.values()))
+        return sum(part.nbytes for part in (self._memory, self.places, *self._factors.values()))
 
     def matrix(self, phase: Phase, layer: int) -> Array:
         """Queue the expansion of a matrix."""
@@ -67,7 +67,7 @@ class ExpandedMatrices:
         _, lane_rows, columns = matrix_shapes(shape)[phase]
         tape = address(self._tape)
         params["tape_ptr"], params["scales_ptr"] = tape, tape + 2 * shape.num_ctas * shape.tape_values
-        params["places_ptr"] = address(self._places[layer, list(shape.ops).index(phase)])
+        params["places_ptr"] = address(self.places[layer, list(shape.ops).index(phase)])
         params["out_ptr"] = address(self._memory)
         if factors is not None:
             params["factor_ptr"] = address(factors[layer])

@@ -14,8 +14,7 @@ from kog_dist.decode.steps import Phase
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.arrays import Array, address, library_of
-from kog_dist.workers.prefill.expand.expanded import places_on_tape
+from kog_dist.workers.prefill.arrays import Array, address
 from kog_dist.workers.prefill.kernel_calls import Launchers
 from kog_dist.workers.prefill.tape.tape_abi import PAIR, PHASES, TAPE_PARAMS, matrix_rows, tape_header, tiles
 from kog_dist.workers.prefill.tape.tile_abi import TILE_THREADS, TapeTile, num_across
@@ -30,24 +29,25 @@ def kernel_bytes(shape: KernelShape) -> dict[str, int]:
     return {f"{name}_{tile.rows}": tile.shared_bytes for name, _ in PHASES.values() for tile in tiles(shape)}
 
 
-def products_on_gpu(shape: KernelShape, weights: DeviceWeights, last_position: Array) -> TapeProducts:
+def products_on_gpu(shape: KernelShape, weights: DeviceWeights, places: Array, last_position: Array) -> TapeProducts:
     """Those of a monokernel. Raises CompileError or LaunchError."""
     path = compiled.build("tape", tape_header(shape)).path
     launchers = {name: partial(compiled.launch, Kernel(path, name, size)) for name, size in kernel_bytes(shape).items()}
-    return TapeProducts(shape, weights, last_position, launchers, tensor_map)
+    return TapeProducts(shape, weights, places, last_position, launchers, tensor_map)
 
 
 class TapeProducts:
-    """Products by phase and layer. `weights` are the monokernel's; `last_position`: int32, of the prompt's last token.
-    `launchers`: see `KernelCalls`. `make_map`: as `tensor_map`.
+    """Products by phase and layer. `weights` are the monokernel's, `places` those of `ExpandedMatrices`.
+
+    `last_position`: int32, of the prompt's last token. `launchers`: see `KernelCalls`. `make_map`: as `tensor_map`.
     """
 
     def __init__(
-        self, shape: KernelShape, weights: DeviceWeights, last_position: Array, launchers: Launchers, make_map: MakeMap
+        self, shape: KernelShape, weights: DeviceWeights, places: Array, last_position: Array, launchers: Launchers,
+        make_map: MakeMap,
     ) -> None:  # fmt: skip
         self.most_rows, self._tiles, self._phases = MOST_ROWS, tiles(shape), list(shape.ops)
-        self._places = library_of(last_position).asarray(places_on_tape(shape))
-        self._tape = weights.tape
+        self._tape, self._places = weights.tape, places
         self._num_tiles = {
             phase: shape.num_lanes
             // shape.lanes_of(phase)
