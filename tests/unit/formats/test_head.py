@@ -26,7 +26,7 @@ from kog_dist.launch.target import plan_target
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.formats.head import round_in_place, rounded_rows
 from kog_dist.model.formats.numbers import NUMBERS
-from kog_dist.model.layout import EMBEDDING
+from kog_dist.model.layout import EMBEDDING, head_name
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, weight_bytes
 from kog_dist.model.weights import BFLOAT16
@@ -110,8 +110,11 @@ def test_with_lane_heads_each_lanes_columns_have_a_scale() -> None:
 
 # ---- of a folder ----
 def written(folder: Path, spec: ModelSpec, dtype: str = "bfloat16", **options: Any) -> tuple[Checkpoint, Checkpoint]:
-    """The checkpoint as it is, and with its head rounded."""
-    write_checkpoint(folder, spec, random_tensors(spec, seed=4), dtype=dtype)
+    """The checkpoint as it is, and with its head rounded. Of a `lane` head one lane's columns are far smaller."""
+    tensors = random_tensors(spec, seed=4)
+    if spec.head_type is HeadType.LANE:
+        tensors[head_name(spec)][:, spec.hidden_size :] *= np.float32(2.0**-14)
+    write_checkpoint(folder, spec, tensors, dtype=dtype)
     return open_checkpoint(folder), open_checkpoint(folder, quantize_head="fp8", **options)
 
 
