@@ -144,12 +144,17 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
 
 
 def _window_shapes(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str) -> list[KernelShape]:
-    """Rank 0's kernel in the ways in which windowed layers may keep positions, the best one first."""
-    ring = gpu_rank_shape(checkpoint, 0, count, kv_dtype)
-    if not checkpoint.spec.window_layers or settings.kv_windows == "ring" or not ring.can_be_whole:
+    """Rank 0's kernel in the ways in which windowed layers may keep positions, the best one first.
+
+    With `auto` those of Laneformers keep a ring: with all positions no GPU has run them.
+    """
+    ring, spec = gpu_rank_shape(checkpoint, 0, count, kv_dtype), checkpoint.spec
+    if not spec.window_layers or settings.kv_windows == "ring" or not ring.can_be_whole:
         return [ring]
     whole = replace(ring, whole_windows=True)
-    return [whole] if settings.kv_windows == "whole" else [whole, ring]
+    if settings.kv_windows == "whole":
+        return [whole]
+    return [whole, ring] if spec.has_one_stream else [ring]
 
 
 def _ring_note(whole: KernelShape, ring: KernelShape) -> str:

@@ -94,7 +94,10 @@ def test_windowed_layers_keep_all_positions_where_these_fit(demo: Checkpoint) ->
     assert not choose(demo, 2**36, gpus="1").whole_windows, "a window that fills its ring of batches"
     with pytest.raises(ConfigError, match=r"^kv_windows whole cannot be had: windows of 256 positions fill their rings"):
         choose(demo, 2**36, gpus="1", kv_windows="whole")
-    spec = replace(demo.spec, max_context=100_000, sliding_window=200)
+    laneformer = replace(demo, spec=replace(demo.spec, sliding_window=200))
+    assert not choose(laneformer, 2**36, gpus="1").whole_windows, "none has run so"
+    assert choose(laneformer, 2**36, gpus="1", kv_windows="whole").whole_windows
+    spec = replace(demo.spec, max_context=100_000, sliding_window=200, delay=0)
     model = replace(demo, spec=spec)
 
     def need(*, context: int = 100_000, whole: bool, prefill: bool = False) -> int:

@@ -194,7 +194,7 @@ class PlainOperations:
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
         for layer in range(self.spec.num_layers):
-            kept = max(first, self.layout.first_read(layer, last))
+            kept = max(first, self.layout.first_kept(layer, last))
             keys, values = self.layout.load(self.cache, layer, kept, last)
             self.buffers.keys[layer, kept:last] = float32_of(keys)
             self.buffers.values[layer, kept:last] = float32_of(values)

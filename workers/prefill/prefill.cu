@@ -156,7 +156,7 @@ struct LayerShare {
 };
 __device__ __forceinline__ void load_layer(const KogPrefillParams& params) {
     const LayerShare mine;
-    const CachedItems items{params.cache_ptr, mine.layer, params.first, params.last, reach_of(mine.layer)};
+    const CachedItems items{params.cache_ptr, mine.layer, params.first, params.last, capacity_of(mine.layer)};
     if (!load_items(items, params.keys_ptr + mine.first_byte, params.values_ptr + mine.first_byte, mine.thread, mine.count))
         *reinterpret_cast<int*>(params.overflow_ptr) = 1;
 }

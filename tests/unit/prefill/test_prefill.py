@@ -115,6 +115,26 @@ def test_streams_are_kept_once_while_lanes_have_the_same(make: Make) -> None:
     assert np.array_equal(once.buffers.last_streams, each.buffers.last_streams)
 
 
+def test_a_step_back_over_a_ring_finds_all_positions(make: Make) -> None:
+    """Where windowed layers keep them: positions that came from the cache, and of which a later prompt has only the first."""
+    checkpoint = make({})
+    rank, fresh = (Rank(checkpoint, whole_windows=True) for _ in range(2))
+    ids = token_ids(checkpoint.spec, 240)
+    other = [*ids[:60], *reversed(ids[60:80])]
+    assert not rank.layout.has_rings
+    assert rank.run(ids) == 240
+    rank.prefill.forget(0)
+    for kept in (rank.buffers.keys, rank.buffers.values):
+        kept.fill(0)
+    assert rank.run(ids, 232) == 240
+    assert rank.run(other, 60) == fresh.run(other) == 80
+    assert relative_error(rank.buffers.last_streams, fresh.buffers.last_streams) < 1e-3
+    for layer in range(checkpoint.spec.num_layers):
+        pairs = (one.layout.load(one.cache, layer, 0, 80) for one in (rank, fresh))
+        for part, wanted in zip(*pairs, strict=True):
+            assert relative_error(float32_of(part), float32_of(wanted)) < 1e-3
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
 def test_products_in_binary16_stay_within_the_limit(make: Make, kv_dtype: str) -> None:
     checkpoint = make({})

@@ -86,7 +86,7 @@ class CacheLayout:
         return max(0, end - self.capacity(layer))
 
     def first_read(self, layer: int, end: int) -> int:
-        """The oldest of the positions before `end` that what comes behind may need: a ring's, whatever is kept."""
+        """The oldest of the positions before `end` that the ones behind may need: a ring's, whatever is kept."""
         batches = self.full_batches if self.spec.window(layer) is None else self.window_batches
         return max(0, end - BATCH * self.splits * batches)
 
