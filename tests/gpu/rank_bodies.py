@@ -22,20 +22,18 @@ SPEC = ModelSpec(
     hidden_size=256, num_layers=6, num_heads=16, num_kv_heads=8, intermediate_size=512, vocab_size=1000, max_context=512,
     num_lanes=8, delay=2, sliding_window=64, window_layers=(0, 2, 3),
 )  # fmt: skip
+_EXPERTS = replace(
+    SPEC, delay=0, qkv_bias=True, out_bias=True, attention_sinks=True,
+    experts=ExpertsSpec(24, 4, router_bias=True, bias=True, clamp=ClampedSwiglu(1.702, 7.0)),
+)  # fmt: skip
 VARIANTS = {
     "delayed": SPEC,
     "delay 1": replace(SPEC, delay=1, vocab_size=997),
     "all blocking": replace(SPEC, delay=0),
     "all blocking, norm scales per lane": replace(SPEC, delay=0, shared_norm_scale=False),
     "biases, normed heads": replace(SPEC, delay=0, num_heads=40, own_head_dim=32, qkv_bias=True, qk_norm=True),
-    "experts": replace(
-        SPEC,
-        delay=0,
-        qkv_bias=True,
-        out_bias=True,
-        attention_sinks=True,
-        experts=ExpertsSpec(24, 4, router_bias=True, bias=True, clamp=ClampedSwiglu(1.702, 7.0)),
-    ),
+    "experts": _EXPERTS,
+    "wide experts": replace(_EXPERTS, intermediate_size=1024),  # whole groups of 128 columns in a lane
     "late": replace(SPEC, early_comm=False),
     "attention alone": replace(SPEC, mlp_comm=False),
     "sum before norm": replace(SPEC, pre_norm_lane_agg=True),

@@ -35,7 +35,10 @@ def test_ranks_fill_the_cache_of_one(variant: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", ON_2_AND_4)
-@pytest.mark.parametrize(("variant", "coding"), [("all blocking", ("E4M3", 1, "F32")), ("delayed", ("INT4", 0, "BF16"))])
+@pytest.mark.parametrize(("variant", "coding"), [
+    ("all blocking", ("E4M3", 1, "F32")), ("delayed", ("INT4", 0, "BF16")), ("experts", ("E2M1", 4, "E8M0", False, True)),
+    ("wide experts", ("E4M3", 1, "F32")),
+])  # fmt: skip
 def test_ranks_fill_the_cache_of_one_with_quantised_weights(variant: str, coding: tuple[Any, ...], world_size: int) -> None:
     check_that_ranks_fill_the_cache_of_one(world_size, variant=variant, coding=coding)
 

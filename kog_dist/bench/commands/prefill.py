@@ -20,6 +20,7 @@ def prefill(
     ] = "default",
     load: Annotated[bool, typer.Option("--load", help="Measure loading with and without the matrices of prefill, too.")] = False,
     only_prompts: Annotated[bool, typer.Option("--only-prompts", help="Leave out the single operations.")] = False,
+    stops: Annotated[int, typer.Option(help="Stop the longest prompt at so many times, too, spread over it.")] = 0,
     gpus: Annotated[str, typer.Option(help="Prompts on so many GPUs instead: 2,4, a process each, random weights.")] = "1",
 ) -> None:
     """Milliseconds to a first token on one GPU. And microseconds of each operation of prefill."""
@@ -32,7 +33,14 @@ def prefill(
         raise ConfigError(f"--choices must be all or one or more of {'; '.join(present)}, got {choices!r}")
     if repeats < 1:
         raise ConfigError("--repeats must be at least 1")
+    if stops < 0:
+        raise ConfigError("--stops must be 0 or more")
     if gpus != "1":
+        if stops:
+            raise ConfigError("--stops is measured on one GPU: leave out --gpus")
         benchmark.run_on_several(spec, counts_of(gpus, "--gpus"), counts_of(prompts, "--prompts"), repeats, names)
         return
-    benchmark.run(model, spec, counts_of(prompts, "--prompts"), repeats, names, with_load=load, only_prompts=only_prompts)
+    benchmark.run(
+        model, spec, counts_of(prompts, "--prompts"), repeats, names,
+        with_load=load, only_prompts=only_prompts, num_stops=stops,
+    )  # fmt: skip

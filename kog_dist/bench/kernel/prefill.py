@@ -17,6 +17,7 @@ from kog_dist.bench.kernel import prefill_ranks
 from kog_dist.bench.kernel.gpu import free_memory, gpu_name, require_gpus
 from kog_dist.bench.kernel.prefill_operations import cases, row_bits
 from kog_dist.bench.kernel.prefill_ranks import first_token
+from kog_dist.bench.kernel.prefill_stops import stops
 from kog_dist.bench.kernel.shapes import SEED, named_shape, named_spec, random_checkpoint
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.cuda.driver import Graph
@@ -61,6 +62,7 @@ def run(
     *,
     with_load: bool,
     only_prompts: bool,
+    num_stops: int = 0,
 ) -> None:
     """Measure and print the report; its last line is one JSON object."""
     configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "repeats": repeats, "gpu": gpu_name()}
@@ -82,6 +84,8 @@ def run(
         prefill = prefill_by(runner, tuning)
         for figure in _measure(kernel, prefill, prompts, repeats):
             figures["prompts"].append({"choice": choice, "captured_s": made_s, **figure})
+        if num_stops:
+            figures.setdefault("stops", []).append({"choice": choice, **_stops(kernel, prefill, max(prompts), num_stops)})
         figures["graphs"] += [{"choice": choice, **figure} for figure in _graphs(runner)]
         if choice == choices[0] and not only_prompts:
             figures["operations"] = _operations(runner, tuning.sizes)
@@ -152,6 +156,17 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
             flush=True,
         )
     return figures
+
+
+def _stops(kernel: Monokernel, prefill: Prefill, length: int, count: int) -> dict[str, Any]:
+    """Within a whole prompt of `length` tokens."""
+    ids = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, length).tolist()
+
+    def run(should_stop: Callable[[], bool]) -> int:
+        prefill.forget(0)
+        return prefill.run(ids, 0, should_stop=should_stop)
+
+    return {"prompt": length, **stops(run, count)}
 
 
 def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:

@@ -74,13 +74,14 @@ def test_a_chunk_knows_its_padding() -> None:
 
 
 def test_chunks_far_into_a_context_have_parts() -> None:
-    """A stop waits for what is queued: of a large model that is fewer rows, and behind many positions fewer layers."""
+    """A stop waits for what is queued: of a large model, and behind many positions, that is fewer layers, never fewer rows."""
     spec = named_spec("llama-3.1-8b@131072")
     work, sizes = work_of(spec), sizes_within(spec)
-    assert max(sizes) == 1536
     found = chunks(0, 131072, sizes, 0, work)
-    assert {chunk.size for chunk in found[:-1]} == {1536}
-    assert [found[i].num_parts for i in (0, -2)] == [1, 11]
+    assert {chunk.size for chunk in found} == {max(sizes)} == {4096}
+    assert {chunk.num_parts for chunk in found} == {28}
+    near = replace(spec, max_context=9216)
+    assert [chunk.num_parts for chunk in chunks(0, 1024 + 8192, sizes_within(near), 0, work_of(near))] == [7, 7, 1]
     for chunk in found:
         flop = work.of(chunk.start, chunk.size)
         assert chunk.num_parts == (1 if flop <= MOST_FLOP else work.parts(chunk.size))

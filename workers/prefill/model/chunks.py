@@ -17,7 +17,7 @@ CHUNK_SIZES = (128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048, 3072, 4096)
 EXACT_SIZE = 64
 # Chunks of at most so many rows keep streams as such sums, too, and multiply both for queries, keys and values alone.
 SPLIT_SIZE = 128
-# FLOP of what is queued at a time: a stop waits for it. 35 to 40 ms of one H200.
+# FLOP of what is queued at a time, whole chunks or parts of one: a stop waits for it. 35 to 40 ms of one H200.
 MOST_FLOP = 24e12
 # Experts in the FLOP of dense products that take as long (docs/moe.md, measured on an H100): those of a row count so many times,
 # and each weight, which every chunk reads, for so many, at 16 bit.
@@ -80,9 +80,11 @@ def work_of(spec: ModelSpec) -> Work:
 
 
 def sizes_within(spec: ModelSpec, sizes: Sequence[int] = CHUNK_SIZES) -> tuple[int, ...]:
-    """Those of `sizes`, which ascend, that `chunks` uses for prompts of this model."""
+    """Those of `sizes`, which ascend, that `chunks` uses for prompts of this model. Where chunks have no parts a large one would
+    keep a stop waiting.
+    """
     work = work_of(spec)
-    fitting = [size for size in sizes if size == sizes[0] or work.of(0, size) <= MOST_FLOP or spec.experts is not None]
+    fitting = [size for size in sizes if size == sizes[0] or work.of(0, size) <= MOST_FLOP or work.most_parts > 1]
     return tuple(size for size in fitting if size == sizes[0] or size - spec.max_context < sizes[0])
 
 
