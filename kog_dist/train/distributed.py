@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # while there is no group: its functions keep the one of that moment as a default
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,8 +60,13 @@ class Ranks:
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
     def close(self) -> None:
-        """Leave the group. Collective."""
+        """Leave the group and end its threads; whoever has wrapped a module has let go of it. Collective.
+
+        A thread of gloo that still gives back a tensor while Python ends aborts the process ("terminate called without an active
+        exception"). They are joined when nobody holds the group any more.
+        """
         if self.world_size > 1:
+            gc.collect()
             dist.barrier()  # nobody takes its connections away while another still ends a collective
             dist.destroy_process_group()
 

@@ -75,6 +75,7 @@ def run(
     progress = training.progress()
     if ranks.is_first:
         write_curves(state, progress, data)
+    del training
     ranks.close()
     if not ranks.is_first:
         return None

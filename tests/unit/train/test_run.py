@@ -262,6 +262,8 @@ def test_two_ranks_train_as_one_process_does(tokens: Path, tmp_path: Path, monke
     finally:
         second.kill()
     assert second.returncode == 0, err
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert not [name for name in names if "gloo" in name], "threads of the group would meet the end of the process"
     assert "processes: 2" in result.stdout
     assert out == ""  # the first alone reports
     found = state.load_tensors(tmp_path, "weights")
