@@ -27,7 +27,7 @@ from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import Model, build_twin, twin_sources
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.timeout(300)]  # two builds, and all their threads on one core
 STEPS = 12
 BOUNDARY = 5e-3  # of a step between two codes of INT4: as near a value must be to have the code on the other side
 LIMIT_US = 2_000_000  # of waits; a turn of all threads takes 10 ns
