@@ -21,7 +21,7 @@ _LARGEST_BITS: Final = int(np.float32(E4M3.largest).view(np.uint32))
 _CHUNK: Final = 1 << 16  # values that are rounded at a time: they and what is made of them stay in a core's cache
 
 
-class CodedRows(NamedTuple):
+class CodedHead(NamedTuple):
     """Rows of the LM head: the value of element (r, k) is that of its code times scales[r]."""
 
     codes: AnyArray  # (rows, columns), uint8
@@ -34,7 +34,7 @@ def head_format(choice: str, spec: ModelSpec) -> WeightFormat | None:
     return None if choice == "none" else WeightFormat("E4M3", 1, columns, "E8M0")
 
 
-def rounded_rows(values: AnyArray) -> CodedRows:
+def rounded_rows(values: AnyArray) -> CodedHead:
     """Rows (rows, columns) of finite float32 values; numpy arrays or cupy's, with the same bits.
 
     scale = the least power of two with which no magnitude of the row is beyond 448, at least 2^-100. code = the nearest of
@@ -47,7 +47,7 @@ def rounded_rows(values: AnyArray) -> CodedRows:
     exponents = exponents.clip(_LEAST_EXPONENT, None)
     codes = np.empty_like(values, dtype=np.uint8)
     E4M3.write_nearest(values * _powers(-exponents), codes)
-    return CodedRows(codes, _powers(exponents))
+    return CodedHead(codes, _powers(exponents))
 
 
 def _powers(exponents: AnyArray) -> AnyArray:
