@@ -25,7 +25,8 @@ PAIR, VALUE, QUAD = 4, 4, 2  # bits of a tag that are asked about
 ASKED = {
     "counter": 15, "barrier": 3, "hidden": 768 * PAIR, "attended": 128 * PAIR, "sums": 2 * 768 * PAIR, "streams": 2 * 768 * PAIR,
     "peers": 3 * 28 * VALUE, "activations": 4 * 296 * PAIR, "router": 40 * PAIR, "part": 64 * PAIR + 32 * VALUE,
-    "query": 4 * 32 * PAIR + 2 * 32 * PAIR, "blocks": 3 * 3, "products": 3 * 8, "mask": 3 * VALUE, "first pairs": 2 * 96 * QUAD,
+    "parts": 128 * PAIR + 64 * VALUE, "query": 4 * 32 * PAIR + 2 * 32 * PAIR, "blocks": 3 * 3, "products": 3 * 8,
+    "mask": 3 * VALUE, "first pairs": 2 * 96 * QUAD,
     "second pairs": 2 * 96 * QUAD, "largest logits": 2 * 48 * VALUE, "report": 96 * VALUE, "list": 64 * VALUE,
     "candidates": 2 * 96 * VALUE, "late logit": 1,
 }  # fmt: skip

@@ -20,6 +20,8 @@ BUILDS = {
     "KOG_EXPERTS",
     "KOG_PLAIN_ATTENTION",
     "KOG_STREAM",
+    "KOG_HEAD_FORMAT",
+    "KOG_WHOLE_WINDOWS",
 }  # what is built of the sources
 
 
