@@ -149,7 +149,7 @@ def _window_shapes(settings: LaunchConfig, checkpoint: Checkpoint, count: int, k
     With `auto` those of Laneformers keep a ring: with all positions no GPU has run them.
     """
     ring, spec = gpu_rank_shape(checkpoint, 0, count, kv_dtype), checkpoint.spec
-    if not spec.window_layers or settings.kv_windows == "ring" or not ring.can_be_whole:
+    if not spec.window_layers or settings.kv_windows == "ring" or not ring.cache.can_be_whole:
         return [ring]
     whole = replace(ring, whole_windows=True)
     if settings.kv_windows == "whole":
@@ -159,8 +159,8 @@ def _window_shapes(settings: LaunchConfig, checkpoint: Checkpoint, count: int, k
 
 def _ring_note(whole: KernelShape, ring: KernelShape) -> str:
     return (
-        f"no prefixes are kept, since windowed layers keep a ring of {ring.ring_positions} positions: all of them take "
-        f"{_gib(whole.kv_bytes - ring.kv_bytes)} more, which do not fit; a shorter --context takes less"
+        f"no prefixes are kept, since windowed layers keep a ring of {ring.cache.ring_positions} positions: all of them take "
+        f"{_gib(whole.cache.num_bytes - ring.cache.num_bytes)} more, which do not fit; a shorter --context takes less"
     )
 
 
@@ -244,7 +244,7 @@ def _bytes_by_use(checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool) 
         "tape": 2 * shape.weight_words,
         **experts,
         "tables": 2 * (spec.vocab_size * spec.hidden_size + norms + of_qkv) + rope,
-        "cache": shape.kv_bytes,
+        "cache": shape.cache.num_bytes,
         "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))),
     }
     return uses | (prefill_bytes(shape) if prefill else {})

@@ -87,7 +87,11 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
             spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, partition_batches=PARTS[head_dim],
             kv_dtype=kv_dtype, whole_windows=whole_windows,
         )  # fmt: skip
-        assert (shape.window_batches, shape.full_batches, shape.num_partitions) == (9, 19, {48: 3, 64: 5}[head_dim])
+        assert (shape.cache.window_batches, shape.cache.full_batches, shape.cache.num_partitions) == (
+            9,
+            19,
+            {48: 3, 64: 5}[head_dim],
+        )
         folder = tmp_path / f"{whole_windows}"
         folder.mkdir()
         prepare(shape, model, ids, folder)
@@ -110,7 +114,7 @@ def logits_behind(
             layout.store(cache, layer, gone, keys[gone:first], values[gone:first])
         before[first] = cache
         cache.tofile(folder / f"kv.{first}.bin")
-    command = ["./context", ".", str(shape.kv_bytes), str(shape.num_words), str(STEPS), str(LIMIT_US), *map(str, firsts)]
+    command = ["./context", ".", str(shape.cache.num_bytes), str(shape.num_words), str(STEPS), str(LIMIT_US), *map(str, firsts)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"ended with {done.returncode} (6: two threads had to do with one row; see context.cpp)"
     for number, first in enumerate(firsts):
@@ -166,9 +170,9 @@ def check_later_parts(shape: KernelShape, words: Words, first: int, number: int)
     """Parts that the context has not come to have the tag of the last step, and nothing in them. `number`: of the start."""
     epoch, first_full = (number + 1) * STEPS - 1, shape.full_layers[0]
     published, tag = Published(shape, words, epoch), (epoch * (shape.spec.num_layers + 1) + first_full + 1) & 0xFFFF
-    num_used = (first + STEPS - 1) // (16 * shape.batches_of_partition * shape.splits) + 1
+    num_used = (first + STEPS - 1) // (16 * shape.cache.batches_of_partition * shape.splits) + 1
     published._tag = tag
-    for part in range(num_used, shape.num_partitions):
+    for part in range(num_used, shape.cache.num_partitions):
         for lane in range(shape.num_lanes):
             outputs, log_sums = published.parts(lane, part)
             assert outputs.num_wrong_tags == log_sums.num_wrong_tags == 0

@@ -182,7 +182,7 @@ def answer(
 def command_of(shape: KernelShape) -> list[str]:
     """Of decode.cpp, in its folder."""
     heap_words = sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))
-    return ["./decode", ".", *map(str, (MAX_TOKENS, shape.kv_bytes, shape.num_words, heap_words))]
+    return ["./decode", ".", *map(str, (MAX_TOKENS, shape.cache.num_bytes, shape.num_words, heap_words))]
 
 
 def _read_answer(shapes: list[KernelShape], folder: Path) -> tuple[list[int], Any, bytes]:

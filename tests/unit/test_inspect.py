@@ -53,7 +53,7 @@ class MadeUp:
         weights = limited_weights(open_checkpoint(folder).rank_weights(range(spec.num_lanes)), num_layers)
         self.spec = limited(spec, num_layers)
         self.shape = KernelShape(self.spec, range(spec.num_lanes), copies=2, splits=8, partition_batches=1)
-        assert self.shape.num_partitions == num_partitions
+        assert self.shape.cache.num_partitions == num_partitions
         self.expected = Expected(self.spec, weights, IDS, "bfloat16")
         self.words = np.zeros(self.shape.num_words, np.uint64)
         self.tag = (EPOCH * (num_layers + 1) + num_layers) & 0xFFFF

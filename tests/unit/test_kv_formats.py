@@ -240,8 +240,10 @@ def test_formats_are_settings_and_gpus_refuse_by_name_what_they_cannot_do() -> N
         with pytest.raises(ConfigError, match=f"{reason} .*; use --device cpu"):
             KernelShape(spec, range(spec.num_lanes), kv_dtype=name)
     plain, fp8, int4 = (KernelShape(dense, range(dense.num_lanes), kv_dtype=name) for name in ("float16", "fp8", "int4"))
-    assert fp8.kv_bytes == plain.kv_bytes * (128 + 2) // 256, "codes of a row, and its scale"
-    assert int4.kv_bytes == plain.kv_bytes * (128 * (6 + 4) // 8 + 4) // 512, "codes of keys and of values, and both scales"
+    assert fp8.cache.num_bytes == plain.cache.num_bytes * (128 + 2) // 256, "codes of a row, and its scale"
+    assert int4.cache.num_bytes == plain.cache.num_bytes * (128 * (6 + 4) // 8 + 4) // 512, (
+        "codes of keys and of values, and both scales"
+    )
 
 
 def test_predictions_for_gpus_are_of_the_format_that_is_asked_for() -> None:

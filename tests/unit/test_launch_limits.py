@@ -90,7 +90,7 @@ def test_a_context_that_does_not_fit_is_shortened_to_what_does(demo: Checkpoint)
 
 
 def test_windowed_layers_keep_all_positions_where_these_fit(demo: Checkpoint) -> None:
-    assert gpu_rank_shape(demo, 0, 1, "bfloat16").ring_positions == demo.spec.sliding_window == 256
+    assert gpu_rank_shape(demo, 0, 1, "bfloat16").cache.ring_positions == demo.spec.sliding_window == 256
     assert not choose(demo, 2**36, gpus="1").whole_windows, "a window that fills its ring of batches"
     with pytest.raises(ConfigError, match=r"^kv_windows whole cannot be had: windows of 256 positions fill their rings"):
         choose(demo, 2**36, gpus="1", kv_windows="whole")

@@ -42,8 +42,8 @@ def stalled(silence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6)
     model, ids = Model(spec, "bfloat16", monkeypatch), np.zeros(CONTEXT, np.uint32)
     prepare(shape, model, ids, tmp_path, lambda sources: with_silent_cta(sources, 2, silence))
-    (tmp_path / "kv.0.bin").write_bytes(bytes(shape.kv_bytes))
-    command = ["./context", ".", str(shape.kv_bytes), str(shape.num_words), "4", str(LIMIT_US), "0"]
+    (tmp_path / "kv.0.bin").write_bytes(bytes(shape.cache.num_bytes))
+    command = ["./context", ".", str(shape.cache.num_bytes), str(shape.num_words), "4", str(LIMIT_US), "0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 5, "4: somebody waits for ever"
     return WaitRecord.unpack((tmp_path / "record.bin").read_bytes()), shape

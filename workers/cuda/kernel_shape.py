@@ -14,10 +14,11 @@ from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.workers.cuda.cache_shape import CacheShape
 from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
-from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings, position_bytes
+from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings
 from kog_dist.workers.cuda.model_limits import unsupported
 
 MAX_CTAS = 128
@@ -53,7 +54,7 @@ class KernelShape:
     kv_dtype: str = "bfloat16"
     max_ctas: int = MAX_CTAS
     splits: int = 0
-    partition_batches: int = 0  # 0: see `batches_of_partition`
+    partition_batches: int = 0  # 0: see `CacheShape.batches_of_partition`
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
     pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
@@ -65,7 +66,7 @@ class KernelShape:
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
     coding: Coding | None = None  # of the matrices of all layers, or of experts alone; router and others have 16 bit
     head_coding: Coding | None = None  # of the LM head
-    whole_windows: bool = False  # windowed layers keep all positions, not a ring of the newest; the same bits, see `can_be_whole`
+    whole_windows: bool = False  # windowed layers keep all positions, not a ring of the newest; the same bits, see `CacheShape`
     keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class KernelShape:
         if self.weight_dtype not in FORMATS:
             findings.append(f"{self.weight_dtype} weights ({' or '.join(FORMATS)})")
         findings += kv_findings(spec, self.kv_dtype)
-        if self.whole_windows and not self.can_be_whole:
+        if self.whole_windows and not self.cache.can_be_whole:
             findings.append(f"windows of {spec.sliding_window} positions, which fill whole batches (rings of them)")
         if self.keeps_hashes and self.traced_step >= 0:
             findings.append("hashes and a trace (one of them)")
@@ -388,69 +389,18 @@ class KernelShape:
         """Threads of a thread block: `kNumThreads`."""
         return self.geometry.num_threads
 
-    # ---- KV cache ----
-    @property
-    def window_batches(self) -> int:
-        """Batches of 16 positions of a split that attention of a windowed layer reads: its ring."""
-        window = min(self.spec.sliding_window or self.spec.max_context, self.spec.max_context)
-        return -(-window // (16 * self.splits))
-
-    @property
-    def full_batches(self) -> int:
-        """The same of a layer that sees everything, at the end of the context: all that there are."""
-        return -(-self.spec.max_context // (16 * self.splits))
-
-    @property
-    def kept_window_batches(self) -> int:
-        """Batches of a split that a windowed layer has room for."""
-        return self.full_batches if self.whole_windows else self.window_batches
-
-    @property
-    def ring_positions(self) -> int:
-        """Positions of which windowed layers keep the newest; 0: there are no such layers, or they keep all."""
-        return 16 * self.splits * self.window_batches if self.spec.window_layers and not self.whole_windows else 0
-
-    @property
-    def can_be_whole(self) -> bool:
-        """Whether windowed layers can keep all positions.
-
-        Rows of a batch that are behind the newest one are then read a ring further back. Rows of V lie in pairs, and of none may
-        one row count here and the other there: a window is less than its ring, or sees everything.
-        """
-        window = self.spec.sliding_window or self.spec.max_context
-        return -(-window // self.splits) < 16 * self.window_batches or self.window_batches == self.full_batches
-
-    @property
-    def num_partitions(self) -> int:
-        """Attention items that share a split of a layer which sees everything, at the end of the context."""
-        return -(-self.full_batches // self.batches_of_partition) if self.full_layers else 1
-
-    @property
-    def batches_of_partition(self) -> int:
-        """1,536 positions of eight splits, or a quarter of a longer context: in each token unread partitions are written.
-
-        All batches where a layer's items keep more than half of the thread blocks busy without partitions.
-        """
-        if self.spec.has_one_stream and 2 * self.spec.num_kv_heads * self.splits > self.max_ctas:
-            return self.partition_batches or max(self.full_batches, 1)
-        return self.partition_batches or max(12, -(-self.full_batches // 4))
+    # ---- attention ----
+    @cached_property
+    def cache(self) -> CacheShape:
+        """The KV cache."""
+        return CacheShape(
+            self.spec, self.num_lanes, self.kv_dtype, self.splits, self.max_ctas, self.partition_batches, self.whole_windows
+        )
 
     @property
     def full_layers(self) -> tuple[int, ...]:
         """Layers that see everything."""
         return tuple(layer for layer in range(self.spec.num_layers) if self.spec.window(layer) is None)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Size of the KV cache."""
-        windowed = len(self.spec.window_layers)
-        batches = windowed * self.kept_window_batches + (self.spec.num_layers - windowed) * self.full_batches
-        return batches * self.num_lanes * self.spec.lane_kv_heads * self.splits * self.batch_bytes
-
-    @property
-    def batch_bytes(self) -> int:
-        """Of 16 positions of a KV head in the KV cache, K and V."""
-        return 16 * position_bytes(self.spec.head_dim, self.kv_dtype)
 
     @property
     def num_sets(self) -> int:
@@ -474,8 +424,8 @@ class KernelShape:
             "Middle": (spec.hidden_size // 2, stream_copies),
             "Activation": (spec.num_ffns_read * spec.lane_ffn // 2, copies),
             "Qkv": (spec.lane_qkv_rows // 2, lanes),
-            "Part": (self.num_partitions * query_rows * self.splits // 2, lanes),
-            "LogSum": (self.num_partitions * self.log_sum_words, lanes),
+            "Part": (self.cache.num_partitions * query_rows * self.splits // 2, lanes),
+            "LogSum": (self.cache.num_partitions * self.log_sum_words, lanes),
             "Attended": (query_rows // 2, copies),
             "Candidate": (2 * self.num_ctas, self.replicas),
             "Choice": (self.boxes.choice_words, 2 if self.num_ranks == 1 else 0),  # else they lie in the heap

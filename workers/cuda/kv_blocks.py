@@ -1,7 +1,7 @@
 """The block pool of a GPU: keys and values of beginnings of sequences, beside the monokernel's KV cache and in the host's memory.
 
 A block is a batch of 16 positions of every split of every KV head and layer (see prefill/model/cache_layout.py), so the positions
-of a block are neighbours, and in the cache its batches lie `KernelShape.full_batches` apart: each copy is one of rows.
+of a block are neighbours, and in the cache its batches lie `CacheShape.full_batches` apart: each copy is one of rows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _DEFAULT = 4  # cudaMemcpyDefault: the addresses say from where to where
 
 def block_tokens(shape: KernelShape) -> int:
     """Positions of a block; 0 where there can be none: windowed layers keep a ring, from which old positions are gone."""
-    return 0 if shape.ring_positions else _BATCH * shape.splits
+    return 0 if shape.cache.ring_positions else _BATCH * shape.splits
 
 
 def block_bytes(shape: KernelShape) -> int:
     """Of one block."""
-    return _num_rows(shape) * shape.batch_bytes
+    return _num_rows(shape) * shape.cache.batch_bytes
 
 
 class KvBlocks:
@@ -58,8 +58,8 @@ class KvBlocks:
         """Queue the copies of `kv`, in order, behind what is queued on the stream."""
         from cupy.cuda import runtime
 
-        width, height = self.shape.batch_bytes, _num_rows(self.shape)
-        pitch = self.shape.full_batches * width
+        width, height = self.shape.cache.batch_bytes, _num_rows(self.shape)
+        pitch = self.shape.cache.full_batches * width
         for kind, slot, place in kv.copies:
             block = self._address(slot)
             if kind is KvCopyKind.MOVE:

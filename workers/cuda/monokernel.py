@@ -87,7 +87,7 @@ class Monokernel:
         first, last = shape.vocab_rows
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.logits = cupy.zeros(last - first, cupy.float32)
-        self.kv = cupy.zeros(shape.kv_bytes, cupy.uint8)
+        self.kv = cupy.zeros(shape.cache.num_bytes, cupy.uint8)
         self.words = cupy.zeros(shape.num_words, cupy.uint64)
         self._prompt = cupy.zeros(context, cupy.uint32)
         self._state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)

@@ -102,10 +102,10 @@ class CudaEngine:
         slots, host_slots = (
             num_bytes // kv_blocks.block_bytes(shape) for num_bytes in (self._args.kept_bytes, self._args.kept_host_bytes)
         )
-        layout = KvLayout(1, shape.ring_positions)
+        layout = KvLayout(1, shape.cache.ring_positions)
         if slots and num_tokens:
             self._blocks = kv_blocks.KvBlocks(shape, kernel.kv.data.ptr, slots, host_slots)
-            layout = KvLayout(1, shape.ring_positions, num_tokens, slots, host_slots)
+            layout = KvLayout(1, shape.cache.ring_positions, num_tokens, slots, host_slots)
         self._control.set_kv_layout(self._rank, layout)
 
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:

@@ -139,7 +139,7 @@ def cubin_for(kernel: Monokernel, shape: KernelShape) -> Path:
     from kog_dist.workers.cuda.build import build
 
     own = kernel.shape
-    if (shape.num_words, shape.kv_bytes) != (own.num_words, own.kv_bytes):
+    if (shape.num_words, shape.cache.num_bytes) != (own.num_words, own.cache.num_bytes):
         raise ConfigError("builds with other words or another KV cache cannot be compared in the same memory")
     return build(headers(shape)).path
 

@@ -38,7 +38,7 @@ class CacheLayout:
     def of(cls, shape: KernelShape) -> CacheLayout:
         """That of a build of the monokernel."""
         return cls(
-            shape.spec, shape.num_lanes, shape.splits, shape.window_batches, shape.full_batches, shape.kv_dtype,
+            shape.spec, shape.num_lanes, shape.splits, shape.cache.window_batches, shape.cache.full_batches, shape.kv_dtype,
             shape.whole_windows,
         )  # fmt: skip
 
