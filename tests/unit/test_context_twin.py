@@ -87,11 +87,8 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
             spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, partition_batches=PARTS[head_dim],
             kv_dtype=kv_dtype, whole_windows=whole_windows,
         )  # fmt: skip
-        assert (shape.cache.window_batches, shape.cache.full_batches, shape.cache.num_partitions) == (
-            9,
-            19,
-            {48: 3, 64: 5}[head_dim],
-        )
+        cache = shape.cache
+        assert (cache.window_batches, cache.full_batches, cache.num_partitions) == (9, 19, {48: 3, 64: 5}[head_dim])
         folder = tmp_path / f"{whole_windows}"
         folder.mkdir()
         prepare(shape, model, ids, folder)

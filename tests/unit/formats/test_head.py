@@ -75,7 +75,8 @@ def slow(row: Values) -> tuple[list[int], Fraction]:
         ideal = Fraction(float(value)) / scale
         sign = 0x80 if np.signbit(value) else 0
         distances = {code: abs(abs(ideal) - Fraction(float(VALUES[code]))) for code in range(0x7F)}
-        nearest = [code for code, distance in distances.items() if distance == min(distances.values())]
+        least = min(distances.values())
+        nearest = [code for code, distance in distances.items() if distance == least]
         codes.append(sign | min(nearest, key=lambda code: code % 2))
     return codes, scale
 
