@@ -15,18 +15,18 @@ import numpy as np
 
 from kog_dist.cuda.driver import HostMapping
 from kog_dist.decode.request import KvCopyKind, KvUse
+from kog_dist.workers.cuda.cache_shape import BATCH
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-_BATCH = 16  # positions
 _PAGE_THREADS = 8  # that have the system make pages, which takes one of them 0.4 s per GiB
 _DEFAULT = 4  # cudaMemcpyDefault: the addresses say from where to where
 
 
 def block_tokens(shape: KernelShape) -> int:
     """Positions of a block; 0 where there can be none: windowed layers keep a ring, from which old positions are gone."""
-    return 0 if shape.cache.ring_positions else _BATCH * shape.splits
+    return 0 if shape.cache.ring_positions else BATCH * shape.splits
 
 
 def block_bytes(shape: KernelShape) -> int:

@@ -6,9 +6,10 @@ import math
 
 from kog_dist.collectives.cuda_abi import PEERS, device_header
 from kog_dist.runtime.abi import WAIT_RECORD, Field, Struct
+from kog_dist.workers.cuda.cache_shape import BATCH
 from kog_dist.workers.cuda.kv_format import FORMATS, kv_lines
 from kog_dist.workers.prefill.model.buffers import UNIT
-from kog_dist.workers.prefill.model.cache_layout import BATCH, CacheLayout
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 
 MAX_THREADS = 512  # of a thread block
 HELD_LANES = 8  # most lanes of a row whose values a thread of `residual` asks for at once

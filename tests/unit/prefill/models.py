@@ -12,6 +12,7 @@ from kog_dist.decode.plan import make_plan
 from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.cache_shape import BATCH
 from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers
 from kog_dist.workers.prefill.dense.layers import DenseLayers
@@ -19,7 +20,7 @@ from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, SumExchange
 from kog_dist.workers.prefill.experts.plain import plain_experts
 from kog_dist.workers.prefill.model.buffers import Buffers
-from kog_dist.workers.prefill.model.cache_layout import BATCH, CacheLayout
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import NO_LIMIT, Work
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import matrices_of

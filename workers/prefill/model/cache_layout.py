@@ -14,12 +14,11 @@ from functools import cached_property
 import numpy as np
 
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.cache_shape import BATCH
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import CODE_BITS, position_bytes
 from kog_dist.workers.prefill.arrays import Array, library_of, rounded
 from kog_dist.workers.prefill.model import coded_rows
-
-BATCH = 16  # positions
 
 
 @dataclass(frozen=True)
