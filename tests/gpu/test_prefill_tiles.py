@@ -160,7 +160,7 @@ def test_values_that_are_not_finite_are_not_hidden(of_2b: Tiles) -> None:
 )
 def test_queries_keys_and_values(spec: ModelSpec, lanes: int, size: int, start: int, kv_dtype: str) -> None:
     layout = CacheLayout.of(KernelShape(SPEC, range(lanes)))
-    shape = tile_shapes(CacheLayout(spec, lanes, layout.splits, 1, 1), kv_dtype)["qkv"]
+    shape = tile_shapes(CacheLayout(spec, lanes, kv_dtype, layout.splits, layout.max_ctas), kv_dtype)["qkv"]
     x, matrix, inverse_rms = operands(shape, lanes, size)
     heads, kv_heads, width = spec.lane_heads, spec.lane_kv_heads, spec.head_dim
     angles = torch.rand(spec.max_context, width // 2, device="cuda") * 6

@@ -12,7 +12,7 @@ from kog_dist.decode.plan import make_plan
 from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.cache_shape import BATCH
+from kog_dist.workers.cuda.kernel_shape import MAX_CTAS
 from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers
 from kog_dist.workers.prefill.dense.layers import DenseLayers
@@ -49,9 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def layout_of(spec: ModelSpec, num_lanes: int, kv_dtype: str = "bfloat16", *, whole_windows: bool = False) -> CacheLayout:
     """As `KernelShape` has it."""
-    window = min(spec.sliding_window or spec.max_context, spec.max_context)
-    batches = [-(-positions // (BATCH * SPLITS)) for positions in (window, spec.max_context)]
-    return CacheLayout(spec, num_lanes, SPLITS, batches[0], batches[1], kv_dtype, whole_windows)
+    return CacheLayout(spec, num_lanes, kv_dtype, SPLITS, MAX_CTAS, whole_windows=whole_windows)
 
 
 class Rank:

@@ -60,7 +60,7 @@ def test_sizes_are_those_of_the_kernel() -> None:
         for whole_windows in (False, True):
             shape = KernelShape(spec, range(2, 4), splits=SPLITS, whole_windows=whole_windows)
             layout = CacheLayout.of(shape)
-            assert 2 * layout.num_values == shape.cache.num_bytes
+            assert 2 * layout.num_values == shape.cache.num_bytes == layout.num_bytes
             assert layout == layout_of(spec, 2, whole_windows=whole_windows)
             assert shape.cache.ring_positions == (128 if layout.has_rings else 0)
             assert layout.has_rings == (bool(spec.window_layers) and not whole_windows)

@@ -8,43 +8,31 @@ the odd one. Caches in codes: coded_rows.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
-from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.cache_shape import BATCH
+from kog_dist.workers.cuda.cache_shape import BATCH, CacheShape
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.kv_format import CODE_BITS, position_bytes
+from kog_dist.workers.cuda.kv_format import CODE_BITS
 from kog_dist.workers.prefill.arrays import Array, library_of, rounded
 from kog_dist.workers.prefill.model import coded_rows
 
 
 @dataclass(frozen=True)
-class CacheLayout:
-    """The cache of one rank that hosts `num_lanes` lanes."""
-
-    spec: ModelSpec
-    num_lanes: int
-    splits: int
-    window_batches: int
-    full_batches: int
-    kv_dtype: str = "bfloat16"
-    whole_windows: bool = False  # windowed layers keep all positions, and are read as far back as if they did not
+class CacheLayout(CacheShape):
+    """The cache of one rank, with the place of each value."""
 
     @classmethod
     def of(cls, shape: KernelShape) -> CacheLayout:
         """That of a build of the monokernel."""
-        return cls(
-            shape.spec, shape.num_lanes, shape.splits, shape.cache.window_batches, shape.cache.full_batches, shape.kv_dtype,
-            shape.whole_windows,
-        )  # fmt: skip
+        return cls(**{field.name: getattr(shape.cache, field.name) for field in fields(CacheShape)})
 
     @property
     def has_rings(self) -> bool:
         """Whether there are layers whose newer positions take the place of older ones."""
-        return bool(self.spec.window_layers) and not self.whole_windows
+        return self.ring_positions > 0
 
     @property
     def is_coded(self) -> bool:
@@ -54,7 +42,7 @@ class CacheLayout:
     @property
     def batch_values(self) -> int:
         """16-bit values of a batch; bytes of one in codes."""
-        return BATCH * position_bytes(self.spec.head_dim, self.kv_dtype) // (1 if self.is_coded else 2)
+        return self.batch_bytes // (1 if self.is_coded else 2)
 
     @property
     def heads(self) -> int:
@@ -74,7 +62,7 @@ class CacheLayout:
 
     def batches(self, layer: int) -> int:
         """Batches of one split of a KV head."""
-        return self.full_batches if self.whole_windows or self.spec.window(layer) is None else self.window_batches
+        return self.full_batches if self.spec.window(layer) is None else self.kept_window_batches
 
     def capacity(self, layer: int) -> int:
         """Positions that a layer keeps."""
