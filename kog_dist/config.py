@@ -81,7 +81,7 @@ class LaunchConfig:
     client_queue_limit: int = _setting(16, "Of them those of one connection.", (1, 4096))
     verify: bool = _setting(True, "Check values and hashes while loading.")
     quantize: str = _setting("none", "Quantise 16-bit weights while loading: {choices}.", choices=("none", "fp8", "int4"))
-    quantize_head: str = _setting("none", "Quantise the LM head while loading: {choices}.", choices=("none", "fp8"))
+    quantize_head: str = _setting("none", "Quantise the LM head while loading: {choices}.", choices=("none", "int8"))
     quantize_cache: str = _setting(
         "auto", "GiB on disk for what --quantize rounds, so that the next start need not; off, or auto: 64."
     )

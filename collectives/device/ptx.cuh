@@ -280,6 +280,13 @@ __device__ __forceinline__ u32 expand_e4m3(u32 codes, bool upper = false) {
     return packed;
 }
 
+// The differences of two pairs in binary16.
+__device__ __forceinline__ u32 subtract_halves(u32 a, u32 b) {
+    u32 difference;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    return difference;
+}
+
 // What rounding to 16 bits leaves of (low, high): together the two carry 16 significant bits or more.
 template <class Format>
 __device__ __forceinline__ u32 pack_rest(float low, float high, u32 packed) {

@@ -37,7 +37,7 @@ FORMS: Final[Mapping[str, WeightFormat | None]] = {
     "int4-32": WeightFormat("INT4", 1, 32, "F16"),
     "mxfp4": MXFP4,
 }
-_HEAD: Final = "+head8"  # behind a form's name, or alone: the LM head in FP8, too
+_HEAD: Final = "+head8"  # behind a form's name, or alone: the LM head in INT8, too
 _WITH_HEAD: Final = ("none", "fp8-block", "int4-128")
 CHOICES: Final = (*FORMS, *(f"{name}{_HEAD}" for name in _WITH_HEAD))
 PROMPTS: Final = (
@@ -76,7 +76,7 @@ def run(model: Path, text: Path, *, num_tokens: int, answer_tokens: int, forms: 
     figures = []
     for name in ("none", *(form for form in forms if form != "none")):
         of_layers = name.removesuffix(_HEAD)
-        head = head_format("none" if of_layers == name else "fp8", checkpoint.spec)
+        head = head_format("none" if of_layers == name else "int8", checkpoint.spec)
         rounded = replace(checkpoint, rounding=FORMS[of_layers], head_rounding=head)
         figure, found = _measure(rounded, name, texts, plain, answer_tokens)
         plain = found if plain is None else plain

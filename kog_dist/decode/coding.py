@@ -13,8 +13,8 @@ CODED_COLUMNS = 128  # of a step of the layers' matrices
 
 
 class _Expanded(NamedTuple):
-    """Codes of floats as the matrix unit sees them: values times 2 ** `exponent`. x is multiplied by 2 ** `x_exponent`: binary16
-    reaches only 65504, and products with subnormal numbers of bfloat16 would be lost in float32.
+    """Codes as the matrix unit sees them, where it multiplies floats: values times 2 ** `exponent`. x is multiplied by
+    2 ** `x_exponent`: binary16 reaches only 65504, and products with subnormal numbers of bfloat16 would be lost in float32.
     """
 
     dtype: str
@@ -24,6 +24,7 @@ class _Expanded(NamedTuple):
 
 _EXPANDED = {
     "E4M3": _Expanded("float16", 0, -4),
+    "INT8": _Expanded("float16", 0, -4),
     "E2M1": _Expanded("bfloat16", -126, 100),
 }
 _GROUPS = (32, 64, 128)  # columns of a scale, of which a step has several or one
@@ -83,7 +84,7 @@ class Coding:
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are multiplied as integers, and x in digits (phases/x_digits.cuh)."""
+        """Whether the matrix unit multiplies integers, and x in digits (phases/x_digits.cuh)."""
         return self.number == "INT4"
 
     @property
@@ -105,8 +106,8 @@ class Coding:
         return 2.0 ** -(expanded.exponent + expanded.x_exponent)
 
 
-# Of the LM head in FP8: tiles are as large as those of 16 bit, and their columns divide what these divide.
-HEAD_CODING = Coding("E4M3", 0, "E8M0", columns=64)
+# Of the LM head in integers: tiles are as large as those of 16 bit, and their columns divide what these divide.
+HEAD_CODING = Coding("INT8", 0, "F16", columns=64)
 
 
 class Codings(TypedDict):

@@ -395,7 +395,7 @@ class RankReader:
         return out
 
     def _rounded_head(self, lane: int, embedding: Array, form: WeightFormat) -> Array:
-        """The values of its codes, in 16 bit if matrices stay so."""
+        """The values of its codes, in binary16 if matrices stay in 16 bit."""
         spec, name = self.checkpoint.spec, head_name(self.checkpoint.spec)
         first, last = spec.vocab_slice(lane)
         values = aligned_empty((last - first, self.checkpoint.layouts[name].shape[-1]), np.dtype(np.float32))
@@ -404,11 +404,8 @@ class RankReader:
         else:
             self.checkpoint.read_part(name, lane, values, verify=self.checkpoint.verify)
         round_in_place(values, form.block_columns)
-        out = self.arena.empty(values.shape, BFLOAT16 if self.keeps_halves else self.dtype)
-        if self.keeps_halves:
-            _narrow(values, out)
-        else:
-            out[...] = values
+        out = self.arena.empty(values.shape, np.dtype(np.float16) if self.keeps_halves else self.dtype)
+        out[...] = values
         return out
 
 

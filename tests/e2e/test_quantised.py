@@ -45,14 +45,14 @@ def test_published_weights(tmp_path: Path, method: str) -> None:
 def test_weights_that_are_quantised_at_the_start(demo_model: Path) -> None:
     answers = {}
     for quantize, ranks, head in (
-        ("none", 2, "none"), ("fp8", 1, "none"), ("fp8", 4, "none"), ("int4", 1, "none"), ("int4", 2, "none"), ("none", 1, "fp8"),
-        ("none", 4, "fp8"), ("int4", 2, "fp8"),
+        ("none", 2, "none"), ("fp8", 1, "none"), ("fp8", 4, "none"), ("int4", 1, "none"), ("int4", 2, "none"),
+        ("none", 1, "int8"), ("none", 4, "int8"), ("int4", 2, "int8"),
     ):  # fmt: skip
         options = (f"--ranks={ranks}", f"--quantize={quantize}", f"--quantize-head={head}")
         with running(str(demo_model), "--device=cpu", *options) as (_, client):
             answers[quantize, ranks, head] = ask(client)
     assert answers["fp8", 1, "none"] == answers["fp8", 4, "none"]
     assert answers["int4", 1, "none"] == answers["int4", 2, "none"]
-    assert answers["none", 1, "fp8"] == answers["none", 4, "fp8"]
-    different = (("none", 2, "none"), ("fp8", 1, "none"), ("int4", 1, "none"), ("none", 1, "fp8"), ("int4", 2, "fp8"))
+    assert answers["none", 1, "int8"] == answers["none", 4, "int8"]
+    different = (("none", 2, "none"), ("fp8", 1, "none"), ("int4", 1, "none"), ("none", 1, "int8"), ("int4", 2, "int8"))
     assert len({answers[key][1][0] for key in different}) == len(different)

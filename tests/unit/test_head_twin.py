@@ -1,4 +1,4 @@
-"""The monokernel with its LM head in FP8 on a CPU (test_decode_twin.py), against the oracle with the values of the codes."""
+"""The monokernel with its LM head in INT8 on a CPU (test_decode_twin.py), against the oracle with the values of the codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_coded_head(base: type[Model], *args: Any) -> Model:
     class HeadModel(base):  # type: ignore[misc, valid-type]
         def logits(self, ids: list[int]) -> Any:
             untied = replace(self.spec, tied_embeddings=False)
-            name, form = head_name(untied), head_format("fp8", self.spec)
+            name, form = head_name(untied), head_format("int8", self.spec)
             assert form is not None
             words = self.words.get(name, self.words[EMBEDDING])
             values = to_values(words, self.dtype).copy()

@@ -49,7 +49,7 @@ def test_every_form_has_a_line_and_a_row(tmp_path: Path, capsys: pytest.CaptureF
     plain, fp8, int4, head = figures
     assert head["bits_per_weight"] == plain["bits_per_weight"]
     spec = open_checkpoint(DEMO).spec
-    assert math.isclose(plain["mb_per_token"] - head["mb_per_token"], spec.vocab_size * (spec.hidden_size - 1) / 1e6)
+    assert math.isclose(plain["mb_per_token"] - head["mb_per_token"], spec.vocab_size * (spec.hidden_size - 2) / 1e6)
     assert 0 == plain["kl"] < head["kl"] < fp8["kl"] < int4["kl"]
     assert (plain["same_tokens_percent"], plain["same_answers"]) == (100.0, 20)
     assert 8 < fp8["bits_per_weight"] < 8.1

@@ -137,7 +137,7 @@ def _packed_head(shape: KernelShape, source: MatrixSource, index: int) -> GpuArr
 
 
 def _put_coded_head(shape: KernelShape, tape: GpuArray, position: int, source: MatrixSource, index: int) -> None:
-    """The same in FP8, rounded a block of rows at a time, with its scales."""
+    """The same of integers, rounded a block of rows at a time, with its scales."""
     head, num_ctas = shape.head, shape.num_ctas
     by_lane = shape.spec.head_type is HeadType.VOCAB_PARALLEL
     parts = [source(Phase.HEAD, 0, lane) for lane in (range(shape.num_lanes) if by_lane else [index])]

@@ -1,9 +1,14 @@
-// The LM head in FP8: sums of its products. Each row has one scale, which the finaliser multiplies by.
+// The LM head in integers of 8 bits: sums of its products. Each row has one scale, which the finaliser multiplies by.
 #pragma once
 #include "layout.cuh"
 
 #ifdef KOG_HEAD_FORMAT
 namespace kog {
+
+// The integers of two codes in binary16: a number whose first byte is 0x64 is 1024 plus its last byte, and a code is its integer plus 128.
+__device__ __forceinline__ u32 expand_int8(u32 codes, bool upper = false) {
+    return subtract_halves(__byte_perm(codes, 0x64646464u, upper ? 0x4342 : 0x4140), 0x64806480u);
+}
 
 // Partial sums of a block of rows in a thread of a matrix warp, as the matrix unit leaves them.
 struct HeadSums {
@@ -34,7 +39,7 @@ struct HeadSums {
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {
                 const u32 first = i == 0 ? codes[group].x : codes[group].z, second = i == 0 ? codes[group].y : codes[group].w;
-                HeadWeights::Format::mma(sums[group], expand_e4m3(first), expand_e4m3(first, true), expand_e4m3(second), expand_e4m3(second, true),
+                HeadWeights::Format::mma(sums[group], expand_int8(first), expand_int8(first, true), expand_int8(second), expand_int8(second, true),
                                          x_pairs[i].x, x_pairs[i].y);
             }
         return loaded;

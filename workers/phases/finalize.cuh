@@ -228,7 +228,7 @@ struct Finalizer : BiasedRows {
     __device__ __forceinline__ u32 vocab_row(u32 block) const { return first_vocab_row(role.cta) + block * HeadOp::kRows + lane; }
     __device__ __forceinline__ bool is_own_row(u32 block) const { return lane < HeadOp::kRows && vocab_row(block) < end_vocab_row(role.cta); }
 
-    // What sums of row `lane` of a block are multiplied by in that product, where the head is in FP8.
+    // What sums of row `lane` of a block are multiplied by in that product, where the head is quantised.
     __device__ __forceinline__ float head_row_scale(u32 product, u32 block) const {
 #ifdef KOG_HEAD_FORMAT
         const float* scales = reinterpret_cast<const float*>(params.tape_ptr + kHeadScalesOffset) + (product * kNumCtas + role.cta) * HeadOp::kCtaRows;

@@ -93,7 +93,7 @@ constexpr bool kRowScales = false;
 constexpr bool kFourBits = LayerWeights::kFourBits;
 constexpr bool kIntegers = LayerWeights::kIntegers;  // codes are multiplied as such, by digits of x: x_digits.cuh
 #ifdef KOG_HEAD_FORMAT
-// Of the LM head in FP8. Its tiles are as large as those of 16 bit: a step has twice as many columns. Scales of rows lie behind all tapes.
+// Of the LM head in integers of 8 bits. Its tiles are as large as those of 16 bit: a step has twice as many columns. Scales of rows lie behind all tapes.
 struct HeadWeights {
     using Format = KOG_HEAD_FORMAT;
     static constexpr int kXSteps = 2;

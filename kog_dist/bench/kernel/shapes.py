@@ -74,7 +74,7 @@ QUANTISED: dict[str, Mapping[str, Any]] = {
         )
     },
 }  # fmt: skip
-_HEAD = re.compile(r"\+head8(?=[:@]|$)")  # of an LM head in FP8
+_HEAD = re.compile(r"\+head8(?=[:@]|$)")  # of an LM head in INT8
 _DENSE_CONTEXT = 4096
 SEED = 1
 _TMPFS = Path("/dev/shm")
@@ -126,7 +126,7 @@ def _of_layers(name: str) -> tuple[ModelSpec, Coding | None]:
     if base not in DENSE | MOE or form not in QUANTISED:
         raise ConfigError(
             f"--spec {name!r} is not known; quantised are NAME+FORMAT with a format of {', '.join(QUANTISED)}, "
-            f"for {', '.join((*DENSE, *MOE))}; and with an LM head in FP8 what ends in +head8"
+            f"for {', '.join((*DENSE, *MOE))}; and with an LM head in INT8 what ends in +head8"
         )
     config = {**(DENSE | MOE)[base], KEY: QUANTISED[form]}
     said = read_quantisation(config)

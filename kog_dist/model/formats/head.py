@@ -1,7 +1,7 @@
-"""The LM head in FP8 (`--quantize-head fp8`): E4M3 with one scale for each row, a power of two.
+"""The LM head in integers of 8 bits (`--quantize-head int8`): with one scale for each row, of four significant bits.
 
-So every value is exact in bfloat16, which CPU ranks keep; GPUs keep codes. It is rounded from the head's own values, or from
-those of the embedding where both are one tensor; the embedding itself stays as it is.
+An integer has seven at most, so every value has eleven and is exact in binary16. CPU ranks keep it so; GPUs keep codes. The head
+is rounded from its own values, or from those of the embedding where both are one tensor; the embedding itself stays as it is.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from kog_dist.model.formats.numbers import E4M3, NUMBERS
+from kog_dist.errors import CheckpointError
+from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.spec import HeadType, ModelSpec
 
 AnyArray = Any  # numpy.ndarray or cupy.ndarray
-_LEAST_EXPONENT: Final = -100  # of a scale, so that no value is a subnormal number
-_BIAS, _MANTISSA_BITS = 127, 23  # of float32
-_LARGEST_BITS: Final = int(np.float32(E4M3.largest).view(np.uint32))
+_INT8: Final = NUMBERS["INT8"]
+_DROPPED: Final = np.uint32((1 << 20) - 1)  # of float32's 23 bits of mantissa those that a scale does not have
+_LEAST_SCALE: Final = np.float32(2.0**-21)  # its last bit is binary16's last one
+_LARGEST_WEIGHT: Final = _INT8.largest * 512  # of the largest scale with which all values are in binary16's reach
 _CHUNK: Final = 1 << 16  # values that are rounded at a time: they and what is made of them stay in a core's cache
 
 
@@ -31,28 +33,23 @@ class CodedHead(NamedTuple):
 def head_format(choice: str, spec: ModelSpec) -> WeightFormat | None:
     """What a word of the setting `quantize_head` means; None: as it is. With `lane` a row has a scale for each lane's columns."""
     columns = spec.hidden_size if spec.head_type is HeadType.LANE else 0
-    return None if choice == "none" else WeightFormat("E4M3", 1, columns, "E8M0")
+    return None if choice == "none" else WeightFormat("INT8", 1, columns, "F16")
 
 
 def rounded_rows(values: AnyArray) -> CodedHead:
     """Rows (rows, columns) of finite float32 values; numpy arrays or cupy's, with the same bits.
 
-    scale = the least power of two with which no magnitude of the row is beyond 448, at least 2^-100. code = the nearest of
-    value / scale, ties to even.
+    scale = largest magnitude of the row / 127, rounded up to four significant bits, at least 2^-21. code = the nearest integer to
+    value / scale, ties to even, as NUMBERS has it. Raises CheckpointError for weights beyond 65,024.
     """
-    largest = abs(values).max(axis=1).view(np.uint32)
-    mantissa = (1 << _MANTISSA_BITS) - 1
-    exceeds = (largest & np.uint32(mantissa)) > np.uint32(_LARGEST_BITS & mantissa)
-    exponents = (largest >> np.uint32(_MANTISSA_BITS)).astype(np.int32) - (_LARGEST_BITS >> _MANTISSA_BITS) + exceeds
-    exponents = exponents.clip(_LEAST_EXPONENT, None)
-    codes = np.empty_like(values, dtype=np.uint8)
-    E4M3.write_nearest(values * _powers(-exponents), codes)
-    return CodedHead(codes, _powers(exponents))
-
-
-def _powers(exponents: AnyArray) -> AnyArray:
-    """2 ** exponents, (rows, 1)."""
-    return ((exponents + _BIAS) << _MANTISSA_BITS).astype(np.uint32).view(np.float32)[:, None]
+    largest = abs(values).max(axis=1)
+    if float(largest.max()) > _LARGEST_WEIGHT:
+        raise CheckpointError(
+            f"the LM head has a weight beyond {_LARGEST_WEIGHT:g}, which quantize_head is not for; leave it out"
+        )
+    ideal = (largest / np.float32(_INT8.largest)).view(np.uint32)
+    scales = ((ideal + _DROPPED) & ~_DROPPED).view(np.float32).clip(_LEAST_SCALE, None)[:, None]
+    return CodedHead(_INT8.nearest(values / scales), scales)
 
 
 def round_in_place(rows: AnyArray, columns: int) -> None:
@@ -63,4 +60,4 @@ def round_in_place(rows: AnyArray, columns: int) -> None:
     for first in range(0, len(parts), step):
         part = parts[first : first + step]
         coded = rounded_rows(part)
-        np.multiply(NUMBERS["E4M3"].values[coded.codes], coded.scales, out=part)
+        np.multiply(_INT8.values[coded.codes], coded.scales, out=part)

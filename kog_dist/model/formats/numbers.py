@@ -1,4 +1,4 @@
-"""The small numbers that codes of weights stand for: E4M3 (8 bit), E2M1 and INT4 (4 bit), and E8M0, which is for scales.
+"""The small numbers that codes of weights stand for: E4M3, INT8 (8 bit), E2M1, INT4 (4 bit), and E8M0, which is for scales.
 
 E4M3 has one sign bit, 4 of exponent (bias 7) and 3 of mantissa, no infinities, and one NaN of each sign (OCP 8-bit floating point
 specification, "E4M3"; torch calls it float8_e4m3fn). E2M1 and E8M0 are those of the OCP microscaling (MX) specification.
@@ -69,15 +69,21 @@ class _Float(NamedTuple):
         codes[np.signbit(values)] |= np.uint8(self.sign)
 
 
-def _nearest_int4(values: Values) -> Codes:
-    return np.asarray(np.clip(np.rint(values), -7, 7) + 8, np.uint8)  # -8 is left out: as far down as up
-
-
 E4M3: Final = _Float(3, -6, 448.0, 0x80)
 _E2M1: Final = _Float(1, 0, 6.0, 0x08)
 _E8M0: Final = np.array([2.0 ** (code - 127) for code in range(255)] + [np.nan], np.float32)
 _CHUNK: Final = 1 << 14  # values that are rounded at a time: they and what is made of them stay in a core's cache
 INT4_ZERO: Final = 8  # the code of 0, where a matrix has no zero points
+
+
+def _integers(bits: int) -> Number:
+    """Those with a sign; the code of 0 is the one in the middle."""
+    zero = 1 << bits - 1
+
+    def nearest(values: Any) -> Any:  # of numpy or cupy arrays
+        return (np.clip(np.rint(values), 1 - zero, zero - 1) + zero).astype(np.uint8)  # the least is left out: as far down as up
+
+    return Number(bits, np.arange(-zero, zero, dtype=np.float32), float(zero - 1), nearest)
 
 
 def _table(form: _Float) -> Values:
@@ -93,7 +99,8 @@ def _e4m3_values() -> Values:
 NUMBERS: Final[Mapping[str, Number]] = {
     "E4M3": Number(8, _e4m3_values(), E4M3.largest, E4M3.nearest),
     "E2M1": Number(4, _table(_E2M1), _E2M1.largest, _E2M1.nearest),
-    "INT4": Number(4, np.arange(-INT4_ZERO, 16 - INT4_ZERO, dtype=np.float32), 7.0, _nearest_int4),
+    "INT4": _integers(4),
+    "INT8": _integers(8),
 }
 
 

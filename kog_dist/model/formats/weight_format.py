@@ -12,7 +12,7 @@ from kog_dist.model.formats.numbers import INT4_ZERO, NUMBERS, Codes, Values
 
 Indices = NDArray[np.intp]
 SCALE_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "E8M0": 1}
-_NAMES: Final = {"E4M3": "FP8", "INT4": "INT4", "E2M1": "FP4"}
+_NAMES: Final = {"E4M3": "FP8 (E4M3)", "INT4": "INT4", "INT8": "INT8", "E2M1": "FP4 (E2M1)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,8 @@ class WeightFormat:
         """For people: `FP8 (E4M3) in blocks of 128 x 128, BF16 scales`."""
         if self.number == "E2M1" and self.scale == "E8M0":
             return f"MXFP4 (E2M1) in groups of {self.block_columns}"
-        name = "INT4" if self.number == "INT4" else f"{_NAMES[self.number]} ({self.number})"
         extra = f"{' and zero points' if self.has_zeros else ''}{', act-order' if self.is_ordered else ''}"
-        return f"{name} {self._blocks}, {self.scale} scales{extra}"
+        return f"{_NAMES[self.number]} {self._blocks}, {self.scale} scales{extra}"
 
     @property
     def _blocks(self) -> str:

@@ -19,17 +19,15 @@ from kog_dist.decode import half_products
 from kog_dist.decode.coding import HEAD_CODING
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
-from kog_dist.errors import ConfigError
+from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.inspection import check, cpu_rank_bytes
 from kog_dist.launch.target import plan_target
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.formats.head import round_in_place, rounded_rows
-from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.layout import EMBEDDING, head_name
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, weight_bytes
-from kog_dist.model.weights import BFLOAT16
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
@@ -49,36 +47,29 @@ SPECS = {
     "vocab_parallel": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL),
     "tied": replace(SPEC, tied_embeddings=True),
 }
-VALUES = NUMBERS["E4M3"].values
 
 
 def drawn() -> Values:
-    """Rows of many sizes, the first ones special, exact in bfloat16."""
+    """Rows of many sizes, the first ones special, exact in bfloat16 or float16."""
     rng = np.random.default_rng(2)
-    values = rng.standard_normal((48, 40), dtype=np.float32) * np.exp2(rng.integers(-90, 60, (48, 1))).astype(np.float32)
+    values = rng.standard_normal((96, 40), dtype=np.float32) * np.exp2(rng.integers(-30, 14, (96, 1))).astype(np.float32)
+    values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     values[0] = 0
-    values[1, 0] = 448
-    values[2] = [448, *np.linspace(-(2.0**-9), 2.0**-9, 39)]  # between two codes, and around the smallest one
-    values[3] = [449, *np.arange(39)]
+    values[1] = [127 * 1.125, *np.arange(39) / 16]  # a scale of four bits, as it is
+    values[2] = [-127, *np.arange(39) / 2 - 9]  # between two codes
+    values[3] = [127.0625, *np.arange(39)]
     values[4] *= np.float32(2.0**-126) / np.abs(values[4]).max()
-    return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    values[5] = [65024, *np.arange(39) * 256]
+    values[6] = [127 * 2.0**-21, *np.arange(39) * 2.0**-22]
+    return values.astype(np.float32)
 
 
 def slow(row: Values) -> tuple[list[int], Fraction]:
     """Codes and scale of one row, one value after the other."""
-    exponent = -100
-    while float(np.abs(row).max()) > 448 * Fraction(2) ** exponent:
-        exponent += 1
-    scale = Fraction(2) ** exponent
-    codes = []
-    for value in row:
-        ideal = Fraction(float(value)) / scale
-        sign = 0x80 if np.signbit(value) else 0
-        distances = {code: abs(abs(ideal) - Fraction(float(VALUES[code]))) for code in range(0x7F)}
-        least = min(distances.values())
-        nearest = [code for code, distance in distances.items() if distance == least]
-        codes.append(sign | min(nearest, key=lambda code: code % 2))
-    return codes, scale
+    fits = (eighths * Fraction(2) ** exponent for exponent in range(-24, 24) for eighths in range(8, 16))
+    largest = Fraction(float(np.abs(row).max()))
+    scale = next(scale for scale in fits if largest <= 127 * scale)
+    return [round(Fraction(float(value)) / scale) + 128 for value in row], scale
 
 
 def test_rows_are_rounded_as_defined() -> None:
@@ -88,16 +79,25 @@ def test_rows_are_rounded_as_defined() -> None:
         expected, expected_scale = slow(row)
         assert codes.tolist() == expected
         assert Fraction(float(scale)) == expected_scale
-    assert len({math.frexp(scale)[1] for scale in coded.scales[:, 0]}) > 20
+    assert len({math.frexp(scale) for scale in coded.scales[:, 0]}) > 50
 
 
-def test_values_of_codes_are_exact_in_bfloat16() -> None:
-    values = drawn()
-    round_in_place(values, 0)
-    assert not (values.view(np.uint32) & 0xFFFF).any()
+def test_values_of_codes_are_exact_in_binary16() -> None:
+    scales = np.array([eighths * 2.0**exponent for exponent in range(-24, 7) for eighths in range(8, 16)], np.float32)
+    scales = scales[scales <= 512]
+    values = scales[:, None] * np.arange(-127, 128, dtype=np.float32)
+    assert np.array_equal(values.astype(np.float16).astype(np.float32), values)
+    assert set(rounded_rows(drawn()).scales[:, 0]) <= set(scales)
     once = values.copy()
     round_in_place(values, 0)
     assert values.tobytes() == once.tobytes(), "what is rounded is not rounded further"
+
+
+def test_weights_that_binary16_does_not_reach_are_refused() -> None:
+    values = drawn()
+    values[7, 3] = -65280
+    with pytest.raises(CheckpointError, match="the LM head has a weight beyond 65024, which quantize_head is not for"):
+        rounded_rows(values)
 
 
 def test_with_lane_heads_each_lanes_columns_have_a_scale() -> None:
@@ -116,7 +116,7 @@ def written(folder: Path, spec: ModelSpec, dtype: str = "bfloat16", **options: A
     if spec.head_type is HeadType.LANE:
         tensors[head_name(spec)][:, spec.hidden_size :] *= np.float32(2.0**-14)
     write_checkpoint(folder, spec, tensors, dtype=dtype)
-    return open_checkpoint(folder), open_checkpoint(folder, quantize_head="fp8", **options)
+    return open_checkpoint(folder), open_checkpoint(folder, quantize_head="int8", **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -133,8 +133,8 @@ def test_the_head_is_rounded_and_nothing_else(tmp_path: Path, name: str, dtype: 
         round_in_place(expected, spec.hidden_size)
         assert np.array_equal(after.heads[lane], expected)
         assert not np.array_equal(before.heads[lane], expected)
-        assert halves.heads[lane].dtype == BFLOAT16
-        assert np.array_equal(halves.heads[lane].astype(np.uint32) << 16, expected.view(np.uint32))
+        assert halves.heads[lane].dtype == np.float16
+        assert np.array_equal(halves.heads[lane], expected)
         alone = checkpoint.rank_weights([lane], keeps_halves=True)
         assert alone.heads[lane].tobytes() == halves.heads[lane].tobytes()
     assert np.array_equal(plain.tensor(EMBEDDING), checkpoint.tensor(EMBEDDING))
@@ -158,46 +158,46 @@ def test_bytes_per_token_count_a_code_for_each_weight_and_scales(tmp_path: Path,
     spec = SPECS[name]
     plain, checkpoint = written(tmp_path, spec)
     products = 2 if name == "lane" else 1
-    saved = products * spec.vocab_size * (spec.hidden_size - 1)
+    saved = products * spec.vocab_size * (spec.hidden_size - 2)
     assert bytes_per_token(plain) - bytes_per_token(checkpoint) == saved
     assert weight_bytes(plain) - weight_bytes(checkpoint) == saved
 
 
 def test_check_says_what_is_rounded(tmp_path: Path) -> None:
     written(tmp_path, SPEC)
-    text = check(LaunchConfig(model=str(tmp_path), device="cpu", ranks=2, quantize_head="fp8"), deep=True)
-    per_token = bytes_per_token(open_checkpoint(tmp_path, quantize_head="fp8")) / 2**20
-    assert "bfloat16, LM head rounded at the start to FP8 (E4M3) with a scale for each row, E8M0 scales" in text
+    text = check(LaunchConfig(model=str(tmp_path), device="cpu", ranks=2, quantize_head="int8"), deep=True)
+    per_token = bytes_per_token(open_checkpoint(tmp_path, quantize_head="int8")) / 2**20
+    assert "bfloat16, LM head rounded at the start to INT8 with a scale for each row, F16 scales" in text
     assert f"({per_token:.1f} MiB per token as they are)" in text
-    both = open_checkpoint(tmp_path, quantize="int4", quantize_head="fp8")
+    both = open_checkpoint(tmp_path, quantize="int4", quantize_head="int8")
     assert formats(both).startswith("INT4 in groups of 128, BF16 scales, rounded at the start, LM head rounded")
     assert formats(both).endswith("the rest bfloat16")
 
 
 def test_cpu_ranks_are_said_to_keep_a_rounded_head_in_16_bit(tmp_path: Path) -> None:
     written(tmp_path, SPEC)
-    target = plan_target(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1, quantize_head="fp8"))[0]
+    target = plan_target(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1, quantize_head="int8"))[0]
     kept = target.checkpoint.rank_weights(range(2), keeps_halves=half_products.library() is not None).num_bytes
     assert cpu_rank_bytes(target, 0)["weights"] <= kept <= cpu_rank_bytes(target, 0)["weights"] + 10_000
 
 
 def test_workers_are_told_and_must_agree(tmp_path: Path) -> None:
-    args = WorkerArgs(RankInfo(0, 1, 0, "x"), "/model", "cpu", "float32", True, 1.0, 1.0, quantize_head="fp8")
+    args = WorkerArgs(RankInfo(0, 1, 0, "x"), "/model", "cpu", "float32", True, 1.0, 1.0, quantize_head="int8")
     assert WorkerArgs.from_json(args.to_json()) == args
     checkpoint, _ = written(tmp_path, SPEC)
     terms = [common_terms(one, checkpoint, "") for one in (args, replace(args, quantize_head="none"))]
     assert [name for name in terms[0] if terms[0][name] != terms[1][name]] == ["rounding of weights"]
-    with pytest.raises(ConfigError, match="the worker's argument quantize_head must be one of none, fp8, got 'int4'"):
+    with pytest.raises(ConfigError, match="the worker's argument quantize_head must be one of none, int8, got 'int4'"):
         replace(args, quantize_head="int4")
 
 
 def test_a_published_folder_keeps_its_layers(tmp_path: Path) -> None:
     made(tmp_path, "fp8")
-    plain, checkpoint = open_checkpoint(tmp_path), open_checkpoint(tmp_path, quantize_head="fp8")
+    plain, checkpoint = open_checkpoint(tmp_path), open_checkpoint(tmp_path, quantize_head="int8")
     before, after = (one.rank_weights(range(4)) for one in (plain, checkpoint))
     assert np.array_equal(before.lanes[1].layers[0].w2, after.lanes[1].layers[0].w2)
     assert not np.array_equal(before.heads[0], after.heads[0])
-    assert "as published (fp8), LM head rounded at the start to FP8" in formats(checkpoint)
+    assert "as published (fp8), LM head rounded at the start to INT8" in formats(checkpoint)
 
 
 def test_a_head_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ def test_a_head_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
     head = method.write(tensors.pop("lm_head.weight"))
     tensors |= {f"lm_head.{end}": tensor.contiguous() for end, tensor in head.tensors.items()}
     save(folder, tensors, json.loads((folder / "config.json").read_text()))
-    with pytest.raises(ConfigError, match=r"quantize_head fp8 is for a 16-bit LM head, and that of .* is FP8 .*; leave it out"):
-        open_checkpoint(folder, quantize_head="fp8")
+    with pytest.raises(ConfigError, match=r"quantize_head int8 is for a 16-bit LM head, and that of .* is FP8 .*; leave it out"):
+        open_checkpoint(folder, quantize_head="int8")
 
 
 # ---- on GPUs ----
