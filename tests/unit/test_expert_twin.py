@@ -42,9 +42,9 @@ VARIANTS = {
     "qwen3_moe": QWEN3,
     "qwen3_moe, weights of all": replace(QWEN3, experts=ExpertsSpec(40, 4, is_normalised=False)),
     "qwen3_moe, two splits of outputs in a thread": replace(QWEN3, num_heads=32, own_head_dim=80, num_layers=2),
-    "gpt_oss": replace(
-        QWEN3, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True, num_layers=3, num_heads=16, max_context=64,
-        sliding_window=4, window_layers=(0, 2),
+    "gpt_oss": replace(  # as large heads, and as many of each KV head, as the real ones
+        QWEN3, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True, num_layers=3, num_heads=32, own_head_dim=64,
+        max_context=64, sliding_window=4, window_layers=(0, 2),
         experts=ExpertsSpec(6, 2, router_bias=True, bias=True, clamp=ClampedSwiglu(1.702, 0.8)),
     ),
 }  # fmt: skip

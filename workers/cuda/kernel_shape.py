@@ -37,6 +37,7 @@ _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the product
 _EXPERT_TILES = 8  # in flight, of chosen experts: the ring in front of them is empty (docs/history/experts.md)
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
+_SMALL_HEAD = 64  # values; of two sets of such heads a warp has as many outputs as of one of twice as large ones
 
 
 @dataclass(frozen=True)
@@ -412,6 +413,14 @@ class KernelShape:
         """Query heads of a set, the largest one."""
         return -(-self.spec.lane_heads // self.spec.lane_kv_heads // self.num_sets)
 
+    @property
+    def warp_sets(self) -> int:
+        """Sets that one attention warp has: two where its registers have room for the query and the outputs of both.
+
+        Keys and values are read once for both then, and twice as many of them are under way at a time.
+        """
+        return 2 if self.num_sets % 2 == 0 and self.spec.head_dim <= _SMALL_HEAD else 1
+
     # ---- words ----
     @cached_property
     def word_lists(self) -> dict[str, tuple[int, int]]:
@@ -503,13 +512,13 @@ class KernelShape:
         """Bytes of `Shared` (phases/layout.cuh) of the build with processors, but for ring slots, and at most so much padding."""
         spec, lanes, rows, warps = self.spec, self.num_lanes, self.out.cta_rows, self.geometry.matrix_warps
         max_per = self.x_steps
-        attended = 2 * 4 * self.set_heads * spec.head_dim
+        attended = 2 * 4 * self.warp_sets * self.set_heads * spec.head_dim
         scores = 2 * self.head.cta_rows
         values = max_per * warps * 32  # x
         values += warps * (self.num_sums * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
         values += warps * 2 * lanes * self.num_ranks  # head_squares
         values += rows * (self.num_streams + lanes * 2 * (spec.delay + 1))  # residual, history
-        values += attended + self.num_sets * spec.head_dim  # ..., fresh
+        values += attended + self.num_sets // self.warp_sets * spec.head_dim  # ..., fresh
         values += 2 * attended // spec.head_dim  # attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
