@@ -16,7 +16,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.cache_shape import CacheShape
 from kog_dist.workers.cuda.expert_shape import ExpertShape
-from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
+from kog_dist.workers.cuda.geometry import EIGHT_WARPS, SPLITS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
 from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings
 from kog_dist.workers.cuda.model_limits import unsupported
@@ -44,9 +44,9 @@ _SMALL_HEAD = 64  # values; of two sets of such heads a warp has as many outputs
 class KernelShape:
     """Everything static about one build of the monokernel. Raises ConfigError for a model that it cannot run.
 
-    `hosted_lanes` of the model's lanes run in this kernel. `splits`: parts of the positions that attention items share, 8, 16 or
-    32; 0: chosen for the model. In layers without a window an item has `partition_batches` batches of 16 of them, and the next
-    ones are another item's.
+    `hosted_lanes` of the model's lanes run in this kernel. `splits`: parts of the positions that attention items share, of
+    `geometry.SPLITS`; 0: chosen for the model. In layers without a window an item has `partition_batches`
+    batches of 16 of them, and the next ones are another item's.
     """
 
     spec: ModelSpec
@@ -72,7 +72,7 @@ class KernelShape:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        object.__setattr__(self, "splits", self.splits or splits_for(spec, self.max_ctas))
+        object.__setattr__(self, "splits", self.splits or splits_for(spec, self.num_ctas))
         findings = []
         if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:
             findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
@@ -87,8 +87,8 @@ class KernelShape:
             findings.append("hashes and a trace (one of them)")
         if self.partition_batches < 0:
             findings.append(f"partitions of {self.partition_batches} batches (1 or more, or 0)")
-        if self.splits not in (8, 16, 32):
-            findings.append(f"{self.splits} splits of the positions (8, 16 or 32)")
+        if self.splits not in SPLITS:
+            findings.append(f"{self.splits} splits of the positions ({', '.join(map(str, SPLITS[:-1]))} or {SPLITS[-1]})")
         if self.head.cta_rows >= 4095:
             findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
         if self.geometry.matrix_warps % self.num_pieces:

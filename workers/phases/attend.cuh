@@ -69,10 +69,12 @@ struct Attender : BatchMixer {
 
     // The outputs of a KV head's items, mixed: the thread block that has split i of them does that for the i-th share of the head's values, and
     // publishes them as OUT's input. A thread has one split of a unit, or two where experts' warps would else have two units one after the other;
-    // neighbouring threads have the others.
+    // neighbouring threads have the others. Where splits are no power of two, the last threads have one less.
     static constexpr u32 kUnits = kGroup * kHeadUnits, kShareUnits = (kUnits + kSplits - 1) / kSplits;
-    static constexpr u32 kSplitsOfThread = kExperts && kShareUnits > kAttendWarps * (32 / kSplits) ? 2 : 1;
-    static constexpr u32 kMixThreads = kSplits / kSplitsOfThread, kUnitsOfWarp = 32 / kMixThreads;
+    static constexpr u32 kRoundSplits = kSplits > 16 ? 32 : kSplits > 8 ? 16 : 8, kMissingSplits = kRoundSplits - kSplits;
+    static constexpr u32 kSplitsOfThread = kExperts && kShareUnits > kAttendWarps * (32 / kRoundSplits) ? 2 : 1;
+    static constexpr u32 kMixThreads = kRoundSplits / kSplitsOfThread, kUnitsOfWarp = 32 / kMixThreads;
+    static_assert(kMissingSplits <= kMixThreads, "a thread has one less, or none");
     static_assert(32 % kMixThreads == 0 && kReplicas <= kMixThreads, "the splits of a unit are in one warp");
     struct Part {
         ulonglong2 values;
@@ -81,10 +83,11 @@ struct Attender : BatchMixer {
     static __device__ __forceinline__ bool is_part(const Part& got, u32 tag) {
         return (tag_difference(got.values, tag) | (static_cast<u32>(got.log_sum >> 32) ^ tag)) == 0;
     }
-    __device__ __forceinline__ bool wait_for_parts(const u64* values, const u64* log_sum, bool is_mine, u32 tag, Part (&got)[1]) const {
-        bool ready = !is_mine;
+    __device__ __forceinline__ bool wait_for_parts(const u64* values, const u64* log_sum, u32 num_mine, u32 tag, Part (&got)[1]) const {
+        bool ready = num_mine == 0;
+        if (kMissingSplits > 0) got[0] = {};
         while (true) {
-            if (kOneStream ? !ready : is_mine) {
+            if (kOneStream ? !ready : num_mine > 0) {
                 got[0] = {load_relaxed_x2(values), load_relaxed(log_sum)};
                 ready = is_part(got[0], tag);
             }
@@ -93,8 +96,8 @@ struct Attender : BatchMixer {
         }
     }
     // Of two splits at once: their looks are under way together. What is not asked for is empty: else registers would be kept for it.
-    __device__ __forceinline__ bool wait_for_parts(const u64* values, const u64* log_sums, bool is_mine, u32 tag, Part (&got)[2]) const {
-        bool ready[2] = {!is_mine, !is_mine};
+    __device__ __forceinline__ bool wait_for_parts(const u64* values, const u64* log_sums, u32 num_mine, u32 tag, Part (&got)[2]) const {
+        bool ready[2] = {num_mine < 1, num_mine < 2};
         got[0] = got[1] = {};
         while (true) {
 #pragma unroll
@@ -117,6 +120,7 @@ struct Attender : BatchMixer {
             const u32 head = kv_head * kGroup + (is_mine ? unit / kHeadUnits : 0), place = is_mine ? unit % kHeadUnits : 0, row = head * kSplits + split;
             const u64* values = words + kPartOffset + lane_idx * kPartStride + (row * kHeadUnits + place) * 2;
             const u64* log_sums = words + kLogSumOffset + lane_idx * kLogSumStride + row;
+            const u32 num_mine = is_mine ? kSplitsOfThread - (split >= kMixThreads - kMissingSplits) : 0;
             float peak = -INFINITY, total = 0;
             float4 sum = make_float4(0, 0, 0, 0);
             [[maybe_unused]] float sink = 0;  // one more logit of the head, of which nothing is mixed
@@ -124,10 +128,10 @@ struct Attender : BatchMixer {
 #pragma unroll 1
             for (u32 partition = 0; partition < partitions; ++partition) {
                 Part got[kSplitsOfThread];
-                if (!wait_for_parts(values, log_sums, is_mine, tag, got)) return false;
+                if (!wait_for_parts(values, log_sums, num_mine, tag, got)) return false;
 #pragma unroll
                 for (u32 i = 0; i < kSplitsOfThread; ++i) {
-                    const float own = is_mine ? __uint_as_float(static_cast<u32>(got[i].log_sum)) : -INFINITY, next = fmaxf(peak, own);
+                    const float own = i < num_mine ? __uint_as_float(static_cast<u32>(got[i].log_sum)) : -INFINITY, next = fmaxf(peak, own);
                     const float base = next == -INFINITY ? 0.0f : next, shrink = exp2_approx(peak - base), weight = exp2_approx(own - base);
                     const ulonglong2 pairs = got[i].values;
                     const float4 v = make_float4(first_of(pairs.x), second_of(pairs.x), first_of(pairs.y), second_of(pairs.y));

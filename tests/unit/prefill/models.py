@@ -47,11 +47,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def layout_of(spec: ModelSpec, num_lanes: int, kv_dtype: str = "bfloat16", *, whole_windows: bool = False) -> CacheLayout:
+def layout_of(
+    spec: ModelSpec, num_lanes: int, kv_dtype: str = "bfloat16", *, whole_windows: bool = False, splits: int = SPLITS
+) -> CacheLayout:  # fmt: skip
     """As `KernelShape` has it."""
     window = min(spec.sliding_window or spec.max_context, spec.max_context)
-    batches = [-(-positions // (BATCH * SPLITS)) for positions in (window, spec.max_context)]
-    return CacheLayout(spec, num_lanes, SPLITS, batches[0], batches[1], kv_dtype, whole_windows)
+    batches = [-(-positions // (BATCH * splits)) for positions in (window, spec.max_context)]
+    return CacheLayout(spec, num_lanes, splits, batches[0], batches[1], kv_dtype, whole_windows)
 
 
 class Rank:
