@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -56,14 +57,15 @@ HEADS = {  # values of a head, so registers of a share: in pairs; more than one 
         num_lanes=1, delay=0, sliding_window=WINDOW, window_layers=(1, 2),
     ),
 }  # fmt: skip
+CASES = [(48, 4, "bfloat16"), *((64, num_heads, kv_dtype) for num_heads in (4, 10) for kv_dtype in ("bfloat16", "fp8", "int4"))]
 
 
-@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(48, "bfloat16"), (64, "bfloat16"), (64, "fp8"), (64, "int4")])
+@pytest.mark.parametrize(("head_dim", "num_heads", "kv_dtype"), CASES)
 def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
-    head_dim: int, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, num_heads: int, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, is_coded = HEADS[head_dim], kv_dtype in KV_FORMATS
-    assert spec.head_dim == head_dim
+    """With 10 heads a warp has two sets of query heads, of three and two."""
+    spec, is_coded = replace(HEADS[head_dim], num_heads=num_heads, own_head_dim=head_dim), kv_dtype in KV_FORMATS
     model = Model(spec, "bfloat16", monkeypatch)
     for name, words in model.words.items():  # sharp scores: what one position gets wrong shows
         if name.endswith("wq.weight"):

@@ -122,7 +122,7 @@ def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
 def answer(
     model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None, num_runs: int = len(RUNS),
     max_ctas: int = 5, changed: Callable[[Mapping[str, str]], dict[str, str]] = dict, head_coding: Coding | None = None, *,
-    whole_windows: bool = False,
+    whole_windows: bool = False, splits: int = 0,
 ) -> tuple[list[int], Any]:  # fmt: skip
     """Tokens of a greedy answer, and all logits (vocab,) before the last one, of sources that `changed` has changed.
 
@@ -144,6 +144,7 @@ def answer(
             head_coding=head_coding,
             keeps_hashes=True,
             whole_windows=whole_windows,
+            splits=splits,
         )
         for rank in range(num_ranks)
     ]

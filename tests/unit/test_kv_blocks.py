@@ -94,10 +94,10 @@ def test_a_block_is_the_tokens_of_all_layers() -> None:
 def test_windowed_layers_have_blocks_where_they_keep_all_positions() -> None:
     spec, codings = named_shape("gpt-oss-120b@131072")
     rings, whole = (KernelShape(spec, range(4), whole_windows=is_whole, **codings) for is_whole in (False, True))
-    assert (block_tokens(rings), rings.cache.ring_positions) == (0, 256)
-    assert (block_tokens(whole), whole.cache.ring_positions) == (256, 0)
-    assert block_bytes(whole) == 256 * 72 << 10
-    assert whole.cache.num_bytes - rings.cache.num_bytes == (131072 - 256) * 36 << 10
+    assert (block_tokens(rings), rings.cache.ring_positions) == (0, 240)
+    assert (block_tokens(whole), whole.cache.ring_positions) == (240, 0)
+    assert block_bytes(whole) == 240 * 72 << 10
+    assert whole.cache.num_bytes - rings.cache.num_bytes == (131280 - 240) * 36 << 10  # whole batches of 15 splits
     assert block_tokens(KernelShape(laneformer_2b(), range(8))) == 0
     with pytest.raises(ConfigError, match="windows of 512 positions, which fill whole batches"):
         KernelShape(laneformer_2b(), range(8), whole_windows=True)

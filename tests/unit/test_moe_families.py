@@ -245,7 +245,7 @@ def test_gpt_oss_120b_keeps_prefixes_on_one_h100(tmp_path: Path, monkeypatch: py
     assert "4.0 GiB of the host for kept prefixes" in shown[True]
     assert "4.5 GiB bfloat16 KV cache (of windowed layers a ring of positions)" in shown[False]
     assert (
-        "note       no prefixes are kept, since windowed layers keep a ring of 256 positions: all of them take 4.5 GiB"
+        "note       no prefixes are kept, since windowed layers keep a ring of 240 positions: all of them take 4.5 GiB"
         in shown[False]
     )
     assert "for kept prefixes" not in shown[False]

@@ -15,7 +15,7 @@ from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_
 from kog_dist.model.spec import ModelSpec
 
 _LITTLE = 0.01  # of the weights
-_FEWEST_SPLITS = 8
+SPLITS = (8, 15, 16, 32)
 _WHOLE_ROWS = 18  # of a thread block, in a product of lanes with one input
 _ADDRESS_REGISTERS = 24  # of attention; found by compiling
 _SERVICE_WARPS = _ATTEND_WARPS = 4
@@ -114,9 +114,12 @@ def lanes_together(spec: ModelSpec, phase: Phase, num_lanes: int, num_ctas: int)
     return next((n for n in (1, 2, 4, 8) if n < num_lanes and suffices(n)), num_lanes)
 
 
-def splits_for(spec: ModelSpec, max_ctas: int) -> int:
-    """Splits of the positions: so many that attention to a layer's KV heads keeps as many thread blocks busy as there are."""
-    return max(n for n in (8, 16, 32) if n == _FEWEST_SPLITS or n * spec.num_kv_heads <= max_ctas)
+def splits_for(spec: ModelSpec, num_ctas: int) -> int:
+    """Splits of the positions: so many that attention to a layer's KV heads keeps as many thread blocks busy as there are.
+
+    No more: all others would wait for a thread block that has two items, one after the other. So gpt-oss with 120 has 15.
+    """
+    return max(n for n in SPLITS if n == SPLITS[0] or n * spec.num_kv_heads <= num_ctas)
 
 
 def padding(spec: ModelSpec, geometry: Geometry, max_ctas: int) -> float:

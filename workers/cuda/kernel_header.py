@@ -28,7 +28,7 @@ def shape_header(shape: KernelShape) -> str:
     numbers = {
         "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": shape.num_lanes, "kStreams": shape.num_streams,
         "kDelay": spec.delay, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim,
-        "kSetHeads": shape.set_heads, "kFfn": spec.lane_ffn,
+        "kSetHeads": shape.set_heads, "kWarpSets": shape.warp_sets, "kFfn": spec.lane_ffn,
         "kVocabRows": shape.vocab_rows[1] - shape.vocab_rows[0],
         "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": shape.num_ctas,
         "kReplicas": shape.replicas, "kSplits": shape.splits, "kPartitions": shape.cache.num_partitions,

@@ -16,7 +16,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.cache_shape import CacheShape
 from kog_dist.workers.cuda.expert_shape import ExpertShape
-from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
+from kog_dist.workers.cuda.geometry import EIGHT_WARPS, SPLITS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
 from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings
 from kog_dist.workers.cuda.model_limits import unsupported
@@ -37,15 +37,16 @@ _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the product
 _EXPERT_TILES = 8  # in flight, of chosen experts: the ring in front of them is empty (docs/history/experts.md)
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
+_SMALL_HEAD = 64  # values; of two sets of such heads a warp has as many outputs as of one of twice as large ones
 
 
 @dataclass(frozen=True)
 class KernelShape:
     """Everything static about one build of the monokernel. Raises ConfigError for a model that it cannot run.
 
-    `hosted_lanes` of the model's lanes run in this kernel. `splits`: parts of the positions that attention items share, 8, 16 or
-    32; 0: chosen for the model. In layers without a window an item has `partition_batches` batches of 16 of them, and the next
-    ones are another item's.
+    `hosted_lanes` of the model's lanes run in this kernel. `splits`: parts of the positions that attention items share, of
+    `geometry.SPLITS`; 0: chosen for the model. In layers without a window an item has `partition_batches`
+    batches of 16 of them, and the next ones are another item's.
     """
 
     spec: ModelSpec
@@ -71,7 +72,7 @@ class KernelShape:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        object.__setattr__(self, "splits", self.splits or splits_for(spec, self.max_ctas))
+        object.__setattr__(self, "splits", self.splits or splits_for(spec, self.num_ctas))
         findings = []
         if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:
             findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
@@ -86,8 +87,8 @@ class KernelShape:
             findings.append("hashes and a trace (one of them)")
         if self.partition_batches < 0:
             findings.append(f"partitions of {self.partition_batches} batches (1 or more, or 0)")
-        if self.splits not in (8, 16, 32):
-            findings.append(f"{self.splits} splits of the positions (8, 16 or 32)")
+        if self.splits not in SPLITS:
+            findings.append(f"{self.splits} splits of the positions ({', '.join(map(str, SPLITS[:-1]))} or {SPLITS[-1]})")
         if self.head.cta_rows >= 4095:
             findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
         if self.geometry.matrix_warps % self.num_pieces:
@@ -412,6 +413,14 @@ class KernelShape:
         """Query heads of a set, the largest one."""
         return -(-self.spec.lane_heads // self.spec.lane_kv_heads // self.num_sets)
 
+    @property
+    def warp_sets(self) -> int:
+        """Sets that one attention warp has: two where its registers have room for the query and the outputs of both.
+
+        Keys and values are read once for both then, and twice as many of them are under way at a time.
+        """
+        return 2 if self.num_sets % 2 == 0 and self.spec.head_dim <= _SMALL_HEAD else 1
+
     # ---- words ----
     @cached_property
     def word_lists(self) -> dict[str, tuple[int, int]]:
@@ -503,13 +512,13 @@ class KernelShape:
         """Bytes of `Shared` (phases/layout.cuh) of the build with processors, but for ring slots, and at most so much padding."""
         spec, lanes, rows, warps = self.spec, self.num_lanes, self.out.cta_rows, self.geometry.matrix_warps
         max_per = self.x_steps
-        attended = 2 * 4 * self.set_heads * spec.head_dim
+        attended = 2 * 4 * self.warp_sets * self.set_heads * spec.head_dim
         scores = 2 * self.head.cta_rows
         values = max_per * warps * 32  # x
         values += warps * (self.num_sums * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
         values += warps * 2 * lanes * self.num_ranks  # head_squares
         values += rows * (self.num_streams + lanes * 2 * (spec.delay + 1))  # residual, history
-        values += attended + self.num_sets * spec.head_dim  # ..., fresh
+        values += attended + self.num_sets // self.warp_sets * spec.head_dim  # ..., fresh
         values += 2 * attended // spec.head_dim  # attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves

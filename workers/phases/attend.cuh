@@ -10,28 +10,29 @@
 namespace kog {
 
 struct Attender : BatchMixer {
-    // Each warp for the query heads of its set.
+    // Each warp for the query heads of its sets.
     __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position, u32 tag) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits;
-        const u32 set = set_of(warp), first = share_of(warp);
+        const u32 first_set = team_of(warp) * kWarpSets, first = share_of(warp);
         const Rows rows = rows_of(layer, lane_idx, item_idx, partition, position);
         // They are on their way, or here before the query is.
         Batch batches[kBatches];
 #pragma unroll
         for (u32 i = 0; i < kBatches; ++i)
-            load_keys<kWholeWindows>(rows, first + i * kSetWarps, batches[i]), load_values<kWholeWindows>(rows, first + i * kSetWarps, batches[i]);
+            load_keys<kWholeWindows>(rows, first + i * kTeamWarps, batches[i]), load_values<kWholeWindows>(rows, first + i * kTeamWarps, batches[i]);
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
-        const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kSetWarps == first;
-        Query query;
-        if (!wait_for_query(words, layer, kv_head, set, position, has_fresh, tag, query)) return false;
+        const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kTeamWarps == first;
+        Query queries[kWarpSets];
+        // Warps without rows leave that to the first one, which always waits: parts of the layer before may still be read until the query is there.
+        if ((first == 0 || first < rows.num_batches) && !wait_for_query(words, layer, kv_head, first_set, position, has_fresh, tag, queries)) return false;
         if (warp == 0) stamp(role, kQuerySeen, step, product);
-        Mixed mixed;
+        Mixed mixed[kWarpSets];
 #pragma unroll 1
-        for (u32 batch = first; batch < rows.num_batches; batch += kBatches * kSetWarps) {
+        for (u32 batch = first; batch < rows.num_batches; batch += kBatches * kTeamWarps) {
 #pragma unroll
             for (u32 i = 0; i < kBatches; i += kMixedBatches) {
-                const u32 number = batch + i * kSetWarps;
-                if (i == 0 || number < rows.num_batches) mix(rows, set, number, number + kBatches * kSetWarps, query, batches + i, mixed);
+                const u32 number = batch + i * kTeamWarps;
+                if (i == 0 || number < rows.num_batches) mix(rows, first_set, number, number + kBatches * kTeamWarps, queries, batches + i, mixed);
             }
         }
         if (warp == 0) stamp(role, kMixed, step, product);
@@ -69,10 +70,12 @@ struct Attender : BatchMixer {
 
     // The outputs of a KV head's items, mixed: the thread block that has split i of them does that for the i-th share of the head's values, and
     // publishes them as OUT's input. A thread has one split of a unit, or two where experts' warps would else have two units one after the other;
-    // neighbouring threads have the others.
+    // neighbouring threads have the others. Where splits are no power of two, the last threads have one less.
     static constexpr u32 kUnits = kGroup * kHeadUnits, kShareUnits = (kUnits + kSplits - 1) / kSplits;
-    static constexpr u32 kSplitsOfThread = kExperts && kShareUnits > kAttendWarps * (32 / kSplits) ? 2 : 1;
-    static constexpr u32 kMixThreads = kSplits / kSplitsOfThread, kUnitsOfWarp = 32 / kMixThreads;
+    static constexpr u32 kRoundSplits = kSplits > 16 ? 32 : kSplits > 8 ? 16 : 8, kMissingSplits = kRoundSplits - kSplits;
+    static constexpr u32 kSplitsOfThread = kExperts && kShareUnits > kAttendWarps * (32 / kRoundSplits) ? 2 : 1;
+    static constexpr u32 kMixThreads = kRoundSplits / kSplitsOfThread, kUnitsOfWarp = 32 / kMixThreads;
+    static_assert(kMissingSplits <= kMixThreads, "a thread has one less, or none");
     static_assert(32 % kMixThreads == 0 && kReplicas <= kMixThreads, "the splits of a unit are in one warp");
     struct Part {
         ulonglong2 values;
@@ -81,10 +84,11 @@ struct Attender : BatchMixer {
     static __device__ __forceinline__ bool is_part(const Part& got, u32 tag) {
         return (tag_difference(got.values, tag) | (static_cast<u32>(got.log_sum >> 32) ^ tag)) == 0;
     }
-    __device__ __forceinline__ bool wait_for_parts(const u64* values, const u64* log_sum, bool is_mine, u32 tag, Part (&got)[1]) const {
-        bool ready = !is_mine;
+    __device__ __forceinline__ bool wait_for_parts(const u64* values, const u64* log_sum, u32 num_mine, u32 tag, Part (&got)[1]) const {
+        bool ready = num_mine == 0;
+        if (kMissingSplits > 0) got[0] = {};
         while (true) {
-            if (kOneStream ? !ready : is_mine) {
+            if (kOneStream ? !ready : num_mine > 0) {
                 got[0] = {load_relaxed_x2(values), load_relaxed(log_sum)};
                 ready = is_part(got[0], tag);
             }
@@ -93,8 +97,8 @@ struct Attender : BatchMixer {
         }
     }
     // Of two splits at once: their looks are under way together. What is not asked for is empty: else registers would be kept for it.
-    __device__ __forceinline__ bool wait_for_parts(const u64* values, const u64* log_sums, bool is_mine, u32 tag, Part (&got)[2]) const {
-        bool ready[2] = {!is_mine, !is_mine};
+    __device__ __forceinline__ bool wait_for_parts(const u64* values, const u64* log_sums, u32 num_mine, u32 tag, Part (&got)[2]) const {
+        bool ready[2] = {num_mine < 1, num_mine < 2};
         got[0] = got[1] = {};
         while (true) {
 #pragma unroll
@@ -117,6 +121,7 @@ struct Attender : BatchMixer {
             const u32 head = kv_head * kGroup + (is_mine ? unit / kHeadUnits : 0), place = is_mine ? unit % kHeadUnits : 0, row = head * kSplits + split;
             const u64* values = words + kPartOffset + lane_idx * kPartStride + (row * kHeadUnits + place) * 2;
             const u64* log_sums = words + kLogSumOffset + lane_idx * kLogSumStride + row;
+            const u32 num_mine = is_mine ? kSplitsOfThread - (split >= kMixThreads - kMissingSplits) : 0;
             float peak = -INFINITY, total = 0;
             float4 sum = make_float4(0, 0, 0, 0);
             [[maybe_unused]] float sink = 0;  // one more logit of the head, of which nothing is mixed
@@ -124,10 +129,10 @@ struct Attender : BatchMixer {
 #pragma unroll 1
             for (u32 partition = 0; partition < partitions; ++partition) {
                 Part got[kSplitsOfThread];
-                if (!wait_for_parts(values, log_sums, is_mine, tag, got)) return false;
+                if (!wait_for_parts(values, log_sums, num_mine, tag, got)) return false;
 #pragma unroll
                 for (u32 i = 0; i < kSplitsOfThread; ++i) {
-                    const float own = is_mine ? __uint_as_float(static_cast<u32>(got[i].log_sum)) : -INFINITY, next = fmaxf(peak, own);
+                    const float own = i < num_mine ? __uint_as_float(static_cast<u32>(got[i].log_sum)) : -INFINITY, next = fmaxf(peak, own);
                     const float base = next == -INFINITY ? 0.0f : next, shrink = exp2_approx(peak - base), weight = exp2_approx(own - base);
                     const ulonglong2 pairs = got[i].values;
                     const float4 v = make_float4(first_of(pairs.x), second_of(pairs.x), first_of(pairs.y), second_of(pairs.y));
@@ -159,24 +164,29 @@ struct Attender : BatchMixer {
         return true;
     }
 
-    // The parts of a set's warps of an item, normalised and published with the logarithm (base 2) of their sum.
-    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 partition, u32 lane_idx, u32 tag, const Mixed& own) {
+    // The parts of a team's warps of an item, normalised and published with the logarithm (base 2) of their sum.
+    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 partition, u32 lane_idx, u32 tag, const Mixed (&mixed)[kWarpSets]) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, head = lane & 3;
         const u32 half = num_items++ & 1;
-        float sum = own.sum;
 #pragma unroll
-        for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-        const float offset = kKvRotated ? (own.weights[0] + own.weights[1]) * (kKvMostValue * kMiddle) : 0.0f;
-        if (head < num_heads(set_of(warp))) {
+        for (u32 s = 0; s < kWarpSets; ++s) {
+            const Mixed& own = mixed[s];
+            float sum = own.sum;
 #pragma unroll
-            for (int i = 0; i < kHeadDim / 16; ++i)
-                *reinterpret_cast<float2*>(&shared.attended[half][warp][head][value_dim(group, 2 * i)]) =
-                    make_float2((own.outputs[i][0] + own.outputs[i][1] - offset) * kUnscale,
-                                (own.outputs[i][2] + own.outputs[i][3] - offset * kOddPairs) * (kUnscale / kOddPairs));
-            if (group == 0) {
-                shared.attended_max[half][warp][head] = own.peak;
-                shared.attended_sum[half][warp][head] = sum;
+            for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+            const float offset = kKvRotated ? (own.weights[0] + own.weights[1]) * (kKvMostValue * kMiddle) : 0.0f;
+            if (head < num_heads(team_of(warp) * kWarpSets + s)) {
+                const u32 place = s * kSetHeads + head;
+#pragma unroll
+                for (int i = 0; i < kHeadDim / 16; ++i)
+                    *reinterpret_cast<float2*>(&shared.attended[half][warp][place][value_dim(group, 2 * i)]) =
+                        make_float2((own.outputs[i][0] + own.outputs[i][1] - offset) * kUnscale,
+                                    (own.outputs[i][2] + own.outputs[i][3] - offset * kOddPairs) * (kUnscale / kOddPairs));
+                if (group == 0) {
+                    shared.attended_max[half][warp][place] = own.peak;
+                    shared.attended_sum[half][warp][place] = sum;
+                }
             }
         }
         __syncwarp();
@@ -187,25 +197,25 @@ struct Attender : BatchMixer {
         for (u32 unit = warp * 32 + lane; unit - lane < kUnits; unit += kAttendThreads) {  // whole warps: rows are rotated
             const bool is_mine = unit < kUnits;
             const u32 query_head = is_mine ? unit / kHeadUnits : 0, dim = (unit % kHeadUnits) * 4;
-            const u32 first_warp = query_head / kSetHeads * kSetWarps, head = query_head % kSetHeads;
+            const u32 first_warp = query_head / kWarpHeads * kTeamWarps, head = query_head % kWarpHeads;
             float top = shared.attended_max[half][first_warp][head];
 #pragma unroll
-            for (int i = 1; i < kSetWarps; ++i) top = fmaxf(top, shared.attended_max[half][first_warp + i][head]);
+            for (int i = 1; i < kTeamWarps; ++i) top = fmaxf(top, shared.attended_max[half][first_warp + i][head]);
             const float safe_top = top == -INFINITY ? 0.0f : top;
             float total = 0;
-            float4 mixed = make_float4(0, 0, 0, 0);
+            float4 outputs = make_float4(0, 0, 0, 0);
 #pragma unroll
-            for (int i = 0; i < kSetWarps; ++i) {
+            for (int i = 0; i < kTeamWarps; ++i) {
                 const float weight = exp2_approx(shared.attended_max[half][first_warp + i][head] - safe_top);
                 const float4 v = *reinterpret_cast<const float4*>(&shared.attended[half][first_warp + i][head][dim]);
                 total += weight * shared.attended_sum[half][first_warp + i][head];
-                mixed = make_float4(mixed.x + weight * v.x, mixed.y + weight * v.y, mixed.z + weight * v.z, mixed.w + weight * v.w);
+                outputs = make_float4(outputs.x + weight * v.x, outputs.y + weight * v.y, outputs.z + weight * v.z, outputs.w + weight * v.w);
             }
-            if constexpr (kKvRotated) mixed = rotated_row<kHeadUnits>(mixed, lane, kKvFactorOut);
+            if constexpr (kKvRotated) outputs = rotated_row<kHeadUnits>(outputs, lane, kKvFactorOut);
             const float inverse = top == -INFINITY ? 0.0f : reciprocal_approx(total);
             const float log_sum = top == -INFINITY ? -INFINITY : top + log2_approx(total);
-            const u64 first = make_pair_word(mixed.x * inverse, mixed.y * inverse, tag);
-            const u64 second = make_pair_word(mixed.z * inverse, mixed.w * inverse, tag);
+            const u64 first = make_pair_word(outputs.x * inverse, outputs.y * inverse, tag);
+            const u64 second = make_pair_word(outputs.z * inverse, outputs.w * inverse, tag);
             if (is_mine) publish((kv_head * kGroup + query_head) * kSplits + split, partition, lane_idx, unit, first, second, log_sum, tag);
         }
         return true;

@@ -15,6 +15,8 @@ struct ScoreSum<true> {
 };
 
 struct BatchMixer : QueryReader {
+    using Sum = ScoreSum<kKvRotated>::Type;
+    static constexpr u32 kChains = kKvCoded && !kKvRotated ? 2 : 1;
     // Softmax over a warp's rows so far: the largest score and the sum of weights of the thread's rows for one head, and outputs.
     struct Mixed {
         float outputs[kHeadDim / 16][4] = {};
@@ -22,75 +24,107 @@ struct BatchMixer : QueryReader {
         float weights[4] = {};  // of INT4: sums of what codes of V were multiplied with, in the columns of `outputs`
     };
     // Work on `kMixedBatches` batches, then have their registers filled with those from `next` on.
-    __device__ __forceinline__ void mix(const Rows& rows, u32 set, u32 number, u32 next, const Query& query, Batch* batches, Mixed& mixed) {
-        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3;
-        float scores[kMixedBatches][2], value_scales[kMixedBatches][2];
+    __device__ __forceinline__ void mix(const Rows& rows, u32 first_set, u32 number, u32 next, const Query (&queries)[kWarpSets], Batch* batches,
+                                        Mixed (&mixed)[kWarpSets]) {
 #pragma unroll
         for (u32 j = 0; j < kMixedBatches; ++j)
-            if (number + j * kSetWarps == rows.fresh_batch) put_fresh(rows, batches[j]);
+            if (number + j * kTeamWarps == rows.fresh_batch) put_fresh(rows, batches[j]);
         // Scores: rows `group` and `group + 8` of a batch, for query head `part`; of FP8 in two chains that do not wait for each other.
-        ScoreSum<kKvRotated>::Type sums[kMixedBatches][kChains][4] = {};
+        Sum sums[kWarpSets][kMixedBatches][kChains][4] = {};
 #pragma unroll
         for (int i = 0; i < kQueryRegisters / 2; ++i)
 #pragma unroll
-            for (u32 j = 0; j < kMixedBatches; ++j) add_products(sums[j][i % kChains], batches[j], query, i);
+            for (u32 j = 0; j < kMixedBatches; ++j)
+#pragma unroll
+                for (u32 s = 0; s < kWarpSets; ++s) add_products(sums[s][j][i % kChains], batches[j], queries[s], i);
         if (warp == 0) stamp(role, kScored, step, product);
-        float next_peak = mixed.peak;
+#pragma unroll
+        for (u32 j = 0; j < kMixedBatches; ++j) load_keys(rows, next + j * kTeamWarps, batches[j]);
+        Weights weights[kWarpSets];
+        weigh(rows, first_set, number, queries, sums, batches, mixed, weights);
 #pragma unroll
         for (u32 j = 0; j < kMixedBatches; ++j) {
-            load_keys(rows, next + j * kSetWarps, batches[j]);
-            const bool is_there = j == 0 || number + j * kSetWarps < rows.num_batches;
+#pragma unroll
+            for (u32 s = 0; s < kWarpSets; ++s) add_values(batches[j], j == 0 ? weights[s].shrink : 1, weights[s].first[j], weights[s].second[j], mixed[s]);
+            load_values(rows, next + j * kTeamWarps, batches[j]);
+            // Neighbours, though this warp mixes every kTeamWarps-th one: together a team's warps read what all teams' will mix.
+            if (j == 0 && first_set == 0) read_ahead(rows, number + share_of(warp) * (kMixedBatches - 1) + (kBatches + kBatchesAhead) * kAttendWarps);
+        }
+    }
+    // What outputs so far shrink by, and weights of batches as the matrix unit takes them.
+    struct Weights {
+        float shrink;
+        u32 first[kMixedBatches], second[kMixedBatches];
+    };
+    // A step of softmax, of all sets side by side: a step of one waits while the other's is under way.
+    __device__ __forceinline__ void weigh(const Rows& rows, u32 first_set, u32 number, const Query (&queries)[kWarpSets],
+                                          const Sum (&sums)[kWarpSets][kMixedBatches][kChains][4], const Batch* batches, Mixed (&mixed)[kWarpSets],
+                                          Weights (&to)[kWarpSets]) const {
+        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3;
+        float scores[kWarpSets][kMixedBatches][2], value_scales[kMixedBatches][2], peaks[kWarpSets];
+#pragma unroll
+        for (u32 s = 0; s < kWarpSets; ++s) peaks[s] = mixed[s].peak;
+#pragma unroll
+        for (u32 j = 0; j < kMixedBatches; ++j) {
+            const bool is_there = j == 0 || number + j * kTeamWarps < rows.num_batches;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const u32 slot = (number + j * kSetWarps) * 16 + group + 8 * i;
+                const u32 slot = (number + j * kTeamWarps) * 16 + group + 8 * i;
                 const bool seen = (rows.last >= slot ? rows.last - slot : rows.last + rows.capacity - slot) < rows.num_seen;  // rows before the last one
-                float score, scale = query.scale;
-                if constexpr (kKvRotated) score = static_cast<float>(sums[j][0][2 * i] * 512 + sums[j][0][2 * i + 1] * 2 - query.offset);
-                else score = sums[j][0][2 * i] + sums[j][0][2 * i + 1];
+                float key_scale = 1;
                 if constexpr (kKvCoded) {
                     const u32 scales = __shfl_sync(kFullWarp, batches[j].scales, group + 8 * i);
-                    if constexpr (kChains > 1) score += sums[j][1][2 * i] + sums[j][1][2 * i + 1];
-                    scale *= Fp16::low(scales), value_scales[j][i] = kWeightScale * Fp16::high(scales);
+                    key_scale = Fp16::low(scales), value_scales[j][i] = kWeightScale * Fp16::high(scales);
                 }
-                scores[j][i] = is_there && seen ? score * scale : -INFINITY;
+#pragma unroll
+                for (u32 s = 0; s < kWarpSets; ++s) {
+                    const Sum(&sum)[kChains][4] = sums[s][j];
+                    float score;
+                    if constexpr (kKvRotated) score = static_cast<float>(sum[0][2 * i] * 512 + sum[0][2 * i + 1] * 2 - queries[s].offset);
+                    else score = sum[0][2 * i] + sum[0][2 * i + 1];
+                    if constexpr (kChains > 1) score += sum[1][2 * i] + sum[1][2 * i + 1];
+                    scores[s][j][i] = is_there && seen ? score * (kKvCoded ? queries[s].scale * key_scale : queries[s].scale) : -INFINITY;
+                }
             }
-            next_peak = fmaxf(next_peak, fmaxf(scores[j][0], scores[j][1]));
+#pragma unroll
+            for (u32 s = 0; s < kWarpSets; ++s) peaks[s] = fmaxf(peaks[s], fmaxf(scores[s][j][0], scores[s][j][1]));
         }
 #pragma unroll
-        for (int offset = 4; offset < 32; offset <<= 1) next_peak = fmaxf(next_peak, __shfl_xor_sync(kFullWarp, next_peak, offset));
-        const float base = next_peak == -INFINITY ? 0.0f : next_peak;
-        const float shrink = exp2_approx(mixed.peak - base);
-        mixed.sum *= shrink, mixed.peak = next_peak;
-        u32 first[kMixedBatches], second[kMixedBatches];
+        for (int offset = 4; offset < 32; offset <<= 1)
 #pragma unroll
-        for (u32 j = 0; j < kMixedBatches; ++j) {
-            float weights[2] = {exp2_approx(scores[j][0] - base), exp2_approx(scores[j][1] - base)};
-            mixed.sum += weights[0] + weights[1];
-            if constexpr (kKvCoded) weights[0] *= value_scales[j][0], weights[1] *= value_scales[j][1];
-            const int from = part * 8 + head_of(group, set);  // the thread that holds this head's weight of position 2 * part
-            const float a = __shfl_sync(kFullWarp, weights[0], from), b = __shfl_sync(kFullWarp, weights[0], from + 4);
-            const float c = __shfl_sync(kFullWarp, weights[1], from), d = __shfl_sync(kFullWarp, weights[1], from + 4);
-            first[j] = KvFormat::pack(a, b), second[j] = KvFormat::pack(c, d);
-            if (group & 1) first[j] = pack_rest<KvFormat>(a, b, first[j]), second[j] = pack_rest<KvFormat>(c, d, second[j]);
+            for (u32 s = 0; s < kWarpSets; ++s) peaks[s] = fmaxf(peaks[s], __shfl_xor_sync(kFullWarp, peaks[s], offset));
+#pragma unroll
+        for (u32 s = 0; s < kWarpSets; ++s) {
+            const float base = peaks[s] == -INFINITY ? 0.0f : peaks[s];
+            to[s].shrink = exp2_approx(mixed[s].peak - base);
+            mixed[s].sum *= to[s].shrink, mixed[s].peak = peaks[s];
+#pragma unroll
+            for (u32 j = 0; j < kMixedBatches; ++j) {
+                float weights[2] = {exp2_approx(scores[s][j][0] - base), exp2_approx(scores[s][j][1] - base)};
+                mixed[s].sum += weights[0] + weights[1];
+                if constexpr (kKvCoded) weights[0] *= value_scales[j][0], weights[1] *= value_scales[j][1];
+                const int from = part * 8 + head_of(group, first_set + s);  // the thread that holds this head's weight of position 2 * part
+                const float a = __shfl_sync(kFullWarp, weights[0], from), b = __shfl_sync(kFullWarp, weights[0], from + 4);
+                const float c = __shfl_sync(kFullWarp, weights[1], from), d = __shfl_sync(kFullWarp, weights[1], from + 4);
+                u32 &first = to[s].first[j], &second = to[s].second[j];
+                first = KvFormat::pack(a, b), second = KvFormat::pack(c, d);
+                if (group & 1) first = pack_rest<KvFormat>(a, b, first), second = pack_rest<KvFormat>(c, d, second);
+            }
         }
+    }
+    // Outputs, times `shrink`, and the values of a batch, times their weights.
+    static __device__ __forceinline__ void add_values(const Batch& batch, float shrink, u32 first, u32 second, Mixed& mixed) {
 #pragma unroll
-        for (u32 j = 0; j < kMixedBatches; ++j) {
-            const Batch& batch = batches[j];
+        for (int i = 0; i < kHeadDim / 16; ++i) {
 #pragma unroll
-            for (int i = 0; i < kHeadDim / 16; ++i) {
+            for (int k = 0; k < 4; ++k) mixed.outputs[i][k] *= shrink;
+            KvFormat::mma(mixed.outputs[i], expand_value(batch.values[0], 2 * i), expand_value(batch.values[0], 2 * i + 1),
+                          expand_value(batch.values[1], 2 * i), expand_value(batch.values[1], 2 * i + 1), first, second);
+        }
+        if constexpr (kKvRotated) {
 #pragma unroll
-                for (int k = 0; k < 4; ++k) mixed.outputs[i][k] *= j == 0 ? shrink : 1;
-                KvFormat::mma(mixed.outputs[i], expand_value(batch.values[0], 2 * i), expand_value(batch.values[0], 2 * i + 1),
-                              expand_value(batch.values[1], 2 * i), expand_value(batch.values[1], 2 * i + 1), first[j], second[j]);
-            }
-            if constexpr (kKvRotated) {
-#pragma unroll
-                for (int k = 0; k < 4; ++k) mixed.weights[k] *= j == 0 ? shrink : 1;
-                KvFormat::mma(mixed.weights, kUnitPair, kUnitPair, kUnitPair, kUnitPair, first[j], second[j]);
-            }
-            load_values(rows, next + j * kSetWarps, batches[j]);
-            // Neighbours, though this warp mixes every kSetWarps-th one: together a set's warps read what all sets' will mix.
-            if (j == 0 && set == 0) read_ahead(rows, number + share_of(warp) * (kMixedBatches - 1) + (kBatches + kBatchesAhead) * kAttendWarps);
+            for (int k = 0; k < 4; ++k) mixed.weights[k] *= shrink;
+            KvFormat::mma(mixed.weights, kUnitPair, kUnitPair, kUnitPair, kUnitPair, first, second);
         }
     }
     // Of the keys of a batch and the query, the i-th registers.
@@ -105,7 +139,6 @@ struct BatchMixer : QueryReader {
     }
     // Weights times the scale of values are multiplied by this, too, so that they are in binary16's range.
     static constexpr float kWeightScale = kKvRotated ? 8 : 256, kUnscale = kKvCoded ? kUnit / kWeightScale : 1;
-    static constexpr u32 kChains = kKvCoded && !kKvRotated ? 2 : 1;
 };
 
 }  // namespace kog

@@ -69,14 +69,15 @@ __device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_
 }
 
 // Batches of an item that are on their way to a warp's registers, further ones to L2, and those that go through softmax together: INT4's are so
-// small that a warp would wait for the steps of a single one, and two of them fit.
-constexpr u32 kBatches = kKvCoded && !kKvRotated ? 3 : 2, kBatchesAhead = kKvRotated ? 4 : kKvCoded ? 2 : 1, kMixedBatches = kKvRotated ? 2 : 1;
+// small that a warp with one set would wait for the steps of a single one, and two of them fit.
+constexpr u32 kMixedBatches = kKvRotated && kWarpSets == 1 ? 2 : 1, kBatches = kKvCoded && !kKvRotated ? 3 : 2;
+constexpr u32 kBatchesAhead = kKvRotated ? 4 : kKvCoded ? 2 : 1;
 static_assert(kBatches % kMixedBatches == 0);
 
 struct CacheReader {
     const KogDecodeParams& params;
     const Role& role;
-    u32 warp, lane;  // the warp is also the number of its set times kSetWarps, and of its share of batches
+    u32 warp, lane;  // the warp is also the number of its team times kTeamWarps, and of its share of batches
     u32 num_items = 0, first_vector = 0, step = 0, product = 0;  // products of earlier tokens; the token; the number of its QKV product
 
     // Register `k` of a share of V, of even and odd positions, with those of one position from a pair of dimensions and its neighbours.
@@ -123,12 +124,12 @@ struct CacheReader {
         return rows;
     }
     static constexpr u32 kNoBatch = ~0u;
-    __device__ __forceinline__ u32 set_of(u32 warp) const { return kSets == 1 ? 0 : warp / kSetWarps; }
-    // Of its set's warps: which batches are its.
-    __device__ __forceinline__ u32 share_of(u32 warp) const { return kSets == 1 ? warp : warp % kSetWarps; }
-    // Where its set's new row lies, with shared memory beginning at `base`.
+    __device__ __forceinline__ u32 team_of(u32 warp) const { return kTeams == 1 ? 0 : warp / kTeamWarps; }
+    // Of its team's warps: which batches are its.
+    __device__ __forceinline__ u32 share_of(u32 warp) const { return kTeams == 1 ? warp : warp % kTeamWarps; }
+    // Where its team's new row lies, with shared memory beginning at `base`.
     __device__ __forceinline__ u32 staged_row(u32 base) const {
-        return base + KOG_OFFSET(fresh) + (kSets == 1 ? 0 : set_of(opaque(warp)) * (kHeadDim * 4));
+        return base + KOG_OFFSET(fresh) + (kTeams == 1 ? 0 : team_of(opaque(warp)) * (kHeadDim * 4));
     }
 
     // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V. Where
@@ -161,7 +162,7 @@ struct CacheReader {
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
     }
-    static constexpr bool kTurnsFurtherOn = kWholeWindows && kWindowBatches > static_cast<int>(kBatches) * kSetWarps;
+    static constexpr bool kTurnsFurtherOn = kWholeWindows && kWindowBatches > static_cast<int>(kBatches) * kTeamWarps;
     template <bool kTurns = kTurnsFurtherOn>
     __device__ __forceinline__ void load_keys(const Rows& rows, u32 batch, Batch& to) const {
         if (batch >= rows.num_batches) return;

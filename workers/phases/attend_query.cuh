@@ -32,10 +32,10 @@ struct QueryReader : CacheReader {
     };
     static __device__ __forceinline__ float inverse_rms(float squares) { return inverse_root_approx(squares * (1.0f / kHeadDim) + kNormEps); }
 
-    // Wait for the query of the thread's head, in high and low halves; the warp that has the batch of the new row stages K and V of it in
-    // shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
-    __device__ __forceinline__ bool wait_for_query(const u64* words, u32 layer, u32 kv_head, u32 set, u32 position, bool has_fresh, u32 tag,
-                                                   Query& query) {
+    // Wait for the query of the thread's head of each set, in high and low halves; the warp that has the batch of the new row stages K and V
+    // of it in shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
+    __device__ __forceinline__ bool wait_for_query(const u64* words, u32 layer, u32 kv_head, u32 first_set, u32 position, bool has_fresh,
+                                                   u32 tag, Query (&queries)[kWarpSets]) {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, is_low = group & 1;
         [[maybe_unused]] HeadNorm<kQkNorm ? kHalf : 1> query_norm;
         [[maybe_unused]] HeadNorm<kQkNorm ? kNewKeys : 1> key_norm;
@@ -47,9 +47,12 @@ struct QueryReader : CacheReader {
                 if (i * 32 + lane < kNewWords / 2) key_norm.load(params, i, layer, 1, position, i * 32 + lane);
         }
         if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), first_vector + product + 1)) return false;
-        const u64* query_words = words + ((kv_head * kGroup + set * kSetHeads + head_of(group, set)) * kHeadDim) / 2;
+        const u64* query_words[kWarpSets];
+#pragma unroll
+        for (u32 s = 0; s < kWarpSets; ++s)
+            query_words[s] = words + ((kv_head * kGroup + (first_set + s) * kSetHeads + head_of(group, first_set + s)) * kHeadDim) / 2;
         const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
-        u64 got[kHalf], got_new[kNew];
+        u64 got[kWarpSets][kHalf], got_new[kNew];
         while (true) {
             bool ready = true;
             if (has_fresh) {  // first, so that they are under way together with the query's: a look takes one way to L2, not two
@@ -59,17 +62,22 @@ struct QueryReader : CacheReader {
                         got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
             }
 #pragma unroll
-            for (int i = 0; i < kHalf; i += kQueryLoad) {
-                const u64* at = query_words + key_pair(part, is_low * kHalf + i);
-                if constexpr (kQueryLoad == 2) {
-                    const ulonglong2 two = load_relaxed_x2(at);
-                    got[i] = two.x, got[i + 1] = two.y;
-                } else {
-                    got[i] = load_relaxed(at);
+            for (u32 s = 0; s < kWarpSets; ++s) {
+#pragma unroll
+                for (int i = 0; i < kHalf; i += kQueryLoad) {
+                    const u64* at = query_words[s] + key_pair(part, is_low * kHalf + i);
+                    if constexpr (kQueryLoad == 2) {
+                        const ulonglong2 two = load_relaxed_x2(at);
+                        got[s][i] = two.x, got[s][i + 1] = two.y;
+                    } else {
+                        got[s][i] = load_relaxed(at);
+                    }
                 }
             }
 #pragma unroll
-            for (int i = 0; i < kHalf; ++i) ready &= has_tag(got[i], tag);
+            for (u32 s = 0; s < kWarpSets; ++s)
+#pragma unroll
+                for (int i = 0; i < kHalf; ++i) ready &= has_tag(got[s][i], tag);
             if (has_fresh) {
 #pragma unroll
                 for (int i = 0; i < kNew; ++i) ready &= i * 32 + lane >= kNewWords || has_tag(got_new[i], tag);
@@ -77,32 +85,36 @@ struct QueryReader : CacheReader {
             if (__all_sync(kFullWarp, ready)) break;
             if (must_leave(role.stopped())) return false;
         }
-        [[maybe_unused]] float query_rms = 1, key_rms = 1;
-        if constexpr (kQkNorm) {
-            float squares = 0;
 #pragma unroll
-            for (int i = 0; i < kHalf; ++i) squares += first_of(got[i]) * first_of(got[i]) + second_of(got[i]) * second_of(got[i]);
+        for (u32 s = 0; s < kWarpSets; ++s) {
+            [[maybe_unused]] float query_rms = 1;
+            if constexpr (kQkNorm) {
+                float squares = 0;
 #pragma unroll
-            for (int offset = 1; offset < 8; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
-            query_rms = inverse_rms(squares);
-        }
-        float2 turned[kHalf];
+                for (int i = 0; i < kHalf; ++i) squares += first_of(got[s][i]) * first_of(got[s][i]) + second_of(got[s][i]) * second_of(got[s][i]);
 #pragma unroll
-        for (int i = 0; i < kHalf; ++i) {
-            turned[i] = make_float2(first_of(got[i]), second_of(got[i]));
-            if constexpr (kQkNorm) turned[i] = query_norm.apply(i, query_rms, turned[i].x, turned[i].y);
-        }
-        if constexpr (kKvRotated) {
-            rotate_pairs<kHalf, 8>(turned, lane, kKvFactorOut);
-            put_integers(turned, query);
-        } else {
+                for (int offset = 1; offset < 8; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+                query_rms = inverse_rms(squares);
+            }
+            float2 turned[kHalf];
 #pragma unroll
             for (int i = 0; i < kHalf; ++i) {
-                const u32 high = KvFormat::pack(turned[i].x, turned[i].y);
-                put_halves(query, i, high, pack_rest<KvFormat>(turned[i].x, turned[i].y, high));
+                turned[i] = make_float2(first_of(got[s][i]), second_of(got[s][i]));
+                if constexpr (kQkNorm) turned[i] = query_norm.apply(i, query_rms, turned[i].x, turned[i].y);
+            }
+            if constexpr (kKvRotated) {
+                rotate_pairs<kHalf, 8>(turned, lane, kKvFactorOut);
+                put_integers(turned, queries[s]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kHalf; ++i) {
+                    const u32 high = KvFormat::pack(turned[i].x, turned[i].y);
+                    put_halves(queries[s], i, high, pack_rest<KvFormat>(turned[i].x, turned[i].y, high));
+                }
             }
         }
         if (has_fresh) {
+            [[maybe_unused]] float key_rms = 1;
             if constexpr (kQkNorm) {
                 float squares = 0;
 #pragma unroll
@@ -251,7 +263,7 @@ struct QueryReader : CacheReader {
     static __device__ __forceinline__ u32 num_heads(u32 set) { return kGroup % kSetHeads == 0 || set + 1 < kSets ? kSetHeads : kGroup % kSetHeads; }
     static __device__ __forceinline__ u32 head_of(u32 group, u32 set) { return (group >> 1) < num_heads(set) ? group >> 1 : num_heads(set) - 1; }
 
-    // The staged row goes into the registers of the threads that hold its place, and into the cache: by the warp of each set, which stores
+    // The staged row goes into the registers of the threads that hold its place, and into the cache: by a warp of each team, which stores
     // the same, so that every thread reads later what it has stored itself.
     __device__ __forceinline__ void put_fresh(const Rows& rows, Batch& batch) const {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, row = rows.last & 15, i = row >> 3;

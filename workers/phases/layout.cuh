@@ -45,10 +45,10 @@ constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 
 constexpr u32 kSumCopies = 2;
 static_assert(!kDirectSums || (kOneStream && kRanks == 2), "two halves");
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
-// Query heads of a KV head are taken in sets: the score matrix has eight columns, two (high, low) for each head. Attention warps are
-// divided among the sets, which see the same rows at the same time.
-constexpr int kSets = (kGroup + 3) / 4, kSetWarps = kAttendWarps / kSets;
-static_assert(kAttendWarps % kSets == 0, "every set has as many warps");
+// Query heads of a KV head are taken in sets: the score matrix has eight columns, two (high, low) for each head. A warp has one set, or two of
+// small heads, and reads rows once for both. Teams of warps, of which each has all rows, have the others at the same time.
+constexpr int kSets = (kGroup + 3) / 4, kTeams = kSets / kWarpSets, kTeamWarps = kAttendWarps / kTeams, kWarpHeads = kWarpSets * kSetHeads;
+static_assert(kSets % kWarpSets == 0 && kAttendWarps % kTeams == 0, "every set has as many warps");
 static_assert(kSetHeads == (kGroup + kSets - 1) / kSets && kSetHeads <= 4, "sets of at most four heads");
 
 constexpr u32 kSlotBytes = kMatrixWarps * kTileRows * 64;  // one ring slot: at most kTileRows rows x 32 columns of each matrix warp
@@ -162,7 +162,7 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 // The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
 // does not need while the LM head and sampling run, or in room of their own.
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
-constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kSetHeads * kHeadDim * 4;
+constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kWarpHeads * kHeadDim * 4;
 
 struct Shared {
     unsigned char ring[kRingBytes];
@@ -172,9 +172,9 @@ struct Shared {
     float head_squares[2][kMatrixWarps][kModelLanes];
     float residual[kStreams][OutOp::kCtaRows];
     float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
-    alignas(16) float attended[2][4][kSetHeads][kHeadDim];       // unnormalised outputs of the attention warps, two items in turn
-    alignas(16) u32 fresh[kSets][kHeadDim];                      // K and V of the new position, in pairs, for each set
-    float attended_max[2][4][kSetHeads], attended_sum[2][4][kSetHeads];
+    alignas(16) float attended[2][4][kWarpHeads][kHeadDim];      // unnormalised outputs of the attention warps, two items in turn
+    alignas(16) u32 fresh[kTeams][kHeadDim];                     // K and V of the new position, in pairs, for each team
+    float attended_max[2][4][kWarpHeads], attended_sum[2][4][kWarpHeads];
     u64 full[kRingPieces], empty[kRingPieces];
     u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it

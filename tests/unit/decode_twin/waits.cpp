@@ -237,7 +237,7 @@ int main(int, char** argv) {
         add(part, words, 64), add(part, words + 64, 32, kValue);
         ask("part", part, tag, [&] {
             Attender::Part got[1];
-            return attender.wait_for_parts(words + 2 * lane, words + 64 + lane, true, tag, got);
+            return attender.wait_for_parts(words + 2 * lane, words + 64 + lane, 1, tag, got);
         });
         // Of two splits: their values lie `apart`, their log-sums next to each other for so many threads as share a unit.
         constexpr u32 threads = Attender::kMixThreads, apart = threads * Attender::kHeadUnits * 2, log_sums = apart + 64;
@@ -247,12 +247,12 @@ int main(int, char** argv) {
         ask("parts", parts, tag, [&] {
             Attender::Part got[2];
             const u64* of_lane = words + log_sums + lane / threads * 2 * threads + lane % threads;
-            return attender.wait_for_parts(words + 2 * lane, of_lane, true, tag, got);
+            return attender.wait_for_parts(words + 2 * lane, of_lane, 2, tag, got);
         });
         add(query, words, kGroup * kHeadDim / 2);
         for (const u32 first_row : {kQueryRows, kQueryRows + kKvRows}) add(query, words + first_row / 2, kHeadDim / 2);  // of K and V
         ask("query", query, tag, [&] {
-            Attender::Query got;
+            Attender::Query got[kWarpSets];
             return attender.wait_for_query(words, 0, 0, 0, 0, true, tag, got);
         });
 

@@ -47,9 +47,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def layout_of(spec: ModelSpec, num_lanes: int, kv_dtype: str = "bfloat16", *, whole_windows: bool = False) -> CacheLayout:
+def layout_of(
+    spec: ModelSpec, num_lanes: int, kv_dtype: str = "bfloat16", *, whole_windows: bool = False, splits: int = SPLITS
+) -> CacheLayout:  # fmt: skip
     """As `KernelShape` has it."""
-    return CacheLayout(spec, num_lanes, kv_dtype, SPLITS, MAX_CTAS, whole_windows=whole_windows)
+    return CacheLayout(spec, num_lanes, kv_dtype, splits, MAX_CTAS, whole_windows=whole_windows)
 
 
 class Rank:

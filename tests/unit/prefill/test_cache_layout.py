@@ -12,6 +12,11 @@ from tests.unit.prefill.models import SMALL, SPLITS, layout_of
 
 SPEC = ModelSpec(**{**SMALL, "hidden_size": 256})  # a head_dim that the kernel runs
 LAYOUT, WHOLE = (layout_of(SPEC, 4, whole_windows=is_whole) for is_whole in (False, True))
+LAYOUTS = {
+    f"{'whole windows' if is_whole else 'rings'}, {splits} splits": layout_of(SPEC, 4, whole_windows=is_whole, splits=splits)
+    for splits in (SPLITS, 15)
+    for is_whole in (False, True)
+}
 
 
 def place_in_bytes(layout: CacheLayout, layer: int, lane: int, kv_head: int, position: int, dim: int, part: int) -> int:
@@ -33,17 +38,18 @@ def place_in_bytes(layout: CacheLayout, layer: int, lane: int, kv_head: int, pos
     return at + 16 * head_dim * 2 + (row >> 1) * head_dim * 4 + dim * 4 + (row & 1) * 2
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, WHOLE], ids=["rings", "whole windows"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("layer", range(SPEC.num_layers))
 def test_every_value_is_where_the_kernel_reads_it(layer: int, layout: CacheLayout) -> None:
     cache = np.zeros(layout.num_values, np.uint16)
-    count, shape = 200, (200, layout.heads, SPEC.head_dim)
+    count, ring = 250, 16 * layout.splits
+    shape = (count, layout.heads, SPEC.head_dim)
     random = np.random.default_rng(layer)
     keys, values = (random.integers(1, 2**15, shape).astype(np.uint16) for _ in range(2))
     layout.store(cache, layer, 0, keys, values)
     first = layout.first_kept(layer, count)
-    assert first == (count - 128 if layer in SPEC.window_layers and not layout.whole_windows else 0)
-    assert layout.first_read(layer, count) == (count - 128 if layer in SPEC.window_layers else 0)
+    assert first == (count - ring if layer in SPEC.window_layers and not layout.whole_windows else 0)
+    assert layout.first_read(layer, count) == (count - ring if layer in SPEC.window_layers else 0)
     for _ in range(300):
         lane, kv_head, dim = (int(random.integers(n)) for n in (4, SPEC.lane_kv_heads, SPEC.head_dim))
         position = int(random.integers(first, count))
