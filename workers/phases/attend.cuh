@@ -23,8 +23,7 @@ struct Attender : BatchMixer {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kTeamWarps == first;
         Query queries[kWarpSets];
-        // Warps without rows leave that to the first one, which always waits: parts of the layer before may still be read until the query is there.
-        if ((first == 0 || first < rows.num_batches) && !wait_for_query(words, layer, kv_head, first_set, position, has_fresh, tag, queries)) return false;
+        if (!wait_for_query(words, layer, kv_head, first_set, position, has_fresh, tag, queries)) return false;
         if (warp == 0) stamp(role, kQuerySeen, step, product);
         Mixed mixed[kWarpSets];
 #pragma unroll 1
