@@ -68,14 +68,13 @@ class DenseDeviceOperations:
         """See `DenseOperations`."""
         self._launch("begin", 1, 1, size=rows.size, place=rows.place)
 
-    @property
-    def _is_on_tape(self) -> bool:
-        """Whether products are `tape`'s. What they multiply is in their order then."""
-        return self.tape is not None
+    def _is_on_tape(self, rows: DenseRows) -> bool:
+        """Whether a chunk's products are `tape`'s. What they multiply is in their order then."""
+        return self.tape is not None and rows.size <= self.tape.most_rows
 
     def _on_tape(self, phase: Phase, rows: DenseRows, matrices: DenseMatrices, x: Array, out: Array) -> bool:
         """Queue a product, if it is `tape`'s."""
-        if self.tape is None:
+        if self.tape is None or not self._is_on_tape(rows):
             return False
         assert isinstance(matrices, ExpandedDenseLayer)
         self.tape(phase, matrices.layer, rows.size, rows.place, x, out)
@@ -85,7 +84,7 @@ class DenseDeviceOperations:
         """See `DenseOperations`."""
         self._launch(
             "embed", rows.size, self._row_threads, place=rows.place, stream=rows.stream, x=rows.x, norm=norm,
-            is_ordered=self._is_on_tape,
+            is_ordered=self._is_on_tape(rows),
         )  # fmt: skip
 
     def product(self, x: Array, matrix: Array, out: Array) -> None:
@@ -107,7 +106,7 @@ class DenseDeviceOperations:
     def attend(self, rows: DenseRows, layer: int, sinks: Array | None = None) -> Array:
         """See `DenseOperations`."""
         keys, values, window = self.buffers.keys[0], self.buffers.values[0], self.spec.window(layer)
-        return self._attention.run(rows.query, keys, values, rows.place, window, sinks, is_ordered=self._is_on_tape)
+        return self._attention.run(rows.query, keys, values, rows.place, window, sinks, is_ordered=self._is_on_tape(rows))
 
     def project(self, rows: DenseRows, mixed: Array, matrices: DenseMatrices) -> None:
         """See `DenseOperations`."""
@@ -130,7 +129,7 @@ class DenseDeviceOperations:
             "residual_alone" if total is None else "residual", rows.size, self._row_threads,
             early=total is None,  # else it is not a product alone that comes before
             size=rows.size, scale=scale, stream=rows.stream, x=rows.x, left=left, norm=norm, partial=rows.partial, total=total,
-            bias=bias, is_ordered=self._is_on_tape,
+            bias=bias, is_ordered=self._is_on_tape(rows),
         )  # fmt: skip
 
     def gate(self, rows: DenseRows, matrices: DenseMatrices) -> None:
