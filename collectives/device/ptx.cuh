@@ -280,11 +280,11 @@ __device__ __forceinline__ u32 expand_e4m3(u32 codes, bool upper = false) {
     return packed;
 }
 
-// The differences of two pairs in binary16.
-__device__ __forceinline__ u32 subtract_halves(u32 a, u32 b) {
-    u32 difference;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-    return difference;
+// The sums of two pairs in binary16, each rounded.
+__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
+    u32 sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
 }
 
 // What rounding to 16 bits leaves of (low, high): together the two carry 16 significant bits or more.

@@ -7,7 +7,7 @@ namespace kog {
 
 // The integers of two codes in binary16: a number whose first byte is 0x64 is 1024 plus its last byte, and a code is its integer plus 128.
 __device__ __forceinline__ u32 expand_int8(u32 codes, bool upper = false) {
-    return subtract_halves(__byte_perm(codes, 0x64646464u, upper ? 0x4342 : 0x4140), 0x64806480u);
+    return add_halves(__byte_perm(codes, 0x64646464u, upper ? 0x4342 : 0x4140), 0xe480e480u);
 }
 
 // Partial sums of a block of rows in a thread of a matrix warp, as the matrix unit leaves them.

@@ -302,6 +302,7 @@ inline u32 expand_e4m3(u32 codes, bool upper = false) {
     if (upper) codes >>= 16;
     return Fp16::pack(e4m3_value(codes & 0xff), e4m3_value(codes >> 8 & 0xff));
 }
+inline u32 add_halves(u32 a, u32 b) { return Fp16::pack(Fp16::low(a) + Fp16::low(b), Fp16::high(a) + Fp16::high(b)); }
 
 // Run all blocks of a launch, `cluster` at a time.
 template <class Params>

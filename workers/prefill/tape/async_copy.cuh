@@ -76,15 +76,6 @@ __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
     return Fp16::pack(Fp16::low(a) * Fp16::low(b), Fp16::high(a) * Fp16::high(b));
 #endif
 }
-__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
-#ifdef __CUDA_ARCH__
-    u32 sum;
-    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-    return sum;
-#else
-    return Fp16::pack(Fp16::low(a) + Fp16::low(b), Fp16::high(a) + Fp16::high(b));
-#endif
-}
 
 // A warp has 8 x 8 halves, of which a thread holds two neighbours of row laneid / 4; so it does of what comes back, whose rows are the
 // columns. A full warp calls it.
