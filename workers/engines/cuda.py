@@ -39,6 +39,7 @@ from kog_dist.workers.engines.launches import DecodeKernel, Launches, Token
 from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.notes import note
+from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
@@ -50,7 +51,7 @@ POLL_S = 20e-6
 FIRST_TOKEN_SPIN_S = 0.004  # behind prefill it comes within about a millisecond, and whoever asked waits for it
 REFILL_TOKENS = 16
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a chunk takes as long as reading the weights
-MIN_QUANTISED_TOKENS = 6  # the same where a chunk has to expand them
+MIN_TAPE_TOKENS, MIN_EXPANDED_TOKENS = 4, 6  # the same of quantised ones (docs/formats.md#prefill)
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
 AMONG_PEERS_WAIT_US = 2_000_000  # hosts start their launches at different times; a stopped one is found sooner, by its heartbeat
@@ -110,7 +111,8 @@ class CudaEngine:
 
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
         peers = self._peers
-        self._min_prefill_tokens = MIN_PREFILL_TOKENS if shape.coding is None else MIN_QUANTISED_TOKENS
+        of_codes = MIN_TAPE_TOKENS if is_multiplied_on_tape(shape) else MIN_EXPANDED_TOKENS
+        self._min_prefill_tokens = MIN_PREFILL_TOKENS if shape.coding is None else of_codes
         kernel, self._prefill = Start(
             self._args, shape, checkpoint, self._control.masks, tell=self._start,
             limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,

@@ -20,7 +20,7 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, MIN_QUANTISED_TOKENS, CudaEngine
+from kog_dist.workers.engines.cuda import MIN_EXPANDED_TOKENS, MIN_PREFILL_TOKENS, MIN_TAPE_TOKENS, CudaEngine
 from kog_dist.workers.notes import NOTE
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
 
@@ -164,13 +164,20 @@ def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
     assert kernel.streams is None
 
 
-@pytest.mark.parametrize(("coding", "least"), [(None, MIN_PREFILL_TOKENS), (Coding("E4M3", 1, "F32"), MIN_QUANTISED_TOKENS)])
+CODING = Coding("E4M3", 1, "F32")
+
+
+@pytest.mark.parametrize(
+    ("coding", "on_tape", "least"),
+    [(None, False, MIN_PREFILL_TOKENS), (CODING, True, MIN_TAPE_TOKENS), (CODING, False, MIN_EXPANDED_TOKENS)],
+)
 def test_more_tokens_are_few_where_weights_are_quantised(
-    monkeypatch: pytest.MonkeyPatch, parts: Parts, coding: Coding | None, least: int
+    monkeypatch: pytest.MonkeyPatch, parts: Parts, coding: Coding | None, on_tape: bool, least: int
 ) -> None:
     engine, kernel, prefill = parts
     started = SimpleNamespace(load=lambda: (kernel, prefill))
     monkeypatch.setattr("kog_dist.workers.engines.cuda.Start", lambda *args, **options: started)
+    monkeypatch.setattr("kog_dist.workers.engines.cuda.is_multiplied_on_tape", lambda shape: on_tape)
     shape: Any = SimpleNamespace(coding=coding)
     checkpoint: Any = None
     engine._load(checkpoint, shape)

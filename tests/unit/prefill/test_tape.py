@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,10 @@ from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
 from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.expand.expanded import places_on_tape
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
 from kog_dist.workers.prefill.model.reference import silu
 from kog_dist.workers.prefill.tape import tape_abi, tile_abi
-from kog_dist.workers.prefill.tape.products import MOST_ROWS, TapeProducts, kernel_bytes
+from kog_dist.workers.prefill.tape.products import TapeProducts, kernel_bytes
 from kog_dist.workers.prefill.tape.tape_abi import PHASES, TAPE_PARAMS, constants, is_multiplied_on_tape, tiles
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
@@ -34,7 +37,7 @@ SPEC = replace(DENSE, own_head_dim=32, hidden_size=288, num_layers=2)  # three s
 FORM = "FP8, blocks"
 FEW, ALONE, HALVED = {32: (2, 32, 128)}, {32: (1, 32, 128)}, {64: (1, 32, 64)}  # as `tape_abi` has them
 NUM_TOKENS, SIZE = 35, 70  # the third tile of 32 rows has none, and of 64 the second
-SIZES = (1, 128, 256, 384, 512, 640, 768, 896, 1024)  # of chunks
+SIZES = (1, *CHUNK_SIZES)
 
 
 def test_order_of_products() -> None:
@@ -72,11 +75,11 @@ class Case:
         self.mixed = drawn(spec.num_lanes, spec.lane_heads * spec.head_dim)
         self.activation = drawn(spec.num_lanes, spec.lane_ffn)
 
-    def run(self, tile_idx: int = 0) -> dict[Phase, NDArray[Any]]:
-        """What all products give in a tile, with padding."""
+    def run(self, tile_idx: int = 0, tile_rows: int = 0) -> dict[Phase, NDArray[Any]]:
+        """What all products give in tiles of so many rows, as many as there is room for unless told otherwise, with padding."""
         tile = tiles(self.shape)[tile_idx]
         rows, found = self.rows, dict[Phase, NDArray[Any]]()
-        self.products.tile_for = lambda size: tile  # type: ignore[method-assign]
+        self.products.tile_for = lambda phase, size: (tile, tile_rows or tile.rows)  # type: ignore[method-assign]
         lowered = np.ascontiguousarray(ordered(self.activation).swapaxes(0, 1)).swapaxes(0, 1)
         inputs = {
             Phase.QKV: ordered(self.x[0]),
@@ -137,6 +140,7 @@ def test_bits_depend_neither_on_tiles_nor_on_ranks(tmp_path: Path, monkeypatch: 
         for tile_idx, name in enumerate(names):
             found[name] = case.run(tile_idx)
             case.check(found[name])
+    found["half as many rows"] = case.run(tile_idx=1, tile_rows=32)
     case.buffers.last_position[0] = 7 + 8  # of a tile of 64 rows half is multiplied, and the other half is 0
     few = case.run(tile_idx=1)
     assert np.array_equal(few[Phase.QKV][:9], found["few"][Phase.QKV][:9])
@@ -164,13 +168,16 @@ def test_models_that_are_not_multiplied_so() -> None:
 @pytest.mark.parametrize("name", ["llama-3.1-8b+fp8", "llama-3.1-8b+int4", "qwen3-4b+fp8", "qwen3-8b+int4", "llama-3.2-1b+fp8"])
 def test_tiles_fit(name: str) -> None:
     spec, codings = named_shape(name)
-    coding, shape = codings["coding"], KernelShape(spec, range(spec.num_lanes), **codings)
+    shape = KernelShape(spec, range(spec.num_lanes), **codings)
     assert is_multiplied_on_tape(shape)
     for tile in tiles(shape):
         assert tile.stages >= 3
         assert tile.ctas * (tile.shared_bytes + 1024) <= 228 << 10
-    made = object.__new__(TapeProducts)
-    made._tiles = tiles(shape)
-    last = 256 if coding is not None and coding.bits == 4 else 192
-    assert [made.tile_for(size).rows for size in SIZES] == [64, 64, 256, 192, 256, last, last, 192, 256]
-    assert SIZES[-1] == MOST_ROWS
+    nothing = np.zeros(1, np.uint16)
+    weights: Any = SimpleNamespace(tape=nothing)
+    made = TapeProducts(shape, weights, nothing, nothing, {}, map_on_cpu)
+    for size, phase in itertools.product(SIZES, PHASES):
+        tile, rows = made.tile_for(phase, size)
+        assert tile.rows == (64 if size <= 128 else 256)
+        assert rows in range(tile.least, tile.rows + 1, tile.least)
+    assert made.tile_for(Phase.DOWN, 4096)[1] == 256

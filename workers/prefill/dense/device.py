@@ -68,13 +68,14 @@ class DenseDeviceOperations:
         """See `DenseOperations`."""
         self._launch("begin", 1, 1, size=rows.size, place=rows.place)
 
-    def _is_on_tape(self, rows: DenseRows) -> bool:
-        """Whether a chunk's products are `tape`'s. What they multiply is in their order then."""
-        return self.tape is not None and rows.size <= self.tape.most_rows
+    @property
+    def _is_on_tape(self) -> bool:
+        """Whether products are `tape`'s. What they multiply is in their order then."""
+        return self.tape is not None
 
     def _on_tape(self, phase: Phase, rows: DenseRows, matrices: DenseMatrices, x: Array, out: Array) -> bool:
         """Queue a product, if it is `tape`'s."""
-        if self.tape is None or not self._is_on_tape(rows):
+        if self.tape is None:
             return False
         assert isinstance(matrices, ExpandedDenseLayer)
         self.tape(phase, matrices.layer, rows.size, rows.place, x, out)
@@ -84,7 +85,7 @@ class DenseDeviceOperations:
         """See `DenseOperations`."""
         self._launch(
             "embed", rows.size, self._row_threads, place=rows.place, stream=rows.stream, x=rows.x, norm=norm,
-            is_ordered=self._is_on_tape(rows),
+            is_ordered=self._is_on_tape,
         )  # fmt: skip
 
     def product(self, x: Array, matrix: Array, out: Array) -> None:
@@ -106,7 +107,7 @@ class DenseDeviceOperations:
     def attend(self, rows: DenseRows, layer: int, sinks: Array | None = None) -> Array:
         """See `DenseOperations`."""
         keys, values, window = self.buffers.keys[0], self.buffers.values[0], self.spec.window(layer)
-        return self._attention.run(rows.query, keys, values, rows.place, window, sinks, is_ordered=self._is_on_tape(rows))
+        return self._attention.run(rows.query, keys, values, rows.place, window, sinks, is_ordered=self._is_on_tape)
 
     def project(self, rows: DenseRows, mixed: Array, matrices: DenseMatrices) -> None:
         """See `DenseOperations`."""
@@ -129,7 +130,7 @@ class DenseDeviceOperations:
             "residual_alone" if total is None else "residual", rows.size, self._row_threads,
             early=total is None,  # else it is not a product alone that comes before
             size=rows.size, scale=scale, stream=rows.stream, x=rows.x, left=left, norm=norm, partial=rows.partial, total=total,
-            bias=bias, is_ordered=self._is_on_tape(rows),
+            bias=bias, is_ordered=self._is_on_tape,
         )  # fmt: skip
 
     def gate(self, rows: DenseRows, matrices: DenseMatrices) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -26,45 +26,46 @@ Launch = Callable[[int, int, bytes, bool], None]  # see `kernel_calls.Launchers`
 class ExpandedMatrices:
     """The matrices (hosted lanes, rows, columns) of all layers in binary16, by phase and layer.
 
-    All share one memory: a matrix stays until the next one is asked for, on the same stream. `launch` runs expand.cu. `factors`:
-    a phase's float32 (layers, lanes or 1, columns), which its columns are multiplied by. `places`: those of `places_on_tape`.
+    All share one memory, made when the first is asked for: a matrix stays until the next one is, on the same stream. `launch`
+    runs expand.cu. `factors`: a phase's float32 (layers, lanes or 1, columns), which its columns are multiplied by. `places`:
+    those of `places_on_tape`.
     """
 
     def __init__(
         self, shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str, factors: dict[Phase, Array] | None = None
     ) -> None:  # fmt: skip
-        self.shape, self._launch, self._tape = shape, launch, weights.tape
-        xp = library(device)
-        self.places, self._factors = xp.asarray(places_on_tape(shape)), factors or {}
-        sizes = matrix_shapes(shape)
-        self._memory: Array = xp.empty(max(map(prod, sizes.values())), np.float16)
-        self._matrices: dict[Phase, Array] = {phase: self._memory[: prod(size)].reshape(size) for phase, size in sizes.items()}
-        self._params = {
-            (phase, layer): self._params_of(phase, layer, self._factors.get(phase))
-            for phase in sizes
-            for layer in range(shape.spec.num_layers)
-        }
+        self.shape, self._launch, self._tape, self._library = shape, launch, weights.tape, library(device)
+        self.places, self._factors = self._library.asarray(places_on_tape(shape)), factors or {}
+        self._sizes = matrix_shapes(shape)
 
     def __contains__(self, phase: Phase) -> bool:
         """Whether a phase has such matrices: those of experts are not expanded."""
-        return phase in self._matrices
+        return phase in self._sizes
+
+    @cached_property
+    def _memory(self) -> Array:
+        memory: Array = self._library.empty(max(map(prod, self._sizes.values())), np.float16)
+        return memory
 
     @property
     def num_bytes(self) -> int:
         """Of memory that is not the monokernel's."""
-        return sum(part.nbytes for part in (self._memory, self.places, *self._factors.values()))
+        made = [self._memory] if "_memory" in vars(self) else []
+        return sum(part.nbytes for part in (*made, self.places, *self._factors.values()))
 
     def matrix(self, phase: Phase, layer: int) -> Array:
         """Queue the expansion of a matrix."""
         op = self.shape.ops[phase]
         num_products = self.shape.num_lanes // self.shape.lanes_of(phase)
         num_ctas = num_products * op.num_tiles * self.shape.num_ctas
-        self._launch(num_ctas, 32 * op.warps, self._params[phase, layer], False)
-        return self._matrices[phase]
+        self._launch(num_ctas, 32 * op.warps, self._params_of(phase, layer, self._factors.get(phase)), False)
+        size = self._sizes[phase]
+        matrix: Array = self._memory[: prod(size)].reshape(size)
+        return matrix
 
     def _params_of(self, phase: Phase, layer: int, factors: Array | None) -> bytes:
         shape, op, params = self.shape, self.shape.ops[phase], np.zeros((), EXPAND_PARAMS.dtype)
-        _, lane_rows, columns = matrix_shapes(shape)[phase]
+        _, lane_rows, columns = self._sizes[phase]
         tape = address(self._tape)
         params["tape_ptr"], params["scales_ptr"] = tape, tape + 2 * shape.num_ctas * shape.tape_values
         params["places_ptr"] = address(self.places[layer, list(shape.ops).index(phase)])

@@ -2,7 +2,7 @@
 // `workers/prefill/experts/plain.py` defines it.
 #include "experts_shape.cuh"
 #include "number_bits.cuh"
-#include "tape_product.cuh"
+#include "expert_product.cuh"
 #include "unit.cuh"
 
 namespace kog {
@@ -129,10 +129,10 @@ struct PairsShare {
 template <class Tile, class Form>
 __device__ __forceinline__ PairsShare find_share(const Params& params) {
     __shared__ u32 found[3];
-    const u32 slot = blockIdx.x / Blocks<Form>::kAcross, block = blockIdx.x % Blocks<Form>::kAcross * Blocks<Form>::kOfTile;
+    const u32 slot = blockIdx.x / WholeBlocks<Form>::kAcross, block = blockIdx.x % WholeBlocks<Form>::kAcross * WholeBlocks<Form>::kOfTile;
     if (threadIdx.x == 0) {
         found[2] = 0;
-        make_barriers<Tile, false>();
+        make_barriers<Tile>();
     }
     __syncthreads();
     if (threadIdx.x < kNumExperts) {  // tiles of expert e begin at slot floor(its first pair / rows) + e: there is room for all
@@ -147,8 +147,6 @@ __device__ __forceinline__ PairsShare find_share(const Params& params) {
 struct OfExperts {
     using Params = KogExpertsParams;
     using Share = PairsShare;
-    static constexpr bool kIsPaired = false;
-    static __device__ __forceinline__ void await_rows() {}  // they are there: see KOG_KERNEL
     static __device__ __forceinline__ constexpr float factor(const Params&, const Share&, u32) { return 1.0f / kWeightScale; }
     static __device__ __forceinline__ const unsigned char* expert(const Params& params, const Share& share) {
         return reinterpret_cast<const unsigned char*>(params.experts_ptr) + static_cast<u64>(share.expert) * kExpertBytes;

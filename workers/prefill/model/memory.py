@@ -16,6 +16,7 @@ from kog_dist.workers.prefill.expand.expanded import matrix_shapes
 from kog_dist.workers.prefill.model.buffers import misfit, stream_rows_of
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import EXACT_SIZE, SPLIT_SIZE, sizes_within
+from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -31,7 +32,7 @@ def obstacle_to_prefill(spec: ModelSpec, coding: Coding | None = None) -> str:
 
 
 def prefill_bytes(shape: KernelShape) -> dict[str, int]:
-    """GPU memory of a rank's prefill by use: the weights once more, of quantised ones one matrix; and what it works in."""
+    """GPU memory of a rank's prefill by use: the weights once more, of quantised ones one matrix at most; what it works in."""
     from kog_dist.collectives.mailbox import place
 
     sizes, sums = sizes_within(shape.spec), 0
@@ -55,10 +56,10 @@ def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
 
 
 def expanded_bytes(shape: KernelShape) -> int:
-    """Of `ExpandedMatrices`, routers and the layers' vectors."""
+    """Of `ExpandedMatrices`, as far as they are asked for, routers and the layers' vectors."""
     spec, places = shape.spec, 8 * 2 * 4 * shape.spec.num_layers * shape.num_lanes
     factors = 0 if spec.has_one_stream else _norm_bytes(spec, shape.num_lanes)
-    largest = 2 * max(map(prod, matrix_shapes(shape).values()))
+    largest = 0 if is_multiplied_on_tape(shape) else 2 * max(map(prod, matrix_shapes(shape).values()))
     return largest + places + factors + _router_bytes(spec) + _vector_bytes(spec, shape.num_lanes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,10 +17,10 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.arrays import Array, address
 from kog_dist.workers.prefill.kernel_calls import Launchers
-from kog_dist.workers.prefill.tape.tape_abi import PAIR, PHASES, TAPE_PARAMS, matrix_rows, tape_header, tiles
-from kog_dist.workers.prefill.tape.tile_abi import TILE_THREADS, TapeTile, num_across
+from kog_dist.workers.prefill.tape.tape_abi import COPY_THREADS, PAIR, PHASES, TAPE_PARAMS, pairs_across, tape_header, tiles
+from kog_dist.workers.prefill.tape.tile_abi import TILE_THREADS, TapeTile
 
-MOST_ROWS = 1024  # of a chunk that is multiplied so; larger ones are not slower expanded (docs/history/quantised.md)
+_BESIDE = 128  # see `_time`
 PANEL = 64  # columns that stand together in shared memory
 MakeMap = Callable[[int, Sequence[int], Sequence[int], Sequence[int]], NDArray[np.uint64]]
 
@@ -46,15 +47,11 @@ class TapeProducts:
         self, shape: KernelShape, weights: DeviceWeights, places: Array, last_position: Array, launchers: Launchers,
         make_map: MakeMap,
     ) -> None:  # fmt: skip
-        self.most_rows, self._tiles, self._phases = MOST_ROWS, tiles(shape), list(shape.ops)
+        self._tiles, self._phases = tiles(shape), list(shape.ops)
         self._tape, self._places = weights.tape, places
-        self._num_tiles = {
-            phase: shape.num_lanes
-            // shape.lanes_of(phase)
-            * -(-num_across(shape.ops[phase], matrix_rows(shape, phase)) // PAIR)
-            * PAIR
-            for phase in PHASES
-        }
+        self._num_products = {phase: shape.num_lanes // shape.lanes_of(phase) for phase in PHASES}
+        self._across = {phase: num * pairs_across(shape, phase) for phase, num in self._num_products.items()}
+        self._pairs_at_once = max(shape.num_ctas // PAIR, 1)  # of one thread block on a multiprocessor
         self._launchers, self._make_map, self._last_position = launchers, make_map, last_position
         self._scales_ptr = address(self._tape) + 2 * shape.num_ctas * shape.tape_values
 
@@ -62,15 +59,17 @@ class TapeProducts:
         """What a chunk of `size` rows gives, of which the first stands at `place`. `x` (size, columns) or (lanes, size, columns)
         and `out` are those of `DenseRows`.
         """
-        tile = self.tile_for(size)
+        tile, tile_rows = self.tile_for(phase, size)
         params: Any = np.zeros((), TAPE_PARAMS.dtype)
         params["rows_map"] = self._map(x if x.ndim == 3 else x[None], tile)
         params["tape_ptr"], params["scales_ptr"] = address(self._tape), self._scales_ptr
         params["places_ptr"] = address(self._places[layer, self._phases.index(phase)])
         params["place_ptr"], params["last_position_ptr"] = address(place), address(self._last_position)
-        params["out_ptr"], params["size"] = address(out), size
-        num_ctas = self._num_tiles[phase] * -(-size // tile.rows)
-        self._launchers[f"{PHASES[phase][0]}_{tile.rows}"](num_ctas, TILE_THREADS, params.tobytes(), True)
+        params["out_ptr"], params["size"], params["tile_rows"] = address(out), size, tile_rows
+        num_pairs = self._across[phase] * -(-size // tile_rows)
+        params["num_pairs"], params["products"] = num_pairs, self._num_products[phase]
+        num_ctas = PAIR * (min(num_pairs, self._pairs_at_once) if tile.ctas == 1 else num_pairs)
+        self._launchers[f"{PHASES[phase][0]}_{tile.rows}"](num_ctas, TILE_THREADS + COPY_THREADS, params.tobytes(), True)
 
     def _map(self, x: Array, tile: TapeTile) -> NDArray[np.uint64]:
         lanes, size, columns = x.shape
@@ -78,13 +77,23 @@ class TapeProducts:
         strides = (row_bytes, lane_bytes, lanes * lane_bytes)
         return self._make_map(address(x), (columns, size, lanes, 1), strides, (PANEL, tile.least // PAIR, 1, 1))
 
-    def tile_for(self, size: int) -> TapeTile:
-        """Of those with the fewest rows beside a chunk's the one with the longest stages, else the largest. It does not decide
-        about bits.
+    def tile_for(self, phase: Phase, size: int) -> tuple[TapeTile, int]:
+        """Tiles for a chunk's product, and rows of each but the last. They do not decide about bits.
 
         For a small chunk it is two of the smallest, of which the second has nothing to do where there are few tokens.
         """
-        smallest = self._tiles[0]
+        smallest, largest = self._tiles
         if size <= 2 * smallest.rows:
-            return smallest
-        return min(self._tiles[1:], key=lambda tile: (-(-size // tile.rows) * tile.rows, -tile.stage_columns, -tile.rows))
+            return smallest, smallest.rows
+        choices = range(largest.rows, 0, -largest.least)
+        return largest, min(choices, key=lambda rows: _time(rows, size, self._across[phase], self._pairs_at_once))
+
+
+def _time(tile_rows: int, size: int, across: int, num_pairs: int) -> int:
+    """Of a product in tiles of so many rows, `across` pairs of them next to each other, where so many pairs run at once. In rows:
+    what else a tile does takes as long as _BESIDE.
+    """
+    ends = [0] * num_pairs
+    for rows in [tile_rows] * (size // tile_rows * across) + [size % tile_rows] * (across if size % tile_rows else 0):
+        heapq.heapreplace(ends, ends[0] + rows + _BESIDE)
+    return max(ends)

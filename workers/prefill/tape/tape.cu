@@ -1,6 +1,6 @@
-// Products of the rows of a chunk with a layer's quantised matrices where the monokernel has them, for chunks of few rows, which wait for weights:
-// queries, keys and values; what attention's output gives; gates and ups with the activation; what `down` gives. Rows are in the order of
-// products (weights.cuh). Rows behind the prompt's last token are not multiplied: their results are 0, and their activations nobody reads.
+// Products of the rows of a chunk with a layer's quantised matrices where the monokernel has them: queries, keys and values; what attention's
+// output gives; gates and ups with the activation; what `down` gives. Rows are in the order of products (weights.cuh). Rows behind the prompt's
+// last token have results of 0, and activations that nobody reads.
 #include "tape_shape.cuh"
 #include "pdl.cuh"
 #include "tape_product.cuh"
@@ -11,45 +11,43 @@ struct alignas(64) TapeLaunch {  // as tensor maps want it
     KogTapeParams params;
 };
 
-// What a thread block has of a launch. A pair of thread blocks, a cluster, has the same rows and neighbouring parts of a matrix; neighbouring
-// pairs have the same parts.
+// A tile of a launch. A pair of thread blocks, a cluster, takes two at a time, of the same rows and neighbouring parts of a matrix. Pairs that
+// come one behind the other have the same parts, but for those that have the last rows: they may take less time, and come last. `width`: rows
+// that are multiplied.
 struct RowsShare {
-    u32 first, count, room, block, product;
+    u32 first, count, room, width, line, product;
 };
 template <class Tile, class Form>
-__device__ __forceinline__ RowsShare find_share(const KogTapeParams& params) {
-    constexpr u32 kAcross = (Blocks<Form>::kAcross + kPair - 1) / kPair * kPair;
-    const u32 num_row_tiles = (params.size + Tile::kRows - 1) / Tile::kRows, pair = blockIdx.x / kPair;
-    const u32 tile = pair / num_row_tiles * kPair + blockIdx.x % kPair;
-    const u32 first = pair % num_row_tiles * Tile::kRows, room = min(params.size - first, Tile::kRows);
+__device__ __forceinline__ RowsShare find_share(const KogTapeParams& params, u32 pair) {
+    constexpr u32 kAcross = (Lines<Form>::kAcross + kPair - 1) / kPair;
+    const u32 rows = params.tile_rows, num_others = (params.size - 1) / rows, last_from = kAcross * params.products * num_others;
+    const bool is_last = pair >= last_from;
+    const u32 tile = (is_last ? pair - last_from : pair / num_others) * kPair + blockIdx.x % kPair;
+    const u32 first = (is_last ? num_others : pair % num_others) * rows, room = min(params.size - first, rows);
     const int num_known = *reinterpret_cast<const int*>(params.last_position_ptr) + 1 - *reinterpret_cast<const int*>(params.place_ptr);
-    const int count = max(min(num_known - static_cast<int>(first), static_cast<int>(room)), 0);
-    return {first, static_cast<u32>(count), room, tile % kAcross * Blocks<Form>::kOfTile, tile / kAcross};
+    const u32 count = max(min(num_known - static_cast<int>(first), static_cast<int>(room)), 0);
+    const u32 width = is_last ? (count + Tile::kLeast - 1) / Tile::kLeast * Tile::kLeast : rows;
+    return {first, count, room, width, tile % (kAcross * kPair) * kColumns, tile / (kAcross * kPair)};
 }
 
 template <class Form>
 struct OfLayers {
     using Params = KogTapeParams;
     using Share = RowsShare;
-    static constexpr u32 kLanesOfTile = 1;
-    static constexpr bool kIsPaired = true;
     static __device__ __forceinline__ const TensorMap* rows_map(const Params& params) { return reinterpret_cast<const TensorMap*>(params.rows_map); }
     static __device__ __forceinline__ u32 lane_of_rows(const Share&) { return 0; }
-    static __device__ __forceinline__ u32 row_at(const Params&, u32) { return 0; }  // they are copied by the map
-    static __device__ __forceinline__ const u16* rows_from(const Params&, const Share&, u32) { return nullptr; }
-    static __device__ __forceinline__ void await_rows() { await_predecessors(); }
     static __device__ __forceinline__ u64 place(const Params& params, const Share& share, u32 which) {
         return __ldg(reinterpret_cast<const u64*>(params.places_ptr) + 2 * share.product + which);
     }
-    static __device__ __forceinline__ const unsigned char* matrix(const Params& params, const Share& share, u32) {
+    static __device__ __forceinline__ const unsigned char* matrix(const Params& params, const Share& share) {
         return reinterpret_cast<const unsigned char*>(params.tape_ptr) + place(params, share, 0);
     }
     static __device__ __forceinline__ float factor(const Params& params, const Share& share, u32 row) {
         if constexpr (kScales > 0) return 1.0f / kWeightScale;
-        const u32 block = share.block + row / Form::kRows;
-        if (row >= Blocks<Form>::kTileRows || block >= Blocks<Form>::kAll) return 0;
+        const u32 line = share.line + row, block = line / Form::kRows;
+        if (line >= Lines<Form>::kAll) return 0;
         const u64 cta = place(params, share, 1) * Form::kCtas + block / Form::kBlocks;
-        return __ldg(reinterpret_cast<const float*>(params.scales_ptr) + cta * kScaleRows + block % Form::kBlocks * Form::kRows + row % Form::kRows);
+        return __ldg(reinterpret_cast<const float*>(params.scales_ptr) + cta * kScaleRows + block % Form::kBlocks * Form::kRows + line % Form::kRows);
     }
     static __device__ __forceinline__ u16* binary16(u64 address) { return reinterpret_cast<u16*>(address); }
 };
@@ -57,15 +55,14 @@ struct OfLayers {
 // Results of rows from `from` on, of all rows of the matrix that the tile has, are 0. `to`: where those of a row begin.
 template <class Form, class To>
 __device__ __forceinline__ void clear(const RowsShare& share, u32 from, To to) {
-    const u32 row = Blocks<Form>::row_at(share.block, threadIdx.x % kColumns);
+    const u32 row = Lines<Form>::row_at(share.line + threadIdx.x % kColumns);
     if (row == kNowhere) return;
     for (u32 i = from + threadIdx.x / kColumns; i < share.room; i += kTileThreads / kColumns) to(i)[row] = 0;
 }
 
 // Float32, a row for each row.
 struct Projected : OfLayers<Qkv> {
-    using Parts = Blocks<Qkv>;
-    static constexpr u32 kWidth = kHidden, kColumnsOfLane = kHidden;
+    static constexpr u32 kWidth = kHidden;
     static __device__ __forceinline__ u32 row_of_operand(u32 which) { return threadIdx.x / 32 * 16 + which * 8 + laneid() / 4; }
     static __device__ __forceinline__ float* results(const Params& params, const Share& share, u32 row) {
         return reinterpret_cast<float*>(params.out_ptr) + static_cast<u64>(share.first + row) * kQkvRows + share.product * Qkv::kMatrixRows;
@@ -75,11 +72,11 @@ struct Projected : OfLayers<Qkv> {
     }
 
     template <class Product>
-    static __device__ __forceinline__ void put(const Product& tile, u32) {
+    static __device__ __forceinline__ void put(const Product& tile) {
         u32 rows[2];
         float factors[2];
 #pragma unroll
-        for (u32 k = 0; k < 2; ++k) rows[k] = Parts::row_at(tile.share.block, row_of_operand(k)), factors[k] = tile.factor(k);
+        for (u32 k = 0; k < 2; ++k) rows[k] = tile.row_at(row_of_operand(k)), factors[k] = tile.factor(k);
 #pragma unroll
         for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); ++i) {
             const u32 row = i / 4 * 8 + laneid() % 4 * 2 + i % 2, k = i / 2 % 2;
@@ -101,44 +98,103 @@ struct Partial : OfLayers<Form>, PlainRows<Form> {
     }
 
     template <class Product>
-    static __device__ __forceinline__ void put(const Product& tile, u32) {
+    static __device__ __forceinline__ void put(const Product& tile) {
         PlainRows<Form>::put(tile, [&](u32 row) { return results(tile.params, tile.share, row); });
     }
 };
 struct Mixed : Partial<Out> {
-    static constexpr u32 kWidth = kMixedColumns, kColumnsOfLane = kMixedColumns;
+    static constexpr u32 kWidth = kMixedColumns;
 };
 struct Lowered : Partial<Down> {
-    static constexpr u32 kWidth = kFfn, kColumnsOfLane = kFfn;
+    static constexpr u32 kWidth = kFfn;
 };
-struct Gated : OfLayers<GateUp>, GatedRows<GateUp> {
-    static constexpr u32 kWidth = kHidden, kColumnsOfLane = kHidden;
+// A thread has a gate and the up that belongs to it: neighbours, of which every other thread has the upper one first, so that eight threads read
+// 128 bytes that do not lie in the same banks. A warp has the two gates of the same place in four units of 8: they stand together in the order of
+// products.
+struct Gated : OfLayers<GateUp> {
+    static constexpr u32 kWidth = kHidden;
+    static constexpr bool kAreTogether = Lines<GateUp>::kIsEven && GateUp::kRows % 4 == 0 && GateUp::kMatrixRows % 4 == 0;  // two neighbouring gates
+    static_assert(GateUp::kRows % 2 == 0 && GateUp::kLastRows % 2 == 0, "a gate and its up are in one block");
+    static __device__ __forceinline__ u32 gate_of(u32 i) {  // of the eight of this warp
+        const u32 warp = threadIdx.x / 32;
+        return warp / 4 * 32 + i / 2 * 8 + warp % 4 * 2 + i % 2;
+    }
+    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return gate_of(laneid() / 4) * 2 + (which ^ laneid() / 4 % 2); }
+    static __device__ __forceinline__ u16* result(const Params& params, const Share& share, u32 row, u32 gate) {
+        const u32 column = (share.product * GateUp::kMatrixRows + gate) / 2;  // of those of all lanes
+        return binary16(params.out_ptr) + static_cast<u64>(share.first + row) * (kLanes * kFfn) + product_place(column / 2) * 2 + column % 2;
+    }
+    static __device__ __forceinline__ float activation(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * (up * kActivationScale); }
     static __device__ __forceinline__ void clear_from(const Params&, const Share&, u32) {}
 
     template <class Product>
-    static __device__ __forceinline__ void put(const Product& tile, u32) {
-        GatedRows<GateUp>::put(
-            tile, [](float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * (up * kActivationScale); },
-            [&](u32 row, u32 gate) {
-                const u32 column = (tile.share.product * GateUp::kMatrixRows + gate) / 2;  // of those of all lanes
-                return binary16(tile.params.out_ptr) + static_cast<u64>(tile.share.first + row) * (kLanes * kFfn) + product_place(column / 2) * 2 + column % 2;
-            });
+    static __device__ __forceinline__ void put(const Product& tile) {
+        const bool is_up_first = laneid() / 4 % 2;
+        const float upper = tile.factor(0), lower = tile.factor(1);
+        u32 gates[2];
+#pragma unroll
+        for (u32 k = 0; k < 2; ++k) gates[k] = tile.row_at(gate_of(laneid() % 4 * 2 + k) * 2);
+#pragma unroll
+        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
+            float values[2];
+#pragma unroll
+            for (u32 k = 0; k < 2; ++k) {
+                const float one = tile.sums[i + k] * upper, other = tile.sums[i + 2 + k] * lower;
+                values[k] = activation(is_up_first ? other : one, is_up_first ? one : other);
+            }
+            const u32 both = transposed(Fp16::pack(values[0], values[1])), row = i * 2 + laneid() / 4;
+            if (row >= tile.share.count) continue;
+            if constexpr (kAreTogether) {
+                if (gates[0] != kNowhere) *reinterpret_cast<u32*>(result(tile.params, tile.share, row, gates[0])) = both;
+            } else {
+#pragma unroll
+                for (u32 k = 0; k < 2; ++k)
+                    if (gates[k] != kNowhere) *result(tile.params, tile.share, row, gates[k]) = static_cast<u16>(both >> k * 16);
+            }
+        }
     }
 };
+
+// The products of a thread block's tiles, from pair `pair` on: those of each width have a loop of their own, since in a common one the compiler
+// gives each registers of its own for sums.
+template <class Tile, class Form, class Tail, u32 kWidth = Tile::kRows>
+__device__ __forceinline__ void multiply_tiles(const KogTapeParams& params, u32 pair, SlotRing<Tile::kStages>& ring) {
+    for (; pair < params.num_pairs; pair += gridDim.x / kPair) {
+        const RowsShare share = find_share<Tile, Form>(params, pair);
+        if (share.width != kWidth) break;
+        if constexpr (kWidth > 0) TapeProduct<Tile, kWidth, Form, Tail>{params, share}.run(ring);
+        Tail::clear_from(params, share, kWidth);
+    }
+    if constexpr (kWidth > 0) multiply_tiles<Tile, Form, Tail, kWidth - Tile::kLeast>(params, pair, ring);
+}
+
+// Of a thread that multiplies, and of one that copies: together what they are launched with.
+template <class Tile>
+constexpr int kRegisters = Tile::kCtas == 1 ? 224 : 96;
+template <class Tile>
+constexpr int kCopyRegisters = Tile::kCtas == 1 ? 56 : 48;
 
 template <class Tile, class Form, class Tail>
 __device__ __forceinline__ void run_rows(const KogTapeParams& params) {
     let_successors_begin();
-    const RowsShare share = find_share<Tile, Form>(params);
-    if (share.count == 0) {  // so it is in both of a pair
-        await_predecessors();
-        return Tail::clear_from(params, share, 0);
-    }
-    if (threadIdx.x == 0) make_barriers<Tile, true>();
+    const u32 is_copying = __shfl_sync(kFullWarp, threadIdx.x / kTileThreads, 0);  // one register for the whole warp
+    if (threadIdx.x == 0) make_barriers<Tile>();
     __syncthreads();
     cluster_sync();
-    run_product<Tile, Form, Tail, Tile::kLeast>(params, share);
-    Tail::clear_from(params, share, max(Tile::kLeast, (share.count + kLeastWidth - 1) / kLeastWidth * kLeastWidth));
+    const u32 first = blockIdx.x / kPair;
+    if (is_copying) {
+        drop_registers<kCopyRegisters<Tile>>();
+        SlotRing<Tile::kStages> ring{0, 1};
+        for (u32 pair = first; pair < params.num_pairs; pair += gridDim.x / kPair) {
+            const RowsShare share = find_share<Tile, Form>(params, pair);
+            if (share.width > 0) TapeCopies<Tile, Form, Tail>{params, share}.run(ring, pair == first);
+        }
+    } else {
+        raise_registers<kRegisters<Tile>>();  // the compiler believes in them if no branch in front of here leaves the kernel
+        await_predecessors();  // who may still read what results overwrite
+        SlotRing<Tile::kStages> ring;
+        multiply_tiles<Tile, Form, Tail>(params, first, ring);
+    }
     cluster_sync();  // nobody leaves whose barriers the other one tells
 }
 
@@ -147,7 +203,7 @@ __device__ __forceinline__ void run_rows(const KogTapeParams& params) {
 using namespace kog;
 
 #define KOG_KERNEL(name, form, tail, rows)                                                                                              \
-    __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kTileThreads, Tile##rows::kCtas)                                     \
+    __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kTileThreads + kGroupThreads, Tile##rows::kCtas)                     \
         name##_##rows(const __grid_constant__ TapeLaunch launch) {                                                                   \
         run_rows<Tile##rows, form, tail>(launch.params);                                                                                    \
     }

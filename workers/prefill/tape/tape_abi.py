@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kog_dist.collectives.cuda_abi import device_header
-from kog_dist.decode.coding import CODED_COLUMNS
+from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.steps import Phase
+from kog_dist.decode.tape_packing import OpShape
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import FORMATS
 from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.tape.tile_abi import (
+    COLUMNS,
     TapeTile,
     code_lines,
     constant_lines,
     form,
     product_lines,
-    stage_bytes,
     weight_constants,
 )
 
@@ -26,9 +29,10 @@ PHASES = {
     Phase.DOWN: ("down", "Down"),
 }
 PAIR = 2  # thread blocks that share their rows
+COPY_THREADS = 128  # beside TILE_THREADS
 ORDERED_COLUMNS = 32  # that the order of products rearranges
-# By rows: thread blocks of a multiprocessor, rows that are multiplied in any case, columns of codes of 8 bit at a time.
-_TILES = {64: (2, 32, 128), 192: (1, 192, 128), 256: (1, 256, 64)}
+# By rows: thread blocks of a multiprocessor, rows that widths are multiples of, columns of codes of 8 bit at a time.
+_TILES = {64: (2, 32, 128), 256: (1, 128, 64)}
 TAPE_PARAMS = Struct(
     "TapeParams",
     "Parameters of one launch; passed by value. Pointers are device addresses.",
@@ -41,6 +45,9 @@ TAPE_PARAMS = Struct(
         Field("last_position_ptr", "u64", "int32: position of the prompt's last token"),
         Field("out_ptr", "u64", "float32 qkv, binary16 partial, or activation, of `DenseRows`"),
         Field("size", "u32", "rows of the chunk"),
+        Field("num_pairs", "u32", "pairs of tiles"),
+        Field("products", "u32", "of the matrix"),
+        Field("tile_rows", "u32", "rows of a tile but the last ones: a width of the kernel's tiles"),
     ),
     size_multiple=64,
 )
@@ -55,6 +62,24 @@ def tiles(shape: KernelShape) -> tuple[TapeTile, ...]:
         of_stage = columns if coding.bits == 8 else CODED_COLUMNS
         found.append(TapeTile(rows, stage_bytes(coding, rows, of_stage, ops), of_stage, ctas, least))
     return tuple(found)
+
+
+def stage_bytes(coding: Coding, rows: int, columns: int, ops: Sequence[OpShape]) -> int:
+    """Of a stage of a tile of `rows` rows and COLUMNS lines (tape_product.cuh), for matrices of all these shapes."""
+    others = max(blocks_of_tile(op.rows) * (coding.part_bytes(op.rows) - op.rows * coding.row_bytes) for op in ops)
+    return -(-(2 * rows * columns + COLUMNS * columns * coding.bits // 8 + others) // 1024) * 1024
+
+
+def blocks_of_tile(rows: int) -> int:
+    """Blocks of so many rows that a tile has lines of, at most (`Lines` in tape_product.cuh)."""
+    return (COLUMNS + 2 * rows - 1 - (rows & -rows)) // rows
+
+
+def pairs_across(shape: KernelShape, phase: Phase) -> int:
+    """Pairs of tiles that the rows of a product take."""
+    op = shape.ops[phase]
+    lines = -(-matrix_rows(shape, phase) // op.cta_rows) * op.blocks * op.rows
+    return -(-lines // (PAIR * COLUMNS))
 
 
 def matrix_rows(shape: KernelShape, phase: Phase) -> int:

@@ -1,4 +1,4 @@
-"""What tape_product.cuh is compiled for: tiles, and where matrices lie."""
+"""What tape_product.cuh and expert_product.cuh are compiled for: tiles, and where matrices lie."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape
 from kog_dist.workers.cuda.code_names import CODES, SCALES
 from kog_dist.workers.prefill.hopper_abi import SHARED_BYTES, product
 
-TILE_THREADS = 256
-LEAST_WIDTH = 32  # of what is multiplied of a tile: rows, of which it may have fewer than it has room for
+TILE_THREADS = 256  # that multiply
+LEAST_WIDTH = 32  # of what is multiplied of a tile of experts: rows, of which it may have fewer than it has room for
 STAGE_COLUMNS = 64  # of 16 bit that are multiplied at a time
 COLUMNS = 128  # of a tile: rows of a matrix, at most
 _ALIGNMENT, _BARRIER_BYTES = 1024, 128
@@ -25,7 +25,7 @@ class TapeTile:
     """A size of tiles: up to so many rows, and COLUMNS rows of a matrix.
 
     `stage_bytes`: of shared memory for the part of both that is multiplied at a time, `stage_columns` of each row. `ctas`: thread
-    blocks that share a multiprocessor. `least`: rows that are multiplied in any case; above, multiples of LEAST_WIDTH.
+    blocks that share a multiprocessor. `least`: rows that are multiplied in any case; above, multiples of it.
     """
 
     rows: int
@@ -64,23 +64,19 @@ def part_bytes(coding: Coding | None, rows: int) -> int:
 
 
 def stage_bytes(coding: Coding | None, rows: int, columns: int, ops: Iterable[OpShape]) -> int:
-    """Of a stage of a tile of `rows` rows, for matrices of all these shapes.
-
-    `columns`: half of a step of 8-bit codes, or whole steps.
-    """
-    steps = max(columns // (STEP_COLUMNS if coding is None else CODED_COLUMNS), 1)
-    left_out = 0 if coding is None or columns % CODED_COLUMNS == 0 else columns  # bytes of a row
-    of_weights = max(COLUMNS // op.rows * (part_bytes(coding, op.rows) - op.rows * left_out) for op in ops)
+    """Of a stage of a tile of `rows` rows and whole blocks (expert_product.cuh), for matrices of all these shapes."""
+    steps = columns // (STEP_COLUMNS if coding is None else CODED_COLUMNS)
+    of_weights = max(COLUMNS // op.rows * part_bytes(coding, op.rows) for op in ops)
     return -(-(2 * rows * columns + steps * of_weights) // 1024) * 1024
 
 
 def num_across(op: OpShape, num_rows: int) -> int:
-    """Tiles that the rows of a matrix take (`Blocks` in weights.cuh)."""
+    """Tiles that the rows of a matrix take (`WholeBlocks` in expert_product.cuh)."""
     return -(-(-(-num_rows // op.cta_rows) * op.blocks) // (COLUMNS // op.rows))
 
 
 def weight_constants(coding: Coding | None, weight_dtype: str) -> tuple[dict[str, int], dict[str, bool], dict[str, float]]:
-    """Of a header: numbers, flags and fractions that tape_product.cuh reads."""
+    """Of a header: numbers, flags and fractions that operands.cuh and weights.cuh read."""
     numbers = {
         "kTileThreads": TILE_THREADS, "kColumns": COLUMNS, "kLeastWidth": LEAST_WIDTH, "kFirstWideTile": 96,
         "kRowBytes": coding.row_bytes if coding else 2 * STEP_COLUMNS,
@@ -108,7 +104,7 @@ def code_lines(coding: Coding | None) -> list[str]:
 
 def product_lines(tiles: Iterable[TapeTile]) -> list[str]:
     """Of a header: the products of all widths."""
-    widths = sorted({width for tile in tiles for width in range(tile.least, tile.rows + 1, LEAST_WIDTH)})
+    widths = sorted({width for tile in tiles for width in range(tile.least, tile.rows + 1, tile.least)})
     return [product("multiply_rows", width, of_rows=True, in_registers=True) for width in widths]
 
 

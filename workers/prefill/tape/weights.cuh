@@ -14,23 +14,18 @@ constexpr u32 kStepColumns = kIsCoded ? 128 : 32;
 template <u32 kBytes>
 __device__ __forceinline__ constexpr u32 part_bytes(u32 rows) { return rows * kBytes + (rows * (kScaleBytes + kZeroBytes) + 15) / 16 * 16; }
 
-// The blocks of rows of a matrix in the form `Form`, one behind the other; a tile has a few neighbouring ones.
+// The blocks of rows of a matrix in the form `Form`, one behind the other.
 template <class Form>
 struct Blocks {
-    static constexpr u32 kOfTile = kColumns / Form::kRows, kTileRows = kOfTile * Form::kRows, kPartBytes = part_bytes<kRowBytes>(Form::kRows);
+    static constexpr u32 kPartBytes = part_bytes<kRowBytes>(Form::kRows);
     static constexpr u32 kAll = (Form::kMatrixRows + Form::kCtaRows - 1) / Form::kCtaRows * Form::kBlocks;
-    static constexpr u32 kAcross = (kAll + kOfTile - 1) / kOfTile;  // tiles that all rows take
     static constexpr bool kIsEven = Form::kLastRows == Form::kRows;  // all blocks have as many rows
 
     static __device__ __forceinline__ constexpr u32 num_rows(u32 block) {
         return kIsEven || block % Form::kBlocks + 1 < Form::kBlocks ? Form::kRows : Form::kLastRows;
     }
-    // Of the matrix, at `i` of the tile whose first block is `first`; kNowhere: there is none.
-    static __device__ __forceinline__ u32 row_at(u32 first, u32 i) {
-        const u32 block = first + i / Form::kRows, at = i % Form::kRows;
-        const u32 row = kIsEven ? first * Form::kRows + i : block / Form::kBlocks * Form::kCtaRows + block % Form::kBlocks * Form::kRows + at;
-        return i < kTileRows && at < num_rows(block) && row < Form::kMatrixRows ? row : kNowhere;
-    }
+    // The first row of a block, of the matrix.
+    static __device__ __forceinline__ u32 first_row(u32 block) { return block / Form::kBlocks * Form::kCtaRows + block % Form::kBlocks * Form::kRows; }
     // The first byte of a part, of a matrix that begins at 0.
     static __device__ __forceinline__ u32 part_at(u32 block, u32 step) {
         constexpr u32 kParts = (Form::kWarps * Form::kTiles - (Form::kTiles - Form::kLongTiles)) * Form::kSteps;  // of a block
@@ -41,17 +36,10 @@ struct Blocks {
     }
 };
 
-// Where a thread finds its columns of a row in the parts of a tile, of which a row has kBytes of codes: bytes from the first part's first one.
+// Where a thread finds its columns of a row in a step of a tile, in bytes. `section`: of one.
 struct OperandRow {
-    u32 first, section, scales, zeros;  // `section`: bytes of one
+    u32 codes, section, scales, zeros;
 };
-template <class Form, u32 kBytes>
-__device__ __forceinline__ OperandRow operand_row(u32 first_block, u32 i) {
-    const u32 row = i < Blocks<Form>::kTileRows ? i : 0, at = row % Form::kRows, num_rows = Blocks<Form>::num_rows(first_block + row / Form::kRows);
-    const u32 part = row / Form::kRows * part_bytes<kBytes>(Form::kRows);
-    return {part + at * 64 + laneid() % 4 * 16, num_rows * 64, part + num_rows * kBytes + at * kScaleBytes,
-            part + num_rows * (kBytes + kScaleBytes) + at * kZeroBytes};
-}
 
 // The order of products. Of 32 neighbouring columns a thread has eight of a matrix: as pairs (0 1) (4 5) (2 3) (6 7), in binary16, the
 // operands of two products. These want two of each eight values of the other operand from a thread's columns: pair q of all four threads
