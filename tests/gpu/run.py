@@ -1,8 +1,8 @@
 """Steps of steps.py on the GPUs that CUDA_VISIBLE_DEVICES shows: `python -m tests.gpu.run --out FOLDER STEP...`, or `list`.
 
-A step is a name, or a number of GPUs for all that need so many, or `models` for figures of models. Steps run side by side where
-GPUs are free and nothing measures. At its limit a step gets SIGINT, upon which benchmarks print what they have, and GRACE_S later
-SIGKILL. Exit code 1 if one failed.
+A step is a name, or a number of GPUs for all that need so many, or `models` for figures of models, on four GPUs `models_4`.
+Steps run side by side where GPUs are free and nothing measures. At its limit a step gets SIGINT, upon which benchmarks print what
+they have, and GRACE_S later SIGKILL. Exit code 1 if one failed.
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ _MODELS = (
     "qwen3-30b-a3b", "qwen3-30b-a3b+fp8", "qwen3-30b-a3b+int4", "gpt-oss-20b", "gpt-oss-120b",
 )  # fmt: skip
 
+_MODELS_ON_4 = tuple(name for name in _MODELS if _lanes(name) % 4 == 0)
 _TOKENS = 9216  # their caches have room for, on one GPU
 
 
@@ -96,6 +97,16 @@ def _prompts_of(name: str) -> Step:
 def _scaling_of(name: str) -> Step:
     arguments = f"scaling --gpus 2,1 --spec {name} --contexts 512 --repeats 5"
     return _bench(2, 50, 150, arguments, _OF_GPUS, f"{name}:1,2", group="models")
+
+
+def _scaling_on_4(name: str) -> Step:
+    arguments = f"scaling --gpus 4,2,1 --spec {name}@{_TOKENS} --contexts 512,8000 --repeats 5"
+    return _bench(4, 50, 150, arguments, _OF_GPUS, f"{name}@{_TOKENS}:1,2,4", group="models_4")
+
+
+def _prompts_on_4(name: str) -> Step:
+    arguments = f"prefill --gpus 4,2 --spec {name}@{_TOKENS} --prompts 512,2048,8192 --repeats 5"
+    return _bench(4, 40, 150, arguments, _TABLE, f"{name}@{_TOKENS}:2,4", group="models_4")
 
 
 STEPS = {
@@ -161,5 +172,7 @@ STEPS = {
     "scaling_short": _bench(4, 20, 60, f"scaling --gpus 4 {_SCALING} 20", _OF_GPUS, "benchmarks:4"),
     "endurance": _bench(4, 40, 100, "endurance --gpus 4 --tokens 100000 --deadline-s 85", _OF_GPUS, "benchmarks:4"),
     "collectives": _bench(4, 60, 120, "collectives --gpus 4 --kills 2 --out {out}/collectives", _OF_COLLECTIVES),
+    **{f"scaling_4_{name}": _scaling_on_4(name) for name in _MODELS_ON_4},
+    **{f"prompts_4_{name}": _prompts_on_4(name) for name in _MODELS_ON_4},
     "requests_4": _bench(4, 38, 110, f"requests --gpus 4 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:4"),
 }  # fmt: skip
