@@ -8,7 +8,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Final
 
@@ -256,15 +256,16 @@ class FilePort:
         """Clients that have not read so much that part of a message waits."""
         return self._behind
 
-    def close(self, linger_s: float) -> None:
-        """Close everything; the rest of a message gets at most `linger_s`. Removes the socket file, unless it is another's."""
-        deadline_s = time.monotonic() + linger_s
-        while self._behind and (remaining_s := deadline_s - time.monotonic()) > 0:
-            poll = select.poll()
-            for name in self._behind:
-                poll.register(self._peers[name].connection, select.POLLOUT)
-            poll.poll(remaining_s * 1000)
-            self.flush()
+    def await_room(self, names: Iterable[bytes], limit_s: float) -> None:
+        """Return once one of these clients can be sent something, or has gone, and at the latest after `limit_s`."""
+        poll = select.poll()
+        for name in names:
+            if (peer := self._peers.get(name)) is not None:
+                poll.register(peer.connection, select.POLLOUT)
+        poll.poll(limit_s * 1000)
+
+    def close(self) -> None:
+        """Close everything at once. Removes the socket file, unless it is another's."""
         for name in tuple(self._peers):
             self.forget(name)
         with contextlib.suppress(OSError):

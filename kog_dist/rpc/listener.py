@@ -44,6 +44,7 @@ from kog_dist.runtime.port_holder import process_name
 OUTBOX_EVENTS, OUTBOX_BYTES = 16_384, 1 << 20  # two seconds of 4,000 tokens/s: a client may be stopped for a moment
 OUTBOXES_BYTES = 64 << 20  # of all clients together; beyond it the one with the fullest outbox is disconnected
 OUTBOX_GRACE_S = 10.0  # a client that reads nothing for so long is given up, unless more is sent to it meanwhile
+_TCP_RETRY_S = 0.005  # zmq does not tell when there is room for whom
 
 
 class Delivery(enum.Enum):
@@ -227,11 +228,16 @@ class RpcListener:
     def close(self, linger_s: float = 0.0) -> None:
         """Close, and remove the socket file and the access file, unless they are another engine's by now.
 
-        What is under way to clients that read gets at most `linger_s`.
+        What waits for clients gets at most `linger_s`: one that was behind learns how its request ended, too.
         """
-        self._file.close(linger_s)
+        deadline_s = time.monotonic() + linger_s
+        while self.has_backlog and (remaining_s := deadline_s - time.monotonic()) > 0:
+            limit_s = min(remaining_s, _TCP_RETRY_S) if any(peer.startswith(TCP_NAME) for peer in self._outboxes) else remaining_s
+            self._file.await_room(self._outboxes.keys() | self._file.behind, limit_s)
+            self.flush()
+        self._file.close()
         if self._tcp is not None:
-            self._tcp.close(linger_s)
+            self._tcp.close(max(0.0, deadline_s - time.monotonic()))
         access_file = self._folder / ACCESS_NAME
         with contextlib.suppress(OSError):
             if self._access_content and access_file.read_bytes() == self._access_content:  # its keys are nobody else's

@@ -186,9 +186,9 @@ def test_a_lost_rank_is_one_error_and_the_next_engine_serves(session: EngineSess
             whole = whole or tokens
             assert tokens == whole
             processed: dict[str, Any] = {"logprobs": 1} if number % 2 else {}
+            victim = session.processes()[f"rank {number % count}"]  # which takes as long as an answer
             events = client.generate(PROMPT, max_tokens=1900, ignore_eos=True, reuse_kv=False, **processed)
             taken = first_tokens(events, 5)
-            victim = session.processes()[f"rank {number % count}"]
             lost_at_s = time.monotonic()
             os.kill(victim, signum)
             with pytest.raises(RequestFailed) as caught:

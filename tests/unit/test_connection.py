@@ -44,7 +44,7 @@ class EchoEngine:
                     self.port.send(peer, encode(Alive(request.request_id, 7)))
                     self.num_answered += 1
                 self.port.flush()
-        self.port.close(1.0)
+        self.port.close()
 
     def leave(self) -> None:
         self.is_over.set()

@@ -28,7 +28,7 @@ def port(tmp_path: Path) -> Iterator[FilePort]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     made = FilePort(tmp_path / "rpc.sock", MESSAGE_BYTES)
     yield made
-    made.close(0.0)
+    made.close()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 

@@ -8,7 +8,8 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,13 @@ def listener(tmp_path: Path) -> Iterator[RpcListener]:
     made = RpcListener(tmp_path, tcp_port=0)
     yield made
     made.close()
+
+
+@pytest.fixture
+def ending(tmp_path: Path) -> RpcListener:
+    """One that the test closes."""
+    tmp_path.chmod(0o700)
+    return RpcListener(tmp_path, tcp_port=0)
 
 
 def received(listener: RpcListener) -> tuple[bytes, Request]:
@@ -163,6 +171,68 @@ def test_who_leaves_half_a_message_unread_is_given_up(listener: RpcListener, sle
     assert is_idle(listener)
     assert sleeper.is_closed()
     assert listener.send_frame(sleeper.name, b"x") is Delivery.GONE
+
+
+def test_who_was_behind_gets_all_before_the_end(ending: RpcListener, tmp_path: Path) -> None:
+    """Its last event says how its request ended."""
+    client = Sleeper(ending, tmp_path / SOCKET_NAME)
+    frames = [b"token %d" % number for number in range(3000)]
+    for frame in frames:
+        assert ending.send_frame(client.name, frame) is Delivery.TAKEN
+    assert len(ending._outboxes[client.name].frames) > 100, "more waits than the rest of a frame"
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(everything, client.socket)
+        ending.close(WAIT_S)
+        assert found.result(WAIT_S).endswith(b"".join(map(framed, frames)))
+    client.socket.close()
+
+
+def test_who_was_behind_by_tcp_gets_all_before_the_end(ending: RpcListener, tmp_path: Path) -> None:
+    access = Access.from_file(tmp_path / ACCESS_NAME)
+    with zmq.Context() as context, open_dealer(context, access) as remote:
+        remote.setsockopt(zmq.RCVHWM, 1)
+        remote.connect(access.address)
+        remote.send(encode(Status()))
+        name, _ = received(ending)
+        num_sent, text = 0, bytes(10_000)
+        while is_idle(ending) or len(ending._outboxes[name].frames) < 50:
+            assert ending.send_frame(name, b"%d " % num_sent + text) is Delivery.TAKEN
+            num_sent += 1
+
+        def read_all() -> list[int]:
+            return [int(remote.recv().split()[0]) for _ in range(num_sent) if remote.poll(round(WAIT_S * 1000))]
+
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(read_all)
+            ending.close(WAIT_S)
+            assert found.result(2 * WAIT_S) == list(range(num_sent))
+
+
+def test_who_reads_nothing_holds_the_end_up_for_so_long_only(
+    ending: RpcListener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper = Sleeper(ending, tmp_path / SOCKET_NAME)
+    monkeypatch.setattr(listener_module, "time", SimpleNamespace(monotonic=lambda: sleeper.now_s))
+    while is_idle(ending):
+        assert ending.send_frame(sleeper.name, bytes(50_000)) is Delivery.TAKEN
+    waits: list[float] = []
+
+    def await_room(names: Iterable[bytes], limit_s: float) -> None:
+        assert set(names) == {sleeper.name}
+        waits.append(limit_s)
+        sleeper.now_s += 0.1
+
+    ending._file.await_room = await_room  # type: ignore[method-assign]
+    ending.close(0.25)
+    assert waits == pytest.approx([0.25, 0.15, 0.05])
+    assert sleeper.is_closed()
+    sleeper.socket.close()
+
+
+def everything(connection: socket.socket) -> bytes:
+    """All that comes until the other end closes."""
+    connection.settimeout(WAIT_S)
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
 def test_who_reads_a_little_is_not_given_up(listener: RpcListener, sleeper: Sleeper) -> None:

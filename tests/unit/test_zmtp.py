@@ -139,7 +139,7 @@ def test_what_is_not_the_protocol_is_refused(data: bytes, cuts: list[int]) -> No
 def port(tmp_path: Path) -> Iterator[FilePort]:
     port = FilePort(tmp_path / "rpc.sock", LIMIT)
     yield port
-    port.close(0.0)
+    port.close()
 
 
 def connect(path: Path, first: bytes = opening(DEALER)) -> socket.socket:
