@@ -25,6 +25,7 @@ from tests.e2e.conftest import NUM_ENDLESS, without_progress
 RANKS = 4
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
 TOLD_S = 1.25 + 0.5  # the promise for one that is stopped; a loaded machine is slow
+NUM_BEHIND = 2000  # tokens; a socket holds a few hundred messages
 ENDED_S = 30.0  # for what has no promise of its own; a loaded machine is slow
 
 
@@ -40,8 +41,9 @@ def kill_all_at_once(session: EngineSession, *roles: str) -> None:
             os.kill(pids[role], signum)
 
 
-def token_ids(events: Iterator[StreamEvent], at_least: int) -> list[int]:
-    ids: list[int] = []
+def token_ids(events: Iterator[StreamEvent], at_least: int, received: list[int] | None = None) -> list[int]:
+    """Tokens, which follow those `received`; this list has them even if an error comes."""
+    ids: list[int] = [] if received is None else received
     for event in events:
         if isinstance(event, Tokens):
             ids += event.token_ids
@@ -121,7 +123,7 @@ def test_kill_during_a_stream(
         pid = session.processes()[victim]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RequestFailed) as caught:
-            received += token_ids(events, NUM_ENDLESS)
+            token_ids(events, NUM_ENDLESS, received)
         assert caught.value.code in codes
         assert len(str(caught.value).splitlines()) == 1
     assert launcher.wait(ENDED_S) == exit_code
@@ -132,6 +134,25 @@ def test_kill_during_a_stream(
     if sentence:
         last_words = json.loads((session.folder / "logs" / "exit.json").read_text(encoding="utf-8"))
         assert (last_words["exit_code"], last_words["pid"], last_words["signal"]) == (4, pid, "SIGKILL")
+
+
+def test_a_client_that_is_behind_learns_of_the_loss(session: EngineSession, tiny_model: Path) -> None:
+    """More waits for it than its socket holds."""
+    launcher = session.launch(str(tiny_model), "--ranks=2")
+    with session.connect() as client, session.connect() as other:
+        whole = token_ids(stream(client, 60), 60)
+        before = other.status().num_tokens
+        events = stream(client, NUM_ENDLESS)
+        received = token_ids(events, 5)
+        until(lambda: other.status().num_tokens - before > NUM_BEHIND, ENDED_S, lambda: f"{other.status().num_tokens} tokens")
+        os.kill(session.processes()["rank 0"], signal.SIGKILL)
+        with pytest.raises(RequestFailed) as caught:
+            token_ids(events, NUM_ENDLESS, received)
+        assert caught.value.code is ErrorCode.RANK_FAILED
+    assert launcher.wait(ENDED_S) == 4
+    assert_clean(session)
+    assert len(received) >= NUM_BEHIND
+    assert received[:60] == whole
 
 
 @pytest.mark.parametrize("victim", ["rank 1", "coordinator", "client", "launcher"])
