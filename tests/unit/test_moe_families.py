@@ -124,28 +124,33 @@ def test_in_float32_choices_are_the_same_where_the_margin_exceeds_rounding(
     assert clear > 0.9 * len(PROMPT)
 
 
-def test_with_transformers_choices_logits_agree_whatever_the_margin(
-    case: tuple[Path, Any, Reference], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Teacher-forced routing: other experts would be another model."""
-    folder, _, expected = case
-    calls = 0
+def force_choices(monkeypatch: pytest.MonkeyPatch, expected: Reference) -> list[int]:
+    """Let SELECT take the choices of transformers, position by position, layer by layer; how often it did, as it goes on."""
+    calls = [0]
 
     def forced(logits: NDArray[Any], scores: NDArray[Any], is_normalised: bool, choice: NDArray[Any]) -> None:
-        nonlocal calls
-        position, layer = divmod(calls, len(expected.chosen))
-        calls += 1
+        position, layer = divmod(calls[0], len(expected.chosen))
+        calls[0] += 1
         chosen = expected.chosen[layer][position]
         np.exp(logits - logits.max(), out=scores)
         choice[0] = chosen
         choice[1] = scores[chosen] / (scores[chosen].sum() if is_normalised else scores.sum())
 
     monkeypatch.setattr(lane_math, "select", forced)
+    return calls
+
+
+def test_with_transformers_choices_logits_agree_whatever_the_margin(
+    case: tuple[Path, Any, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Teacher-forced routing: other experts would be another model."""
+    folder, _, expected = case
+    calls = force_choices(monkeypatch, expected)
     errors = [
         relative_error(logits, expected.logits[position])
         for position, (logits, _, _) in enumerate(Run(folder, np.float32).tokens(PROMPT))
     ]
-    assert calls == len(PROMPT) * len(expected.chosen)
+    assert calls == [len(PROMPT) * len(expected.chosen)]
     assert max(errors) < SINGLE
 
 
