@@ -228,7 +228,7 @@ def test_published_shapes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"{spec.experts.num_experts} experts, {spec.experts.per_token} of them chosen, of {spec.intermediate_size}" in text
     assert f"{spec.num_layers} route, {spec.num_layers} select" in text
     needed = weight_bytes(plan_target(settings, needs_weights=False)[0].checkpoint) + 2 * spec.vocab_size * spec.hidden_size
-    assert f"1 GPU  {(needed + kv_bytes(spec, spec.max_context)) / 2**30:6.1f} GiB each" in text
+    assert f"1 GPU  at least {(needed + kv_bytes(spec, spec.max_context)) / 2**30:5.1f} GiB each" in text
     assert "GPUs do not run" not in text
 
 
