@@ -71,7 +71,8 @@ def predictions(spec: ModelSpec, read: int, kept: int, kv_dtype: str = "auto") -
     """For each number of GPUs that the model's lanes can be split over: memory of each GPU, and what it reaches at most.
 
     Each keeps its share of the weights, `kept` bytes in all, and reads for each token its share of `read` of them; the embedding
-    table lies whole on every GPU. Communication is not counted.
+    table lies whole on every GPU. Communication is not counted, nor what prefill and windowed layers with all positions take: the
+    lines of the ranks say that.
     """
     table = spec.vocab_size * spec.hidden_size * _BYTES
     cache = kv_bytes(spec, spec.max_context, kv_dtype)
@@ -79,7 +80,7 @@ def predictions(spec: ModelSpec, read: int, kept: int, kv_dtype: str = "auto") -
     for count in (n for n in (1, 2, 4, 8) if spec.num_lanes % n == 0):
         needed = kept // count + table + cache // count
         reached = ", ".join(_reached(spec, gpu, needed, read / count, cache / count) for gpu in GPUS)
-        lines.append(f"{count} GPU{'s' if count > 1 else ' '} {needed / _GIB:6.1f} GiB each: {reached}")
+        lines.append(f"{count} GPU{'s' if count > 1 else ' '} at least {needed / _GIB:5.1f} GiB each: {reached}")
     return lines
 
 

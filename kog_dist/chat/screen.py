@@ -36,12 +36,13 @@ class Meter:
 
     def take(self, piece: Piece, now_s: float) -> None:
         """Count a piece."""
-        if piece.text:
+        has_text = bool(piece.text or piece.reasoning)
+        if has_text:
             self.first_s = now_s if self.first_s is None else self.first_s
             self.last_s = now_s
         if piece.num_tokens is not None:
             self.num_tokens, self.is_exact = piece.num_tokens, True
-        elif piece.text and not self.is_exact:
+        elif has_text and not self.is_exact:
             self.num_tokens += 1
         if piece.usage is not None:
             self.num_prompt_tokens = piece.usage.get("prompt_tokens")
@@ -81,6 +82,7 @@ class Screen:
         self._pending: list[str] = []
         self._flushed_s = self._line_s = 0.0
         self._num_rows = 0
+        self._reasons = False  # whether reasoning was shown last
 
     @contextlib.contextmanager
     def answer(self) -> Iterator[None]:
@@ -91,18 +93,28 @@ class Screen:
         try:
             yield
         finally:
+            self._end_reasoning("\n")
             self.flush()
             if self._num_rows > 3:
                 self._out(f"\x1b7\x1b[r\x1b[{self._num_rows};1H\x1b[2K\x1b8")
             self._num_rows = 0
 
-    def write(self, text: str, now_s: float) -> None:
-        """Text of the answer; shown with the next frame."""
-        if text:
-            self._pending.append(_harmless(text) if self.is_terminal else text)
+    def write(self, piece: Piece, now_s: float) -> None:
+        """Text of the answer; shown with the next frame. On a terminal also the reasoning in front of it, less conspicuous."""
+        if piece.reasoning and self.is_terminal:
+            self._pending.append(self.dim(_harmless(piece.reasoning)))
+            self._reasons = True
+        if piece.text:
+            self._end_reasoning("\n\n")
+            self._pending.append(_harmless(piece.text) if self.is_terminal else piece.text)
         if now_s - self._flushed_s >= _FRAME_S:
             self.flush()
             self._flushed_s = now_s
+
+    def _end_reasoning(self, end: str) -> None:
+        if self._reasons:
+            self._pending.append(end)
+        self._reasons = False
 
     def flush(self) -> None:
         """Show what is pending."""

@@ -23,8 +23,9 @@ _MAX_PLAIN_BYTES: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer. A service may leave out: `num_tokens` of the answer so far; `num_before`, requests before this one;
-    `prompt_read`, tokens of the prompt that have been read, and all; `queue_ms`, how long it waited."""
+    """A part of an answer, or of the `reasoning` in front of it, which is no part of it. A service may leave out: `num_tokens` of
+    the answer so far; `num_before`, requests before this one; `prompt_read`, tokens of the prompt that have been read, and all;
+    `queue_ms`, how long it waited."""
 
     text: str = ""
     num_tokens: int | None = None
@@ -33,6 +34,7 @@ class Piece:
     num_before: int | None = None
     prompt_read: tuple[int, int] | None = None
     queue_ms: float | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ def _pieces(payload: bytes) -> Iterator[Piece]:
     num_tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     for choice in choices:
         delta = choice.get("delta") or {}
-        text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
-        yield Piece(text, num_tokens, choice.get("finish_reason"))
+        text, reasoning = choice.get("text") or delta.get("content") or "", delta.get("reasoning_content") or ""
+        yield Piece(text, num_tokens, choice.get("finish_reason"), reasoning=reasoning)
     if usage and not choices:
         yield Piece(num_tokens=num_tokens, usage=usage, queue_ms=queue_ms if isinstance(queue_ms, int | float) else None)

@@ -65,7 +65,7 @@ class ChatSession:
                     answer.finish_reason = piece.finish_reason or answer.finish_reason
                     if piece.text:
                         parts.append(piece.text)
-                    screen.write(piece.text, now_s)
+                    screen.write(piece, now_s)
                     if shows_rate:
                         screen.rate_line(answer.meter.line(now_s, self._facts.num_ranks), now_s)
         except KeyboardInterrupt:

@@ -155,6 +155,29 @@ def test_a_pipe_gets_the_answer_alone() -> None:
         assert piped([f"--url={stub.url}", "-q", "asked"], text="").stderr == ""
 
 
+def test_reasoning_is_no_part_of_the_answer(tmp_path: Path) -> None:
+    """A terminal shows it apart; the next question does not send it back, and a pipe has none of it."""
+    answers = (
+        Scripted(chat(["Good", " day"], usage=USAGE, reasoning=["They", " greet\x1b[2J."])),
+        Scripted(chat([], usage=USAGE, reasoning=["Hm"], finish="length")),
+        Scripted(chat(["fine"], usage=USAGE)),
+    )
+    with openai_stub(*answers) as stub, terminal(stub, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        shown.type("hi\n")
+        seen = shown.wait_for(r"Good day.*first after.*\].*> ")
+        assert re.search(r"They.* greet\N{REPLACEMENT CHARACTER}\[2J\..*\r\n\r\n.*Good day", seen, re.DOTALL)
+        assert "\x1b[2mThey" in seen
+        shown.type("and\n")
+        shown.wait_for(r"Hm.*\r\n.*cut off at the most tokens allowed.*> ")
+        shown.type("you\n")
+        shown.wait_for(r"fine.*first after.*> ")
+        assert shown.end() == 0
+    assert [message["content"] for message in stub.requests[-1]["messages"]] == ["hi", "Good day", "you"]
+    with openai_stub(Scripted(chat(["Good", " day"], usage=USAGE, reasoning=["They greet."]))) as stub:
+        assert piped([f"--url={stub.url}"]).stdout == "Good day\n"
+
+
 def test_a_completion_continues_the_text() -> None:
     with openai_stub(Scripted(completion(["a, b):"], usage=USAGE))) as stub:
         done = piped([f"--url={stub.url}", "--completion", "--max-tokens=5"], text="def add(")

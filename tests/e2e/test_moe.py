@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kog_dist.bench.engine.session import running
+from kog_dist.bench.engine.session import EngineSession, running
+from kog_dist.errors import RequestFailed
+from kog_dist.rpc.messages import ErrorCode
+from tests.e2e.conftest import without_progress
 from tests.e2e.test_quantised import NUM_TOKENS, PROMPT_IDS, ask
 from tests.unit import moe_models
 
@@ -37,3 +42,45 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
             answers.append(ask(client))
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0][1])) == NUM_TOKENS
+
+
+# Started by the Python of every process; in that of rank 1 the thirty-eighth choice, one of layer 1, is a wrong one.
+WRONG_CHOICE = """
+import sys
+if '"rank": 1,' in " ".join(sys.orig_argv):
+    import numpy as np
+    from kog_dist.decode import lane_math
+
+    select, calls = lane_math.select, iter(range(1, 10**9))
+
+    def wrong(logits, scores, is_normalised, choice):
+        select(logits, scores, is_normalised, choice)
+        if next(calls) == 38:
+            choice[0] = np.sort((choice[0] + 1) % len(logits))
+
+    lane_math.select = wrong
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_wrong_choice_of_one_rank(session: EngineSession, tmp_path: Path, is_checked: bool) -> None:
+    """`--check-experts` reaches the ranks and ends the engine with a sentence that says where; without it nobody notices."""
+    model = tmp_path / "model"
+    moe_models.made("qwen3_moe", model)
+    (session.folder / "sitecustomize.py").write_text(WRONG_CHOICE, encoding="utf-8")
+    session.variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(session.folder), os.environ.get("PYTHONPATH"))))
+    launcher = session.launch(str(model), "--device=cpu", "--ranks=2", *(("--check-experts",) if is_checked else ()))
+    with session.connect() as client:
+        if not is_checked:
+            assert len(ask(client)[0]) == NUM_TOKENS
+            return
+        with pytest.raises(RequestFailed) as caught:
+            ask(client)
+    assert caught.value.code is ErrorCode.RANK_FAILED
+    assert launcher.wait(30.0) == 4
+    [sentence] = without_progress(session.output()).splitlines()
+    found = (
+        r"rank 1 chose experts \d+, \d+, \d+ in layer 1 at token 1\d, but rank 0 \d+, \d+, \d+: the ranks do not compute the same"
+    )
+    assert re.search(found, sentence), sentence

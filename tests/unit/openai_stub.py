@@ -52,9 +52,15 @@ def completion(texts: Sequence[str], *, usage: dict[str, Any] | None = None, fin
     return [*chunks, *([event({"choices": [], "usage": usage})] if usage else []), DONE]
 
 
-def chat(texts: Sequence[str], *, usage: dict[str, Any] | None = None, finish: str = "stop", **last: Any) -> list[bytes]:
+def chat(
+    texts: Sequence[str], *, usage: dict[str, Any] | None = None, finish: str = "stop", reasoning: Sequence[str] = (), **last: Any
+) -> list[bytes]:
     """Events of a /v1/chat/completions stream, the role first; `last` is put into the final chunk."""
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, *({"content": text} for text in texts)]
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        *({"reasoning_content": text} for text in reasoning),
+        *({"content": text} for text in texts),
+    ]
     chunks = [event({"choices": [{"delta": delta, "finish_reason": None}]}) for delta in deltas]
     chunks.append(event({"choices": [{"delta": {}, "finish_reason": finish}], **last}))
     return [*chunks, *([event({"choices": [], "usage": usage})] if usage else []), DONE]

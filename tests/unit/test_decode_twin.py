@@ -171,6 +171,8 @@ def answer(
             command, cwd=folder, env={**os.environ, **unrest}, capture_output=True, text=True, timeout=100, check=False
         )
         assert done.returncode == 0, f"{options} {unrest} ended with {done.returncode} (see decode.cpp)"
+        if not options:
+            assert int(done.stdout.split()[0]) == sum(first_launch_bytes(shape) for shape in shapes), "weights that were copied"
         answers.append(_read_answer(shapes, folder))
     (tokens, logits, digest), *others = answers
     for other in others:
@@ -178,6 +180,12 @@ def answer(
         assert other[1].tobytes() == logits.tobytes()
         assert other[2] == digest
     return tokens, logits
+
+
+def first_launch_bytes(shape: KernelShape) -> int:
+    """Of weights, by `read_bytes`: the prompt, of which the last token alone needs the LM head, and one token more."""
+    head_bytes = 2 * shape.num_head_products * shape.head.num_values * shape.num_ctas
+    return (len(PROMPT) + 1) * shape.read_bytes - (len(PROMPT) - 1) * head_bytes
 
 
 def command_of(shape: KernelShape) -> list[str]:

@@ -124,28 +124,33 @@ def test_in_float32_choices_are_the_same_where_the_margin_exceeds_rounding(
     assert clear > 0.9 * len(PROMPT)
 
 
-def test_with_transformers_choices_logits_agree_whatever_the_margin(
-    case: tuple[Path, Any, Reference], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Teacher-forced routing: other experts would be another model."""
-    folder, _, expected = case
-    calls = 0
+def force_choices(monkeypatch: pytest.MonkeyPatch, expected: Reference) -> list[int]:
+    """Let SELECT take the choices of transformers, position by position, layer by layer; how often it did, as it goes on."""
+    calls = [0]
 
     def forced(logits: NDArray[Any], scores: NDArray[Any], is_normalised: bool, choice: NDArray[Any]) -> None:
-        nonlocal calls
-        position, layer = divmod(calls, len(expected.chosen))
-        calls += 1
+        position, layer = divmod(calls[0], len(expected.chosen))
+        calls[0] += 1
         chosen = expected.chosen[layer][position]
         np.exp(logits - logits.max(), out=scores)
         choice[0] = chosen
         choice[1] = scores[chosen] / (scores[chosen].sum() if is_normalised else scores.sum())
 
     monkeypatch.setattr(lane_math, "select", forced)
+    return calls
+
+
+def test_with_transformers_choices_logits_agree_whatever_the_margin(
+    case: tuple[Path, Any, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Teacher-forced routing: other experts would be another model."""
+    folder, _, expected = case
+    calls = force_choices(monkeypatch, expected)
     errors = [
         relative_error(logits, expected.logits[position])
         for position, (logits, _, _) in enumerate(Run(folder, np.float32).tokens(PROMPT))
     ]
-    assert calls == len(PROMPT) * len(expected.chosen)
+    assert calls == [len(PROMPT) * len(expected.chosen)]
     assert max(errors) < SINGLE
 
 
@@ -223,7 +228,7 @@ def test_published_shapes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"{spec.experts.num_experts} experts, {spec.experts.per_token} of them chosen, of {spec.intermediate_size}" in text
     assert f"{spec.num_layers} route, {spec.num_layers} select" in text
     needed = weight_bytes(plan_target(settings, needs_weights=False)[0].checkpoint) + 2 * spec.vocab_size * spec.hidden_size
-    assert f"1 GPU  {(needed + kv_bytes(spec, spec.max_context)) / 2**30:6.1f} GiB each" in text
+    assert f"1 GPU  at least {(needed + kv_bytes(spec, spec.max_context)) / 2**30:5.1f} GiB each" in text
     assert "GPUs do not run" not in text
 
 

@@ -87,9 +87,11 @@ async function start(prompt, from = answers.editedIdx) {
   announcer.began(() => mine.figures());
   showAnswer();
   let waits = true;
+  let reasons = false;
   const outcome = await mine.follow(request, key.headers(), (receipt) => {
     if (receipt.pieces.length) waits = false;
-    element("outcome").textContent = waits ? waitingFor(receipt) : "";
+    reasons = receipt.reasons ?? reasons;
+    element("outcome").textContent = waits ? waitingFor(receipt) : reasons ? "Reasoning, which is not shown" : "";
   });
   if (run === mine) finished(asked, outcome);
 }

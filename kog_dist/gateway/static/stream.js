@@ -21,6 +21,7 @@ import { Failure } from "./failures.js";
  * @property {Usage | null} usage the last one of the read
  * @property {Record<string, number> | null} timings of the server, in the keys of llama.cpp
  * @property {number | null} numBefore requests that the engine takes before this one
+ * @property {boolean | null} reasons whether its last piece was reasoning, whose text is not kept; null: it has none
  * @property {[number, number] | null} promptRead tokens of the prompt that have been read, and all of them
  * @property {Failure | null} failure what ended the answer after these pieces
  *
@@ -89,7 +90,7 @@ export class ChunkReader {
    */
   receipt(events, at) {
     /** @type {Receipt} */
-    const receipt = { at, pieces: [], finishReason: null, usage: null, timings: null, numBefore: null, promptRead: null, failure: null };
+    const receipt = { at, pieces: [], finishReason: null, usage: null, timings: null, numBefore: null, reasons: null, promptRead: null, failure: null };
     try {
       for (const event of events) this.#take(event, receipt);
     } catch (error) {
@@ -110,7 +111,9 @@ export class ChunkReader {
     const choice = chunk.choices?.[0];
     const text = choice?.text ?? choice?.delta?.content ?? "";
     if (typeof text !== "string") throw Failure.unreadable("a chunk whose text is no text");
-    const numTokens = this.#numTokens(chunk, text);
+    const reasons = !text && Boolean(choice?.delta?.reasoning_content);
+    if (text || reasons) receipt.reasons = reasons;
+    const numTokens = this.#numTokens(chunk, Boolean(text) || reasons);
     const chances = chancesOf(choice);
     if (text || numTokens || chances.length) receipt.pieces.push({ text, numTokens, ...(chances.length && { chances }) });
     receipt.finishReason = choice?.finish_reason ?? receipt.finishReason;
@@ -119,9 +122,9 @@ export class ChunkReader {
   }
 
   /** Tokens that the chunk adds. A last chunk without a choice only sums up. */
-  #numTokens(chunk, text) {
+  #numTokens(chunk, isAny) {
     const running = chunk.choices?.length ? chunk.usage?.completion_tokens : undefined;
-    const numTokens = typeof running === "number" ? Math.max(0, running - this.#counted) : text ? 1 : 0;
+    const numTokens = typeof running === "number" ? Math.max(0, running - this.#counted) : isAny ? 1 : 0;
     this.#counted += numTokens;
     return numTokens;
   }

@@ -37,7 +37,8 @@ INFO: dict[str, Any] = {
 class Script:
     """What the next requests get.
 
-    A comment says that `place` requests are before them. `pieces` are sent at `tokens_per_s`, one token each. `end`: "done"
+    A comment says that `place` requests are before them. `pieces` are sent at `tokens_per_s`, one token each, the first
+    `num_reasoning` as a chat's reasoning. `end`: "done"
     (finish reason, usage, timings, [DONE]), "error" (an error event), "close" (the connection closes without a word), "hold"
     (nothing more comes). `status` other than 200 refuses.
     """
@@ -46,6 +47,7 @@ class Script:
     num_read: int = 0  # tokens of the prompt, which another comment says; 0: none does
     queue_ms: float = 0.0
     pieces: Sequence[str] = ("    return", " n", "\n")
+    num_reasoning: int = 0
     tokens_per_s: float = 2000.0
     first_after_s: float = 0.005
     end: str = "done"
@@ -210,7 +212,11 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
         if due > served.num_sent:
             pieces = script.pieces[served.num_sent : due]
             counts = range(served.num_sent + 1, due + 1)
-            frames = [_chunk(chat, piece, count if script.counts else None) for piece, count in zip(pieces, counts, strict=True)]
+            said = ("reasoning_content", "content") if chat else ("text", "text")
+            frames = [
+                _chunk(said[count > script.num_reasoning], piece, count if script.counts else None)
+                for piece, count in zip(pieces, counts, strict=True)
+            ]
             if "logprobs" in served.body:
                 for frame, piece, count in zip(frames, pieces, counts, strict=True):
                     frame["choices"][0]["logprobs"] = _logprobs(chat, piece, LOGPROBS[(count - 1) % 4], served.body)
@@ -229,14 +235,14 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
             "predicted_per_token_ms": seconds * 1e3 / max(1, served.num_sent - 1),
             "predicted_per_second": served.num_sent / seconds,
         }  # fmt: skip
-        last = {"index": 0, "finish_reason": script.finish_reason, **_piece(chat, "")}
+        last = {"index": 0, "finish_reason": script.finish_reason, **_piece("content" if chat else "text", "")}
         writer.write(
             _event({"choices": [last]}) + _event({"choices": [], "usage": usage, "timings": timings}) + b"data: [DONE]\n\n"
         )
 
 
-def _chunk(chat: bool, text: str, count: int | None) -> dict[str, Any]:
-    choice = {"index": 0, "finish_reason": None, **_piece(chat, text)}
+def _chunk(key: str, text: str, count: int | None) -> dict[str, Any]:
+    choice = {"index": 0, "finish_reason": None, **_piece(key, text)}
     chunk: dict[str, Any] = {"id": "cmpl-1", "object": "chunk", "created": 1, "model": "demo", "choices": [choice]}
     if count is not None:
         chunk["usage"] = {"prompt_tokens": 12, "completion_tokens": count, "total_tokens": 12 + count}
@@ -253,8 +259,8 @@ def _logprobs(chat: bool, text: str, logprob: float, body: Mapping[str, Any]) ->
     return {"content": [{**entry, "top_logprobs": [{"token": name, "logprob": p, "bytes": None} for name, p in best]}]}
 
 
-def _piece(chat: bool, text: str) -> dict[str, Any]:
-    return {"delta": {"content": text}} if chat else {"text": text}
+def _piece(key: str, text: str) -> dict[str, Any]:
+    return {key: text} if key == "text" else {"delta": {key: text}}
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

@@ -59,6 +59,25 @@ def test_a_conversation_goes_on_and_is_cleared(chat: Page, server: ReplayServer)
     assert server.served[2].body["messages"] == [{"role": "user", "content": "Again"}]
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_reasoning_is_said_and_counted_and_not_shown(chat: Page, server: ReplayServer, counts: bool) -> None:
+    server.script = Script(pieces=("Hm", "..."), num_reasoning=2, end="hold", counts=counts)
+    run(chat, "How?")
+    expect(chat.locator("#outcome")).to_have_text("Reasoning, which is not shown")
+    chat.locator("#stop").click()
+    ended(chat)
+    server.script = Script(pieces=("Hm", "...", *PIECES), num_reasoning=2, counts=counts)
+    run(chat, "How?")
+    ended(chat)
+    expect(chat.locator("#outcome")).to_have_text("Finished")
+    expect(chat.locator("#transcript")).to_contain_text("sorted")
+    expect(chat.locator("#transcript")).not_to_contain_text("Hm")
+    expect(chat.locator("#num-tokens")).to_have_text(str(2 + len(PIECES)))
+    run(chat, "And then?")
+    ended(chat)
+    assert messages(server)[-3:] == ["How?", SAID, "And then?"]
+
+
 def test_question_and_answer_stand_together_in_markdown(chat: Page, server: ReplayServer) -> None:
     server.script = Script(pieces=["# Two ways\n\n", "1. **sort**\n", "2. *sorted*\n\n", "```python\n", "x = sorted(y)\n", "```"])
     ask(chat, "How do I\n  sort?")

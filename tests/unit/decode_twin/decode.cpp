@@ -1,6 +1,7 @@
 // decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
 // prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
 // rope.bin, and tape, norms, final_norm and all of kOptional of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
+// Prints the bytes of weights that each launch has copied; the last one's loaders may have begun with a token that is not decoded.
 // UNREST in the environment: a seed, by which warps stand still now and then. LIMIT_US: of waits, instead of 2 s. SILENCE: which
 // of the faults that `twin_silence` makes, if the sources were given some.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well (record.RANK.bin says why), with 6 when invalid streams were
@@ -119,7 +120,9 @@ int main(int num_arguments, char** argv) {
             packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
             twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
         }
+        const u64 before = copied_bytes;
         if (!twin::run(twin::unrest ? 1000000 : 100000)) return 4;
+        printf("%llu\n", copied_bytes - before);
     }
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
