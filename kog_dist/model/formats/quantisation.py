@@ -33,7 +33,7 @@ class Quantisation:
     """`method` as published. `ignored`: modules that are not quantised, where there are no files to tell.
 
     `is_of_experts`: experts alone are quantised, as `stacked_experts` says.
-    Files may have another type of scales than `form.scale`.
+    Files may have another type of scales than `form.scale`, and columns in order although `form.is_ordered`.
     """
 
     method: str
@@ -143,7 +143,8 @@ def _gptq(raw: Raw) -> Quantisation:
     less = {"gptq": 1, "gptq_v2": 0}.get(version) if isinstance(version, str) else None
     if less is None:
         raise ConfigError(f"{KEY}: checkpoint_format {short(version)} is not supported; supported: gptq, gptq_v2")
-    form = WeightFormat("INT4", 1, _group(raw, "group_size"), "F16", has_zeros=True)
+    is_ordered = raw.get("desc_act") is True and not raw.get("static_groups")
+    form = WeightFormat("INT4", 1, _group(raw, "group_size"), "F16", has_zeros=True, is_ordered=is_ordered)
     return Quantisation("gptq", form, GptqStorage(less))
 
 
