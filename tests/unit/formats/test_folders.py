@@ -260,6 +260,30 @@ def test_quantised_tensors_without_a_config_are_refused(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
+@pytest.mark.parametrize(
+    ("method", "end"), [("gptq", "qweight"), ("fp8", "weight_scale_inv"), ("mxfp4-pack-quantized", "weight_packed")]
+)
+def test_codes_without_a_config_ask_for_it(tmp_path: Path, method: str, end: str) -> None:
+    """As folders of AutoGPTQ whose `quantize_config.json` alone says how they are quantised."""
+    folder, tensors, _ = made(tmp_path, method)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    save(folder, tensors, config)
+    cause = (
+        rf"{end}' belongs to quantised weights, but config.json has no quantization_config that says how they are quantised; take"
+    )
+    with pytest.raises(CheckpointError, match=cause):
+        open_checkpoint(folder)
+
+
+def test_a_number_that_is_no_format_is_named(tmp_path: Path) -> None:
+    folder, tensors, _ = made(tmp_path, "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    save(folder, tensors | {f"{Q_PROJ}.weight": tensors[f"{Q_PROJ}.weight"].view(torch.float8_e5m2)}, config)
+    with pytest.raises(CheckpointError, match=rf"'{Q_PROJ}.weight': dtype 'F8_E5M2' is not supported; supported: .* I64$"):
+        open_checkpoint(folder)
+
+
 BASE = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
     "vocab_size": 32,
