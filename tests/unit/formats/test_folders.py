@@ -97,8 +97,12 @@ def test_codes_and_scales_of_lanes_are_the_values_that_ranks_read(tmp_path: Path
             assert np.array_equal(coded.values(), values)
 
 
-def test_ranks_keep_quantised_matrices_in_float32_and_others_in_16_bit(tmp_path: Path) -> None:
-    made(tmp_path, "fp8")
+@pytest.mark.parametrize(
+    "method", ["fp8", "modelopt, channel", "awq", "gptq, act-order", "pack-quantized", "mxfp4-pack-quantized"]
+)
+def test_ranks_keep_quantised_matrices_in_float32_and_others_in_16_bit(tmp_path: Path, method: str) -> None:
+    """The same bits on one rank and on two."""
+    made(tmp_path, method)
     checkpoint = open_checkpoint(tmp_path)
     whole = checkpoint.rank_weights(range(4), keeps_halves=True)
     parts = [checkpoint.rank_weights(lanes, keeps_halves=True) for lanes in (range(2), range(2, 4))]
