@@ -23,6 +23,7 @@ from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import is_layer_matrix
 from kog_dist.model.published_config import read_config, spec_of_folder
 from kog_dist.model.weight_bytes import bytes_per_token, formats, num_quantised
+from kog_dist.workers.cuda.coded_source import coding_of
 from tests.unit.formats.folders import SIZES, expected_logits, logits, made, save
 from tests.unit.formats.writers import METHODS, fp8_blocks
 
@@ -238,6 +239,24 @@ def test_a_bias_that_the_model_does_not_have_must_be_zero(tmp_path: Path) -> Non
     save(folder, tensors | {f"{Q_PROJ}.bias": torch.ones(256)}, config)
     with pytest.raises(CheckpointError, match=rf"tensor {Q_PROJ}.bias is not 0, but the model has no such bias"):
         open_checkpoint(folder).rank_weights([0])
+
+
+def test_a_head_may_be_quantised_in_its_files_on_cpu_ranks(tmp_path: Path) -> None:
+    method = METHODS["float-quantized, channel"]
+    folder, tensors, model = made(tmp_path, method)
+    head = method.write(tensors.pop("lm_head.weight"))
+    save(
+        folder,
+        tensors | {f"lm_head.{end}": t for end, t in head.tensors.items()},
+        json.loads((folder / "config.json").read_text()),
+    )
+    model.state_dict()["lm_head.weight"].copy_(head.values)
+    checkpoint, expected = open_checkpoint(folder), expected_logits(model, PROMPT[:4])
+    assert np.abs(logits(checkpoint, PROMPT[:4]) - expected).max() < 1e-5 * np.abs(expected).max()
+    with pytest.raises(
+        ConfigError, match=r"GPUs run quantised weights of layers alone, and lm_head.weight is quantised, too; use"
+    ):
+        coding_of(checkpoint)
 
 
 def test_biases_of_quantised_matrices_are_read(tmp_path: Path) -> None:
