@@ -65,10 +65,10 @@ def check(settings: LaunchConfig, *, deep: bool = False) -> str:
         opened.verify_all()
     tokenizer = "with" if served.tokenizer is not None else "without"
     hashes = "with hash manifest" if opened.manifest is not None else "without hash manifest"
-    files = f"{len(opened.files)} file{'s' if len(opened.files) > 1 else ''}"
+    files, lanes = _count(len(opened.files), "file"), _count(opened.spec.num_lanes, "lane")
     return (
         f"{target.model_name}: {opened.spec.num_parameters:,} parameters, {formats(opened)}, {files}, "
-        f"{opened.num_bytes / _MIB:.1f} MiB{_per_token(opened)}, {opened.spec.num_lanes} lanes, {hashes}, {tokenizer} tokenizer"
+        f"{opened.num_bytes / _MIB:.1f} MiB{_per_token(opened)}, {lanes}, {hashes}, {tokenizer} tokenizer"
         f"{', all weights read' if deep else ''}{_kept_rounded(opened, settings)}"
     )
 

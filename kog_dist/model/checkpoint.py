@@ -24,7 +24,7 @@ from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.families.stored import Names
 from kog_dist.model.formats.head import head_format
 from kog_dist.model.formats.lanes import PartsCache, rounded_codes
-from kog_dist.model.formats.quantisation import IGNORED, Quantisation
+from kog_dist.model.formats.quantisation import IGNORED, KEY, OF_CODES, Quantisation
 from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, form_in, with_matrices
 from kog_dist.model.formats.rounding import chosen_format
 from kog_dist.model.formats.weight_format import WeightFormat
@@ -69,6 +69,8 @@ def open_checkpoint(
     elif quantisation is not None:
         shapes = {stored.name: stored.shape(layouts[name]) for name, stored in names.items() if name != EMBEDDING}
         place = with_matrices(folder, quantisation, place, shapes)
+    else:
+        _refuse_codes(place)
     extra = () if quantisation is None else IGNORED
     wanted_names = {stored.name for stored in names.values()}
     _check_names(folder, place, wanted_names, lambda name: family.ignores(name, spec) or name.endswith(extra))
@@ -263,6 +265,16 @@ def _float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 # ---- opening ----
+def _refuse_codes(place: Mapping[str, SafetensorsFile]) -> None:
+    """Of a folder whose config says nothing of quantised weights."""
+    for name in sorted(place):
+        if name.endswith(OF_CODES):
+            raise CheckpointError(
+                f"{place[name].path}: tensor {short(name)} belongs to quantised weights, but config.json has no {KEY} that says "
+                "how they are quantised; take config.json from where the weights are from"
+            )
+
+
 def _check_names(folder: Path, place: Mapping[str, SafetensorsFile], wanted: set[str], is_ignored: Callable[[str], bool]) -> None:
     missing, unexpected = sorted(wanted - set(place)), sorted(set(place) - wanted)
     if missing:

@@ -6,6 +6,7 @@ The library's reader is not used: it maps the file (one truncated meanwhile kill
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ DTYPES: Mapping[str, tuple[str, int]] = {"BF16": ("bfloat16", 2), "F16": ("float
 _STORED: Mapping[str, int] = {name: width for name, (_, width) in DTYPES.items()} | {
     "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I32": 4, "I64": 8,
 }  # fmt: skip
+# What else the library writes, or will: files that have it are not damaged.
+_OTHERS = re.compile(r"(BOOL|C64|[IUF](8|16|32|64)|F(8|6|4)(_E\dM\d)?(FNUZ)?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +260,8 @@ def _parse_header(path: Path, header: bytes, file_bytes: int) -> dict[str, Store
     data_start = 8 + len(header)
     tensors = {}
     for name, entry in entries.items():
+        if isinstance(entry, dict) and _is_unread(entry.get("dtype")):
+            raise CheckpointError(f"{path}: tensor {short(name)}: {_unsupported(entry['dtype'])}")
         try:
             tensors[name] = _parse_entry(entry, data_start)
         except ValueError as error:
@@ -275,12 +280,21 @@ def _parse_header(path: Path, header: bytes, file_bytes: int) -> dict[str, Store
     return tensors
 
 
+def _is_unread(dtype: object) -> bool:
+    """Whether it is one of safetensors that no model here has."""
+    return isinstance(dtype, str) and dtype not in _STORED and _OTHERS.fullmatch(dtype) is not None
+
+
+def _unsupported(dtype: object) -> str:
+    return f"dtype {short(dtype)} is not supported; supported: {', '.join(_STORED)}"
+
+
 def _parse_entry(entry: object, data_start: int) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError("an entry must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _STORED:
-        raise ValueError(f"dtype {short(dtype)} is not supported; supported: {', '.join(_STORED)}")
+        raise ValueError(_unsupported(dtype))
     if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"shape {short(shape)} is not a list of at most {MAX_DIMENSIONS} sizes")
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

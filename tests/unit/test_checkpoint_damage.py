@@ -218,6 +218,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(
     message = refusal(lambda: open_checkpoint(tmp_path))
     assert cause in message
     assert str(tmp_path) in message
+    assert "damaged" not in message
 
 
 def test_a_tied_model_has_no_head_of_its_own(tmp_path: Path) -> None:

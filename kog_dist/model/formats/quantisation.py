@@ -23,6 +23,8 @@ KEY: Final = "quantization_config"
 MODELOPT_NAME: Final = "hf_quant_config.json"
 # Ends of names of tensors that belong to quantised activations and KV caches.
 IGNORED: Final = (".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+# Ends of names of tensors that only quantised weights have.
+OF_CODES: Final = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 _MAX_BLOCK: Final = 2**20
 _MAX_IGNORED: Final = 2**14
 Raw = Mapping[str, Any]
@@ -33,7 +35,7 @@ class Quantisation:
     """`method` as published. `ignored`: modules that are not quantised, where there are no files to tell.
 
     `is_of_experts`: experts alone are quantised, as `stacked_experts` says.
-    Files may have another type of scales than `form.scale`.
+    Files may have another type of scales than `form.scale`, and columns in order although `form.is_ordered`.
     """
 
     method: str
@@ -79,12 +81,11 @@ def from_modelopt_file(parsed: Raw) -> dict[str, Any]:
 
 # ---- methods ----
 _FP8_KEYS: Final = """activation_scheme fmt weight_block_size modules_to_not_convert ignored_layers dequantize scale_fmt
-    kv_cache_scheme""".split()
+    kv_cache_scheme modules_to_convert expert_dtype""".split()
 _FBGEMM_KEYS: Final = ("activation_scale_ub", "modules_to_not_convert")
-_AWQ_KEYS: Final = """bits w_bit group_size q_group_size zero_point version format modules_to_not_convert backend do_fuse
-    fuse_max_seq_len modules_to_fuse exllama_config""".split()
 _CT_KEYS: Final = """config_groups format ignore kv_cache_scheme quantization_status global_compression_ratio sparsity_config
     transform_config version moe_sparsity_config""".split()
+_CT_STATUSES: Final = ("compressed", "frozen")  # its first versions said "frozen" of compressed files; where none is, files tell
 _CT_WEIGHT_KEYS: Final = """num_bits type symmetric strategy group_size block_structure dynamic actorder observer observer_kwargs
     scale_dtype zp_dtype""".split()
 _MODELOPT_KEYS: Final = "quant_algo config_groups ignore kv_cache_scheme producer group_size".split()
@@ -96,6 +97,10 @@ def _fp8(raw: Raw) -> Quantisation:
         raise ConfigError(f"{KEY}: fmt {short(raw['fmt'])} is not supported; supported: e4m3")
     if raw.get("activation_scheme", "dynamic") not in ("dynamic", "static"):
         raise ConfigError(f"{KEY}: activation_scheme {short(raw['activation_scheme'])} is neither dynamic nor static")
+    if raw.get("modules_to_convert") is not None:
+        raise ConfigError(f"{KEY}: modules_to_convert {short(raw['modules_to_convert'])} is not supported")
+    if raw.get("expert_dtype", "fp8") != "fp8":
+        raise ConfigError(f"{KEY}: expert_dtype {short(raw['expert_dtype'])} is not supported; supported: fp8")
     block = raw.get("weight_block_size")
     ignored = _names(raw, "modules_to_not_convert", "ignored_layers")
     if block is None:
@@ -122,11 +127,11 @@ def _modelopt(raw: Raw) -> Quantisation:
 
 
 def _awq(raw: Raw) -> Quantisation:
-    _check_keys(raw, _AWQ_KEYS)
     _check_bits(raw, "bits" if "bits" in raw else "w_bit", "AWQ")
-    version = raw.get("version", raw.get("format", "gemm"))
-    if not isinstance(version, str) or version.lower() != "gemm":
-        raise ConfigError(f"{KEY}: version {short(version)} of AWQ is not supported; supported: gemm")
+    _check_packing(raw, "AWQ")
+    for key in ("version", "format", "checkpoint_format"):
+        if not isinstance(kind := raw.get(key, "gemm"), str) or kind.lower() != "gemm":
+            raise ConfigError(f"{KEY}: {key} {short(kind)} of AWQ is not supported; supported: gemm")
     if raw.get("zero_point", True) is not True:
         raise ConfigError(f"{KEY}: AWQ without zero_point is not supported")
     form = WeightFormat("INT4", 1, _group(raw, "group_size" if "group_size" in raw else "q_group_size"), "F16", has_zeros=True)
@@ -134,18 +139,14 @@ def _awq(raw: Raw) -> Quantisation:
 
 
 def _gptq(raw: Raw) -> Quantisation:
-    """Its writers have ever more keys that say how they worked; those that change what tensors mean are looked at."""
     _check_bits(raw, "bits", "GPTQ")
-    for key in ("dynamic", "rotation", "adapter", "is_marlin_format"):
-        if raw.get(key):
-            raise ConfigError(f"{KEY}: {key} {short(raw[key])} of GPTQ is not supported")
+    _check_packing(raw, "GPTQ")
     version = raw.get("checkpoint_format", raw.get("format", "gptq"))
     less = {"gptq": 1, "gptq_v2": 0}.get(version) if isinstance(version, str) else None
     if less is None:
         raise ConfigError(f"{KEY}: checkpoint_format {short(version)} is not supported; supported: gptq, gptq_v2")
-    if raw.get("pack_dtype", "int32") != "int32":
-        raise ConfigError(f"{KEY}: pack_dtype {short(raw['pack_dtype'])} is not supported; supported: int32")
-    form = WeightFormat("INT4", 1, _group(raw, "group_size"), "F16", has_zeros=True)
+    is_ordered = raw.get("desc_act") is True and not raw.get("static_groups")
+    form = WeightFormat("INT4", 1, _group(raw, "group_size"), "F16", has_zeros=True, is_ordered=is_ordered)
     return Quantisation("gptq", form, GptqStorage(less))
 
 
@@ -162,7 +163,7 @@ def _compressed_tensors(raw: Raw) -> Quantisation:
     groups = raw.get("config_groups")
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(group, Mapping) for group in groups.values()):
         raise ConfigError(f"{KEY}: config_groups {short(groups)} must have a scheme")
-    if raw.get("quantization_status", "compressed") != "compressed":
+    if raw.get("quantization_status", "compressed") not in _CT_STATUSES:
         raise ConfigError(f"{KEY}: quantization_status {short(raw['quantization_status'])} is not supported; save it compressed")
     ignored = _names(raw, "ignore")
     found = [_scheme(group, group.get("format") or raw.get("format"), ignored) for group in groups.values()]
@@ -229,6 +230,15 @@ def _check_keys(raw: Raw, known: list[str] | tuple[str, ...]) -> None:
 def _check_bits(raw: Raw, key: str, method: str) -> None:
     if type(raw.get(key)) is not int or raw[key] != 4:
         raise ConfigError(f"{KEY}: {key} {short(raw.get(key))} of {method} is not supported; supported: 4")
+
+
+def _check_packing(raw: Raw, method: str) -> None:
+    """Writers of AWQ and GPTQ have ever more keys that say how they worked; those that change what tensors mean are looked at."""
+    for key in ("dynamic", "rotation", "adapter", "is_marlin_format"):
+        if raw.get(key):
+            raise ConfigError(f"{KEY}: {key} {short(raw[key])} of {method} is not supported")
+    if raw.get("pack_dtype", "int32") != "int32":
+        raise ConfigError(f"{KEY}: pack_dtype {short(raw['pack_dtype'])} is not supported; supported: int32")
 
 
 def _group(raw: Raw, key: str) -> int:

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
@@ -146,7 +147,14 @@ def _matrix(
             asked = f"{wanted.shapes[0]} for a matrix of {shape[0]} rows and {shape[1]} columns"
             raise piece.refusal(f"has shape {piece.tensor.shape}, but {quantisation} asks for {asked}")
     scale = pieces["scales"].tensor.dtype
-    return QuantisedMatrix(replace(form, scale=scale if scale in FLOAT_SCALES else "E8M0"), storage, pieces)
+    found = replace(form, scale=scale if scale in FLOAT_SCALES else "E8M0", is_ordered=_is_ordered(form, pieces, shape[1]))
+    return QuantisedMatrix(found, storage, pieces)
+
+
+def _is_ordered(form: WeightFormat, pieces: Pieces, columns: int) -> bool:
+    """Whether columns of a group are no neighbours: of those that may be so the files say to which group each column belongs."""
+    may_be = form.is_ordered and "groups" in pieces
+    return may_be and not np.array_equal(pieces["groups"].whole(), form.groups_of(0, columns)[2])
 
 
 # Matrices that read the same vector, which engines multiply as one: by the ends of their names.

@@ -10,15 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationStatus
+from transformers import AwqConfig, CompressedTensorsConfig, FbgemmFp8Config, FineGrainedFP8Config, GPTQConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kog_dist.bench.kernel.shapes import DENSE, QUANTISED
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.checkpoint import open_checkpoint, planned_checkpoint, write_manifest
 from kog_dist.model.formats.lanes import lane_codes, weight_format
+from kog_dist.model.formats.quantisation import read_quantisation
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import is_layer_matrix
 from kog_dist.model.published_config import read_config, spec_of_folder
 from kog_dist.model.weight_bytes import bytes_per_token, formats, num_quantised
+from kog_dist.workers.cuda.coded_source import coding_of
 from tests.unit.formats.folders import SIZES, expected_logits, logits, made, save
 from tests.unit.formats.writers import METHODS, fp8_blocks
 
@@ -93,8 +98,12 @@ def test_codes_and_scales_of_lanes_are_the_values_that_ranks_read(tmp_path: Path
             assert np.array_equal(coded.values(), values)
 
 
-def test_ranks_keep_quantised_matrices_in_float32_and_others_in_16_bit(tmp_path: Path) -> None:
-    made(tmp_path, "fp8")
+@pytest.mark.parametrize(
+    "method", ["fp8", "modelopt, channel", "awq", "gptq, act-order", "pack-quantized", "mxfp4-pack-quantized"]
+)
+def test_ranks_keep_quantised_matrices_in_float32_and_others_in_16_bit(tmp_path: Path, method: str) -> None:
+    """The same bits on one rank and on two."""
+    made(tmp_path, method)
     checkpoint = open_checkpoint(tmp_path)
     whole = checkpoint.rank_weights(range(4), keeps_halves=True)
     parts = [checkpoint.rank_weights(lanes, keeps_halves=True) for lanes in (range(2), range(2, 4))]
@@ -232,6 +241,24 @@ def test_a_bias_that_the_model_does_not_have_must_be_zero(tmp_path: Path) -> Non
         open_checkpoint(folder).rank_weights([0])
 
 
+def test_a_head_may_be_quantised_in_its_files_on_cpu_ranks(tmp_path: Path) -> None:
+    method = METHODS["float-quantized, channel"]
+    folder, tensors, model = made(tmp_path, method)
+    head = method.write(tensors.pop("lm_head.weight"))
+    save(
+        folder,
+        tensors | {f"lm_head.{end}": t for end, t in head.tensors.items()},
+        json.loads((folder / "config.json").read_text()),
+    )
+    model.state_dict()["lm_head.weight"].copy_(head.values)
+    checkpoint, expected = open_checkpoint(folder), expected_logits(model, PROMPT[:4])
+    assert np.abs(logits(checkpoint, PROMPT[:4]) - expected).max() < 1e-5 * np.abs(expected).max()
+    with pytest.raises(
+        ConfigError, match=r"GPUs run quantised weights of layers alone, and lm_head.weight is quantised, too; use"
+    ):
+        coding_of(checkpoint)
+
+
 def test_biases_of_quantised_matrices_are_read(tmp_path: Path) -> None:
     made(tmp_path, "gptq", "qwen2")
     checkpoint = open_checkpoint(tmp_path)
@@ -253,6 +280,30 @@ def test_quantised_tensors_without_a_config_are_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     save(folder, {name: t for name, t in tensors.items() if not name.endswith("_scale")}, config | {"quantization_config": None})
     with pytest.raises(CheckpointError, match=r"q_proj.weight is F8_E4M3, which config.json does not say"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "end"), [("gptq", "qweight"), ("fp8", "weight_scale_inv"), ("mxfp4-pack-quantized", "weight_packed")]
+)
+def test_codes_without_a_config_ask_for_it(tmp_path: Path, method: str, end: str) -> None:
+    """As folders of AutoGPTQ whose `quantize_config.json` alone says how they are quantised."""
+    folder, tensors, _ = made(tmp_path, method)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    save(folder, tensors, config)
+    cause = (
+        rf"{end}' belongs to quantised weights, but config.json has no quantization_config that says how they are quantised; take"
+    )
+    with pytest.raises(CheckpointError, match=cause):
+        open_checkpoint(folder)
+
+
+def test_a_number_that_is_no_format_is_named(tmp_path: Path) -> None:
+    folder, tensors, _ = made(tmp_path, "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    save(folder, tensors | {f"{Q_PROJ}.weight": tensors[f"{Q_PROJ}.weight"].view(torch.float8_e5m2)}, config)
+    with pytest.raises(CheckpointError, match=rf"'{Q_PROJ}.weight': dtype 'F8_E5M2' is not supported; supported: .* I64$"):
         open_checkpoint(folder)
 
 
@@ -279,13 +330,19 @@ def packed(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be rows and columns"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size must be rows and columns"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "unknown keys 'expert_dtype'"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not supported; supported: fp8"),
+        ({"quant_method": "fp8", "modules_to_convert": ["model.layers.0"]}, "modules_to_convert ['model.layers.0'] is not"),
+        ({"quant_method": "fp8", "magic": 1}, "unknown keys 'magic'"),
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names"),
         ({"quant_method": "fp8", "activation_scheme": "magic"}, "activation_scheme"),
         ({"quant_algo": "NVFP4"}, "quant_algo 'NVFP4' of ModelOpt is not supported; supported: FP8"),
         (AWQ | {"bits": 8}, "bits 8 of AWQ is not supported; supported: 4"),
         (AWQ | {"bits": 4.0}, "bits 4.0 of AWQ is not supported"),
         (AWQ | {"version": "gemv"}, "version 'gemv' of AWQ is not supported"),
+        (AWQ | {"format": "gemv_fast"}, "format 'gemv_fast' of AWQ is not supported"),
+        (AWQ | {"checkpoint_format": None}, "checkpoint_format None of AWQ is not supported"),
+        (AWQ | {"dynamic": {"-:.*q_proj": {}}}, "dynamic"),
+        (AWQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
         (AWQ | {"zero_point": False}, "AWQ without zero_point"),
         (AWQ | {"group_size": 0}, "group_size must be a number of columns, or -1, got 0"),
         (AWQ | {"group_size": True}, "group_size must be a number of columns, or -1, got True"),
@@ -294,7 +351,7 @@ def packed(**weights: Any) -> dict[str, Any]:
         (GPTQ | {"dynamic": {"-:.*q_proj": {}}}, "dynamic"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
         (PACKED | {"format": "marlin-24"}, "format 'marlin-24' of 4-bit 'int' is not supported"),
-        (PACKED | {"quantization_status": "frozen"}, "quantization_status 'frozen'"),
+        (PACKED | {"quantization_status": "initialized"}, "quantization_status 'initialized'"),
         (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
         (PACKED | {"transform_config": {"config_groups": {}}}, "transform_config is not supported"),
         (PACKED | {"config_groups": {}}, "config_groups"),
@@ -359,6 +416,44 @@ def test_published_configs_are_read() -> None:
         "quant_method": "compressed-tensors", "quantization_status": "compressed",
     }  # fmt: skip
     assert read_config(qwen | {"quantization_config": dynamic}).num_lanes == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (FineGrainedFP8Config(), "FP8 (E4M3) in blocks of 128 x 128, BF16 scales (fp8)"),
+        (FineGrainedFP8Config("static", weight_block_size=None), "FP8 (E4M3) with one scale, F32 scales (fp8)"),
+        (FbgemmFp8Config(), "FP8 (E4M3) with a scale for each row, F32 scales (fbgemm_fp8)"),
+        (AwqConfig(4), "INT4 in groups of 128, F16 scales and zero points (awq)"),
+        (GPTQConfig(4), "INT4 in groups of 128, F16 scales and zero points (gptq)"),
+        (
+            CompressedTensorsConfig(
+                {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+                "float-quantized", QuantizationStatus.COMPRESSED,
+            ),
+            "FP8 (E4M3) with a scale for each row, BF16 scales (compressed-tensors float-quantized)",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_configs_that_transformers_writes_are_read(config: QuantizationConfigMixin, form: str) -> None:
+    """With all of the keys that this version of it writes when it saves a model."""
+    written = json.loads(config.to_json_string(use_diff=False))
+    assert str(read_quantisation({"quantization_config": written})) == form
+
+
+def test_what_early_compressed_tensors_called_frozen_is_compressed(tmp_path: Path) -> None:
+    """As nm-testing/Meta-Llama-3.1-8B-Instruct-FP8-hf, the example of transformers' documentation."""
+    folder, tensors, model = made(tmp_path, "float-quantized, tensor")
+    config = json.loads((folder / "config.json").read_text())
+    early = {"format": "naive-quantized", "quantization_status": "frozen"}
+    save(folder, tensors, config | {"quantization_config": config["quantization_config"] | early})
+    expected = expected_logits(model, PROMPT[:3])
+    assert np.abs(logits(open_checkpoint(folder), PROMPT[:3]) - expected).max() < 1e-5 * np.abs(expected).max()
+    plain = {f"{name}.weight": torch.zeros(256, 128, dtype=torch.bfloat16) for name in (Q_PROJ,)}
+    save(folder, plain, config | {"quantization_config": config["quantization_config"] | early})
+    with pytest.raises(CheckpointError, match=r"config.json says FP8 .* but no file has a tensor .weight with its codes"):
+        open_checkpoint(folder)
 
 
 # ---- what is said of them ----

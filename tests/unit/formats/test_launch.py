@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+import torch
 
 from kog_dist.config import LaunchConfig
 from kog_dist.decode import half_products
@@ -23,7 +24,8 @@ from kog_dist.model.weight_bytes import bytes_per_token, num_quantised
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda_device import kernel_shapes
-from tests.unit.formats.folders import made
+from tests.unit.formats.folders import made, save
+from tests.unit.formats.writers import gptq
 
 QWEN3_4B_FP8 = {
     "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "hidden_size": 2560, "intermediate_size": 9728, "model_type": "qwen3",
@@ -82,6 +84,21 @@ def test_gpus_refuse_what_the_kernel_does_not_read(tmp_path: Path) -> None:
         kernel_shapes(open_checkpoint(tmp_path), "bfloat16", 1)
     with pytest.raises(ConfigError, match=message):
         plan_target(LaunchConfig(model=str(tmp_path), device="cuda"))
+
+
+def test_gpus_refuse_act_order_before_anything_starts(tmp_path: Path) -> None:
+    """By what the files say of each column: with `desc_act` they may be in order all the same."""
+    folder, tensors, _ = made(tmp_path, gptq(32, ordered=True))
+    reason = (
+        "GPUs do not run INT4 in groups of 32, F16 scales and zero points, act-order: the columns of a group are no neighbours"
+    )
+    with pytest.raises(ConfigError, match=f"{reason}; use --device cpu"):
+        plan_target(LaunchConfig(model=str(folder), device="cuda"))
+    assert plan_target(LaunchConfig(model=str(folder), device="auto", ranks=1))[0].note == f"CPU ranks: {reason}"
+    assert "zero points, act-order, as published (gptq)" in check(LaunchConfig(model=str(folder), device="cpu"), deep=False)
+    in_order = {name: torch.arange(t.numel(), dtype=torch.int32) // 32 for name, t in tensors.items() if name.endswith("g_idx")}
+    save(folder, tensors | in_order, json.loads((folder / "config.json").read_text()))
+    assert kernel_shapes(open_checkpoint(folder), "bfloat16", 1)[0].coding == Coding("INT4", 4, "F16", has_zeros=True)
 
 
 def test_gpus_have_prefill_of_quantised_weights_without_a_second_copy(tmp_path: Path) -> None:

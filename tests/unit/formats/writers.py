@@ -186,18 +186,27 @@ def gptq(group: int, seed: int = 2, *, version: str = "gptq", ordered: bool = Fa
 
 def modelopt(algorithm: str) -> Method:
     """ModelOpt's own config with what compressed-tensors writes alike."""
-    strategy = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}[algorithm]
-    same = compressed("float-quantized", torch.float32, num_bits=8, type="float", strategy=strategy)
+    strategy = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": "block"}[algorithm]
+    blocks: Config = {"block_structure": [128, 128]} if strategy == "block" else {}
+    same = compressed("float-quantized", torch.float32, num_bits=8, type="float", strategy=strategy, **blocks)
 
     def write(weight: torch.Tensor) -> Written:
         tensors, values = same.write(weight)
-        shape: tuple[int, ...] = () if strategy == "tensor" else (len(weight),)
-        return Written(
-            tensors | {"weight_scale": tensors["weight_scale"].reshape(shape), "input_scale": torch.tensor(0.5)}, values
-        )
+        scales = tensors["weight_scale"]
+        down, across = (*scales.shape, 1)[:2]
+        shape = {"tensor": (), "channel": (down,), "block": (down, 1, across, 1)}[strategy]
+        more = {} if strategy == "block" else {"input_scale": torch.tensor(0.5)}
+        return Written(tensors | {"weight_scale": scales.reshape(shape)} | more, values)
 
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], "kv_cache_scheme": None}
     return Method(config, write)
+
+
+def fbgemm() -> Method:
+    """FBGEMM's config with what compressed-tensors writes alike."""
+    same = compressed("float-quantized", torch.float32, num_bits=8, type="float", strategy="channel")
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    return Method(config, same.write)
 
 
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}
@@ -211,6 +220,8 @@ METHODS: Mapping[str, Method] = {
     "float-quantized, block": compressed("float-quantized", **FP8, strategy="block", block_structure=[16, 16]),
     "modelopt, tensor": modelopt("FP8"),
     "modelopt, channel": modelopt("FP8_PER_CHANNEL_PER_TOKEN"),
+    "modelopt, block": modelopt("FP8_PB_WO"),
+    "fbgemm": fbgemm(),
     "pack-quantized": compressed("pack-quantized", **INT4, strategy="group", group_size=16),
     "pack-quantized, zero points": compressed("pack-quantized", **INT4, strategy="group", group_size=16, symmetric=False),
     "pack-quantized, channel": compressed("pack-quantized", torch.float16, **INT4, strategy="channel"),
