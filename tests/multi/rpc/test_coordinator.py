@@ -13,7 +13,8 @@ from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.rpc.client import Client, DeadlineExceeded, StreamEvent
 from kog_dist.rpc.client_events import EXIT_DRAIN_TIMEOUT
 from kog_dist.rpc.messages import MAX_PROMPT_IDS, Accepted, Done, EngineState, FinishReason, Tokens
-from kog_dist.rpc.transport import ACCESS_NAME, Access
+from kog_dist.rpc.paths import ACCESS_NAME
+from kog_dist.rpc.transport import Access
 from kog_dist.runtime.control import AbortCause, RankState
 from kog_dist.workers import coordinator_watch
 
