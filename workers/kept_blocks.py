@@ -9,7 +9,7 @@ Slots are in the memory of the device and, behind those, in that of the host. Wh
 used block moves to the host, and of the host's the least recently used one is forgotten. What is beyond a node is never used more
 recently than itself, so what is forgotten is a leaf.
 
-Sequences of different scopes (API keys, if the engine keeps them apart) have trees of their own.
+Sequences of different scopes (a request's `cache_salt`) have trees of their own.
 """
 
 from __future__ import annotations

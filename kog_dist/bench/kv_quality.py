@@ -1,4 +1,4 @@
-"""`kog-bench quality --kv`: what a model loses when its KV cache is rounded: perplexity of a text, and KL to 16 bit."""
+"""`kog-bench quality --kv`: what a model loses when its KV cache is rounded: perplexity of a text; logits and KL to 16 bit."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def run(model: Path, text: Path, *, num_tokens: int) -> None:
     weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=half_products.library() is not None)
     plan = make_plan(checkpoint.spec, 1)
     engines = {name: Interpreter(plan, 0, weights, None, kv_dtype=name) for name in _TYPES}
-    scores: dict[str, list[tuple[float, float, bool]]] = {name: [] for name in _TYPES}
+    scores: dict[str, list[tuple[float, float, float, bool]]] = {name: [] for name in _TYPES}
     for first in range(0, len(ids), CHUNK_TOKENS):
         for position, (token, following) in enumerate(itertools.pairwise(ids[first : first + CHUNK_TOKENS])):
-            found = {name: _log_probabilities(engine, token, position) for name, engine in engines.items()}
+            found = {name: _logits(engine, token, position) for name, engine in engines.items()}
             for name, scored in scores.items():
                 scored.append(_compared(found[name], found[_WITH], following))
     figures = [_figure(name, scored, checkpoint.spec.head_dim) for name, scored in scores.items()]
     for figure in figures:
         print(
-            f"{figure['kv_dtype']:<9} {figure['bits_per_value']:5.2f} bits, perplexity {figure['perplexity']:.3f}, "
-            f"KL {figure['kl']:.4f}, {figure['same_tokens_percent']:.1f} % of the tokens"
+            f"{figure['kv_dtype']:<9} {figure['bits_per_value']:5.2f} bits, perplexity {figure['perplexity']:.3f}, logits off by "
+            f"{figure['logit_error']:.1e}, KL {figure['kl']:.4f}, {figure['same_tokens_percent']:.1f} % of the tokens"
         )
     finish("kv-quality", {"model": model.name, "text": text.name, "text_tokens": len(ids)}, before, figures)
 
@@ -56,25 +56,35 @@ def bits_per_value(name: str, head_dim: int) -> float:
     return {"fp8": 8 + of_row, "int4": (6 + 4) / 2 + of_row}.get(name, 16.0)
 
 
-def _log_probabilities(engine: Interpreter, token: int, position: int) -> NDArray[np.float64]:
+def _logits(engine: Interpreter, token: int, position: int) -> NDArray[np.float64]:
     logits = engine.step(token, position, SamplingParams(), gather_logits=True).logits
     assert logits is not None
-    shifted = logits.astype(np.float64) - logits.max()
+    return logits.astype(np.float64)
+
+
+def _log_probabilities(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = logits - logits.max()
     return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
-def _compared(ours: NDArray[np.float64], theirs: NDArray[np.float64], following: int) -> tuple[float, float, bool]:
-    """Minus the logarithm of the next token's probability; KL(theirs || ours); whether the most likely token is the same."""
-    kl = float((np.exp(theirs) * (theirs - ours)).sum())
-    return -float(ours[following]), kl, bool(ours.argmax() == theirs.argmax())
+def _compared(ours: NDArray[np.float64], theirs: NDArray[np.float64], following: int) -> tuple[float, float, float, bool]:
+    """Of logits: minus the logarithm of the next token's probability; the relative error |ours - theirs| / |theirs|;
+    KL(theirs || ours); whether the most likely token is the same.
+    """
+    error = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+    found, wanted = _log_probabilities(ours), _log_probabilities(theirs)
+    kl = float((np.exp(wanted) * (wanted - found)).sum())
+    return -float(found[following]), error, kl, bool(ours.argmax() == theirs.argmax())
 
 
-def _figure(name: str, scored: Sequence[tuple[float, float, bool]], head_dim: int) -> dict[str, Any]:
-    losses, kls, same = zip(*scored, strict=True)
+def _figure(name: str, scored: Sequence[tuple[float, float, float, bool]], head_dim: int) -> dict[str, Any]:
+    losses, errors, kls, same = zip(*scored, strict=True)
     return {
         "kv_dtype": name,
         "bits_per_value": bits_per_value(name, head_dim),
         "perplexity": math.exp(sum(losses) / len(losses)),
+        "logit_error": sum(errors) / len(errors),
+        "most_logit_error": max(errors),
         "kl": sum(kls) / len(kls),
         "most_kl": max(kls),
         "same_tokens_percent": 100 * sum(same) / len(same),

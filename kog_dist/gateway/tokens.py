@@ -13,9 +13,9 @@ from kog_dist.gateway.openai.planning import check_model
 from kog_dist.gateway.openai.request_model import RequestModel, ignored
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.rpc.messages import MAX_PROMPT_IDS
 
-MAX_TEXT_BYTES: Final = 1 << 20  # as much as one RPC message carries
-MAX_IDS: Final = 1 << 16
+MAX_TEXT_BYTES: Final = 1 << 20
 
 ModelName = Annotated[str, Field(max_length=1024)]
 
@@ -37,7 +37,7 @@ class DetokenizeRequest(RequestModel):
     """Token ids."""
 
     model: ModelName | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_IDS, fail_fast=True)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
 
 
 def tokenize(body: object, served: ServedModel) -> dict[str, Any]:

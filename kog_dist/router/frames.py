@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from kog_dist.rpc.messages import MAGIC, MAX_ARRAY, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, BadMessage
+from kog_dist.rpc.messages import MAGIC, MAX_ARRAY, MAX_MESSAGE_BYTES, MAX_PROMPT_IDS, PROTOCOL_VERSION, BadMessage
 
 _HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
 _TOKENS_HEAD = _HEAD + bytes(msgpack.packb(["tokens", None]))[:-1]
@@ -51,6 +51,6 @@ def with_fields(frame: bytes, **fields: Any) -> bytes:
 
 def _unpack(frame: bytes) -> Any:
     return msgpack.unpackb(
-        memoryview(frame)[len(_HEAD) :], max_ext_len=0, max_bin_len=4 * MAX_ARRAY, max_map_len=64, max_array_len=MAX_ARRAY,
+        memoryview(frame)[len(_HEAD) :], max_ext_len=0, max_bin_len=4 * MAX_PROMPT_IDS, max_map_len=64, max_array_len=MAX_ARRAY,
         max_str_len=MAX_MESSAGE_BYTES,
     )  # fmt: skip

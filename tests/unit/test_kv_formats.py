@@ -237,8 +237,10 @@ def test_formats_are_settings_and_gpus_refuse_by_name_what_they_cannot_do() -> N
         (laneformer, "fp8", "fp8 KV cache of a Laneformer"), (of_48, "fp8", "of heads of 48 values"),
         (laneformer, "int4", "int4 KV cache of a Laneformer"), (replace(dense, own_head_dim=32), "int4", "of heads of 32 values"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"{reason} .*; use --device cpu"):
+        with pytest.raises(ConfigError, match=f"{reason} .*; use another --kv-dtype, or --device cpu"):
             KernelShape(spec, range(spec.num_lanes), kv_dtype=name)
+    with pytest.raises(ConfigError, match=r"it has head_dim 40 .* KV cache of heads of 40 values .*; use --device cpu"):
+        KernelShape(replace(dense, own_head_dim=40), range(dense.num_lanes), kv_dtype="int4")
     plain, fp8, int4 = (KernelShape(dense, range(dense.num_lanes), kv_dtype=name) for name in ("float16", "fp8", "int4"))
     assert fp8.cache.num_bytes == plain.cache.num_bytes * (128 + 2) // 256, "codes of a row, and its scale"
     assert int4.cache.num_bytes == plain.cache.num_bytes * (128 * (6 + 4) // 8 + 4) // 512, (

@@ -41,6 +41,9 @@ def test_every_type_has_a_line_and_a_row(text: Path, capsys: pytest.CaptureFixtu
     assert (plain["kl"], plain["same_tokens_percent"]) == (0.0, 100.0)
     assert 0 < bfloat16["kl"] < fp8["kl"]
     assert int4["kl"] > fp8["kl"]
+    errors = [one["logit_error"] for one in (plain, bfloat16, fp8, int4)]
+    assert 0 == errors[0] < errors[1] < errors[2] < errors[3] < 0.2
+    assert all(one["logit_error"] < one["most_logit_error"] for one in (bfloat16, fp8, int4))
     ids = torch.tensor([tokenizer().encode(TEXT)[:60]])
     with torch.no_grad():
         logits = Laneformer.from_checkpoint(DEMO)(ids)[0]
@@ -48,13 +51,15 @@ def test_every_type_has_a_line_and_a_row(text: Path, capsys: pytest.CaptureFixtu
     assert math.isclose(plain["perplexity"], expected, rel_tol=1e-3)
 
 
-def test_kl_is_that_of_the_definition() -> None:
-    ours, theirs = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
-    loss, kl, same = kv_quality._compared(ours, theirs, 2)
+def test_kl_and_errors_of_logits_are_those_of_the_definition() -> None:
+    """Of logits, to which 7 and -3 were added: that changes no probability, and counts as an error of logits."""
+    ours, theirs = np.log([0.5, 0.25, 0.25]) + 7, np.log([0.25, 0.5, 0.25]) - 3
+    loss, error, kl, same = kv_quality._compared(ours, theirs, 2)
+    assert math.isclose(error, math.dist(ours, theirs) / math.hypot(*theirs))
     assert math.isclose(loss, math.log(4))
     assert math.isclose(kl, 0.25 * math.log(2))
     assert not same
-    assert kv_quality._compared(theirs, theirs, 0)[1:] == (0.0, True)
+    assert kv_quality._compared(theirs, theirs, 0)[1:] == (0.0, 0.0, True)
 
 
 @pytest.mark.parametrize(

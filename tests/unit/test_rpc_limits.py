@@ -17,6 +17,7 @@ from kog_dist.rpc.listener import Delivery, RpcListener, error_event
 from kog_dist.rpc.messages import (
     MAGIC,
     MAX_MESSAGE_BYTES,
+    MAX_PROMPT_IDS,
     PROTOCOL_VERSION,
     BadMessage,
     Cancel,
@@ -88,7 +89,7 @@ def test_parts_of_a_message_have_limits() -> None:
         assert unpacks(["t", {f"f{place}": 0 for place in range(count)}]) is is_good, count
     for count, is_good in ((MAX_ARRAY, True), (MAX_ARRAY + 1, False)):
         assert unpacks(["t", {"a": [0] * count}]) is is_good, count
-    for count, is_good in ((4 * MAX_ARRAY, True), (4 * MAX_ARRAY + 1, False)):
+    for count, is_good in ((4 * MAX_PROMPT_IDS, True), (4 * MAX_PROMPT_IDS + 1, False)):
         assert unpacks(["t", {"a": bytes(count)}]) is is_good, count
     twice = msgpack.packb(["t", None])[:-1] + b"\x82" + 2 * (msgpack.packb("a") + msgpack.packb(1))
     with pytest.raises(BadMessage, match="a field is given twice"):
@@ -212,12 +213,23 @@ def test_biases_have_a_limit_each_and_together() -> None:
             generate(sampling={"logit_bias": flat})
 
 
-def test_a_prompt_of_ids_takes_as_many_as_an_array_may_have() -> None:
-    for ids in (array("I", [1]) * MAX_ARRAY, bytes(4 * MAX_ARRAY), [1] * MAX_ARRAY):
-        assert len(Generate("a", prompt_ids=ids).prompt_ids or ()) == MAX_ARRAY
-    for wrong in (array("I", [1]) * (MAX_ARRAY + 1), bytes(4 * MAX_ARRAY + 4), bytes(5), [1] * (MAX_ARRAY + 1), [True], [1.0]):
+def test_a_prompt_of_ids_may_fill_the_longest_context() -> None:
+    """262,144 tokens, which the other end reads, with a schema of the largest size besides; as an array on the wire fewer."""
+    most, schema = MAX_PROMPT_IDS, "{" * MAX_SCHEMA_BYTES
+    for ids in (array("I", [1]) * most, bytes(4 * most), [1] * most):
+        sent = decode_request(encode(Generate("a", prompt_ids=ids, json_schema=schema)))
+        assert isinstance(sent, Generate)
+        assert len(sent.prompt_ids or ()) == most == 262_144
+    for wrong in (array("I", [1]) * (most + 1), bytes(4 * most + 4), bytes(5), [1] * (most + 1), [True], [1.0]):
         with pytest.raises(BadMessage):
             Generate("a", prompt_ids=wrong)  # type: ignore[arg-type]
+    for count, is_good in ((MAX_ARRAY, True), (MAX_ARRAY + 1, False)):
+        frame = HEAD + msgpack.packb(["generate", {"request_id": "a", "prompt_ids": [1] * count}])
+        if is_good:
+            assert isinstance(decode_request(frame), Generate)
+        else:
+            with pytest.raises(BadMessage, match="max_array_len"):
+                decode_request(frame)
 
 
 def test_checks_count_bytes_and_not_characters() -> None:

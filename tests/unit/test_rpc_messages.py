@@ -304,8 +304,8 @@ def test_sizes_are_limited_on_both_sides() -> None:
         encode(Generate("a", "x" * MAX_MESSAGE_BYTES))
     with pytest.raises(BadMessage, match="at most"):
         decode_request(b"x" * (MAX_MESSAGE_BYTES + 1))
-    with pytest.raises(BadMessage, match="at most 65536"):
-        Generate("a", prompt_ids=(1,) * 65_537)
+    with pytest.raises(BadMessage, match="at most 262144"):
+        Generate("a", prompt_ids=(1,) * 262_145)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class KernelShape:
         findings += self.experts.findings if self.experts is not None else []
         if self.weight_dtype not in FORMATS:
             findings.append(f"{self.weight_dtype} weights ({' or '.join(FORMATS)})")
-        findings += kv_findings(spec, self.kv_dtype)
+        findings += (of_the_cache := kv_findings(spec, self.kv_dtype))
         if self.whole_windows and not self.cache.can_be_whole:
             findings.append(f"windows of {spec.sliding_window} positions, which fill whole batches (rings of them)")
         if self.keeps_hashes and self.traced_step >= 0:
@@ -98,7 +98,8 @@ class KernelShape:
         if self.num_ranks > 1 and self.num_lanes * self.num_ranks != spec.num_lanes:
             findings.append(f"{spec.num_lanes} lanes, of which {self.num_ranks} ranks would host {self.num_lanes} each")
         if findings:
-            raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(findings)}; use --device cpu")
+            remedy = "use another --kv-dtype, or --device cpu" if findings == of_the_cache else "use --device cpu"
+            raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(findings)}; {remedy}")
 
     # ---- work of a thread block ----
     @cached_property

@@ -39,11 +39,11 @@ def kv_findings(spec: ModelSpec, kv_dtype: str) -> list[str]:
     names = [*FORMATS, *CODE_BITS]
     if kv_dtype not in names:
         return [f"a {kv_dtype} KV cache ({', '.join(names[:-1])} or {names[-1]})"]
-    findings = []
+    findings, article = [], "an" if kv_dtype == "int4" else "a"
     if not spec.has_one_stream:
-        findings.append(f"a {kv_dtype} KV cache of a Laneformer ({' or '.join(FORMATS)})")
+        findings.append(f"{article} {kv_dtype} KV cache of a Laneformer ({' or '.join(FORMATS)})")
     if spec.head_dim not in (dims := _HEAD_DIMS[kv_dtype]):
-        findings.append(f"a {kv_dtype} KV cache of heads of {spec.head_dim} values ({', '.join(map(str, dims))})")
+        findings.append(f"{article} {kv_dtype} KV cache of heads of {spec.head_dim} values ({', '.join(map(str, dims))})")
     return findings
 
 

@@ -24,7 +24,7 @@ def replay(
     ] = None,
     context: Annotated[int, typer.Option(help="Context length that it says it has.")] = 32768,
 ) -> None:
-    """A fake engine that replays a text at a fixed rate. RPC like any engine, no model. Until SIGTERM or Ctrl-C."""
+    """A fake engine that replays a text at a fixed rate. Until SIGTERM. A recorded agent's turns: kog-bench agents."""
     from kog_dist.bench.fakes import replay as synthetic
     from kog_dist.bench.fakes.fake_engine import FakeEngineSettings
     from kog_dist.config import LaunchConfig

@@ -9,7 +9,7 @@ from kog_dist.rpc.messages import MAX_ARRAY
 
 MAX_CONTAINERS: Final = 1 << 16  # arrays and objects
 MAX_MEMBERS: Final = 1 << 17  # of all objects together
-MAX_ITEMS: Final = 9 * MAX_ARRAY  # of all arrays and objects: eight prompts of token ids, as many as one request may have
+MAX_ITEMS: Final = 9 * MAX_ARRAY  # of all arrays and objects: two of the longest prompts of token ids
 _LEAST_BYTES: Final = MAX_CONTAINERS  # a body that has no more bytes has no more of anything
 _KEPT: Final = b'"[{,:'
 _OTHERS: Final = bytes(set(range(256)) - set(_KEPT))

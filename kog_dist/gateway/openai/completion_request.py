@@ -19,12 +19,12 @@ from kog_dist.gateway.openai.request_model import (
     TextFormat,
     TopLogprobs,
 )
-from kog_dist.rpc.messages import MAX_ARRAY
+from kog_dist.rpc.messages import MAX_PROMPT_IDS
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ARRAY, fail_fast=True)]
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS, fail_fast=True)]
 
 
 def _prompt_kind(prompt: object) -> str | None:

@@ -15,7 +15,7 @@ from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.request_model import MOST_TOKENS, SamplingFields
 from kog_dist.gateway.openai.served import ServedModel
-from kog_dist.rpc.messages import MAX_ARRAY, MAX_SCHEMA_BYTES, BadMessage, ErrorCode, Generate
+from kog_dist.rpc.messages import MAX_PROMPT_IDS, MAX_SCHEMA_BYTES, BadMessage, ErrorCode, Generate
 from kog_dist.sampling_params import LIMITS, MAX_SEED, SamplingParams
 
 _SAME_NAMES: Final = tuple(name for name in LIMITS if name not in ("seed", "logit_bias", "logprobs"))  # in a request and here
@@ -165,14 +165,13 @@ def encode_prompt(
     num_bytes, most = len(text.encode("utf-8", "surrogatepass")), _MAX_BYTES_PER_TOKEN * served.max_context
     if num_bytes > most:
         raise _too_long(param, f"the prompt has {num_bytes} bytes, at most {most} can fit {served.max_context} tokens of context")
-    room = min(served.max_context - 1, MAX_ARRAY)
+    room = min(served.max_context - 1, MAX_PROMPT_IDS)
+    why = "leave room for an answer" if room < MAX_PROMPT_IDS else "are taken in one prompt"
     try:
         if num_bytes > 2 * _HEAD_BYTES_PER_TOKEN * room:  # hardly any such text fits: a part of it shows that in less time
             head = served.tokenizer.encode(text[: _HEAD_BYTES_PER_TOKEN * room], add_special_tokens=False)
             if len(head) > room + _CUT_TOKENS:
-                raise _too_long(
-                    param, f"the prompt has over {len(head) - _CUT_TOKENS} tokens, at most {room} leave room for an answer"
-                )
+                raise _too_long(param, f"the prompt has over {len(head) - _CUT_TOKENS} tokens, at most {room} {why}")
         if chat_scope is None:
             ids = tuple(served.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         else:
@@ -188,7 +187,7 @@ def encode_prompt(
     if not ids:
         raise invalid(param, "the prompt has no tokens; give at least one")
     if len(ids) > room:
-        raise _too_long(param, f"the prompt has {len(ids)} tokens, at most {room} leave room for an answer")
+        raise _too_long(param, f"the prompt has {len(ids)} tokens, at most {room} {why}")
     return ids
 
 

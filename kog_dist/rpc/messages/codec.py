@@ -14,7 +14,15 @@ from kog_dist import __version__
 from kog_dist.rpc.messages.checks import CHECKS, ID, TAG_OF, BadMessage
 from kog_dist.rpc.messages.codes import ErrorCode
 from kog_dist.rpc.messages.events import EVENTS, Event, Tokens
-from kog_dist.rpc.messages.limits import MAGIC, MAX_ARRAY, MAX_CONTAINERS, MAX_FIELDS, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from kog_dist.rpc.messages.limits import (
+    MAGIC,
+    MAX_ARRAY,
+    MAX_CONTAINERS,
+    MAX_FIELDS,
+    MAX_MESSAGE_BYTES,
+    MAX_PROMPT_IDS,
+    PROTOCOL_VERSION,
+)
 from kog_dist.rpc.messages.requests import REQUESTS, Request, sampling_on_the_wire
 from kog_dist.rpc.plain_tokens import PlainTokens
 from kog_dist.sampling_params import SamplingParams
@@ -135,7 +143,7 @@ def _unpack(packed: bytes) -> tuple[str, dict[str, Any]]:
 
     try:
         unpacked = msgpack.unpackb(
-            packed, object_pairs_hook=pairs_to_dict, list_hook=keep_list, max_ext_len=0, max_bin_len=4 * MAX_ARRAY,
+            packed, object_pairs_hook=pairs_to_dict, list_hook=keep_list, max_ext_len=0, max_bin_len=4 * MAX_PROMPT_IDS,
             max_map_len=MAX_FIELDS, max_array_len=MAX_ARRAY, max_str_len=MAX_MESSAGE_BYTES,
         )  # fmt: skip
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:

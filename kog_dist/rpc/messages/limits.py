@@ -4,8 +4,9 @@ from __future__ import annotations
 
 MAGIC = b"KOG"
 PROTOCOL_VERSION = 4  # another one for whatever an end of the version before would read otherwise, a default too
-MAX_MESSAGE_BYTES = 1 << 20  # all frames of a message together
-MAX_ARRAY = 1 << 16  # longest array: token ids of one prompt
+MAX_PROMPT_IDS = 1 << 18  # token ids of one prompt, as words; as an array MAX_ARRAY
+MAX_MESSAGE_BYTES = 4 * MAX_PROMPT_IDS + (1 << 17)  # all frames of a message together: the longest prompt, and a schema
+MAX_ARRAY = 1 << 16  # longest array
 MAX_TOKENS = 2**31 - 1  # of an answer
 MAX_FIELDS = 48  # of one message
 MAX_CONTAINERS = 64  # lists and maps in one message; stops a small message from growing into a large heap

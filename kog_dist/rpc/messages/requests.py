@@ -11,7 +11,7 @@ from kog_dist.rpc.messages.checks import ID, NAME, TEXT, BadMessage, Checked, ta
 from kog_dist.rpc.messages.codes import ErrorCode
 from kog_dist.rpc.messages.limits import (
     LEAST_DEADLINE_S,
-    MAX_ARRAY,
+    MAX_PROMPT_IDS,
     MAX_REGEX_BYTES,
     MAX_SALT_BYTES,
     MAX_SCHEMA_BYTES,
@@ -65,7 +65,7 @@ class Generate(Checked):
 
     request_id: str = checked(ID)
     prompt: str | None = checked(optional(TEXT), default=None)
-    prompt_ids: Sequence[int] | None = checked(optional(token_ids(MAX_ARRAY)), default=None)
+    prompt_ids: Sequence[int] | None = checked(optional(token_ids(MAX_PROMPT_IDS)), default=None)
     max_tokens: int | None = checked(optional(integer(0, MAX_TOKENS)), default=None)  # None: what fits, at most 256
     sampling: SamplingParams = checked(_sampling, default=GREEDY)  # noqa: RUF009
     stop: tuple[str, ...] = checked(array(text(1, MAX_STOP_BYTES), MAX_STOP_STRINGS), default=())

@@ -12,7 +12,9 @@ import pytest
 from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.rpc.client import Client, DeadlineExceeded, StreamEvent
 from kog_dist.rpc.client_events import EXIT_DRAIN_TIMEOUT
-from kog_dist.rpc.messages import Accepted, Done, EngineState, FinishReason, Tokens
+from kog_dist.rpc.messages import MAX_PROMPT_IDS, Accepted, Done, EngineState, FinishReason, Tokens
+from kog_dist.rpc.paths import ACCESS_NAME
+from kog_dist.rpc.transport import Access
 from kog_dist.runtime.control import AbortCause, RankState
 from kog_dist.workers import coordinator_watch
 
@@ -81,6 +83,20 @@ def test_without_a_limit_the_answer_fills_what_fits(start_engine: StartEngine) -
     engine = start_engine("abc", max_context=10)
     with engine.client() as client:
         assert text_of(client.generate("1234")) == "abcabc"
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_a_prompt_fills_the_longest_context(start_engine: StartEngine, over_tcp: bool) -> None:
+    """All but one of 262,144 tokens, as ids and as text: they pass the port, the queue and the control page."""
+    engine = start_engine("abc", max_context=MAX_PROMPT_IDS, tcp_port=0 if over_tcp else None)
+    access = Access.from_file(engine.folder / ACCESS_NAME) if over_tcp else engine.access
+    ids = [index % 251 for index in range(MAX_PROMPT_IDS - 1)]
+    with Client(access, connect_timeout_s=20.0, patient=True) as client:
+        for prompt in (ids, "x" * len(ids)):
+            given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_ids": prompt}
+            events = list(client.generate(**given, max_tokens=1, timeout_s=60.0))
+            assert (text_of(events), finish_of(events)) == ("a", FinishReason.LENGTH)
+    assert [list(request.prompt) for request in engine.requests] == [ids, [ord("x")] * len(ids)]
 
 
 def test_stop_string_over_several_tokens(start_engine: StartEngine) -> None:

@@ -56,8 +56,8 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read(raw: bytes, wron
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "q"}] * 20_000}]}),
         ("/v1/chat/completions", {"messages": [{f"k{field}": 0 for field in range(30)}] * 4096}),
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "q"}] * 20_000}]}),
-        ("/v1/completions", {"prompt": [-1] * 65_536}),
-        ("/detokenize", {"tokens": [-1] * 65_536}),
+        ("/v1/completions", {"prompt": [-1] * 262_144}),
+        ("/detokenize", {"tokens": [-1] * 262_144}),
     ],
 )
 def test_of_many_wrong_values_only_the_first_is_looked_at(monkeypatch: pytest.MonkeyPatch, path: str, body: Any) -> None:

@@ -125,6 +125,25 @@ def test_what_a_template_refuses_is_a_400(base_model: ServedModel) -> None:
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "chat_rejected", "messages")
 
 
+def test_prompts_fill_long_contexts(base_model: ServedModel) -> None:
+    """One token of the context is left for an answer; where the context is longer than any prompt, the sentence says so."""
+
+    def num_planned(prompt: str | list[int], max_context: int) -> int:
+        served = dataclasses.replace(base_model, max_context=max_context)
+        return len(plan_completion({"prompt": prompt, "max_tokens": 1}, served).generates[0].prompt_ids or ())
+
+    ten = "def add(a, b): return a\n"
+    for text, most in ((True, 131_072), (False, 131_072), (True, 262_144), (False, 262_144)):
+        num_tokens = (most - 1) // 10 * 10
+        assert num_planned(ten * (num_tokens // 10) if text else [5] * num_tokens, most) == num_tokens
+    with pytest.raises(ApiError, match="the prompt has 131080 tokens, at most 131071 leave room for an answer"):
+        num_planned(ten * 13_108, 131_072)
+    with pytest.raises(ApiError, match="the prompt has 262150 tokens, at most 262144 are taken in one prompt"):
+        num_planned(ten * 26_215, 1_000_000)
+    with pytest.raises(ApiError, match="at most 262144 items"):
+        num_planned([5] * 262_145, 1_000_000)
+
+
 # ---- how tokens are chosen ----
 def test_defaults_are_the_models_then_openais(base_model: ServedModel) -> None:
     message = chat(base_model)

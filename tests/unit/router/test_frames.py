@@ -6,7 +6,18 @@ import msgpack  # type: ignore[import-untyped]
 import pytest
 
 from kog_dist.router.frames import is_tokens, read_tokens, with_fields, write_tokens
-from kog_dist.rpc.messages import Alive, BadMessage, Done, FinishReason, Generate, Tokens, decode_event, decode_request, encode
+from kog_dist.rpc.messages import (
+    MAX_PROMPT_IDS,
+    Alive,
+    BadMessage,
+    Done,
+    FinishReason,
+    Generate,
+    Tokens,
+    decode_event,
+    decode_request,
+    encode,
+)
 from kog_dist.sampling_params import SamplingParams
 
 HEAD = encode(Alive("a", 0))[:4]
@@ -21,9 +32,10 @@ def test_tokens_pass_with_the_clients_id_and_clock() -> None:
 
 
 def test_fields_are_replaced() -> None:
-    request = Generate("outer", prompt_ids=tuple(range(1000)), sampling=SamplingParams(0.5), deadline_s=9.0)
-    inner = decode_request(with_fields(encode(request), request_id="inner", deadline_s=4.5))
-    assert inner == Generate("inner", prompt_ids=tuple(range(1000)), sampling=SamplingParams(0.5), deadline_s=4.5)
+    for num_ids in (1000, MAX_PROMPT_IDS):
+        request = Generate("outer", prompt_ids=tuple(range(num_ids)), sampling=SamplingParams(0.5), deadline_s=9.0)
+        inner = decode_request(with_fields(encode(request), request_id="inner", deadline_s=4.5))
+        assert inner == Generate("inner", prompt_ids=tuple(range(num_ids)), sampling=SamplingParams(0.5), deadline_s=4.5)
 
 
 def test_other_events_are_not_tokens() -> None:
