@@ -73,6 +73,11 @@ def test_what_a_launcher_misses_that_was_held_up_itself_counts_for_nobody(stall_
     assert watch.look(after_s=guard_s + 0.01) is None
     assert watch.look(TICK_S) is None, "the time before it counts, the gap does not"
     assert watch.looks(0.1 * stall_s + 2 * TICK_S)
+    watch = Watch(stall_s)
+    assert watch.look(guard_s + 0.01, beat_age_s=9.0 * stall_s, beat_limit_s=stall_s) is None
+    silence = watch.look(TICK_S, beat_age_s=9.0 * stall_s, beat_limit_s=stall_s)
+    assert silence is not None
+    assert silence.for_s == pytest.approx(9.0 * stall_s - guard_s - 0.01)
     assert Watch(stall_s).look(guard_s - 0.01, beat_age_s=1.1 * stall_s, beat_limit_s=stall_s) is not None
 
 
