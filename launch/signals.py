@@ -12,6 +12,14 @@ from typing import Any
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def heeded() -> tuple[signal.Signals, ...]:
+    """Those of STOPPING that stop this process: not SIGHUP where whoever started it ignores that, as nohup does.
+
+    SIGINT in any case: a script's shell ignores it for all that runs in the background, which nobody means for an engine.
+    """
+    return tuple(s for s in STOPPING if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN)
+
+
 class StopSignals:
     """Counts stop signals while it is entered; `wakeup_fd` becomes readable with each, to end a select.
 
@@ -28,7 +36,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._previous_wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for signum in STOPPING:
+        for signum in heeded():
             self._previous[signum] = signal.signal(signum, self._note)
         return self
 

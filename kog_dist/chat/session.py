@@ -12,6 +12,7 @@ from typing import Final
 
 from kog_dist.chat import history
 from kog_dist.chat.conversation import Again, Conversation
+from kog_dist.chat.interrupts import Interrupts
 from kog_dist.chat.screen import Meter, Screen, now, summary
 from kog_dist.chat.service import ChatService, ServiceFacts
 from kog_dist.errors import ConfigError, KogError
@@ -51,14 +52,18 @@ class ChatSession:
 
     def __init__(self, service: ChatService, facts: ServiceFacts, conversation: Conversation, screen: Screen) -> None:
         self._service, self._facts, self._conversation, self._screen = service, facts, conversation, screen
+        self._interrupts = Interrupts()
 
     def ask(self, prompt: str, *, shows_rate: bool = True) -> ChatTurn:
-        """Send a question and show the answer as it comes. Ctrl-C ends the answer: its connection closes, the engine stops."""
+        """Send a question and show the answer as it comes. Ctrl-C ends the answer: its connection closes, the engine stops.
+
+        `self._interrupts` must be entered.
+        """
         path, body = self._conversation.request(prompt, counts_tokens=self._facts.num_ranks is not None)
         answer, screen = ChatTurn("", Meter(now())), self._screen
         parts: list[str] = []
         try:
-            with screen.answer(), closing(self._service.stream(path, body)) as pieces:
+            with screen.answer(), self._interrupts.may_end(), closing(self._service.stream(path, body)) as pieces:
                 for piece in pieces:
                     now_s = now()
                     answer.meter.take(piece, now_s)
@@ -85,26 +90,31 @@ class ChatSession:
         ranks = f" on {facts.num_ranks} ranks" if facts.num_ranks else ""
         mode = "continues what you write" if self._conversation.is_completion else "answers"
         self._screen.say(f"{facts.model}{ranks} at {self._service.url} {mode}; /help lists commands, Ctrl-D ends")
-        while True:
-            try:
+        with self._interrupts:
+            while self._goes_on():
+                pass
+        return 0
+
+    def _goes_on(self) -> bool:
+        """Do what the next line says; False if that ends it all."""
+        try:
+            with self._interrupts.may_end():
                 line = _read_line()
-                if line.startswith("/"):
-                    said = self._conversation.command(line)
-                    if isinstance(said, Again):
-                        self._turn(said.prompt)
-                    else:
-                        self._screen.say(said)
-                elif line.strip():
-                    self._turn(line)
-            except EOFError:
-                self._screen.say("")
-                return 0
-            except KeyboardInterrupt:
-                self._screen.say("\n(Ctrl-D ends kog-chat)")
-            except OutputError:
-                raise
-            except KogError as error:
-                self._screen.say(f"kog-chat: {error}")
+                said = self._conversation.command(line) if line.startswith("/") else Again(line)
+            if isinstance(said, str):
+                self._screen.say(said)
+            elif said.prompt.strip():
+                self._turn(said.prompt)
+        except EOFError:
+            self._screen.say("")
+            return False
+        except KeyboardInterrupt:
+            self._screen.say("\n(Ctrl-D ends kog-chat)")
+        except OutputError:
+            raise
+        except KogError as error:
+            self._screen.say(f"kog-chat: {error}")
+        return True
 
     def _turn(self, prompt: str) -> None:
         answer = self.ask(prompt)
@@ -126,7 +136,8 @@ class ChatSession:
     # ---- from a pipe, or with --prompt ----
     def answer_once(self, prompt: str, *, quiet: bool) -> int:
         """The answer alone on standard output, its speed on standard error. Returns the exit code."""
-        answer = self.ask(prompt)
+        with self._interrupts:
+            answer = self.ask(prompt)
         if answer.text and not answer.text.endswith("\n"):
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.write("\n")

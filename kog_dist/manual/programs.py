@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from kog_dist import config
 from kog_dist.bench.cli import app as bench
-from kog_dist.chat.cli import app as chat
+from kog_dist.chat.flags import app as chat
 from kog_dist.doctor.cli import parser as doctor_parser
 from kog_dist.gateway.cli import app as gateway
 from kog_dist.launch.flags import app as launch

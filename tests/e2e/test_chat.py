@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,20 @@ import pytest
 from tests.unit.openai_stub import OpenAiStub, Scripted, chat, completion, openai_stub
 
 COMMAND = [sys.executable, "-m", "kog_dist.chat.cli"]
+# The shell of a script starts what it runs in the background so, a run of these tests among them.
+WITH_SIGINT_IGNORED = """\
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+# Another thread takes the signal. So the wait in readline is not interrupted, as by one that comes just before that wait.
+WITH_SIGINT_ELSEWHERE = """\
+import signal, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+from kog_dist.chat.cli import main
+main()
+"""
 USAGE = {"prompt_tokens": 3, "completion_tokens": 3}
 DEADLINE_S = 30.0
 AGAIN_S = 2.0
@@ -29,11 +43,11 @@ AGAIN_S = 2.0
 class Terminal:
     """A process on a terminal of its own, and what it has written there."""
 
-    def __init__(self, arguments: list[str], **variables: str) -> None:
+    def __init__(self, command: list[str], **variables: str) -> None:
         own, theirs = pty.openpty()
         environment = {**os.environ, "TERM": "xterm", "LINES": "24", "COLUMNS": "80", "XDG_STATE_HOME": os.devnull, **variables}
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
         )
         os.close(theirs)
         self._fd, self.written = own, ""
@@ -54,17 +68,11 @@ class Terminal:
                 self.process.wait(AGAIN_S)
         return self.process.wait(0)
 
-    def wait_for(self, pattern: str, again: Callable[[], None] | None = None) -> str:
-        """Read until the pattern occurs in what came since the last call; returns that. `again` is done now and then meanwhile.
-
-        A signal that comes just before readline waits for input is seen with the next one.
-        """
-        deadline_s, next_s = time.monotonic() + DEADLINE_S, time.monotonic()
+    def wait_for(self, pattern: str) -> str:
+        """Read until the pattern occurs in what came since the last call; returns that."""
+        deadline_s = time.monotonic() + DEADLINE_S
         while (found := re.search(pattern, self.written, re.DOTALL)) is None:
             assert time.monotonic() < deadline_s, f"{pattern!r} did not come: {self.written!r}"
-            if again is not None and time.monotonic() >= next_s:
-                again()
-                next_s = time.monotonic() + AGAIN_S
             if select.select([self._fd], [], [], 0.2)[0]:
                 try:
                     self.written += os.read(self._fd, 65536).decode(errors="replace")
@@ -81,8 +89,8 @@ class Terminal:
 
 
 @contextmanager
-def terminal(stub: OpenAiStub, *arguments: str, **variables: str) -> Iterator[Terminal]:
-    made = Terminal([f"--url={stub.url}", *arguments], **variables)
+def terminal(stub: OpenAiStub, *, command: Sequence[str] = COMMAND, **variables: str) -> Iterator[Terminal]:
+    made = Terminal([*command, f"--url={stub.url}"], **variables)
     try:
         yield made
     finally:
@@ -119,7 +127,8 @@ def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
         shown.wait_for(r"instead.*first after.*> ")
         shown.type("/st\t\n")
         shown.wait_for(r"4 answers of \d+ tokens together.*> ")
-        shown.wait_for("Ctrl-D ends.*> ", again=shown.interrupt)
+        shown.interrupt()
+        shown.wait_for("Ctrl-D ends.*> ")
         assert shown.end() == 0
     said = [message["content"] for message in stub.requests[2]["messages"]]
     assert said == ["hi", "Good day", "again", "never complete", "third"]
@@ -128,6 +137,33 @@ def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
     assert kept.read_text().splitlines()[-4:] == ["again", "third", "/edit fourth", "/stats"]
     assert kept.stat().st_mode & 0o077 == 0
     assert stub.requests[-1]["temperature"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[sys.executable, "-c", WITH_SIGINT_IGNORED, *COMMAND[1:]], [sys.executable, "-c", WITH_SIGINT_ELSEWHERE]],
+    ids=["ignored by whoever started it", "between two steps of Python"],
+)
+def test_one_ctrl_c_is_enough(command: list[str]) -> None:
+    go_on = threading.Event()
+    with (
+        openai_stub(Scripted(chat(["never", " complete"], usage=USAGE), wait=go_on)) as stub,
+        terminal(stub, command=command) as shown,
+    ):
+        shown.wait_for("Ctrl-D ends.*> ")
+        shown.interrupt()
+        shown.wait_for("Ctrl-D ends.*> ")
+        shown.type("hi\n")
+        shown.wait_for("never.*tokens")
+        shown.interrupt()
+        shown.wait_for(r"\[cancelled\].*> ")
+        go_on.set()
+        shown.type("half a line")
+        shown.wait_for("half a line")
+        shown.interrupt()
+        shown.wait_for("Ctrl-D ends.*> ")
+        assert shown.end() == 0
+    assert len(stub.requests) == 1, "a line that was given up is not sent"
 
 
 def test_no_colour_and_errors_on_a_terminal() -> None:

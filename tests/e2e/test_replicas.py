@@ -14,7 +14,7 @@ import pytest
 from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client
-from kog_dist.rpc.messages import ErrorCode, Tokens
+from kog_dist.rpc.messages import ErrorCode, FinishReason, Tokens
 from kog_dist.rpc.transport import Access
 from tests.e2e.conftest import NUM_ENDLESS, without_progress
 
@@ -22,7 +22,7 @@ from .replica_clients import Crowd, Stream, replay
 from .replica_engines import ENDED_S, READY_S, both_ready, launch
 
 STALLED_S = 1.75  # of --stall-timeout=1
-NUM_LONG = NUM_ENDLESS // 2  # tokens that take longer than any `told_s`, of answers that are read to their end
+NUM_FURTHER = 50  # tokens of a stream that goes on
 CLEAN_S = 3.0  # two seconds are promised; a loaded machine is slow
 
 
@@ -92,10 +92,10 @@ def check_kill_in_a_replica(
     session: EngineSession, access: Access, victim: str, signum: int = signal.SIGKILL, how: str = "was killed by SIGKILL",
     told_s: float = 1.0,
 ) -> None:  # fmt: skip
-    """Its stream ends with one error, the other one's goes on, and the replica comes back."""
+    """Its stream ends with one error, the replica comes back, and the other one's stream goes on all the while."""
     with Client(access) as client:
         both_ready(session, client)
-        streams = [Stream((1, 2, 3), NUM_LONG), Stream((4, 5, 6), NUM_LONG)]
+        streams = [Stream((1, 2, 3), NUM_ENDLESS), Stream((4, 5, 6), NUM_ENDLESS)]
         crowd = Crowd(access, streams)
         for stream in streams:
             assert stream.has_begun.wait(ENDED_S)
@@ -106,15 +106,20 @@ def check_kill_in_a_replica(
         killed_s = time.monotonic()
         until(lambda: any(stream.error for stream in streams), ENDED_S, session.output)
         took_s = time.monotonic() - killed_s - watching.seconds()
-        crowd.join(ENDED_S)
         (lost,) = [stream for stream in streams if stream.error is not None]
         (kept,) = [stream for stream in streams if stream.error is None]
         assert lost.error is not None
-        assert took_s < told_s, f"the client was told after {took_s:.2f} s"
+        assert took_s < told_s, f"the client was told of the {victim}'s end after {took_s:.2f} s: {lost.error}"
         assert lost.error.code in (ErrorCode.ENGINE_LOST, ErrorCode.RANK_FAILED)
         assert str(lost.error).startswith("replica r0 was lost in the middle of the answer (")
-        assert kept.is_complete()
         both_ready(session, client)
+        num_kept = len(kept.token_ids)
+        until(lambda: len(kept.token_ids) >= num_kept + NUM_FURTHER, ENDED_S, lambda: f"{kept.error}, {kept.done}")
+        client.cancel(kept.request_id)
+        crowd.join(ENDED_S)
+        assert kept.error is None
+        assert kept.done is not None
+        assert kept.done.finish_reason is FinishReason.CANCELLED
         assert lost.token_ids == replay(access, Stream(lost.prompt_ids, len(lost.token_ids)))
     who = {"rank 0": "rank 0", "coordinator": "coordinator", "launcher": "its launcher"}[victim]
     said = session.output()[num_said:]
@@ -136,7 +141,8 @@ def check_lost_router(session: EngineSession, access: Access, signum: int, how: 
         lost_s = time.monotonic()
         with pytest.raises(RequestFailed) as caught:
             list(events)
-        assert time.monotonic() - lost_s - watching.seconds() < told_s
+        took_s = time.monotonic() - lost_s - watching.seconds()
+        assert took_s < told_s, f"the client was told of the router's end after {took_s:.2f} s: {caught.value}"
         assert caught.value.code == ErrorCode.ENGINE_LOST
     with Client(access, connect_timeout_s=READY_S, patient=True) as client:
         both_ready(session, client)

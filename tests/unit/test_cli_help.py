@@ -39,19 +39,23 @@ def test_help_imports_nothing_slow(module: str) -> None:
     assert done.stdout.splitlines()[-1] == "SLOW", "--help must not import these"
 
 
-def test_nothing_is_imported_before_ctrl_c_is_safe() -> None:
-    program = "import sys; import kog_dist.launch.cli; print('typer' in sys.modules, 'kog_dist.launch.flags' in sys.modules)"
+@pytest.mark.parametrize("package", ["launch", "rpc", "chat"])
+def test_nothing_is_imported_before_ctrl_c_is_safe(package: str) -> None:
+    program = (
+        f"import sys; import kog_dist.{package}.cli; print('typer' in sys.modules, 'kog_dist.{package}.flags' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_ctrl_c_while_the_command_is_imported_is_silent() -> None:
+@pytest.mark.parametrize("package", ["launch", "rpc", "chat"])
+def test_ctrl_c_while_the_command_is_imported_is_silent(package: str) -> None:
     program = (
         "import signal, sys, types\n"
-        "from kog_dist.launch import cli\n"
-        "flags = types.ModuleType('kog_dist.launch.flags')\n"
+        f"from kog_dist.{package} import cli\n"
+        f"flags = types.ModuleType('kog_dist.{package}.flags')\n"
         "flags.run = lambda arguments: signal.raise_signal(signal.SIGINT)\n"
-        "sys.modules['kog_dist.launch.flags'] = flags\n"
+        f"sys.modules['kog_dist.{package}.flags'] = flags\n"
         "cli.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

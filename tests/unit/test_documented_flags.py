@@ -19,7 +19,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from kog_dist.bench.cli import app as bench
-from kog_dist.chat.cli import app as chat
+from kog_dist.chat.flags import app as chat
 from kog_dist.gateway.cli import app as gateway
 from kog_dist.launch.flags import app as launch
 from kog_dist.rpc.flags import app as client

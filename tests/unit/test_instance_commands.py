@@ -22,13 +22,12 @@ from kog_dist.runtime.launcher_file import LauncherFile
 Launcher = subprocess.Popen[bytes]
 StartLauncher = Callable[..., Launcher]
 _COUNTS = """
-import signal, sys, time
-seen = []
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda number, frame: seen.append(number))
+import signal, sys
+stopping = {signal.SIGTERM, signal.SIGINT}
+signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
 print("ready", flush=True)
-while len(seen) < int(sys.argv[1]):
-    signal.pause()
+for _ in range(int(sys.argv[1])):
+    signal.sigwait(stopping)
 """
 
 

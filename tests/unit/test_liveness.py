@@ -75,8 +75,35 @@ def test_what_a_launcher_misses_that_was_held_up_itself_counts_for_nobody(stall_
     assert watch.looks(0.1 * stall_s + 2 * TICK_S)
     watch = Watch(stall_s)
     assert watch.look(guard_s + 0.01, beat_age_s=9.0 * stall_s, beat_limit_s=stall_s) is None
-    assert watch.look(TICK_S, beat_age_s=9.0 * stall_s, beat_limit_s=stall_s) == Silence(9.0 * stall_s, is_stopped=False)
+    silence = watch.look(TICK_S, beat_age_s=9.0 * stall_s, beat_limit_s=stall_s)
+    assert silence is not None
+    assert silence.for_s == pytest.approx(9.0 * stall_s - guard_s - 0.01)
     assert Watch(stall_s).look(guard_s - 0.01, beat_age_s=1.1 * stall_s, beat_limit_s=stall_s) is not None
+
+
+def test_a_gap_is_no_silence_of_who_beats_either() -> None:
+    """The machine stood still for longer than the limit. The launcher goes on first, and looks twice before anybody beats."""
+    watch = Watch()
+    assert watch.look(beat_age_s=0.1, beat_limit_s=STALL_S) is None
+    assert watch.look(after_s=3.0, beat_age_s=3.1, beat_limit_s=STALL_S) is None
+    assert watch.look(after_s=0.5, beat_age_s=3.6, beat_limit_s=STALL_S) is None, "held up again"
+    assert watch.look(beat_age_s=3.65, beat_limit_s=STALL_S) is None, "0.1 s before the gaps, 0.05 s behind them"
+    assert watch.look(after_s=0.3, beat_age_s=3.95, beat_limit_s=STALL_S) is None
+    assert watch.look(after_s=0.3, beat_age_s=4.25, beat_limit_s=STALL_S) is None
+    silence = watch.look(after_s=0.3, beat_age_s=4.55, beat_limit_s=STALL_S)
+    assert silence is not None, "it has not come back"
+    assert silence.for_s == pytest.approx(1.05)
+    assert watch.look(beat_age_s=0.01, beat_limit_s=STALL_S) is None
+    assert watch.look(after_s=0.3, beat_age_s=1.01, beat_limit_s=STALL_S) is not None, "gaps before the last beat do not count"
+
+
+def test_of_a_gap_counts_what_is_behind_the_last_beat() -> None:
+    watch = Watch()
+    assert watch.look(after_s=3.0, beat_age_s=0.2, beat_limit_s=STALL_S) is None, "only the launcher was held up"
+    assert watch.look(after_s=0.3, beat_age_s=0.5, beat_limit_s=STALL_S) is None
+    assert watch.look(after_s=0.3, beat_age_s=0.8, beat_limit_s=STALL_S) is None
+    assert watch.look(after_s=0.39, beat_age_s=1.19, beat_limit_s=STALL_S) is None
+    assert watch.look(after_s=0.03, beat_age_s=1.22, beat_limit_s=STALL_S) is not None
 
 
 def test_a_loop_is_silent_beyond_its_limit() -> None:

@@ -48,3 +48,25 @@ def test_an_old_python_is_refused_with_the_way_out(clone: Path) -> None:
     assert done.returncode == 2
     assert "kog_dist needs Python 3.11 or newer; try: make PYTHON=python3.11" in done.stderr
     assert not (clone / ".venv").exists()
+
+
+def test_ctrl_c_in_make_chat_is_for_kog_chat(clone: Path) -> None:
+    """A terminal sends it to all that `make chat` has in the foreground."""
+    called, binaries = clone / "called", clone / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    for name, script in (
+        ("kog-launch", ""),
+        ("kog-chat", "trap 'echo its answer is ended >> called' INT; kill -INT 0; sleep 0"),
+        ("kog-client", ""),
+    ):
+        (binaries / name).write_text(f'#!/bin/sh\necho {name} "$@" >> called\n{script}\n')
+        (binaries / name).chmod(0o755)
+    model = clone / "build" / "models" / "SmolLM2-135M-Instruct" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    model.parent.mkdir(parents=True)
+    for made in (clone / ".venv" / ".installed", model):
+        made.touch()
+    subprocess.run(["make", "chat"], cwd=clone, start_new_session=True, capture_output=True, timeout=60, check=False)
+    launched, *others = called.read_text().splitlines()
+    assert launched.startswith("kog-launch build/models/SmolLM2-135M-Instruct")
+    assert launched.endswith("--detach"), "it is no process of this terminal"
+    assert others == ["kog-chat --instance chat", "its answer is ended", "kog-client stop --instance chat"]
