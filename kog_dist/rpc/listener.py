@@ -231,6 +231,7 @@ class RpcListener:
         What waits for clients gets at most `linger_s`: one that was behind learns how its request ended, too.
         """
         deadline_s = time.monotonic() + linger_s
+        self.flush()  # forgets those who are gone, for whom nobody need wait
         while self.has_backlog and (remaining_s := deadline_s - time.monotonic()) > 0:
             limit_s = min(remaining_s, _TCP_RETRY_S) if any(peer.startswith(TCP_NAME) for peer in self._outboxes) else remaining_s
             self._file.await_room(self._outboxes.keys() | self._file.behind, limit_s)
