@@ -28,6 +28,10 @@ class Waiting:
         """Blocks that a replica has."""
         return self.known.get(name, 0)
 
+    def prefill_s(self, name: str, block_s: float) -> float:
+        """Seconds that a replica takes to compute the rest of it, as far as its blocks are counted."""
+        return (self.num_blocks - self.known_by(name)) * block_s
+
     def is_worth(self, num_known: int, most_known: int) -> bool:
         """Whether a free replica with `num_known` blocks of it should be left for another free one with `most_known`."""
         num_saved, num_missing = most_known - num_known, self.num_blocks - num_known
@@ -42,6 +46,7 @@ class Seat:
     is_usable: bool
     is_free: bool
     idle_since_s: float
+    busy_until_s: float = 0.0  # at the earliest; before that it computes the prompt of what it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +62,11 @@ def assign(waiting: Iterable[Waiting], seats: Sequence[Seat], now_s: float, bloc
     """Give free replicas to requests in their order: to each the one that has most of it, or hardly less and idles longest.
 
     A busy one that has more than any free one is waited for as long as it takes to compute what it has more, at `block_s` for
-    each block, and at most STICKY_WAIT_S: so waiting in vain costs no more than going elsewhere at once.
+    each block, and at most STICKY_WAIT_S: so waiting in vain costs no more than going elsewhere at once. Nor is
+    one waited for that computes a prompt for longer than that.
     """
     free = {seat.name: seat for seat in seats if seat.is_free}
-    usable = {seat.name for seat in seats if seat.is_usable}
+    busy_until_s = {seat.name: seat.busy_until_s for seat in seats if seat.is_usable and not seat.is_free}
     pairs, passed = [], []
     look_again_s = math.inf
     for request in waiting:
@@ -68,18 +74,26 @@ def assign(waiting: Iterable[Waiting], seats: Sequence[Seat], now_s: float, bloc
             break
         allowed = [seat for name, seat in free.items() if name not in request.avoid]
         most_known = max((request.known_by(seat.name) for seat in allowed), default=0)
-        busy = usable - free.keys() - request.avoid
-        num_more = max(map(request.known_by, busy), default=0) - most_known
-        since_s = now_s if request.passed_s is None else request.passed_s
-        give_up_s = since_s + min(STICKY_WAIT_S, num_more * block_s)
+        give_up_s = _give_up_s(request, busy_until_s, most_known, now_s, block_s)
         if now_s < give_up_s:
             look_again_s = min(look_again_s, give_up_s)
             passed.append(request.request_id)
         elif allowed:
             name = _best_free(request, allowed, most_known)
             del free[name]
+            busy_until_s[name] = now_s + request.prefill_s(name, block_s)
             pairs.append((request.request_id, name))
     return Assignment(tuple(pairs), look_again_s, tuple(passed))
+
+
+def _give_up_s(request: Waiting, busy_until_s: Mapping[str, float], most_known: int, now_s: float, block_s: float) -> float:
+    """Until when to wait for busy replicas that have more of it than `most_known` and may be free by then; `now_s` for not."""
+    since_s = now_s if request.passed_s is None else request.passed_s
+    limits_s = {
+        name: since_s + min(STICKY_WAIT_S, (request.known_by(name) - most_known) * block_s)
+        for name in busy_until_s.keys() - request.avoid
+    }
+    return max((limit_s for name, limit_s in limits_s.items() if busy_until_s[name] < limit_s), default=now_s)
 
 
 def _best_free(request: Waiting, seats: Iterable[Seat], most_known: int) -> str:

@@ -109,6 +109,28 @@ def test_patience_is_the_time_to_compute_what_the_busy_one_has_more(
         assert assign([not_yet], seats, NOW_S, block_s).passed == ("q",)
 
 
+@pytest.mark.parametrize(("busy_for_s", "is_waited_for"), [(0.0, True), (0.999, True), (1.0, False), (30.0, False)])
+def test_a_replica_that_computes_a_prompt_for_longer_is_not_waited_for(busy_for_s: float, is_waited_for: bool) -> None:
+    """It would save one second."""
+    seats = [seat("r0"), replace(seat("r1", free=False), busy_until_s=NOW_S + busy_for_s)]
+    decided = assign([asking({"r1": 4})], seats, NOW_S, block_s=0.25)
+    assert decided == (Assignment((), NOW_S + 1.0, ("q",)) if is_waited_for else Assignment((("q", "r0"),), math.inf))
+
+
+def test_of_two_busy_replicas_one_is_waited_for_that_may_be_free_in_time() -> None:
+    late = replace(seat("r1", free=False), busy_until_s=NOW_S + 5.0)
+    decided = assign([asking({"r1": 4, "r2": 2})], [seat("r0"), late, seat("r2", free=False)], NOW_S, block_s=0.25)
+    assert decided == Assignment((), NOW_S + 0.5, ("q",))
+
+
+@pytest.mark.parametrize(("num_blocks", "is_waited_for"), [(5, False), (4, False), (3, True)])
+def test_a_replica_that_has_just_been_given_a_prompt_computes_it(num_blocks: int, is_waited_for: bool) -> None:
+    """It takes as many quarters of a second as the prompt has blocks; for the second request it would save one second."""
+    seats = [seat("r0", idle_since_s=1.0), seat("r1", idle_since_s=2.0)]
+    decided = assign([Waiting("first", num_blocks=num_blocks), asking({"r0": 4})], seats, NOW_S, block_s=0.25)
+    assert decided.pairs == (("first", "r0"), *([] if is_waited_for else [("q", "r1")]))
+
+
 def test_a_replica_that_does_not_serve_is_not_waited_for() -> None:
     seats = [seat("r0"), seat("r1", usable=False)]
     assert assign([asking({"r1": 4})], seats, NOW_S).pairs == (("q", "r0"),)
