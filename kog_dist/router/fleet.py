@@ -33,8 +33,9 @@ class Fleet:
     def seats(self, now_s: float) -> list[Seat]:
         """What the rules need to know of the replicas."""
         return [
-            Seat(link.name, link.is_usable(), link.is_free(now_s), link.idle_since_s) for link in self._links.values()
-        ]  # fmt: skip
+            Seat(link.name, link.is_usable(), link.is_free(now_s), link.idle_since_s, link.busy_until_s)
+            for link in self._links.values()
+        ]
 
     def num_usable(self) -> int:
         """Replicas that take requests, now or later."""

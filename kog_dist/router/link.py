@@ -78,6 +78,7 @@ class ReplicaLink:
         self.report: StatusReport | None = None
         self.attempt_ids: set[str] = set()  # ours that have not ended there, given up ones included
         self.idle_since_s = now_s
+        self.busy_until_s = now_s  # at the earliest, see `Seat`
         self.blocked_until_s = 0.0
         self._context = context
         self._end: PortEnd | None = None

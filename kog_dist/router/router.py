@@ -256,6 +256,7 @@ class Router:
             link.failed("it takes no more requests")
             return
         self._book.start(request, link, attempt_id, now_s)
+        link.busy_until_s = now_s + request.waiting().prefill_s(link.name, self._block_s)
         request.seen_by(link.name, self._affinity)
 
     def _take_frame(self, link: ReplicaLink, frame: bytes, now_s: float) -> None:

@@ -9,8 +9,8 @@ from typing import Final
 
 STICKY_WAIT_S: Final = 2.0  # most that a request waits for the replica that has its beginning while another is free
 BLOCK_S: Final = 0.0016  # to compute a block of a prompt, until there is a measurement: 64 tokens at 40,000 a second
-LONG_SHARE: Final = 0.5  # of a prompt's blocks; what is less is no reason to prefer a replica
-LONG_BLOCKS: Final = 128  # but so many always are: 32 KiB of text, 8,192 token ids
+WORTH_SHARE: Final = 0.5  # of what a free replica would have to compute; saving less is no reason to prefer another free one
+WORTH_BLOCKS: Final = 8  # but so many always are: 2 KiB of text, 512 token ids, about 10 ms of prefill
 MAX_LOSSES: Final = 1  # replicas that may be lost with a request on them before it is given up
 
 
@@ -24,13 +24,18 @@ class Waiting:
     num_blocks: int = 1  # of its prompt
     avoid: frozenset[str] = frozenset()  # replicas that have just refused it
 
-    def known_by(self, name: str | None) -> int:
+    def known_by(self, name: str) -> int:
         """Blocks that a replica has."""
-        return 0 if name is None else self.known.get(name, 0)
+        return self.known.get(name, 0)
 
-    def is_long(self, num_blocks: int) -> bool:
-        """Whether so many blocks of it are worth preferring a certain replica."""
-        return num_blocks > 0 and num_blocks >= min(LONG_SHARE * self.num_blocks, LONG_BLOCKS)
+    def prefill_s(self, name: str, block_s: float) -> float:
+        """Seconds that a replica takes to compute the rest of it, as far as its blocks are counted."""
+        return (self.num_blocks - self.known_by(name)) * block_s
+
+    def is_worth(self, num_known: int, most_known: int) -> bool:
+        """Whether a free replica with `num_known` blocks of it should be left for another free one with `most_known`."""
+        num_saved, num_missing = most_known - num_known, self.num_blocks - num_known
+        return num_saved > 0 and num_saved >= min(WORTH_SHARE * num_missing, WORTH_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class Seat:
     is_usable: bool
     is_free: bool
     idle_since_s: float
+    busy_until_s: float = 0.0  # at the earliest; before that it computes the prompt of what it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +59,47 @@ class Assignment:
 
 
 def assign(waiting: Iterable[Waiting], seats: Sequence[Seat], now_s: float, block_s: float = BLOCK_S) -> Assignment:
-    """Give free replicas to requests in their order: to each the free one that has most of it, if that is a long beginning.
+    """Give free replicas to requests in their order: to each the one that has most of it, or hardly less and idles longest.
 
-    A busy one that has more is waited for as long as it takes to compute what it has more, at `block_s` for each block, and at
-    most STICKY_WAIT_S: so waiting in vain costs no more than going elsewhere at once. Of free replicas that have nothing long, or
-    equally much, the one that has been idle longest is taken: the caches of the others are more likely to be asked for again.
+    A busy one that has more than any free one is waited for as long as it takes to compute what it has more, at `block_s` for
+    each block, and at most STICKY_WAIT_S: so waiting in vain costs no more than going elsewhere at once. Nor is
+    one waited for that computes a prompt for longer than that.
     """
     free = {seat.name: seat for seat in seats if seat.is_free}
-    usable = {seat.name for seat in seats if seat.is_usable}
+    busy_until_s = {seat.name: seat.busy_until_s for seat in seats if seat.is_usable and not seat.is_free}
     pairs, passed = [], []
     look_again_s = math.inf
     for request in waiting:
         if not free:
             break
-        name = _best_free(request, free)
-        busy = usable - free.keys() - request.avoid
-        num_more = max(map(request.known_by, busy), default=0) - request.known_by(name)
-        since_s = now_s if request.passed_s is None else request.passed_s
-        give_up_s = since_s + min(STICKY_WAIT_S, num_more * block_s)
+        allowed = [seat for name, seat in free.items() if name not in request.avoid]
+        most_known = max((request.known_by(seat.name) for seat in allowed), default=0)
+        give_up_s = _give_up_s(request, busy_until_s, most_known, now_s, block_s)
         if now_s < give_up_s:
             look_again_s = min(look_again_s, give_up_s)
             passed.append(request.request_id)
-        elif name is not None:
+        elif allowed:
+            name = _best_free(request, allowed, most_known)
             del free[name]
+            busy_until_s[name] = now_s + request.prefill_s(name, block_s)
             pairs.append((request.request_id, name))
     return Assignment(tuple(pairs), look_again_s, tuple(passed))
 
 
-def _best_free(request: Waiting, free: Mapping[str, Seat]) -> str | None:
-    def rank(name: str) -> tuple[int, float, str]:
-        num_blocks = request.known_by(name)
-        return -num_blocks if request.is_long(num_blocks) else 0, free[name].idle_since_s, name
+def _give_up_s(request: Waiting, busy_until_s: Mapping[str, float], most_known: int, now_s: float, block_s: float) -> float:
+    """Until when to wait for busy replicas that have more of it than `most_known` and may be free by then; `now_s` for not."""
+    since_s = now_s if request.passed_s is None else request.passed_s
+    limits_s = {
+        name: since_s + min(STICKY_WAIT_S, (request.known_by(name) - most_known) * block_s)
+        for name in busy_until_s.keys() - request.avoid
+    }
+    return max((limit_s for name, limit_s in limits_s.items() if busy_until_s[name] < limit_s), default=now_s)
 
-    return min((name for name in free if name not in request.avoid), key=rank, default=None)
+
+def _best_free(request: Waiting, seats: Iterable[Seat], most_known: int) -> str:
+    """Of those that are not worth leaving for the one with most, the one that has been idle longest.
+
+    The caches of the others are more likely to be asked for again.
+    """
+    good = (seat for seat in seats if not request.is_worth(request.known_by(seat.name), most_known))
+    return min(good, key=lambda seat: (seat.idle_since_s, seat.name)).name

@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 from kog_dist.bench.engine.session import EngineSession, until
+from kog_dist.launch.replica_places import replica_instance
 from kog_dist.rpc.client import Client
+from kog_dist.rpc.transport import Access
 
 from .replica_clients import Crowd, Stream, replay
 from .replica_engines import ENDED_S, READY_S, both_ready, launch, states
@@ -46,6 +48,42 @@ def test_answers_are_those_of_one_engine_and_restarts_refuse_nobody(session: Eng
         "kog-launch: replica r1 is ready, generation 2,",
     ]
     stop(session)
+
+
+def test_turns_of_an_agent_stay_at_one_replica_and_unrelated_prompts_are_spread(session: EngineSession, tiny_model: Path) -> None:
+    """One request at a time, so that both replicas are free whenever one comes."""
+    access = launch(session, tiny_model, "--replicas=2")
+    first = Stream(tuple(1 + i % 300 for i in range(640)), 32)
+    (home,) = placed(session, access, first)
+    held = (*first.prompt_ids, *first.token_ids)
+    second = Stream((*held, *(1 + i * 7 % 300 for i in range(790))), 8)
+    assert 0.45 < len(held) / len(second.prompt_ids) < 0.47
+    assert placed(session, access, second) == [home], "though the other one has been idle longer"
+    assert second.done is not None
+    assert second.done.num_cached_tokens >= len(held) - 1, "the last token of an answer is not computed"
+    unrelated = [Stream((*range(1, 257), *(1 + (i * 11 + number) % 300 for i in range(512))), 8) for number in range(4)]
+    assert sorted(placed(session, access, *unrelated)) == ["r0", "r0", "r1", "r1"], "they share 256 tokens"
+
+
+def placed(session: EngineSession, access: Access, *streams: Stream) -> list[str]:
+    """Ask one after the other; which replica has answered each."""
+    names = []
+    for stream in streams:
+        before = num_completed(session)
+        assert stream.answered(access), stream.error
+        after = num_completed(session)
+        names += [name for name in before if after[name] > before[name]]
+    assert len(names) == len(streams)
+    return names
+
+
+def num_completed(session: EngineSession) -> dict[str, int]:
+    """Requests that each of two replicas has answered, as it says itself."""
+    fleet, counts = session.instance_folder, {}
+    for name in ("r0", "r1"):
+        with Client(Access.from_folder(fleet.with_name(replica_instance(fleet.name, name)))) as client:
+            counts[name] = client.status().num_completed
+    return counts
 
 
 def test_more_replicas_while_requests_wait_and_fewer_when_they_do_not(session: EngineSession, tiny_model: Path) -> None:

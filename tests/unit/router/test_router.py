@@ -195,6 +195,16 @@ def test_stickiness_yields_after_a_while(world: World, pair: Pair) -> None:
     world.until(lambda: running(home, other) == [1, 1])
 
 
+def test_a_replica_that_computes_a_long_prompt_is_not_waited_for(world: World, pair: Pair) -> None:
+    client = world.client()
+    world.router._block_s = STICKY_WAIT_S  # so that the prompt takes longer than anybody waits
+    client.generate("q0", LONG)
+    world.until(lambda: sum(running(*pair)) == 1)
+    client.generate("q1", LONG)
+    world.until(lambda: running(*pair) == [1, 1])
+    assert world.router._book.unfinished["q1"].passed_s is None, "it has gone to the other one at once"
+
+
 def test_lost_before_the_first_token_goes_elsewhere_once(world: World, pair: Pair) -> None:
     client = world.client()
     client.generate("mine")

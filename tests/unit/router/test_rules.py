@@ -36,12 +36,49 @@ def test_the_free_replica_that_has_most_is_preferred_to_one_that_idles_longer() 
 
 
 @pytest.mark.parametrize(
-    ("num_known", "num_blocks", "is_long"),
-    [(0, 1, False), (1, 2, True), (1, 3, False), (2, 4, True), (127, 1000, False), (128, 1000, True), (127, 254, True)],
-)
-def test_a_beginning_is_long_if_it_is_half_of_the_prompt_or_128_blocks(num_known: int, num_blocks: int, is_long: bool) -> None:
+    ("num_known", "num_blocks", "is_worth"),
+    [
+        (0, 1, False), (1, 2, True), (1, 3, False), (2, 4, True), (7, 14, True), (7, 15, False), (7, 1000, False),
+        (8, 1000, True), (46, 100, True),
+    ],
+)  # fmt: skip
+def test_a_beginning_is_worth_its_replica_if_it_is_half_of_the_prompt_or_8_blocks(
+    num_known: int, num_blocks: int, is_worth: bool
+) -> None:
     seats = [seat("r0", idle_since_s=1.0), seat("r1", idle_since_s=50.0)]
-    assert assign([asking({"r1": num_known}, num_blocks)], seats, NOW_S).pairs == (("q", "r1" if is_long else "r0"),)
+    assert assign([asking({"r1": num_known}, num_blocks)], seats, NOW_S).pairs == (("q", "r1" if is_worth else "r0"),)
+
+
+@pytest.mark.parametrize(
+    ("num_more", "num_blocks", "is_worth"),
+    [(0, 340, False), (1, 340, False), (7, 340, False), (8, 340, True), (3, 318, True), (3, 319, False)],
+)
+def test_what_all_have_of_a_prompt_is_not_counted(num_more: int, num_blocks: int, is_worth: bool) -> None:
+    """Both replicas have the same 312 blocks; more of the prompt is worth one of them by what the other would have to compute."""
+    seats = [seat("r0", idle_since_s=1.0), seat("r1", idle_since_s=50.0)]
+    request = asking({"r0": 312, "r1": 312 + num_more}, num_blocks)
+    assert assign([request], seats, NOW_S).pairs == (("q", "r1" if is_worth else "r0"),)
+
+
+def test_of_replicas_that_have_hardly_less_than_most_the_one_that_idles_longest_is_taken() -> None:
+    seats = [seat(f"r{i}", idle_since_s=float(i)) for i in range(4)]
+    request = asking({"r1": 93, "r2": 94, "r3": 100}, 1000)
+    assert assign([request], seats, NOW_S).pairs == (("q", "r1"),)
+    assert assign([replace(request, num_blocks=103)], seats, NOW_S).pairs == (("q", "r3"),), "r1 would compute 10, not 3"
+    assert assign([replace(request, avoid=frozenset({"r3", "r1"}))], seats, NOW_S).pairs == (("q", "r2"),)
+
+
+def test_prompts_that_share_a_short_beginning_are_spread() -> None:
+    """Each replica is asked in turn, though all prompts have 4 of their 12 blocks in common."""
+    idle_since_s = {"r0": 0.0, "r1": 0.0, "r2": 0.0}
+    known: dict[str, int] = {}
+    taken = []
+    for number in range(1, 7):
+        seats = [seat(name, idle_since_s=since_s) for name, since_s in idle_since_s.items()]
+        ((_, name),) = assign([asking(known, 12)], seats, NOW_S).pairs
+        idle_since_s[name], known[name] = float(number), 4
+        taken.append(name)
+    assert taken == ["r0", "r1", "r2"] * 2
 
 
 def test_a_busy_replica_is_waited_for_and_others_pass() -> None:
@@ -55,12 +92,13 @@ def test_a_busy_replica_is_waited_for_and_others_pass() -> None:
     [
         ({"r1": 4}, 0.25, 1.0), ({"r1": 4, "r0": 3}, 0.25, 0.25), ({"r1": 4, "r0": 4}, 0.25, 0.0),
         ({"r1": 3, "r0": 4}, 0.25, 0.0), ({"r1": 100}, 0.25, STICKY_WAIT_S), ({"r2": 4}, 0.25, 0.0),
+        ({"r1": 10, "r0": 7, "r3": 8}, 0.25, 0.5),
     ],
 )  # fmt: skip
 def test_patience_is_the_time_to_compute_what_the_busy_one_has_more(
     known: dict[str, int], block_s: float, patience_s: float
 ) -> None:
-    seats = [seat("r0"), seat("r1", free=False)]
+    seats = [seat("r0"), seat("r1", free=False), seat("r3", idle_since_s=1.0)]
     request = asking(known, 100)
     served = Assignment((("q", "r0"),), math.inf)
     assert assign([request], seats, NOW_S, block_s) == (Assignment((), NOW_S + patience_s, ("q",)) if patience_s else served)
@@ -69,6 +107,28 @@ def test_patience_is_the_time_to_compute_what_the_busy_one_has_more(
     if patience_s:
         not_yet = replace(request, passed_s=NOW_S - patience_s + 1e-6)
         assert assign([not_yet], seats, NOW_S, block_s).passed == ("q",)
+
+
+@pytest.mark.parametrize(("busy_for_s", "is_waited_for"), [(0.0, True), (0.999, True), (1.0, False), (30.0, False)])
+def test_a_replica_that_computes_a_prompt_for_longer_is_not_waited_for(busy_for_s: float, is_waited_for: bool) -> None:
+    """It would save one second."""
+    seats = [seat("r0"), replace(seat("r1", free=False), busy_until_s=NOW_S + busy_for_s)]
+    decided = assign([asking({"r1": 4})], seats, NOW_S, block_s=0.25)
+    assert decided == (Assignment((), NOW_S + 1.0, ("q",)) if is_waited_for else Assignment((("q", "r0"),), math.inf))
+
+
+def test_of_two_busy_replicas_one_is_waited_for_that_may_be_free_in_time() -> None:
+    late = replace(seat("r1", free=False), busy_until_s=NOW_S + 5.0)
+    decided = assign([asking({"r1": 4, "r2": 2})], [seat("r0"), late, seat("r2", free=False)], NOW_S, block_s=0.25)
+    assert decided == Assignment((), NOW_S + 0.5, ("q",))
+
+
+@pytest.mark.parametrize(("num_blocks", "is_waited_for"), [(5, False), (4, False), (3, True)])
+def test_a_replica_that_has_just_been_given_a_prompt_computes_it(num_blocks: int, is_waited_for: bool) -> None:
+    """It takes as many quarters of a second as the prompt has blocks; for the second request it would save one second."""
+    seats = [seat("r0", idle_since_s=1.0), seat("r1", idle_since_s=2.0)]
+    decided = assign([Waiting("first", num_blocks=num_blocks), asking({"r0": 4})], seats, NOW_S, block_s=0.25)
+    assert decided.pairs == (("first", "r0"), *([] if is_waited_for else [("q", "r1")]))
 
 
 def test_a_replica_that_does_not_serve_is_not_waited_for() -> None:
