@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +65,17 @@ def test_chats_of_keys_are_separate(served: HttpEngine) -> None:
         answer = served.http.post("/v1/chat/completions", json=body, headers={"x-api-key": key}).raise_for_status().json()
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 32)
     assert cached == [False, False, True, True]
+
+
+def test_a_gateway_that_comes_back_knows_the_keys_and_finds_what_they_left(served: HttpEngine) -> None:
+    prompt = "What follows has been read.\n" + SHARED
+    num_tokens = ask(served.http, ALICE, prompt)[1]
+    lost = served.announced()["pid"]
+    os.kill(lost, signal.SIGKILL)
+    until(lambda: served.announced()["pid"] != lost and served.announced()["serves"], READY_S, served.session.output)
+    served.wait_state("ready")
+    assert ask(served.http, BOB, prompt)[2] == 0
+    assert ask(served.http, ALICE, prompt)[2] >= num_tokens - 2
 
 
 def test_keys_may_share_what_is_kept(served: HttpEngine) -> None:
