@@ -7,7 +7,7 @@ import json
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,8 @@ from typing import Final
 from kog_dist import env
 from kog_dist.config import LaunchConfig
 from kog_dist.gateway import bind
-from kog_dist.gateway.args import HTTP_FILE, GatewayArgs, read_key_file, write_key
+from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
+from kog_dist.gateway.keys import keys_of, write_keys
 from kog_dist.launch import local
 from kog_dist.launch.detach import is_detached
 from kog_dist.launch.events import is_terminal
@@ -46,8 +47,8 @@ class EngineOfGateway:
 class HttpGateway:
     """One launcher's gateway. `open` before anything slow, `start` once there is a folder, `look` often, `stop` and `close`."""
 
-    def __init__(self, settings: LaunchConfig, port: bind.HttpPort, api_key: str | None) -> None:
-        self._settings, self._port, self._api_key = settings, port, api_key
+    def __init__(self, settings: LaunchConfig, port: bind.HttpPort, keys: Sequence[str]) -> None:
+        self._settings, self._port, self._keys = settings, port, keys
         self._restarts = RestartBudget()
         self._engine: EngineOfGateway | None = None
         self._log_dir: Path | None = None
@@ -59,13 +60,11 @@ class HttpGateway:
         """Take the port; None if the settings want no HTTP. Raises LaunchError naming who has the port, ConfigError."""
         if not settings.http:
             return None
-        api_key = settings.api_key
-        if settings.api_key_file is not None:
-            api_key = read_key_file(Path(settings.api_key_file))
+        keys = keys_of(settings)
         if settings.http_socket is not None:
-            return cls(settings, bind.listen_on_socket(settings.http_socket), api_key)
-        bind.check_exposure(settings.host, api_key)
-        return cls(settings, bind.listen(settings.host, settings.port), api_key)
+            return cls(settings, bind.listen_on_socket(settings.http_socket), keys)
+        bind.check_exposure(settings.host, keys)
+        return cls(settings, bind.listen(settings.host, settings.port), keys)
 
     @property
     def url(self) -> str:
@@ -102,7 +101,7 @@ class HttpGateway:
 
     def _spawn(self, engine: EngineOfGateway, page: ProcessPage) -> Child:
         settings = self._settings
-        key_fd = -1 if self._api_key is None else write_key(self._api_key)
+        key_fd = write_keys(self._keys)
         listen_fd = self._port.listener.fileno()
         terminal_fd = -1 if settings.quiet or is_detached() or not is_terminal("stdout") else os.dup(sys.stdout.fileno())
         try:
@@ -113,7 +112,8 @@ class HttpGateway:
                 quantize=settings.quantize, quantize_head=settings.quantize_head,
                 cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout,
                 stall_s=settings.stall_timeout, log_format=settings.log_format, log_prompts=settings.log_prompts,
-                page_fd=page.fd, unknown_fields=settings.unknown_fields, terminal_fd=terminal_fd, ends_with_engine=True,
+                page_fd=page.fd, unknown_fields=settings.unknown_fields, share_prefixes=settings.share_prefixes,
+                terminal_fd=terminal_fd, ends_with_engine=True,
             )  # fmt: skip
             return local.spawn(
                 ROLE, MODULE, [arguments.to_json()], environment=env.child_environment(os.environ), log_dir=self._log_dir,

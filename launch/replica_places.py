@@ -22,7 +22,7 @@ from kog_dist.runtime.instance import instances_root
 _OF_THE_FLEET = {  # settings that concern all replicas together
     "replicas", "min_replicas", "max_replicas", "scale_down_after", "remote_replicas", "rpc_port", "rpc_host", "launcher",
     "ray_address", "instance", "log_dir", "gpus", "model", "http", "host", "port", "api_key", "api_key_file", "cors_origin",
-    "http_socket", "log_format", "log_prompts", "unknown_fields", "quiet",
+    "share_prefixes", "http_socket", "log_format", "log_prompts", "unknown_fields", "quiet",
 }  # fmt: skip
 
 

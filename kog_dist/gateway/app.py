@@ -16,6 +16,7 @@ from kog_dist.gateway import documents, status
 from kog_dist.gateway.answers import AnswerResponse, client_of
 from kog_dist.gateway.body_work import PLANS, TOKENS, as_json
 from kog_dist.gateway.errors import not_serving, on_api_error, on_http_exception, on_mistake
+from kog_dist.gateway.guard import KEY_SCOPE
 from kog_dist.gateway.intake import received
 from kog_dist.gateway.metrics import CONTENT_TYPE
 from kog_dist.gateway.openai.errors import SERVER, ApiError
@@ -65,7 +66,8 @@ def _answers(service: Service) -> Iterator[Route]:
     def endpoint(path: str) -> Endpoint:
         async def answer(request: Request) -> Response:
             async with received(request, service) as raw:
-                planned = await service.bodies.read(path, raw, _served(service), client_of(request.scope))
+                scope = request.scope
+                planned = await service.bodies.read(path, raw, _served(service), client_of(scope), scope[KEY_SCOPE])
             assert isinstance(planned, Planned)
             return AnswerResponse(planned, service, path)
 
@@ -100,7 +102,7 @@ def _tokens(service: Service) -> Iterator[Route]:
             async with received(request, service) as raw:
                 if service.served is None:
                     raise not_serving(service.readiness.health())
-                answer = await service.bodies.read(path, raw, service.served, client_of(request.scope))
+                answer = await service.bodies.read(path, raw, service.served, client_of(request.scope), key_scope="")
                 return Response(answer, media_type="application/json")
 
         return answer

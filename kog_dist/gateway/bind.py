@@ -9,6 +9,7 @@ import contextlib
 import errno
 import ipaddress
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,9 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def check_exposure(host: str, api_key: str | None) -> None:
+def check_exposure(host: str, keys: Sequence[str]) -> None:
     """Raises ConfigError for an address that others can reach while nothing keeps them out."""
-    if not is_loopback(host) and not api_key:
+    if not is_loopback(host) and not keys:
         raise ConfigError(
             f"--host {host} lets other machines in, and there is no API key; give --api-key-file, KOG_API_KEY or --api-key, "
             "or leave --host at 127.0.0.1"

@@ -48,10 +48,12 @@ class BodyArgs:
         return json.dumps(asdict(self))
 
 
-def question(path: str, served: ServedModel) -> bytes:
-    """What is asked of a body: the path that it came to, and the model, which may have changed; but for what is in its folder."""
+def question(path: str, served: ServedModel, key_scope: str) -> bytes:
+    """What is asked of a body: the path that it came to, the scope of its key, and the model, which may have changed; but for
+    what is in its folder.
+    """
     facts = {name: getattr(served, name) for name in sorted(_TOLD)}
-    head: bytes = msgpack.packb([path, facts, asdict(served.defaults)])
+    head: bytes = msgpack.packb([path, key_scope, facts, asdict(served.defaults)])
     return head
 
 
@@ -67,12 +69,12 @@ def main() -> int:
         return error.exit_code
     with socket.socket(fileno=args.socket_fd) as channel, channel.makefile("rb") as stream:
         while (head := _received(stream)) and (raw := _received(stream)):
-            path, facts, defaults = msgpack.unpackb(head)
+            path, key_scope, facts, defaults = msgpack.unpackb(head)
             facts["aliases"], defaults["logit_bias"] = tuple(facts["aliases"]), tuple(map(tuple, defaults["logit_bias"]))
             served = ServedModel(**facts, tokenizer=tokenizer, chat_template=template, defaults=SamplingParams(**defaults))
             signal.setitimer(signal.ITIMER_PROF, CPU_S)  # SIGPROF ends this process
             try:
-                answer = msgpack.packb(answer_to(path, raw, served))
+                answer = msgpack.packb(answer_to(path, raw, served, key_scope))
             except MemoryError:
                 return OUT_OF_MEMORY
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -80,10 +82,10 @@ def main() -> int:
     return 0
 
 
-def answer_to(path: str, raw: bytes, served: ServedModel) -> dict[str, Any]:
+def answer_to(path: str, raw: bytes, served: ServedModel, key_scope: str) -> dict[str, Any]:
     """Of `error`, `mistake`, `answer` (its JSON) or a packed request the one that there is."""
     try:
-        found = body_work.read(path, raw, served)
+        found = body_work.read(path, raw, served, key_scope)
         return packed(found) if isinstance(found, Planned) else {"answer": found}
     except ApiError as error:
         return {"error": packed_error(error)}

@@ -48,14 +48,14 @@ class BodyReader:
         self._ending: set[asyncio.Task[int | None]] = set()  # processes that were killed
         self.num_outside = 0  # bodies that were read in the process
 
-    async def read(self, path: str, raw: bytes, served: ServedModel, client: Hashable) -> Planned | bytes:
+    async def read(self, path: str, raw: bytes, served: ServedModel, client: Hashable, key_scope: str) -> Planned | bytes:
         """See body_work.read. `client`: whose turn it takes."""
         if is_small(raw):
-            return await asyncio.to_thread(body_work.read, path, raw, served)
+            return await asyncio.to_thread(body_work.read, path, raw, served, key_scope)
         try:
             async with self._turns.of(client):
                 self.num_outside += 1
-                answer = await self._ask(question(path, served), raw)
+                answer = await self._ask(question(path, served, key_scope), raw)
         except NoTurn:
             reason = f"{len(self._turns)} large bodies wait to be read, at most {WAITING} or {WAIT_S:g} s; try again"
             raise _busy(reason) from None

@@ -14,8 +14,9 @@ from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.responses import plan_response
 from kog_dist.gateway.openai.served import ServedModel
 
-Work: TypeAlias = Callable[[object, ServedModel], Planned | dict[str, Any]]
-PLANS: Final[Mapping[str, Work]] = {
+Plan: TypeAlias = Callable[[object, ServedModel, str], Planned]
+Work: TypeAlias = Callable[[object, ServedModel], dict[str, Any]]
+PLANS: Final[Mapping[str, Plan]] = {
     "/v1/chat/completions": plan_chat,
     "/v1/completions": plan_completion,
     "/v1/responses": plan_response,
@@ -23,10 +24,10 @@ PLANS: Final[Mapping[str, Work]] = {
 TOKENS: Final[Mapping[str, Work]] = {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
 
 
-def read(path: str, raw: bytes, served: ServedModel) -> Planned | bytes:
-    """A planned request, or the JSON of an answer that needs no engine. Raises ApiError."""
-    found = {**PLANS, **TOKENS}[path](read_body(raw), served)
-    return found if isinstance(found, Planned) else as_json(found)
+def read(path: str, raw: bytes, served: ServedModel, key_scope: str = "") -> Planned | bytes:
+    """A planned request, or the JSON of an answer that needs no engine. Raises ApiError. `key_scope`: see `planning.asked`."""
+    body = read_body(raw)
+    return PLANS[path](body, served, key_scope) if path in PLANS else as_json(TOKENS[path](body, served))
 
 
 def as_json(body: object) -> bytes:

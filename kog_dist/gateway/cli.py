@@ -20,7 +20,8 @@ from kog_dist.runtime.python_child import harden
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 # Flags that mean the same for `kog-launch`; there they are settings of a file and of the environment, too.
 SHARED = (
-    "host", "port", "http_socket", "api_key", "api_key_file", "shutdown_timeout", "log_format", "log_prompts", "unknown_fields",
+    "host", "port", "http_socket", "api_key", "api_key_file", "share_prefixes", "shutdown_timeout", "log_format", "log_prompts",
+    "unknown_fields",
 )  # fmt: skip
 
 
@@ -36,26 +37,26 @@ def gateway(
 ) -> None:
     """Serve HTTP for a running engine. Exit codes: 0 fine, 2 usage, 3 cannot start."""
     from kog_dist.gateway import bind
-    from kog_dist.gateway.args import GatewayArgs, write_key
+    from kog_dist.gateway.args import GatewayArgs
+    from kog_dist.gateway.keys import write_keys
     from kog_dist.gateway.process import run_gateway
     from kog_dist.runtime.instance import instances_root
 
     if instance is not None and key_file is not None:
         raise ConfigError("--instance and --key-file exclude each other")
     settings = resolve({**http, "cors_origin": ",".join(cors_origin) if cors_origin else None}, {}, None).config
-    key = _choose_key(settings, os.environ.get(variable("api_key")))
+    keys = _choose_keys(settings, os.environ.get(variable("api_key")))
     if settings.http_socket is not None:
         listening = bind.listen_on_socket(settings.http_socket)
     else:
-        bind.check_exposure(settings.host, key)
+        bind.check_exposure(settings.host, keys)
         listening = bind.listen(settings.host, settings.port)
     args = GatewayArgs(
-        listen_fd=listening.listener.detach(), host=listening.host, key_fd=-1 if key is None else write_key(key),
+        listen_fd=listening.listener.detach(), host=listening.host, key_fd=write_keys(keys),
         instance_folder=str(instances_root() / _name(instance)) if key_file is None else None,
         key_file=None if key_file is None else str(key_file), model=None if model is None else str(_folder(model)),
         cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, log_format=settings.log_format,
-        log_prompts=settings.log_prompts,
-        unknown_fields=settings.unknown_fields,
+        log_prompts=settings.log_prompts, unknown_fields=settings.unknown_fields, share_prefixes=settings.share_prefixes,
     )  # fmt: skip
     try:
         args.access()  # a key file that is none is said now
@@ -65,15 +66,12 @@ def gateway(
             listening.file.remove()
 
 
-def _choose_key(settings: LaunchConfig, from_environment: str | None) -> str | None:
-    """The API key: flag, then file, then environment. Raises ConfigError."""
-    from kog_dist.gateway.args import check_key, read_key_file
+def _choose_keys(settings: LaunchConfig, from_environment: str | None) -> tuple[str, ...]:
+    """The API keys: flag or file, then environment. Raises ConfigError."""
+    from kog_dist.gateway.keys import check_key, keys_of
 
-    if settings.api_key_file is not None:
-        return read_key_file(Path(settings.api_key_file))
-    if settings.api_key is not None:
-        return settings.api_key
-    return check_key(from_environment, variable("api_key")) if from_environment else None
+    given = keys_of(settings)
+    return (check_key(from_environment, variable("api_key")),) if from_environment and not given else given
 
 
 def _name(instance: str | None) -> str:

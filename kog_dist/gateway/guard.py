@@ -3,8 +3,6 @@ every response. What is refused here has not been read."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -13,6 +11,7 @@ from urllib.parse import urlsplit
 
 from kog_dist.gateway.bind import is_loopback
 from kog_dist.gateway.errors import MISTAKE, send_error
+from kog_dist.gateway.keys import ApiKeys
 from kog_dist.gateway.logs import Log, LogLevel
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError
 
@@ -23,6 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS: Final = frozenset({"/", "/livez", "/readyz", "/health", "/favicon.ico"})  # no key needed, and everything in /static/
+KEY_SCOPE: Final = "kog.key_scope"  # in the scope of a request: whose caches it may use, see ApiKeys
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 _ALLOWED = b"GET, POST, OPTIONS"
 _MAX_AGE_S = b"600"
@@ -32,15 +32,15 @@ class Guard:
     """An ASGI application around another one."""
 
     def __init__(
-        self, app: App, log: Log, *, host: str, port: int, api_key: str | None, cors_origins: tuple[str, ...] = (),
+        self, app: App, log: Log, *, host: str, port: int, keys: ApiKeys, cors_origins: tuple[str, ...] = (),
         on_response: Callable[[str, int], None] = lambda _path, _status: None,
     ) -> None:  # fmt: skip
-        """`host` as it was bound. Bound to loopback, it answers to names of this machine only; elsewhere the key protects it.
+        """`host` as it was bound. Bound to loopback, it answers to names of this machine only; elsewhere keys protect it.
 
         `on_response` hears the path and the status of every response that is begun.
         """
         self._app, self._log, self._on_response = app, log, on_response
-        self._key_digest = None if api_key is None else _digest(api_key.encode())
+        self._keys = keys
         self._checks_host = is_loopback(host)
         self._host, self._port = host.lower(), port
         self._cors_origins = frozenset(cors_origins)
@@ -56,6 +56,7 @@ class Guard:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = b"req-" + secrets.token_hex(12).encode()
         scope["kog.request_id"] = request_id.decode()
+        scope[KEY_SCOPE] = ""
         origin = headers.get(b"origin", b"").decode("latin-1")
         extra = [(b"x-request-id", request_id), (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
         if origin and self._allows_origin(origin):
@@ -110,15 +111,13 @@ class Guard:
                 f"pages of {origin[:100]!a} may not use this service; allow them with --cors-origin",
             )  # fmt: skip
         is_preflight = scope["method"] == "OPTIONS" and origin
-        if self._key_digest is None or is_preflight or scope["path"] in OPEN_PATHS or scope["path"].startswith("/static/"):
+        if not self._keys or is_preflight or scope["path"] in OPEN_PATHS or scope["path"].startswith("/static/"):
             return None
-        return None if self._has_key(headers) else _UNAUTHORIZED
-
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            given = headers.get(b"x-api-key", b"")
-        return self._key_digest is not None and hmac.compare_digest(_digest(given.strip()), self._key_digest)
+        found = self._keys.scope_of(_given_key(headers))
+        if found is None:
+            return _UNAUTHORIZED
+        scope[KEY_SCOPE] = found
+        return None
 
     def _is_own(self, host: str) -> bool:
         try:
@@ -137,6 +136,13 @@ _UNAUTHORIZED = ApiError(
 )
 
 
+def _given_key(headers: dict[bytes, bytes]) -> bytes:
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        given = headers.get(b"x-api-key", b"")
+    return given.strip()
+
+
 async def _answer_preflight(send: Send) -> None:
     headers = [
         (b"access-control-allow-methods", _ALLOWED), (b"access-control-max-age", _MAX_AGE_S),
@@ -153,11 +159,6 @@ def _is_same(origin: str, host: str) -> bool:
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
-
-
-def _digest(key: bytes) -> bytes:
-    """Equal lengths, so that comparing tells nothing about the key."""
-    return hashlib.sha256(key).digest()
 
 
 def _where(error: BaseException) -> str:

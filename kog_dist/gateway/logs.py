@@ -185,7 +185,7 @@ class Log:
             raise ConfigError(f"log_format must be {' or '.join(FORMATS)}, got {log_format!r}")
         self._as_json = log_format == "json"
         self.with_prompts = with_prompts
-        self._secrets = tuple(secret for secret in secrets if secret)
+        self._secrets = sorted(filter(None, secrets), key=len, reverse=True)  # one may be the beginning of another
         self._wall_clock, self._clock = wall_clock, clock
         self._bound = RepeatBound()
         self._writer = LineWriter(stream if stream is not None else sys.stderr)

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TextIO
 
-from kog_dist.gateway.args import GatewayArgs, read_key
+from kog_dist.gateway.args import GatewayArgs
 from kog_dist.gateway.bind import url_of
+from kog_dist.gateway.keys import read_keys
 from kog_dist.gateway.limits import LIMITS
 from kog_dist.rpc.process_main import serve_argument
 from kog_dist.runtime.process_page import ProcessPage
@@ -35,11 +36,11 @@ def run_gateway(args: GatewayArgs) -> int:
     os.set_inheritable(args.listen_fd, False)
     listener = socket.socket(fileno=args.listen_fd)
     listener.setblocking(False)
-    api_key = read_key(args.key_fd)
+    keys = read_keys(args.key_fd)
     page = ProcessPage.from_fd(args.page_fd)
     limits = replace(LIMITS, connections=_room_for_connections())
     log = Log(
-        log_format=args.log_format, with_prompts=args.log_prompts, secrets=() if api_key is None else (api_key,),
+        log_format=args.log_format, with_prompts=args.log_prompts, secrets=keys,
         terminal=_open_terminal(args.terminal_fd),
     )  # fmt: skip
 
@@ -49,8 +50,8 @@ def run_gateway(args: GatewayArgs) -> int:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_CHECKS, thread_name_prefix="check"))
         service = Service(args, log, url=url_of(args.host, listener), limits=limits)
         gc.freeze()  # what is there now stays: looking through it again and again would hold up the streams
-        log.event("serving", url=service.url, key="required" if api_key is not None else "none")
-        await serve(service, listener, api_key, page)
+        log.event("serving", url=service.url, key="required" if keys else "none")
+        await serve(service, listener, keys, page)
 
     try:
         asyncio.run(run())

@@ -7,12 +7,13 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 
 from kog_dist.gateway.app import make_app
 from kog_dist.gateway.guard import Guard
+from kog_dist.gateway.keys import ApiKeys
 from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.protocol import bounded
 from kog_dist.gateway.service import Service
@@ -31,10 +32,11 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(service: Service, api_key: str | None, port: int, limits: Limits) -> Server:
+def make_server(service: Service, keys: Sequence[str], port: int, limits: Limits) -> Server:
     """The server of a service; the socket is given to `serve`."""
     guard = Guard(
-        make_app(service), service.log, host=service.args.host, port=port, api_key=api_key,
+        make_app(service), service.log, host=service.args.host, port=port,
+        keys=ApiKeys(keys, share_prefixes=service.args.share_prefixes),
         cors_origins=service.args.cors_origins, on_response=service.count_response,
     )  # fmt: skip
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it has to say is in our log or of no use
@@ -48,13 +50,13 @@ def make_server(service: Service, api_key: str | None, port: int, limits: Limits
     )  # fmt: skip
 
 
-async def serve(service: Service, listener: socket.socket, api_key: str | None, page: ProcessPage | None = None) -> None:
+async def serve(service: Service, listener: socket.socket, keys: Sequence[str], page: ProcessPage | None = None) -> None:
     """Serve until told to stop: the first SIGTERM (or SIGINT) drains, the second one ends at once.
 
     With a `page` of a launcher it beats, and only the launcher's signals count so.
     """
     loop = asyncio.get_running_loop()
-    server = make_server(service, api_key, _port(listener), service.limits)
+    server = make_server(service, keys, _port(listener), service.limits)
     stop = asyncio.Event()
 
     def on_signal(signum: int) -> None:

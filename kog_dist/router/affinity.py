@@ -22,9 +22,9 @@ _ID_BYTES = 8
 _DIGEST_BYTES = 12
 
 
-def conversation_key(conversation: str) -> bytes:
-    """The key of a conversation that names itself."""
-    return b"conversation " + conversation.encode()
+def conversation_key(conversation: str, salt: str | None = None) -> bytes:
+    """The key of a conversation that names itself. Of another salt it is another one, whatever it is called."""
+    return _begin(b"conversation", salt) + b" " + conversation.encode()
 
 
 def text_keys(text: str, salt: str | None = None) -> tuple[bytes, ...]:
@@ -38,10 +38,14 @@ def ids_keys(token_ids: Sequence[int], salt: str | None = None) -> tuple[bytes, 
 
 
 def _chain(kind: bytes, salt: str | None, content: bytes, block_bytes: int) -> Iterator[bytes]:
-    digest = kind if salt is None else hashlib.blake2b(kind + b" " + salt.encode(), digest_size=_DIGEST_BYTES).digest()
+    digest = _begin(kind, salt)
     for begin in range(0, min(len(content), MAX_BLOCKS * block_bytes) - block_bytes + 1, block_bytes):
         digest = hashlib.blake2b(digest + content[begin : begin + block_bytes], digest_size=_DIGEST_BYTES).digest()
         yield digest
+
+
+def _begin(kind: bytes, salt: str | None) -> bytes:
+    return kind if salt is None else hashlib.blake2b(kind + b" " + salt.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 class Affinity:

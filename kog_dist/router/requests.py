@@ -46,7 +46,7 @@ class RoutedRequest:
             keys = text_keys(message.prompt or "", message.cache_salt)
         known = affinity.find(keys)
         if message.conversation is not None:  # who has served it has all of it, or had
-            homes = affinity.find([conversation_key(message.conversation)])
+            homes = affinity.find([conversation_key(message.conversation, message.cache_salt)])
             known = {**dict.fromkeys(homes, max(1, len(keys))), **{name: known[name] for name in known if name not in homes}}
         return cls(peer, message, now_s, keys, known, last_sent_ns=round(now_s * 1e9))
 
@@ -91,7 +91,7 @@ class RoutedRequest:
             keys = text_keys(whole, message.cache_salt) if self.answer_text else self.keys
         affinity.remember(keys, name)
         if message.conversation is not None:
-            affinity.remember([conversation_key(message.conversation)], name)
+            affinity.remember([conversation_key(message.conversation, message.cache_salt)], name)
 
 
 class RequestBook:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kog_dist.gateway.openai.body import parse
 from kog_dist.gateway.openai.chat_request import AllowedTools, ChatRequest, JsonSchemaFormat, NamedTool
 from kog_dist.gateway.openai.chunks import ChunkReply, ReplyForm, quoted
 from kog_dist.gateway.openai.errors import invalid
@@ -14,7 +13,7 @@ from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, Pla
 from kog_dist.gateway.openai.planning import (
     Stamp,
     answer_limit,
-    check_model,
+    asked,
     conversation_of,
     plan_choices,
     sampling_params,
@@ -30,10 +29,9 @@ from kog_dist.rpc.messages import Done, Tokens
 __all__ = ["ChatReply", "ChatRequest", "plan_chat"]
 
 
-def plan_chat(body: object, served: ServedModel) -> Planned:
+def plan_chat(body: object, served: ServedModel, key_scope: str = "") -> Planned:
     """The RPC requests and the reply of a chat. May take up to a second in the template's process. Raises ApiError."""
-    request = parse(ChatRequest, body, leaves_out=served.leaves_out_unknown)
-    check_model(request.model, served)
+    request = asked(ChatRequest, body, served, key_scope)
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     answer_schema = format_schema(request.response_format, "response_format")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kog_dist.gateway.openai.body import parse
 from kog_dist.gateway.openai.chat import format_schema
 from kog_dist.gateway.openai.chunks import ChunkReply, ReplyForm, merged, quoted
 from kog_dist.gateway.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -15,7 +14,7 @@ from kog_dist.gateway.openai.logprobs import LegacyLogprobs, TokenNames, to_json
 from kog_dist.gateway.openai.planning import (
     Stamp,
     answer_limit,
-    check_model,
+    asked,
     conversation_of,
     encode_prompt,
     plan_choices,
@@ -30,10 +29,9 @@ from kog_dist.rpc.messages import Done, ErrorCode, PromptLogprobs, Tokens
 __all__ = ["CompletionReply", "CompletionRequest", "plan_completion"]
 
 
-def plan_completion(body: object, served: ServedModel) -> Planned:
+def plan_completion(body: object, served: ServedModel, key_scope: str = "") -> Planned:
     """The RPC requests and the reply of a text completion: for each prompt its n choices. Raises ApiError."""
-    request = parse(CompletionRequest, body, leaves_out=served.leaves_out_unknown)
-    check_model(request.model, served)
+    request = asked(CompletionRequest, body, served, key_scope)
     limits = _limits(request)
     scores = bool(request.echo) and (request.logprobs is not None or 0 in limits)
     _check_combination(request, limits, scores=scores)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kog_dist.errors import RequestError
+from kog_dist.gateway.openai.body import parse
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.request_model import MOST_TOKENS, SamplingFields
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.rpc.messages import MAX_PROMPT_IDS, MAX_SCHEMA_BYTES, BadMessage, ErrorCode, Generate
 from kog_dist.sampling_params import LIMITS, MAX_SEED, SamplingParams
+
+Asked = TypeVar("Asked", bound=SamplingFields)
 
 _SAME_NAMES: Final = tuple(name for name in LIMITS if name not in ("seed", "logit_bias", "logprobs"))  # in a request and here
 _TOKEN_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
@@ -40,6 +44,24 @@ class Stamp:
     def choice_id(self, choice: int, num_choices: int) -> str:
         """The RPC request's name; a single choice has the answer's, so that an operator can cancel what a client reports."""
         return self.id if num_choices == 1 else f"{self.id}-{choice}"
+
+
+def asked(kind: type[Asked], body: object, served: ServedModel, key_scope: str) -> Asked:
+    """The body as a checked request for the served model. Raises ApiError.
+
+    `key_scope` says whose caches it may use, "" those of all. It becomes part of the `cache_salt`, here and nowhere later: what
+    is kept of texts, the router and the ranks see that salt alone.
+    """
+    request = parse(kind, body, leaves_out=served.leaves_out_unknown)
+    check_model(request.model, served)
+    if key_scope:
+        request.cache_salt = _salt_within(key_scope, request.cache_salt)
+    return request
+
+
+def _salt_within(key_scope: str, salt: str | None) -> str:
+    """Another salt for each scope and each salt of a client; nobody who does not know the scope can send it."""
+    return hmac.new(key_scope.encode(), b"" if salt is None else b"cache_salt " + salt.encode(), hashlib.sha256).hexdigest()
 
 
 def check_model(name: str | None, served: ServedModel) -> None:

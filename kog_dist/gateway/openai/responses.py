@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kog_dist.gateway.openai.body import parse
 from kog_dist.gateway.openai.chat_request import CalledFunction, ChatMessage, ToolCall
 from kog_dist.gateway.openai.errors import invalid
 from kog_dist.gateway.openai.logprobs import TokenNames, to_json
 from kog_dist.gateway.openai.planning import (
     Stamp,
     answer_limit,
-    check_model,
+    asked,
     conversation_of,
     plan_choices,
     sampling_params,
@@ -39,10 +38,9 @@ from kog_dist.sampling_params import SamplingParams
 __all__ = ["ResponseReply", "ResponsesRequest", "plan_response"]
 
 
-def plan_response(body: object, served: ServedModel) -> Planned:
+def plan_response(body: object, served: ServedModel, key_scope: str = "") -> Planned:
     """The RPC request and the reply of a response. May take up to a second in the template's process. Raises ApiError."""
-    request = parse(ResponsesRequest, without_hosted_tools(body), leaves_out=served.leaves_out_unknown)
-    check_model(request.model, served)
+    request = asked(ResponsesRequest, without_hosted_tools(body), served, key_scope)
     answer_schema = _format_schema(request)
     use = _tool_use(request, served, has_format=answer_schema is not None)
     messages = _messages(request)

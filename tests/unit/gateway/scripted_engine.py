@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -174,10 +174,10 @@ def says(*pieces: str, finish: FinishReason | None = FinishReason.STOP) -> Calla
 class RunningGateway:
     """A gateway in a thread. Its loop is its own: what touches the service goes through `call`."""
 
-    def __init__(self, args: GatewayArgs, http: HttpPort, limits: Limits, api_key: str | None, log_path: Path) -> None:
+    def __init__(self, args: GatewayArgs, http: HttpPort, limits: Limits, keys: Sequence[str], log_path: Path) -> None:
         self.url, self.port = http.url, http.listener.getsockname()[1]
         self.log_path = log_path
-        self._args, self._http, self._limits, self._api_key = args, http, limits, api_key
+        self._args, self._http, self._limits, self._keys = args, http, limits, keys
         self._started = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, daemon=True)
@@ -197,7 +197,7 @@ class RunningGateway:
             log = Log(stream, log_format="json", with_prompts=self._args.log_prompts)
             self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             self.service = Service(self._args, log, url=self.url, limits=self._limits)
-            self.server = make_server(self.service, self._api_key, self.port, self._limits)
+            self.server = make_server(self.service, self._keys, self.port, self._limits)
             self._started.set()
             await run(self.service, self.server, self._http.listener, self._stop)
             log.close()
@@ -220,7 +220,7 @@ class RunningGateway:
 
 @contextlib.contextmanager
 def gateway(
-    engine: ScriptedEngine, folder: Path, *, limits: Limits | None = None, api_key: str | None = None, model: Path | None = DEMO,
+    engine: ScriptedEngine, folder: Path, *, limits: Limits | None = None, keys: Sequence[str] = (), model: Path | None = DEMO,
     **args: Any,
 ) -> Iterator[RunningGateway]:  # fmt: skip
     """A gateway of this engine on a free port."""
@@ -229,7 +229,7 @@ def gateway(
         listen_fd=-1, host="127.0.0.1", instance_folder=str(engine.folder), model=None if model is None else str(model),
         model_name="demo", drain_s=2.0,
     )  # fmt: skip
-    running = RunningGateway(replace(made, **args), http, limits or Limits(), api_key, folder / f"log-{http.listener.fileno()}")
+    running = RunningGateway(replace(made, **args), http, limits or Limits(), keys, folder / f"log-{http.listener.fileno()}")
     try:
         yield running
     finally:

@@ -108,12 +108,14 @@ def test_prompts_and_answers_only_when_asked_for(log_format: str) -> None:
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-@pytest.mark.parametrize("text", ["Authorization: Bearer abc.DEF-123", "key sk-proj-0123456789abc", "x top-secret y"])
+@pytest.mark.parametrize(
+    "text", ["Authorization: Bearer abc.DEF-123", "key sk-proj-0123456789abc", "x top-secret y", "x top-secret-2 y"]
+)
 def test_no_keys(log_format: str, text: str) -> None:
-    log, stream = lines_of(log_format, secrets=("top-secret",))
+    log, stream = lines_of(log_format, secrets=("top-secret", "top-secret-2"))
     log.problem("refused", text, header=text)
     log.close()
-    for secret in ("abc.DEF", "sk-proj", "top-secret"):
+    for secret in ("abc.DEF", "sk-proj", "top-secret", "-2 y"):
         assert secret not in stream.getvalue()
     assert stream.getvalue().count("[secret]") == 2
 

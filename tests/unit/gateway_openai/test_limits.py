@@ -11,6 +11,7 @@ import pytest
 
 from kog_dist.gateway.guard import Guard
 from kog_dist.gateway.intake import received
+from kog_dist.gateway.keys import ApiKeys
 from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.openai.accounting import response_usage, timings, usage
 from kog_dist.gateway.openai.body import MAX_NESTING, read_body
@@ -142,7 +143,7 @@ async def application(_scope: Any, _receive: Any, send: Any) -> None:
 
 def made(**changes: Any) -> Guard:
     log: Any = SimpleNamespace(problem=lambda *_, **__: pytest.fail("a mistake of ours"))
-    return Guard(application, log, **{"host": "127.0.0.1", "port": 8000, "api_key": None, **changes})
+    return Guard(application, log, **{"host": "127.0.0.1", "port": 8000, "keys": ApiKeys(), **changes})
 
 
 def test_a_request_id_is_kept_up_to_its_limit() -> None:
@@ -162,11 +163,11 @@ def test_a_request_id_is_kept_up_to_its_limit() -> None:
 )  # fmt: skip
 def test_a_service_of_this_machine_answers_to_its_own_names_only(host: str, status: int) -> None:
     assert asked(made(), host=host)[0] == status
-    assert asked(made(host="0.0.0.0", api_key="k"), host=host, authorization="Bearer k")[0] == 200
+    assert asked(made(host="0.0.0.0", keys=ApiKeys(["k"])), host=host, authorization="Bearer k")[0] == 200
 
 
 def test_the_key_protects_everything_but_the_open_paths() -> None:
-    guard = made(api_key="secret")
+    guard = made(keys=ApiKeys(["secret"]))
     for header, status in (
         ({}, 401), ({"authorization": "Bearer secret"}, 200), ({"authorization": "bearer  secret "}, 200),
         ({"x_api_key": "secret"}, 200), ({"authorization": "Bearer secre"}, 401), ({"authorization": "Bearer secrett"}, 401),
@@ -191,7 +192,7 @@ def test_pages_of_others_are_refused_unless_they_are_named() -> None:
 
 
 def test_a_preflight_is_answered_without_a_key_only_to_pages() -> None:
-    guard = made(api_key="k", cors_origins=("http://a.org",))
+    guard = made(keys=ApiKeys(["k"]), cors_origins=("http://a.org",))
     preflight = {"origin": "http://a.org", "access_control_request_method": "POST"}
     assert asked(guard, method="OPTIONS", **preflight)[0] == 204
     assert asked(guard, method="OPTIONS", **{**preflight, "origin": "http://b.org"})[0] == 403
@@ -204,5 +205,5 @@ def test_a_preflight_is_answered_without_a_key_only_to_pages() -> None:
 )
 def test_a_connection_with_an_unread_body_is_closed(headers: dict[str, str], closes: bool) -> None:
     """The rest of the body would be taken for the next request."""
-    _, found = asked(made(api_key="k"), method="POST", **headers)
+    _, found = asked(made(keys=ApiKeys(["k"])), method="POST", **headers)
     assert (found.get("connection") == "close") is closes

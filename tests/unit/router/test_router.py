@@ -161,6 +161,20 @@ def test_a_long_beginning_returns_to_its_replica_in_another_conversation(world: 
     world.until(lambda: running(home, other) == [1, 1])
 
 
+def test_a_conversation_of_another_salt_is_another_one(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("q0", "short", conversation="c")
+    world.until(lambda: sum(running(*pair)) == 1)
+    home, other = pair if pair[0].running else pair[::-1]
+    home.accept()
+    home.finish()
+    world.until(lambda: client.of(Done))
+    client.generate("q1", "short", conversation="c", cache_salt="salted")
+    world.until(lambda: running(home, other) == [0, 1])  # idle for longer, and nothing is known of either
+    client.generate("q2", "short", conversation="c")
+    world.until(lambda: running(home, other) == [1, 1])
+
+
 def test_what_a_prompt_costs_is_learned_from_answers(world: World, pair: Pair) -> None:
     """Five blocks of text in half a second."""
     before_s = world.router._block_s
