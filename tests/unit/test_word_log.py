@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kog_dist.bench.kernel.yardsticks import replaced
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import Token, TokenEvents
+from kog_dist.workers.cuda.word_places import Word
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import HEAD_ONLY, NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, twin_sources
 from tests.unit.test_expert_twin import VARIANTS as OF_MODELS_WITH_EXPERTS
@@ -27,6 +29,7 @@ from tests.unit.test_expert_twin import VARIANTS as OF_MODELS_WITH_EXPERTS
 pytestmark = needs_compiler
 ACCESS = np.dtype([(name, np.uint32) for name in ("memory", "offset", "cta", "rank", "is_store", "tag", "upper", "pad")])
 TOKENS = 4
+Log = np.ndarray[tuple[int], np.dtype[np.void]]
 
 
 @dataclass(frozen=True)
@@ -35,88 +38,126 @@ class Case:
 
     spec: ModelSpec
     first: int = 0
+    num_ranks: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 CASES = {
-    "experts, windows and sinks": Case(OF_MODELS_WITH_EXPERTS["gpt_oss"], 3, {"max_ctas": 4, "splits": 15}),
-    "four experts of forty": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe, weights of all"], 0, {"max_ctas": 4}),
+    "experts, windows and sinks": Case(OF_MODELS_WITH_EXPERTS["gpt_oss"], 3, options={"max_ctas": 4, "splits": 15}),
+    "four experts of forty": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe, weights of all"], options={"max_ctas": 4}),
     "lanes with a delay": Case(SPEC),
     "lanes that share products": Case(replace(SPEC, shared_norm_scale=True, delay=0, intermediate_size=432)),
     "partitions that are reached, beside windows": Case(
-        replace(SPEC, num_layers=3, max_context=400, sliding_window=40, window_layers=(0, 2)), 126, {"partition_batches": 1}
+        replace(SPEC, num_layers=3, max_context=400, sliding_window=40, window_layers=(0, 2)),
+        126,
+        options={"partition_batches": 1},
+    ),
+    "two ranks, sums that are late": Case(SPEC, num_ranks=2),
+    "two ranks, sums for all": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe"], num_ranks=2, options={"max_ctas": 4}),
+    "two ranks, sums that are awaited": Case(
+        replace(SPEC, shared_norm_scale=True, delay=0), num_ranks=2, options={"direct_sums": False}
     ),
 }
 
 
-def shape_of(case: Case) -> KernelShape:
-    options: dict[str, Any] = {"max_ctas": 5, **case.options}
-    return KernelShape(
-        case.spec, range(case.spec.num_lanes), "bfloat16", "bfloat16", copies=2, max_slots=6, keeps_hashes=True, **options
-    )
+def shapes_of(case: Case) -> list[KernelShape]:
+    """Of all ranks."""
+    options: dict[str, Any] = {"max_ctas": 5, "copies": 2, "max_slots": 6, "keeps_hashes": True, "num_ranks": case.num_ranks}
+    lanes = [case.spec.lanes_of_rank(rank, case.num_ranks) for rank in range(case.num_ranks)]
+    return [KernelShape(case.spec, hosted, "bfloat16", "bfloat16", **{**options, **case.options}) for hosted in lanes]
 
 
 def log_of(
     case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, changed: Callable[[Mapping[str, str]], dict[str, str]] = dict
-) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+) -> Log:
     """The accesses of the case's tokens, of sources that `changed` has changed."""
-    shape, model = shape_of(case), Model(case.spec, "bfloat16", monkeypatch)
-    sources = twin_sources(headers(shape))
+    shapes, model = shapes_of(case), Model(case.spec, "bfloat16", monkeypatch)
+    sources = twin_sources(headers(shapes[0]))
     layout = sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
     build_twin("decode", changed({**sources, "layout.cuh": layout}), folder)
     prompt = np.random.default_rng(1).integers(0, case.spec.vocab_size, case.first + TOKENS - 1).astype(np.uint32)
     prompt.tofile(folder / "prompt.bin")
-    weights = model.weights(shape)
-    for name in (*NAMES, *OF_EXPERTS):
-        held = getattr(weights.experts, OF_EXPERTS[name], None) if name in OF_EXPERTS else getattr(weights, name)
-        np.ascontiguousarray(np.zeros(0, np.uint16) if held is None else held).tofile(folder / f"{name}.0.bin")
-    weights.embedding.tofile(folder / "embedding.bin")
-    np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
-    program, there, _, *sizes = command_of(shape)
+    for rank, shape in enumerate(shapes):
+        weights = model.weights(shape)
+        for name in (*NAMES, *OF_EXPERTS):
+            held = getattr(weights.experts, OF_EXPERTS[name], None) if name in OF_EXPERTS else getattr(weights, name)
+            np.ascontiguousarray(np.zeros(0, np.uint16) if held is None else held).tofile(folder / f"{name}.{rank}.bin")
+        weights.embedding.tofile(folder / "embedding.bin")
+        np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
+    program, there, _, *sizes = command_of(shapes[0])
     environ = {**os.environ, "LOG": "1", "FIRST": f"{case.first}", "LIMIT_US": "100000"}
     done = subprocess.run([program, there, "2", *sizes], cwd=folder, env=environ, timeout=100, check=False, capture_output=True)
     assert done.returncode == 0, "see decode.cpp"
     return np.fromfile(folder / "accesses.bin", ACCESS)
 
 
-def differences(case: Case, log: np.ndarray[tuple[int], np.dtype[np.void]]) -> list[str]:
-    """Between the log of one rank's words and the declaration."""
-    shape = shape_of(case)
-    events = TokenEvents(shape, heads=range(shape.spec.lane_kv_heads))
-    stores, reads = set[tuple[int, int, int]](), set[tuple[int, int, int]]()
-    kinds, values = dict[int, str](), set[int]()  # by offset; of words with tags of 32 bits
-    for number in range(TOKENS):
-        position = case.first + number
-        for event in events.of([Token(position, has_head=number + 2 >= TOKENS)]):
-            for write in event.writes:
-                for word in events.words_of(write.version, position):
-                    stores.add((word.offset, write.version.tag, word.writer))
-                    kinds[word.offset] = write.version.kind.name
-                    values |= {word.offset} if word.is_value else set()
-            for read in event.reads:
-                for word in events.words_of(read.version, position):
-                    reads |= {(word.offset, read.version.tag, reader) for reader in word.readers}
-    last = dict[tuple[int, int], int]()  # the last tag that somebody reads there
-    for offset, tag, cta in reads:
-        last[offset, cta] = max(last.get((offset, cta), 0), tag)
-    found_stores, found_reads = set[tuple[int, int, int]](), set[tuple[int, int, int]]()
-    for access in log[log["memory"] == 0]:
-        offset, cta = int(access["offset"]), int(access["cta"])
-        tag = int(access["upper" if offset in values else "tag"])
-        (found_stores if access["is_store"] else found_reads).add((offset, tag, cta))
+Place = tuple[int, int]  # a memory, those of ranks' words and then heaps, and the word's number in it
+Doer = tuple[int, int]  # a rank and a thread block
+Accesses = set[tuple[Place, int, Doer]]  # with the tag
 
-    def listed(what: str, triples: set[tuple[int, int, int]]) -> list[str]:
+
+class Declared:
+    """What the declaration says of a case: for each rank what is stored and read in all memories."""
+
+    def __init__(self, case: Case) -> None:
+        self.stores, self.reads = Accesses(), Accesses()
+        self.kinds, self.values = dict[Place, str](), set[Place]()  # of places; those of words with tags of 32 bits
+        shape, num_ranks = shapes_of(case)[0], case.num_ranks
+        events = TokenEvents(shape, heads=range(shape.spec.lane_kv_heads))
+        for number in range(TOKENS):
+            position = case.first + number
+            for event in events.of([Token(position, has_head=number + 2 >= TOKENS)]):
+                for version in (write.version for write in event.writes):
+                    for word in events.words_of(version, position):
+                        for reader in range(num_ranks):
+                            place, writer = self._place(word, reader, num_ranks)
+                            self.kinds[place] = version.kind.name
+                            self.values |= {place} if word.is_value else set()
+                            if writer != reader or word.is_own_too:
+                                self.stores.add((place, version.tag, (writer, word.writer)))
+                for version in (read.version for read in event.reads):
+                    for word in events.words_of(version, position):
+                        for reader in range(num_ranks):
+                            place, writer = self._place(word, reader, num_ranks)
+                            if writer != reader or word.is_own_too:
+                                self.reads |= {(place, version.tag, (reader, cta)) for cta in word.readers}
+
+    @staticmethod
+    def _place(word: Word, reader: int, num_ranks: int) -> tuple[Place, int]:
+        """Where a rank reads it, and who writes it there."""
+        if word.source is None:
+            return (reader, word.offset), reader
+        return (num_ranks + reader, word.offset), word.source
+
+
+def differences(case: Case, log: Log) -> list[str]:
+    """Between the log and the declaration."""
+    declared = Declared(case)
+    stores, reads = Accesses(), Accesses()
+    for access in log:
+        place = int(access["memory"]), int(access["offset"])
+        tag = int(access["upper" if place in declared.values else "tag"])
+        (stores if access["is_store"] else reads).add((place, tag, (int(access["rank"]), int(access["cta"]))))
+    if shapes_of(case)[
+        0
+    ].sends_sums_directly:  # what the first thread block leaves of the last stream for `inspect`, who is no reader
+        stores = {one for one in stores if one[0] in declared.kinds or one[2][1] > 0}
+    last = dict[tuple[Place, Doer], int]()  # the last tag that somebody reads there
+    for place, tag, doer in declared.reads:
+        last[place, doer] = max(last.get((place, doer), 0), tag)
+    early = {(place, tag, doer) for place, tag, doer in reads if tag < last.get((place, doer), 0)}
+
+    def listed(what: str, accesses: Accesses) -> list[str]:
         return [
-            f"{what}: {kinds.get(o, 'a word of no kind')} at {o}, tag {tag}, thread block {cta}"
-            for o, tag, cta in sorted(triples)
+            f"{what}: {declared.kinds.get(place, 'a word of no kind')} at {place}, tag {tag}, rank and thread block {doer}"
+            for place, tag, doer in sorted(accesses)
         ]
 
-    stray = {(offset, tag, cta) for offset, tag, cta in found_reads - reads if tag >= last.get((offset, cta), 0)}
     return [
-        *listed("stored and not declared", found_stores - stores),
-        *listed("declared and not stored", stores - found_stores),
-        *listed("declared and not read", reads - found_reads),
-        *listed("read and not declared", stray),
+        *listed("stored and not declared", stores - declared.stores),
+        *listed("declared and not stored", declared.stores - stores),
+        *listed("declared and not read", declared.reads - reads),
+        *listed("read and not declared", reads - declared.reads - early),
     ]
 
 
@@ -124,3 +165,25 @@ def differences(case: Case, log: np.ndarray[tuple[int], np.dtype[np.void]]) -> l
 def test_the_kernel_stores_and_reads_the_declared_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = differences(CASES[name], log_of(CASES[name], tmp_path, monkeypatch))
     assert not found, "\n".join([f"{len(found)} differences", *found[:10]])
+
+
+# A case, the file, a piece of it and what takes its place, and what is found.
+FAULTS = {
+    "partitions that nobody reads are not written": (
+        "partitions that are reached, beside windows", "attend.cuh",
+        "if (!kHeadOnly) attender.keep_apart(", "if (false) attender.keep_apart(",
+        "declared and not stored: part of attention",
+    ),
+    "all thread blocks read one copy": (
+        "four experts of forty", "finalize_experts.cuh",
+        "logit_words() + role.cta % kReplicas * kRouterLogitsStride", "logit_words()",
+        "read and not declared: router logit",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_planted_shows(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, file, piece, instead, finding = FAULTS[fault]
+    log = log_of(CASES[name], tmp_path, monkeypatch, lambda sources: replaced(sources, file, piece, instead))
+    assert any(one.startswith(finding) for one in differences(CASES[name], log))

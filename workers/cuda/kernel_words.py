@@ -108,7 +108,7 @@ class TokenEvents:
             self._token += not token.is_head_alone
 
     def words_of(self, version: Version, position: int) -> Iterator[Word]:
-        """Which words a version is made of, while the token at `position` is decoded; none of the mailboxes between ranks."""
+        """Which words a version is made of, while the token at `position` is decoded; none of choices."""
         layer, places, place = (version.tag - 1) % (self._num_layers + 1), self.places, version.place
         match version.kind.name:
             case STREAM.name | MIDDLE.name:
@@ -125,8 +125,13 @@ class TokenEvents:
             case ROUTER_LOGIT.name:
                 yield from places.router_logits()
             case CANDIDATE.name:
-                if self.shape.num_ranks == 1:
-                    yield from places.candidates()
+                yield from places.candidates(version.slot)
+            case SUM.name:
+                yield from places.sums(*place)
+            case DIRECT_SUM.name:
+                yield from places.direct_sums(*place)
+            case LAST_STREAM.name:
+                yield from places.last_stream(*place)
 
     # ---- what events are made of ----
     def _tag(self, layer: int) -> int:
@@ -260,7 +265,8 @@ class TokenEvents:
             yield self._finalised(name, reads, [self._stream_write(sublayer, layer, lane), *own])
 
     def _sum(self, sublayer: Sublayer, layer: int) -> Version:
-        return Version(SUM, (sublayer.name, layer), self._tag(layer))
+        layers = self.shape.boxes.summed_layers(sublayer)
+        return Version(SUM, (sublayer.name, layer), (self._epoch + 1) * len(layers) + layers.index(layer))
 
     def _stream_write(self, sublayer: Sublayer, layer: int, stream: int) -> Write:
         kind = STREAM if sublayer is Sublayer.MLP else MIDDLE

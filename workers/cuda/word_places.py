@@ -7,31 +7,38 @@ compares all of it with what the device code does on a CPU (tests/unit/test_word
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from kog_dist.collectives import mailbox
 from kog_dist.decode.steps import Phase
+from kog_dist.model.spec import Sublayer
 from kog_dist.workers.cuda.cache_shape import BATCH
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+SUM_COPIES = 2  # kSumCopies in layout.cuh
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """`offset`: among the rank's words (`KernelShape.word_lists`), which are in the order of that list.
+    """`offset`: among the rank's words (`KernelShape.word_lists`), which are in the order of that list; or in a rank's heap.
 
-    `is_value`: one value of 32 bits, and a tag as long; else a tag of 16 bits (collectives/device/words.cuh).
+    `is_value`: one value of 32 bits, and a tag as long; else a tag of 16 bits (collectives/device/words.cuh). `source`: None for
+    the rank's own memory; in heaps the rank that writes the word. Others read it in theirs, and it too, if `is_own_too`.
     """
 
     offset: int
     writer: int  # thread blocks
     readers: frozenset[int]
     is_value: bool = False
+    source: int | None = None
+    is_own_too: bool = True
 
 
 @dataclass(frozen=True)
 class WordPlaces:
-    """Of one rank. `lane` counts hosted lanes, `head` KV heads of a lane. Words of the mailboxes between ranks are not here."""
+    """Of one rank. `lane` counts hosted lanes, `head` KV heads of a lane."""
 
     shape: KernelShape
 
@@ -77,8 +84,45 @@ class WordPlaces:
         for expert in range(self.shape.experts.num_experts):
             yield from self._copies("RouterLogits", 0, expert, expert // self.shape.experts.route.cta_rows)
 
-    def candidates(self) -> Iterator[Word]:
-        """Two words of each thread block; of one rank."""
+    # ---- between ranks: collectives/device/peers.cuh, kernel_boxes.py ----
+    def _to_all(self, name: str, slot: int, begin: int, copies: int, copy_words: int, writers: Sequence[int]) -> Iterator[Word]:
+        """Words of every rank in all heaps, in copies, from word `begin` of a row on; `writers`: of each."""
+        num_ctas, ranks = self.shape.num_ctas, self.shape.num_ranks
+        box = next(box for box in mailbox.place(self.shape.boxes.specs(), ranks) if box.spec.name == name)
+        for source in range(ranks):
+            first = box.first_word + (slot * ranks + source) * box.row_words + begin
+            for copy in range(copies):
+                readers = frozenset(range(copy, num_ctas, copies))
+                for i, writer in enumerate(writers):
+                    yield Word(first + copy * copy_words + i, writer, readers, name == "candidates", source)
+
+    @property
+    def _row_owners(self) -> list[int]:
+        """Of each word of a stream."""
+        return [2 * word // self.shape.out.cta_rows for word in range(self.shape.spec.hidden_size // 2)]
+
+    def last_stream(self, lane: int) -> Iterator[Word]:
+        """The last stream of a lane of each rank, for the LM head of all."""
+        copy_words, replicas = self.shape.boxes.stream_copy_words, self.shape.replicas
+        yield from self._to_all("streams", 0, lane * replicas * copy_words, replicas, copy_words, self._row_owners)
+
+    def direct_sums(self, sublayer: str) -> Iterator[Word]:
+        """Sums of both ranks for all matrix warps of both."""
+        yield from self._to_all(sublayer.lower(), 0, 0, SUM_COPIES, self.shape.spec.hidden_size // 2, self._row_owners)
+
+    def sums(self, sublayer: str, layer: int) -> Iterator[Word]:
+        """Sums of each rank for the owners of the same rows on its peers: a word for each row."""
+        slot = self.shape.boxes.summed_layers(Sublayer[sublayer]).index(layer)
+        owners = [row // self.shape.out.cta_rows for row in range(self.shape.spec.hidden_size)]
+        for word in self._to_all(sublayer.lower(), slot, 0, 1, 0, owners):
+            yield replace(word, readers=frozenset({word.writer}), is_value=True, is_own_too=False)
+
+    def candidates(self, slot: int) -> Iterator[Word]:
+        """Two words of each thread block."""
+        if self.shape.num_ranks > 1:
+            writers = [word // 2 for word in range(2 * self.shape.num_ctas)]
+            yield from self._to_all("candidates", slot, 0, self.shape.replicas, self.shape.boxes.candidate_copy_words, writers)
+            return
         for place in range(2 * self.shape.num_ctas):
             yield from self._copies("Candidate", 0, place, place // 2, is_value=True)
 
