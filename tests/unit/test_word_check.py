@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kog_dist.decode.word_check import Event, Version, WordCheck
 from kog_dist.errors import PlanError
+from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import TokenEvents, check_words, tokens_to_check, word_findings
+from kog_dist.workers.engines.cuda_device import kernel_shapes
 from tests.unit.test_decode_twin import SPEC
 from tests.unit.test_decode_twin import VARIANTS as PLAIN
 from tests.unit.test_expert_twin import VARIANTS as WITH_EXPERTS
@@ -49,16 +52,19 @@ def test_heads_that_are_not_followed_change_nothing() -> None:
     assert WordCheck().run(TokenEvents(shape, heads=range(shape.spec.lane_kv_heads)).of(tokens_to_check(shape))) == []
 
 
-def test_a_shape_is_refused_in_one_sentence() -> None:
+def test_an_engine_refuses_a_shape_in_one_sentence(tmp_path: Path) -> None:
     """Eight of 32 thread blocks have an item in a token: nobody waits for what the others write to unread partitions."""
     spec = replace(SPEC, num_layers=1, num_lanes=1, num_heads=1, num_kv_heads=1, max_context=400)
     shape = shape_of(spec, max_ctas=32, partition_batches=1, splits=8)
     assert (shape.num_ctas, shape.cache.num_partitions) == (32, 4)
-    with pytest.raises(
-        PlanError, match=r"cannot be used again .*: empty words of unread partitions writes part of attention 0 0 2 .*"
-    ):
+    refusal = r"^the monokernel's words cannot be used again .* may be written later .*; use --device cpu$"
+    with pytest.raises(PlanError, match=refusal):
         check_words(shape)
     check_words(shape_of(replace(spec, num_layers=4), max_ctas=32, partition_batches=1, splits=8))
+    larger = replace(spec, hidden_size=256, max_context=8000)  # 128 thread blocks, of which 32 have an item
+    write_checkpoint(tmp_path, larger, random_tensors(larger, 1))
+    with pytest.raises(PlanError, match=refusal):
+        kernel_shapes(open_checkpoint(tmp_path), "bfloat16", 1)
 
 
 # ---- what is planted ----

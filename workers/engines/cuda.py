@@ -30,7 +30,6 @@ from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import kv_blocks
-from kog_dist.workers.cuda.kernel_words import check_words
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
 from kog_dist.workers.engines.cuda_peers import CudaPeers
@@ -85,7 +84,6 @@ class CudaEngine:
         plan = make_plan(spec, world_size, staggered=True)  # the kernel's order
         check(plan)
         shapes = kernel_shapes(checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows)
-        check_words(shapes[self._rank])
         with translated_errors(args.device), self._start.hearing_compilers():
             self._start.begin(StartStage.DEVICE)
             use_device(args.device)
