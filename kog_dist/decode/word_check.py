@@ -12,6 +12,9 @@ earlier event knew of all, I know of all; what all whom I read knew of themselve
 every thread block has words of a vector, its readers learn nothing of the others but what the writers knew of all. Nothing is
 assumed of how fast anybody is, so an empty list of findings is a proof for any order in which thread blocks run.
 
+What was stored before, in program order or by a chain of words that were seen, counts as done before: the contract of words.cuh,
+whose loads and stores are relaxed. It is not proved here.
+
 The events are given in one order in which they can happen, the earliest possible of each role. What is read before its write in
 that order has no writer, or waits for itself.
 """

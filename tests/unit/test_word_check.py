@@ -148,6 +148,10 @@ FAULTS: dict[str, tuple[KernelShape, Callable[[Event], Event | None], str]] = {
         PARTED, without("empty words"),
         "where what was there before all tokens may have stood for any number of tokens: tags come again",
     ),
+    "unread partitions that are written for the first tokens only": (
+        PARTED, lambda event: None if event.name.startswith("empty words") and event.token > 1 else event,
+        "where part of attention 0 0 1 with tag 5 may have stood for any number of tokens: tags come again",
+    ),
     "tokens that end without an exchange": (LANEFORMER, without("choice"), "may not have read"),
     "attention that OUT does not wait for": (
         DENSE, of_kind("attended", lambda _: None, "OUT of layer 0"), "KV head 0, partition 0 may not have read",

@@ -321,7 +321,7 @@ class TokenEvents:
 
 
 def tokens_to_check(shape: KernelShape) -> list[Token]:
-    """The end of a partition and the beginning of the next, a new request, all kinds of steps in turn."""
+    """A partition that is reached, left by a new request and reached again; all kinds of steps."""
     reach = WordPlaces(shape).partition_positions if shape.cache.num_partitions > 1 else 1
     return [
         Token(reach - 1, has_head=False),
@@ -329,7 +329,7 @@ def tokens_to_check(shape: KernelShape) -> list[Token]:
         Token(1, is_head_alone=True),
         Token(2),
         Token(0, has_head=False, num_exchanges=1),
-        Token(1, num_exchanges=3),
+        Token(reach, num_exchanges=3),
     ]
 
 
