@@ -34,10 +34,14 @@ Log = np.ndarray[tuple[int], np.dtype[np.void]]
 
 @dataclass(frozen=True)
 class Case:
-    """Four tokens from position `first` on; the first two are inner ones of a prompt."""
+    """Four tokens from position `first` on; the first two are inner ones of a prompt.
+
+    `has_head_alone`: the third is decoded twice, the second time by a launch of the LM head alone, from the streams of the first.
+    """
 
     spec: ModelSpec
     first: int = 0
+    has_head_alone: bool = False
     num_ranks: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -52,7 +56,8 @@ CASES = {
         126,
         options={"partition_batches": 1},
     ),
-    "two ranks, sums that are late": Case(SPEC, num_ranks=2),
+    "an LM head alone": Case(SPEC, has_head_alone=True),
+    "two ranks, sums that are late, and an LM head alone": Case(SPEC, num_ranks=2, has_head_alone=True),
     "two ranks, sums for all": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe"], num_ranks=2, options={"max_ctas": 4}),
     "two ranks, sums that are awaited": Case(
         replace(SPEC, shared_norm_scale=True, delay=0), num_ranks=2, options={"direct_sums": False}
@@ -86,7 +91,10 @@ def log_of(
         np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
     program, there, _, *sizes = command_of(shapes[0])
     environ = {**os.environ, "LOG": "1", "FIRST": f"{case.first}", "LIMIT_US": "100000"}
-    done = subprocess.run([program, there, "2", *sizes], cwd=folder, env=environ, timeout=100, check=False, capture_output=True)
+    options = ["head"] if case.has_head_alone else []
+    done = subprocess.run(
+        [program, there, "2", *sizes, *options], cwd=folder, env=environ, timeout=100, check=False, capture_output=True
+    )
     assert done.returncode == 0, "see decode.cpp"
     return np.fromfile(folder / "accesses.bin", ACCESS)
 
@@ -104,10 +112,13 @@ class Declared:
         self.kinds, self.values = dict[Place, str](), set[Place]()  # of places; those of words with tags of 32 bits
         shape, num_ranks = shapes_of(case)[0], case.num_ranks
         events = TokenEvents(shape, heads=range(shape.spec.lane_kv_heads))
-        for number in range(TOKENS):
-            position = case.first + number
-            for event in events.of([Token(position, has_head=number + 2 >= TOKENS)]):
-                for version in (write.version for write in event.writes):
+        tokens = [Token(case.first + number, has_head=number + 2 >= TOKENS) for number in range(TOKENS)]
+        if case.has_head_alone:
+            tokens.insert(TOKENS - 1, replace(tokens[TOKENS - 2], is_head_alone=True))
+        for token in tokens:
+            position = token.position
+            for event in events.of([token]):
+                for version in (write.version for write in event.writes if event.name != "last streams"):  # another kernel's
                     for word in events.words_of(version, position):
                         for reader in range(num_ranks):
                             place, writer = self._place(word, reader, num_ranks)

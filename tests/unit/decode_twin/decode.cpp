@@ -57,6 +57,7 @@ void publish(const std::vector<Rank>& ranks, const std::vector<Memory>& streams,
         launch.peers.rank = rank, launch.peers.num_ranks = kRanks;
         twin::start((kStreamPairs + kStreamThreads - 1) / kStreamThreads, kStreamThreads, sizeof(Shared), [launch] { kog_publish_streams(launch); });
     }
+    twin::rank_of_block.clear();  // nobody's: their words are not in the log
     if (!twin::run(twin::unrest ? 1000000 : 100000)) exit(4);
 }
 
@@ -113,6 +114,7 @@ int main(int num_arguments, char** argv) {
             publish(ranks, streams, launch == 2);
         }
         kHeadOnly = begins_at_head && (launch == 2 || launch == 3);
+        twin::rank_of_block.clear();
         for (u32 rank = 0; rank < kRanks; ++rank) {
             const Rank& r = ranks[rank];
             KogLaunch packed{};

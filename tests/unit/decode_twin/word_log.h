@@ -17,13 +17,15 @@ struct Watched {
 };
 inline std::vector<Watched> watched;  // the number of one is `Access::memory`
 inline std::set<Access> accesses;
-inline std::map<const Block*, u32> rank_of_block;
+inline std::map<const Block*, u32> rank_of_block;  // of those whose accesses are noted
 
 inline void log_word(const u64* at, u64 word, bool is_store) {
+    const auto rank = rank_of_block.find(current->block);
+    if (rank == rank_of_block.end()) return;
     for (u32 i = 0; i < watched.size(); ++i)
         if (watched[i].begin <= at && at < watched[i].end) {
             const u32 tag = word & 0xff | word >> 32 << 8 & 0xff00;
-            accesses.insert({i, static_cast<u32>(at - watched[i].begin), current->block_idx.x, rank_of_block[current->block], is_store, tag,
+            accesses.insert({i, static_cast<u32>(at - watched[i].begin), current->block_idx.x, rank->second, is_store, tag,
                              static_cast<u32>(word >> 32)});
         }
 }
