@@ -17,19 +17,25 @@ if TYPE_CHECKING:
 def kernel_shapes(
     checkpoint: Checkpoint, kv_dtype: str, world_size: int, *, whole_windows: bool = False
 ) -> list[KernelShape]:  # fmt: skip
-    """What the kernel of each rank is compiled for. Raises ConfigError for a model or a number of ranks that it cannot run."""
+    """What the kernel of each rank is compiled for.
+
+    Raises ConfigError for a model or a number of ranks that it cannot run, PlanError if words of its thread blocks could be lost.
+    """
     from kog_dist.workers.cuda.coded_source import codings_of
     from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.cuda.kernel_words import check_words
 
     spec, codings = checkpoint.spec, codings_of(checkpoint)
     lanes = [spec.lanes_of_rank(rank, world_size) for rank in range(world_size)]
-    return [
+    shapes = [
         KernelShape(
             spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, whole_windows=whole_windows,
             **codings,
         )
         for hosted in lanes
     ]  # fmt: skip
+    check_words(shapes[0])  # all ranks do the same
+    return shapes
 
 
 def use_device(device: str) -> None:

@@ -4,11 +4,14 @@
 // Prints the bytes of weights that each launch has copied; the last one's loaders may have begun with a token that is not decoded.
 // UNREST in the environment: a seed, by which warps stand still now and then. LIMIT_US: of waits, instead of 2 s. SILENCE: which
 // of the faults that `twin_silence` makes, if the sources were given some.
+// FIRST: the position of the first token that is decoded, for a log of accesses: with LOG in the environment accesses.bin says who stored and
+// found which words, of ranks' own memories and then of their heaps.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well (record.RANK.bin says why), with 6 when invalid streams were
 // not left alone.
 #include "decode.cu"
 #include "files.h"
 #include "last_streams.cu"
+#include "word_log.h"
 
 using namespace kog;
 
@@ -54,6 +57,7 @@ void publish(const std::vector<Rank>& ranks, const std::vector<Memory>& streams,
         launch.peers.rank = rank, launch.peers.num_ranks = kRanks;
         twin::start((kStreamPairs + kStreamThreads - 1) / kStreamThreads, kStreamThreads, sizeof(Shared), [launch] { kog_publish_streams(launch); });
     }
+    twin::rank_of_block.clear();  // nobody's: their words are not in the log
     if (!twin::run(twin::unrest ? 1000000 : 100000)) exit(4);
 }
 
@@ -78,12 +82,17 @@ int main(int num_arguments, char** argv) {
                          Memory(8 * heap_words), Memory(4 * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
                          Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext), Memory(8 * KOG_HASHES)});
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
-        state->token = *reinterpret_cast<const u32*>(prompt.at), state->num_prompt = num_prompt, state->max_tokens = max_tokens;
+        if (const char* first = getenv("FIRST")) state->position = atoll(first);
+        state->token = reinterpret_cast<const u32*>(prompt.at)[state->position], state->num_prompt = num_prompt, state->max_tokens = max_tokens;
     }
     for (const Rank& r : ranks) {
         tapes.push_back({r.tape.at, r.tape.at + kNumCtas * kTapeBytes});
         const Memory& experts = r.optional[4];
         tapes.push_back({experts.at, experts.at + experts.size()});
+    }
+    if (getenv("LOG")) {
+        for (const Rank& r : ranks) twin::watch(r.words);
+        for (const Rank& r : ranks) twin::watch(r.heap);
     }
     std::vector<u32> launches = {num_prompt + 1, max_tokens};  // steps: each goes on after the one before
     if (begins_at_head) launches = {num_prompt - 1, 1, 1, 1, max_tokens};
@@ -105,6 +114,7 @@ int main(int num_arguments, char** argv) {
             publish(ranks, streams, launch == 2);
         }
         kHeadOnly = begins_at_head && (launch == 2 || launch == 3);
+        twin::rank_of_block.clear();
         for (u32 rank = 0; rank < kRanks; ++rank) {
             const Rank& r = ranks[rank];
             KogLaunch packed{};
@@ -119,11 +129,13 @@ int main(int num_arguments, char** argv) {
             for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
             packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
             twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
+            for (size_t i = twin::blocks.size() - kNumCtas; i < twin::blocks.size(); ++i) twin::rank_of_block[twin::blocks[i].get()] = rank;
         }
         const u64 before = copied_bytes;
         if (!twin::run(twin::unrest ? 1000000 : 100000)) return 4;
         printf("%llu\n", copied_bytes - before);
     }
+    twin::write_accesses();
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
         write("record" + number, ranks[rank].record);

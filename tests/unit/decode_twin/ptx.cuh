@@ -101,6 +101,7 @@ inline Fiber* current = nullptr;
 inline u64 turns = 0;
 inline u32 most_patience = 0;  // in the first run: what a word comes too late for shows
 inline u64 unrest = 0;  // not 0: the state of random numbers, by which warps miss many turns now and then
+inline void (*on_word)(const u64* at, u64 word, bool is_store) = nullptr;  // if set, told of each word that is loaded or stored: word_log.h
 inline std::vector<Fiber> fibers;  // warp after warp
 inline std::vector<std::unique_ptr<Warp>> warps;
 inline std::vector<std::unique_ptr<Block>> blocks;
@@ -364,7 +365,11 @@ T& twin_at(u32 address) {
     if (address % sizeof(T)) abort();
     return *reinterpret_cast<T*>(twin::arena + address);
 }
-inline u64 load_relaxed(const u64* p) { return *const_cast<const volatile u64*>(p); }
+inline u64 load_relaxed(const u64* p) {
+    const u64 word = *const_cast<const volatile u64*>(p);
+    if (twin::on_word) twin::on_word(p, word, false);
+    return word;
+}
 inline ulonglong2 load_relaxed_x2(const u64* p) {
     if (reinterpret_cast<uintptr_t>(p) % 16) abort();  // a GPU would fault
     return {load_relaxed(p), load_relaxed(p + 1)};
@@ -373,10 +378,13 @@ inline u32 load_relaxed_u32(const u32* p) { return *const_cast<const volatile u3
 inline u32 load_system_u32(const u32* p) { return load_relaxed_u32(p); }
 inline u64 load_system(const u64* p) { return load_relaxed(p); }
 inline ulonglong2 load_system_x2(const u64* p) { return load_relaxed_x2(p); }
-inline void store_relaxed(u64* p, u64 a) { *p = a; }
+inline void store_relaxed(u64* p, u64 a) {
+    *p = a;
+    if (twin::on_word) twin::on_word(p, a, true);
+}
 inline void store_relaxed_x2(u64* p, u64 a, u64 b) {
     if (reinterpret_cast<uintptr_t>(p) % 16) abort();
-    p[0] = a, p[1] = b;
+    store_relaxed(p, a), store_relaxed(p + 1, b);
 }
 inline void store_system(u64* p, u64 a) { store_relaxed(p, a); }
 inline void store_system_x2(u64* p, u64 a, u64 b) { store_relaxed_x2(p, a, b); }

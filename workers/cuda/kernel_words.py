@@ -1,0 +1,353 @@
+"""The protocol of words in the monokernel: every kind, who writes and reads it in a token, and what they waited for before.
+
+`TokenEvents` lists what the roles of a thread block do for a few tokens, in the order of products (decode/order.py), as the
+device code does it; `check_words` proves with `decode/word_check.py` that this is right for a shape, or refuses it. Which
+thread block has which word is in `word_places.py`. On several ranks all do the same.
+
+| kind           | written by                      | read by                           | tag        | in a token           |
+|----------------|---------------------------------|-----------------------------------|------------|----------------------|
+| stream, middle | finaliser, owner of the row     | matrix warps: QKV, head; GATE_UP  | layer      | each layer, stream   |
+| qkv            | finaliser, owner of the row     | attention: items of the KV head   | layer      | each layer, lane     |
+| part           | attention: the item             | attention: who mixes              | layer      | each layer, lane (*) |
+| attended       | attention: who mixes            | matrix warps: OUT                 | layer      | each layer, lane     |
+| activation     | finaliser, owner of the column  | matrix warps: DOWN                | layer      | each layer, lane     |
+| router logit   | finaliser, owner of the row     | all finalisers                    | layer      | each layer           |
+| sum of a rank  | finaliser, owner of the row     | the same owner on peers           | 32 bits    | each summed layer    |
+| sum for all    | finaliser, owner of the row     | matrix warps of both ranks        | layer      | each sublayer        |
+| last stream    | finaliser; last_streams.cu      | matrix warps of all ranks: head   | last layer | once                 |
+| candidate      | finaliser                       | all samplers                      | 32 bits    | once                 |
+| choice         | sampler (processors)            | all samplers                      | 8 bits     | once or more         |
+
+(*) Of partitions that the context has reached; empty ones of the others once in a token.
+
+What is skipped: the head, and so the reading of last streams, for inner tokens of a prompt; layers, where a first step is an LM
+head alone; partitions that the context has not reached, and all but one in windowed layers. Nothing depends on which experts
+were chosen: the k-th chosen one's activations are words of the k-th thread blocks, whichever expert that is, so all of them
+come in each layer.
+
+A matrix warp hands over its sums only after it had all its words of the product, so the finaliser's event contains its reads.
+Blocks of rows of a product count as one. Not here: reports of log-probabilities (the processors' `aside` words), what warps of
+one thread block hand each other in shared memory (barriers), and tags that come again over thousands of steps that are an LM
+head alone (`Monokernel._choose_epoch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kog_dist.decode.order import Product
+from kog_dist.decode.steps import Phase
+from kog_dist.decode.word_check import Event, Read, Scope, Version, WordCheck, WordKind, Write
+from kog_dist.errors import PlanError
+from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.word_places import Word, WordPlaces
+
+STREAM, MIDDLE = WordKind("stream"), WordKind("middle stream")
+QKV, ATTENDED = WordKind("qkv"), WordKind("attended")
+PART = WordKind("part of attention", owner_moves=True)
+ACTIVATION, ROUTER_LOGIT = WordKind("activation"), WordKind("router logit")
+SUM = WordKind("sum of a rank", tag_bits=32, tags_go_on=False)  # each summed layer has a slot
+DIRECT_SUM = WordKind("sum for all")
+LAST_STREAM = WordKind("last stream for all ranks")
+CANDIDATE = WordKind("candidate", tag_bits=32, tags_go_on=False)
+CHOICE = WordKind("choice", tag_bits=8, num_slots=2, tags_go_on=False)  # numbered without gaps, whichever tokens they are of
+
+QUERY, NEW_ROW = "query", "key and value"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """`has_head`: not an inner token of a prompt. `num_exchanges`: of the build with processors; 0: the plain one.
+
+    `is_head_alone`: its layers were computed by prefill, whose last streams another kernel has written (head.cu,
+    last_streams.cu).
+    """
+
+    position: int
+    has_head: bool = True
+    num_exchanges: int = 0
+    is_head_alone: bool = False
+
+
+class TokenEvents:
+    """Makes the events of tokens, one after the other.
+
+    `heads`: KV heads of a lane that are followed. All do the same, so a proof needs one: what is known by the others is left
+    out.
+    """
+
+    def __init__(self, shape: KernelShape, heads: range = range(1)) -> None:
+        self.shape, self.places, self.heads = shape, WordPlaces(shape), heads
+        self._everybody = Scope.ALL if shape.num_ranks > 1 else Scope.BLOCKS
+        self._num_layers, self._lanes = shape.spec.num_layers, range(shape.num_lanes)
+        self._last_lane = shape.num_lanes - 1
+        self._epoch = self._token = self._num_exchanges = 0  # steps, those that ran layers, exchanges so far
+        self._sampled: Event | None = None  # what all roles of a thread block wait for before a token
+        self._final: Event | None = None  # the finaliser's last event
+
+    def of(self, tokens: Iterable[Token]) -> Iterator[Event]:
+        """The events of tokens."""
+        for token in tokens:
+            self._final = self._sampled
+            kept_apart = None
+            if token.is_head_alone:
+                yield from self._launch_of_head()
+            else:
+                kept_apart = self._keep_apart(token)
+                if kept_apart is not None:
+                    yield kept_apart
+                for product in self.shape.products:
+                    yield from self._product(product, token)
+            if token.has_head:
+                yield from self._head(token)
+            yield from self._end(token, kept_apart)
+            self._epoch += 1
+            self._token += not token.is_head_alone
+
+    def words_of(self, version: Version, position: int) -> Iterator[Word]:
+        """Which words a version is made of, while the token at `position` is decoded; none of choices."""
+        layer, places, place = (version.tag - 1) % (self._num_layers + 1), self.places, version.place
+        match version.kind.name:
+            case STREAM.name | MIDDLE.name:
+                yield from places.stream(*place, is_middle=version.kind is MIDDLE)
+            case QKV.name:
+                lane, head, what = place
+                yield from (places.query if what == QUERY else places.new_row)(layer, lane, head, position)
+            case PART.name:
+                yield from places.parts(layer, *place)
+            case ATTENDED.name:
+                yield from places.attended(layer, *place)
+            case ACTIVATION.name:
+                yield from places.activations(*place)
+            case ROUTER_LOGIT.name:
+                yield from places.router_logits()
+            case CANDIDATE.name:
+                yield from places.candidates(version.slot)
+            case SUM.name:
+                yield from places.sums(*place)
+            case DIRECT_SUM.name:
+                yield from places.direct_sums(*place)
+            case LAST_STREAM.name:
+                yield from places.last_stream(*place)
+
+    # ---- what events are made of ----
+    def _tag(self, layer: int) -> int:
+        return self._epoch * (self._num_layers + 1) + layer + 1  # layer_tag in layout.cuh, before it is cut to 16 bits
+
+    def _by_layer(self, kind: WordKind, layer: int, *place: object) -> Version:
+        return Version(kind, place, self._tag(layer))
+
+    def _event(self, name: str, reads: Iterable[Read] = (), writes: Iterable[Write] = (), *after: tuple[Event, Scope]) -> Event:
+        """Of a role that has waited for nothing yet but the token's start."""
+        start = () if self._sampled is None else ((self._sampled, Scope.SAME),)
+        return Event(name, self._token, tuple(reads), tuple(writes), (*start, *after), self._sampled)
+
+    def _finalised(self, name: str, reads: Iterable[Read] = (), writes: Iterable[Write] = ()) -> Event:
+        """The finaliser's next one; it contains what matrix warps have read."""
+        before = () if self._final is None else ((self._final, Scope.SAME),)
+        self._final = self._event(name, reads, writes, *before)
+        return self._final
+
+    def _of_some(self, version: Version, words: Iterable[Word]) -> Write:
+        """What thread blocks write that have such words: perhaps not all."""
+        return Write(version, by_all=len({word.writer for word in words}) == self.shape.num_ctas)
+
+    # ---- a layer ----
+    def _product(self, product: Product, token: Token) -> Iterator[Event]:
+        layer, lane = product.layer, product.lane - self.shape.hosted_lanes[0]
+        if product.phase is Phase.QKV:
+            yield from self._qkv(layer, lane, token)
+        elif product.phase is Phase.GATE_UP:
+            yield from self._gate_up(layer, lane)
+        else:
+            yield from self._residual(Sublayer.ATTENTION if product.phase is Phase.OUT else Sublayer.MLP, layer, lane)
+
+    def _stream_read(self, sublayer: Sublayer, layer: int, lane: int) -> list[Read]:
+        """The stream behind a sublayer, for the next product: the first lane's gather is for all that share it."""
+        one_stream = self.shape.spec.has_one_stream
+        if one_stream and lane > 0:
+            return []
+        if self.shape.sends_sums_directly:
+            return [Read(self._by_layer(DIRECT_SUM, layer, sublayer.name), Scope.ALL)]
+        return [Read(self._by_layer(STREAM if sublayer is Sublayer.MLP else MIDDLE, layer, 0 if one_stream else lane))]
+
+    def _qkv(self, layer: int, first: int, token: Token) -> Iterator[Event]:
+        lanes, heads = range(first, first + self.shape.lanes_of(Phase.QKV)), self.heads
+        reads = self._stream_read(Sublayer.MLP, layer - 1, first) if layer > 0 else []  # the embedding is not made of words
+        versions = [self._by_layer(QKV, layer, lane, head, part) for lane in lanes for head in heads for part in (QUERY, NEW_ROW)]
+        yield self._finalised(
+            f"QKV of layer {layer}, lane {first}", reads, [Write(version, by_all=False) for version in versions]
+        )
+        for lane in lanes:
+            for head in heads:
+                yield from self._attention(layer, lane, head, token.position)
+
+    def _attention(self, layer: int, lane: int, head: int, position: int) -> Iterator[Event]:
+        """Of a KV head: its items, and then who mixes what they publish. Who mixes needs words of all of the head's items."""
+        where, parts = f"layer {layer}, lane {lane}, KV head {head}", list[Version]()
+        for partition in range(self.places.num_partitions(layer, position)):
+            reads = [Read(self._by_layer(QKV, layer, lane, head, QUERY))]
+            if partition == self.places.newest_partition(layer, position):  # one item alone reads the new row
+                reads.append(Read(self._by_layer(QKV, layer, lane, head, NEW_ROW), teaches=False))
+            parts.append(self._by_layer(PART, layer, lane, head, partition))
+            items = self._event(f"attention of {where}, partition {partition}", reads, [Write(parts[-1])])
+            items.is_of_some = True
+            yield items
+        mixing = self._event(f"mixing of {where}", map(Read, parts), [Write(self._by_layer(ATTENDED, layer, lane, head))])
+        mixing.is_of_some = True
+        yield mixing
+
+    def _keep_apart(self, token: Token) -> Event | None:
+        """Words of partitions that nobody reads yet, written empty: as the first layer without a window would."""
+        shape = self.shape
+        layer = min(shape.full_layers, default=0)
+        unread = range(self.places.num_partitions(layer, token.position), shape.cache.num_partitions)
+        if not unread:
+            return None
+        versions = [
+            self._by_layer(PART, layer, lane, head, partition)
+            for partition in unread
+            for lane in self._lanes
+            for head in self.heads
+        ]
+        return self._event("empty words of unread partitions", writes=[Write(version, by_all=False) for version in versions])
+
+    def _is_busy_everywhere(self) -> bool:
+        """Whether each thread block has an item in each token: it writes what all wait for, behind what it did before."""
+        spec, splits = self.shape.spec, range(self.shape.splits)
+        busy = {
+            self.places.item_cta(layer, lane, head, split, 0)
+            for layer in range(spec.num_layers)
+            for lane in self._lanes
+            for head in range(spec.lane_kv_heads)
+            for split in splits
+        }
+        return len(busy) == self.shape.num_ctas
+
+    def _gate_up(self, layer: int, first: int) -> Iterator[Event]:
+        lanes = range(first, first + self.shape.lanes_of(Phase.GATE_UP))
+        name, reads = f"GATE_UP of layer {layer}, lane {first}", self._stream_read(Sublayer.ATTENTION, layer, first)
+        if self.shape.experts is not None:
+            logits = self._by_layer(ROUTER_LOGIT, layer)
+            yield self._finalised(f"router of layer {layer}", reads, [self._of_some(logits, self.places.router_logits())])
+            name, reads = f"choice of experts and {name}", [Read(logits)]
+        yield self._finalised(name, reads, [Write(self._by_layer(ACTIVATION, layer, lane), by_all=False) for lane in lanes])
+
+    def _residual(self, sublayer: Sublayer, layer: int, lane: int) -> Iterator[Event]:
+        """OUT or DOWN, and what becomes of it: each thread block owns rows of the streams."""
+        shape, spec = self.shape, self.shape.spec
+        phase = Phase.OUT if sublayer is Sublayer.ATTENTION else Phase.DOWN
+        name, is_last = f"{phase.name} of layer {layer}, lane {lane}", lane == self._last_lane
+        together, reads = shape.gathered_lanes(phase), list[Read]()
+        for one in range(lane, lane + together) if lane % together == 0 else ():  # one gather is for so many
+            if phase is Phase.DOWN:
+                reads.append(Read(self._by_layer(ACTIVATION, layer, one)))
+            else:
+                reads += [Read(self._by_layer(ATTENDED, layer, one, head)) for head in self.heads]
+        mode = spec.reduce_mode(layer, sublayer)
+        is_summed = shape.num_ranks > 1 and is_last and layer in shape.boxes.summed_layers(sublayer)
+        if shape.sends_sums_directly:
+            own = [Write(self._by_layer(DIRECT_SUM, layer, sublayer.name))] if is_last else []
+            yield self._finalised(name, reads, own)
+        elif spec.has_one_stream or mode is ReduceMode.BLOCKING:
+            yield self._finalised(name, reads, [Write(self._sum(sublayer, layer))] if is_summed else [])
+            if is_last:
+                total = [Read(self._sum(sublayer, layer), Scope.RANKS)] if is_summed else []
+                streams = [self._stream_write(sublayer, layer, stream) for stream in range(shape.num_streams)]
+                yield self._finalised(f"sum over lanes behind {name}", total, streams)
+        else:
+            if mode is ReduceMode.DELAYED and shape.num_ranks > 1:
+                reads.append(Read(self._sum(sublayer, layer - spec.delay), Scope.RANKS))
+            own = [Write(self._sum(sublayer, layer))] if is_summed else []
+            yield self._finalised(name, reads, [self._stream_write(sublayer, layer, lane), *own])
+
+    def _sum(self, sublayer: Sublayer, layer: int) -> Version:
+        layers = self.shape.boxes.summed_layers(sublayer)
+        return Version(SUM, (sublayer.name, layer), (self._epoch + 1) * len(layers) + layers.index(layer))
+
+    def _stream_write(self, sublayer: Sublayer, layer: int, stream: int) -> Write:
+        kind = STREAM if sublayer is Sublayer.MLP else MIDDLE
+        if kind is STREAM and layer == self._num_layers - 1 and self.shape.gathers_streams:
+            kind = LAST_STREAM
+        return Write(self._by_layer(kind, layer, stream))
+
+    # ---- the end of a token ----
+    def _launch_of_head(self) -> Iterator[Event]:
+        """The kernel that writes the last streams, behind the launch before; and behind it the one with the head."""
+        last, kind = self._num_layers - 1, LAST_STREAM if self.shape.gathers_streams else STREAM
+        writes = [Write(self._by_layer(kind, last, stream)) for stream in range(self.shape.num_streams)]
+        for name, written in (("last streams", writes), ("launch of an LM head alone", [])):
+            before = () if self._sampled is None else ((self._sampled, Scope.BLOCKS),)
+            self._sampled = self._final = self._event(name, (), written, *before)
+            yield self._sampled
+
+    def _head(self, token: Token) -> Iterator[Event]:
+        shape, last = self.shape, self._num_layers - 1
+        if shape.sends_sums_directly and not token.is_head_alone:
+            yield self._finalised("LM head", self._stream_read(Sublayer.MLP, last, 0))
+            return
+        kind, scope = (LAST_STREAM, Scope.ALL) if shape.gathers_streams else (STREAM, Scope.BLOCKS)
+        # With `vocab_parallel` a thread block reads one of them.
+        teaches = shape.spec.head_type is not HeadType.VOCAB_PARALLEL
+        reads = [Read(self._by_layer(kind, last, stream), scope, teaches) for stream in range(shape.num_streams)]
+        yield self._finalised("LM head", reads)
+
+    def _end(self, token: Token, kept_apart: Event | None) -> Iterator[Event]:
+        """An exchange of all with all, in every token."""
+        number = self._epoch + 1
+        slot = number % 2 if self.shape.num_ranks > 1 else 0
+        candidate = Version(CANDIDATE, (), number, slot)
+        end = self._finalised("end of a token", (), [] if token.num_exchanges else [Write(candidate)])
+        if kept_apart is not None and self._is_busy_everywhere():
+            end.after += ((kept_apart, Scope.BLOCKS),)  # by whoever waited for those thread blocks' items
+        yield end
+        self._sampled = end
+        for _ in range(token.num_exchanges):
+            self._num_exchanges += 1
+            choice = Version(CHOICE, (), self._num_exchanges, self._num_exchanges % CHOICE.num_slots)
+            yield self._sampler("exchange", writes=[Write(choice)])
+            yield self._sampler("choice", [Read(choice, self._everybody)])
+        if not token.num_exchanges:
+            yield self._sampler("choice", [Read(candidate, self._everybody)])
+
+    def _sampler(self, name: str, reads: Sequence[Read] = (), writes: Sequence[Write] = ()) -> Event:
+        assert self._sampled is not None
+        before = self._sampled
+        self._sampled = Event(name, self._token, tuple(reads), tuple(writes), ((before, Scope.SAME),), self._sampled)
+        return self._sampled
+
+
+def tokens_to_check(shape: KernelShape) -> list[Token]:
+    """A partition that is reached, left by a new request and reached again; all kinds of steps."""
+    reach = WordPlaces(shape).partition_positions if shape.cache.num_partitions > 1 else 1
+    return [
+        Token(reach - 1, has_head=False),
+        Token(reach),
+        Token(1, is_head_alone=True),
+        Token(2),
+        Token(0, has_head=False, num_exchanges=1),
+        Token(reach, num_exchanges=3),
+    ]
+
+
+@lru_cache(maxsize=16)
+def word_findings(shape: KernelShape) -> tuple[str, ...]:
+    """What is wrong with the words of a shape, in words; none accepts it."""
+    findings = []
+    if not (shape.num_ctas - 1) * shape.out.cta_rows < shape.spec.hidden_size <= shape.num_ctas * shape.out.cta_rows:
+        findings.append(
+            f"not every one of {shape.num_ctas} thread blocks owns rows of the residual, on which the reuse of words rests"
+        )
+    return (*findings, *WordCheck().run(TokenEvents(shape).of(tokens_to_check(shape))))
+
+
+def check_words(shape: KernelShape) -> None:
+    """Raise PlanError if words of this shape could be lost or mistaken."""
+    if findings := word_findings(shape):
+        more = f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
+        raise PlanError(
+            f"the monokernel's words cannot be used again as this model needs it: {findings[0]}{more}; use --device cpu"
+        )

@@ -1,0 +1,208 @@
+"""Which word of the monokernel's memory is whose: for each place of a kind, where its words lie, who writes and who reads them.
+
+The source is the device code: `publish` in finalize_rows.cuh, `qkv` and `gate_up` in finalize.cuh, finalize_experts.cuh,
+`publish` and `mix_parts` in attend.cuh, `first_item` in attend_cache.cuh, `source` in gather_vector.cuh, sample.cuh. A test
+compares all of it with what the device code does on a CPU (tests/unit/test_word_log.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from kog_dist.collectives import mailbox
+from kog_dist.decode.steps import Phase
+from kog_dist.model.spec import Sublayer
+from kog_dist.workers.cuda.cache_shape import BATCH
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+SUM_COPIES = 2  # kSumCopies in layout.cuh
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """`offset`: among the rank's words (`KernelShape.word_lists`), which are in the order of that list; or in a rank's heap.
+
+    `is_value`: one value of 32 bits, and a tag as long; else a tag of 16 bits (collectives/device/words.cuh). `source`: None for
+    the rank's own memory; in heaps the rank that writes the word. Others read it in theirs, and it too, if `is_own_too`.
+    """
+
+    offset: int
+    writer: int  # thread blocks
+    readers: frozenset[int]
+    is_value: bool = False
+    source: int | None = None
+    is_own_too: bool = True
+
+
+@dataclass(frozen=True)
+class WordPlaces:
+    """Of one rank. `lane` counts hosted lanes, `head` KV heads of a lane."""
+
+    shape: KernelShape
+
+    @cached_property
+    def _lists(self) -> dict[str, tuple[int, int]]:
+        """By name: offset of the first copy, and words from copy to copy."""
+        lists, offset = {}, 0
+        for name, (words, count) in self.shape.word_lists.items():
+            lists[name] = offset, words
+            offset += words * count
+        return lists
+
+    def _copies(self, name: str, index: int, place: int, writer: int, *, is_value: bool = False) -> Iterator[Word]:
+        """A word at `place` of vector `index` of a list; copy r is for the thread blocks whose number gives r."""
+        offset, stride = self._lists[name]
+        replicas, num_ctas = self.shape.replicas, self.shape.num_ctas
+        for copy in range(replicas):
+            readers = frozenset(range(copy, num_ctas, replicas))
+            yield Word(offset + (index * replicas + copy) * stride + place, writer, readers, is_value)
+
+    # ---- the finaliser's ----
+    def stream(self, stream: int, *, is_middle: bool = False) -> Iterator[Word]:
+        """A residual stream behind the FFN, or behind attention: the owner of two rows writes their word."""
+        for place in range(self.shape.spec.hidden_size // 2):
+            yield from self._copies("Middle" if is_middle else "Stream", stream, place, 2 * place // self.shape.out.cta_rows)
+
+    def activations(self, lane: int) -> Iterator[Word]:
+        """What GATE_UP makes for a lane. The k-th chosen expert has thread blocks of its own, whichever expert that is."""
+        shape, columns = self.shape, self.shape.spec.lane_ffn
+        owned = shape.gate_up.cta_rows // 2
+        for place in range(columns // 2):
+            if shape.experts is None:
+                column = lane % shape.lanes_of(Phase.GATE_UP) * columns + 2 * place
+                yield from self._copies("Activation", lane, place, column // owned)
+                continue
+            for k in range(shape.experts.per_token):
+                writer = k * shape.experts.ctas + (lane * columns + 2 * place) // owned
+                yield from self._copies("Activation", lane, k * (columns // 2) + place, writer)
+
+    def router_logits(self) -> Iterator[Word]:
+        """A word for each expert."""
+        assert self.shape.experts is not None
+        for expert in range(self.shape.experts.num_experts):
+            yield from self._copies("RouterLogits", 0, expert, expert // self.shape.experts.route.cta_rows)
+
+    # ---- between ranks: collectives/device/peers.cuh, kernel_boxes.py ----
+    def _to_all(self, name: str, slot: int, begin: int, copies: int, copy_words: int, writers: Sequence[int]) -> Iterator[Word]:
+        """Words of every rank in all heaps, in copies, from word `begin` of a row on; `writers`: of each."""
+        num_ctas, ranks = self.shape.num_ctas, self.shape.num_ranks
+        box = next(box for box in mailbox.place(self.shape.boxes.specs(), ranks) if box.spec.name == name)
+        for source in range(ranks):
+            first = box.first_word + (slot * ranks + source) * box.row_words + begin
+            for copy in range(copies):
+                readers = frozenset(range(copy, num_ctas, copies))
+                for i, writer in enumerate(writers):
+                    yield Word(first + copy * copy_words + i, writer, readers, name == "candidates", source)
+
+    @property
+    def _row_owners(self) -> list[int]:
+        """Of each word of a stream."""
+        return [2 * word // self.shape.out.cta_rows for word in range(self.shape.spec.hidden_size // 2)]
+
+    def last_stream(self, lane: int) -> Iterator[Word]:
+        """The last stream of a lane of each rank, for the LM head of all."""
+        copy_words, replicas = self.shape.boxes.stream_copy_words, self.shape.replicas
+        yield from self._to_all("streams", 0, lane * replicas * copy_words, replicas, copy_words, self._row_owners)
+
+    def direct_sums(self, sublayer: str) -> Iterator[Word]:
+        """Sums of both ranks for all matrix warps of both."""
+        yield from self._to_all(sublayer.lower(), 0, 0, SUM_COPIES, self.shape.spec.hidden_size // 2, self._row_owners)
+
+    def sums(self, sublayer: str, layer: int) -> Iterator[Word]:
+        """Sums of each rank for the owners of the same rows on its peers: a word for each row."""
+        slot = self.shape.boxes.summed_layers(Sublayer[sublayer]).index(layer)
+        owners = [row // self.shape.out.cta_rows for row in range(self.shape.spec.hidden_size)]
+        for word in self._to_all(sublayer.lower(), slot, 0, 1, 0, owners):
+            yield replace(word, readers=frozenset({word.writer}), is_value=True, is_own_too=False)
+
+    def candidates(self, slot: int) -> Iterator[Word]:
+        """Two words of each thread block."""
+        if self.shape.num_ranks > 1:
+            writers = [word // 2 for word in range(2 * self.shape.num_ctas)]
+            yield from self._to_all("candidates", slot, 0, self.shape.replicas, self.shape.boxes.candidate_copy_words, writers)
+            return
+        for place in range(2 * self.shape.num_ctas):
+            yield from self._copies("Candidate", 0, place, place // 2, is_value=True)
+
+    def query(self, layer: int, lane: int, head: int, position: int) -> Iterator[Word]:
+        """The query heads of a KV head, for all its items."""
+        spec, readers = self.shape.spec, set[int]()
+        for partition in range(self.num_partitions(layer, position)):
+            readers |= {self.item_cta(layer, lane, head, split, partition) for split in range(self.shape.splits)}
+        rows = self._group * spec.head_dim
+        yield from self._qkv(lane, range(head * rows, (head + 1) * rows, 2), frozenset(readers))
+
+    def new_row(self, layer: int, lane: int, head: int, position: int) -> Iterator[Word]:
+        """Key and value of the position, for the item that keeps them."""
+        spec, partition = self.shape.spec, self.newest_partition(layer, position)
+        readers = frozenset({self.item_cta(layer, lane, head, position % self.shape.splits, partition)})
+        first, rows = spec.lane_heads * spec.head_dim + head * spec.head_dim, spec.lane_kv_heads * spec.head_dim
+        for begin in (first, first + rows):
+            yield from self._qkv(lane, range(begin, begin + spec.head_dim, 2), readers)
+
+    def _qkv(self, lane: int, rows: range, readers: frozenset[int]) -> Iterator[Word]:
+        offset, stride = self._lists["Qkv"]
+        first = lane % self.shape.lanes_of(Phase.QKV) * self.shape.spec.lane_qkv_rows
+        for row in rows:
+            yield Word(offset + lane * stride + row // 2, (first + row) // self.shape.qkv.cta_rows, readers)
+
+    # ---- attention's ----
+    def num_partitions(self, layer: int, position: int) -> int:
+        """Partitions of a split that the context has reached."""
+        shape = self.shape
+        if shape.cache.num_partitions == 1 or layer not in shape.full_layers:
+            return 1
+        return position // self.partition_positions + 1
+
+    def newest_partition(self, layer: int, position: int) -> int:
+        """The one that gets the position's row."""
+        return self.num_partitions(layer, position) - 1
+
+    @property
+    def partition_positions(self) -> int:
+        """Positions of a partition, of all splits."""
+        return self.shape.cache.batches_of_partition * BATCH * self.shape.splits
+
+    def item_cta(self, layer: int, lane: int, head: int, split: int, partition: int) -> int:
+        """The thread block that has an item."""
+        shape = self.shape
+        items = shape.spec.lane_kv_heads * shape.splits
+        first = (layer * shape.num_lanes + lane) * items + partition * (shape.num_ctas // shape.cache.num_partitions)
+        return (first + head * shape.splits + split) % shape.num_ctas
+
+    @property
+    def _group(self) -> int:
+        return self.shape.spec.lane_heads // self.shape.spec.lane_kv_heads
+
+    def _mixer(self, layer: int, lane: int, head: int, unit: int) -> int:
+        """The thread block that mixes four values of a KV head's query heads: number `unit` of these."""
+        units = self._group * self.shape.spec.head_dim // 4
+        share = unit // -(-units // self.shape.splits)
+        return self.item_cta(layer, lane, head, share, 0)
+
+    def parts(self, layer: int, lane: int, head: int, partition: int) -> Iterator[Word]:
+        """Outputs and log-sum-exps of a KV head's items, one for each split."""
+        shape, head_units = self.shape, self.shape.spec.head_dim // 4
+        (parts, parts_stride), (sums, sums_stride) = self._lists["Part"], self._lists["LogSum"]
+        parts += lane * parts_stride + partition * (shape.spec.lane_heads * shape.spec.head_dim * shape.splits // 2)
+        sums += lane * sums_stride + partition * shape.log_sum_words
+        for query_head in range(self._group):
+            units = range(query_head * head_units, (query_head + 1) * head_units)
+            mixers = [self._mixer(layer, lane, head, unit) for unit in units]
+            for split in range(shape.splits):
+                writer = self.item_cta(layer, lane, head, split, partition)
+                row = (head * self._group + query_head) * shape.splits + split
+                for place, mixer in enumerate(mixers):
+                    for word in range(2):
+                        yield Word(parts + (row * head_units + place) * 2 + word, writer, frozenset({mixer}))
+                yield Word(sums + row, writer, frozenset(mixers), is_value=True)
+
+    def attended(self, layer: int, lane: int, head: int) -> Iterator[Word]:
+        """Mixed outputs of a KV head's query heads."""
+        units = self._group * self.shape.spec.head_dim // 4
+        for unit in range(units):
+            for word in range(2):
+                place = (head * units + unit) * 2 + word
+                yield from self._copies("Attended", lane, place, self._mixer(layer, lane, head, unit))
