@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kog_dist.bench.engine.session import EngineSession, running
+from kog_dist.bench.engine.session import EngineSession, running, until
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.messages import ErrorCode
 from tests.e2e.conftest import without_progress
@@ -72,6 +72,7 @@ def test_a_wrong_choice_of_one_rank(session: EngineSession, tmp_path: Path, is_c
     session.variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(session.folder), os.environ.get("PYTHONPATH"))))
     launcher = session.launch(str(model), "--device=cpu", "--ranks=2", *(("--check-experts",) if is_checked else ()))
     with session.connect() as client:
+        until(lambda: "ready after" in session.output(stream="out"), 30.0, session.output)  # else it is taken for a failed start
         if not is_checked:
             assert len(ask(client)[0]) == NUM_TOKENS
             return

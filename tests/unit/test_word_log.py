@@ -20,7 +20,7 @@ from kog_dist.bench.kernel.yardsticks import replaced
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.kernel_words import Token, TokenEvents
+from kog_dist.workers.cuda.kernel_words import CheckedToken, TokenEvents
 from kog_dist.workers.cuda.word_places import Word
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import HEAD_ONLY, NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, twin_sources
@@ -112,7 +112,7 @@ class Declared:
         self.kinds, self.values = dict[Place, str](), set[Place]()  # of places; those of words with tags of 32 bits
         shape, num_ranks = shapes_of(case)[0], case.num_ranks
         events = TokenEvents(shape, heads=range(shape.spec.lane_kv_heads))
-        tokens = [Token(case.first + number, has_head=number + 2 >= TOKENS) for number in range(TOKENS)]
+        tokens = [CheckedToken(case.first + number, has_head=number + 2 >= TOKENS) for number in range(TOKENS)]
         if case.has_head_alone:
             tokens.insert(TOKENS - 1, replace(tokens[TOKENS - 2], is_head_alone=True))
         for token in tokens:

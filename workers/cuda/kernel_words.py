@@ -59,7 +59,7 @@ QUERY, NEW_ROW = "query", "key and value"
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class CheckedToken:
     """`has_head`: not an inner token of a prompt. `num_exchanges`: of the build with processors; 0: the plain one.
 
     `is_head_alone`: its layers were computed by prefill, whose last streams another kernel has written (head.cu,
@@ -88,7 +88,7 @@ class TokenEvents:
         self._sampled: Event | None = None  # what all roles of a thread block wait for before a token
         self._final: Event | None = None  # the finaliser's last event
 
-    def of(self, tokens: Iterable[Token]) -> Iterator[Event]:
+    def of(self, tokens: Iterable[CheckedToken]) -> Iterator[Event]:
         """The events of tokens."""
         for token in tokens:
             self._final = self._sampled
@@ -156,7 +156,7 @@ class TokenEvents:
         return Write(version, by_all=len({word.writer for word in words}) == self.shape.num_ctas)
 
     # ---- a layer ----
-    def _product(self, product: Product, token: Token) -> Iterator[Event]:
+    def _product(self, product: Product, token: CheckedToken) -> Iterator[Event]:
         layer, lane = product.layer, product.lane - self.shape.hosted_lanes[0]
         if product.phase is Phase.QKV:
             yield from self._qkv(layer, lane, token)
@@ -174,7 +174,7 @@ class TokenEvents:
             return [Read(self._by_layer(DIRECT_SUM, layer, sublayer.name), Scope.ALL)]
         return [Read(self._by_layer(STREAM if sublayer is Sublayer.MLP else MIDDLE, layer, 0 if one_stream else lane))]
 
-    def _qkv(self, layer: int, first: int, token: Token) -> Iterator[Event]:
+    def _qkv(self, layer: int, first: int, token: CheckedToken) -> Iterator[Event]:
         lanes, heads = range(first, first + self.shape.lanes_of(Phase.QKV)), self.heads
         reads = self._stream_read(Sublayer.MLP, layer - 1, first) if layer > 0 else []  # the embedding is not made of words
         versions = [self._by_layer(QKV, layer, lane, head, part) for lane in lanes for head in heads for part in (QUERY, NEW_ROW)]
@@ -200,7 +200,7 @@ class TokenEvents:
         mixing.is_of_some = True
         yield mixing
 
-    def _keep_apart(self, token: Token) -> Event | None:
+    def _keep_apart(self, token: CheckedToken) -> Event | None:
         """Words of partitions that nobody reads yet, written empty: as the first layer without a window would."""
         shape = self.shape
         layer = min(shape.full_layers, default=0)
@@ -284,7 +284,7 @@ class TokenEvents:
             self._sampled = self._final = self._event(name, (), written, *before)
             yield self._sampled
 
-    def _head(self, token: Token) -> Iterator[Event]:
+    def _head(self, token: CheckedToken) -> Iterator[Event]:
         shape, last = self.shape, self._num_layers - 1
         if shape.sends_sums_directly and not token.is_head_alone:
             yield self._finalised("LM head", self._stream_read(Sublayer.MLP, last, 0))
@@ -295,7 +295,7 @@ class TokenEvents:
         reads = [Read(self._by_layer(kind, last, stream), scope, teaches) for stream in range(shape.num_streams)]
         yield self._finalised("LM head", reads)
 
-    def _end(self, token: Token, kept_apart: Event | None) -> Iterator[Event]:
+    def _end(self, token: CheckedToken, kept_apart: Event | None) -> Iterator[Event]:
         """An exchange of all with all, in every token."""
         number = self._epoch + 1
         slot = number % 2 if self.shape.num_ranks > 1 else 0
@@ -320,16 +320,16 @@ class TokenEvents:
         return self._sampled
 
 
-def tokens_to_check(shape: KernelShape) -> list[Token]:
+def tokens_to_check(shape: KernelShape) -> list[CheckedToken]:
     """A partition that is reached, left by a new request and reached again; all kinds of steps."""
     reach = WordPlaces(shape).partition_positions if shape.cache.num_partitions > 1 else 1
     return [
-        Token(reach - 1, has_head=False),
-        Token(reach),
-        Token(1, is_head_alone=True),
-        Token(2),
-        Token(0, has_head=False, num_exchanges=1),
-        Token(reach, num_exchanges=3),
+        CheckedToken(reach - 1, has_head=False),
+        CheckedToken(reach),
+        CheckedToken(1, is_head_alone=True),
+        CheckedToken(2),
+        CheckedToken(0, has_head=False, num_exchanges=1),
+        CheckedToken(reach, num_exchanges=3),
     ]
 
 
