@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ def test_an_engine_refuses_a_shape_in_one_sentence(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, larger, random_tensors(larger, 1))
     with pytest.raises(PlanError, match=refusal):
         kernel_shapes(open_checkpoint(tmp_path), "bfloat16", 1)
+
+
+def test_the_demo_model_is_accepted_on_up_to_four_gpus() -> None:
+    """On eight a rank's lane has so few items that most thread blocks have none in a token."""
+    checkpoint = open_checkpoint(Path(str(resources.files("kog_dist"))) / "models" / "demo", verify=False)
+    assert [len(kernel_shapes(checkpoint, "bfloat16", count)) for count in (1, 2, 4)] == [1, 2, 4]
+    with pytest.raises(PlanError, match="empty words of unread partitions"):
+        kernel_shapes(checkpoint, "bfloat16", 8)
 
 
 # ---- what is planted ----
