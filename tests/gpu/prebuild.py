@@ -1,7 +1,7 @@
 """Builds device programs on all cores, before the steps that need them: `python -m tests.gpu.prebuild GROUP...`. Needs no GPU.
 
-A group is `name:numbers of GPUs`, with a name of `models` or of bench/kernel/shapes.py. What is not foreseen here the step builds
-itself, one after the other: it only takes longer.
+A group is `name:numbers of GPUs`, with a name of `models` or of bench/kernel/shapes.py, or `name/FORMAT:numbers` for a KV cache
+in another format than bfloat16. What is not foreseen here the step builds itself, one after the other: it only takes longer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kog_dist.bench.fakes.tiny_model import TINY_ON_GPUS
 from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.collectives.cuda_kernels import exchange_cubin
+from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
@@ -67,16 +68,22 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
             yield laneformer_2b(), options
     elif group in (others := {"2b": laneformer_2b(), "tiny": TINY_ON_GPUS}):
         yield others[group], {}
+    elif group == "forms":
+        from tests.gpu.test_quantised import FORMS, SPECS
+
+        of_forms = [Coding.of(form) for form in FORMS.values()]
+        yield from ((spec, {"kv_dtype": "float16", "coding": one}) for spec in SPECS.values() for one in of_forms)
     else:
-        spec, codings = named_shape(group)
-        yield spec, {**codings}
+        name, _, kv_dtype = group.partition("/")
+        spec, codings = named_shape(name)
+        yield spec, {**codings, "kv_dtype": kv_dtype or "bfloat16"}
 
 
 def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     spec, layout = shape.spec, CacheLayout.of(shape)
     if shape.num_ranks > 1:
         yield partial(exchange_cubin, shape.num_ranks)
-    if group == "benchmarks" or misfit(spec, shape.coding):
+    if group in ("benchmarks", "forms") or misfit(spec, shape.coding):
         yield partial(build, headers(shape), PLAIN_SOURCE)
         if group == "benchmarks" and shape.num_ranks > 1:
             yield partial(build_without_delayed_sums, shape)

@@ -1,6 +1,7 @@
 """Steps of steps.py on the GPUs that CUDA_VISIBLE_DEVICES shows: `python -m tests.gpu.run --out FOLDER STEP...`, or `list`.
 
-A step is a name, or a number of GPUs for all that need so many, or `models` for figures of models, on four GPUs `models_4`.
+A step is a name, or a number of GPUs for all that need so many and have no group, or a group: `models`, `long`, ...; `list` says
+which one.
 Steps run side by side where GPUs are free and nothing measures. At its limit a step gets SIGINT, upon which benchmarks print what
 they have, and GRACE_S later SIGKILL. Exit code 1 if one failed.
 """
@@ -203,7 +204,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.steps == ["list"]:
         for name, step in STEPS.items():
-            print(f"{name:<16} {step.gpus} GPU, about {step.about_s:g} s, at most {step.limit_s:g}: {step}")
+            group = f" ({step.group})" if step.group else ""
+            print(f"{name:<16} {step.gpus} GPU{group}, about {step.about_s:g} s, at most {step.limit_s:g}: {step}")
         return 0
     steps: dict[str, Step] = {}
     for word in given.steps:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kog_dist.bench.kernel.shapes import named_shape
 
 _OF_TESTS = r"passed|failed|no tests|FAILED|ERROR|SKIPPED|^E  |GPUs, (SIG|memory)"
 _OF_REQUESTS = r"first token after|by the bare kernel|tokens/s|cancels? .*during|aborted during|[Ee]rror"
 _OF_GPUS = r"GPUs?[,:]|wanted|[Ee]rror"
+_OF_AGENTS = r"first token, median|^ttft|requests answered|[Ee]rror"
 _OF_COLLECTIVES = r"KCCL|best of|wanted|one word|nccl|torch|killed|[Ee]rror"
 _TABLE = r"^[^{]"
 
@@ -56,11 +57,21 @@ def _engines(gpus: int, about_s: float, limit_s: float, select: str, prefill: st
     return Step(gpus, about_s, limit_s, (*step.command, "-s"), builds=step.builds, environ=environ)
 
 
+def _rate_of_the_link() -> Step:
+    step = _tests(1, 20, 90, "test_kept_prefixes", "rate_of_the_link", alone=True)
+    return replace(step, command=(*step.command, "-s"), shown=rf"GB/s|{_OF_TESTS}", group="agents")
+
+
 def _bench(
     gpus: int, about_s: float, limit_s: float, arguments: str, shown: str, builds: str = "", group: str = ""
 ) -> Step:  # fmt: skip
     command = (sys.executable, "-m", "kog_dist.bench.cli", *arguments.split())
     return Step(gpus, about_s, limit_s, command, shown, builds=tuple(builds.split()), group=group)
+
+
+def _module(gpus: int, about_s: float, limit_s: float, words: str, shown: str, builds: str = "", group: str = "") -> Step:
+    """A module of this folder and its arguments."""
+    return Step(gpus, about_s, limit_s, (sys.executable, "-m", *words.split()), shown, builds=tuple(builds.split()), group=group)
 
 
 def _lanes(name: str) -> int:
@@ -80,6 +91,7 @@ _MODELS = (
     "qwen3-30b-a3b", "qwen3-30b-a3b+fp8", "qwen3-30b-a3b+int4", "gpt-oss-20b", "gpt-oss-120b",
 )  # fmt: skip
 
+_ALSO_ON_2 = ("llama-3.1-8b+head8", "llama-3.1-8b+int4+head8", "llama-3.1-8b+fp8-rows")
 _MODELS_ON_4 = tuple(name for name in _MODELS if _lanes(name) % 4 == 0)
 _TOKENS = 9216  # their caches have room for, on one GPU
 
@@ -99,6 +111,11 @@ def _scaling_of(name: str) -> Step:
     return _bench(2, 50, 150, arguments, _OF_GPUS, f"{name}:1,2", group="models")
 
 
+def _prompts_on_2(name: str) -> Step:
+    arguments = f"prefill --gpus 2 --spec {name}@{_TOKENS} --prompts 512,2048,8192 --repeats 5"
+    return _bench(2, 40, 150, arguments, _TABLE, f"{name}@{_TOKENS}:2", group="models")
+
+
 def _scaling_on_4(name: str) -> Step:
     arguments = f"scaling --gpus 4,2,1 --spec {name}@{_TOKENS} --contexts 512,8000 --repeats 5"
     return _bench(4, 15, 150, arguments, _OF_GPUS, f"{name}@{_TOKENS}:1,2,4", group="models_4")
@@ -109,6 +126,37 @@ def _prompts_on_4(name: str) -> Step:
     return _bench(4, 25, 150, arguments, _TABLE, f"{name}@{_TOKENS}:2,4", group="models_4")
 
 
+_LONG, _KV_FORMATS = "qwen3-4b@131072", ("bfloat16", "fp8", "int4")
+_FAR = 32768  # tokens
+_WITH_EXPERTS = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b")
+_REQUESTS_OF_AGENTS = "--prompts 500,20000,32000 --kept 20600 --new 500 --repeats 4 --aborts decode"
+
+
+def _long_of(kv_dtype: str) -> Step:
+    arguments = f"{_LATENCY} --spec {_LONG} --contexts 8000,32000,64000,65536,128000 --kv-dtype {kv_dtype}"
+    return _bench(1, 30, 150, arguments, _TABLE, f"{_LONG}/{kv_dtype}:1", group="long")
+
+
+def _long_coded_of(kv_dtype: str) -> Step:
+    name = f"qwen3-4b+fp8@{_TOKENS}"
+    arguments = f"latency --random --spec {name} --lanes 4 --contexts 512,8000 --kv-dtype {kv_dtype}"
+    return _bench(1, 25, 120, arguments, _TABLE, f"{name}/{kv_dtype}:1", group="long")
+
+
+def _long_on_2(kv_dtype: str) -> Step:
+    arguments = f"scaling --gpus 2,1 --spec {_LONG} --contexts 8000,64000,128000 --repeats 5 --kv-dtype {kv_dtype}"
+    return _bench(2, 60, 250, f"{arguments} --memory-alone --filled", _OF_GPUS, f"{_LONG}/{kv_dtype}:1,2", group="long_2")
+
+
+def _skew_of(name: str, skew: int) -> Step:
+    arguments = f"latency --random --spec {name} --lanes {_lanes(name)} --contexts 512 --router-skew {skew}"
+    return _bench(1, 30, 120, arguments, _TABLE, f"{name}:1", group="skew")
+
+
+def _bytes_of(name: str) -> Step:
+    return _module(1, 45, 250, f"tests.gpu.counted_bytes {name}", r"ratio|[Ee]rror|ncu", f"{name}:1", group="bytes")
+
+
 STEPS = {
     # ---- one GPU ----
     "monokernel": _tests(1, 45, 200, "test_monokernel", builds="one_gpu:1"),
@@ -117,10 +165,12 @@ STEPS = {
     "attention": _tests(1, 10, 100, "test_prefill_attention"),
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),
     "families": _tests(1, 60, 240, "test_families"),
-    "quantised": _tests(1, 100, 300, "test_quantised"),
+    "quantised": _tests(1, 100, 300, "test_quantised", "not values_of_codes and not of_folders"),
+    "quantised_forms": _tests(1, 110, 300, "test_quantised", "values_of_codes or of_folders", builds="forms:1"),
     "experts": _tests(1, 200, 450, "test_experts"),
     "prefill_quantised": _tests(1, 80, 240, "test_prefill_quantised"),
-    "kept": _tests(1, 160, 300, "test_kept_prefixes"),
+    "kept": _tests(1, 160, 300, "test_kept_prefixes", "not rate_of_the_link"),
+    "kept_rate": _rate_of_the_link(),
     "kv_formats": _tests(1, 30, 150, "test_kv_formats"),
     "processors": _tests(1, 10, 90, "test_processors"),
     "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),
@@ -143,6 +193,24 @@ STEPS = {
     "endurance_1": _bench(1, 125, 175, "endurance --gpus 1 --tokens 100000 --deadline-s 150", _OF_GPUS, "benchmarks:1"),
     **{f"latency_{name}": _latency_of(name) for name in _MODELS},
     **{f"prompts_{name}": _prompts_of(name) for name in _MODELS},
+    **{f"long_{kv_dtype}": _long_of(kv_dtype) for kv_dtype in _KV_FORMATS},
+    **{f"long_coded_{kv_dtype}": _long_coded_of(kv_dtype) for kv_dtype in ("bfloat16", "fp8")},
+    "long_experts": _bench(
+        1, 40, 150, f"latency --random --spec gpt-oss-120b@{_FAR} --lanes 4 --contexts 512,8000,32000 --whole-windows", _TABLE,
+        group="long",
+    ),
+    "long_prompt": _bench(
+        1, 50, 180, f"prefill --spec gpt-oss-120b@{_FAR} --prompts 32000 --only-prompts --repeats 3", _TABLE,
+        f"gpt-oss-120b@{_FAR}:1", group="long",
+    ),
+    "load_experts": _bench(1, 150, 400, "load --spec gpt-oss-120b --repeats 1", _TABLE, group="long"),
+    **{f"skew_{skew}_{name}": _skew_of(name, skew) for name in _WITH_EXPERTS for skew in (1, 2, 4)},
+    **{f"bytes_{name}": _bytes_of(name) for name in _WITH_EXPERTS},
+    "agents_http": _module(1, 60, 240, "tests.gpu.agents", _OF_AGENTS, f"qwen3-4b@{_FAR}:1", group="agents"),
+    "agents_rpc": _bench(
+        1, 100, 240, f"requests --gpus 1 --spec qwen3-4b@{_FAR} {_REQUESTS_OF_AGENTS}", _OF_REQUESTS, f"qwen3-4b@{_FAR}:1",
+        group="agents",
+    ),
     # ---- two GPUs ----
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2 benchmarks:1,2"),
     "prefill_ranks_2": _tests(2, 250, 420, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),
@@ -155,6 +223,9 @@ STEPS = {
     "lost_2_off": _engines(2, 40, 150, "lost and 2]", prefill="off"),
     "requests_2": _bench(2, 46, 110, f"requests --gpus 2 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:2"),
     **{f"scaling_{name}": _scaling_of(name) for name in _MODELS if name != "qwen3-0.6b"},
+    **{f"scaling_{name}": _scaling_of(name) for name in _ALSO_ON_2},
+    "prompts_2_llama-3.1-8b+int4": _prompts_on_2("llama-3.1-8b+int4"),
+    **{f"long_2_{kv_dtype}": _long_on_2(kv_dtype) for kv_dtype in _KV_FORMATS},
     # ---- four GPUs ----
     "ranks_4": _tests(4, 120, 220, "test_ranks", "4]", builds="ranks:1,4 benchmarks:1,4"),
     "prefill_ranks_4": _tests(4, 215, 400, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4"),

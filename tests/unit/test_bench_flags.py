@@ -20,6 +20,8 @@ from kog_dist.errors import ConfigError
         ("scaling --builds copies", "--builds must be like"),
         ("scaling --builds threads=1", "--builds takes copies"),
         ("scaling --model --peer-hop-us 0", "--peer-hop-us"),
+        ("scaling --kv-dtype fp4", "--kv-dtype must be one of bfloat16, float16, fp8, int4"),
+        ("scaling --filled --spec gpt-oss-20b", "--filled is for shapes without windowed layers"),
         ("latency MODEL --router-skew 2", "--router-skew is for random weights"),
         ("latency --random --spec qwen3-4b --router-skew 2", "of a shape with experts"),
         ("soak --gpus 1 --ranks 2", "--ranks and --gpus exclude each other"),

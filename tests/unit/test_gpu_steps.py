@@ -104,6 +104,17 @@ def test_limits_leave_room_and_groups_exist() -> None:
     groups = {group.partition(":")[0] for step in STEPS.values() for group in step.builds}
     assert all(group in prebuild.CHUNK_ROWS or next(prebuild.models(group)) for group in groups)
     assert len(prebuild.builds_of(["2b:1,2"])) == 10 + 7 + 2  # products of one rank; of two the exchange, and the sums
+    kv_dtypes = ("bfloat16", "fp8")
+    assert [next(prebuild.models(f"qwen3-4b/{name}"))[1]["kv_dtype"] for name in kv_dtypes] == list(kv_dtypes)
+
+
+def test_modules_of_steps_read_their_arguments() -> None:
+    """Those that are neither tests nor `kog-bench`."""
+    found = {step.command[2]: step.command[3:] for step in STEPS.values() if step.command[1:2] == ("-m",)}
+    modules = {name: words for name, words in found.items() if name.startswith("tests.gpu.")}
+    assert set(modules) == {"tests.gpu.agents", "tests.gpu.counted_bytes"}
+    for name, words in modules.items():
+        importlib.import_module(name).parsed(words)
 
 
 def test_list_prints_every_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

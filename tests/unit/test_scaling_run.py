@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kog_dist.bench.kernel import endurance, scaling_run
 from kog_dist.bench.kernel.rank_kernel import first_difference
-from kog_dist.errors import KogError
+from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.errors import ConfigError, KogError
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kv_blocks import block_tokens
 
 PLAN = scaling_run.ScalingPlan("2b", (64, 512), tokens=200, repeats=3, long_run=True, yardstick=True)
 
@@ -89,6 +95,68 @@ def test_other_builds_stand_beside_the_kernel(ranks: dict[int, Any], capsys: pyt
     text = figures_of(capsys)[0]
     assert "as it is:    281.0 us (280.0, 281.0, 282.0), bits the same" in text
     assert "max_slots=8:    278.0 us (277.0, 278.0, 290.0), bits OTHERS" in text
+
+
+def test_weights_alone_stand_beside_the_slowest_rank(ranks: dict[int, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    ranks |= {2: [rank_of(2, 520.0) | {"alone_us": us} for us in (410.0, 416.0)]}
+    plan = replace(PLAN, memory_alone=True, kv_dtype="fp8", yardstick=False, long_run=False)
+    assert scaling_run.run(plan, (2,))
+    text, figures = figures_of(capsys)
+    assert "1923.1 tokens/s (wanted 1880), weights alone 416.0 us (80.0 %), bits the same" in text
+    assert [figure["alone_us"] for figure in figures] == [416.0, 416.0]
+
+
+def test_ranks_are_asked_for_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, ranks: dict[int, Any]) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def decode(count: int, arguments: dict[str, Any]) -> Any:
+        asked.append(arguments)
+        return ranks[count]
+
+    ranks |= {2: [rank_of(2, 520.0) | {"alone_us": 400.0}] * 2}
+    monkeypatch.setattr(scaling_run, "decode", decode)
+    assert scaling_run.run(replace(PLAN, memory_alone=True, kv_dtype="int4", filled=True), (2,))
+    first, again = asked
+    assert (first["kv_dtype"], first["filled"], first["memory_alone"]) == ("int4", True, True)
+    assert (again["kv_dtype"], again["filled"], again.get("memory_alone")) == ("int4", True, None)
+
+
+class PlayedKernel:
+    """A kernel whose tokens leave the number of their row in the first batch of each row of its cache."""
+
+    def __init__(self, shape: KernelShape) -> None:
+        self.shape, self.kv, self.num_tokens = shape, np.zeros(shape.cache.num_bytes, np.uint8), 0
+
+    def begin(self, ids: list[int], *_: Any) -> None:
+        self.num_tokens = len(ids)
+
+    def launch(self, num_steps: int) -> None:
+        assert num_steps == self.num_tokens == block_tokens(self.shape), "the first batch of each split, and no more"
+        rows = self.kv.reshape(-1, self.shape.cache.full_batches * self.shape.cache.batch_bytes)
+        rows[:, : self.shape.cache.batch_bytes] = 1 + np.arange(len(rows))[:, None] % 255
+
+    def finish(self) -> None:
+        pass
+
+
+def test_a_filled_cache_repeats_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy: Any = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    spec = named_spec("qwen3-0.6b@1024")
+    kernel: Any = PlayedKernel(KernelShape(spec, range(spec.num_lanes), kv_dtype="fp8"))
+    scaling_run.fill_cache(kernel)
+    cache = kernel.shape.cache
+    rows = kernel.kv.reshape(-1, cache.full_batches * cache.batch_bytes)
+    assert cache.full_batches > 1
+    assert (rows == 1 + np.arange(len(rows))[:, None] % 255).all()
+
+
+def test_a_cache_with_a_ring_is_not_filled() -> None:
+    spec = named_spec("gpt-oss-20b")
+    kernel: Any = SimpleNamespace(shape=KernelShape(spec, range(spec.num_lanes)))
+    with pytest.raises(ConfigError, match="ring"):
+        scaling_run.fill_cache(kernel)
 
 
 def test_an_interrupt_leaves_what_was_measured(

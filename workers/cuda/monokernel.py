@@ -13,6 +13,7 @@ import numpy as np
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.collectives.words import WORD_BYTES, pair_tags
+from kog_dist.cuda.build import Cubin
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.masks import MaskSlots
 from kog_dist.decode.places import with_place
@@ -39,6 +40,11 @@ KERNEL_NAME = "kog_decode"
 LONGEST_WAIT_US = 2_000_000
 _NO_TOKEN_WORD = 0xFFFFFFFF
 _NOT_READY = 600  # cudaErrorNotReady
+
+
+def stream_cubin(shape: KernelShape) -> Cubin:
+    """What reads the tape of this shape and does nothing else, from the cache or built now."""
+    return build(headers(replace(shape, pieces_in_flight=shape.num_pieces * (shape.num_slots - 2))), "stream.cu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +227,7 @@ class Monokernel:
         """Microseconds per token that reading the tape alone takes: the ceiling of this shape and machine."""
         import cupy
 
-        shape = replace(self.shape, pieces_in_flight=self.shape.num_pieces * (self.shape.num_slots - 2))
-        cubin = build(headers(shape), "stream.cu")
-        kernel = Kernel(cubin.path, "kog_stream", SHARED_BYTES)
+        shape, kernel = self.shape, Kernel(stream_cubin(self.shape).path, "kog_stream", SHARED_BYTES)
         params = self._params(num_steps).tobytes()
         events = [cupy.cuda.Event() for _ in range(4)]
         for event in events:  # the first launch warms up

@@ -40,6 +40,13 @@ def scaling(
     ] = "",
     context: Annotated[int, typer.Option(help="Of the figures that are taken from --measured.")] = 64,
     sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
+    kv_dtype: Annotated[str, typer.Option(help="Format of the KV cache: bfloat16, float16, fp8, int4.")] = "bfloat16",
+    memory_alone: Annotated[
+        bool, typer.Option("--memory-alone", help="Also the time that reading the weights alone takes.")
+    ] = False,
+    filled: Annotated[
+        bool, typer.Option("--filled", help="A KV cache full of keys and values, instead of zeros: without windowed layers.")
+    ] = False,
     output: Output = None,
 ) -> None:
     """Microseconds per token on several GPUs, or a prediction. Whether the bits are the same, too (else code 1)."""
@@ -49,12 +56,18 @@ def scaling(
 
     if not model:
         from kog_dist.bench.kernel import scaling_run
+        from kog_dist.workers.cuda.kv_format import CODE_BITS, FORMATS
 
         check_destination(trace)
+        if kv_dtype not in (known := [*FORMATS, *CODE_BITS]):
+            raise ConfigError(f"--kv-dtype must be one of {', '.join(known)}, got {kv_dtype!r}")
+        if filled and named_shape(spec)[0].window_layers:
+            raise ConfigError(f"--filled is for shapes without windowed layers, and {spec} has some; leave it out")
         counts, samplings = counts_of(gpus, "--gpus"), samplings_of(sampling)
         plan = scaling_run.ScalingPlan(
             spec, counts_of(contexts, "--contexts"), tokens, repeats, samplings,
-            long_run=long_run, yardstick=yardstick, builds=builds_of(builds), trace=trace,
+            long_run=long_run, yardstick=yardstick, builds=builds_of(builds), trace=trace, kv_dtype=kv_dtype,
+            memory_alone=memory_alone, filled=filled,
         )  # fmt: skip
         with writing(output):
             raise typer.Exit(0 if scaling_run.run(plan, counts) else 1)

@@ -5,6 +5,9 @@ lane's slice of the vocabulary after many greedy tokens, in repeated launches, t
 launch up to the end of the context. `--yardstick` measures the same kernel in the same memory with the delayed sums left out, in
 turn: what they cost where they are not hidden. `--builds` compares other builds of the kernel in the same way. What one number
 of GPUs had measured is not lost with an error of another.
+
+The KV cache begins with zeros. `--filled` decodes as many positions as the first batch of each split has, and copies that batch
+to all others: so attention far into a context has keys and values that are not alike.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kog_dist.bench.kernel.gpu import gpu_name, require_gpus
 from kog_dist.bench.kernel.latency import TRACED_STEP, draw_trace, traced_token
@@ -35,8 +40,10 @@ from kog_dist.bench.kernel.token_times import token_times_us
 from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.bench.report import finishing, machine, percentile
 from kog_dist.collectives.ranks import RankContext
+from kog_dist.errors import ConfigError
 from kog_dist.runtime.control import ControlPage
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.cache_shape import BATCH
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -47,6 +54,7 @@ WANTED_PER_S = {(8, 64): 5300, (4, 64): 3700, (4, 512): 3600, (2, 64): 1880, (2,
 WANTED_EXPOSED_US = {4: 2.0}
 _DEADLINE_S = 180.0
 _ROUNDS = 5  # of the yardstick
+_STREAMED_TOKENS = 50
 _WINDOW = 200  # tokens of a long run from each context on
 _TRACED_CONTEXT = 512
 
@@ -64,30 +72,39 @@ class ScalingPlan:
     yardstick: bool = False
     builds: Sequence[Mapping[str, int]] = ()  # options of KernelShape
     trace: str | None = None  # folder of its pictures
+    kv_dtype: str = "bfloat16"
+    memory_alone: bool = False
+    filled: bool = False
 
 
 # ---- on a rank ----
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     """What one rank does. By context: `us` of its tokens, `bits` of each of its lanes' logits (SHA-256), `repeated_bits` of a
-    launch that is repeated, and how many of the `repeats` had others. What the arguments ask for besides: `long`, `samplings`,
-    `builds`, `rounds` of the yardstick; or the `trace` alone.
+    launch that is repeated, and how many of the `repeats` had others. What the arguments ask for besides: `alone_us` of the
+    weights by themselves, `long`, `samplings`, `builds`, `rounds` of the yardstick; or the `trace` alone.
     """
+    from kog_dist.workers.cuda.monokernel import stream_cubin
     from kog_dist.workers.cuda.random_weights import random_weights
 
     arguments, world_size = context.arguments, context.info.world_size
     (spec, codings), max_tokens = named_shape(str(arguments["spec"])), int(arguments["tokens"])
     contexts, samplings = [int(at) for at in arguments["contexts"]], list(arguments.get("samplings", ()))
-    shape = rank_shape(context, spec, **codings)
+    options = {**codings, "kv_dtype": str(arguments.get("kv_dtype", "bfloat16"))}
+    shape, is_alone = rank_shape(context, spec, **options), bool(arguments.get("memory_alone"))
     bare = [partial(build_without_delayed_sums, shape)] if arguments.get("yardstick") and world_size > 1 else []
     if arguments.get("trace"):
         return {"trace": _trace(context, replace(shape, traced_step=TRACED_STEP), Path(str(arguments["trace"])))}
-    builds = [rank_shape(context, spec, **codings, **options) for options in arguments.get("builds", ())]
-    prepare(context, builds, others=bare)
+    builds = [rank_shape(context, spec, **options, **build) for build in arguments.get("builds", ())]
+    prepare(context, builds, others=[*bare, partial(stream_cubin, shape)] if is_alone else bare)
     prepare(context, [shape], processors=bool(samplings))
     weights = random_weights(shape, SEED)
     page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
     found: dict[str, Any] = {"us": {}, "bits": {}, "repeated_bits": {}, "repeats": {}}
     with rank_kernel(context, shape, weights, processors=page is not None, masks=None if page is None else page.masks) as kernel:
+        if arguments.get("filled"):
+            fill_cache(kernel)
+        if is_alone:
+            found["alone_us"] = kernel.stream_us(_STREAMED_TOKENS)
         for at in contexts:
             context.rendezvous.barrier(context.deadline)
             found["us"][str(at)] = token_times_us(kernel, at, max_tokens)
@@ -110,6 +127,25 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
             cubins = [build().path for build in bare]
             found["rounds"] = {str(at): medians_in_turn(context, kernel, cubins, at, max_tokens, _ROUNDS)[0] for at in contexts}
     return found
+
+
+def fill_cache(kernel: Monokernel) -> None:
+    """Decode the positions of the first batch of each split, and copy each such batch to all that follow. Collective.
+
+    Raises ConfigError where windowed layers keep a ring, whose batches have other places.
+    """
+    cache = kernel.shape.cache
+    if cache.ring_positions:
+        raise ConfigError("a KV cache of which windowed layers keep a ring cannot be filled")
+    import cupy
+
+    ids = np.random.default_rng(SEED).integers(0, kernel.shape.spec.vocab_size, BATCH * kernel.shape.splits).tolist()
+    kernel.begin(ids, 1, SamplingParams())
+    kernel.launch(len(ids))
+    kernel.finish()
+    batches = kernel.kv.reshape(-1, cache.full_batches, cache.batch_bytes)
+    batches[:, 1:] = batches[:, :1]
+    cupy.cuda.Device().synchronize()  # it was filled on another stream than the kernel's
 
 
 def _one_token(kernel: Monokernel, at: int) -> list[str]:
@@ -148,12 +184,18 @@ def run(plan: ScalingPlan, gpu_counts: Sequence[int]) -> bool:
     """Measure and print a table; the last line is one JSON object. False: bits or tokens differ, or a number of GPUs failed."""
     require_gpus(max(gpu_counts))
     before, figures = machine(), list[dict[str, Any]]()
-    configuration = {"model": f"{plan.spec}, random weights", "tokens": plan.tokens, "gpu": gpu_name()}
+    configuration = {
+        "model": f"{plan.spec}, random weights", "tokens": plan.tokens, "gpu": gpu_name(), "kv_dtype": plan.kv_dtype,
+        "filled": plan.filled,
+    }  # fmt: skip
     bits, tokens = dict[str, list[str]](), list[int]()  # of the first number of GPUs that did not fail
-    whole = {"spec": plan.spec, "contexts": list(plan.contexts), "tokens": plan.tokens, "repeats": plan.repeats}
+    whole: dict[str, Any] = {
+        "spec": plan.spec, "contexts": list(plan.contexts), "tokens": plan.tokens, "repeats": plan.repeats,
+        "kv_dtype": plan.kv_dtype, "filled": plan.filled,
+    }  # fmt: skip
     once_more = {**whole, "repeats": 0, "yardstick": plan.yardstick, "builds": [dict(options) for options in plan.builds]}
     trace = {**whole, "trace": None if plan.trace is None else str(Path(plan.trace).absolute())}
-    whole |= {"samplings": list(plan.samplings), "long_run": plan.long_run}
+    whole |= {"samplings": list(plan.samplings), "long_run": plan.long_run, "memory_alone": plan.memory_alone}
     with finishing("scaling", configuration, before, figures):
         for count in gpu_counts:  # parts in processes of their own: one that fails takes nothing from the others
             if ranks := attempted(figures, decode, count, whole):
@@ -190,9 +232,13 @@ def _figure(
         "same_bits": digests == reference.setdefault(at, digests),
         "different_repeats": max(rank["repeats"][at] for rank in ranks), "repeats": plan.repeats,
     }  # fmt: skip
+    alone = ""
+    if plan.memory_alone:  # of the slowest rank
+        figure["alone_us"] = round(max(rank["alone_us"] for rank in ranks), 1)
+        alone = f", weights alone {figure['alone_us']:.1f} us ({100 * figure['alone_us'] / median:.1f} %)"
     line = (
         f"{count} GPUs, context {context:>5}: {figure['us_per_token']:8.1f} us median, {figure['p99_us']:8.1f} p99, "
-        f"{figure['tokens_per_s']:8.1f} tokens/s{_wanted(plan, WANTED_PER_S.get((count, context)))}, "
+        f"{figure['tokens_per_s']:8.1f} tokens/s{_wanted(plan, WANTED_PER_S.get((count, context)))}{alone}, "
         f"bits {'the same' if figure['same_bits'] else 'OTHERS'}, {figure['different_repeats']} of {plan.repeats} repeats differ"
     )
     print(line, flush=True)
