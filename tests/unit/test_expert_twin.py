@@ -96,7 +96,7 @@ def test_a_build_that_is_checked_keeps_the_choices_of_every_thread_block(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the oracle, of the newest positions, on one rank and on two; bits are as without."""
-    model, num_kept = Model(VARIANTS[variant], "bfloat16", monkeypatch), 4
+    model, num_kept = Model(VARIANTS[variant], "bfloat16", monkeypatch), 3
     options: Any = {"max_ctas": 4, "splits": SPLITS.get(variant, 0), "num_runs": 1}
     plain = answer(model, 1, tmp_path / "plain", **options)
 
