@@ -56,6 +56,8 @@ def choose_gpus(
     found = None if settings.device == "cpu" else _choose(settings, checkpoint, environ, inventory)
     if found is None and settings.prefill == "on":
         raise ConfigError("--prefill on is for GPUs, and the model would run on CPU ranks here; leave it out, or use --gpus")
+    if found is not None and settings.check_experts and settings.prefill == "on":
+        raise ConfigError("--prefill on contradicts --check-experts, which compares what the decoder chooses; leave one out")
     if found is None and windows == "ring":
         raise ConfigError("kv_windows ring is for GPUs, and CPU ranks keep all positions; leave it out, or use --gpus")
     if found is not None and windows == "whole" and not found.whole_windows:
@@ -133,6 +135,8 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
 
     if settings.prefill == "off" or (settings.prefill == "auto" and count > PREFILLED_GPUS):
         return needs("off")
+    if settings.check_experts:
+        return needs("off", note="prompts go token by token: --check-experts compares what is chosen for each")
     obstacle = obstacle_to_prefill(checkpoint.spec, coding_of(checkpoint) if checkpoint.spec.experts is not None else None)
     if settings.prefill == "on":
         return needs("on", obstacle=obstacle)

@@ -99,7 +99,8 @@ def dry_run(settings: LaunchConfig) -> str:
     launcher = choose_launcher(settings, os.environ)
     target, obstacles = plan_target(settings, needs_weights=False)
     spec = target.checkpoint.spec
-    plan = make_plan(spec, target.world_size, staggered=target.device == "cuda", checks_experts=settings.check_experts)
+    is_on_gpus = target.device == "cuda"  # whose hosts compare choices of experts, between launches
+    plan = make_plan(spec, target.world_size, staggered=is_on_gpus, checks_experts=settings.check_experts and not is_on_gpus)
     check_plan(plan)
     steps = Counter(step.phase.name.lower() for step in plan.ranks[0].steps)
     sent = sum(step.publishes is not None for step in plan.ranks[0].steps)

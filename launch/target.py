@@ -122,8 +122,6 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
         raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
-    if settings.check_experts:
-        raise ConfigError("check_experts compares what CPU ranks choose, and these are GPUs; leave it out, or use --device cpu")
     if choice.context:
         checkpoint = replace(checkpoint, spec=checkpoint.spec.with_context(choice.context))
     kept_bytes, kept_host_bytes = 0, 0

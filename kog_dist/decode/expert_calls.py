@@ -6,12 +6,11 @@ the model alone decides.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kog_dist.decode import lane_math
+from kog_dist.decode import choices, lane_math
 from kog_dist.decode.cursor import Cursor
 from kog_dist.decode.exchange_calls import ExchangeCalls
 from kog_dist.decode.groups import Array, Finder, Group
@@ -73,7 +72,7 @@ class ExpertCalls:
             if compares:
                 own[:] = choice[0]
                 publish(own)
-                _check_choices(collect(own), step.layer, cursor.token)
+                _compare(collect(own), step.layer, cursor.token)
 
         return run
 
@@ -146,14 +145,8 @@ def _ids(choice: Array) -> list[int]:
     return [int(expert) for expert in choice[0]]
 
 
-def _check_choices(rows: Array, layer: int, token: int) -> None:
-    """Raise PlanError if of the choices (ranks, K) of all ranks one differs from that of most, or of rank 0 if none has most."""
-    choices: Sequence[tuple[int, ...]] = [tuple(map(int, row)) for row in rows]
-    usual = Counter(choices).most_common(1)[0][0]  # of equally many the first
-    for rank, choice in enumerate(choices):
-        if choice != usual:
-            other = next(peer for peer, theirs in enumerate(choices) if theirs == usual)
-            raise PlanError(
-                f"rank {rank} chose experts {', '.join(map(str, choice))} in layer {layer} at token {token}, but rank {other} "
-                f"{', '.join(map(str, usual))}: the ranks do not compute the same; start again, and report it if it comes back"
-            )
+def _compare(rows: Array, layer: int, token: int) -> None:
+    """Raise PlanError if of the choices (ranks, K) of all ranks one differs."""
+    found = choices.difference([tuple(map(int, row)) for row in rows], layer, token)
+    if found:
+        raise PlanError(found)

@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kog_dist.bench.fakes.tiny_model import TINY_ON_GPUS
+from kog_dist.bench.fakes.tiny_model import TINY_ON_GPUS, TINY_WITH_EXPERTS
 from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.collectives.cuda_kernels import exchange_cubin
@@ -66,6 +66,8 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
     elif group == "benchmarks":
         for options in ({}, {"traced_step": 8}, {"keeps_hashes": True}):
             yield laneformer_2b(), options
+    elif group == "checked":
+        yield from ((TINY_WITH_EXPERTS, {"checks_experts": checks}) for checks in (False, True))
     elif group in (others := {"2b": laneformer_2b(), "tiny": TINY_ON_GPUS}):
         yield others[group], {}
     elif group == "forms":
@@ -88,7 +90,11 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
         if group == "benchmarks" and shape.num_ranks > 1:
             yield partial(build_without_delayed_sums, shape)
         return
-    yield from (partial(build, headers(shape), source) for source in (*KERNEL_SOURCES, *HEAD_SOURCES))
+    without_prefill = group == "checked"
+    sources = KERNEL_SOURCES if without_prefill else (*KERNEL_SOURCES, *HEAD_SOURCES)
+    yield from (partial(build, headers(shape), source) for source in sources)
+    if without_prefill:
+        return
     if spec.has_one_stream:
         header = dense_header(layout, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
         yield partial(compiled.build, "dense", header)

@@ -177,6 +177,7 @@ STEPS = {
     "smollm2": _tests(1, 70, 200, "test_smollm2"),  # with `make model`
     "same_tokens": _tests(1, 30, 150, "test_same_tokens", builds="demo:1"),
     "build_paths": _tests(1, 15, 150, "test_build_paths"),
+    "checked_1": _tests(1, 60, 240, "test_check_experts", "1] or block", builds="checked:1"),
     "ranks_1": _tests(1, 20, 90, "test_ranks", "1]", builds="ranks:1"),
     "train": _tests(1, 120, 400, "test_train", "not two_gpus"),
     "memcheck": Step(1, 240, 900, ("sh", "tests/gpu/memcheck.sh"), r"tokens|=====", False, environ={"PYTHON": sys.executable}),
@@ -214,6 +215,7 @@ STEPS = {
     # ---- two GPUs ----
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2 benchmarks:1,2"),
     "prefill_ranks_2": _tests(2, 250, 420, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),
+    "checked_2": _tests(2, 60, 240, "test_check_experts", "2]", builds="checked:2"),
     "ranks_4_on_2": _tests(2, 145, 350, "test_ranks", "4]", builds="ranks:1,4 benchmarks:1,4", ranks_per_gpu=2),
     "ranks_8_on_2": _tests(2, 240, 500, "test_ranks", "8]", builds="ranks:1,8 benchmarks:1,8", ranks_per_gpu=4),
     "prefill_ranks_4_on_2": _tests(2, 140, 320, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4", ranks_per_gpu=2),

@@ -13,17 +13,19 @@ import pytest
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs, token_logprobs
-from kog_dist.errors import AbortedError, LaunchError, RequestFailed
+from kog_dist.errors import AbortedError, LaunchError, PlanError, RequestFailed
 from kog_dist.runtime.control import AbortCause, ControlPage
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines import launches
+from kog_dist.workers.engines.choice_check import ChoiceCheck
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_device import device_index, translated_errors
 
-MAX_CONTEXT, VOCAB = 400, 1000
+MAX_CONTEXT, VOCAB, LAYERS = 400, 1000, 3
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,12 @@ class Logits:
 
 def logits_of(token_id: int) -> Any:
     return -np.abs(np.arange(VOCAB) - token_id - np.float32(0.1)).astype(np.float32)
+
+
+def choices_at(position: int) -> Any:
+    """(LAYERS, thread blocks): of two experts, 8 bits each, the same in all thread blocks."""
+    words = [[(position + layer) % 7 | 9 << 8] for layer in range(LAYERS)]
+    return np.repeat(np.array(words, np.uint64), 4, axis=1)
 
 
 class ScriptedKernel:
@@ -124,6 +132,9 @@ class ScriptedKernel:
 
     def state(self) -> Any:
         return {"position": self.position}
+
+    def choices(self, first: int, end: int) -> Any:
+        return np.stack([choices_at(position) for position in range(first, end)])
 
     def token(self, index: int) -> Entry | None:
         return self.entries[index] if index < len(self.entries) else None
@@ -290,6 +301,82 @@ def test_a_cancelled_request_says_how_far_it_came(control: ControlPage, kernel: 
     kernel.cancelled = True
     assert engine.run(1, request(num_prompt=70)) is Finish.CANCELLED
     assert control.progress(1) == kernel.position == 70
+
+
+# ---- choices of experts ----
+@pytest.fixture
+def checked(engine: CudaEngine) -> CudaEngine:
+    engine._choices = ChoiceCheck(0, 2, lambda own: [own])
+    return engine
+
+
+@pytest.mark.parametrize("options", [{}, {"logit_digests": True}, {"sampling": SamplingParams(logprobs=1)}])
+def test_launches_are_no_longer_than_choices_are_kept(
+    control: ControlPage, kernel: ScriptedKernel, checked: CudaEngine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All positions are compared, each before another launch could overwrite its choices, and before its token is handed out."""
+    compared: list[int] = []
+    launched: list[int] = []
+    choices, launch = kernel.choices, kernel.launch
+
+    def noted(first: int, end: int) -> Any:
+        assert end == kernel.position
+        assert end - first <= CHOICE_POSITIONS
+        assert len(answer(control)) == max(first - 19, 0)
+        compared.extend(range(first, end))
+        return choices(first, end)
+
+    def after_all(num_steps: int) -> None:
+        assert len(compared) == sum(launched), "the launch before has not been compared"
+        launched.append(num_steps)
+        launch(num_steps)
+
+    monkeypatch.setattr(kernel, "choices", noted)
+    monkeypatch.setattr(kernel, "launch", after_all)
+    assert checked.run(1, request(num_prompt=20, max_tokens=6, **options)) is Finish.LENGTH
+    assert [entry.token_id for entry in answer(control)] == list(range(119, 125))
+    assert launched == [8, 8, 3, *[1] * 6]
+    assert compared == list(range(25))
+
+
+def test_only_what_is_decoded_is_compared(control: ControlPage, kernel: ScriptedKernel, checked: CudaEngine) -> None:
+    checked.run(1, request(num_prompt=100, max_tokens=10))
+    checked.run(2, request(num_prompt=150, max_tokens=10, kv=KvUse(num_cached=109)))
+    assert kernel.launches == [8] * 5 + [1] * 10
+    kernel.cancelled = True
+    assert checked.run(3, request(num_prompt=20)) is Finish.CANCELLED
+
+
+@pytest.mark.parametrize("position", [5, 21])
+def test_a_wrong_choice_ends_a_request_without_its_token(
+    control: ControlPage, kernel: ScriptedKernel, checked: CudaEngine, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = kernel.choices
+
+    def wrong(first: int, end: int) -> Any:
+        words = choices(first, end)
+        if first <= position < end:
+            words[position - first, 1, 2] = 0
+        return words
+
+    monkeypatch.setattr(kernel, "choices", wrong)
+    with pytest.raises(PlanError, match=rf"^thread block 2 chose experts 0, 0 in layer 1 at token {position + 1} on rank 0, "):
+        checked.run(1, request(num_prompt=20))
+    assert [entry.token_id for entry in answer(control)] == list(range(119, 100 + position))
+
+
+def test_an_abort_ends_a_request_that_waits_to_compare(
+    control: ControlPage, kernel: ScriptedKernel, checked: CudaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_idle() -> bool:  # a launch that does not end
+        control.set_abort(AbortCause.RANK_DIED, 0)
+        return False
+
+    monkeypatch.setattr(kernel, "is_idle", is_idle)
+    with pytest.raises(AbortedError, match=r"^rank 0 left request 1 because"):
+        checked.run(1, request())
+    assert kernel.aborted
+    assert answer(control) == []
 
 
 # ---- requests with processors ----

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,9 @@ from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs, token_logprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError
+from kog_dist.model.checkpoint import random_tensors, write_checkpoint
+from kog_dist.model.experts import ExpertsSpec
+from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import AbortCause, ControlPage, RankState
 from kog_dist.runtime.memfd import Segment
 from kog_dist.runtime.topology import LocalRendezvous, RankInfo
@@ -33,10 +37,14 @@ from kog_dist.workers.engines.cuda import CudaEngine
 from tests.unit import fake_cupy
 from tests.unit.fake_cupy import FakeRuntime
 from tests.unit.prefill.test_engine_with_prefill import ScriptedPrefill
-from tests.unit.test_cuda_engine import ScriptedKernel, answer
+from tests.unit.test_cuda_engine import LAYERS, ScriptedKernel, answer, choices_at
 
-DEMO = Path(str(resources.files("kog_dist"))) / "models" / "demo"
 MAX_CONTEXT, STEP_TIMEOUT_S, JOIN_S = 2048, 5.0, 30.0
+WITH_EXPERTS = ModelSpec(
+    hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=4, intermediate_size=48, vocab_size=400, max_context=256,
+    num_lanes=4, delay=0, experts=ExpertsSpec(10, 2),
+)  # fmt: skip
+DEMO = Path(str(resources.files("kog_dist"))) / "models" / "demo"
 
 
 class RankKernel(ScriptedKernel):
@@ -130,9 +138,10 @@ def logits_of(vocab_size: int, token_id: int) -> Any:
 class Ranks:
     """Engines, kernels and the shared pages of all ranks, and what happened at their start."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size, self.lock = world_size, threading.RLock()
-        self.page = ControlPage.create(world_size, MAX_CONTEXT)
+    def __init__(self, world_size: int, model: Path = DEMO, max_context: int = MAX_CONTEXT, **options: Any) -> None:
+        """`options`: of WorkerArgs."""
+        self.world_size, self.lock, self.model, self.options = world_size, threading.RLock(), model, options
+        self.page = ControlPage.create(world_size, max_context)
         self.meeting: Segment = LocalRendezvous.create(world_size)
         self.kernels: dict[int, RankKernel] = {}
         self.happened: list[str] = []
@@ -140,7 +149,8 @@ class Ranks:
 
     def _engine(self, rank: int) -> CudaEngine:
         info = RankInfo(rank, self.world_size, rank, "test", control_fd=self.page.fd, rendezvous_fd=os.dup(self.meeting.fd))
-        args = WorkerArgs(info, str(DEMO), f"cuda:{rank}", "bfloat16", False, JOIN_S, STEP_TIMEOUT_S)
+        times = (JOIN_S, STEP_TIMEOUT_S)
+        args = WorkerArgs(info, str(self.model), f"cuda:{rank}", "bfloat16", False, *times, **self.options)
         return CudaEngine(args, ControlPage.from_fd(os.dup(self.page.fd)))
 
     def advance(self) -> None:
@@ -206,6 +216,25 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 @pytest.fixture(params=[2, 4])
 def ranks(request: pytest.FixtureRequest, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     made = Ranks(request.param)
+    play_kernels(made, runtime, monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[2, 4])
+def checked(
+    request: pytest.FixtureRequest, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Ranks]:
+    """Ranks with a model with experts, two of ten for each token, that compare which ones they choose."""
+    write_checkpoint(tmp_path, WITH_EXPERTS, random_tensors(WITH_EXPERTS, seed=11))
+    made = Ranks(request.param, tmp_path, WITH_EXPERTS.max_context, check_experts=True)
+    play_kernels(made, runtime, monkeypatch)
+    yield made
+    made.close()
+
+
+def play_kernels(made: Ranks, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of what compiles, loads and runs."""
 
     def monokernel_of(
         shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, processors: bool, masks: Any
@@ -228,8 +257,6 @@ def ranks(request: pytest.FixtureRequest, runtime: FakeRuntime, monkeypatch: pyt
     monkeypatch.setattr(build, "build", lambda headers, source: made.happened.append("build"))
     monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, on_share: made.happened.append("weights"))
     monkeypatch.setattr(monokernel, "Monokernel", monokernel_of)
-    yield made
-    made.close()
 
 
 def request(num_prompt: int = 3, max_tokens: int = 200, **options: Any) -> DecodeRequest:
@@ -376,6 +403,91 @@ def test_all_kernels_take_what_prefill_gives_up(ranks: Ranks, gives_up: bool) ->
     for kernel in ranks.kernels.values():
         assert kernel.begun[1:] == ([(100, 99), (100, 0)] if gives_up else [(100, 99)]) * 2, "behind the trial"
         assert (kernel.streams is None) is gives_up
+
+
+# ---- choices of experts ----
+def test_equal_choices_change_nothing(checked: Ranks) -> None:
+    checked.start()
+    assert all(kernel.shape.checks_experts for kernel in checked.kernels.values())
+    entries = checked.answer(1, request(num_prompt=20, max_tokens=5))
+    assert [entry.token_id for entry in entries] == list(range(119, 124))
+    assert {tuple(kernel.chunks) for kernel in checked.kernels.values()} == {(8, 8, 3, *[1] * 5)}
+    assert len(checked.answer(2, request(max_tokens=3))) == 3
+
+
+@pytest.mark.parametrize("position", [0, 12, 21])
+def test_a_wrong_choice_of_one_rank_ends_all_with_one_sentence(checked: Ranks, position: int) -> None:
+    checked.start()
+    odd = checked.world_size - 1
+    kernel = checked.kernels[odd]
+    choices = kernel.choices
+
+    def wrong(first: int, end: int) -> Any:
+        words = choices(first, end)
+        if first <= position < end:
+            words[position - first, 2:] = 3 | 8 << 8
+        return words
+
+    kernel.choices = wrong  # type: ignore[method-assign]
+    errors = checked.on_all(lambda engine: engine.run(1, request(num_prompt=20)))
+    sentences = {str(error) for error in errors if not isinstance(error, AbortedError)}
+    usual = f"{int(choices_at(position)[2, 0]) & 0xFF}, 9"
+    assert sentences == {
+        f"rank {odd} chose experts 3, 8 in layer 2 at token {position + 2}, but rank 0 {usual}: the ranks do not compute "
+        f"the same; start again, and report it if it comes back"
+    }, checked.happened
+    assert [entry.token_id for entry in answer(checked.page, 1)] == list(range(119, 100 + position))
+
+
+@pytest.mark.parametrize("checked", [2], indirect=True)
+def test_a_wrong_choice_on_trial_is_no_start(checked: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(kernel: RankKernel, first: int, end: int) -> Any:
+        return np.full((end - first, LAYERS, 4), kernel.shape.hosted_lanes[0], np.uint64)
+
+    monkeypatch.setattr(RankKernel, "choices", wrong)
+    errors = checked.on_all(lambda engine: engine.startup())
+    assert any("rank 1 chose experts 2, 0 in layer 0 at token 1, but rank 0 0, 0:" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("checked", [2], indirect=True)
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_rank_does_not_wait_for_ever_for_the_choices_of_another(
+    checked: Ranks, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peer ran the step, but its host does not come: the launcher says so, or else the time of a step ends it."""
+    checked.start()
+    waits, first = threading.Event(), checked.engines[0]
+    assert first._choices is not None
+    gather = first._choices._gather
+
+    def gathered(own: bytes) -> list[bytes]:
+        waits.set()
+        return gather(own)
+
+    monkeypatch.setattr(first._choices, "_gather", gathered)
+    monkeypatch.setattr(first._peers, "_args", replace(first._args, step_timeout_s=JOIN_S if is_told else 0.2))
+
+    def run(engine: CudaEngine) -> Finish:
+        if engine is first:
+            return engine.run(1, request())
+        kernel = checked.kernels[1]
+        kernel.begin((0, 1, 2), 1, SamplingParams())
+        kernel.launch(2)
+        assert waits.wait(JOIN_S)
+        if is_told:
+            checked.page.set_abort(AbortCause.RANK_DIED, 1)
+        return Finish.NONE
+
+    error, finish = checked.on_all(run)
+    assert finish is Finish.NONE, checked.happened
+    if is_told:
+        assert isinstance(error, AbortedError)
+    else:
+        assert str(error) == (
+            "rank 0 waited 0.2 s to compare choices of experts and rank 1 did not come; look at its last words, or raise "
+            "--step-timeout"
+        )
+    assert answer(checked.page, 1) == []
 
 
 # ---- a peer that is gone ----

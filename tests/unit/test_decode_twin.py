@@ -122,11 +122,12 @@ def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
 def answer(
     model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None, num_runs: int = len(RUNS),
     max_ctas: int = 5, changed: Callable[[Mapping[str, str]], dict[str, str]] = dict, head_coding: Coding | None = None, *,
-    whole_windows: bool = False, splits: int = 0,
+    whole_windows: bool = False, splits: int = 0, checks_experts: bool = False,
 ) -> tuple[list[int], Any]:  # fmt: skip
     """Tokens of a greedy answer, and all logits (vocab,) before the last one, of sources that `changed` has changed.
 
-    The same bits in the first `num_runs` of RUNS.
+    The same bits in the first `num_runs` of RUNS. With `checks_experts` kept.RANK.bin has choices of experts, and there are no
+    hashes of tokens and scores.
     """
     spec = model.spec
     shapes = [
@@ -142,7 +143,8 @@ def answer(
             matrix_warps=matrix_warps,
             coding=coding,
             head_coding=head_coding,
-            keeps_hashes=True,
+            keeps_hashes=not checks_experts,
+            checks_experts=checks_experts,
             whole_windows=whole_windows,
             splits=splits,
         )
@@ -200,7 +202,7 @@ def _read_answer(shapes: list[KernelShape], folder: Path) -> tuple[list[int], An
     rings = [np.fromfile(folder / f"ring.{rank}.bin", np.uint64).reshape(-1, 2) for rank in range(num_ranks)]
     assert all(np.array_equal(ring, rings[0]) for ring in rings)
     states = [np.fromfile(folder / f"state.{rank}.bin", DECODE_STATE.dtype, count=1)[0] for rank in range(num_ranks)]
-    assert states[0]["hash"].all()
+    assert states[0]["hash"].all() == shapes[0].keeps_hashes
     assert all((state["hash"] == states[0]["hash"]).all() for state in states)
     logits = [
         np.fromfile(folder / f"logits.{rank}.bin", np.float32)[: shape.vocab_rows[1] - shape.vocab_rows[0]]

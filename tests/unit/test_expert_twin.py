@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from kog_dist.runtime.abi import WaitRecord
 from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.expert_weights import behind
-from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, KernelShape
 from tests.unit import moe_models
 from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, command_of, pytestmark  # noqa: F401
@@ -88,6 +89,54 @@ def test_of_equal_logits_the_smaller_numbers_are_chosen(tmp_path: Path, monkeypa
     wanted = model.logits([*PROMPT, *tokens[:-1]])
     assert np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1]) < 2e-3
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe, weights of all", "gpt_oss"])
+def test_a_build_that_is_checked_keeps_the_choices_of_every_thread_block(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the oracle, of the newest positions, on one rank and on two; bits are as without."""
+    model, num_kept = Model(VARIANTS[variant], "bfloat16", monkeypatch), 3
+    options: Any = {"max_ctas": 4, "splits": SPLITS.get(variant, 0), "num_runs": 1}
+    plain = answer(model, 1, tmp_path / "plain", **options)
+
+    def fewer(sources: Mapping[str, str]) -> dict[str, str]:
+        return replaced(sources, "shape.cuh", f"KOG_CHOICES {CHOICE_POSITIONS}\n", f"KOG_CHOICES {num_kept}\n")
+
+    for num_ranks in (1, 2):
+        folder = tmp_path / f"{num_ranks}"
+        tokens, logits = answer(model, num_ranks, folder, **options, changed=fewer, checks_experts=True)
+        assert tokens == plain[0]
+        assert logits.tobytes() == plain[1].tobytes()
+        ids = [*PROMPT, *tokens[:-1]]
+        assert len(ids) > num_kept, "some are overwritten"
+        wanted = choices_of(model, ids, monkeypatch)
+        for rank in range(num_ranks):
+            kept = np.fromfile(folder / f"kept.{rank}.bin", np.uint64).reshape(num_kept, model.spec.num_layers, -1)
+            for position in range(len(ids) - num_kept, len(ids)):
+                of_blocks = kept[position % num_kept]
+                assert (of_blocks == of_blocks[:, :1]).all()
+                assert [int(word) for word in of_blocks[:, 0]] == wanted[position], f"rank {rank}, position {position}"
+
+
+def choices_of(model: Model, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What the oracle chooses at each position in each layer, in the words that a kernel keeps."""
+    chosen: list[Any] = []
+    topk = torch.topk
+
+    def noted(x: Any, k: int) -> Any:
+        found = topk(x, k)
+        chosen.append(found.indices)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "topk", noted)
+        model.logits(ids)
+    assert len(chosen) == model.spec.num_layers
+    return [
+        [sum(expert << 8 * place for place, expert in enumerate(sorted(of_layer[position].tolist()))) for of_layer in chosen]
+        for position in range(len(ids))
+    ]
 
 
 def with_silences(sources: Mapping[str, str]) -> dict[str, str]:

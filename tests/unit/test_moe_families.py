@@ -232,6 +232,27 @@ def test_published_shapes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "GPUs do not run" not in text
 
 
+def test_gpus_whose_choices_are_compared_take_prompts_token_by_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with --prefill off, in the memory plan as well; who asks for prefill, too, is told that it cannot be had."""
+    monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
+    monkeypatch.setattr(kept_prefixes, "_free_of_host", lambda: 2**40)
+    inventory = inventory_from(node(2))
+    monkeypatch.setattr(gpu_choice, "read_inventory", lambda: inventory)
+    (tmp_path / "config.json").write_text(json.dumps(MOE["gpt-oss-20b"]))
+    settings = LaunchConfig(model=str(tmp_path), gpus="2", pin=False, check_experts=True)
+    shown = dry_run(settings).splitlines()
+    assert plan_target(settings, needs_weights=False)[0].prefill == "off"
+    note = "note       prompts go token by token: --check-experts compares what is chosen for each"
+    assert note in shown
+    without = dry_run(replace(settings, check_experts=False, prefill="off")).splitlines()
+    assert [line for line in shown if line != note] == without
+    assert dry_run(replace(settings, prefill="off")).splitlines() == without, "nobody wonders why"
+    assert plan_target(replace(settings, gpus=None), needs_weights=False)[0].prefill == "off"
+    for gpus in ("2", None):
+        with pytest.raises(ConfigError, match=r"^--prefill on contradicts --check-experts, which .*; leave one out$"):
+            plan_target(replace(settings, gpus=gpus, prefill="on"), needs_weights=False)
+
+
 def test_gpt_oss_120b_keeps_prefixes_on_one_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its whole context, and prefill; where 2.5 GiB are taken windowed layers keep a ring, and it is said."""
     monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)

@@ -15,6 +15,7 @@ BUILDS = {
     "KOG_HEAD_ONLY",
     "KOG_TRACE",
     "KOG_HASHES",
+    "KOG_CHOICES",
     "KOG_CODE",
     "KOG_INTEGERS",
     "KOG_EXPERTS",

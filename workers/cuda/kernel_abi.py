@@ -35,7 +35,7 @@ DECODE_PARAMS = Struct(
         Field("host_ptr", "u64", "HostPage, in pinned host memory"),
         Field("ring_ptr", "u64", "uint64 (max_context, 2) in pinned host memory: token | tag << 32, finish | tag << 32"),
         Field("stamps_ptr", "u64", "uint64 (num_steps): globaltimer at the end of each step; 0 = not wanted"),
-        Field("trace_ptr", "u64", "uint64 stamps of a traced build, or hashes of a build with hashes; else 0"),
+        Field("trace_ptr", "u64", "uint64 stamps of a traced build, or hashes or choices of a build with these; else 0"),
         Field("seed", "u64", "seed of the sampling"),
         Field("inverse_temperature_bits", "u32", "float32 1 / temperature; 0 = greedy"),
         Field("wait_limit_us", "u32", "longest wait, at most 2000000"),

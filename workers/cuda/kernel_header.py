@@ -12,7 +12,14 @@ from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.code_names import CODES, SCALES
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 from kog_dist.workers.cuda.kernel_boxes import by_kind, layer_mask
-from kog_dist.workers.cuda.kernel_shape import HASH_TOKENS, NEAR_CONTEXT, NUM_HASHES, NUM_SQUARES, KernelShape
+from kog_dist.workers.cuda.kernel_shape import (
+    CHOICE_POSITIONS,
+    HASH_TOKENS,
+    NEAR_CONTEXT,
+    NUM_HASHES,
+    NUM_SQUARES,
+    KernelShape,
+)
 from kog_dist.workers.cuda.kv_format import FORMATS, kv_lines
 
 
@@ -118,6 +125,8 @@ def shape_header(shape: KernelShape) -> str:
         lines.append("#define KOG_WHOLE_WINDOWS")
     if shape.keeps_hashes:
         lines += [f"#define KOG_HASHES {NUM_HASHES}", f"#define KOG_HASH_TOKENS {HASH_TOKENS}"]
+    if shape.checks_experts:
+        lines.append(f"#define KOG_CHOICES {CHOICE_POSITIONS}")
     if shape.traced_step >= 0:
         lines += ["#define KOG_TRACE 1", f"namespace kog {{ constexpr u32 kTracedStep = {shape.traced_step}; }}"]
     return "\n".join(lines) + "\n"

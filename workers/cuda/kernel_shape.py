@@ -27,6 +27,7 @@ SHARED_BYTES = 232448
 # finaliser was done with the one two before that.
 NUM_SQUARES = 3
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
+CHOICE_POSITIONS = 8  # whose choices of experts are kept, in turn: a rendezvous has room for those of 128 layers
 _PACKED_TILE_BYTES, _MOST_TILES = 2 * 8 + 4, 32  # barriers and place of a tile in a packed ring; tiles in it
 _NOTES_BYTES, _PADDING_BYTES = 32 + 2 * 48, 32  # WaitNote and both PeerNotes; of `Shared`, at most
 _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before position NEAR_CONTEXT and from there on; as measured
@@ -69,6 +70,7 @@ class KernelShape:
     head_coding: Coding | None = None  # of the LM head
     whole_windows: bool = False  # windowed layers keep all positions, not a ring of the newest; the same bits, see `CacheShape`
     keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
+    checks_experts: bool = False  # each thread block keeps its choices of experts, so that hosts can compare them
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -83,8 +85,11 @@ class KernelShape:
         findings += (of_the_cache := kv_findings(spec, self.kv_dtype))
         if self.whole_windows and not self.cache.can_be_whole:
             findings.append(f"windows of {spec.sliding_window} positions, which fill whole batches (rings of them)")
-        if self.keeps_hashes and self.traced_step >= 0:
-            findings.append("hashes and a trace (one of them)")
+        kept = {"hashes": self.keeps_hashes, "a trace": self.traced_step >= 0, "choices of experts": self.checks_experts}
+        if sum(kept.values()) > 1:
+            findings.append(f"{' and '.join(name for name, is_kept in kept.items() if is_kept)} to keep (one of them)")
+        if self.checks_experts and spec.experts is None:
+            findings.append("choices of experts to keep, and no experts (none of them)")
         if self.partition_batches < 0:
             findings.append(f"partitions of {self.partition_batches} batches (1 or more, or 0)")
         if self.splits not in SPLITS:

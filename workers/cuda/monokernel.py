@@ -28,7 +28,7 @@ from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import NUM_HASHES, SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, NUM_HASHES, SHARED_BYTES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild
 
@@ -110,6 +110,8 @@ class Monokernel:
         kinds, vectors = len(STAMP_KINDS), shape.num_products
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
+        sizes = (CHOICE_POSITIONS, shape.spec.num_layers, shape.num_ctas)
+        self._choices = cupy.zeros(sizes, cupy.uint64) if shape.checks_experts else None  # of position p: at p % CHOICE_POSITIONS
         self._forget_epochs()
         # Last, since it maps memory of the host, which whoever tries again after an error could not.
         self._processors = ProcessorsBuild(shape, KERNEL_NAME, masks) if processors else None
@@ -253,8 +255,8 @@ class Monokernel:
         for name, held in arrays.items():
             params[f"{name}_ptr"] = held.data.ptr
         params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data
-        kept = self.trace if self.hashes is None else self.hashes
-        params["trace_ptr"] = 0 if kept is None else kept.data.ptr
+        kept = [held for held in (self.trace, self.hashes, self._choices) if held is not None]  # at most one: see KernelShape
+        params["trace_ptr"] = kept[0].data.ptr if kept else 0
         masked = self._processed_request is not None and self._processed_request.mask_epoch
         params["seed"], params["wait_limit_us"] = self._sampling.seed, LONGEST_WAIT_US if masked else self._limit_us
         if self._sampling.temperature > 0:
@@ -278,6 +280,15 @@ class Monokernel:
         """Those of token `index`, if the request wants them; None when the kernel has not written them yet. Only on rank 0."""
         assert self._processors is not None, "made without the build with processors"
         return self._processors.logprobs(index, self._tag)
+
+    def choices(self, first: int, end: int) -> Any:
+        """Which experts were chosen at positions [first, end), the newest ones: uint64 (positions, layers, thread blocks).
+
+        Their numbers in ascending order, 8 bits each, the first one lowest. Waits for the launches.
+        """
+        assert self._choices is not None, "made without choices of experts"
+        assert end - first <= CHOICE_POSITIONS, "older ones are overwritten"
+        return self._choices.get(stream=self.stream)[np.arange(first, end) % CHOICE_POSITIONS]
 
     def cancel(self) -> None:
         """End the request after the token that is being decoded."""

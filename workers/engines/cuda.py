@@ -31,6 +31,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import kv_blocks
 from kog_dist.workers.cuda.processors import ProcessedRequest
+from kog_dist.workers.engines.choice_check import ChoiceCheck
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
 from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
@@ -68,6 +69,7 @@ class CudaEngine:
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
         self._min_prefill_tokens = MIN_PREFILL_TOKENS
         self._has_overflown = False  # prefill, in any request so far
+        self._choices: ChoiceCheck | None = None  # None: nobody compares which experts are chosen
         self._max_context = 0
         self._start = StartTeller(partial(control.set_startup, self._rank))
         self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
@@ -83,7 +85,9 @@ class CudaEngine:
         spec = checkpoint.spec
         plan = make_plan(spec, world_size, staggered=True)  # the kernel's order
         check(plan)
-        shapes = kernel_shapes(checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows)
+        shapes = kernel_shapes(
+            checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows, checks_experts=args.check_experts
+        )
         with translated_errors(args.device), self._start.hearing_compilers():
             self._start.begin(StartStage.DEVICE)
             use_device(args.device)
@@ -93,6 +97,9 @@ class CudaEngine:
                 self._peers.agree(checkpoint, plan.digest(), device_index(args.device))
                 self._peers.build()
             self._kernel = self._load(checkpoint, shapes[self._rank])
+            if args.check_experts and spec.experts is not None:
+                gather = self._peers.gather_choices if self._peers is not None else lambda own: [own]
+                self._choices = ChoiceCheck(self._rank, spec.experts.per_token, gather)
             self._make_blocks(shapes[self._rank], self._kernel)
             self._max_context = spec.max_context
             self._try_kernel(self._kernel)
@@ -155,6 +162,7 @@ class CudaEngine:
         kernel.launch(1)
         self._await_launches("left its trial")
         kernel.finish()
+        self._compare_choices()
         entry = kernel.token(0)
         if entry is None:
             raise LaunchError(f"rank {self._rank}: the kernel ended its trial without a token; start the engine again")
@@ -258,7 +266,12 @@ class CudaEngine:
         kernel.begin(
             request.prompt, max_tokens, sampling, request.end_ids, first_position=first, processed=processed, streams=streams
         )  # fmt: skip
-        launches = Launches(kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests)
+        if self._choices is not None:
+            self._choices.begin(first)
+        launches = Launches(
+            kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests,
+            check=None if self._choices is None else self._compare_choices,
+        )  # fmt: skip
         self._tell(RankStage.LAUNCHED)
         return launches
 
@@ -279,6 +292,9 @@ class CudaEngine:
         for index in range(max_tokens):
             num_prefilled = min(num_cached, num_prompt - 1) if index == 0 else None
             token = self._next_token(seq, index, launches, heartbeat, num_prefilled, pace)
+            if self._choices is not None:
+                self._await_launches(f"left request {seq}")
+                self._compare_choices()
             if index == 0:
                 self._control.stamp(self._rank, RankStage.CHOSEN)
             logits = self._logits(seq) if request.logit_digests else None
@@ -372,6 +388,11 @@ class CudaEngine:
         self._await_launches(f"left request {seq}")
         own: NDArray[Any] = self._loaded.logits.get(stream=self._loaded.stream)
         return own if self._peers is None else self._peers.gather_logits(own)
+
+    def _compare_choices(self) -> None:
+        """Of experts, if anybody does; all launches have ended. Collective."""
+        if self._choices is not None:
+            self._choices.compare(self._loaded)
 
     # ---- ends ----
     def _settle(self, seq: int, finish: Finish) -> None:

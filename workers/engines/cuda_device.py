@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def kernel_shapes(
-    checkpoint: Checkpoint, kv_dtype: str, world_size: int, *, whole_windows: bool = False
-) -> list[KernelShape]:  # fmt: skip
+    checkpoint: Checkpoint, kv_dtype: str, world_size: int, *, whole_windows: bool = False, checks_experts: bool = False
+) -> list[KernelShape]:
     """What the kernel of each rank is compiled for.
 
     Raises ConfigError for a model or a number of ranks that it cannot run, PlanError if words of its thread blocks could be lost.
@@ -30,7 +30,7 @@ def kernel_shapes(
     shapes = [
         KernelShape(
             spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, whole_windows=whole_windows,
-            **codings,
+            checks_experts=checks_experts, **codings,
         )
         for hosted in lanes
     ]  # fmt: skip

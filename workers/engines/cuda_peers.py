@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cuda import CudaCommunicator
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.errors import KogError, LaunchError
+from kog_dist.errors import KogError, LaunchError, RendezvousTimeout
 from kog_dist.runtime.control import ControlPage, RankState
 from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline
@@ -150,6 +150,19 @@ class CudaPeers:
         upper, lower, ended = map(int, self._comm.all_gather(_CHOICE, epoch % _SLOTS, epoch, values)[0])
         word = upper << 16 | lower
         return (word - 1 if word else NO_TOKEN), Finish(ended)
+
+    def gather_choices(self, own: bytes) -> list[bytes]:
+        """What every rank says of the experts that it chose, in the order of ranks. Bounded by the time of a step."""
+        limit_s = self._args.step_timeout_s
+        try:
+            return self._rendezvous.all_gather_bytes(own, Deadline.after(limit_s))
+        except RendezvousTimeout as error:
+            names = ", ".join(map(str, error.missing))
+            raise RendezvousTimeout(
+                error.missing,
+                f"rank {self._rank} waited {limit_s:g} s to compare choices of experts and rank {names} did not come; look at "
+                f"its last words, or raise --step-timeout",
+            ) from error
 
     def _is_over(self) -> bool:
         """Whether this rank must not meet the others any more: what it gave would be taken for an answer of a rank that is well,

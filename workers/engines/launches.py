@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.head_start import LastStreams
+from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS
 from kog_dist.workers.cuda.processors import ProcessedRequest
 
 PROMPT_STEPS = 64  # of a launch of nothing but prompt tokens: progress is told when it ends
@@ -64,6 +65,9 @@ class DecodeKernel(Protocol):
     def logprobs(self, index: int) -> TokenLogprobs | None:
         """Those of a token of a request that wants them, None if they are not there yet; on rank 0."""
 
+    def choices(self, first: int, end: int) -> Any:
+        """Experts chosen at positions [first, end), of a kernel that keeps them: see `Monokernel.choices`."""
+
     def cancel(self) -> None:
         """End the request after the current token."""
 
@@ -90,14 +94,21 @@ class Launches:
     """The launches of one request: a few queued at a time, so that the kernel never waits for the host.
 
     With `one_by_one` every answer token is a launch of its own, queued when the one before was taken: its logits can be read.
+    So it is with `check`, which is called when a launch has ended, before the next one is queued. Then no launch has more
+    steps than the kernel keeps choices of experts of.
     """
 
-    def __init__(self, kernel: DecodeKernel, num_prompt_steps: int, max_tokens: int, *, one_by_one: bool) -> None:
-        self._kernel = kernel
+    def __init__(
+        self, kernel: DecodeKernel, num_prompt_steps: int, max_tokens: int, *, one_by_one: bool,
+        check: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._kernel, self._check = kernel, check
+        self._most_queued = CHUNKS_QUEUED if check is None else 1
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
         self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
-        if one_by_one:
-            plan = [(steps, 0) for steps in _chunks(num_prompt_steps, PROMPT_STEPS)] + [(1, index) for index in range(max_tokens)]
+        if one_by_one or check is not None:
+            prompt_steps = _chunks(num_prompt_steps, PROMPT_STEPS if check is None else CHOICE_POSITIONS)
+            plan = [(steps, 0) for steps in prompt_steps] + [(1, index) for index in range(max_tokens)]
         else:
             num_whole = num_prompt_steps // PROMPT_STEPS
             rest = num_prompt_steps % PROMPT_STEPS + max_tokens
@@ -121,7 +132,9 @@ class Launches:
         while self._queued and self._queued[0][0].done:
             self._num_steps_ended += self._queued.popleft()[1]
             ended = True
-        while self._waiting and len(self._queued) < CHUNKS_QUEUED and self._waiting[0][1] <= num_taken:
+        if ended and self._check is not None:
+            self._check()
+        while self._waiting and len(self._queued) < self._most_queued and self._waiting[0][1] <= num_taken:
             steps = self._waiting.popleft()[0]
             self._kernel.launch(steps)
             self._queued.append((self._kernel.stream.record(), steps))

@@ -88,6 +88,18 @@ struct FinalizedExperts : FinalizedRows {
             }
         }
     }
+#ifdef KOG_CHOICES
+    // For hosts that compare choices: the numbers in the order in which they stand, 8 bits each; of the newest KOG_CHOICES positions.
+    __device__ __forceinline__ void keep_choice(u32 layer) const {
+        static_assert(kChosen <= 8 && kNumExperts <= 256, "64 bits have room for a choice");
+        if (lane != 0) return;
+        u64 numbers = 0;
+#pragma unroll
+        for (int k = 0; k < kChosen; ++k) numbers |= static_cast<u64>(role.shared->chosen[k]) << (8 * k);
+        const u32 slot = (role.first_position + step) % KOG_CHOICES;
+        reinterpret_cast<u64*>(params.trace_ptr)[(slot * kLayers + layer) * kNumCtas + role.cta] = numbers;
+    }
+#endif
     // The experts with the largest logits, of equal ones those with the smaller number, into shared memory; they stand in the order of
     // their numbers.
     __device__ __forceinline__ bool choose(u32 layer, u32 tag) {
@@ -141,6 +153,9 @@ struct FinalizedExperts : FinalizedRows {
         for (int i = 0; i < kLogits; ++i)
             if (place[i] < kChosen) role.shared->chosen_weights[place[i]] = terms[i] / sum;
         __syncwarp();
+#ifdef KOG_CHOICES
+        keep_choice(layer);
+#endif
         return true;
     }
 

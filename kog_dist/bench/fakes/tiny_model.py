@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
 from kog_dist.model.checkpoint import random_tensors, write_checkpoint
+from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.spec import ModelSpec
 
 EOS_ID = 256
@@ -17,6 +18,10 @@ TINY = ModelSpec(
 TINY_ON_GPUS = replace(  # head_dim a multiple of 16, as the CUDA kernel wants it
     TINY, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=8, intermediate_size=512, max_context=512, num_lanes=8,
     delay=2, sliding_window=64, window_layers=(0, 1),
+)  # fmt: skip
+TINY_WITH_EXPERTS = replace(  # the same for GPUs
+    TINY_ON_GPUS, delay=0, sliding_window=None, window_layers=(), qkv_bias=True, out_bias=True, attention_sinks=True,
+    experts=ExpertsSpec(24, 4, router_bias=True, bias=True, clamp=ClampedSwiglu(1.702, 7.0)),
 )  # fmt: skip
 
 

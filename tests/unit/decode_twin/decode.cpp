@@ -1,6 +1,6 @@
 // decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
 // prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
-// rope.bin, and tape, norms, final_norm and all of kOptional of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
+// rope.bin, and tape, norms, final_norm and all of kOptional of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32), ring.RANK.bin (uint64), and kept.RANK.bin: hashes, or choices of experts (uint64).
 // Prints the bytes of weights that each launch has copied; the last one's loaders may have begun with a token that is not decoded.
 // UNREST in the environment: a seed, by which warps stand still now and then. LIMIT_US: of waits, instead of 2 s. SILENCE: which
 // of the faults that `twin_silence` makes, if the sources were given some.
@@ -17,12 +17,19 @@ using namespace kog;
 
 unsigned twin_silence = 0;
 
+// What a build keeps for the host.
+#ifdef KOG_CHOICES
+constexpr u32 kKeptWords = KOG_CHOICES * kLayers * kNumCtas;
+#else
+constexpr u32 kKeptWords = KOG_HASHES;
+#endif
+
 // What a model may have, in the order of `optional`.
 constexpr const char* kOptional[] = {"qkv_bias", "head_norms", "out_bias", "sinks", "experts", "router_bias", "gate_up_bias", "down_bias"};
 
 struct Rank {
     std::vector<Memory> optional;
-    Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, hashes;
+    Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, kept;
 
     KogDecodeState& decode_state() const { return *reinterpret_cast<KogDecodeState*>(state.at); }
     // The first copy of the streams that this rank's layers left, and all copies that are read here, of all ranks.
@@ -80,7 +87,7 @@ int main(int num_arguments, char** argv) {
         for (const char* name : kOptional) optional.push_back(read(name + number));
         ranks.push_back({std::move(optional), read("tape" + number), read("norms" + number), read("final_norm" + number), Memory(kv_bytes), Memory(8 * num_words),
                          Memory(8 * heap_words), Memory(4 * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
-                         Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext), Memory(8 * KOG_HASHES)});
+                         Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext), Memory(8 * kKeptWords)});
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
         if (const char* first = getenv("FIRST")) state->position = atoll(first);
         state->token = reinterpret_cast<const u32*>(prompt.at)[state->position], state->num_prompt = num_prompt, state->max_tokens = max_tokens;
@@ -125,7 +132,7 @@ int main(int num_arguments, char** argv) {
             p.rope_ptr = rope.ptr(), p.kv_ptr = r.kv.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr();
             p.prompt_ptr = prompt.ptr(), p.state_ptr = r.state.ptr(), p.record_ptr = r.record.ptr(), p.host_ptr = r.host.ptr();
             p.ring_ptr = r.ring.ptr(), p.wait_limit_us = limit ? atoll(limit) : 2000000, p.num_steps = launches[launch];
-            p.trace_ptr = r.hashes.ptr(), p.request_tag = 7, p.vocab_first = rank * kVocabRows;
+            p.trace_ptr = r.kept.ptr(), p.request_tag = 7, p.vocab_first = rank * kVocabRows;
             for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
             packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
             twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
@@ -141,5 +148,6 @@ int main(int num_arguments, char** argv) {
         write("record" + number, ranks[rank].record);
         if (reinterpret_cast<const KogDecodeState*>(ranks[rank].state.at)->abort_mirror) return 5;
         write("logits" + number, ranks[rank].logits), write("state" + number, ranks[rank].state), write("ring" + number, ranks[rank].ring);
+        write("kept" + number, ranks[rank].kept);
     }
 }
