@@ -23,6 +23,12 @@ __device__ __forceinline__ u32 opaque(u32 value) {
     return value;
 }
 
+template <class T>
+__device__ __forceinline__ T* opaque(T* at) {
+    asm volatile("" : "+l"(at));
+    return at;
+}
+
 __device__ __forceinline__ u64 globaltimer_ns() {
     u64 now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

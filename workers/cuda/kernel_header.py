@@ -97,7 +97,8 @@ def shape_header(shape: KernelShape) -> str:
         "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
         "kGathersStreams": shape.gathers_streams, "kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm,
         "kOutBias": spec.out_bias, "kSinks": spec.attention_sinks, "kExperts": spec.experts is not None,
-        "kPacked": shape.is_packed, "kDirectSums": shape.sends_sums_directly,
+        "kPacked": shape.is_packed,
+        "kHasWindows": bool(spec.window_layers), "kDirectSums": shape.sends_sums_directly,
     }  # fmt: skip
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
     lines += [f"constexpr u64 kTapeBytes = {2 * shape.tape_values}ull;"]
@@ -121,6 +122,8 @@ def shape_header(shape: KernelShape) -> str:
         lines += [f"namespace kog {{ constexpr u64 kHeadScalesOffset = {2 * shape.head_scales_place}ull; }}"]
     if shape.experts is not None:
         lines += shape.experts.header()
+    if shape.awaits_attention:
+        lines.append("#define KOG_AWAITS_ATTENTION")
     if shape.whole_windows:
         lines.append("#define KOG_WHOLE_WINDOWS")
     if shape.keeps_hashes:

@@ -226,6 +226,14 @@ class KernelShape:
         return self.direct_sums and self.spec.has_one_stream and self.num_ranks == 2
 
     @property
+    def awaits_attention(self) -> bool:
+        """Whether matrix warps look for attention's output only when their thread block's attention warps are done.
+
+        Far into a context, with a cache of INT4: there attention is bound by instructions. With others it costs 1 %.
+        """
+        return self.kv_dtype == "int4"
+
+    @property
     def gathers_streams(self) -> bool:
         """Whether the LM head reads other ranks' last streams."""
         return self.num_ranks > 1 and self.spec.gathers_streams
@@ -529,5 +537,5 @@ class KernelShape:
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
         values += 2 * spec.num_ffns_read  # chosen, chosen_weights
-        barriers = 6 + 2 * self.num_sums + NUM_SQUARES + lanes
+        barriers = 6 + self.awaits_attention + 2 * self.num_sums + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES

@@ -29,6 +29,9 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
 #ifdef KOG_PROCESSORS
     shared.num_handed = 0;
 #endif
+#ifdef KOG_AWAITS_ATTENTION
+    mbar_init(role.base + KOG_OFFSET(attended_full), kAttendWarps);
+#endif
 #ifdef KOG_EXPERTS
     mbar_init(role.base + KOG_OFFSET(choice_full), 1);
     for (int i = 0; i < kChosen; ++i) shared.chosen[i] = 0;

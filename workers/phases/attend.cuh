@@ -19,7 +19,7 @@ struct Attender : BatchMixer {
         Batch batches[kBatches];
 #pragma unroll
         for (u32 i = 0; i < kBatches; ++i)
-            load_keys<kWholeWindows>(rows, first + i * kTeamWarps, batches[i]), load_values<kWholeWindows>(rows, first + i * kTeamWarps, batches[i]);
+            load_keys<kWholeWindows, false>(rows, first + i * kTeamWarps, batches[i]), load_values<kWholeWindows, false>(rows, first + i * kTeamWarps, batches[i]);
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kTeamWarps == first;
         Query queries[kWarpSets];
@@ -244,6 +244,9 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
             for (u32 item = first_item(role, at.layer(), lane_idx, 0); item < kItems; item += kNumCtas)
                 if (!attender.mix_parts(at.layer(), lane_idx, item, num_partitions(at.layer(), position), layer_tag(role.first_epoch + step, at.layer()))) return;
             if (warp == 0) stamp(role, kAttended, step, attender.product);
+#ifdef KOG_AWAITS_ATTENTION
+            if (i % kLanes == kLanes - 1 && attender.lane == 0) mbar_arrive(role.base + KOG_OFFSET(attended_full));
+#endif
         }
         attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : kHeadProducts);
     }

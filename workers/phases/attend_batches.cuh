@@ -26,9 +26,11 @@ struct BatchMixer : QueryReader {
     // Work on `kMixedBatches` batches, then have their registers filled with those from `next` on.
     __device__ __forceinline__ void mix(const Rows& rows, u32 first_set, u32 number, u32 next, const Query (&queries)[kWarpSets], Batch* batches,
                                         Mixed (&mixed)[kWarpSets]) {
+        if (kMixedBatches == 1 || rows.fresh_batch == number || rows.fresh_batch == number + kTeamWarps) {  // asked once for two
 #pragma unroll
-        for (u32 j = 0; j < kMixedBatches; ++j)
-            if (number + j * kTeamWarps == rows.fresh_batch) put_fresh(rows, batches[j]);
+            for (u32 j = 0; j < kMixedBatches; ++j)
+                if (number + j * kTeamWarps == rows.fresh_batch) put_fresh(rows, batches[j]);
+        }
         // Scores: rows `group` and `group + 8` of a batch, for query head `part`; of FP8 in two chains that do not wait for each other.
         Sum sums[kWarpSets][kMixedBatches][kChains][4] = {};
 #pragma unroll
@@ -39,18 +41,20 @@ struct BatchMixer : QueryReader {
                 for (u32 s = 0; s < kWarpSets; ++s) add_products(sums[s][j][i % kChains], batches[j], queries[s], i);
         if (warp == 0) stamp(role, kScored, step, product);
 #pragma unroll
-        for (u32 j = 0; j < kMixedBatches; ++j) load_keys(rows, next + j * kTeamWarps, batches[j]);
+        for (u32 j = 0; j < kMixedBatches; ++j) load_keys(rows, kKvCoded ? or_again(rows, next + j * kTeamWarps, number) : next + j * kTeamWarps, batches[j]);
         Weights weights[kWarpSets];
         weigh(rows, first_set, number, queries, sums, batches, mixed, weights);
 #pragma unroll
         for (u32 j = 0; j < kMixedBatches; ++j) {
 #pragma unroll
             for (u32 s = 0; s < kWarpSets; ++s) add_values(batches[j], j == 0 ? weights[s].shrink : 1, weights[s].first[j], weights[s].second[j], mixed[s]);
-            load_values(rows, next + j * kTeamWarps, batches[j]);
+            load_values(rows, kKvCoded ? or_again(rows, next + j * kTeamWarps, number) : next + j * kTeamWarps, batches[j]);
             // Neighbours, though this warp mixes every kTeamWarps-th one: together a team's warps read what all teams' will mix.
             if (j == 0 && first_set == 0) read_ahead(rows, number + share_of(warp) * (kMixedBatches - 1) + (kBatches + kBatchesAhead) * kAttendWarps);
         }
     }
+    // Of codes, which are so few bytes that a branch costs more, `mixed` is loaded again where there is no such batch; nobody looks at it then.
+    static __device__ __forceinline__ u32 or_again(const Rows& rows, u32 batch, u32 mixed) { return batch < rows.num_batches ? batch : mixed; }
     // What outputs so far shrink by, and weights of batches as the matrix unit takes them.
     struct Weights {
         float shrink;
@@ -70,7 +74,9 @@ struct BatchMixer : QueryReader {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const u32 slot = (number + j * kTeamWarps) * 16 + group + 8 * i;
-                const bool seen = (rows.last >= slot ? rows.last - slot : rows.last + rows.capacity - slot) < rows.num_seen;  // rows before the last one
+                bool seen;
+                if constexpr (kKvCoded && !kHasWindows) seen = slot <= rows.last;
+                else seen = (rows.last >= slot ? rows.last - slot : rows.last + rows.capacity - slot) < rows.num_seen;  // rows before the last one
                 float key_scale = 1;
                 if constexpr (kKvCoded) {
                     const u32 scales = __shfl_sync(kFullWarp, batches[j].scales, group + 8 * i);
@@ -108,7 +114,12 @@ struct BatchMixer : QueryReader {
                 const float c = __shfl_sync(kFullWarp, weights[1], from), d = __shfl_sync(kFullWarp, weights[1], from + 4);
                 u32 &first = to[s].first[j], &second = to[s].second[j];
                 first = KvFormat::pack(a, b), second = KvFormat::pack(c, d);
-                if (group & 1) first = pack_rest<KvFormat>(a, b, first), second = pack_rest<KvFormat>(c, d, second);
+                if constexpr (kKvCoded) {  // all threads make both: a warp has both kinds
+                    const u32 first_rest = pack_rest<KvFormat>(a, b, first), second_rest = pack_rest<KvFormat>(c, d, second);
+                    first = group & 1 ? first_rest : first, second = group & 1 ? second_rest : second;
+                } else if (group & 1) {
+                    first = pack_rest<KvFormat>(a, b, first), second = pack_rest<KvFormat>(c, d, second);
+                }
             }
         }
     }

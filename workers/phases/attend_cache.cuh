@@ -119,7 +119,7 @@ struct CacheReader {
         }
         if constexpr (kKvRotated) {
 #pragma unroll
-            for (u32 kind = 0; kind < kShareKinds; ++kind) rows.shares[kind] = batch_at(rows, 0) + share_offset(kind, lane);
+            for (u32 kind = 0; kind < kShareKinds; ++kind) rows.shares[kind] = opaque(batch_at(rows, 0) + share_offset(kind, lane));
         }
         return rows;
     }
@@ -163,9 +163,10 @@ struct CacheReader {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
     }
     static constexpr bool kTurnsFurtherOn = kWholeWindows && kWindowBatches > static_cast<int>(kBatches) * kTeamWarps;
-    template <bool kTurns = kTurnsFurtherOn>
+    // `kIsThere`: there is such a batch.
+    template <bool kTurns = kTurnsFurtherOn, bool kIsThere = kKvCoded>
     __device__ __forceinline__ void load_keys(const Rows& rows, u32 batch, Batch& to) const {
-        if (batch >= rows.num_batches) return;
+        if (!kIsThere && batch >= rows.num_batches) return;
         u32 back[2] = {};
         if constexpr (kTurns) {
             const u32 row = opaque(lane) >> 2;
@@ -190,9 +191,9 @@ struct CacheReader {
             load_global(from, to[0]);
         }
     }
-    template <bool kTurns = kTurnsFurtherOn>
+    template <bool kTurns = kTurnsFurtherOn, bool kIsThere = kKvCoded>
     __device__ __forceinline__ void load_values(const Rows& rows, u32 batch, Batch& to) const {
-        if (batch >= rows.num_batches) return;
+        if (!kIsThere && batch >= rows.num_batches) return;
         if constexpr (kKvCoded)
             if (opaque(this->lane) < 16) {
                 const unsigned char* scales = scales_at(rows, batch);

@@ -70,11 +70,28 @@ struct Gatherer : ExpertsGatherer {
         }
         loaded = true;
     }
+    // Far into a context all thread blocks attend for long, and for about as long. Where that is bound by instructions, attention's output is looked
+    // for only when this one has done its share: looks take instructions from it. False: leave.
+    __device__ __forceinline__ bool wait_for_own_attention(const Place& at) {
+#ifdef KOG_AWAITS_ATTENTION
+        if (at.lane() != 0 || role.first_position + step < kNearContext) return true;
+        const u32 parity = (step * kLayers + at.layer()) & 1;
+        for (u32 rounds = 1; !__all_sync(kFullWarp, mbar_try(role.base + KOG_OFFSET(attended_full), parity)); ++rounds) {
+            if (must_leave(role.stopped())) return false;
+            if (rounds % 16 == 0) {
+                const Source from = source<kOutPhase>(at);
+                note_wait(kOutPhase, at.layer(), at.lane(), from.tag, from.words, AttendedSlice::kColumns / 2);
+            }
+        }
+#endif
+        return true;
+    }
     // x of the vector, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
     template <int kPhase>
     __device__ __forceinline__ bool gather(const Place& at, float& squares) {
         squares = 0;
         if constexpr (kPhase == kOutPhase) {
+            if (!wait_for_own_attention(at)) return false;
             if (!gather_units<AttendedSlice, kOutPhase>(at)) return false;
             write_units<AttendedSlice, false, AttentionX>(squares);
         } else if constexpr (kPhase == kDownPhase) {

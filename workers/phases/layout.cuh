@@ -184,6 +184,9 @@ struct Shared {
     u32 done_cycles[kLanes];                         // when the finaliser was done with the lane's last product
     volatile u32 finished, cancelled;
     volatile u32 num_finalized;                      // products of this launch that the finaliser is done with
+#ifdef KOG_AWAITS_ATTENTION
+    u64 attended_full;                               // the attention warps have done their share of a layer
+#endif
 #ifdef KOG_EXPERTS
     u64 choice_full;                                 // the next layer's experts are chosen
     u32 chosen[kChosen];                             // in ascending order

@@ -276,6 +276,10 @@ namespace kog {
 inline u32 laneid() { return threadIdx.x & 31; }
 inline u32 shared_address(const void* p) { return static_cast<u32>(static_cast<const char*>(p) - twin::arena); }
 inline u32 opaque(u32 value) { return value; }
+template <class T>
+T* opaque(T* at) {
+    return at;
+}
 inline u64 globaltimer_ns() { return twin::turns * 10; }
 inline u32 clock_cycles() { return static_cast<u32>(twin::turns * 200); }
 
