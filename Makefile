@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
 SECONDS ?= 3600
-WORKERS ?= 2
+WORKERS ?= 3
 PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
 
 # Tests and commands start hundreds of processes: without bytecode each of them compiles all that it imports.
@@ -53,8 +53,9 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# Those that measure promised seconds (`alone`), and those of GPUs, have the machine to themselves. Files begin in the order of their
-# names: longest first by the number of their tests, pytest-xdist's own order, would leave the slowest for the end.
+# Those that measure promised seconds (`alone`), and those of GPUs, have the machine to themselves. The others wait for processes a
+# third of their time: WORKERS is one more than the cores of a small machine. Files begin in the order of their names: longest first
+# by the number of their tests, pytest-xdist's own order, would leave the slowest for the end.
 ASKED := not cluster and not service and not clients
 
 check: $(VENV)/.installed-dev

@@ -64,13 +64,13 @@ def open_checkpoint(
     layouts = tensor_layouts(spec)
     names = family.stored_names(spec, layouts)
     files, place = open_shards(folder, manifest)
+    if quantisation is None:
+        _refuse_codes(place)
     if family.unstack is not None:
         place = family.unstack(folder, spec, place, quantisation is not None)
     elif quantisation is not None:
         shapes = {stored.name: stored.shape(layouts[name]) for name, stored in names.items() if name != EMBEDDING}
         place = with_matrices(folder, quantisation, place, shapes)
-    else:
-        _refuse_codes(place)
     extra = () if quantisation is None else IGNORED
     wanted_names = {stored.name for stored in names.values()}
     _check_names(folder, place, wanted_names, lambda name: family.ignores(name, spec) or name.endswith(extra))

@@ -30,6 +30,7 @@ HEADS = {
     "INT4": (DENSE, "bfloat16", "INT4"),
     "MXFP4": (DENSE, "bfloat16", "MXFP4"),
 }
+ON_ONE_RANK_TOO = ("replicate, twelve warps", "lane", "INT4")
 LIMIT = 2e-3
 Change = Callable[[Mapping[str, str]], dict[str, str]]
 
@@ -68,6 +69,7 @@ def relative_error(logits: Any, wanted: Any) -> float:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_logits_are_those_of_the_values_of_codes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks; some have the bits of one, too."""
     model, options = made(name, monkeypatch)
     tokens, logits = answer(model, 2, tmp_path / "2", **options)
     wanted = model.logits([*PROMPT, *tokens[:-1]])
@@ -75,11 +77,7 @@ def test_logits_are_those_of_the_values_of_codes(name: str, tmp_path: Path, monk
     print(name, error)
     assert error < LIMIT
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
-
-
-@pytest.mark.parametrize("name", ["replicate, twelve warps", "lane", "INT4"])
-def test_bits_do_not_depend_on_the_number_of_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, options = made(name, monkeypatch)
-    (tokens, logits), (others, other_logits) = (answer(model, n, tmp_path / str(n), **options) for n in (1, 2))
-    assert others == tokens
-    assert other_logits.tobytes() == logits.tobytes()
+    if name in ON_ONE_RANK_TOO:
+        others, other_logits = answer(model, 1, tmp_path / "1", **options)
+        assert others == tokens
+        assert other_logits.tobytes() == logits.tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,6 +152,18 @@ def test_values_that_are_not_finite_are_found(case: Case, tmp_path: Path) -> Non
 def test_a_stack_in_16_bit_beside_its_codes_is_refused(case: Case, tmp_path: Path) -> None:
     moe_models.write_mxfp4(tmp_path, case.config, case.stored | {GATE_UP: torch.zeros(6, 64, 384, dtype=torch.bfloat16)})
     with pytest.raises(CheckpointError, match=f"has a tensor '{GATE_UP}' that a model of this config.json does not have"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("end", "other"), [("blocks", "scales"), ("scales", "blocks")])
+def test_codes_without_a_config_ask_for_it(case: Case, tmp_path: Path, end: str, other: str) -> None:
+    stored = {name: tensor for name, tensor in case.stored.items() if not name.endswith(other)}
+    moe_models.write_mxfp4(tmp_path, case.config, stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cause = f"_proj_{end}' belongs to quantised weights, but config.json has no quantization_config .*; take config.json"
+    with pytest.raises(CheckpointError, match=cause):
         open_checkpoint(tmp_path)
 
 

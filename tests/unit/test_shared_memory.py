@@ -38,6 +38,7 @@ def test_shared_memory_is_counted_to_the_last_member(shape: KernelShape, tmp_pat
     sources = {**device_sources(), **headers(shape), "ptx.cuh": (TWIN / "ptx.cuh").read_text(), "size.cpp": PROGRAM}
     assert f"<= {SHARED_BYTES}" in sources["layout.cuh"]
     sources["e4m3_on_cpu.h"] = (TWIN.parent / "e4m3_on_cpu.h").read_text()
+    sources["system.h"] = (TWIN / "system.h").read_text()
     for name, text in sources.items():
         (tmp_path / name).write_text(re.sub(r"static_assert\(sizeof\(Shared\).*", "", text) if name == "layout.cuh" else text)
     program = build(tmp_path / "size.cpp", "size", "-O0")

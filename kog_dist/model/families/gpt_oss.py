@@ -39,7 +39,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         raise ConfigError(f"{KEY}: quant_method {quantisation.method} of gpt_oss is not supported; supported: mxfp4")
     bias = number(config, "attention_bias", True, bool)
     experts = ExpertsSpec(
-        num_experts=number(config, "num_local_experts", 128, int),
+        num_experts=_num_experts(config),
         per_token=_per_token(config),
         router_bias=True,
         bias=True,
@@ -49,6 +49,15 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         _with_rope(config), keys=_KEYS, max_context=131_072, head_dim=64, kv_heads=8, windows=_windows(config), qkv_bias=bias,
         out_bias=bias, attention_sinks=True, experts=experts, stacks_experts=True, norm_eps=1e-5,
     )  # fmt: skip
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """Raises ConfigError, also where the key is missing: the default of transformers is that of one model alone."""
+    if config.get("num_local_experts") is None:
+        raise ConfigError(
+            "config key num_local_experts is missing, the number of experts of a layer: gpt-oss-20b has 32, gpt-oss-120b 128"
+        )
+    return int(number(config, "num_local_experts", None, int))
 
 
 def _per_token(config: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ MODELOPT_NAME: Final = "hf_quant_config.json"
 # Ends of names of tensors that belong to quantised activations and KV caches.
 IGNORED: Final = (".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 # Ends of names of tensors that only quantised weights have.
-OF_CODES: Final = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+OF_CODES: Final = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks", "_proj_scales")
 _MAX_BLOCK: Final = 2**20
 _MAX_IGNORED: Final = 2**14
 Raw = Mapping[str, Any]

@@ -4,8 +4,6 @@
 // logits.FIRST.bin (float32, after the last token). Ends with 3 when a file is missing, 4 when that takes too long, 5 when the kernel
 // does not end well (record.bin says why), 6 when two threads read or write the same keys or values in one launch: no fence stands between them;
 // likewise when two write the same words of a part in the first layer that has parts.
-#include <unordered_map>
-
 #include "ptx.cuh"
 
 namespace twin {

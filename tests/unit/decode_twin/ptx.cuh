@@ -2,17 +2,7 @@
 // thread of a CPU. Fibers take turns; a warp's collective operation lets each wait until all have come. Memory is that of the CPU, so
 // stores arrive at once and in order (kccl_twin/ has a less kind memory). The matrix unit is a loop.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <map>
-#include <memory>
-#include <string>
-#include <vector>
+#include "system.h"
 
 #include "e4m3_on_cpu.h"
 
@@ -67,7 +57,7 @@ extern "C" void twin_switch(void** save, void* load);
 namespace twin {
 using kog::u32;
 using kog::u64;
-constexpr size_t kStackBytes = 32 << 10;
+constexpr size_t kStackBytes = 32 << 10, kStacksBytes = size_t{1} << 30;
 constexpr u32 kMostPatience = 15;  // turns
 
 struct Warp {  // nobody is more than one operation ahead, so two sets of values are enough
@@ -80,18 +70,24 @@ struct Warp {  // nobody is more than one operation ahead, so two sets of values
 };
 struct Block {
     char* memory;
-    u32 num_threads = 0, arrived = 0;
+    u64 num_threads = 0, arrived = 0;
 };
 struct Fiber {
     void* stack_pointer;
-    std::unique_ptr<char[]> stack;
     std::function<void()>* body;
     Warp* warp;
     Block* block;
     TwinIndex thread, block_idx;
     u64 num_operations = 0, wanted = 0;
     const u64* waits_for = nullptr;  // until it has reached `wanted`
+    const u32* barrier = nullptr;    // until its phase, in the upper half, has the other parity, or `looks_again` has come
+    u32 parity = 0;
+    u64 looks_again = 0;  // turn
     bool ended = false;
+    bool can_go_on(u64 turn) const {
+        if (waits_for != nullptr) return *waits_for >= wanted;
+        return barrier == nullptr || (*barrier >> 16 & 1) != parity || turn >= looks_again;
+    }
 };
 
 inline char* arena = nullptr;
@@ -131,6 +127,18 @@ inline const u64 (*collective(u64 a, u64 b = 0, u64 c = 0))[3] {
     ++current->warp->num_ended;
     while (true) yield();
 }
+// Of the i-th fiber. Large pages: every switch is to another stack, and with small ones to a page whose address is looked up anew.
+inline char* stack_top(size_t i) {
+    static char* stacks = nullptr;
+    if (!stacks) {
+        constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        stacks = static_cast<char*>(mmap(nullptr, kStacksBytes, PROT_READ | PROT_WRITE, kFlags, -1, 0));
+        if (stacks == MAP_FAILED) abort();
+        madvise(stacks, kStacksBytes, MADV_HUGEPAGE);
+    }
+    if ((i + 1) * kStackBytes > kStacksBytes) abort();
+    return stacks + (i + 1) * kStackBytes;
+}
 inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const std::function<void()>& body) {
     bodies.push_back(std::make_unique<std::function<void()>>(body));
     const size_t block_bytes = (shared_bytes + 127) / 128 * 128;
@@ -142,11 +150,10 @@ inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const st
             if (t % 32 == 0) warps.push_back(std::unique_ptr<Warp>(new Warp{}));
             ++warps.back()->num_threads;
             Fiber& fiber = fibers.emplace_back();
-            fiber.stack.reset(new char[kStackBytes]);
             fiber.body = bodies.back().get(), fiber.warp = warps.back().get(), fiber.block = blocks.back().get();
             fiber.thread.x = t, fiber.block_idx.x = b;
-            auto top = (reinterpret_cast<uintptr_t>(fiber.stack.get()) + kStackBytes) / 16 * 16;
-            void** at = reinterpret_cast<void**>(top) - 2;  // where `ret` finds the entry; the stack is aligned as after a call
+            // Where `ret` finds the entry; the stack is aligned as after a call.
+            void** at = reinterpret_cast<void**>(stack_top(fibers.size() - 1)) - 2;
             *at = reinterpret_cast<void*>(enter);
             fiber.stack_pointer = at - 6;
         }
@@ -171,8 +178,8 @@ inline bool run(u64 most_turns) {
             if (warp->num_ended == warp->num_threads) continue;
             any = true;
             for (; fiber < next && warp->rests_until <= turns; ++fiber) {
-                if (fiber->ended || (fiber->waits_for != nullptr && *fiber->waits_for < fiber->wanted)) continue;
-                fiber->waits_for = nullptr;
+                if (fiber->ended || !fiber->can_go_on(turns)) continue;
+                fiber->waits_for = nullptr, fiber->barrier = nullptr;
                 current = fiber;
                 twin_switch(&scheduler, current->stack_pointer);
             }
@@ -258,8 +265,9 @@ inline bool __any_sync(unsigned, bool predicate) { return !twin_all(!predicate);
 inline void __syncwarp() { twin::collective(0); }
 inline void __syncthreads() {  // once for each thread block
     twin::Block& block = *twin::current->block;
-    ++block.arrived;
-    while (block.arrived < block.num_threads) twin::yield();
+    if (++block.arrived == block.num_threads) return;
+    twin::current->waits_for = &block.arrived, twin::current->wanted = block.num_threads;
+    twin::yield();
 }
 inline void __nanosleep(unsigned) { twin::yield(); }
 inline unsigned atomicExch(unsigned* p, unsigned v) {
@@ -320,12 +328,22 @@ inline void mbar_arrive_expect(u32 bar, u32 bytes) {
     barrier_at(bar).bytes += bytes;
     mbar_arrive(bar);
 }
-inline bool mbar_try(u32 bar, u32 parity) {
-    if ((barrier_at(bar).phase & 1u) != parity) return true;
+inline bool is_complete(u32 bar, u32 parity) { return (barrier_at(bar).phase & 1u) != parity; }
+inline bool mbar_test(u32 bar, u32 parity) {
+    if (is_complete(bar, parity)) return true;
     twin::yield();
-    return (barrier_at(bar).phase & 1u) != parity;
+    return is_complete(bar, parity);
 }
-inline bool mbar_test(u32 bar, u32 parity) { return mbar_try(bar, parity); }
+// Waits a while, as hardware does, and goes on in the turn in which the phase is complete.
+constexpr u32 kBarrierTurns = 256;
+inline bool mbar_try(u32 bar, u32 parity) {
+    if (is_complete(bar, parity)) return true;
+    twin::Fiber& fiber = *twin::current;
+    fiber.barrier = reinterpret_cast<const u32*>(&barrier_at(bar)), fiber.parity = parity;
+    fiber.looks_again = twin::turns + kBarrierTurns;
+    twin::yield();
+    return is_complete(bar, parity);
+}
 inline void fence_barrier_init() {}
 inline u64 evict_first_policy() { return 0; }
 inline std::vector<std::pair<const char*, const char*>> tapes;  // from the first byte to behind the last

@@ -1,8 +1,5 @@
 // Who stored which word, and who found which word when he looked: a log of all accesses to memories that are watched, each kind of access once.
 #pragma once
-#include <set>
-#include <tuple>
-
 #include "files.h"
 
 namespace twin {

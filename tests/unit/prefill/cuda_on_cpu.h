@@ -3,22 +3,7 @@
 // reads what others have not written yet, or overwrites what they have not read.
 // Stands in for collectives/device/ptx.cuh, of which it has what those kernels use.
 #pragma once
-#include <sched.h>
-#include <sys/mman.h>
-#include <time.h>
-#include <ucontext.h>
-
-#include <atomic>
-#include <cmath>
-#include <csetjmp>
-#include <cstddef>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <vector>
+#include "system.h"
 
 #include "e4m3_on_cpu.h"
 

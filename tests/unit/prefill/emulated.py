@@ -47,6 +47,7 @@ def compiled(
     sources["ptx.cuh"] = (HERE / "cuda_on_cpu.h").read_text(encoding="utf-8")
     sources["e4m3_on_cpu.h"] = (HERE.parent / "e4m3_on_cpu.h").read_text(encoding="utf-8")
     sources["hopper.cuh"] = (HERE / "hopper_on_cpu.h").read_text(encoding="utf-8")
+    sources["system.h"] = (HERE / "system.h").read_text(encoding="utf-8")
     for name, text in {**sources, f"{stem}_shape.cuh": header}.items():
         (folder / name).write_text(text, encoding="utf-8")
     of_kernel = clusters or {}
