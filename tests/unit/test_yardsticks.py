@@ -23,6 +23,7 @@ BUILDS = {
     "KOG_STREAM",
     "KOG_HEAD_FORMAT",
     "KOG_WHOLE_WINDOWS",
+    "KOG_AWAITS_ATTENTION",
 }  # what is built of the sources
 
 
