@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
-from kog_dist.errors import ConfigError, KogError, LaunchError
+from kog_dist.errors import ConfigError, KogError, LaunchError, PlanError
 from kog_dist.hardware.gpus import Gpu, Inventory, read_inventory
 from kog_dist.hardware.selection import GpuRequest, select_gpus
 from kog_dist.hardware.visible import Visible, visible_gpus
@@ -90,6 +90,7 @@ def _choose(
     free_bytes = min((gpu.free_bytes for gpu in gpus), default=0)
     ways = itertools.chain(needs, _shorter(settings, checkpoint, count, kv_dtype, free_bytes))
     need = next((need for need in ways if all(_has_room(gpu, need) for gpu in gpus)), needs[-1])
+    _check_words(checkpoint, count, kv_dtype, need)
     return _choice(count, kv_dtype, inventory, gpus, need, (*obstacles, *_obstacles(inventory, gpus, count, need)))
 
 
@@ -283,6 +284,15 @@ def _has_room(gpu: Gpu, need: _Need) -> bool:
     return gpu.free_bytes >= need.num_bytes
 
 
+def _check_words(checkpoint: Checkpoint, count: int, kv_dtype: str, need: _Need) -> None:
+    """Raise PlanError if words of ranks of this kind could be lost: each of them would refuse to start."""
+    from kog_dist.workers.cuda.kernel_words import check_words
+
+    if need.context:
+        checkpoint = replace(checkpoint, spec=checkpoint.spec.with_context(need.context))
+    check_words(gpu_rank_shape(checkpoint, 0, count, kv_dtype, whole_windows=need.whole_windows))
+
+
 def _unfit(gpu: Gpu, need: _Need) -> str:
     """Why this GPU cannot run a rank now; empty if it can."""
     if gpu.compute != KERNEL_COMPUTE:
@@ -329,6 +339,10 @@ def _choose_unasked(
             fit = [gpu for gpu in visible.gpus if not gpu.has_mig and not _unfit(gpu, need)]
             together = (gpus for gpus in itertools.combinations(fit, count) if not inventory.obstacle_between(gpus))
             if (gpus := next(together, ())) and not any(_obstacles(inventory, gpus, count, need)):
+                try:
+                    _check_words(checkpoint, count, kv_dtype, need)
+                except PlanError:
+                    break
                 return _choice(count, kv_dtype, inventory, gpus, need)
     if settings.prefill == "on":
         without = _choose_unasked(replace(settings, prefill="off"), checkpoint, visible, inventory, kv_dtype)

@@ -16,6 +16,7 @@ from typing import Any
 from kog_dist.bench.engine.session import EngineSession, engine_session
 from kog_dist.bench.fakes.random_model import random_model
 from kog_dist.bench.report import finishing, machine
+from kog_dist.errors import KogError
 from tests.e2e.http_engine import http_engine
 
 ALONE = ("--num-prompts=6",)
@@ -66,6 +67,9 @@ def main() -> int:
         run(given.spec, tuple(given.flags) or ("--gpus=1",))
     except subprocess.CalledProcessError as error:
         print(f"Error: {error}: {error.stderr}", flush=True)
+        return 1
+    except KogError as error:
+        print(f"Error: {error}", flush=True)
         return 1
     return 0
 

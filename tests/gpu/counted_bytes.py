@@ -68,7 +68,12 @@ def measured(name: str, ncu: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [ncu, *_OPTIONS, "--log-file", str(log), sys.executable, "-m", "tests.gpu.counted_bytes", "--run", name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_LIMIT_S, check=False)
+        try:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_LIMIT_S, check=False
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise KogError(f"{name} under ncu took more than {_LIMIT_S:g} s; see what else uses the GPU") from error
         said = log.read_text(errors="replace") if log.exists() else ""
     found = [line for line in done.stdout.splitlines() if line.startswith('{"weight_bytes"')]
     if done.returncode or not found:

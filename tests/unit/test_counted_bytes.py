@@ -61,6 +61,15 @@ def test_a_counted_process_that_fails_is_an_error(tmp_path: Path) -> None:
         counted_bytes.measured("shape", fake_ncu(tmp_path, 1, code=3))
 
 
+def test_a_counted_process_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "ncu"
+    program.write_text("#!/bin/sh\necho Connected\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(counted_bytes, "_LIMIT_S", 0.5)
+    with pytest.raises(KogError, match=r"^shape under ncu took more than 0\.5 s; "):
+        counted_bytes.measured("shape", str(program))
+
+
 def test_without_ncu_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(KogError, match="install it"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +29,9 @@ from kog_dist.launch.outcome import EXIT_TIMEOUT, Outcome
 from kog_dist.launch.replica_scaling import Scaler
 from kog_dist.launch.replicas import FleetLauncher
 from kog_dist.launch.target import model_folder
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, planned_checkpoint
 from kog_dist.runtime.wait import Deadline
+from tests.unit.eight_lanes import write_config
 from tests.unit.fake_nvml import FakeGpu, node
 from tests.unit.test_exiting_rank import Run
 
@@ -140,11 +142,12 @@ def test_what_windowed_layers_keep_is_asked_for_where_it_means_something(demo: C
     assert choose_gpus(LaunchConfig(device="cpu", kv_windows="whole"), demo, {}) is None
 
 
-def test_prefill_is_used_by_as_many_gpus_as_have_run_it(demo: Checkpoint) -> None:
+def test_prefill_is_used_by_as_many_gpus_as_have_run_it(tmp_path: Path) -> None:
+    of_eight = planned_checkpoint(write_config(tmp_path))
     assert PREFILLED_GPUS == 4
     for num_gpus, prefill in ((PREFILLED_GPUS, "auto"), (2 * PREFILLED_GPUS, "off")):
-        assert choose(demo, 2**36, 8, gpus=str(num_gpus)).prefill == prefill
-    assert choose(demo, 2**36, 8, gpus="8", prefill="on").prefill == "on", "who asks for it gets it"
+        assert choose(of_eight, 2**36, 8, gpus=str(num_gpus)).prefill == prefill
+    assert choose(of_eight, 2**36, 8, gpus="8", prefill="on").prefill == "on", "who asks for it gets it"
 
 
 def test_as_many_gpus_as_the_kernel_knows_are_taken(demo: Checkpoint) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kog_dist.config import LaunchConfig
-from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.errors import ConfigError, LaunchError, PlanError
 from kog_dist.hardware.cpu_lists import format_cpu_list, parse_cpu_list
 from kog_dist.hardware.cpus import CpuMap, cpu_map, read_cpu_map, share_cpus
 from kog_dist.hardware.gpus import Inventory, inventory_from
@@ -24,12 +24,13 @@ from kog_dist.launch.engine import EngineProcesses
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
 from kog_dist.launch.gpu_leases import GpuLeases
 from kog_dist.launch.target import choose_target, model_folder, place_on_gpus
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, planned_checkpoint
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
+from tests.unit.eight_lanes import write_config
 from tests.unit.fake_nvml import FakeGpu, node
 
 NODE_0, NODE_1 = frozenset(range(4)) | frozenset(range(8, 12)), frozenset(range(4, 8)) | frozenset(range(12, 16))
@@ -90,6 +91,11 @@ def demo() -> Checkpoint:
 
 
 @pytest.fixture
+def of_eight(tmp_path: Path) -> Checkpoint:
+    return planned_checkpoint(write_config(tmp_path))
+
+
+@pytest.fixture
 def with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
 
@@ -107,16 +113,16 @@ def inventory_with(change: str, value: object) -> Inventory:
     return inventory_from(node(8, apply))
 
 
-def test_a_gpu_has_the_same_cpus_whoever_uses_it(demo: Checkpoint) -> None:
+def test_a_gpu_has_the_same_cpus_whoever_uses_it(of_eight: Checkpoint) -> None:
     everything = {cpu: frozenset({cpu}) for cpu in range(96)}
     machine = cpu_map(everything, {0: frozenset(range(48)), 1: frozenset(range(48, 96))})
     inventory = inventory_from(node())
-    all_of_them = choose(demo, inventory, gpus="all")
+    all_of_them = choose(of_eight, inventory, gpus="all")
     assert all_of_them is not None
     placements = place_on_gpus(all_of_them, machine)
     assert [placement.cpus for placement in placements[:2]] == ["0-11", "12-23"]
     assert [placement.cpus for placement in placements[6:]] == ["72-83", "84-95"]
-    some = choose(demo, inventory, gpus="7,1")
+    some = choose(of_eight, inventory, gpus="7,1")
     assert some is not None
     assert place_on_gpus(some, machine) == (
         Placement("84-95", (inventory.gpus[7].uuid, inventory.gpus[1].uuid)),
@@ -125,7 +131,7 @@ def test_a_gpu_has_the_same_cpus_whoever_uses_it(demo: Checkpoint) -> None:
     assert {placement.cpus for placement in place_on_gpus(some, None)} == {""}
 
 
-def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None) -> None:
+def test_what_stands_in_the_way_is_said(demo: Checkpoint, of_eight: Checkpoint, with_cupy: None) -> None:
     def obstacle(change: str, value: object, gpus: str = "1", prefill: str = "auto") -> str:
         choice = choose(demo, inventory_with(change, value), gpus=gpus, prefill=prefill)
         assert choice is not None
@@ -141,9 +147,28 @@ def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None) -> No
     assert "for prefill" not in obstacle("free", 2**20), "which is not what stands in the way"
     assert "for prefill" not in obstacle("free", 2**20, "2")
     assert "for prefill" in obstacle("free", 2**20, "2", prefill="on")
-    chosen = [choose(demo, inventory_from(node()), gpus=count) for count in ("1", "2", "4", "8")]
+    chosen = [choose(of_eight, inventory_from(node()), gpus=count) for count in ("1", "2", "4", "8")]
     assert [choice and choice.prefill for choice in chosen] == ["auto", "auto", "auto", "off"], "with eight it has not run"
-    assert obstacle("name", "NVIDIA H200", "8") == ""
+    assert choice_of_all(of_eight).obstacles == ()
+
+
+def choice_of_all(checkpoint: Checkpoint) -> GpuChoice:
+    choice = choose(checkpoint, inventory_from(node()), gpus="8")
+    assert choice is not None
+    return choice
+
+
+def test_gpus_whose_words_could_be_lost_are_not_taken(demo: Checkpoint, of_eight: Checkpoint, with_cupy: None) -> None:
+    """Each rank would refuse to start. The demo model is too small for eight: nobody waits for most thread blocks' attention."""
+    refusal = r"^the monokernel's words cannot be used again .* may be written later .*; use fewer GPUs, or --device cpu$"
+    for asked in ({"gpus": "8"}, {"gpus": "all"}, {"device": "cuda", "ranks": 8}):
+        with pytest.raises(PlanError, match=refusal):
+            choose(demo, inventory_from(node()), **asked)
+    for checkpoint, taken in ((demo, 4), (of_eight, 8)):
+        unasked = choose(checkpoint, inventory_from(node()))
+        assert unasked is not None
+        assert [gpu.index for gpu in unasked.gpus] == list(range(taken))
+    assert choose(demo, inventory_from(node()), ranks=8) is None, "CPU ranks run it"
 
 
 def test_gpus_that_cannot_reach_each_other_are_not_put_together(demo: Checkpoint, with_cupy: None) -> None:
@@ -211,10 +236,10 @@ def test_a_missing_package_is_said(demo: Checkpoint, monkeypatch: pytest.MonkeyP
     assert "cupy-cuda13x" in str(choice.obstacles[0])
 
 
-def test_gpus_that_are_not_here_can_be_planned(demo: Checkpoint) -> None:
+def test_gpus_that_are_not_here_can_be_planned(demo: Checkpoint, of_eight: Checkpoint) -> None:
     nothing = Inventory((), ("this machine has no NVIDIA driver",))
     for text, count in (("8", 8), ("0,2", 2), ("GPU-5,", 1)):
-        choice = choose(demo, nothing, gpus=text)
+        choice = choose(of_eight, nothing, gpus=text)
         assert choice is not None
         assert (choice.count, choice.gpus, choice.kv_dtype) == (count, (), "bfloat16")
         assert "no NVIDIA driver" in str(choice.obstacles[0])
@@ -228,9 +253,9 @@ def test_gpus_that_are_not_here_can_be_planned(demo: Checkpoint) -> None:
         choose(demo, nothing, gpus="1", kv_dtype="float32")
 
 
-def test_auto_takes_as_many_gpus_as_can_run_the_model(demo: Checkpoint, with_cupy: None) -> None:
+def test_auto_takes_as_many_gpus_as_can_run_the_model(demo: Checkpoint, of_eight: Checkpoint, with_cupy: None) -> None:
     for present, taken in ((8, 8), (7, 4), (3, 2), (1, 1)):
-        found = choose(demo, inventory_from(node(present)))
+        found = choose(of_eight, inventory_from(node(present)))
         assert found is not None
         assert [gpu.index for gpu in found.gpus] == list(range(taken))
     two = choose(demo, inventory_from(node()), ranks=2)

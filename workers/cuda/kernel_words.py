@@ -348,6 +348,5 @@ def check_words(shape: KernelShape) -> None:
     """Raise PlanError if words of this shape could be lost or mistaken."""
     if findings := word_findings(shape):
         more = f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
-        raise PlanError(
-            f"the monokernel's words cannot be used again as this model needs it: {findings[0]}{more}; use --device cpu"
-        )
+        remedy = "use fewer GPUs, or --device cpu" if shape.num_ranks > 1 else "use --device cpu"
+        raise PlanError(f"the monokernel's words cannot be used again as this model needs it: {findings[0]}{more}; {remedy}")

@@ -79,7 +79,8 @@ class AwqStorage:
 class GptqStorage:
     """See `Storage`. `less`: by how much zero points are stored too small, 1 in AutoGPTQ's format and 0 in its successor's.
 
-    `g_idx` (columns,) has the group of each column. With act-order they are no neighbours; else it is column // group size.
+    `g_idx` (columns,) has the group of each column. With act-order they are no neighbours, and nothing else says which belong
+    together; else it is column // group size, and need not be there.
     """
 
     less: int
@@ -93,7 +94,7 @@ class GptqStorage:
             "codes": TensorRule((self.codes,), ("I32",), ((columns // PER_WORD, rows),)),
             "zeros": TensorRule(("qzeros",), ("I32",), ((groups, rows // PER_WORD),)),
             "scales": TensorRule(("scales",), FLOAT_SCALES, ((groups, rows),)),
-            "groups": TensorRule(("g_idx",), ("I32",), ((columns,),), is_needed=False),
+            "groups": TensorRule(("g_idx",), ("I32",), ((columns,),), is_needed=form.is_ordered),
         }
 
     def read(self, pieces: Pieces, form: WeightFormat, box: Box) -> CodedMatrix:

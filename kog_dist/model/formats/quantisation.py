@@ -45,7 +45,7 @@ class Quantisation:
     is_of_experts: bool = False
 
     def __str__(self) -> str:
-        return f"{self.form} ({self.method})"
+        return f"{self.form.without_scales} ({self.method})"
 
     @property
     def lane_columns(self) -> int:

@@ -32,10 +32,19 @@ class WeightFormat:
 
     def __str__(self) -> str:
         """For people: `FP8 (E4M3) in blocks of 128 x 128, BF16 scales`."""
-        if self.number == "E2M1" and self.scale == "E8M0":
-            return f"MXFP4 (E2M1) in groups of {self.block_columns}"
+        if self._is_mxfp4:
+            return self.without_scales
         extra = f"{' and zero points' if self.has_zeros else ''}{', act-order' if self.is_ordered else ''}"
-        return f"{_NAMES[self.number]} {self._blocks}, {self.scale} scales{extra}"
+        return f"{self.without_scales}, {self.scale} scales{extra}"
+
+    @property
+    def without_scales(self) -> str:
+        """Number and blocks, for people who are told before files have said what type their scales have."""
+        return f"{'MXFP4 (E2M1)' if self._is_mxfp4 else _NAMES[self.number]} {self._blocks}"
+
+    @property
+    def _is_mxfp4(self) -> bool:
+        return self.number == "E2M1" and self.scale == "E8M0"
 
     @property
     def _blocks(self) -> str:

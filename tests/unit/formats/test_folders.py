@@ -421,17 +421,17 @@ def test_published_configs_are_read() -> None:
 @pytest.mark.parametrize(
     ("config", "form"),
     [
-        (FineGrainedFP8Config(), "FP8 (E4M3) in blocks of 128 x 128, BF16 scales (fp8)"),
-        (FineGrainedFP8Config("static", weight_block_size=None), "FP8 (E4M3) with one scale, F32 scales (fp8)"),
-        (FbgemmFp8Config(), "FP8 (E4M3) with a scale for each row, F32 scales (fbgemm_fp8)"),
-        (AwqConfig(4), "INT4 in groups of 128, F16 scales and zero points (awq)"),
-        (GPTQConfig(4), "INT4 in groups of 128, F16 scales and zero points (gptq)"),
+        (FineGrainedFP8Config(), "FP8 (E4M3) in blocks of 128 x 128 (fp8)"),
+        (FineGrainedFP8Config("static", weight_block_size=None), "FP8 (E4M3) with one scale (fp8)"),
+        (FbgemmFp8Config(), "FP8 (E4M3) with a scale for each row (fbgemm_fp8)"),
+        (AwqConfig(4), "INT4 in groups of 128 (awq)"),
+        (GPTQConfig(4), "INT4 in groups of 128 (gptq)"),
         (
             CompressedTensorsConfig(
                 {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
                 "float-quantized", QuantizationStatus.COMPRESSED,
             ),
-            "FP8 (E4M3) with a scale for each row, BF16 scales (compressed-tensors float-quantized)",
+            "FP8 (E4M3) with a scale for each row (compressed-tensors float-quantized)",
         ),
     ],
     ids=lambda value: type(value).__name__,
