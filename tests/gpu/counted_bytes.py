@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,16 +70,18 @@ def measured(name: str, ncu: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [ncu, *_OPTIONS, "--log-file", str(log), sys.executable, "-m", "tests.gpu.counted_bytes", "--run", name]
-        try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_LIMIT_S, check=False
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise KogError(f"{name} under ncu took more than {_LIMIT_S:g} s; see what else uses the GPU") from error
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as process:  # fmt: skip
+            try:
+                printed, _ = process.communicate(timeout=_LIMIT_S)
+            except subprocess.TimeoutExpired as error:
+                os.killpg(process.pid, signal.SIGKILL)  # ncu, and the process that it counts
+                raise KogError(f"{name} under ncu took more than {_LIMIT_S:g} s; see what else uses the GPU") from error
         said = log.read_text(errors="replace") if log.exists() else ""
-    found = [line for line in done.stdout.splitlines() if line.startswith('{"weight_bytes"')]
-    if done.returncode or not found:
-        raise KogError(f"{name} under ncu ended with {done.returncode}: {said[-2000:]}{done.stdout[-2000:]}")
+    found = [line for line in printed.splitlines() if line.startswith('{"weight_bytes"')]
+    if process.returncode or not found:
+        raise KogError(f"{name} under ncu ended with {process.returncode}: {said[-2000:]}{printed[-2000:]}")
     one = json.loads(found[-1])
     num_bytes = counted(said)
     return {

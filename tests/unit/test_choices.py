@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from kog_dist.decode.choices import difference
 from kog_dist.errors import ConfigError, LaunchError, PlanError
+from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.workers.cuda.kernel_header import shape_header
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, KernelShape
+from kog_dist.workers.cuda.model_limits import MAX_LAYERS
 from kog_dist.workers.engines.choice_check import ChoiceCheck
 from tests.unit.test_cuda_engine import LAYERS, ScriptedKernel, choices_at
 from tests.unit.test_decode_twin import SPEC
@@ -139,3 +142,8 @@ def test_the_kernel_keeps_choices_where_it_is_told_to_and_has_some() -> None:
         KernelShape(QWEN3, lanes, keeps_hashes=True, traced_step=0)
     with pytest.raises(ConfigError, match=r"choices of experts to keep, and no experts"):
         KernelShape(SPEC, lanes, checks_experts=True)
+
+
+def test_a_rendezvous_has_room_for_the_choices_of_any_model() -> None:
+    room = inspect.signature(LocalRendezvous.create).parameters["max_payload_bytes"].default
+    assert 1 + CHOICE_POSITIONS * MAX_LAYERS * np.dtype("<u8").itemsize <= room

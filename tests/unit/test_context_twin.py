@@ -21,7 +21,7 @@ from kog_dist.model.kv_oracle import KvForm
 from kog_dist.model.laneformer import KvCache, Laneformer, LaneLayer
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kernel_shape import NEAR_CONTEXT, KernelShape
 from kog_dist.workers.cuda.published import Published, Words
 from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
@@ -40,6 +40,7 @@ RING = 9 * 16 * 8
 FIRST = (0, WINDOW, RING - 6, 2 * RING - 6, 2048 - 5)
 OF_RINGS = FIRST[2:4]  # left out where windowed layers have none
 STARTS_APART = {"fp8": 2, "int4": 4}  # slower to emulate: some of the starts
+AWAITED = NEAR_CONTEXT - 4  # where a launch of INT4 begins to wait for its own attention, in its middle
 PARTS = {48: 8, 64: 4}  # batches of a part, by the values of a head: three parts, five
 LOADED, STORED = "load_global(from + i * kStride, v)", "(to + i * kStride) ="
 LOADED_SCALES, STORED_SCALES = "load_global(scales,", "(scales_at(rows, rows.fresh_batch)) ="
@@ -67,6 +68,8 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
 ) -> None:
     """With 10 heads a warp has two sets of query heads, of three and two."""
     spec, is_coded = replace(HEADS[head_dim], num_heads=num_heads, own_head_dim=head_dim), kv_dtype in KV_FORMATS
+    if kv_dtype == "int4" and num_heads == 4:  # the first of several lanes waits for the attention of all
+        spec = replace(spec, num_lanes=2, shared_norm_scale=True)
     model = Model(spec, "bfloat16", monkeypatch)
     for name, words in model.words.items():  # sharp scores: what one position gets wrong shows
         if name.endswith("wq.weight"):
@@ -107,6 +110,8 @@ def logits_behind(
     spec, kv_dtype, layout = shape.spec, shape.kv_dtype, CacheLayout.of(shape)
     is_coded, all_logits = kv_dtype in KV_FORMATS, dict[int, bytes]()
     before, firsts = {}, [first for first in FIRST[:: STARTS_APART.get(kv_dtype, 1)] if layout.has_rings or first not in OF_RINGS]
+    if shape.awaits_attention and shape.num_lanes > 1:
+        firsts = [AWAITED, firsts[-1]]
     for first in firsts:
         # Nobody may see what is not stored: 1,000; codes of 16, scales of 139.
         cache: Array = np.full(layout.num_values, *((0x58, np.uint8) if is_coded else (0x447A, BFLOAT16)))

@@ -63,7 +63,7 @@ def test_a_counted_process_that_fails_is_an_error(tmp_path: Path) -> None:
 
 def test_a_counted_process_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "ncu"
-    program.write_text("#!/bin/sh\necho Connected\nexec sleep 60\n")
+    program.write_text("#!/bin/sh\necho Connected\nsleep 60 &\nwait\n")  # what it counts keeps the pipe open, too
     program.chmod(0o755)
     monkeypatch.setattr(counted_bytes, "_LIMIT_S", 0.5)
     with pytest.raises(KogError, match=r"^shape under ncu took more than 0\.5 s; "):

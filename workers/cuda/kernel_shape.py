@@ -27,7 +27,7 @@ SHARED_BYTES = 232448
 # finaliser was done with the one two before that.
 NUM_SQUARES = 3
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
-CHOICE_POSITIONS = 8  # whose choices of experts are kept, in turn: a rendezvous has room for those of 128 layers
+CHOICE_POSITIONS = 8  # whose choices of experts are kept, in turn: a rendezvous has room for those of MAX_LAYERS layers
 _PACKED_TILE_BYTES, _MOST_TILES = 2 * 8 + 4, 32  # barriers and place of a tile in a packed ring; tiles in it
 _NOTES_BYTES, _PADDING_BYTES = 32 + 2 * 48, 32  # WaitNote and both PeerNotes; of `Shared`, at most
 _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before position NEAR_CONTEXT and from there on; as measured

@@ -53,8 +53,8 @@ struct BatchMixer : QueryReader {
             if (j == 0 && first_set == 0) read_ahead(rows, number + share_of(warp) * (kMixedBatches - 1) + (kBatches + kBatchesAhead) * kAttendWarps);
         }
     }
-    // Of codes, which are so few bytes that a branch costs more, `mixed` is loaded again where there is no such batch; nobody looks at it then.
-    static __device__ __forceinline__ u32 or_again(const Rows& rows, u32 batch, u32 mixed) { return batch < rows.num_batches ? batch : mixed; }
+    // Of codes, which are so few bytes that a branch costs more, `own` is loaded again where there is no such batch; nobody looks at it then.
+    static __device__ __forceinline__ u32 or_again(const Rows& rows, u32 batch, u32 own) { return batch < rows.num_batches ? batch : own; }
     // What outputs so far shrink by, and weights of batches as the matrix unit takes them.
     struct Weights {
         float shrink;

@@ -71,6 +71,8 @@ def scaling(
         )  # fmt: skip
         with writing(output):
             raise typer.Exit(0 if scaling_run.run(plan, counts) else 1)
+    if kv_dtype != "bfloat16" or memory_alone or filled:
+        raise ConfigError("--kv-dtype, --memory-alone and --filled are for measurements; leave them out of --model")
     if peer_hop_us is not None and not peer_hop_us > 0:
         raise ConfigError("--peer-hop-us must be more than 0")
     files = measured_in([Path(name) for name in measured.split(",") if name], context)

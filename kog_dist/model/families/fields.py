@@ -25,7 +25,7 @@ def number(config: Mapping[str, Any], key: str, default: Any, kind: type) -> Any
     value: Any = default if config.get(key) is None else config[key]  # published files write null for "as by default"
     accepted = (int, float) if kind is float else (kind,)
     if value is None:
-        raise ConfigError(f"config key {key} is missing")
+        raise ConfigError(f"config key {key} is missing; fetch config.json again from where the model was published")
     if (isinstance(value, bool) and kind is not bool) or not isinstance(value, accepted):
         raise ConfigError(f"config key {key} must be {kind.__name__}, got {short(value)}")
     if isinstance(value, int | float) and not abs(value) <= _LARGEST_NUMBER:
