@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 # An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
 .DELETE_ON_ERROR:
 
-.PHONY: demo model chat test lint types check cluster service clients first-hour fuzz chaos mutants bench clean
+.PHONY: demo model chat test lint types check together alone cluster service clients first-hour fuzz chaos mutants bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
@@ -44,23 +44,31 @@ chat: model  ## talk to it on CPU ranks; Ctrl-D ends it
 	$(BIN)/kog-client stop --instance chat; exit $$code
 
 test: $(VENV)/.installed-dev  ## everything that needs no GPU
-	$(MAKE) --jobs 2 lint types check
+	$(MAKE) lint together
+	$(MAKE) --jobs 2 types alone
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-dev
-	$(BIN)/mypy
+	nice -n 19 $(BIN)/mypy
 
-# Those that measure promised seconds (`alone`), and those of GPUs, have the machine to themselves. The others wait for processes a
-# third of their time: WORKERS is one more than the cores of a small machine. Files begin in the order of their names: longest first
-# by the number of their tests, pytest-xdist's own order, would leave the slowest for the end.
+# Those that measure promised seconds (`alone`), and those of GPUs, run one by one. More than half of their time they wait: mypy runs
+# meanwhile, behind them in priority. The others wait a third of theirs: WORKERS is one more than the cores of a small machine. Files
+# begin in the order of their names: longest first by the number of their tests, pytest-xdist's own order, would leave the slowest for
+# the end.
 ASKED := not cluster and not service and not clients
 
-check: $(VENV)/.installed-dev
+check:  ## all tests that need no GPU, without lint and types
+	$(MAKE) together
+	$(MAKE) alone
+
+together: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 \
 		-m "$(ASKED) and not alone and not gpu" tests
+
+alone: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --durations 15 --durations-min 5 -m "$(ASKED) and (alone or gpu)" tests/e2e tests/gpu
 
 cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluster, and is not part of `make test`

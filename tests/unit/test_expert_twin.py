@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, command_of, pytestmark  # noqa: F401
 
 LIMIT_US = 100
+NUM_KEPT = 3  # positions whose choices a build that is checked keeps here: fewer than are decoded
 
 QWEN3 = replace(
     SPEC, shared_norm_scale=True, delay=0, num_heads=8, own_head_dim=16, intermediate_size=48, qk_norm=True,
@@ -52,27 +53,56 @@ VARIANTS = {
 SPLITS = {"gpt_oss": 15}  # of the real ones; else as many as suit the number of thread blocks
 
 
+def with_few_choices(sources: Mapping[str, str]) -> dict[str, str]:
+    return replaced(sources, "shape.cuh", f"KOG_CHOICES {CHOICE_POSITIONS}\n", f"KOG_CHOICES {NUM_KEPT}\n")
+
+
+def with_silences(sources: Mapping[str, str]) -> dict[str, str]:
+    """Faults in layer 1. SILENCE 1: thread block 1 publishes no router logits, 2: no activations, 3: block 2 publishes none."""
+    is_silent = "layer == 1 && role.cta == (twin_silence == 3 ? 2 : 1) && twin_silence"
+    changed = replaced(sources, "finalize_experts.cuh", "#pragma once\n", "#pragma once\nextern unsigned twin_silence;\n")
+    changed = replaced(changed, "finalize_experts.cuh", "if (is_mine)\n", f"if (is_mine && !({is_silent} == 1))\n")
+    publish = "publish<GateUpOp::kRows / 2"
+    return replaced(changed, "finalize_experts.cuh", publish, f"if (!({is_silent} > 1)) {publish}")
+
+
+# What has the same bits as the build for two ranks: the number of ranks, what changes the sources, and options. Each difference
+# is that of one variant, and differences that have nothing to do with each other share a build.
+Build = tuple[int, Callable[[Mapping[str, str]], dict[str, str]], dict[str, Any]]
+ALL_OTHER_BUILDS: list[Build] = [
+    (1, with_silences, {}),
+    (4, dict, {}),
+    (2, dict, {"whole_windows": True}),
+    (1, with_few_choices, {"checks_experts": True}),
+    (2, with_few_choices, {"checks_experts": True}),
+]
+OTHER_BUILDS: dict[str, list[Build]] = {
+    "qwen3_moe": [(1, with_silences, {})],
+    "qwen3_moe, weights of all": [(2, with_few_choices, {"checks_experts": True})],
+    "qwen3_moe, two splits of outputs in a thread": [(1, dict, {})],
+    "gpt_oss": [(1, with_few_choices, {"checks_experts": True, "whole_windows": True})],
+}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_the_oracle_with_equal_bits(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several numbers of ranks, with windowed layers that keep all positions, and with choices that are kept and right."""
     model = Model(VARIANTS[variant], "bfloat16", monkeypatch)
-    splits = SPLITS.get(variant, 0)
-    tokens, logits = answer(model, 2, tmp_path / "2", max_ctas=4, splits=splits)
-    wanted = model.logits([*PROMPT, *tokens[:-1]])
+    options: dict[str, Any] = {"max_ctas": 4, "splits": SPLITS.get(variant, 0)}
+    tokens, logits = answer(model, 2, tmp_path / "2", **options)
+    ids = [*PROMPT, *tokens[:-1]]
+    wanted, choices = logits_and_choices(model, ids, monkeypatch)
     error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
     print(variant, error)
     assert error < 2e-3
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
-    for num_ranks in (1, 4) if RUNS_ALL else (1,) if variant != "qwen3_moe, weights of all" else ():
-        changed = with_silences if num_ranks == 1 else dict
-        others, other_logits = answer(
-            model, num_ranks, tmp_path / str(num_ranks), max_ctas=4, num_runs=1, changed=changed, splits=splits
-        )
-        assert others == tokens
-        assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks"
-    if model.spec.window_layers:
-        kept, kept_logits = answer(model, 2, tmp_path / "whole", max_ctas=4, num_runs=1, whole_windows=True, splits=splits)
-        assert kept == tokens
-        assert kept_logits.tobytes() == logits.tobytes(), "windowed layers that keep all positions"
+    for num_ranks, changed, others in OTHER_BUILDS[variant] if not RUNS_ALL else ALL_OTHER_BUILDS:
+        folder = tmp_path / " ".join([f"{num_ranks}", *others])
+        other_tokens, other_logits = answer(model, num_ranks, folder, **options, num_runs=1, changed=changed, **others)
+        assert other_tokens == tokens
+        assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks, {others}"
+        if "checks_experts" in others:
+            every_thread_block_has_kept(choices, model, num_ranks, folder)
     if variant == "qwen3_moe":
         waits_name_layer_and_expert(model, tmp_path / "1")
 
@@ -91,36 +121,19 @@ def test_of_equal_logits_the_smaller_numbers_are_chosen(tmp_path: Path, monkeypa
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe, weights of all", "gpt_oss"])
-def test_a_build_that_is_checked_keeps_the_choices_of_every_thread_block(
-    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of the oracle, of the newest positions, on one rank and on two; bits are as without."""
-    model, num_kept = Model(VARIANTS[variant], "bfloat16", monkeypatch), 3
-    options: Any = {"max_ctas": 4, "splits": SPLITS.get(variant, 0), "num_runs": 1}
-    plain = answer(model, 1, tmp_path / "plain", **options)
-
-    def fewer(sources: Mapping[str, str]) -> dict[str, str]:
-        return replaced(sources, "shape.cuh", f"KOG_CHOICES {CHOICE_POSITIONS}\n", f"KOG_CHOICES {num_kept}\n")
-
-    for num_ranks in (1, 2):
-        folder = tmp_path / f"{num_ranks}"
-        tokens, logits = answer(model, num_ranks, folder, **options, changed=fewer, checks_experts=True)
-        assert tokens == plain[0]
-        assert logits.tobytes() == plain[1].tobytes()
-        ids = [*PROMPT, *tokens[:-1]]
-        assert len(ids) > num_kept, "some are overwritten"
-        wanted = choices_of(model, ids, monkeypatch)
-        for rank in range(num_ranks):
-            kept = np.fromfile(folder / f"kept.{rank}.bin", np.uint64).reshape(num_kept, model.spec.num_layers, -1)
-            for position in range(len(ids) - num_kept, len(ids)):
-                of_blocks = kept[position % num_kept]
-                assert (of_blocks == of_blocks[:, :1]).all()
-                assert [int(word) for word in of_blocks[:, 0]] == wanted[position], f"rank {rank}, position {position}"
+def every_thread_block_has_kept(choices: list[list[int]], model: Model, num_ranks: int, folder: Path) -> None:
+    """On every rank the choices of the newest positions."""
+    assert len(choices) > NUM_KEPT, "some are overwritten"
+    for rank in range(num_ranks):
+        kept = np.fromfile(folder / f"kept.{rank}.bin", np.uint64).reshape(NUM_KEPT, model.spec.num_layers, -1)
+        for position in range(len(choices) - NUM_KEPT, len(choices)):
+            of_blocks = kept[position % NUM_KEPT]
+            assert (of_blocks == of_blocks[:, :1]).all()
+            assert [int(word) for word in of_blocks[:, 0]] == choices[position], f"rank {rank}, position {position}"
 
 
-def choices_of(model: Model, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """What the oracle chooses at each position in each layer, in the words that a kernel keeps."""
+def logits_and_choices(model: Model, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[list[int]]]:
+    """The oracle's logits, and what it chooses at each position in each layer, in the words that a kernel keeps."""
     chosen: list[Any] = []
     topk = torch.topk
 
@@ -131,21 +144,12 @@ def choices_of(model: Model, ids: list[int], monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "topk", noted)
-        model.logits(ids)
+        logits = model.logits(ids)
     assert len(chosen) == model.spec.num_layers
-    return [
+    return logits, [
         [sum(expert << 8 * place for place, expert in enumerate(sorted(of_layer[position].tolist()))) for of_layer in chosen]
         for position in range(len(ids))
     ]
-
-
-def with_silences(sources: Mapping[str, str]) -> dict[str, str]:
-    """Faults in layer 1. SILENCE 1: thread block 1 publishes no router logits, 2: no activations, 3: block 2 publishes none."""
-    is_silent = "layer == 1 && role.cta == (twin_silence == 3 ? 2 : 1) && twin_silence"
-    changed = replaced(sources, "finalize_experts.cuh", "#pragma once\n", "#pragma once\nextern unsigned twin_silence;\n")
-    changed = replaced(changed, "finalize_experts.cuh", "if (is_mine)\n", f"if (is_mine && !({is_silent} == 1))\n")
-    publish = "publish<GateUpOp::kRows / 2"
-    return replaced(changed, "finalize_experts.cuh", publish, f"if (!({is_silent} > 1)) {publish}")
 
 
 def waits_name_layer_and_expert(model: Model, folder: Path) -> None:

@@ -73,7 +73,7 @@ int main(int num_arguments, char** argv) {
     folder = argv[1];
     const u32 max_tokens = atoi(argv[2]);
     const size_t kv_bytes = atoll(argv[3]), num_words = atoll(argv[4]), heap_words = atoll(argv[5]);
-    if (const char* seed = getenv("UNREST")) twin::unrest = atoll(seed);
+    if (const char* seed = getenv("UNREST")) twin::unrest = atoll(seed), twin::most_patience = twin::kMostPatience;
     if (const char* fault = getenv("SILENCE")) twin_silence = atoll(fault);
     const char* limit = getenv("LIMIT_US");
     twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));

@@ -95,7 +95,7 @@ inline size_t arena_used = 128;
 inline void* scheduler = nullptr;
 inline Fiber* current = nullptr;
 inline u64 turns = 0;
-inline u32 most_patience = 0;  // in the first run: what a word comes too late for shows
+inline u32 most_patience = 0;  // in the first run without unrest: what a word comes too late for shows
 inline u64 unrest = 0;  // not 0: the state of random numbers, by which warps miss many turns now and then
 inline void (*on_word)(const u64* at, u64 word, bool is_store) = nullptr;  // if set, told of each word that is loaded or stored: word_log.h
 inline std::vector<Fiber> fibers;  // warp after warp
@@ -103,7 +103,7 @@ inline std::vector<std::unique_ptr<Warp>> warps;
 inline std::vector<std::unique_ptr<Block>> blocks;
 inline std::vector<std::unique_ptr<std::function<void()>>> bodies;
 
-// Who looks in vain again and again misses turns, but in the first run: looks are most of what an emulation does.
+// Who looks in vain again and again misses turns, but in the first run without unrest: looks are most of what an emulation does.
 inline void Warp::looked(bool has_come) {
     patience = has_come ? 0 : std::min(2 * patience + 1, most_patience);
     rests_until = std::max(rests_until, turns + patience);
