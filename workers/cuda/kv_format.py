@@ -20,6 +20,7 @@ from kog_dist.model.spec import ModelSpec
 
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}  # names of 16-bit formats in device code
 CODE_BITS = {"fp8": 8, "int4": 4}  # of the formats in codes, of values
+NAMES = (*FORMATS, *CODE_BITS)  # of all
 _KEY_BITS = {"fp8": 8, "int4": 6}
 _HEAD_DIMS = {"fp8": (32, 64, 128), "int4": (64, 128)}  # a warp of prefill has whole heads
 _SCALE_BYTES = 2
@@ -36,9 +37,8 @@ def kv_findings(spec: ModelSpec, kv_dtype: str) -> list[str]:
     """What the kernel cannot do with this cache of this model, in words."""
     if kv_dtype in FORMATS:
         return []
-    names = [*FORMATS, *CODE_BITS]
-    if kv_dtype not in names:
-        return [f"a {kv_dtype} KV cache ({', '.join(names[:-1])} or {names[-1]})"]
+    if kv_dtype not in NAMES:
+        return [f"a {kv_dtype} KV cache ({', '.join(NAMES[:-1])} or {NAMES[-1]})"]
     findings, article = [], "an" if kv_dtype == "int4" else "a"
     if not spec.has_one_stream:
         findings.append(f"{article} {kv_dtype} KV cache of a Laneformer ({' or '.join(FORMATS)})")

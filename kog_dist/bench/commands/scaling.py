@@ -56,11 +56,11 @@ def scaling(
 
     if not model:
         from kog_dist.bench.kernel import scaling_run
-        from kog_dist.workers.cuda.kv_format import CODE_BITS, FORMATS
+        from kog_dist.workers.cuda import kv_format
 
         check_destination(trace)
-        if kv_dtype not in (known := [*FORMATS, *CODE_BITS]):
-            raise ConfigError(f"--kv-dtype must be one of {', '.join(known)}, got {kv_dtype!r}")
+        if kv_dtype not in kv_format.NAMES:
+            raise ConfigError(f"--kv-dtype must be one of {', '.join(kv_format.NAMES)}, got {kv_dtype!r}")
         if filled and named_shape(spec)[0].window_layers:
             raise ConfigError(f"--filled is for shapes without windowed layers, and {spec} has some; leave it out")
         counts, samplings = counts_of(gpus, "--gpus"), samplings_of(sampling)
