@@ -5,19 +5,28 @@ The script has all words in it, so that Tab starts no Python.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 
 from kog_dist.manual.programs import Command, Flag
+from kog_dist.runtime.instance import NAME_PATTERN
 
-_INSTANCES = """\
+# Nothing here is expanded twice: names of folders may be commands that somebody else would like to have run.
+_INSTANCES = f"""\
     *:--instance)
-        local folder=${XDG_RUNTIME_DIR:+$XDG_RUNTIME_DIR/kog} lease
-        for lease in "${folder:-${TMPDIR:-/tmp}/kog-$UID}"/*/lease; do
-            [[ -e $lease ]] && lease=${lease%/lease} && words+="${lease##*/} "
-        done ;;"""
+        local folder=${{XDG_RUNTIME_DIR:+$XDG_RUNTIME_DIR/kog}} lease
+        folder=${{folder:-${{TMPDIR:-/tmp}}/kog-$UID}}
+        # in a folder that is not ours and closed, others make the names
+        if [[ $(command stat -c '%A %u' -- "$folder" 2>/dev/null) == drwx--[-S]---" $UID" ]]; then
+            for lease in "$folder"/*/lease; do
+                word=${{lease%/lease}} word=${{word##*/}}
+                if [[ -e $lease && $word =~ ^{NAME_PATTERN}$ ]]; then words+=("$word"); fi
+            done
+        fi ;;"""
 _HEAD = """\
 {function}() {{
-    local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} word command= words=
+    local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} word command=
+    local -a words=()
     if [[ $current == = ]]; then  # bash takes the sign for a word of its own
         current=
     elif [[ $previous == = ]]; then
@@ -26,9 +35,9 @@ _HEAD = """\
 """
 _TAIL = """\
     COMPREPLY=()
-    if [[ -n $words ]]; then
-        mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")
-    fi
+    for word in "${{words[@]}}"; do
+        if [[ $word == "$current"* ]]; then COMPREPLY+=("$word"); fi
+    done
 }}
 complete -o default -F {function} {program}
 """
@@ -53,10 +62,10 @@ def _body(program: Command) -> Iterator[str]:
     yield "    *)"
     yield "        case $command:$current in"
     for command in program.commands:
-        yield f"        {command.word}:-*) words='{_flag_words(command.flags)}' ;;"
-    yield f"        :-*) words='{_flag_words(program.flags)}' ;;"
+        yield f"        {command.word}:-*) words=({_flag_words(command.flags)}) ;;"
+    yield f"        :-*) words=({_flag_words(program.flags)}) ;;"
     if names:
-        yield f"        :*) words='{' '.join(names)}' ;;"
+        yield f"        :*) words=({_quoted(names)}) ;;"
     yield from ("        esac ;;", "    esac")
 
 
@@ -66,10 +75,14 @@ def _values(command: Command) -> Iterator[str]:
     plain = [name for flag in command.flags if flag.value and not flag.choices for name in flag.names if name != "--instance"]
     for flag in command.flags:
         if flag.choices:
-            yield f"    {own}:{flag.names[0]}) words='{' '.join(flag.choices)}' ;;"
+            yield f"    {own}:{flag.names[0]}) words=({_quoted(flag.choices)}) ;;"
     if plain:
         yield f"    {'|'.join(f'{own}:{name}' for name in plain)}) ;;"
 
 
 def _flag_words(flags: Iterable[Flag]) -> str:
-    return " ".join((*(name for flag in flags if not flag.is_argument for name in flag.names), "--help"))
+    return _quoted((*(name for flag in flags if not flag.is_argument for name in flag.names), "--help"))
+
+
+def _quoted(words: Iterable[str]) -> str:
+    return " ".join(map(shlex.quote, words))

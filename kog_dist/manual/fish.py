@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kog_dist.manual.programs import Command, Flag
+from kog_dist.runtime.instance import NAME_PATTERN
 
 _INSTANCES = """\
 function {function}_instances
     set -l folder (test -n "$TMPDIR"; and echo $TMPDIR; or echo /tmp)/kog-(id -u)
     test -n "$XDG_RUNTIME_DIR"; and set folder $XDG_RUNTIME_DIR/kog
+    # in a folder that is not ours and closed, others make the names
+    string match -qr '^drwx--[-S]--- '(id -u)'$' (command stat -c '%A %u' -- $folder 2>/dev/null); or return
     for lease in $folder/*/lease
-        string split / $lease | tail -n 2 | head -n 1
+        string match -r '\\A{pattern}\\z' (string split / $lease)[-2]
     end
 end
 """
@@ -21,7 +24,7 @@ _AT_COMMAND = "__fish_use_subcommand"
 def fish_completion(program: Command) -> str:
     """The file, which fish takes for `program` where it lies as `program.fish` in a folder of its `fish_complete_path`."""
     function = f"__{program.name.replace('-', '_')}"
-    return _INSTANCES.format(function=function) + "\n".join(_lines(program, function)) + "\n"
+    return _INSTANCES.format(function=function, pattern=NAME_PATTERN) + "\n".join(_lines(program, function)) + "\n"
 
 
 def _lines(program: Command, function: str) -> Iterator[str]:

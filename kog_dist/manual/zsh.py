@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kog_dist.manual.programs import Command, Flag
+from kog_dist.runtime.instance import NAME_PATTERN
 
 _HEAD = """\
 #compdef {program}
 
 {function}_instances() {{
-    local folder=${{XDG_RUNTIME_DIR:+$XDG_RUNTIME_DIR/kog}}
-    local -a names
-    names=("${{folder:-${{TMPDIR:-/tmp}}/kog-$UID}}"/*/lease(N:h:t))
+    local folder=${{XDG_RUNTIME_DIR:+$XDG_RUNTIME_DIR/kog}} name
+    local -a names closed
+    folder=${{folder:-${{TMPDIR:-/tmp}}/kog-$UID}}
+    closed=("$folder"(N/Uf:go-rwx:))
+    (( $#closed )) || return 1  # in a folder that is not ours and closed, others make the names
+    for name in "$folder"/*/lease(N:h:t); do
+        [[ $name =~ '^{pattern}$' ]] && names+=("$name")
+    done
     compadd -a names
 }}
 
@@ -30,7 +36,7 @@ _TAIL = """\
 def zsh_completion(program: Command) -> str:
     """The file, which zsh takes for `program` where it lies as `_program` in a folder of its `fpath`."""
     function = f"_{program.name.replace('-', '_')}"
-    head, tail = _HEAD.format(program=program.name, function=function), _TAIL.format(function=function)
+    head, tail = _HEAD.format(program=program.name, function=function, pattern=NAME_PATTERN), _TAIL.format(function=function)
     return "\n".join([head.rstrip(), *_body(program, function), tail])
 
 

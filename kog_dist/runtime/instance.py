@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from kog_dist.errors import ConfigError, LaunchError, remedy_of
 from kog_dist.runtime.wait import Deadline
@@ -28,7 +28,9 @@ from kog_dist.runtime.wait import Deadline
 LEASE_FILE = "lease"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the final zero
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME_PATTERN: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # of an instance; means the same in POSIX's extended expressions
+
+_NAME = re.compile(NAME_PATTERN)
 _SPARE_FILES = 8  # descriptors for making a folder, watching it, and removing it should the rest fail
 _HANDOVER_S = 2.0  # a dead holder's children may keep the lease for a moment
 

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -100,11 +100,16 @@ OFFERED: list[tuple[str, str, list[str]]] = [
 ]
 
 
-def make_instances(folder: Path) -> None:
-    for name in ("prod", "default"):
-        (folder / "kog" / name).mkdir(parents=True)
-        (folder / "kog" / name / "lease").touch()
-    (folder / "kog" / "no-engine").mkdir()
+def make_instances(folder: Path, names: Sequence[str] = ("prod", "default"), mode: int = 0o700) -> Path:
+    """The folder of all engines of a user whose XDG_RUNTIME_DIR is `folder`."""
+    root = folder / "kog"
+    root.mkdir()
+    root.chmod(mode)
+    for name in names:
+        (root / name).mkdir()
+        (root / name / "lease").touch()
+    (root / "no-engine").mkdir()
+    return root
 
 
 @pytest.mark.parametrize(
@@ -220,18 +225,84 @@ def test_the_shells_themselves_read_it(shell: str, text_of: Callable[[Command], 
         assert (done.returncode, done.stderr) == (0, ""), program.name
 
 
-@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+def completed_by_fish(program: str, line: str, folder: Path) -> list[str]:
+    if shutil.which("fish") is None:
+        pytest.skip("there is no fish")
+    script = folder / "script.fish"
+    script.write_text(f"{fish_completion(PROGRAMS[program])}complete -C {shlex.quote(line)}\n", encoding="utf-8")
+    environ = {"PATH": os.environ["PATH"], "HOME": str(folder), "XDG_RUNTIME_DIR": str(folder)}
+    command = ["fish", "--no-config", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, env=environ, cwd=folder / "kog")
+    assert done.stderr == ""
+    return sorted(text.partition("\t")[0] for text in done.stdout.splitlines())
+
+
 @pytest.mark.parametrize(("program", "line", "offered"), OFFERED)
 def test_fish_completes(tmp_path: Path, program: str, line: str, offered: list[str]) -> None:
     make_instances(tmp_path)
-    script = tmp_path / "script.fish"
-    script.write_text(f"{fish_completion(PROGRAMS[program])}complete -C {shlex.quote(line)}\n", encoding="utf-8")
-    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
-    command = ["fish", "--no-config", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, env=environ, cwd=tmp_path / "kog")
+    assert completed_by_fish(program, line, tmp_path) == sorted(offered)
+
+
+def instances_of_bash(folder: Path) -> list[str]:
+    return completed("kog-client", "kog-client stop --instance ", folder)
+
+
+def instances_of_zsh(folder: Path) -> list[str]:
+    """What its function for names of engines hands on; the rest of the completion system needs a terminal."""
+    if shutil.which("zsh") is None:
+        pytest.skip("there is no zsh")
+    functions = zsh_completion(PROGRAMS["kog-client"]).rpartition("\n_kog_client ")[0]
+    script = f"compadd() {{ print -rl -- ${{(P)2}} }}\n{functions}\n_kog_client_instances\n"
+    environ = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": str(folder)}
+    done = subprocess.run(["zsh", "-f"], input=script, capture_output=True, text=True, timeout=30, env=environ, check=False)
     assert done.stderr == ""
-    found = [text.partition("\t")[0] for text in done.stdout.splitlines()]
-    assert sorted(found) == sorted(offered)
+    return sorted(done.stdout.split())
+
+
+def instances_of_fish(folder: Path) -> list[str]:
+    return completed_by_fish("kog-client", "kog-client stop --instance ", folder)
+
+
+INSTANCES_OF = {"bash": instances_of_bash, "zsh": instances_of_zsh, "fish": instances_of_fish}
+ACTING = (
+    "$(touch ran)", "`touch ran`", ";touch ran", "${x:=$(touch ran)}", "<(touch ran)", "a$(touch ran)", "-n", "a\nb", "a\tb", "~",
+    "a b", "*", "\x1b]0;x\x07", "'", '"', "\\", "!!", "é", "x" * 65, "a\n",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shell", INSTANCES_OF)
+def test_names_of_engines_are_never_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_instances(tmp_path, (*ACTING, "default", "prod"))
+    assert INSTANCES_OF[shell](tmp_path) == ["default", "prod"]
+    assert not list(tmp_path.rglob("ran"))
+
+
+@pytest.mark.parametrize("shell", INSTANCES_OF)
+@pytest.mark.parametrize("mode", [0o770, 0o705, 0o711, 0o777, 0o1777])
+def test_an_open_folder_offers_no_names(tmp_path: Path, shell: str, mode: int) -> None:
+    make_instances(tmp_path, mode=mode)
+    assert INSTANCES_OF[shell](tmp_path) == []
+
+
+@pytest.mark.parametrize("shell", INSTANCES_OF)
+def test_a_link_and_a_folder_of_somebody_else_offer_no_names(tmp_path: Path, shell: str) -> None:
+    (tmp_path / "other").mkdir()
+    made = make_instances(tmp_path / "other")
+    (tmp_path / "kog").symlink_to(made)
+    assert INSTANCES_OF[shell](tmp_path) == []
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    (tmp_path / "kog").unlink()
+    made.rename(tmp_path / "kog")
+    assert INSTANCES_OF[shell](tmp_path) == ["default", "prod"]
+    os.chown(tmp_path / "kog", 12345, -1)
+    assert INSTANCES_OF[shell](tmp_path) == []
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bash_expands_no_list_of_words(name: str) -> None:
+    assert not re.search(r"\bcompgen\b|\beval\b", bash_completion(PROGRAMS[name]))
 
 
 def test_files_lie_where_man_and_the_shells_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
