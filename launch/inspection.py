@@ -157,16 +157,19 @@ def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
     attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     router = spec.num_layers * spec.experts.num_experts * spec.hidden_size if spec.experts is not None else 0
     norm_bytes = 4 * norms * (1 if spec.shared_norm_scale else spec.num_lanes)
+    width = cpu_matrix_bytes(target.checkpoint)
 
     def num_bytes(num_ffns: int, dequantised: int) -> int:
         layers = int(spec.num_layers * (attention + num_ffns * 3 * spec.hidden_size * spec.intermediate_size) * share)
         matrices = layers + router + head_rows * head_width
-        return cpu_matrix_bytes(target.checkpoint) * matrices + norm_bytes + int(dequantised * share)
+        return width * matrices + norm_bytes + int(dequantised * share)
 
-    kept = num_bytes(spec.num_ffns, dequantised_bytes(target.checkpoint))
+    kept = num_bytes(spec.num_ffns, dequantised_bytes(target.checkpoint)) + width * embedding
+    if spec.tied_embeddings and target.checkpoint.head_rounding is None:
+        kept -= width * head_rows * head_width  # rows of the table
     read = num_bytes(spec.num_ffns_read, dequantised_bytes(target.checkpoint, of_token=True))
     cache = 2 * spec.num_layers * spec.max_context * spec.lane_kv_heads * spec.head_dim * len(lanes)
-    return {"weights": kept + 4 * embedding, "read": read, "cache": 4 * cache}
+    return {"weights": kept, "read": read, "cache": 4 * cache}
 
 
 def _place(target: Target, rank: int) -> str:

@@ -225,7 +225,7 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
 
     spec, available = target.checkpoint.spec, int(psutil.virtual_memory().available)
     embedding, width = spec.vocab_size * spec.hidden_size, cpu_matrix_bytes(target.checkpoint)
-    weights = width * (spec.num_parameters - embedding * (not spec.tied_embeddings)) + _CPU_BYTES * embedding
+    weights = width * (spec.num_parameters + (target.world_size - 1) * embedding)  # every rank has the whole table
     dequantised = dequantised_bytes(target.checkpoint)
     weights += dequantised
     if weights > available:

@@ -15,7 +15,7 @@ from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.steps import Kind, Phase, Site
 from kog_dist.errors import PlanError
 from kog_dist.model.rope import rope_table
-from kog_dist.model.weights import RankWeights
+from kog_dist.model.weights import RankWeights, widened
 
 Run = Callable[[], None]
 
@@ -51,7 +51,7 @@ class LaneCalls:
         table, cursor = self.weights.embedding, self.cursor
 
         def run() -> None:
-            streams[...] = table[cursor.token_id]
+            streams[...] = widened(table[cursor.token_id])
 
         return run
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import prod
+from mmap import MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
@@ -32,11 +34,14 @@ class Memory:
         )
 
     def _zeros(self, shape: tuple[int, ...]) -> Array:
-        """Zeros at a multiple of 64 bytes; the system hands out pages only when a position is written."""
-        num_bytes = prod(shape) * self.dtype.itemsize
-        raw = np.zeros(num_bytes + 64, np.uint8)
-        start = -raw.ctypes.data % 64
-        return raw[start : start + num_bytes].view(self.dtype).reshape(shape)
+        """Zeros at the beginning of a page; the system hands out small pages, and only when a position is written.
+
+        In huge pages the first token of each cache, layer and head would take 2 MiB.
+        """
+        mapping = mmap(-1, prod(shape) * self.dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without transparent huge pages
+            mapping.madvise(MADV_NOHUGEPAGE)
+        return np.frombuffer(mapping, self.dtype).reshape(shape)
 
     def empty(self, *shape: int) -> Array:
         """Scratch of the interpreter's dtype, zeroed, at a multiple of 64 bytes."""

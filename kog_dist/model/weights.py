@@ -99,8 +99,9 @@ class LaneWeights:
 class RankWeights:
     """What a rank that hosts some lanes needs to decode.
 
-    embedding: (V, D). lanes: by hosted lane. heads: by lane of the vocabulary, rows `ModelSpec.vocab_slice(lane)` of the LM head,
-    (rows, D) or (rows, L*D) for the `lane` head. norms: the final norm (D,) of every lane of the model; one and the same array
+    embedding: (V, D), like matrices maybe of 16 bit. lanes: by hosted lane. heads: by lane of the vocabulary, rows
+    `ModelSpec.vocab_slice(lane)` of the LM head, (rows, D) or (rows, L*D) for the `lane` head; views of the embedding if they are
+    tied. norms: the final norm (D,) of every lane of the model; one and the same array
     when it is shared (as it always is with pre_norm_lane_agg).
     """
 
@@ -112,7 +113,8 @@ class RankWeights:
     @property
     def num_bytes(self) -> int:
         """Memory of all arrays; shared ones count once."""
-        arrays = [self.embedding, *self.heads.values(), *self.norms.values()]
+        heads = [head for head in self.heads.values() if not np.may_share_memory(head, self.embedding)]
+        arrays = [self.embedding, *heads, *self.norms.values()]
         for lane in self.lanes.values():
             for layer in lane.layers:
                 arrays += _arrays_of(layer) + ([] if layer.experts is None else _arrays_of(layer.experts))
@@ -194,7 +196,7 @@ class RankReader:
     def read(self) -> RankWeights:
         """Allocate and fill all arrays. Raises CheckpointError naming file and tensor."""
         spec = self.checkpoint.spec
-        embedding = self._whole(EMBEDDING)
+        embedding = self._embedding()
         norms = [
             self._norm(f"{layer_prefix(i)}{kind}") for i in range(spec.num_layers) for kind in ("attention_norm", "ffn_norm")
         ]
@@ -232,6 +234,14 @@ class RankReader:
         """A tensor that every rank keeps whole; each verifies the parts of its own lanes."""
         out = self._empty(*self.checkpoint.layouts[name].shape)
         self.checkpoint.read_parts(name, out, range(len(self.checkpoint.layouts[name].parts)), self.lanes)
+        return out
+
+    def _embedding(self) -> Array:
+        """The table (V, D), which every rank keeps whole, as it is stored if matrices are."""
+        layout = self.checkpoint.layouts[EMBEDDING]
+        out = self._matrix([EMBEDDING], *layout.shape)
+        for part_idx, (first, last) in enumerate(layout.parts):
+            self._read_rows(EMBEDDING, part_idx, out[first:last], verify=self.checkpoint.verify and part_idx in self.lanes)
         return out
 
     def _norm(self, stem: str) -> dict[int, Array]:
@@ -385,13 +395,19 @@ class RankReader:
         if self.checkpoint.head_rounding is not None:
             return self._rounded_head(lane, embedding, self.checkpoint.head_rounding)
         if spec.tied_embeddings:
-            tied = self._matrix([EMBEDDING], last - first, spec.hidden_size)
-            _narrow(embedding[first:last], tied)
-            return tied
+            return self._aligned(embedding[first:last])
         if spec.head_type is HeadType.VOCAB_PARALLEL:
             return self._stacked([name], lane)
         out = self._matrix([name], last - first, self.checkpoint.layouts[name].shape[1])
         self._read_rows(name, lane, out, verify=self.checkpoint.verify)
+        return out
+
+    def _aligned(self, rows: Array) -> Array:
+        """Rows of an array: a view, or a copy if they begin elsewhere than all arrays do."""
+        if rows.ctypes.data % self.arena.ALIGNMENT == 0:
+            return rows
+        out = self.arena.empty(rows.shape, rows.dtype)
+        out[...] = rows
         return out
 
     def _rounded_head(self, lane: int, embedding: Array, form: WeightFormat) -> Array:
@@ -400,13 +416,20 @@ class RankReader:
         first, last = spec.vocab_slice(lane)
         values = aligned_empty((last - first, self.checkpoint.layouts[name].shape[-1]), np.dtype(np.float32))
         if spec.tied_embeddings:
-            values[...] = embedding[first:last]
+            values[...] = widened(embedding[first:last])
         else:
             self.checkpoint.read_part(name, lane, values, verify=self.checkpoint.verify)
         round_in_place(values, form.block_columns)
         out = self.arena.empty(values.shape, np.dtype(np.float16) if self.keeps_halves else self.dtype)
         out[...] = values
         return out
+
+
+def widened(values: Array) -> Array:
+    """The values of a matrix in float32 or wider: exact. A view of what is that wide already."""
+    if values.dtype == BFLOAT16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32) if values.dtype == np.float16 else values
 
 
 def _narrow(values: Array, out: Array) -> None:
