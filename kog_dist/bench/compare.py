@@ -28,6 +28,7 @@ _NEEDED = ("errors", "ttfts", "itls", "output_lens")
 _SAME = ("model_id", "backend", "num_prompts", "request_rate", "burstiness", "max_concurrency")
 _SAME_CONFIGURATION = ("output_len", "num_warmups", "seed", "temperature", "ignore_eos", "extra_body")
 _SAME_MACHINE = ("cpu", "cores")
+_LOAD: Final = 0.5  # processes that wanted a core in the minute before; a difference of less is as good as none
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,9 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
     for part, names in (("configuration", _SAME_CONFIGURATION), ("machine", _SAME_MACHINE)):
         pairs += [(name, _dict(first, part).get(name), _dict(second, part).get(name)) for name in names]
     found = [f"{name} is {one!r} and {other!r}" for name, one, other in pairs if one != other]
+    one, other = (_dict(result, "machine").get("load_1min") for result in (first, second))
+    if isinstance(one, int | float) and isinstance(other, int | float) and abs(one - other) > _LOAD:
+        found.append(f"the machine's load at the start is {one} and {other}")
     for name in ("input_lens", "output_lens"):
         totals = [sum(result.get(name) or [0]) for result in (first, second)]
         if totals[0] != totals[1]:

@@ -92,7 +92,8 @@ class Settings:
         except ValueError:
             raise ConfigError(f"{name} must be a number, got {text[:40]!r}") from None
         if not low <= value <= high:
-            raise ConfigError(f"{name} must be from {low:g} to {high:g}, got {text[:40]}")
+            limits = " to ".join(f"{limit:g}" if kind is float else str(limit) for limit in (low, high))
+            raise ConfigError(f"{name} must be from {limits}, got {text[:40]}")
         setattr(self, name, value)
 
     def fields(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,6 +13,7 @@ from typing import Any
 from kog_dist import __version__
 
 _WIDTH = 8
+_COLUMNS = 110
 
 
 class Level(StrEnum):
@@ -65,8 +67,17 @@ def as_text(answers: Sequence[CheckResult]) -> str:
     lines: list[str] = []
     for area, members in groupby(filter(lambda answer: answer.findings, answers), key=lambda answer: answer.area):
         lines.append(area)
-        lines += [f"  {finding.level:<{_WIDTH}}{finding.text}" for answer in members for finding in answer.findings]
+        lines += [line for answer in members for finding in answer.findings for line in _wrapped(finding)]
     return "\n".join([*lines, _summary(answers)])
+
+
+def _wrapped(finding: Finding) -> list[str]:
+    """The lines of a finding; words, such as paths, are never broken."""
+    first = f"  {finding.level:<{_WIDTH}}"
+    return textwrap.wrap(
+        finding.text, _COLUMNS, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]  # fmt: skip
 
 
 def as_json(answers: Sequence[CheckResult]) -> str:

@@ -76,6 +76,11 @@ def test_a_report_is_readable_by_people_and_programs() -> None:
         "1 problem, 1 warning: no engine can start here until the problems are solved",
     ]
     assert as_text(ANSWERS[:1]).endswith("no problems, no warnings: an engine can start here")
+    names = [f"package-{number} 1.{number}" for number in range(12)]
+    long = as_text([CheckResult("First", "a", [ok(", ".join(names))])]).splitlines()
+    assert max(map(len, long)) <= 110
+    assert [line[:10] for line in long[1:3]] == ["  ok      ", " " * 10]
+    assert " ".join(line[10:] for line in long[1:-1]) == ", ".join(names)
     found = json.loads(as_json(ANSWERS))
     assert found["ok"] is False
     assert found["findings"][0] == {"area": "First", "check": "a", "level": "ok", "text": "fine", "details": {"number": 1}}

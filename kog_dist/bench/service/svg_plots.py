@@ -62,7 +62,7 @@ def histogram(values: Sequence[float], unit: str, marks: Sequence[tuple[str, flo
             x = x_axis.at(value)
             parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>')
             side, anchor = (3, "start") if x < WIDTH * 0.75 else (-3, "end")
-            parts.append(_text(x + side, _TOP + 10 + 12 * number, f"{name} {value:.3g}", anchor))
+            parts.append(_text(x + side, _TOP + 10 + 12 * number, f"{name} {_rounded(value)}", anchor))
     return _svg(parts, x_axis, y_axis, unit, f"distribution of {len(values)} values in {unit}")
 
 
@@ -128,6 +128,11 @@ def timeline(spans: Sequence[tuple[float, float, float, str]]) -> str:
         parts.append(_rect(x_axis.at(start), y, max(0.5, x_axis.at(first) - x_axis.at(start)), bar, "pale", title))
         parts.append(_rect(x_axis.at(first), y, max(0.5, x_axis.at(end) - x_axis.at(first)), bar, "bar", title))
     return _svg(parts, x_axis, None, "s", f"timeline of {len(spans)} requests", "requests", height)
+
+
+def _rounded(value: float) -> str:
+    """Three digits or more, without an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _svg(

@@ -74,6 +74,9 @@ def test_other_configurations_are_said() -> None:
     assert "output_len is 21 and 99" in found
     assert "cpu is 'x' and 'y'" in found
     assert differences(result(), result(seed=2)) == []
+    loads = [result(machine={"cpu": "x", "cores": 2, "load_1min": load}) for load in (0.1, 0.6, 0.7)]
+    assert differences(loads[0], loads[1]) == []
+    assert differences(loads[0], loads[2]) == ["the machine's load at the start is 0.1 and 0.7"]
     assert "the sum of output_lens is 630 and 600" in " ".join(differences(result(), result(output_lens=[20] * 30)))
 
 
