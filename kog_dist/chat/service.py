@@ -39,12 +39,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ServiceFacts:
-    """What is served. The last three are known of our own service only."""
+    """What is served. The last four are known of our own service only."""
 
     model: str
     num_ranks: int | None = None
     has_chat: bool = True  # whether the model has a chat template
     state: str | None = None
+    own_sampling: str = ""  # what the model answers with where a request says nothing
 
 
 class ChatService:
@@ -63,7 +64,10 @@ class ChatService:
             name = model or str(served.get("id") or "default")
             state, ranks = found.get("state"), found.get("ranks")
             num_ranks = len(ranks) if isinstance(ranks, list) and ranks else None
-            return ServiceFacts(name, num_ranks, served.get("chat") not in ("plain", None), str(state) if state else None)
+            engine = found.get("engine")
+            own = engine.get("own_sampling") if isinstance(engine, dict) else None
+            has_chat = served.get("chat") not in ("plain", None)
+            return ServiceFacts(name, num_ranks, has_chat, str(state) if state else None, own if isinstance(own, str) else "")
         if model is not None:
             return ServiceFacts(model)
         listed = self._get(f"{self.url.prefix}/models")

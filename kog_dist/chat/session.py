@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,19 +31,6 @@ class ChatTurn:
     finish_reason: str | None = None
     is_cancelled: bool = False
     error: KogError | None = None
-
-
-def url_of_instance(instance: str, http_name: str = "http.json") -> str | None:
-    """Where the HTTP service of an engine of this user is, if it runs and has one."""
-    from kog_dist.runtime.instance import instances_root, is_stale
-
-    if not instance or "/" in instance or instance.startswith("."):
-        return None
-    folder = instances_root() / instance
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if not is_stale(folder):
-            return str(json.loads((folder / http_name).read_text(encoding="utf-8"))["url"])
-    return None
 
 
 class ChatSession:
@@ -87,9 +73,10 @@ class ChatSession:
         """Questions and commands until Ctrl-D. Returns the exit code."""
         history.begin(self._conversation.completions)
         facts = self._facts
-        ranks = f" on {facts.num_ranks} ranks" if facts.num_ranks else ""
+        ranks = f" on {facts.num_ranks} rank{'s' if facts.num_ranks > 1 else ''}" if facts.num_ranks else ""
         mode = "continues what you write" if self._conversation.is_completion else "answers"
-        self._screen.say(f"{facts.model}{ranks} at {self._service.url} {mode}; /help lists commands, Ctrl-D ends")
+        own = f", at {facts.own_sampling} unless you say otherwise" if facts.own_sampling else ""
+        self._screen.say(f"{facts.model}{ranks} at {self._service.url} {mode}{own}; /help lists commands, Ctrl-D ends")
         with self._interrupts:
             while self._goes_on():
                 pass

@@ -93,8 +93,10 @@ class AnswerResponse(Response):
         return 200
 
     def _told(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
-        """How many requests the engine had to take before this one, if it has said so; fields that were not read."""
+        """How many requests the engine had to take before this one, how long it waited, if known; fields that were not read."""
         place = [] if exchange.first_place is None else [(b"x-kog-queue-position", str(exchange.first_place).encode())]
+        if (done := next(iter(exchange.last.values()), None)) is not None and done.queue_s is not None:
+            place.append((b"x-kog-queue-ms", f"{done.queue_s * 1e3:.1f}".encode()))
         return [*place, (b"x-kog-unknown-fields", self._left_out.encode())] if self._left_out else place
 
     def _line(self, exchange: Exchange, scope: Scope, status: int, total_s: float) -> RequestLine:

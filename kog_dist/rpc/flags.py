@@ -111,6 +111,14 @@ def drain(
     raise typer.Exit(commands.ask(target, "drain", as_json=json, timeout_s=timeout))
 
 
+@app.command("list", epilog=examples("kog-client list"))
+def list_engines(json: Json = False) -> None:
+    """List the engines of this user on this machine."""
+    from kog_dist.rpc import list_command
+
+    raise typer.Exit(list_command.list_engines(as_json=json))
+
+
 @app.command(epilog=examples("kog-client stop"))
 def stop(
     now: Annotated[bool, typer.Option("--now", help="Do not wait for the running request.")] = False,

@@ -22,6 +22,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("kog-gateway --key-file rpc-access.json --model MODEL", "of an engine on another machine"),
     ),
     "kog-client": (
+        ("kog-client list", "which engines run here"),
         ("kog-client status", "what the engine does"),
         ('kog-client generate --prompt "def is_even(n):"', "decode a prompt"),
         ("kog-client stop", "end it once the running request has ended"),
@@ -32,6 +33,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("kog-client generate --prompt-ids 1,2,3 --json", "token ids; one JSON object"),
     ),
     "kog-client status": (("kog-client status --instance prod --json", "of a named engine, for programs"),),
+    "kog-client list": (("kog-client list", "a line for each"),),
     "kog-client cancel": (("kog-client cancel", "the request that runs"),),
     "kog-client drain": (("kog-client drain --instance prod", "a named engine"),),
     "kog-client stop": (

@@ -100,7 +100,8 @@ def _why_not(engine: NamedEngine) -> str:
             "and on a Ray cluster --ray ADDRESS finds its launcher"
         )
     return (
-        f"no engine of the name {engine.name!r} runs here; kog-doctor lists those that do, --ray ADDRESS looks on a Ray cluster"
+        f"no engine of the name {engine.name!r} runs here; kog-client list shows those that do, "
+        "--ray ADDRESS looks on a Ray cluster"
     )
 
 

@@ -20,16 +20,22 @@ def statistics(done: Done) -> str:
     return ", ".join(parts)
 
 
+def headline(report: StatusReport) -> str:
+    """Who an engine is, in one line; to be escaped."""
+    num_replicas = len(report.replica_names)
+    runs_on = _count(num_replicas, "replica") if num_replicas else _count(report.world_size, "rank")
+    what = f"{report.model} on {runs_on}" if report.model else "no model yet"
+    return f"{report.instance}: {report.state.value}, {what}, up {report.uptime_s:.0f} s"
+
+
 def describe(report: StatusReport) -> str:
     """An engine, or replicas behind a router, in a few lines."""
     states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states)) or "-"
     is_router = bool(report.replica_names)
-    runs_on = _count(len(report.replica_names), "replica") if is_router else _count(report.world_size, "rank")
     of_one = f", {report.client_queue_limit} of one client" if report.client_queue_limit else ""  # a router has no such limit
-    what = f"{report.model} on {runs_on}" if report.model else "no model yet"
     lines = "\n".join(
         [
-            f"{report.instance}: {report.state.value}, {what}, up {report.uptime_s:.0f} s",
+            headline(report),
             f"ranks    {states}{' (of all replicas, one after the other)' if is_router else ''}",
             *(f"rank {rank:<4}on {place}" for rank, place in enumerate(report.rank_places)),
             f"prompts  {'in blocks, through prefill' if report.prefill else 'token by token'}",

@@ -173,6 +173,7 @@ def test_a_stream_that_waits_hears_how_many_are_before_it(http: httpx.Client, en
     assert comments == [": 2 before this one", ": 1 before this one", ": 0 before this one"]
     whole = http.post(path, json=body)
     assert (whole.headers["x-kog-queue-position"], "late" in whole.text) == ("2", True)
+    assert float(whole.headers["x-kog-queue-ms"]) >= 0
     engine.on_generate = says("at once")
     with http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.headers["x-kog-queue-position"] == "0"
