@@ -13,7 +13,8 @@ from typing import Any, Final
 
 MAX_TOP_LOGPROBS: Final = 20
 MAX_LOGIT_BIAS: Final = 1024  # ids in one request
-MAX_SEED: Final = 2**63 - 1
+MAX_SEED: Final = 2**64 - 1
+LEAST_TEMPERATURE: Final = 0.001  # of a lower one the limit is taken: greedy
 _MOST_TOKENS: Final = 2**31 - 1
 
 
@@ -29,7 +30,7 @@ class SamplingParams:
     logit_bias: (id, bias) pairs, or a mapping of them; each id once. logprobs: None = not even those of the tokens themselves.
     """
 
-    temperature: float = _param(0.0, 0.001, 100.0, "0: greedy.")  # besides its limits it may be 0
+    temperature: float = _param(0.0, 0.0, 100.0, f"Below {LEAST_TEMPERATURE:g}: greedy.")
     seed: int = _param(0, 0, MAX_SEED, "Seed of the sampling.")
     top_k: int = _param(0, 0, _MOST_TOKENS, "Draw from the K best tokens only. 0: all.")
     top_p: float = _param(1.0, 1e-6, 1.0, "Draw from the best tokens that have this probability together. 1: all.")
@@ -95,14 +96,12 @@ GREEDY: Final = SamplingParams()
 def check_limits(name: str, value: Any) -> None:
     """Raises ValueError, a sentence that begins with `name`, unless a number is within the limits of that parameter."""
     low, high = LIMITS[name]
-    if low <= value <= high or (name == "temperature" and value == 0):  # false for NaN
-        return
-    zero = "0 or " if name == "temperature" else ""
-    raise ValueError(f"{name} must be {zero}between {_limit(low)} and {_limit(high)}, got {value}")
+    if not low <= value <= high:  # true for NaN
+        raise ValueError(f"{name} must be between {_limit(low)} and {_limit(high)}, got {value}")
 
 
 def _limit(value: float) -> str:
-    return "2**63 - 1" if value == MAX_SEED else str(value) if isinstance(value, int) else f"{value:g}"
+    return "2**64 - 1" if value == MAX_SEED else str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -113,6 +112,8 @@ def _checked(name: str, value: Any) -> Any:
     if type(value) is not int and (name in _INTEGERS or type(value) is not float):
         raise ValueError(f"{name} must be {'an integer' if name in _INTEGERS else 'a number'}, got {_shown(value)}")
     check_limits(name, value)
+    if name == "temperature" and value < LEAST_TEMPERATURE:
+        return 0.0
     return value if name in _INTEGERS else float(value) + 0.0  # minus zero becomes zero
 
 

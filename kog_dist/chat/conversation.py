@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError
+from kog_dist.sampling_params import MAX_SEED
 
 HELP: Final = """\
 /help                this list
@@ -30,7 +31,7 @@ Ctrl-C ends an answer. A line that ends with a backslash goes on in the next one
 _LIMITS: Final[Mapping[str, tuple[Callable[[str], float], float, float]]] = {
     "temperature": (float, 0.0, 100.0),
     "top_p": (float, 1e-6, 1.0),
-    "seed": (int, 0, 2**63 - 1),
+    "seed": (int, 0, MAX_SEED),
     "max_tokens": (int, 1, 2**31 - 1),
 }
 

@@ -26,7 +26,7 @@ from kog_dist.sampling_params import SamplingParams
 
 WORLD_SIZE, MAX_CONTEXT = 3, 40
 REQUEST = DecodeRequest(
-    (5, 6, 7), 10, SamplingParams(0.5, 2**63 - 1, top_k=5, top_p=0.25, logit_bias=((9, 1.5), (4, -2.0)), logprobs=0), (1, 2),
+    (5, 6, 7), 10, SamplingParams(0.5, 2**64 - 1, top_k=5, top_p=0.25, logit_bias=((9, 1.5), (4, -2.0)), logprobs=0), (1, 2),
     ignore_eos=True, logit_digests=True,
 )  # fmt: skip
 RECORD = WaitRecord(2, WaitOp.COLLECT, 1, 3, 0, 4, 9, 8, 1_000_000, "mlp.1", stamp_ns=5)
@@ -57,7 +57,7 @@ requests = st.builds(
     sampling=st.builds(
         SamplingParams,
         temperature=st.just(0.0) | st.floats(0.001, 100),
-        seed=st.integers(0, 2**63 - 1),
+        seed=st.integers(0, 2**64 - 1),
         top_k=st.integers(0, 2**31 - 1),
         top_p=st.floats(1e-6, 1),
         min_p=st.floats(0, 1),

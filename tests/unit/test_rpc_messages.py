@@ -237,7 +237,6 @@ def test_any_values_are_a_message_or_a_protocol_error(tag: str, body: dict[str, 
         ("temperature", "0"),
         ("temperature", True),
         ("seed", -1),
-        ("seed", 2**63),
         ("seed", 1.0),
         ("stop", "text"),
         ("stop", [""]),
@@ -256,12 +255,12 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
     assert refused.value.request_id == (None if field == "request_id" else "a")
 
 
-@pytest.mark.parametrize("value", [-1, 1e-9, 100.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [-1, -1e-9, 100.5, float("nan"), float("inf")])
 def test_every_temperature_out_of_range_has_one_code_and_the_limits_of_the_engines(value: float) -> None:
-    with pytest.raises(BadMessage, match=r"temperature must be 0 or between 0\.001 and 100, got") as refused:
+    with pytest.raises(BadMessage, match="temperature must be between 0 and 100, got") as refused:
         decode_request(HEAD + msgpack.packb(["generate", {"request_id": "a", "prompt": "x", "sampling": {"temperature": value}}]))
     assert (refused.value.code, refused.value.request_id) == ("invalid_request", "a")
-    with pytest.raises(ValueError, match=r"between 0\.001 and 100"):
+    with pytest.raises(ValueError, match="between 0 and 100"):
         SamplingParams(value)
 
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import pydantic
 
 from kog_dist.gateway.openai.body_counts import check_counts
 from kog_dist.gateway.openai.errors import ApiError, invalid, unsupported
+from kog_dist.gateway.openai.peer_fields import is_harmless
 from kog_dist.gateway.openai.request_model import RequestModel
+from kog_dist.gateway.openai.unknown_fields import leave_out, path_text
 
 Model = TypeVar("Model", bound=RequestModel)
 
 MAX_NESTING = 64  # of arrays and objects; far above what a JSON schema needs, far below what recursion can take
 MAX_FIELDS = 256
-MAX_LEFT_OUT = 16  # each is compared with all known names, and named in a header
 _MAX_MEMBERS = 4096  # of one object: each may cost a complaint, of which one is told
 _MAX_SHOWN = 60
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # a response header can name it
 
 
 def read_body(raw: bytes) -> object:
@@ -38,7 +36,7 @@ def read_body(raw: bytes) -> object:
         raise invalid(None, f"the body nests deeper than {MAX_NESTING} levels") from None
     except ValueError as error:
         raise invalid(None, f"the body is not valid JSON: {_json_complaint(error)}") from None
-    _check_nesting(parsed)
+    check_nesting(parsed)
     if b"\\ud" in raw or b"\\uD" in raw:  # an escape may be half a character, which no encoding of text can express
         try:
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
@@ -48,38 +46,24 @@ def read_body(raw: bytes) -> object:
 
 
 def parse(model: type[Model], body: object, *, leaves_out: bool = False) -> Model:
-    """The body as a `model`. Raises ApiError naming the first field that is wrong, unknown or unsupported.
+    """The body as a `model`. Raises ApiError naming the first field that is wrong or unsupported.
 
-    `leaves_out`: unknown fields of the request itself, up to MAX_LEFT_OUT, unless their names look like a known one that was
-    misspelt: that would change the answer.
+    `leaves_out`: unknown fields, see `unknown_fields.leave_out`; else they are refused.
     """
     if not isinstance(body, dict):
         raise invalid(None, f"the body must be a JSON object, got {_kind(body)}")
-    _check_nesting(body)
-    if len(body) > MAX_FIELDS:  # each unknown one costs a complaint, of which one is told
+    check_nesting(body)
+    if len(body) > MAX_FIELDS:
         raise invalid(None, f"the body has {len(body)} fields; no request has more than {MAX_FIELDS}")
-    kept = {}
-    for name, value in body.items():
+    for name, value in body.items():  # before anything that they replace is missing
         refusal = model.refused.get(name)
-        if refusal is None:
-            kept[name] = value
-        elif not _is_one_of(value, refusal.harmless):
+        if refusal is not None and not is_harmless(refusal, value, body):
             raise unsupported(name, f"{name} is not supported: {refusal.reason}")
-    unknown = [name for name in kept if name not in model.model_fields] if leaves_out else []
-    unknown = [name for name in unknown if _may_be_left_out(name, model)] if len(unknown) <= MAX_LEFT_OUT else []
     try:
-        return model.model_validate({name: kept[name] for name in kept if name not in unknown}).with_left_out(unknown)
+        request = model.model_validate(body)
     except pydantic.ValidationError as error:
-        raise _first_problem(error, kept, model) from None
-
-
-def _may_be_left_out(name: str, model: type[RequestModel]) -> bool:
-    """Whether this, which is no field, is a name, and not like that of a field."""
-    return bool(_NAME.fullmatch(name)) and not _nearest(name, model)
-
-
-def _nearest(name: str, model: type[RequestModel]) -> list[str]:
-    return difflib.get_close_matches(name, model.model_fields, 1)
+        raise _first_problem(error, body) from None
+    return request.with_left_out(leave_out(request, refuses=not leaves_out))
 
 
 def _json_complaint(error: ValueError) -> str:
@@ -104,7 +88,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _check_nesting(parsed: object) -> None:
+def check_nesting(parsed: object) -> None:
+    """Raise ApiError for a value of more than MAX_NESTING levels."""
     level: list[object] = [parsed]
     for _ in range(MAX_NESTING + 1):
         containers = [item for item in level if isinstance(item, (dict, list))]
@@ -114,12 +99,8 @@ def _check_nesting(parsed: object) -> None:
     raise invalid(None, f"the body nests deeper than {MAX_NESTING} levels")
 
 
-def _is_one_of(value: object, harmless: Iterable[object]) -> bool:
-    return any(type(value) is type(allowed) and value == allowed for allowed in harmless)
-
-
 # ---- pydantic's findings as one sentence ----
-def _first_problem(error: pydantic.ValidationError, body: Mapping[str, Any], model: type[RequestModel]) -> ApiError:
+def _first_problem(error: pydantic.ValidationError, body: Mapping[str, Any]) -> ApiError:
     """Of a union pydantic tells the complaints of all its branches; the one that got deepest into the input is meant, and of two
     that got as far, the one of a branch that takes values of this type.
     """
@@ -132,16 +113,15 @@ def _first_problem(error: pydantic.ValidationError, body: Mapping[str, Any], mod
     param = path_text(path) or None
     if param is None:
         return invalid(None, f"the body has a field whose name is not valid Unicode: {_shown(finding['input'])}")
-    if finding["type"] == "extra_forbidden":
-        close = _nearest(str(path[-1]), model) if len(path) == 1 else []
-        hint = f"; did you mean {close[0]}?" if close else ""
-        return invalid(param, f"unknown field {_shown(param)}{hint} docs/openai.md lists the known ones", "unknown_parameter")
     if finding["type"] == "missing":
         return invalid(param, f"{param} is missing", "missing_required_parameter")
     if finding["type"] in ("too_long", "too_short"):
         bound, limit = ("most", "max_length") if finding["type"] == "too_long" else ("least", "min_length")
         limit, num_items = finding["ctx"][limit], len(finding["input"])
         return invalid(param, f"{param}: must have at {bound} {limit} item{'s' if limit != 1 else ''}, got {num_items}")
+    if finding["type"] == "union_tag_invalid":
+        expected, tag = finding["ctx"]["expected_tags"], finding["ctx"]["tag"]
+        return invalid(param, f"{param}: its type must be one of {expected}, got {_shown(tag)}")
     reason = str(finding["msg"])
     reason = reason.removeprefix("Value error, ").replace("Input should be", "must be").replace("should", "must")
     reason = reason[:1].lower() + reason[1:]
@@ -161,12 +141,6 @@ def _path(loc: Sequence[int | str], body: object) -> tuple[int | str, ...]:
         elif place == len(loc) - 1 and isinstance(here, dict) and isinstance(step, str) and step.isidentifier():
             path.append(step)  # a field that is missing
     return tuple(path)
-
-
-def path_text(path: Sequence[int | str]) -> str:
-    """A path as OpenAI writes it: messages[0].content."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
-    return text.encode("ascii", "backslashreplace").decode()[:200]
 
 
 def _kind(value: object) -> str:

@@ -15,6 +15,7 @@ from kog_dist.gateway.openai.planning import (
     answer_limit,
     asked,
     conversation_of,
+    object_schema,
     plan_choices,
     sampling_params,
     schema_text,
@@ -58,7 +59,7 @@ def format_schema(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | Non
     """The schema of a response_format; None for text."""
     if isinstance(wanted, JsonSchemaFormat):
         return schema_text(wanted.json_schema.schema_, param)
-    return '{"type":"object"}' if isinstance(wanted, JsonObjectFormat) else None
+    return object_schema(wanted, param) if isinstance(wanted, JsonObjectFormat) else None
 
 
 def _tool_use(request: ChatRequest, served: ServedModel, *, has_format: bool) -> ToolUse:

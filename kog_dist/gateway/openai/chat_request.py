@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from kog_dist.gateway.openai.peer_fields import (
+    REFUSED_EVERYWHERE,
+    REFUSED_IN_CALLS,
+    REFUSED_IN_FUNCTIONS,
+    REFUSED_IN_MESSAGES,
+)
 from kog_dist.gateway.openai.request_model import (
     CACHE_CONTROL,
     MAX_CHOICES,
     MAX_MESSAGES,
     MAX_NAME,
     MAX_TOOLS,
-    REFUSED_EVERYWHERE,
     AnswerTokens,
     FormatName,
     JsonObjectFormat,
@@ -29,53 +34,83 @@ from kog_dist.gateway.openai.request_model import (
 
 
 class TextPart(RequestModel):
-    """A piece of a message. Only text: images, audio and files are refused."""
+    """A piece of a message. Only text, or the refusal of an earlier answer: images, audio and files are refused."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
     prompt_cache_breakpoint: Any = ignored("beginnings are cached wherever they end")
     cache_control: Any = ignored(CACHE_CONTROL)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_text_of_refusal(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or raw.get("type") != "refusal" or "refusal" not in raw:
+            return raw
+        return {name: value for name, value in raw.items() if name != "refusal"} | {"text": raw["refusal"]}
 
 
 class CalledFunction(RequestModel):
     """What an earlier answer called."""
 
+    refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_CALLS
+
     name: Annotated[str, Field(max_length=MAX_NAME)]
-    arguments: str = Field(description="A JSON object, as text.")
+    arguments: str | dict[str, Any] | None = Field(
+        default=None, description="A JSON object, or its text. A text that is none is shown to the model as it is."
+    )
 
 
 class ToolCall(RequestModel):
     """A call of an earlier answer, sent back."""
 
-    id: Annotated[str, Field(max_length=MAX_NAME)]
-    type: Literal["function"] = "function"
+    refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_CALLS
+
+    id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    type: Literal["function"] | None = None
     function: CalledFunction
     index: Any = ignored("of a streamed call")
 
 
+REASONING_NAMES: Final = ("reasoning", "thinking")  # of reasoning_content, in OpenRouter and vLLM, and in Ollama
+
+
 class ChatMessage(RequestModel):
     """One message. An assistant's has content or tool_calls, a tool's has tool_call_id."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-    reasoning_content: str | None = Field(default=None, description="Handed to the chat template.")
-    refusal: Any = ignored("of an earlier answer")
+    reasoning_content: str | None = Field(
+        default=None, description="Handed to the chat template. Also `reasoning` and `thinking`, as other servers call it."
+    )
+    refusal: str | None = Field(default=None, description="Of an earlier answer: its text where it has no content.")
     annotations: Any = ignored("of an earlier answer")
     cache_control: Any = ignored(CACHE_CONTROL)
-    audio: None = None
-    function_call: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_name_of_reasoning(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or not any(isinstance(raw.get(name), str) for name in REASONING_NAMES):
+            return raw
+        kept = {name: value for name, value in raw.items() if name not in REASONING_NAMES or not isinstance(value, str)}
+        if kept.get("reasoning_content") is None:
+            kept["reasoning_content"] = next(raw[name] for name in REASONING_NAMES if isinstance(raw.get(name), str))
+        return kept
 
 
 class FunctionDefinition(RequestModel):
     """What the model may call."""
 
+    refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_FUNCTIONS
+
     name: FormatName
     description: str | None = None
     parameters: Schema | None = None
-    strict: bool | None = Field(default=None, description="Ignored: where arguments are enforced they follow the schema.")
+    strict: Any = ignored("where arguments are enforced they follow the schema")
 
 
 class Tool(RequestModel):
@@ -116,10 +151,10 @@ class AllowedTools(RequestModel):
 class JsonSchema(RequestModel):
     """What the answer must satisfy. It is enforced by a grammar, with or without `strict`."""
 
-    name: FormatName
-    description: str | None = None
+    name: Any = ignored("the model is not told of it")
+    description: Any = ignored("the model is not told of it")
     schema_: Schema = Field(alias="schema")
-    strict: bool | None = None
+    strict: Any = ignored("it is always followed")
 
 
 class JsonSchemaFormat(RequestModel):
@@ -145,6 +180,17 @@ _CHAT_ONLY: Mapping[str, Refusal] = {
     "documents": Refusal("put them into messages", (None, [])),
     "mm_processor_kwargs": Refusal("the model reads text only", (None, {})),
     "echo": Refusal("the prompt is not repeated", (None, False)),
+    "prompt": Refusal("here it is called messages"),
+    "input": Refusal("here it is called messages"),
+    "inputs": Refusal("here it is called messages"),
+    "instructions": Refusal("send a system message", (None, "")),
+    "system": Refusal("send a system message", (None, "", [])),
+    "system_prompt": Refusal("send a system message", (None, "")),
+    "text": Refusal("use messages and response_format", (None, {}, "")),
+    "max_output_tokens": Refusal("here it is called max_tokens"),
+    "reasoning": Refusal("use reasoning_effort, or chat_template_kwargs", (None, {})),
+    "add_special_tokens": Refusal("the template writes them", (None, False)),
+    "previous_response_id": Refusal("nothing is stored here; send the earlier messages"),
 }
 
 

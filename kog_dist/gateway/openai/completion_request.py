@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Final
 
 from pydantic import Discriminator, Field, Tag
 
 from kog_dist.gateway.openai.chat_request import JsonSchemaFormat
+from kog_dist.gateway.openai.peer_fields import REFUSED_EVERYWHERE
 from kog_dist.gateway.openai.request_model import (
     MAX_CHOICES,
-    REFUSED_EVERYWHERE,
     JsonObjectFormat,
     NoTokens,
     Refusal,
@@ -35,10 +35,27 @@ def _prompt_kind(prompt: object) -> str | None:
     return "text" if isinstance(prompt, str) else None
 
 
+_COMPLETIONS_ONLY: Final[Mapping[str, Refusal]] = {
+    **dict.fromkeys(("messages", "input", "inputs"), Refusal("here it is called prompt")),
+    **dict.fromkeys(("instructions", "system", "system_prompt"), Refusal("write it into the prompt", (None, ""))),
+    **dict.fromkeys(("tools", "functions", "documents"), Refusal("use /v1/chat/completions", (None, []))),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs"), Refusal("use /v1/chat/completions", (None, {}))),
+    "max_output_tokens": Refusal("here it is called max_tokens"),
+    "top_logprobs": Refusal("logprobs is their number here"),
+    "add_special_tokens": Refusal("send token ids", (None, True)),
+    "input_extra": Refusal("write it into the prompt", (None, [])),
+    "input_prefix": Refusal("use prompt and suffix", (None, "")),
+    "input_suffix": Refusal("use prompt and suffix", (None, "")),
+}
+
+
 class CompletionRequest(SamplingFields):
     """One or several prompts to be continued."""
 
-    refused: ClassVar[Mapping[str, Refusal]] = {name: why for name, why in REFUSED_EVERYWHERE.items() if name != "suffix"}
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **{name: why for name, why in REFUSED_EVERYWHERE.items() if name != "suffix"},
+        **_COMPLETIONS_ONLY,
+    }
 
     prompt: Annotated[
         Annotated[str, Tag("text")]

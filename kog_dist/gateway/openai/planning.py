@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.body import parse
 from kog_dist.gateway.openai.errors import ApiError, invalid
-from kog_dist.gateway.openai.request_model import MOST_TOKENS, SamplingFields
+from kog_dist.gateway.openai.request_model import MOST_TOKENS, JsonObjectFormat, SamplingFields
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.rpc.messages import MAX_PROMPT_IDS, MAX_SCHEMA_BYTES, BadMessage, ErrorCode, Generate
 from kog_dist.sampling_params import LIMITS, MAX_SEED, SamplingParams
@@ -85,7 +85,7 @@ def sampling_params(request: SamplingFields, served: ServedModel, logprobs: int 
     if "top_k" in given:
         given["top_k"] = max(given["top_k"], 0)  # -1 is vLLM's word for all
     bias = tuple(_logit_bias(request.logit_bias or {}, served.vocab_size).items())
-    seed = secrets.randbits(63) if request.seed is None else request.seed
+    seed = secrets.randbits(63) if request.seed is None else request.seed % (MAX_SEED + 1)
     try:
         return replace(served.defaults, **given, seed=seed, logit_bias=bias, logprobs=logprobs)
     except ValueError as error:
@@ -235,6 +235,11 @@ def schema_text(schema: Mapping[str, Any], param: str) -> str:
     if len(text) > MAX_SCHEMA_BYTES:
         raise invalid(param, f"{param}: the JSON schema has {len(text)} bytes, at most {MAX_SCHEMA_BYTES} are accepted")
     return text
+
+
+def object_schema(wanted: JsonObjectFormat, param: str) -> str:
+    """The JSON of what a `json_object` must satisfy: its own schema if it has one. Raises as `schema_text`."""
+    return schema_text(wanted.schema_ or {"type": "object"}, param)
 
 
 def _too_long(param: str, message: str) -> ApiError:

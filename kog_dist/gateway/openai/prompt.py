@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kog_dist.errors import CheckpointError, RequestError
+from kog_dist.gateway.openai.body import check_nesting
 from kog_dist.gateway.openai.chat_request import ChatMessage
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.planning import encode_prompt
-from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.openai.served import ChatRenderer, ServedModel
+from kog_dist.strict_json import parse_json
 
 _EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+_MAX_ARGUMENTS = 1 << 17  # values of one call
 _OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}
 
 
@@ -36,12 +39,38 @@ def prompt_ids(
     if served.has_channels:
         plain = [_with_thinking(message) for message in plain]
     try:
-        text = served.chat_template.render(plain, tools=tools or None, variables=variables)
+        text = _rendered(served.chat_template, plain, tools, variables)
     except RequestError as error:
         raise invalid(param, str(error), error.code) from None
     except CheckpointError as error:
         raise ApiError(500, "server_error", "chat_template_unusable", None, str(error)) from None
     return encode_prompt(text + begins_with, served, param, add_special_tokens=False, chat_scope=scope or "")
+
+
+def _rendered(
+    template: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None,
+) -> str:  # fmt: skip
+    """The prompt. A template that breaks on arguments that are no object gets those calls as text of their message."""
+    try:
+        return template.render(messages, tools=tools or None, variables=variables)
+    except RequestError:
+        as_text = [_with_broken_calls_as_text(message) for message in messages]
+        if as_text == messages:
+            raise
+        return template.render(as_text, tools=tools or None, variables=variables)
+
+
+def _with_broken_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message without calls whose arguments are a text; they stand at the end of its content."""
+    calls = message.get("tool_calls", ())
+    broken = [call["function"] for call in calls if isinstance(call["function"]["arguments"], str)]
+    if not broken:
+        return message
+    whole = [call for call in calls if not isinstance(call["function"]["arguments"], str)]
+    said = [message["content"], *(f"{function['name']}({function['arguments']})" for function in broken)]
+    plain = {name: value for name, value in message.items() if name != "tool_calls"} | ({"tool_calls": whole} if whole else {})
+    return plain | {"content": "\n".join(filter(None, said))}
 
 
 def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +115,8 @@ def joined_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _text_of(message: ChatMessage) -> str:
     content = message.content
-    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+    return text or message.refusal or ""
 
 
 def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
@@ -95,19 +125,16 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
         "role": "system" if message.role == "developer" else message.role,
         "content": _text_of(message),
     }
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+    if message.content is None and message.role not in ("assistant", "tool"):  # an empty answer, or nothing came of a call
         raise invalid(f"{where}.content", f"{where}.content is missing")
     if message.tool_calls:
         if message.role != "assistant":
             raise invalid(f"{where}.tool_calls", f"{where}: only an assistant's message has tool_calls")
         plain["tool_calls"] = [
             {
-                "id": call.id,
+                "id": call.id if call.id is not None else f"call_{idx}",
                 "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": arguments_object(call.function.arguments, f"{where}.tool_calls[{idx}].function.arguments"),
-                },
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
             }
             for idx, call in enumerate(message.tool_calls)
         ]
@@ -122,12 +149,13 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
     return plain
 
 
-def arguments_object(text: str, where: str) -> dict[str, Any]:
-    """What an earlier call was given. Raises ApiError 400 unless it is a JSON object."""
+def _arguments(given: str | dict[str, Any] | None) -> dict[str, Any] | str:
+    """What an earlier call was given: an object, or a text that is none, as max_tokens leaves it."""
+    if isinstance(given, dict):
+        return given
     try:
-        parsed = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise invalid(where, f"{where} must be a JSON object, as text")
-    return parsed
+        parsed = parse_json((given or "{}").encode(), _MAX_ARGUMENTS)
+        check_nesting(parsed)
+    except (ValueError, ApiError):
+        return given or ""
+    return parsed if isinstance(parsed, dict) else given or ""

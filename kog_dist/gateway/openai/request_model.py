@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic.fields import FieldInfo
 
 from kog_dist.rpc.messages import MAX_STOP_BYTES, MAX_STOP_STRINGS
-from kog_dist.sampling_params import LIMITS, MAX_LOGIT_BIAS, MAX_SEED, MAX_TOP_LOGPROBS
+from kog_dist.sampling_params import LEAST_TEMPERATURE, LIMITS, MAX_LOGIT_BIAS, MAX_SEED, MAX_TOP_LOGPROBS
 
 MAX_CHOICES: Final = 8  # answers to one HTTP request: n times the number of prompts
 MAX_MESSAGES: Final = 4096
@@ -20,25 +21,40 @@ MOST_TOKENS: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A field of OpenAI or vLLM that would change the answer: refused, unless its value is one that means nothing."""
+    """A field of OpenAI or another server that would change the answer: refused, unless its value is one that means nothing.
+
+    `counts_with`: without these fields of the same object no value of it means anything. `of_harmless`: an object whose own
+    fields all mean nothing means nothing.
+    """
 
     reason: str
     harmless: tuple[object, ...] = (None,)
+    counts_with: tuple[str, ...] = ()
+    of_harmless: bool = False
+
+
+_IGNORED: Final = "Accepted and ignored: "
 
 
 def ignored(what: str) -> Any:
     """A field that is accepted because it cannot change the answer."""
-    return Field(default=None, description=f"Accepted and ignored: {what}.")
+    return Field(default=None, description=f"{_IGNORED}{what}.")
+
+
+def is_ignored(field: FieldInfo) -> bool:
+    """Whether a field is one of those."""
+    return (field.description or "").startswith(_IGNORED)
 
 
 CACHE_CONTROL: Final = "Anthropic's mark of what to cache; caches are used whenever they fit"
 
 
 class RequestModel(BaseModel):
-    """Unknown fields are refused, where `body.parse` does not leave them out, and a value of another type: "5" is no number."""
+    """A value of another type is refused: "5" is no number. Unknown fields are kept until `unknown_fields` has seen them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
     refused: ClassVar[Mapping[str, Refusal]] = {}
+    inert: ClassVar[frozenset[str]] = frozenset()  # fields that are read, and that change no answer
     _left_out: tuple[str, ...] = PrivateAttr(default=())
 
     @property
@@ -64,7 +80,7 @@ Temperature = Annotated[
     Field(
         ge=0,
         le=LIMITS["temperature"][1],
-        description=f"0 is greedy, else from {LIMITS['temperature'][0]:g}. Default: generation_config.json of the model, else 1.",
+        description=f"Below {LEAST_TEMPERATURE:g} it is greedy. Default: generation_config.json of the model, else 1.",
     ),
 ]
 TopP = Annotated[float, Field(ge=0, le=1, description="0 leaves the best token only.")]
@@ -79,7 +95,7 @@ def _instead_of_minus_1(meaning: int | None) -> BeforeValidator:
 
 AnswerTokens = Annotated[Tokens | None, _instead_of_minus_1(MOST_TOKENS)]
 NoTokens = Annotated[Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None, _instead_of_minus_1(MOST_TOKENS)]
-Seed = Annotated[Annotated[int, Field(ge=0, le=MAX_SEED)] | None, _instead_of_minus_1(None)]
+Seed = Annotated[Annotated[int, Field(ge=-(MAX_SEED // 2) - 1, le=MAX_SEED)] | None, _instead_of_minus_1(None)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 ModelName = Annotated[str, Field(max_length=1024, description="A name of /v1/models, or `default`.")]
 
@@ -95,6 +111,8 @@ class StreamOptions(RequestModel):
 class SamplingFields(RequestModel):
     """How tokens are chosen; docs/sampling.md. Where a field is absent or null the model's defaults count."""
 
+    inert: ClassVar[frozenset[str]] = frozenset({"user", "prompt_cache_key"})
+
     model: ModelName | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
@@ -109,7 +127,8 @@ class SamplingFields(RequestModel):
     )
     seed: Seed = Field(
         default=None,
-        description="The same request with the same seed gives the same answer. Default, -1: a new one each time.",
+        description="The same request with the same seed gives the same answer. A negative one counts modulo 2**64. "
+        "Default, -1: a new one each time.",
     )
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
         default=None, description=f"Up to {MAX_STOP_STRINGS} texts of at most {MAX_STOP_BYTES} bytes that end the answer."
@@ -140,34 +159,14 @@ class TextFormat(RequestModel):
     type: Literal["text"]
 
 
+Schema = Annotated[dict[str, Any], Field(description="A JSON schema of at most 64 KiB.")]
+
+
 class JsonObjectFormat(RequestModel):
     """A JSON object; the grammar makes sure of it."""
 
     type: Literal["json_object"]
+    schema_: Schema | None = Field(default=None, alias="schema", description="As in llama.cpp: what it must satisfy.")
 
 
 FormatName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-Schema = Annotated[dict[str, Any], Field(description="A JSON schema of at most 64 KiB.")]
-
-# What vLLM and OpenAI have and we have not, for all three APIs.
-REFUSED_EVERYWHERE: Final[Mapping[str, Refusal]] = {
-    "stop_token_ids": Refusal("use stop with the text of the token", (None, [])),
-    "bad_words": Refusal("use logit_bias", (None, [])),
-    "allowed_token_ids": Refusal("use logit_bias or response_format", (None,)),
-    "include_stop_str_in_output": Refusal("the stop string is never a part of the answer", (None, False)),
-    "skip_special_tokens": Refusal("special tokens have no text here", (None, True)),
-    "spaces_between_special_tokens": Refusal("special tokens have no text here", (None, True, False)),
-    "use_beam_search": Refusal("there is no beam search", (None, False)),
-    "length_penalty": Refusal("there is no beam search", (None, 1, 1.0)),
-    "early_stopping": Refusal("there is no beam search", (None, False)),
-    "truncate_prompt_tokens": Refusal("prompts are never cut; shorten it", (None,)),
-    "prompt_logprobs": Refusal("use echo with logprobs in /v1/completions", (None,)),
-    "guided_json": Refusal("use response_format with a json_schema"),
-    "guided_regex": Refusal("use response_format with a json_schema that has a pattern"),
-    "guided_choice": Refusal("use response_format with a json_schema that has an enum"),
-    "guided_grammar": Refusal("use response_format with a json_schema"),
-    "structured_outputs": Refusal("use response_format with a json_schema"),
-    "moderation": Refusal("nothing is moderated"),
-    "best_of": Refusal("choices are not ranked; ask for n", (None, 1)),
-    "suffix": Refusal("use /v1/completions, of a model that fills in the middle", (None, "")),
-}

@@ -13,11 +13,12 @@ from kog_dist.gateway.openai.planning import (
     answer_limit,
     asked,
     conversation_of,
+    object_schema,
     plan_choices,
     sampling_params,
     schema_text,
 )
-from kog_dist.gateway.openai.prompt import arguments_object, beginning_of, effort_of, prompt_ids
+from kog_dist.gateway.openai.prompt import beginning_of, effort_of, prompt_ids
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.request_model import JsonObjectFormat, TextFormat
 from kog_dist.gateway.openai.responses_reply import ResponseReply
@@ -75,7 +76,7 @@ def _format_schema(request: ResponsesRequest) -> str | None:
     wanted = request.text.format if request.text is not None else None
     if isinstance(wanted, ResponsesJsonSchema):
         return schema_text(wanted.schema_, "text.format.schema")
-    return '{"type":"object"}' if isinstance(wanted, JsonObjectFormat) else None
+    return object_schema(wanted, "text.format.schema") if isinstance(wanted, JsonObjectFormat) else None
 
 
 def _tool_use(request: ResponsesRequest, served: ServedModel, *, has_format: bool) -> ToolUse:
@@ -129,9 +130,7 @@ def _message(item: InputItem, where: str, thought: str | None) -> ChatMessage:
 
 
 def _call(item: InputItem, where: str) -> ToolCall:
-    arguments = _needed(item.arguments, f"{where}.arguments")
-    arguments_object(arguments, f"{where}.arguments")
-    function = CalledFunction(name=_needed(item.name, f"{where}.name"), arguments=arguments)
+    function = CalledFunction(name=_needed(item.name, f"{where}.name"), arguments=item.arguments)
     return ToolCall(id=_needed(item.call_id, f"{where}.call_id"), function=function)
 
 

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from kog_dist.gateway.openai.peer_fields import REFUSED_EVERYWHERE, REFUSED_IN_FUNCTIONS, REFUSED_IN_MESSAGES
 from kog_dist.gateway.openai.request_model import (
     CACHE_CONTROL,
     MAX_MESSAGES,
     MAX_NAME,
     MAX_TOOLS,
-    REFUSED_EVERYWHERE,
     AnswerTokens,
     FormatName,
     JsonObjectFormat,
@@ -48,12 +48,18 @@ class InputPart(RequestModel):
 class InputItem(RequestModel):
     """A message, a call that an earlier answer made, or what came of it. Reasoning without text is left out."""
 
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **REFUSED_IN_MESSAGES,
+        "tool_calls": Refusal("send items of type function_call", (None, [])),
+        "tool_call_id": Refusal("send an item of type function_call_output"),
+    }
+
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = Field(default=None, description="Of a message.")
     content: str | Annotated[list[InputPart], Field(fail_fast=True)] | None = Field(default=None, description="Of a message.")
     call_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     name: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(default=None, description="Of a function_call.")
-    arguments: str | None = Field(default=None, description="Of a function_call.")
+    arguments: str | dict[str, Any] | None = Field(default=None, description="Of a function_call.")
     output: str | Annotated[list[InputPart], Field(fail_fast=True)] | None = Field(
         default=None, description="Of a function_call_output."
     )
@@ -70,11 +76,13 @@ class InputItem(RequestModel):
 class FunctionTool(RequestModel):
     """What the model may call."""
 
+    refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_FUNCTIONS
+
     type: Literal["function"]
     name: FormatName
     description: str | None = None
     parameters: Schema | None = None
-    strict: bool | None = Field(default=None, description="Ignored: where arguments are enforced they follow the schema.")
+    strict: Any = ignored("where arguments are enforced they follow the schema")
     defer_loading: Any = ignored("tools are always there")
     output_schema: Any = ignored("outputs are not checked")
     allowed_callers: Any = ignored("there is one")
@@ -99,10 +107,10 @@ class ResponsesJsonSchema(RequestModel):
     """JSON of a given shape. It is enforced by a grammar, with or without `strict`."""
 
     type: Literal["json_schema"]
-    name: FormatName
-    description: str | None = None
+    name: Any = ignored("the model is not told of it")
+    description: Any = ignored("the model is not told of it")
     schema_: Schema = Field(alias="schema")
-    strict: bool | None = None
+    strict: Any = ignored("it is always followed")
 
 
 class TextOptions(RequestModel):
@@ -133,6 +141,14 @@ _RESPONSES_ONLY: Mapping[str, Refusal] = {
     "max_completion_tokens": Refusal("here it is called max_output_tokens"),
     "messages": Refusal("here they are called input"),
     "response_format": Refusal("here it is called text.format"),
+    "inputs": Refusal("here they are called input"),
+    "system": Refusal("here it is called instructions", (None, "")),
+    "system_prompt": Refusal("here it is called instructions", (None, "")),
+    "functions": Refusal("use tools", (None, [])),
+    "chat_template": Refusal("the template is the model's own"),
+    "chat_template_kwargs": Refusal("use /v1/chat/completions", (None, {})),
+    "reasoning_effort": Refusal("here it is called reasoning.effort"),
+    "logprobs": Refusal(f"include {LOGPROBS_INCLUDED}", (None, False)),
 }
 
 

@@ -63,9 +63,6 @@ export function refresh() {
   element("schema-field").hidden = format !== "json_schema";
   input("schema").setCustomValidity(format !== "json_schema" || schema() ? "" : "This is no JSON object.");
   input("logit-bias").setCustomValidity(biases() ? "" : "Write pairs such as 199: -2, 42: 1.5.");
-  const temperature = input("temperature");
-  const tiny = temperature.valueAsNumber > 0 && temperature.valueAsNumber < 0.001;
-  temperature.setCustomValidity(tiny ? "0, or at least 0.001." : "");
   element("sampling-summary").textContent = `· ${summary().join(", ")}`;
 }
 

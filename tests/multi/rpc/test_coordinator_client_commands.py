@@ -76,10 +76,10 @@ def test_without_a_tokenizer_ids_are_printed(start_engine: StartEngine) -> None:
         (["generate", "--prompt=x", "--timeout=-1"], "--timeout must be a positive number"),
         (
             ["generate", "--prompt=x", "--temperature=nan"],
-            "--temperature must be 0 or between 0.001 and 100",
+            "--temperature must be between 0 and 100",
         ),
-        (["generate", "--prompt=x", "--temperature=-1"], "--temperature must be 0 or between 0.001"),
-        (["generate", "--prompt=x", "--temperature=1e-9"], "--temperature must be 0 or between 0.001"),
+        (["generate", "--prompt=x", "--temperature=-1"], "--temperature must be between 0 and 100"),
+        (["generate", "--prompt=x", "--temperature=-1e-9"], "--temperature must be between 0 and 100"),
         (["status", "--timeout=-5"], "--timeout must be a positive number"),
         (["drain", "--timeout=nan"], "--timeout must be a positive number"),
         (["cancel", "bad id"], "invalid_request: cancel: request_id must be 1 to 64"),

@@ -88,9 +88,9 @@ def test_timings_of_an_answer(base_model: ServedModel) -> None:
 
 def test_choices_are_interleaved_and_the_prompt_counts_once(base_model: ServedModel) -> None:
     planned = plan_chat(
-        {**CHAT, "n": 3, "seed": 2**63 - 1, "stream": True, "stream_options": {"include_usage": True}}, base_model
+        {**CHAT, "n": 3, "seed": 2**64 - 1, "stream": True, "stream_options": {"include_usage": True}}, base_model
     )
-    assert [message.sampling.seed for message in planned.generates] == [2**63 - 1, 0, 1]
+    assert [message.sampling.seed for message in planned.generates] == [2**64 - 1, 0, 1]
     assert len({message.request_id for message in planned.generates}) == 3
     assert len({message.conversation for message in planned.generates}) == 3
     chunks = data_of(play(planned, ["a", "b"]))
