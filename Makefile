@@ -7,7 +7,7 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
 SECONDS ?= 3600
 WORKERS ?= 3
-PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
+PROMPT ?= class Point:\n    """A point of the plane."""\n\n    def __init__(self, x, y):\n
 
 # Tests and commands start hundreds of processes: without bytecode each of them compiles all that it imports.
 export PYTHONDONTWRITEBYTECODE =
@@ -105,7 +105,8 @@ $(VENV)/bin/python:
 
 # constraints.txt pins every version, torch included: a looser torch would fetch gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable .
+	@echo "installing 190 MB into $(VENV); this takes about a minute"
+	$(PIP) install --progress-bar on --constraint constraints.txt --editable .
 	touch $@
 
 # Of what tests need, most modules are never imported: the others are compiled when they are.
