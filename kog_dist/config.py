@@ -105,6 +105,7 @@ class LaunchConfig:
     log_format: str = _setting("text", "Of the HTTP gateway's log: {choices}.", choices=("text", "json"))
     log_prompts: bool = _setting(False, "Log prompts and answers, too.")
     unknown_fields: str = _setting("warn", "Of HTTP requests: {choices}.", choices=("refuse", "warn", "ignore"))
+    special_tokens_in_content: str = _setting("text", "In messages and tools they are text, or count.", choices=("text", "allow"))
     quiet: bool = _setting(False, "On a terminal, neither a banner nor a line for each request.")
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ _OF_THE_FLEET = {  # settings that concern all replicas together
     "replicas", "min_replicas", "max_replicas", "scale_down_after", "remote_replicas", "rpc_port", "rpc_host", "launcher",
     "ray_address", "instance", "log_dir", "gpus", "model", "http", "host", "port", "api_key", "api_key_file", "cors_origin",
     "share_prefixes", "http_socket", "log_format", "log_prompts", "unknown_fields", "quiet",
+    "special_tokens_in_content",
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class GatewayArgs(JsonArguments):
     log_format: str = "text"
     log_prompts: bool = False
     unknown_fields: str = "warn"  # refuse, warn or ignore
+    special_tokens_in_content: str = "text"  # or allow
     terminal_fd: int = -1  # of a terminal, where somebody reads a line about each request; -1: nobody
     page_fd: int = -1  # of its ProcessPage; -1: nobody watches it, and every SIGTERM is meant
     ends_with_engine: bool = False  # a stopping gateway also waits for the engine: until then it says that it is stopping

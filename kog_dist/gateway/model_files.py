@@ -16,7 +16,7 @@ def read_model(folder: Path | None) -> tuple[Tokenizer | None, ChatTemplate | No
         return None, None, OPENAI_DEFAULTS
     tokenizer = Tokenizer.from_folder(folder)
     defaults = read_sampling_defaults(folder)
-    template = None if tokenizer is None else ChatTemplate.from_folder(folder, tokenizer.special_tokens)
+    template = None if tokenizer is None else ChatTemplate.from_folder(folder, tokenizer)
     if template is not None:
         template.check()
     return tokenizer, template, defaults

@@ -74,6 +74,7 @@ class Service:
             name=welcome.model, aliases=(), max_context=welcome.max_context, vocab_size=welcome.vocab_size,
             tokenizer=self.tokenizer, chat_template=self.chat_template, created=self.created, defaults=self._defaults,
             engine_takes_text=welcome.has_tokenizer, leaves_out_unknown=self.args.unknown_fields != "refuse",
+            obeys_special_tokens=self.args.special_tokens_in_content == "allow",
         )  # fmt: skip
 
     def _on_report(self, report: StatusReport | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from pydantic import Field
@@ -47,18 +48,20 @@ def tokenize(body: object, served: ServedModel) -> dict[str, Any]:
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("prompt", "give either prompt or messages", "missing_required_parameter")
     special = asked.add_special_tokens
+    foreign: Sequence[tuple[int, int]] = ()
     try:
         if asked.prompt is not None:
             text, special = asked.prompt, special if special is not None else True
         elif served.chat_template is None:
             raise invalid("messages", "this model has no chat template; give its text as prompt", "no_chat_template")
         else:
-            text = served.chat_template.render(
+            rendered = served.chat_template.render(
                 asked.messages or [], tools=asked.tools, add_generation_prompt=asked.add_generation_prompt
             )
+            text, foreign = str(rendered), () if served.obeys_special_tokens else rendered.request_runs
         if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
             raise invalid("prompt", f"the text has more than {MAX_TEXT_BYTES} bytes")
-        ids = tokenizer.encode(text, add_special_tokens=bool(special))
+        ids = tokenizer.encode(text) if special else tokenizer.encode_chat(text, foreign=foreign)
     except RequestError as error:
         raise invalid("messages" if asked.prompt is None else "prompt", str(error), error.code) from None
     texts = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids] if asked.return_token_strs else None

@@ -9,19 +9,36 @@ import select
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from kog_dist.errors import CheckpointError, KogError, RequestError
-from kog_dist.model.manifest import Manifest, read_json, read_small_file
-from kog_dist.model.tokenizer import TOKENIZER_CONFIG_NAME
-from kog_dist.quoting import short
+from kog_dist.model.template_files import template_sources
+from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.runtime import python_child
 
-TEMPLATE_NAME = "chat_template.jinja"
-_MAX_TEMPLATE_BYTES = 2**20
+Run: TypeAlias = tuple[int, int]  # of characters: where it begins, and where it has ended
+
+TRIAL_WORD: Final = "Kolibri"
+_TRIAL_TOOL: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "function": {"name": "fetch_kolibri", "description": "Fetch it.", "parameters": {"type": "object", "properties": {}}},
+}
+_TRIAL_CALL: Final = {"id": "call00000", "type": "function", "function": {"name": "fetch_kolibri", "arguments": {}}}
+_USER: Final = {"role": "user", "content": "Hello."}
+_TRIALS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {  # by role; the first one is that of all conversations
+    "user": [{"role": "user", "content": TRIAL_WORD}],
+    "system": [{"role": "system", "content": TRIAL_WORD}, _USER],
+    "assistant": [_USER, {"role": "assistant", "content": TRIAL_WORD}, _USER],
+    "tool": [
+        _USER,
+        {"role": "assistant", "content": "", "tool_calls": [_TRIAL_CALL]},
+        {"role": "tool", "content": TRIAL_WORD, "tool_call_id": "call00000", "name": "fetch_kolibri"},
+    ],
+}
 _START_S = 10.0  # for the child to start on a busy machine; not a bound on templates
 _GRACE_S = 0.4  # after its own alarm the child is killed from outside
 _CLOSE_S = 2.0
@@ -36,48 +53,83 @@ class RenderLimits:
     memory_bytes: int = 256 * 2**20
 
 
+class RenderedChat(str):
+    """The text of a prompt. `request_runs`: where characters came with the request; told where special tokens depend on that."""
+
+    __slots__ = ("request_runs",)
+    request_runs: Sequence[Run]
+
+    def __new__(cls, text: str, request_runs: Sequence[Run] = ()) -> RenderedChat:  # noqa: D102 - see the class
+        made = super().__new__(cls, text)
+        made.request_runs = tuple(request_runs)
+        return made
+
+    def cut(self, length: int) -> RenderedChat:
+        """Its first characters."""
+        return RenderedChat(self[:length], [(begin, min(end, length)) for begin, end in self.request_runs if begin < length])
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What a template does, seen by trial. `takes_parts`: roles whose content it shows as a list of parts only."""
+
+    takes_parts: frozenset[str]
+    shows_tools: bool
+    variables: frozenset[str]  # names that it looks at
+
+
 class ChatTemplate:
     """A template with the child process that renders it. The child starts with the first use, and again after it was killed.
 
     `render` may be called from any thread; calls take turns. Close it when done.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, limits: RenderLimits | None = None) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, limits: RenderLimits | None = None, *,
+        tool_source: str | None = None, specials: Sequence[str] = (), everything: bool = False,
+    ) -> None:  # fmt: skip
+        """`tool_source`: the template where there are tools, if it is another one. `specials`: texts of the special tokens; of a
+        prompt that has some it is known which came with the request. `everything`: other texts may become some (see Marks).
+        """
         self.source = source
-        self._special_tokens = dict(special_tokens or {})
+        self.tool_source = source if tool_source is None else tool_source
+        self._special_tokens, self._specials, self._everything = dict(special_tokens or {}), tuple(specials), everything
         self._limits = limits or RenderLimits()
+        self._variables: frozenset[str] = frozenset()
         self._child: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
 
     @classmethod
-    def from_folder(cls, folder: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
+    def from_folder(cls, folder: Path, tokenizer: Tokenizer | None = None) -> ChatTemplate | None:
         """The folder's template, None if it has none: chat_template.jinja, else `chat_template` of tokenizer_config.json.
 
         Raises CheckpointError naming the file that is wrong. The template itself is looked at by `check`.
         """
-        manifest = Manifest.from_folder(folder)
-        raw = read_small_file(folder, TEMPLATE_NAME, manifest)
-        if raw is None:
-            path = folder / TOKENIZER_CONFIG_NAME
-            source = _default_template((read_json(folder, TOKENIZER_CONFIG_NAME, manifest) or {}).get("chat_template"), path)
-        else:
-            path = folder / TEMPLATE_NAME
-            try:
-                source = raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise CheckpointError(f"{path} is not UTF-8: {error}") from None
-        if source is None:
+        sources = template_sources(folder)
+        if sources is None:
             return None
-        if len(source) > _MAX_TEMPLATE_BYTES:
-            raise CheckpointError(
-                f"{path}: the chat template has {len(source)} characters; at most {_MAX_TEMPLATE_BYTES} are accepted"
-            )
-        return cls(source, special_tokens)
+        if tokenizer is None:
+            return cls(sources.default, tool_source=sources.tool_use)
+        return cls(
+            sources.default, tokenizer.special_tokens, tool_source=sources.tool_use,
+            specials=tokenizer.special_texts, everything=tokenizer.normalizes_specials,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Start the child and compile the template. Raises CheckpointError if it is no valid template or exceeds the limits."""
         with self._turn:
             self._start()
+
+    @cached_property
+    def facts(self) -> TemplateFacts:
+        """What it does with content as a text and as parts, and with tools. Raises CheckpointError if it cannot be used."""
+        self.check()
+        takes_parts: set[str] = set()
+        for role in _TRIALS:
+            if not self._shows(role, takes_parts) and self._shows(role, takes_parts | {role}):
+                takes_parts.add(role)
+        shows_tools = self._shows("user", takes_parts, tools=[_TRIAL_TOOL], word=_TRIAL_TOOL["function"]["name"])
+        return TemplateFacts(frozenset(takes_parts), shows_tools, self._variables)
 
     def render(
         self,
@@ -86,34 +138,46 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> RenderedChat:
         """The prompt text of a conversation. Special tokens stand in it as text: encode it with `add_special_tokens=False`.
         `variables`: further ones, which templates may look at; none of them replaces what is given in any case.
 
         Raises RequestError: `chat_rejected` if the template refuses the messages, `chat_template_failed` if it breaks on them,
         `chat_template_limit` if it exceeds a limit. CheckpointError if the template cannot be used at all.
         """
+        own = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         given = {
-            **(variables or {}),
-            **self._special_tokens,
+            **{name: value for name, value in (variables or {}).items() if name not in own},
             "messages": list(messages),
             "tools": None if tools is None else list(tools),
-            "add_generation_prompt": add_generation_prompt,
         }
+        request = {"name": "default" if tools is None else "tools", "given": given, "own": own}
         try:
-            line = json.dumps(given, allow_nan=False).encode() + b"\n"
+            line = json.dumps(request, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError("invalid_messages", f"the messages cannot be expressed as JSON: {error}") from None
         with self._turn:
             self._start()
-            kind, text = self._exchange(line, self._limits.seconds + _GRACE_S)
+            kind, answer = self._exchange(line, self._limits.seconds + _GRACE_S)
         if kind == "text":
-            return text
+            text, runs = answer
+            return RenderedChat(text, [(begin, end) for begin, end in runs])
         if kind == "raised":
-            raise RequestError("chat_rejected", f"the chat template refuses the conversation: {text}")
+            raise RequestError("chat_rejected", f"the chat template refuses the conversation: {answer}")
         if kind == "limit":
-            raise RequestError("chat_template_limit", f"rendering the chat template was stopped: {text}")
-        raise RequestError("chat_template_failed", f"the chat template failed on this conversation: {text}")
+            raise RequestError("chat_template_limit", f"rendering the chat template was stopped: {answer}")
+        raise RequestError("chat_template_failed", f"the chat template failed on this conversation: {answer}")
+
+    def _shows(self, role: str, takes_parts: Set[str], *, word: str = TRIAL_WORD, tools: Any = None) -> bool:
+        """Whether a trial conversation with a message of this role shows that message."""
+        messages = [
+            {**message, "content": as_parts(message["content"]) if message["role"] in takes_parts else message["content"]}
+            for message in _TRIALS[role]
+        ]
+        try:
+            return word in self.render(messages, tools=tools)
+        except RequestError:
+            return False
 
     def close(self) -> None:
         """End the child, if there is one. The template can be used again all the same."""
@@ -147,17 +211,20 @@ class ChatTemplate:
         assert self._child.stdout is not None
         os.set_blocking(self._child.stdin.fileno(), False)
         limits = self._limits
-        settings = {"seconds": limits.seconds, "max_characters": limits.max_characters, "memory_bytes": limits.memory_bytes}
-        kind, text = self._exchange(json.dumps(settings).encode() + b"\n", _START_S)
+        settings = {**asdict(limits), "specials": self._specials, "everything": self._everything}
+        kind, answer = self._exchange(json.dumps(settings).encode() + b"\n", _START_S)
         if kind != "ready":
             self._stop()
-            raise CheckpointError(f"the process that renders chat templates did not start: {text}")
-        kind, text = self._exchange(json.dumps({"template": self.source}).encode() + b"\n", limits.seconds + _GRACE_S)
-        if kind != "text":
-            self._stop()
-            raise CheckpointError(f"the model's chat template cannot be used: {text}")
+            raise CheckpointError(f"the process that renders chat templates did not start: {answer}")
+        for name, source in (("default", self.source), ("tools", self.tool_source)):
+            line = json.dumps({"name": name, "source": source}).encode() + b"\n"
+            kind, answer = self._exchange(line, limits.seconds + _GRACE_S)
+            if kind != "text":
+                self._stop()
+                raise CheckpointError(f"the model's chat template cannot be used: {answer}")
+            self._variables |= frozenset(answer)
 
-    def _exchange(self, line: bytes, seconds: float) -> tuple[str, str]:
+    def _exchange(self, line: bytes, seconds: float) -> tuple[str, Any]:
         """Send a line, await one; a child that does not answer in time, or ends, is reaped and its answer is a `limit`."""
         assert self._child is not None
         assert self._child.stdin is not None
@@ -183,15 +250,17 @@ class ChatTemplate:
                 if not received:
                     return "limit", self._cause_of_death()
                 answer += received
-            if len(answer) > 12 * self._limits.max_characters + 4096:  # 12: the longest a character can be in JSON
+            if (
+                len(answer) > 24 * self._limits.max_characters + 4096
+            ):  # a character has 12 in JSON at most, and a run around it 12
                 self._stop()
                 return "limit", "its process answered without end"
         try:
-            ((kind, text),) = json.loads(answer).items()
+            ((kind, told),) = json.loads(answer).items()
         except (ValueError, AttributeError):  # only a template that broke out could make it so: believe nothing
             self._stop()
             return "failed", "its process gave an answer that is none"
-        return str(kind), str(text)
+        return str(kind), told
 
     def _cause_of_death(self) -> str:
         child = self._child
@@ -215,27 +284,14 @@ class ChatTemplate:
             raise KogError(f"the process {child.pid} that renders chat templates cannot be killed") from None
 
 
+def as_parts(content: object) -> object:
+    """Content as a list of parts, as some templates want it."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def render(
     source: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str] | None = None, **options: Any
 ) -> str:
     """Render once and end the child again; see ChatTemplate.render for `options` and errors."""
     with ChatTemplate(source, special_tokens) as template:
         return template.render(messages, **options)
-
-
-def _default_template(value: Any, path: Path) -> str | None:
-    """The template in tokenizer_config.json: a string, or the one named `default` of a list of {name, template}."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return value
-    named: dict[str, str] = {}
-    for entry in value if isinstance(value, list) else [None]:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not isinstance(entry.get("template"), str):
-            raise CheckpointError(f"{path}: chat_template must be a string or a list of objects with name and template")
-        named[entry["name"]] = entry["template"]
-    if "default" not in named:
-        raise CheckpointError(
-            f"{path}: chat_template has no entry named 'default', only {short(', '.join(named), 200) if named else 'none'}"
-        )
-    return named["default"]

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kog_dist.errors import CheckpointError, RequestError
 from kog_dist.model.generation_config import MAX_EOS_IDS, read_eos_ids
 from kog_dist.model.kept_texts import KeptTexts
 from kog_dist.model.limits import FILES
+from kog_dist.model.literal_text import LiteralTexts, around, cuts_everywhere
 from kog_dist.model.manifest import Manifest, read_json, read_small_file
 from kog_dist.quoting import short
 from kog_dist.strict_json import parse_object
@@ -41,6 +42,7 @@ class Tokenizer:
 
     eos_ids: ids that end a generation. special_tokens: texts of bos_token, eos_token, ... as a chat template wants them.
     num_ids: one more than the largest id. has_channels: answers are messages in channels, whose tags have text (docs/openai.md).
+    special_texts: all special tokens. normalizes_specials: some are looked for in what a normalizer makes of a text.
     """
 
     def __init__(self, raw: str, eos_ids: Sequence[int] = (), special_tokens: Mapping[str, str] | None = None) -> None:
@@ -58,6 +60,9 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.num_ids = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
         self._kept_texts = KeptTexts(partial(self.encode, add_special_tokens=False), _cutting_tokens(self._library))
+        added = self._library.get_added_tokens_decoder().values()
+        self.special_texts = tuple(token.content for token in added if token.special)
+        self.normalizes_specials = any(token.special and token.normalized for token in added)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -109,20 +114,36 @@ class Tokenizer:
 
         Other threads go on meanwhile. Raises RequestError if `text` holds lone surrogates, which no encoding of text can express.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                "invalid_text", f"the text is not valid Unicode: lone surrogate at character {error.start}"
-            ) from None
+        _check_unicode(text)
         # A batch of one: `encode` keeps the interpreter lock and takes almost twice as long, for offsets that nobody wants.
         (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
-    def encode_chat(self, text: str, scope: str = "") -> list[int]:
-        """`encode` of a rendered chat, in less time if it begins like one of the same `scope` before (kept_texts.py)."""
-        return self._kept_texts.encode(text, scope)
+    @cached_property
+    def _literal_texts(self) -> LiteralTexts:
+        return LiteralTexts(self._library)
+
+    def encode_chat(self, text: str, scope: str = "", foreign: Sequence[tuple[int, int]] = ()) -> list[int]:
+        """`encode` of a rendered chat, in less time if it begins like one of the same `scope` before (kept_texts.py).
+
+        `foreign`: runs of characters which, as letters of a special token, are letters only.
+        """
+        if not foreign:
+            return self._kept_texts.encode(text, scope)
+        _check_unicode(text)
+        meant = self._literal_texts.meant_tokens(text, foreign)
+        if meant == self._literal_texts.meant_tokens(text, ()):
+            return self._kept_texts.encode(text, scope)
+        return self._literal_texts.encode(text, meant, scope)
+
+    def encode_literally(self, text: str) -> list[int]:
+        """Ids of a text without any special token but those that are added to all texts: what `encode` gives if it has none."""
+        _check_unicode(text)
+        if not self._literal_texts.meant_tokens(text, ()):
+            return self.encode(text)
+        before, behind = around(self._library, partial(self.encode, add_special_tokens=False))
+        return [*before, *self._literal_texts.encode(text, ()), *behind]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; none for special tokens and ids that the tokenizer does not have."""
@@ -189,6 +210,13 @@ class IncrementalDecoder:
         return self._utf8.decode(b"", final=True)
 
 
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError("invalid_text", f"the text is not valid Unicode: lone surrogate at character {error.start}") from None
+
+
 def text_unavailable(folder: Path) -> RequestError:
     """The error for a request with text when the folder has no tokenizer."""
     other = " (its tokenizer.model must be converted to tokenizer.json)" if os.path.exists(folder / "tokenizer.model") else ""
@@ -240,12 +268,9 @@ def _refuse_dropout(parsed: Mapping[str, Any]) -> None:
 
 
 def _cutting_tokens(library: Any) -> dict[str, int]:
-    """Tokens at which the library cuts a text whatever stands beside them, before it normalizes it; none if there are others,
-    which take spaces beside them or want to stand alone.
-    """
+    """Tokens at which the library cuts a text whatever stands beside them, before it normalizes it."""
     found = {token.content: i for i, token in library.get_added_tokens_decoder().items() if not token.normalized}
-    flags = (token for token in library.get_added_tokens_decoder().values() if not token.normalized)
-    return {} if any(token.lstrip or token.rstrip or token.single_word for token in flags) else found
+    return found if cuts_everywhere(library) else {}
 
 
 def _load_library(raw: str) -> Any:

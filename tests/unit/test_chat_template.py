@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kog_dist.errors import CheckpointError, RequestError
 from kog_dist.model.chat_template import ChatTemplate, RenderLimits, render
+from kog_dist.model.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "add <1> & 'é'"}, {"role": "assistant", "content": "2"}]
 CHATML = """\
@@ -330,7 +332,11 @@ def test_a_folder_without_a_template(tmp_path: Path) -> None:
 
 
 def test_special_tokens_are_the_folder_s(tmp_path: Path) -> None:
-    template = ChatTemplate.from_folder(folder_with(tmp_path, "{{ bos_token }}", None), {"bos_token": "<s>"})
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.add_special_tokens(["<s>"])
+    library.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = Tokenizer(library.to_str(), special_tokens={"bos_token": "<s>"})
+    template = ChatTemplate.from_folder(folder_with(tmp_path, "{{ bos_token }}", None), tokenizer)
     assert template is not None
     with template:
         assert template.render(CHAT) == "<s>"

@@ -287,7 +287,7 @@ def test_tokens_template_and_sampling_come_from_the_file_unless_files_lie_beside
     assert tokenizer.encode("the<tool><|end|>") == [260, 2, 0]
     sampling = read_sampling_defaults(path)
     assert (sampling.temperature, sampling.top_k) == (0.5, 20)
-    template = ChatTemplate.from_folder(path, tokenizer.special_tokens)
+    template = ChatTemplate.from_folder(path, tokenizer)
     assert template is not None
     assert template.source == vocabulary()["tokenizer.chat_template"]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from kog_dist.gateway.openai.chat import format_schema
@@ -24,6 +25,7 @@ from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.request_model import MAX_CHOICES, MOST_TOKENS
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.model.fill_in_middle import FillInMiddle
+from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Done, ErrorCode, PromptLogprobs, Tokens
 
 __all__ = ["CompletionReply", "CompletionRequest", "plan_completion"]
@@ -100,7 +102,7 @@ def _prompt(given: str | list[int], suffix: str, served: ServedModel) -> str | t
         return _checked_ids(given, served)
     if served.tokenizer is None and served.engine_takes_text:
         return given
-    return encode_prompt(given, served, "prompt", add_special_tokens=True)
+    return encode_prompt(given, served, "prompt")
 
 
 def _around_the_middle(before: str | list[int], after: str, served: ServedModel) -> tuple[int, ...]:
@@ -110,8 +112,9 @@ def _around_the_middle(before: str | list[int], after: str, served: ServedModel)
         raise unsupported("suffix", f"{served.name} has no tokens for filling in the middle; omit suffix")
     if not isinstance(before, str):
         raise invalid("suffix", "suffix needs the prompt as text, not as token ids")
-    before_ids = marks.bare(before, lambda text: encode_prompt(text, served, "prompt", add_special_tokens=False))
-    after_ids = marks.bare(after, lambda text: encode_prompt(text, served, "suffix", add_special_tokens=False))
+    bare = partial(Tokenizer.encode, add_special_tokens=False)
+    before_ids = marks.bare(before, lambda text: encode_prompt(text, served, "prompt", bare))
+    after_ids = marks.bare(after, lambda text: encode_prompt(text, served, "suffix", bare))
     return _checked_ids([*tokenizer.encode(""), *marks.around(before_ids, after_ids)], served)
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -17,6 +17,7 @@ from kog_dist.gateway.openai.body import parse
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.request_model import MOST_TOKENS, JsonObjectFormat, SamplingFields
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import MAX_PROMPT_IDS, MAX_SCHEMA_BYTES, BadMessage, ErrorCode, Generate
 from kog_dist.sampling_params import LIMITS, MAX_SEED, SamplingParams
 
@@ -170,12 +171,9 @@ def _choice_conversation(conversation: str | None, choice: int) -> str | None:
 
 
 def encode_prompt(
-    text: str, served: ServedModel, param: str, *, add_special_tokens: bool, chat_scope: str | None = None
+    text: str, served: ServedModel, param: str, encode: Callable[[Tokenizer, str], Sequence[int]] = Tokenizer.encode
 ) -> tuple[int, ...]:  # fmt: skip
-    """Token ids of a prompt that leaves room for an answer. Raises ApiError 400.
-
-    `chat_scope`: of a rendered chat, which has its special tokens; see `Tokenizer.encode_chat`.
-    """
+    """Token ids of a prompt that leaves room for an answer. Raises ApiError 400."""
     if served.tokenizer is None:
         raise invalid(
             param,
@@ -194,10 +192,7 @@ def encode_prompt(
             head = served.tokenizer.encode(text[: _HEAD_BYTES_PER_TOKEN * room], add_special_tokens=False)
             if len(head) > room + _CUT_TOKENS:
                 raise _too_long(param, f"the prompt has over {len(head) - _CUT_TOKENS} tokens, at most {room} {why}")
-        if chat_scope is None:
-            ids = tuple(served.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        else:
-            ids = tuple(served.tokenizer.encode_chat(text, chat_scope))
+        ids = tuple(encode(served.tokenizer, text))
     except ApiError:
         raise
     except RequestError as error:

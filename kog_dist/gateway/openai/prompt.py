@@ -12,6 +12,8 @@ from kog_dist.gateway.openai.chat_request import ChatMessage
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.planning import encode_prompt
 from kog_dist.gateway.openai.served import ChatRenderer, ServedModel
+from kog_dist.model.chat_template import RenderedChat
+from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.strict_json import parse_json
 
 _EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
@@ -35,7 +37,8 @@ def prompt_ids(
         raise invalid("chat_template_kwargs", "this model has no chat template", "no_chat_template")
     plain = [_plain_message(message, f"{param}[{idx}]") for idx, message in enumerate(messages)]
     if served.chat_template is None or served.tokenizer is None:
-        return encode_prompt(joined_text(plain), served, param, add_special_tokens=True)
+        literally = Tokenizer.encode if served.obeys_special_tokens else Tokenizer.encode_literally
+        return encode_prompt(joined_text(plain), served, param, literally)
     if served.has_channels:
         plain = [_with_thinking(message) for message in plain]
     try:
@@ -44,13 +47,18 @@ def prompt_ids(
         raise invalid(param, str(error), error.code) from None
     except CheckpointError as error:
         raise ApiError(500, "server_error", "chat_template_unusable", None, str(error)) from None
-    return encode_prompt(text + begins_with, served, param, add_special_tokens=False, chat_scope=scope or "")
+    foreign = () if served.obeys_special_tokens else text.request_runs
+
+    def encode(tokenizer: Tokenizer, prompt: str) -> Sequence[int]:
+        return tokenizer.encode_chat(prompt, scope or "", foreign)
+
+    return encode_prompt(text + begins_with, served, param, encode)
 
 
 def _rendered(
     template: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None,
-) -> str:  # fmt: skip
+) -> RenderedChat:  # fmt: skip
     """The prompt. A template that breaks on arguments that are no object gets those calls as text of their message."""
     try:
         return template.render(messages, tools=tools or None, variables=variables)

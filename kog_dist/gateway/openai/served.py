@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from kog_dist.model.chat_template import RenderedChat, TemplateFacts
 from kog_dist.model.generation_config import OPENAI_DEFAULTS
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.sampling_params import SamplingParams
@@ -17,6 +18,11 @@ class ChatRenderer(Protocol):
     """Messages to prompt text; `kog_dist.model.chat_template.ChatTemplate`."""
 
     source: str
+    tool_source: str  # of chats with tools
+
+    @property
+    def facts(self) -> TemplateFacts:
+        """What it does with what it is given. Raises CheckpointError."""
 
     def render(
         self,
@@ -25,7 +31,7 @@ class ChatRenderer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> RenderedChat:
         """The prompt. Raises RequestError if the template refuses the messages, breaks on them or exceeds its limits."""
 
 
@@ -35,7 +41,7 @@ class ServedModel:
 
     Without a tokenizer only `/v1/completions` works, with token ids, and with text where the engine has a tokenizer itself
     (`engine_takes_text`); without a chat template chats become plain text, as docs/openai.md says. `leaves_out_unknown`: see
-    `body.parse`.
+    `body.parse`. `obeys_special_tokens`: special tokens count in the strings of messages and tools, too.
     """
 
     name: str
@@ -48,6 +54,7 @@ class ServedModel:
     defaults: SamplingParams = OPENAI_DEFAULTS
     engine_takes_text: bool = False
     leaves_out_unknown: bool = True
+    obeys_special_tokens: bool = False
 
     def answers_to(self, name: str | None) -> bool:
         """Whether a request for the model `name` is ours; one that names none is."""

@@ -92,7 +92,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized_as_a_whole(monkeypatch: pytest.
 
     monkeypatch.setattr(Tokenizer, "encode", measured)
     with pytest.raises(ApiError, match="over") as refused:
-        encode_prompt("def add(a, b): " * 10_000, asked, "prompt", add_special_tokens=False)
+        encode_prompt("def add(a, b): " * 10_000, asked, "prompt")
     assert refused.value.code == "context_length_exceeded"
     assert lengths == [8 * 4095]
 

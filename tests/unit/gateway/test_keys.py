@@ -17,6 +17,7 @@ from kog_dist.config import API_KEY_FORM, LaunchConfig
 from kog_dist.errors import ConfigError
 from kog_dist.gateway.body_reader import SMALL_BYTES
 from kog_dist.gateway.keys import MAX_FILE_BYTES, MAX_KEYS, ApiKeys, check_key, keys_of, read_key_file, read_keys, write_keys
+from kog_dist.model.chat_template import RenderedChat, TemplateFacts
 from tests.unit.gateway.scripted_engine import JSON, RunningGateway, ScriptedEngine, client, gateway, says
 
 ALICE, BOB = "alice-alice-alice", "bob-bob-bob-bob"
@@ -209,12 +210,13 @@ def test_kept_texts_are_found_by_the_key_s_salt(
     scopes: list[str] = []
 
     class Template:
-        source = ""
+        source = tool_source = ""
+        facts = TemplateFacts(frozenset(), shows_tools=True, variables=frozenset())
 
-        def render(self, messages: Any, **_: Any) -> str:
-            return str(messages[0]["content"])
+        def render(self, messages: Any, **_: Any) -> RenderedChat:
+            return RenderedChat(messages[0]["content"])
 
-    def encode_chat(text: str, scope: str = "") -> list[int]:
+    def encode_chat(text: str, scope: str = "", foreign: object = ()) -> list[int]:
         scopes.append(scope)
         return [1, 2, 3]
 

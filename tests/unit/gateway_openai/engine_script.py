@@ -9,7 +9,8 @@ from typing import Any
 
 from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.reply import Planned
-from kog_dist.model.template_sandbox import RaisedByTemplate, make_environment
+from kog_dist.model.chat_template import RenderedChat, TemplateFacts
+from kog_dist.model.template_sandbox import RaisedByTemplate, make_environment, render_marked
 from kog_dist.rpc.messages import Accepted, Done, FinishReason, Generate, PrefillProgress, PromptLogprobs, Tokens
 
 TAGGED_TEMPLATE = """\
@@ -44,8 +45,10 @@ class TemplateTwin:
     """A chat template rendered in this process."""
 
     def __init__(self, source: str) -> None:
-        self.source = source
-        self._template = make_environment().from_string(source)
+        self.source = self.tool_source = source
+        self._environment = make_environment()
+        self._template = self._environment.from_string(source)
+        self.facts = TemplateFacts(frozenset(), shows_tools="tools" in source, variables=frozenset({"reasoning_effort"}))
 
     def render(
         self,
@@ -54,10 +57,13 @@ class TemplateTwin:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> RenderedChat:
+        given = {**(variables or {}), "messages": list(messages), "tools": tools}
+        request = {"given": given, "own": {"add_generation_prompt": add_generation_prompt}}
+        rules = {"specials": (), "everything": False, "max_characters": 1 << 20, "source": self.source}
         try:
-            given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-            return self._template.render(**(variables or {}), **given)
+            text, runs = render_marked(self._environment, self._template, request, rules)
+            return RenderedChat(text, runs)
         except RaisedByTemplate as error:
             raise RequestError("chat_rejected", f"the chat template refuses the conversation: {error}") from None
 
