@@ -11,6 +11,7 @@ import numpy as np
 from kog_dist.decode.masks import MaskWords, num_words
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Generate
+from kog_dist.workers.grammar.schemas import in_our_words, without_unknown_formats
 
 MAX_REASON_CHARS = 300
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # bounded, or a model may go on with blanks for ever
@@ -84,9 +85,12 @@ class GrammarCompiler:
         except ValueError as error:
             raise ConstraintError(f"json_schema is not JSON: {_shortened(str(error))}") from None
         try:
-            grammar: str = self._library.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _WHITESPACE})
+            known = without_unknown_formats(text)
+            grammar: str = self._library.LLMatcher.grammar_from_json_schema(known, {"whitespace_pattern": _WHITESPACE})
+        except RecursionError:
+            raise ConstraintError("json_schema is nested too deeply") from None
         except ValueError as error:
-            raise ConstraintError(f"json_schema cannot be used: {_shortened(str(error))}") from None
+            raise ConstraintError(f"json_schema cannot be used: {_shortened(in_our_words(str(error)))}") from None
         return grammar
 
 
@@ -133,7 +137,7 @@ class _Vocabulary:
 def _reason(kind: ConstraintKind, complaint: str) -> str:
     """What the library says, or what that means where no text satisfies the constraint."""
     if complaint and not complaint.startswith(_NO_TEXT):
-        return _shortened(complaint)
+        return _shortened(in_our_words(complaint))
     if kind is ConstraintKind.JSON_SCHEMA:
         return 'no text satisfies it; a $ref that leads only to itself is a reason, as in {"$ref": "#"}'
     return "no text satisfies it"

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kog_dist.gateway.openai.channels import FINAL_HEADER, Channels, call_header
+from kog_dist.gateway.openai.closed_schemas import closed
 from kog_dist.gateway.openai.errors import invalid
 from kog_dist.gateway.openai.parsers import AnswerParser, ChosenCall, NamedCall, PlainText, TaggedCalls
 from kog_dist.gateway.openai.planning import schema_text
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.json_schema import rewritten
 
 TAG: Final = "<tool_call>"  # templates of the Hermes and Qwen kind have models write calls inside it, as JSON
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-_NOT_SCHEMAS: Final = frozenset({"const", "enum", "default", "examples", "example"})
-_NAMED_SCHEMAS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ def _tool_use(
     if mode == "auto":
         source = served.chat_template.source if served.chat_template is not None else ""
         return ToolUse(usable, is_tagged=TAG in source and not has_format)
+    schemas = [closed(schema) for schema in schemas]
     if len(usable) == 1:
         return ToolUse(usable, schema_text(schemas[0], "tools"), named=usable[0].name)
     names_in_order = tuple(function.name for function in usable)
@@ -127,18 +128,11 @@ def _one_of(names: Sequence[str], schemas: Sequence[Mapping[str, Any]]) -> dict[
     return {"anyOf": branches, "$defs": {str(idx): _moved(schema, f"#/$defs/{idx}") for idx, schema in enumerate(schemas)}}
 
 
-def _moved(schema: Any, root: str, *, is_schema: bool = True) -> Any:
+def _moved(schema: Mapping[str, Any], root: str) -> Any:
     """The schema with references to its own root made into references to where it stands now."""
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = {}
-    for key, value in schema.items():
-        if is_schema and key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = root + value[1:]
-        elif is_schema and key in _NOT_SCHEMAS:
-            moved[key] = value
-        else:
-            moved[key] = _moved(value, root, is_schema=not (is_schema and key in _NAMED_SCHEMAS))
-    return moved
+
+    def refer(inner: dict[str, Any]) -> dict[str, Any]:
+        place = inner.get("$ref")
+        return inner | {"$ref": root + place[1:]} if isinstance(place, str) and place.startswith("#") else inner
+
+    return rewritten(schema, refer)
