@@ -89,7 +89,7 @@ class RequestStream:
                 reason = FinishReason.STOP
                 break
             if entry.finish is not Finish.NONE and (reason := _REASONS.get(entry.finish)) is not None:
-                text += self.rest()
+                text += self.rest(reason)
                 break
         first = self.num_tokens
         self.num_tokens += len(token_ids)
@@ -105,15 +105,20 @@ class RequestStream:
         )  # fmt: skip
         return event, reason
 
-    def rest(self) -> str:
-        """The text that was still held back; called once, when the answer ends."""
+    def rest(self, reason: FinishReason) -> str:
+        """The text that was still held back; called once, when the answer ends.
+
+        Bytes of an unfinished character become U+FFFD where the model itself has ended there; of an answer that was cut they are
+        no text: the next token would have finished it.
+        """
         if self.decoder is None or self._stop_filter.stopped:
             return ""
-        return self._stop_filter.push(self.decoder.flush()) + self._stop_filter.flush()
+        last = self._stop_filter.push(self.decoder.flush()) if reason is FinishReason.STOP else ""
+        return last + self._stop_filter.flush()
 
     def last_events(self, reason: FinishReason, now_ns: int) -> list[Tokens | Done]:
         """Those that end an answer: the text that is left, if there is any, and the terminal event."""
-        rest = self.rest()
+        rest = self.rest(reason)
         return [*([Tokens(self.request_id, self.num_tokens, (), rest, ())] if rest else []), self._done(reason, now_ns)]
 
     def _done(self, reason: FinishReason, now_ns: int) -> Done:
