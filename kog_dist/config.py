@@ -9,7 +9,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from kog_dist import env
+from kog_dist import env, foreign_file
 from kog_dist.errors import ConfigError
 from kog_dist.model.limits import MAX_CONTEXT
 from kog_dist.quoting import short
@@ -177,7 +177,7 @@ class LaunchConfig:
 SETTINGS = tuple(item.name for item in fields(LaunchConfig))
 DEFAULTS: Mapping[str, Any] = {item.name: item.default for item in fields(LaunchConfig)}
 CHOICES: Mapping[str, tuple[str, ...]] = {item.name: item.metadata["choices"] for item in fields(LaunchConfig)}
-_SECRETS = tuple(item.name for item in fields(LaunchConfig) if item.metadata["is_secret"])
+SECRETS = tuple(item.name for item in fields(LaunchConfig) if item.metadata["is_secret"])
 _POSITIONAL = tuple(item.name for item in fields(LaunchConfig) if item.metadata["is_positional"])
 
 
@@ -210,7 +210,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | N
             source = source_of(name)
             if name not in SETTINGS:
                 raise ConfigError(f"{source}: there is no setting {name!r}{did_you_mean(name, SETTINGS)}")
-            values[name] = _convert(value, hints[name], f"{source}: {name}", is_text)
+            values[name] = _convert(value, hints[name], f"{source}: {name}", is_text, shows=name not in SECRETS)
             sources[name] = source
     return Resolved(_build(values, sources), sources)
 
@@ -218,8 +218,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | N
 def read_file(path: Path) -> dict[str, Any]:
     """Parse a TOML file of settings. Raises ConfigError when it cannot be read or parsed."""
     try:
-        with path.open("rb") as stream:
-            raw = stream.read(MAX_FILE_BYTES + 1)
+        raw = foreign_file.read_file(path, MAX_FILE_BYTES)
         _check_extent(raw)
         return tomllib.loads(raw.decode("utf-8"))
     except OSError as error:
@@ -232,8 +231,6 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _check_extent(raw: bytes) -> None:
     """Settings are a flat table of short values: refuse what would take the parser long. Raises ValueError."""
-    if len(raw) > MAX_FILE_BYTES:
-        raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
     lines = [line for line in raw.splitlines() if not line.lstrip().startswith(b"#")]
     for mark, what in ((b"[", "brackets"), (b"{", "braces")):
         if sum(line.count(mark) for line in lines) > MAX_NESTED:
@@ -282,8 +279,11 @@ def _build(values: Mapping[str, Any], sources: Mapping[str, str]) -> LaunchConfi
         raise ConfigError(f"{sources[named]}: {error}" if named else str(error)) from None
 
 
-def _convert(value: Any, hint: Any, where: str, is_text: bool) -> Any:
-    """`value` as the field's type. Text (environment) is parsed; typed values (flags, TOML) must already fit."""
+def _convert(value: Any, hint: Any, where: str, is_text: bool, *, shows: bool) -> Any:
+    """`value` as the field's type. Text (environment) is parsed; typed values (flags, TOML) must already fit.
+
+    Raises ConfigError, which `shows` the value, unless it is a secret.
+    """
     kind = next(k for k in (bool, int, float, str) if k is hint or k in getattr(hint, "__args__", ()))
     if is_text and kind is bool:
         words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -300,7 +300,8 @@ def _convert(value: Any, hint: Any, where: str, is_text: bool) -> Any:
     if kind is str and isinstance(value, Path):
         return str(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{where} must be {_article(kind)}, got {value!r}")
+        got = short(value) if shows else f"a {type(value).__name__}"
+        raise ConfigError(f"{where} must be {_article(kind)}, got {got}")
     return value
 
 
@@ -326,7 +327,7 @@ def _check_field(item: Field[Any], value: Any) -> None:
 
 
 def _public(name: str, value: Any) -> Any:
-    return "(secret)" if name in _SECRETS and value is not None else value
+    return "(secret)" if name in SECRETS and value is not None else value
 
 
 def _shown(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import select
@@ -25,6 +24,7 @@ from kog_dist.launch.reaper import Reaper, acquire_watched
 from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.prompt_request import PromptRequest
+from kog_dist.rpc.transport import Access
 from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, RankState
 from kog_dist.runtime.instance import sweep_stale
 from kog_dist.runtime.launcher_file import LauncherFile
@@ -94,7 +94,7 @@ class EngineProcesses:
         """The address to show: the TCP port if one was asked for, else the socket file."""
         access = self._lease.folder / ACCESS_NAME
         if self._settings.rpc_port is not None and access.exists():
-            return str(json.loads(access.read_text(encoding="utf-8"))["address"])
+            return Access.from_file(access).address
         return f"ipc://{self._lease.folder / SOCKET_NAME}"
 
     def introduce(self, launcher: LauncherFile) -> None:

@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import LaunchError
+from kog_dist.foreign_file import append_fd
 from kog_dist.quoting import escaped_bytes, printable
 from kog_dist.runtime.files import EXIT_FILE, log_folder
 
@@ -81,9 +82,7 @@ class LogFile:
         self.write(f"---- {role}, run of kog-launch {os.getpid()}, {_now()} ----\n".encode())
 
     def _open(self) -> None:
-        self._file = os.fdopen(
-            os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab", buffering=0
-        )
+        self._file = os.fdopen(append_fd(self._path), "ab", buffering=0)
         self._num_bytes = os.fstat(self._file.fileno()).st_size
 
     def write(self, chunk: bytes) -> None:

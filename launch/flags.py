@@ -24,6 +24,7 @@ from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Version, with_
 from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import write_out
 from kog_dist.rpc.prompt_request import PromptRequest, flags_of_one_request, parse_ids, read_schema, sampling_of
+from kog_dist.runtime.command_line import hide_own
 from kog_dist.runtime.rank_env import read_rank_variables
 from kog_dist.sampling_params import SamplingParams
 
@@ -66,6 +67,7 @@ def launch(
     4 a rank died, 5 timeout.
     """
     resolved = config.resolve(settings, os.environ, config_file)
+    hide_own("--api-key", resolved.config.api_key)
     request = None
     if prompt is not None or prompt_ids is not None:
         request = PromptRequest(

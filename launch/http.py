@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import select
 import sys
@@ -15,7 +14,7 @@ from typing import Final
 from kog_dist import env
 from kog_dist.config import LaunchConfig
 from kog_dist.gateway import bind
-from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
+from kog_dist.gateway.args import GatewayArgs
 from kog_dist.gateway.keys import keys_of, write_keys
 from kog_dist.launch import local
 from kog_dist.launch.detach import is_detached
@@ -24,6 +23,7 @@ from kog_dist.launch.liveness import WatchedChild
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, signal_name
 from kog_dist.launch.restarts import RestartBudget
+from kog_dist.runtime.http_file import HttpFile
 from kog_dist.runtime.process_page import ProcessPage
 from kog_dist.runtime.socket_file import SocketFile
 from kog_dist.runtime.wait import Deadline
@@ -80,11 +80,8 @@ class HttpGateway:
         """Whether it answers, and knows that the engine takes requests; what one before it has said does not count."""
         if self._engine is None or self._watched is None:
             return False
-        try:
-            said = json.loads((self._engine.instance_folder / HTTP_FILE).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return False
-        return bool(said["serves"]) and said["pid"] == self._watched.child.pid
+        said = HttpFile.read(self._engine.instance_folder)
+        return said is not None and said.serves and said.pid == self._watched.child.pid
 
     def wake_fds(self) -> list[int]:
         """Descriptors that become readable when `look` may have something to do."""

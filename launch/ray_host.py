@@ -29,6 +29,7 @@ from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.supervisor import Supervisor
 from kog_dist.launch.target import choose_target
 from kog_dist.rpc.paths import ACCESS_NAME
+from kog_dist.runtime.folder_file import read_object
 from kog_dist.runtime.instance import instances_root
 from kog_dist.runtime.process_arguments import JsonArguments
 from kog_dist.runtime.process_page import ProcessPage
@@ -112,7 +113,7 @@ class HostSupervisor(Supervisor):
     def _announce(self) -> None:
         folder = instances_root() / self._engine.instance
         access = folder / ACCESS_NAME
-        keys = json.loads(access.read_text(encoding="utf-8")) if access.exists() else None
+        keys = read_object(access)
         self._reports.report("ready", folder=str(folder), access=keys, engine=self._engine.kind)
 
 

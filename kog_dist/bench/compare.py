@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kog_dist.bench.report import print_json
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,10 +78,11 @@ class Ratio:
 def read_result(path: Path) -> dict[str, Any]:
     """A result with its details. Raises ConfigError if the file is not one."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
         parsed: Any = json.loads(lines[-1] if lines and lines[-1].startswith('{"') else "\n".join(lines))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a result of kog-bench serve: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be read as a result of kog-bench serve: {why}") from None
     missing = [name for name in _NEEDED if not isinstance(parsed, dict) or not isinstance(parsed.get(name), list)]
     if missing:
         remedy = "write it with kog-bench serve --output FILE, or vllm bench serve --save-result --save-detailed"

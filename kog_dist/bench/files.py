@@ -13,6 +13,7 @@ from typing import Any, Final
 from kog_dist.bench.report import check_destination, handing_results_to
 from kog_dist.bench.tables import comma_separated, markdown
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 
 TABLES: Final = (".md", ".csv", ".json")
 PICTURES: Final = (".png", ".svg")
@@ -35,6 +36,14 @@ def writing(names: Sequence[str] | None) -> Iterator[None]:
 
     with handing_results_to(write):
         yield
+
+
+def read_text_of(path: Path) -> str:
+    """What a benchmark reads out. Raises ConfigError for a file that cannot be read as text."""
+    try:
+        return read_text(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give a file of UTF-8 text") from None
 
 
 def _check(path: Path) -> None:

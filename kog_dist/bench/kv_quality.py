@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.bench.files import read_text_of
 from kog_dist.bench.report import finish, machine
 from kog_dist.decode import half_products
 from kog_dist.decode.interpreter import Interpreter
@@ -31,7 +32,7 @@ def run(model: Path, text: Path, *, num_tokens: int) -> None:
     before, checkpoint, tokenizer = machine(), open_checkpoint(model), Tokenizer.from_folder(model)
     if tokenizer is None:
         raise ConfigError(f"{model} has no tokenizer, and quality is measured on texts; give a folder with one")
-    ids = list(tokenizer.encode(text.read_text(encoding="utf-8")))[:num_tokens]
+    ids = list(tokenizer.encode(read_text_of(text)))[:num_tokens]
     weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=half_products.library() is not None)
     plan = make_plan(checkpoint.spec, 1)
     engines = {name: Interpreter(plan, 0, weights, None, kv_dtype=name) for name in _TYPES}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kog_dist.bench.files import read_text_of
 from kog_dist.bench.report import finish, machine
 from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.errors import ConfigError
@@ -34,7 +35,7 @@ def run(model: Path, text: Path, *, num_tokens: int) -> None:
     before, tokenizer = machine(), Tokenizer.from_folder(model)
     if tokenizer is None:
         raise ConfigError(f"{model} has no tokenizer, and numbers are hidden in a text; give a folder with one")
-    ids = haystack(tokenizer, text.read_text(encoding="utf-8"), num_tokens)
+    ids = haystack(tokenizer, read_text_of(text), num_tokens)
     questions = {city: tokenizer.encode(_QUESTION.format(city)) for city in NUMBERS}
     most_tokens = len(tokenizer.encode(" 00000")) + 1
     oracle = Laneformer.from_checkpoint(model)

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.bench.files import read_text_of
 from kog_dist.bench.report import finish, machine
 from kog_dist.decode import half_products
 from kog_dist.decode.interpreter import Interpreter
@@ -69,7 +70,7 @@ def run(model: Path, text: Path, *, num_tokens: int, answer_tokens: int, forms: 
         raise ConfigError(
             f"the weights of {model} are quantised already ({checkpoint.quantisation}); give the unquantised folder"
         )
-    ids = list(tokenizer.encode(text.read_text(encoding="utf-8")))[:num_tokens]
+    ids = list(tokenizer.encode(read_text_of(text)))[:num_tokens]
     chunks = [ids[at : at + CHUNK_TOKENS] for at in range(0, len(ids), CHUNK_TOKENS)]
     texts = _Texts(chunks, [list(tokenizer.encode(prompt)) for prompt in PROMPTS])
     plain: _Outputs | None = None

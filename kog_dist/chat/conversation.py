@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_file
 from kog_dist.sampling_params import MAX_SEED
 
 HELP: Final = """\
@@ -186,8 +187,7 @@ class Conversation:
         if not path:
             raise ConfigError("/load needs the name of a file that /save has written")
         try:
-            with Path(path).expanduser().open("rb") as stream:
-                saved = json.loads(stream.read(_MAX_SAVED_BYTES))
+            saved = json.loads(read_file(Path(path).expanduser(), _MAX_SAVED_BYTES))
             messages = [{"role": str(one["role"]), "content": one["content"]} for one in saved["messages"]]
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

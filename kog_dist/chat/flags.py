@@ -73,7 +73,9 @@ def _found_url(instance: str | None) -> str:
 
 def _key(given: str | None, file: Path | None) -> str:
     from kog_dist.chat.session import read_key_file
+    from kog_dist.runtime.command_line import hide_own
 
+    hide_own("--api-key", given)
     if given is not None and file is not None:
         raise ConfigError("--api-key and --api-key-file exclude each other")
     if file is not None:

@@ -15,10 +15,12 @@ from kog_dist.chat.interrupts import Interrupts
 from kog_dist.chat.screen import Meter, Screen, now, summary
 from kog_dist.chat.service import ChatService, ServiceFacts
 from kog_dist.errors import ConfigError, KogError
+from kog_dist.foreign_file import read_file
 from kog_dist.rpc.output import OutputError, not_written, silence
 
 EXIT_INTERRUPTED: Final = 130
 MAX_PIPED_BYTES: Final = 1 << 22
+MAX_KEY_FILE_BYTES: Final = 1 << 12
 _PROMPT: Final = "> "
 
 
@@ -174,6 +176,8 @@ class BrokenOutput(OutputError):
 def read_key_file(path: Path) -> str:
     """The key in a file, without blanks around it. Raises ConfigError if it cannot be read."""
     try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the API key file {path} cannot be read: {error}") from None
+        return read_file(path, MAX_KEY_FILE_BYTES).decode("ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"the API key file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the API key file {path} is not ASCII text") from None

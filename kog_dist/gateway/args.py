@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from kog_dist.errors import ConfigError
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.process_arguments import JsonArguments
-
-HTTP_FILE: Final = "http.json"  # in the instance folder, once the gateway answers; see Service.announce
 
 
 @dataclass(frozen=True, slots=True)

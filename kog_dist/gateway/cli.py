@@ -40,11 +40,13 @@ def gateway(
     from kog_dist.gateway.args import GatewayArgs
     from kog_dist.gateway.keys import write_keys
     from kog_dist.gateway.process import run_gateway
+    from kog_dist.runtime.command_line import hide_own
     from kog_dist.runtime.instance import instances_root
 
     if instance is not None and key_file is not None:
         raise ConfigError("--instance and --key-file exclude each other")
     settings = resolve({**http, "cors_origin": ",".join(cors_origin) if cors_origin else None}, {}, None).config
+    hide_own("--api-key", settings.api_key)
     keys = _choose_keys(settings, os.environ.get(variable("api_key")))
     if settings.http_socket is not None:
         listening = bind.listen_on_socket(settings.http_socket)

@@ -14,6 +14,7 @@ from typing import Final
 
 from kog_dist.config import API_KEY_FORM, LaunchConfig, is_api_key
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import opened, read_rest
 
 MAX_KEYS: Final = 256  # each request is compared with all of them
 MAX_FILE_BYTES: Final = 64 << 10
@@ -67,17 +68,15 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     Raises ConfigError, which never shows a key: a line is no key or is there twice, there is none, others may read the file.
     """
     try:
-        with path.open("rb") as stream:
+        with opened(path) as stream:
             mode = os.fstat(stream.fileno()).st_mode
-            text = stream.read(MAX_FILE_BYTES + 1).decode("ascii")
+            text = read_rest(stream, path, MAX_FILE_BYTES).decode("ascii")
     except OSError as error:
         raise ConfigError(f"the API key file {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"the API key file {path} is not ASCII text") from None
     if mode & 0o077:
         raise ConfigError(f"{path} holds API keys and other users may read it (mode {mode & 0o777:o}); chmod 600 it")
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"the API key file {path} has more than {MAX_FILE_BYTES} bytes")
     line_of: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), 1):
         key = line.strip()

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
+from kog_dist.gateway.args import GatewayArgs
 from kog_dist.gateway.body_reader import BodyReader
 from kog_dist.gateway.documents import handler_of
 from kog_dist.gateway.engine import EngineBridge
@@ -24,6 +25,7 @@ from kog_dist.gateway.readiness import Readiness
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.rpc.messages import StatusReport, Welcome
 from kog_dist.runtime.files import write_at_once
+from kog_dist.runtime.http_file import HTTP_FILE, HttpFile
 
 if TYPE_CHECKING:
     from kog_dist.gateway.exchange import Exchange
@@ -40,7 +42,7 @@ class Service:
         self.tokenizer, self.chat_template, self._defaults = read_model(None if args.model is None else Path(args.model))
         self.readiness = Readiness(stall_s=args.stall_s)
         self.welcome: Welcome | None = None
-        self._announced: dict[str, Any] | None = None
+        self._announced: HttpFile | None = None
         self.served: ServedModel | None = None  # None until the engine has said what it serves
         self.facts = EngineFacts()
         self.spec, self._gpus = read_spec(args.model, args.quantize), read_inventory().gpus
@@ -79,7 +81,7 @@ class Service:
 
     def _on_report(self, report: StatusReport | None) -> None:
         self.metrics.engine_report(report)
-        if self._announced is not None and not self._announced["serves"] and self._serves():
+        if self._announced is not None and not self._announced.serves and self._serves():
             self.announce()
         if report is not None and self.welcome is not None and not self.facts.bytes_per_token:
             self.facts = engine_facts(self.welcome.max_context, self.spec, report, self._gpus, has_codes=self._has_codes)
@@ -101,8 +103,8 @@ class Service:
         """
         if self.args.instance_folder is None or not self.args.ends_with_engine:
             return
-        self._announced = {"url": self.url, "pid": os.getpid(), "serves": self._serves()}
-        write_at_once(Path(self.args.instance_folder) / HTTP_FILE, json.dumps(self._announced).encode(), is_private=True)
+        self._announced = HttpFile(self.url, os.getpid(), self._serves())
+        write_at_once(Path(self.args.instance_folder) / HTTP_FILE, json.dumps(asdict(self._announced)).encode(), is_private=True)
 
     def _serves(self) -> bool:
         return self.served is not None and self.readiness.health().serves

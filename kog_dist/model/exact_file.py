@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kog_dist.errors import CheckpointError
+from kog_dist.foreign_file import open_fd
 
 FileIdentity: TypeAlias = tuple[int, int, int, int]  # tells if a file was replaced or changed
 
@@ -18,7 +19,7 @@ FileIdentity: TypeAlias = tuple[int, int, int, int]  # tells if a file was repla
 def opened(path: Path) -> Iterator[int]:
     """A descriptor to read a file from. Raises CheckpointError naming it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a FIFO must not hang
+        fd = open_fd(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from None
     try:

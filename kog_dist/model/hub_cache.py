@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kog_dist.errors import CheckpointError
+from kog_dist.foreign_file import opened, read_file
 from kog_dist.quoting import short
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
@@ -40,8 +41,7 @@ def find_snapshot(name: str, environ: Mapping[str, str]) -> Path:
             f"MODEL {name} does not exist, neither as a folder nor in the cache {cache}; if the Hub has it, {download}"
         )
     try:
-        with reference.open("rb") as file:
-            revision = file.read(_MAX_REF_BYTES).decode("ascii", "replace").strip()
+        revision = read_file(reference, _MAX_REF_BYTES).decode("ascii", "replace").strip()
     except OSError as error:
         raise CheckpointError(
             f"{reference} cannot be read: {error.strerror}; {download}, or give a folder of snapshots/"
@@ -101,7 +101,7 @@ def check_blob(path: Path) -> None:
     if target is None:
         return
     try:
-        with target.open("rb") as file:
+        with opened(target) as file:
             hasher = _hasher(target.name, os.fstat(file.fileno()).st_size)
             while chunk := file.read(_CHUNK_BYTES):
                 hasher.update(chunk)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CheckpointError
+from kog_dist.foreign_file import read_file
 from kog_dist.model.gguf.folder import published_file
 from kog_dist.model.hub_cache import check_blob_content, check_inside, download_again
 from kog_dist.model.layout import TensorLayout
@@ -82,14 +83,11 @@ def read_small_file(folder: Path, name: str, manifest: Manifest | None) -> bytes
     try:
         if not os.path.isfile(path):
             raise CheckpointError(f"{path} is missing or no regular file; {download_again(folder)}")
-        with path.open("rb") as file:
-            raw = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+        raw = read_file(path, most)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except MemoryError:
         raise CheckpointError(f"{path} cannot be read: there is not enough memory") from None
-    if len(raw) > most:
-        raise CheckpointError(f"{path} is larger than {most} bytes")
     if expected is not None and hashlib.sha256(raw).hexdigest() != expected:
         raise CheckpointError(f"{path} differs from its SHA-256 in {MANIFEST_NAME}: {repair(name)}")
     check_blob_content(path, raw)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import time
@@ -16,6 +15,7 @@ from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.rpc.log_tail import LogTail, log_names
 from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out
 from kog_dist.runtime.files import EXIT_FILE, log_folder
+from kog_dist.runtime.folder_file import read_object
 from kog_dist.runtime.instance import instances_root, is_stale
 from kog_dist.runtime.launcher_file import LauncherFile, ask_to_stop
 
@@ -107,10 +107,7 @@ def _why_not(engine: NamedEngine) -> str:
 
 def last_sentence(folder: Path) -> str | None:
     """What the run says of its end, if that was a failure."""
-    try:
-        sentence = json.loads((folder / EXIT_FILE).read_text(encoding="utf-8"))["sentence"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    sentence = (read_object(folder / EXIT_FILE) or {}).get("sentence")
     return sentence if isinstance(sentence, str) else None
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import zmq
 
 from kog_dist.errors import LaunchError
+from kog_dist.foreign_file import read_file
 from kog_dist.rpc.file_port import FilePort, Gone
 from kog_dist.rpc.messages import (
     MAX_MESSAGE_BYTES,
@@ -241,7 +242,8 @@ class RpcListener:
             self._tcp.close(max(0.0, deadline_s - time.monotonic()))
         access_file = self._folder / ACCESS_NAME
         with contextlib.suppress(OSError):
-            if self._access_content and access_file.read_bytes() == self._access_content:  # its keys are nobody else's
+            content = self._access_content
+            if content and read_file(access_file, len(content)) == content:  # its keys are nobody else's
                 access_file.unlink()
 
 

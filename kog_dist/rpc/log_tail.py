@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from kog_dist.foreign_file import open_fd
 
 
 def log_names(folder: Path) -> list[str]:
@@ -12,18 +15,23 @@ def log_names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.log"))
 
 
+def _opened(path: Path) -> BinaryIO:
+    return os.fdopen(open_fd(path), "rb")
+
+
 class LogTail:
     """The end of a log that grows, and goes on as a new file when it has grown enough."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("rb")
+        self._path, self._file = path, _opened(path)
 
     def last_lines(self, num_lines: int) -> bytes:
         """Of all that is there now, also in the file before it if this one has not so many."""
         text = self._file.read()
         older = Path(f"{self._path}.1")
         if text.count(b"\n") < num_lines and older.exists():
-            text = older.read_bytes() + text
+            with _opened(older) as stream:
+                text = stream.read() + text
         return b"".join(text.splitlines(keepends=True)[-num_lines:]) if num_lines else b""
 
     def news(self) -> bytes:
@@ -33,7 +41,7 @@ class LogTail:
         text = self._file.read()
         with suppress(FileNotFoundError):  # it is being renamed in this moment
             if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
-                following = self._path.open("rb")
+                following = _opened(self._path)
                 text += self._file.read() + following.read()
                 self._file.close()
                 self._file = following

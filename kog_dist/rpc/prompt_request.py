@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
+from kog_dist.rpc.messages.limits import MAX_SCHEMA_BYTES
 from kog_dist.sampling_params import GREEDY, SamplingParams
 
 _MAX_ID_DIGITS = 20
@@ -97,9 +99,9 @@ def read_schema(given: str | None) -> str | None:
     if given is None or not given.startswith("@"):
         return given
     try:
-        return Path(given[1:]).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--json-schema {given} cannot be read: {error}") from None
+        return read_text(Path(given[1:]), MAX_SCHEMA_BYTES)
+    except OSError as error:
+        raise ConfigError(f"--json-schema {given} cannot be read: {error.strerror}") from None
 
 
 def flags_of_one_request(**flags: Any) -> Sequence[str]:

@@ -6,7 +6,6 @@ request only, and then every connection must be encrypted (CURVE) with the one c
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from dataclasses import dataclass, field
@@ -16,9 +15,12 @@ import zmq
 from zmq.utils import z85
 
 from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.foreign_file import opened, read_rest
 from kog_dist.rpc.messages import MAX_MESSAGE_BYTES
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
+from kog_dist.strict_json import parse_object
 
+_MAX_ACCESS_BYTES, _MAX_ACCESS_ITEMS = 1 << 12, 16
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path that the kernel takes
 PEER_HWM = 64  # messages that zmq itself queues per peer; an end of a client, to receive: any number
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 200, 800  # TCP only: a dead link is seen after about the sum of both
@@ -53,11 +55,13 @@ class Access:
     def from_file(cls, path: Path) -> Access:
         """What an engine with a TCP port wrote. Raises LaunchError if the file is not that, or may be read by other users."""
         try:
-            mode = path.stat().st_mode
-            parsed = json.loads(path.read_text(encoding="utf-8"))
+            with opened(path) as stream:
+                mode = os.fstat(stream.fileno()).st_mode
+                parsed = parse_object(read_rest(stream, path, _MAX_ACCESS_BYTES), _MAX_ACCESS_ITEMS)
             access = cls(**_checked_access(parsed))
         except (OSError, ValueError) as error:
-            raise LaunchError(f"{path} cannot be read as an engine's {ACCESS_NAME}: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise LaunchError(f"{path} cannot be read as an engine's {ACCESS_NAME}: {why}") from None
         if mode & 0o077:
             raise LaunchError(f"{path} holds a secret key and other users may read it (mode {mode & 0o777:o}); chmod 600 it")
         return access

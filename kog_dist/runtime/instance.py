@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kog_dist.errors import ConfigError, LaunchError, remedy_of
+from kog_dist.runtime.folder_file import check_process, read_record
 from kog_dist.runtime.wait import Deadline
 
 LEASE_FILE = "lease"
@@ -41,7 +41,13 @@ class LeaseHolder:
 
     pid: int
     start_time: int
-    command: str
+    command: str  # what may be shown of it, whatever the lease says
+
+    def __post_init__(self) -> None:
+        from kog_dist.runtime.command_line import shown_command
+
+        check_process(self.pid, self.start_time)
+        object.__setattr__(self, "command", shown_command(self.command.split()))
 
     def alive(self) -> bool:
         """Whether that very process still runs."""
@@ -198,8 +204,10 @@ class Instance:
 
 def write_holder(fd: int) -> None:
     """Write into a lease that this process holds it."""
-    command = " ".join(sys.orig_argv)[:400]
-    text = json.dumps({"pid": os.getpid(), "start_time": process_start_time(os.getpid()), "command": command})
+    from kog_dist.runtime.command_line import own_command
+
+    pid = os.getpid()
+    text = json.dumps({"pid": pid, "start_time": process_start_time(pid), "command": own_command()})
     os.ftruncate(fd, 0)
     os.pwrite(fd, text.encode(), 0)
 
@@ -211,11 +219,7 @@ def read_holder(folder: Path) -> LeaseHolder | None:
 
 def holder_in(lease: Path) -> LeaseHolder | None:
     """Who wrote a lease; None when nobody did, or the file cannot be read."""
-    try:
-        entry = json.loads(lease.read_text())
-        return LeaseHolder(pid=int(entry["pid"]), start_time=int(entry["start_time"]), command=str(entry["command"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return read_record(LeaseHolder, lease)
 
 
 def sweep_stale(root: Path | None = None) -> list[str]:
@@ -247,7 +251,7 @@ def running(root: Path) -> list[str]:
 def is_stale(folder: Path) -> bool:
     """Whether nobody holds the lease of an instance folder. Changes nothing; a folder that cannot be looked into is not stale."""
     try:
-        fd = os.open(folder / LEASE_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(folder / LEASE_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return folder.is_dir()
     except OSError:

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from kog_dist.config import MAX_TIMEOUT_S
 from kog_dist.errors import LaunchError
 from kog_dist.runtime.files import write_at_once
+from kog_dist.runtime.folder_file import check_path, check_process, read_record
 from kog_dist.runtime.instance import process_start_time
 
 LAUNCHER_FILE: Final = "launcher.json"
@@ -26,6 +28,13 @@ class LauncherFile:
     shutdown_timeout_s: float  # most that a stop waits for the running request
     log_dir: str | None
     instance: str  # name of its engine; that of the folder, but for a launcher whose engine Ray has placed
+
+    def __post_init__(self) -> None:
+        check_process(self.pid, self.start_time)
+        if not 0 <= self.shutdown_timeout_s <= MAX_TIMEOUT_S:  # true for NaN
+            raise ValueError(f"no run has {self.shutdown_timeout_s} s to end")
+        if self.log_dir is not None:
+            check_path(self.log_dir)
 
     @classmethod
     def of_this_process(cls, instance: str, shutdown_timeout_s: float, log_dir: Path | None) -> LauncherFile:
@@ -43,10 +52,7 @@ class LauncherFile:
     @classmethod
     def read(cls, folder: Path) -> LauncherFile | None:
         """That of an instance folder; None where there is none, or none that can be read."""
-        try:
-            return cls(**json.loads((folder / LAUNCHER_FILE).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return None
+        return read_record(cls, folder / LAUNCHER_FILE)
 
     def open(self) -> int | None:
         """A pidfd of that very process, None if it has ended. The caller closes it."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 
-_SHOWN = 120  # characters of a command line
-_SECRET = re.compile(r"(--api-key)[ =]\S+")
+from kog_dist.runtime.command_line import command_of
 
 
 def holder_of_port(port: int) -> str | None:
@@ -30,11 +28,6 @@ def launcher_of(pid: int) -> int:
 
 
 def process_name(pid: int) -> str:
-    """`process PID (COMMAND)`, the command on one line, and left out where it cannot be read."""
-    try:
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        arguments = ""
-    command = " ".join("".join(one if one.isprintable() else " " for one in arguments).split())
-    command = _SECRET.sub(r"\1 ...", command)
-    return f"process {pid} ({command[:_SHOWN]})" if command else f"process {pid}"
+    """`process PID (COMMAND)`, without what may not be shown of the command, or all of it where it cannot be read."""
+    command = command_of(pid)
+    return f"process {pid} ({command})" if command else f"process {pid}"

@@ -28,11 +28,12 @@ class JsonArguments:
             values: Any = json.loads(text, object_pairs_hook=object_without_duplicates)
         except ValueError as error:
             raise ConfigError(f"the {cls.reader}'s argument is not JSON: {error}") from None
-        made: Self = _record(cls, values, f"the {cls.reader}'s argument")
+        made: Self = record_of(cls, values, f"the {cls.reader}'s argument")
         return made
 
 
-def _record(cls: type[Any], values: Any, where: str) -> Any:
+def record_of(cls: type[Any], values: Any, where: str) -> Any:
+    """A dataclass from what JSON said, checked field by field. Raises ConfigError, a sentence about `where`."""
     if not isinstance(values, dict):
         raise ConfigError(f"{where} must be an object, got {type(values).__name__}")
     known, hints = [field.name for field in fields(cls)], get_type_hints(cls)
@@ -49,7 +50,7 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         assert isinstance(kind, type)
-        return _record(kind, value, where)
+        return record_of(kind, value, where)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in inner:
             return None

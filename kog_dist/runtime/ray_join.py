@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.foreign_file import read_text
 from kog_dist.runtime.ray_token import auth_environment, token_refusal
 
 PROBE_S: Final = 2.0
 _CLUSTER_FILE: Final = "ray_current_cluster"
+_ADDRESS_BYTES: Final = 1 << 10
 Say = Callable[[str], None]
 
 
@@ -108,7 +110,7 @@ def resolve_address(
 def _recorded_address(environ: Mapping[str, str]) -> str | None:
     file = Path(environ.get("RAY_TMPDIR") or environ.get("RAY_TEMP_DIR") or "/tmp") / "ray" / _CLUSTER_FILE
     try:
-        return file.read_text(encoding="utf-8").strip() or None
+        return read_text(file, _ADDRESS_BYTES).strip() or None
     except OSError:
         return None
 

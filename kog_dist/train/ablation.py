@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 from kog_dist.train.ablation_grid import AblationConfig, Job
 from kog_dist.train.curves import data_digest
 from kog_dist.train.display import duration, nothing
@@ -98,7 +99,7 @@ class Ablation:
     def results(self) -> list[dict[str, Any]]:
         """The outcome of every finished run of the grid, in its order."""
         files = [self._result_file(job) for job in self.config.grid.jobs()]
-        return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+        return [json.loads(read_text(file)) for file in files if file.exists()]
 
     def _train_one(self, job: Job, tokens: TokenSet, left_s: float, stop: Callable[[], bool]) -> dict[str, Any] | None:
         settings = self.config.run_settings(job)
@@ -131,7 +132,7 @@ class Ablation:
         file = self.out / "results.json"
         if not file.exists():
             return
-        results = json.loads(file.read_text(encoding="utf-8"))
+        results = json.loads(read_text(file))
         missing = {self.out / "runs" / f"{run['key']}.json": run for run in results["runs"]}
         for path, content in {self.out / "config.json": results["config"], **missing}.items():
             if not path.exists():
@@ -141,7 +142,7 @@ class Ablation:
         file = self.out / "config.json"
         if not file.exists():
             write_json(file, self.described)
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = json.loads(read_text(file))
         before["run"] = with_defaults(before.get("run", {}))
         for key, value in self.described.items():
             if before.get(key) != value:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kog_dist.foreign_file import read_text
+
 SPECIAL_TOKENS = (END_OF_TEXT, FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE) = (
     "<|endoftext|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
 )  # fmt: skip
@@ -54,8 +56,8 @@ def read_source(path: Path, root: Path) -> Source:
     if _GENERATED_NAMES.search(path.name):
         raise Unfit("generated")
     try:
-        return clean(path.read_bytes().decode("utf-8"))
-    except (OSError, UnicodeDecodeError):
+        return clean(read_text(path))
+    except OSError:
         raise Unfit("unreadable") from None
 
 

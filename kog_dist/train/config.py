@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.train.settings import Execution, RunSettings
 from kog_dist.train.specs import named_spec
@@ -29,11 +30,10 @@ class RunConfig:
 def read_tables(path: Path, known: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """The tables of a TOML file. Raises ConfigError if it cannot be read or has others than the `known` ones."""
     try:
-        with path.open("rb") as stream:
-            tables = tomllib.load(stream)
+        tables = tomllib.loads(read_text(path))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from None
     for name, table in tables.items():
         if name not in known or not isinstance(table, dict):

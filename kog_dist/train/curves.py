@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.bench.service.svg_plots import lines
+from kog_dist.foreign_file import read_text
 
 _STYLE = (
     "svg{background:#fff;font:11px sans-serif}text{fill:#333}.axis{stroke:#333}.grid{stroke:#ddd}.mark{stroke:#888;"
@@ -43,7 +44,7 @@ def write_curves(folder: Path, progress: Mapping[str, Any], data: Path) -> None:
 def data_digest(folder: Path) -> str | None:
     """The digest of a prepared data set, if its `sources.json` has one."""
     try:
-        digest = json.loads((folder / "sources.json").read_text(encoding="utf-8")).get("digest")
+        digest = json.loads(read_text(folder / "sources.json")).get("digest")
     except (OSError, ValueError):
         return None
     return str(digest) if digest is not None else None

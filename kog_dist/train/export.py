@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CheckpointError
+from kog_dist.foreign_file import read_text
 from kog_dist.model.checkpoint import write_checkpoint, write_manifest
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
@@ -30,12 +30,13 @@ def export(state: Path, tokenizer_file: Path, sources_file: Path, out: Path, *, 
     spec = read_config(progress["spec"])
     tensors = {name: tensor.numpy() for name, tensor in load_tensors(state, "weights").items()}
     write_checkpoint(out, spec, tensors, dtype="bfloat16", max_shard_bytes=_MAX_SHARD_BYTES, manifest=False)
-    shutil.copyfile(tokenizer_file, out / "tokenizer.json")
-    end_id = int(json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]["vocab"][END_OF_TEXT])
+    tokenizer = read_text(tokenizer_file)
+    (out / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    end_id = int(json.loads(tokenizer)["model"]["vocab"][END_OF_TEXT])
     _write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
     _write_json(out / "generation_config.json", {"eos_token_id": end_id, "temperature": _TEMPERATURE})
-    evaluation = json.loads(evaluation_file.read_text(encoding="utf-8")) if evaluation_file else None
-    sources = json.loads(sources_file.read_text(encoding="utf-8"))
+    evaluation = json.loads(read_text(evaluation_file)) if evaluation_file else None
+    sources = json.loads(read_text(sources_file))
     (out / "README.md").write_text(model_card(spec, progress, sources, evaluation), encoding="utf-8")
     write_manifest(out)
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 from kog_dist.model.spec import ModelSpec
 from kog_dist.train.affinity import Regrouping, regrouped_for_delay
 from kog_dist.train.config import read_tables, settings_of, spec_of
@@ -89,7 +90,7 @@ class Healing:
         file = out / "config.json"
         if not file.exists():
             write_json(file, self.described)
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = json.loads(read_text(file))
         if {**before, "run": with_defaults(before["run"])} != self.described:
             raise ConfigError(f"{out} holds an experiment with other settings or data; use another folder")
         self._tokens = TokenSet.load(data, config.settings.time, device.device)
@@ -126,7 +127,7 @@ class Healing:
     def results(self) -> list[dict[str, Any]]:
         """The outcome of every finished run."""
         files = [self._file(start, seed) for start, seed in self._jobs()]
-        return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+        return [json.loads(read_text(file)) for file in files if file.exists()]
 
     def _jobs(self) -> list[tuple[str, int]]:
         return [(start, seed) for seed in self.config.heal.seeds for start in (REFERENCE, PLAIN, REGROUPED)]
@@ -179,6 +180,6 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 def write_report(out: Path, described: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
     """Write `results.json` and `table.md` of what is done so far."""
     shares = out / "regrouping.json"
-    coupling = json.loads(shares.read_text(encoding="utf-8")) if shares.exists() else None
+    coupling = json.loads(read_text(shares)) if shares.exists() else None
     write_json(out / "results.json", {"config": described, "coupling_inside_lanes": coupling, "runs": list(results)})
     (out / "table.md").write_text(table(results), encoding="utf-8")

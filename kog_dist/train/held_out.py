@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 from kog_dist.train.cleaning import parsed, short_functions
 from kog_dist.train.corpus import Document, function_digest
 from kog_dist.train.unit_tests import UnitTests, make_unit_tests
@@ -78,7 +79,7 @@ def save_functions(path: Path, functions: list[HeldOutFunction]) -> None:
 def load_functions(path: Path) -> list[HeldOutFunction]:
     """Read what `save_functions` wrote. Raises ConfigError if it is something else."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(read_text(path))
         return [HeldOutFunction(**{**entry, "tests": _tests(entry.get("tests"))}) for entry in entries]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} does not hold functions as `prepare` writes them: {error}") from None

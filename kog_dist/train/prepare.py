@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import opened, read_text
 from kog_dist.train.bpe import train_tokenizer
 from kog_dist.train.cleaning import END_OF_TEXT, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, SPECIAL_TOKENS
 from kog_dist.train.corpus import Document, Project, Tally, documents
@@ -156,7 +157,7 @@ def _functions_of(document: Document, trained: frozenset[bytes]) -> list[HeldOut
 def _tokenizer(texts: Sequence[str], vocab_size: int, file: Path | None, *, fim: bool) -> Any:
     special_tokens = SPECIAL_TOKENS if fim else SPECIAL_TOKENS[:1]
     if file is not None:
-        tokenizer = LibraryTokenizer.from_file(str(file))
+        tokenizer = LibraryTokenizer.from_str(read_text(file))
         missing = [token for token in special_tokens if tokenizer.token_to_id(token) is None]
         if missing:
             raise ConfigError(f"{file} has no {', '.join(missing)}; train a tokenizer with the same --fim-rate")
@@ -206,8 +207,8 @@ def _digest(out: Path) -> str:
     files = [*shards, out / "held_out.npy", out / "tokenizer.json", out / "held_out_functions.json"]
     hasher = hashlib.sha256()
     for file in files:
-        with file.open("rb") as opened:
-            hasher.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
+        with opened(file) as stream:
+            hasher.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
     return hasher.hexdigest()
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kog_dist.errors import CheckpointError, ConfigError
+from kog_dist.foreign_file import read_text
 from kog_dist.runtime.files import write_at_once
 
 _MAX_FILE_BYTES = 15 * 2**20
@@ -61,7 +62,7 @@ def load_progress(folder: Path) -> dict[str, Any] | None:
     """The JSON part of a state, or None if no run has been saved in `folder`. Raises CheckpointError if it cannot be read."""
     path = folder / _PROGRESS
     try:
-        progress: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        progress: dict[str, Any] = json.loads(read_text(path))
     except FileNotFoundError:
         return None
     except ValueError as error:

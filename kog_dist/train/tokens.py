@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import opened, read_text
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class TokenSet:
 def held_out_bytes_per_token(folder: Path) -> float:
     """Bytes of held-out source per token, from `sources.json`. Raises ConfigError if that file is missing or says nothing."""
     try:
-        counts = json.loads((folder / "sources.json").read_text(encoding="utf-8"))
+        counts = json.loads(read_text(folder / "sources.json"))
         return float(counts["num_held_out_bytes"]) / float(counts["num_held_out_tokens"])
     except (OSError, ValueError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(f"{folder / 'sources.json'} does not tell the held-out bytes and tokens: {error!r}") from None
@@ -84,9 +87,16 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / math.log(2) / bytes_per_token
 
 
+def load_shard(file: Path) -> NDArray[Any]:
+    """The tokens of one file. Raises OSError, ValueError."""
+    with opened(file) as stream:
+        tokens: NDArray[Any] = np.load(stream, allow_pickle=False)
+        return tokens
+
+
 def _load_tokens(files: Sequence[Path], row_time: int, device: torch.device) -> Tensor:
     try:
-        shards = [np.load(file, allow_pickle=False) for file in files]
+        shards = [load_shard(file) for file in files]
         if not shards:
             raise FileNotFoundError("there are no train-*.npy")
     except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from kog_dist.bench.engine.session import EngineSession, until
-from kog_dist.gateway.args import HTTP_FILE
+from kog_dist.runtime.http_file import HTTP_FILE
 
 READY_S = 90.0
 ENDED_S = 15.0

@@ -12,8 +12,8 @@ import pytest
 
 from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.errors import RequestFailed
-from kog_dist.gateway.args import HTTP_FILE
 from kog_dist.rpc.messages import Done
+from kog_dist.runtime.http_file import HTTP_FILE
 from tests.e2e.conftest import NUM_ENDLESS, lines_of
 from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
 

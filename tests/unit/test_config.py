@@ -91,6 +91,12 @@ def test_bad_settings_are_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["12345678", "[12345678]", "12345678.5", "{a = 12345678}", "1979-05-27"])
+def test_a_key_of_another_type_is_not_shown(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"api_key must be text, got a \w+$"):
+        resolve({}, {}, written(tmp_path, f"api_key = {text}"))
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no\.toml cannot be read: No such file"):
         resolve({}, {}, tmp_path / "no.toml")

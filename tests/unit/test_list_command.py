@@ -52,7 +52,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def engines(root: Path) -> Iterator[None]:
     with closing(Instance.acquire("a")) as answering, closing(Instance.acquire("b")):
-        (answering.folder / "http.json").write_text('{"url": "http://127.0.0.1:8000"}')
+        (answering.folder / "http.json").write_text('{"url": "http://127.0.0.1:8000", "pid": 1, "serves": true}')
         yield
 
 

@@ -158,7 +158,7 @@ def test_an_index_of_as_many_files_and_tensors_as_there_may_be_is_read(tmp_path:
 
 def test_a_config_of_many_bytes_is_refused(tmp_path: Path) -> None:
     written(tmp_path, architectures=["x" * limits.FILES["config.json"].num_bytes])
-    with pytest.raises(CheckpointError, match="is larger than 1048576 bytes"):
+    with pytest.raises(CheckpointError, match="it has more than 1048576 bytes"):
         spec_of_folder(tmp_path)
 
 
@@ -172,7 +172,8 @@ def test_hostile_settings_are_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "hostile.toml"
     path.write_text(text)
     before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    with pytest.raises(ConfigError, match=r"hostile\.toml is not valid TOML") as caught:
+    why = r"hostile\.toml (is not valid TOML: |cannot be read: it has more than 65536 bytes)"
+    with pytest.raises(ConfigError, match=why) as caught:
         read_file(path)
     assert len(str(caught.value)) < 1500
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before_bytes < 50 << 20

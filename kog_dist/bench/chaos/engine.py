@@ -20,9 +20,9 @@ from kog_dist.bench.chaos.table import DRAIN_S, STALL_S, Cell, Layout
 from kog_dist.bench.engine.session import EngineSession, TimedOut, until
 from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
 from kog_dist.errors import KogError, LaunchError
-from kog_dist.gateway.args import HTTP_FILE
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.transport import Access
+from kog_dist.runtime.http_file import HttpFile
 
 SHORT, CONSTRAINED = Question("abc", 1500), Question("abc", 1500, regex="[a-z]{1490}")
 LONG = (Question("This is read for a while. " * 40, 40), Question("So is this, and nothing of it is kept. " * 27, 40))
@@ -70,7 +70,10 @@ class ChaosEngine:
     @property
     def url(self) -> str:
         """Of its HTTP."""
-        return str(json.loads((self.session.instance_folder / HTTP_FILE).read_text(encoding="utf-8"))["url"])
+        said = HttpFile.read(self.session.instance_folder)
+        if said is None:
+            raise LaunchError("the gateway has not said where it answers")
+        return said.url
 
     def ask(self, question: Question, *, over_http: bool) -> Asking:
         """A client that asks now."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.workers.streams import TextDecoder
 
@@ -74,9 +75,9 @@ def script_text(path: str | None) -> str:
     if path is None:
         return resources.files("kog_dist.rpc").joinpath("fields.py").read_text(encoding="utf-8")
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {path} cannot be read as text: {error}") from None
+        return read_text(Path(path))
+    except OSError as error:
+        raise ConfigError(f"--text {path} cannot be read as text: {error.strerror}") from None
 
 
 def decoder_of(tokenizer: Tokenizer | None, prompt: Sequence[int], *, stamps: bool) -> TextDecoder | None:

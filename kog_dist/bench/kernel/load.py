@@ -14,6 +14,7 @@ from kog_dist.bench.fakes.published_gpt_oss import folder_bytes, write_gpt_oss
 from kog_dist.bench.kernel.gpu import gpu_name
 from kog_dist.bench.kernel.shapes import MOE, model_folder, named_spec, random_checkpoint
 from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.foreign_file import opened
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.quantisation import read_quantisation
 from kog_dist.workers.cuda.coded_source import codings_of
@@ -122,7 +123,7 @@ def _read(checkpoint: Checkpoint) -> None:
     """Bring the files into the page cache."""
     buffer = bytearray(2**24)
     for file in checkpoint.files:
-        with file.path.open("rb", buffering=0) as stream:
+        with opened(file.path) as stream:
             while stream.readinto(buffer):
                 pass
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 from kog_dist.workers.cuda.kernel_shape import MAX_CTAS
 
 
@@ -46,7 +47,7 @@ def measured_in(paths: Sequence[Path], context: int) -> Measured:
 
 def _report(path: Path) -> dict[str, Any]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
         report: dict[str, Any] = json.loads(next(line for line in reversed(lines) if line.startswith('{"benchmark"')))
     except OSError as error:
         raise ConfigError(f"--measured {path}: {error.strerror or error}") from None

@@ -11,6 +11,7 @@ from kog_dist.bench.service.prompts import Prompt, prompts_from_file, prompts_of
 from kog_dist.bench.service.serve import PATHS, ServeSettings
 from kog_dist.chat.wire import ServiceUrl
 from kog_dist.errors import ConfigError
+from kog_dist.runtime.command_line import hide_own
 
 
 def settings_of(
@@ -19,6 +20,7 @@ def settings_of(
     seed: int, timeout_s: float, extra_body: str, api_key: str, agents: int = 0, shared_len: int = 0,
 ) -> tuple[ServeSettings, list[Prompt]]:  # fmt: skip
     """What to ask and how. Raises ConfigError naming the flag that is wrong."""
+    hide_own("--api-key", api_key or None)
     if backend not in PATHS:
         raise ConfigError(f"--backend must be {' or '.join(PATHS)}, got {backend!r}")
     counts = {"--num-prompts": num_prompts, "--input-len": input_len, "--output-len": output_len}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 
 # Short words that most vocabularies have as one token; how many tokens they were is what the server says.
 _WORDS = (
@@ -66,9 +67,9 @@ def prompts_from_file(path: Path, count: int) -> list[Prompt]:
     A line is a prompt; in a .jsonl file an object with `prompt` or `messages`, and `max_tokens` if it wants. Raises ConfigError.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path} cannot be read: {error}") from None
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}") from None
     if not lines:
         raise ConfigError(f"--prompts {path} has no lines")
     if path.suffix != ".jsonl":

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kog_dist.bench.service.prompts import Prompt
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 Line = dict[str, Any]
@@ -17,9 +18,9 @@ Line = dict[str, Any]
 def read_trace(path: Path) -> list[Line]:
     """The lines of a trace. Raises ConfigError for a file that is none, naming the line."""
     try:
-        lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace {path} cannot be read: {error}") from None
+        lines = [(number, line) for number, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from None
     return [_line(text, f"{path} line {number}", is_first=idx == 0) for idx, (number, text) in enumerate(lines)]
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kog_dist.errors import CheckpointError
+from kog_dist.foreign_file import open_fd, opened
 from kog_dist.model.exact_file import read_exactly
 from kog_dist.model.formats.numbers import NUMBERS, nibbles
 from kog_dist.model.formats.rounding import ROUNDING_VERSION
@@ -86,7 +87,7 @@ def kept_models(root: Path) -> list[KeptModel]:
 
 def _described(folder: Path) -> KeptModel | None:
     try:
-        with (folder / _ABOUT).open("rb") as stream:
+        with opened(folder / _ABOUT) as stream:
             used_s, about = os.fstat(stream.fileno()).st_mtime, parse_object(stream.read(_ABOUT_BYTES), 16)
         model, form, reserved = about["model"], about["format"], about["bytes"]
     except (OSError, ValueError, KeyError):
@@ -340,7 +341,7 @@ def _unpacked(form: WeightFormat, rows: int, columns: int, payload: memoryview) 
 
 def _checked(path: Path, head: bytes, payload_bytes: int) -> memoryview:
     """The payload of a file. Raises OSError if it cannot be read, CheckpointError if it is not what it must be."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK: a FIFO must not hang
+    fd = open_fd(path, follows_link=False)
     try:
         found, num_bytes = os.fstat(fd), len(head) + payload_bytes + _CRC_BYTES
         if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:

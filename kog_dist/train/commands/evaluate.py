@@ -27,6 +27,7 @@ def evaluate(
 
     from tokenizers import Tokenizer
 
+    from kog_dist.foreign_file import read_text
     from kog_dist.train.completions import chosen_functions, complete_functions, load_module, summary
     from kog_dist.train.held_out import load_functions
 
@@ -34,7 +35,7 @@ def evaluate(
     module = load_module(model, state).to(device)
     started = time.perf_counter()
     completions = complete_functions(
-        module, Tokenizer.from_file(str(tokenizer)), [*sample, *tested],
+        module, Tokenizer.from_str(read_text(tokenizer)), [*sample, *tested],
         temperature=temperature, seed=seed, max_new_tokens=max_new_tokens, batch=batch,
     )  # fmt: skip
     every = summary(completions)

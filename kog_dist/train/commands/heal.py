@@ -17,11 +17,11 @@ def heal(
     count: Annotated[int, typer.Option(help="Training tokens that the coupling is measured with.")] = 4096,
 ) -> dict[str, Any]:
     """Give a model of delay 0 another delay, to be trained until its weights fit."""
-    import numpy as np
 
     from kog_dist.errors import ConfigError
     from kog_dist.train.affinity import regrouped_for_delay
     from kog_dist.train.start import healing_start, start_weights, write_start
+    from kog_dist.train.tokens import load_shard
 
     spec, tensors = start_weights(model)
     healed = healing_start(spec, delay)
@@ -29,7 +29,7 @@ def heal(
     if affinity:
         if data is None or not (data / "train-000.npy").exists():
             raise ConfigError("--affinity needs --data, a folder that `prepare` wrote")
-        tokens = np.load(data / "train-000.npy", allow_pickle=False)
+        tokens = load_shard(data / "train-000.npy")
         regrouped = regrouped_for_delay(spec, tensors, tokens, delay, count)
         tensors = regrouped.tensors
         shares = {"share_before": round(regrouped.share_before, 5), "share_after": round(regrouped.share_after, 5)}

@@ -10,8 +10,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from kog_dist.bench.engine.session import EngineSession, until
-from kog_dist.gateway.args import HTTP_FILE
 from kog_dist.rpc.messages import Done, Tokens
+from kog_dist.runtime.http_file import HTTP_FILE
 from tests.e2e.browser.test_playground import answer, ended, run
 from tests.e2e.test_smollm2 import FOLDER
 

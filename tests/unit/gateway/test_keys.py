@@ -78,7 +78,7 @@ def test_a_file_has_a_key_in_each_line(write: Callable[..., Path], text: str, fo
         ("x" * 1025, "line 1 of the API key file {} must be {FORM}, got 1025"),
         ("secret-1\nsecret-2\n# again\nsecret-1 \n", "line 4 of the API key file {} repeats the key of line 1; remove one"),
         ("secret-ü-secret\n", "the API key file {} is not ASCII text"),
-        ("#" * (MAX_FILE_BYTES + 1), f"the API key file {{}} has more than {MAX_FILE_BYTES} bytes"),
+        ("#" * (MAX_FILE_BYTES + 1), f"the API key file {{}} cannot be read: it has more than {MAX_FILE_BYTES} bytes"),
         (
             "".join(f"secret-{number}\n" for number in range(MAX_KEYS + 1)),
             f"the API key file {{}} has {MAX_KEYS + 1} keys, at most {MAX_KEYS} are taken",

@@ -13,11 +13,12 @@ import httpx
 import pytest
 
 from kog_dist.errors import ConfigError, LaunchError
-from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
+from kog_dist.gateway.args import GatewayArgs
 from kog_dist.gateway.bind import check_exposure, is_loopback, listen
 from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.readiness import Readiness
 from kog_dist.rpc.messages import EngineState, FinishReason
+from kog_dist.runtime.http_file import HTTP_FILE
 from tests.unit.gateway.scripted_engine import (
     JSON,
     REPORT,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kog_dist.cuda.build import cache_folder
+from kog_dist.foreign_file import read_text
 from kog_dist.runtime.files import write_at_once
 from kog_dist.workers.notes import note
 
@@ -52,7 +53,7 @@ class AlgorithmCache:
 
     def _read(self) -> dict[str, str]:
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            found = json.loads(read_text(self.path))
         except (OSError, ValueError, RecursionError):
             return {}
         kept = found.get(_ALGORITHMS) if isinstance(found, dict) else None
