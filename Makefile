@@ -12,6 +12,9 @@ PROMPT ?= class Point:\n    """A point of the plane."""\n\n    def __init__(self
 # Tests and commands start hundreds of processes: without bytecode each of them compiles all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
+# What each group of checks costs, printed at the end of `make test`.
+COUNTED := $(BIN)/python -m tests.core_seconds
+
 # An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
 .DELETE_ON_ERROR:
 
@@ -47,13 +50,14 @@ chat: model  ## talk to it on CPU ranks; Ctrl-D ends it
 test: $(VENV)/.installed-dev  ## everything that needs no GPU
 	$(MAKE) lint together
 	$(MAKE) --jobs 2 types alone
+	@$(COUNTED)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(COUNTED) ruff-check $(BIN)/ruff check .
+	$(COUNTED) ruff-format $(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-dev
-	nice -n 19 $(BIN)/mypy
+	$(COUNTED) types nice -n 19 $(BIN)/mypy
 
 # Those that measure promised seconds (`alone`), and those of GPUs, run one by one. More than half of their time they wait: mypy runs
 # meanwhile, behind them in priority. The others wait a third of theirs: WORKERS is one more than the cores of a small machine. Files
@@ -66,11 +70,11 @@ check:  ## all tests that need no GPU, without lint and types
 	$(MAKE) alone
 
 together: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 \
+	$(COUNTED) together $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 \
 		-m "$(ASKED) and not alone and not gpu" tests
 
 alone: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --durations 15 --durations-min 5 -m "$(ASKED) and (alone or gpu)" tests/e2e tests/gpu
+	$(COUNTED) alone $(BIN)/python -m pytest --durations 15 --durations-min 5 -m "$(ASKED) and (alone or gpu)" tests/e2e tests/gpu
 
 cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluster, and is not part of `make test`
 	$(BIN)/python -m pytest -m cluster

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+from tests.core_seconds_of_tests import CoreSeconds
 
 # Threads that spin for each other take the cores from everything else: 64 tokens of the oracle took 44 s instead of 2 s on two
 # busy cores. Read when NumPy and torch are imported; children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A shell that starts this run in the background ignores it, and all processes inherit that: no Ctrl-C of a test would reach them.
+for signum, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(signum) is signal.SIG_IGN:
+        signal.signal(signum, usual)
 # Every run has the same examples, and how long they take is a matter of the machine.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # For mutants (tests/mutants/) a failure is enough: nobody reads its smallest example, which takes minutes to find.
 settings.register_profile("mutants", settings.get_profile("suite"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile(os.environ.get("TESTS_HYPOTHESIS_PROFILE", "suite"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CoreSeconds(), "core-seconds")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,10 +1,20 @@
-"""g++ for device sources that tests run on a CPU, with a twin's header in the place of CUDA's."""
+"""g++ for device sources that tests run on a CPU, with a twin's header in the place of CUDA's.
+
+A program is compiled once, whoever asks for it: cases that differ in data alone, other files, other workers of pytest-xdist, and
+the next run. `build/twins` keeps each under a hash of all that it is made of.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +23,9 @@ import pytest
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 COMMAND = ("g++", "-std=c++20", "-O1", "-ffp-contract=off", "-mf16c", "-w")
 SYSTEM = "system.h"  # beside a source, if there is one: the system's headers that it includes, a quarter of the compiler's time
+SOURCES = (".cpp", ".cu", ".cuh", ".h")
+KEPT = Path(__file__).parents[2] / "build" / "twins"
+KEPT_S = 86400.0  # since it was used last
 
 
 def build(source: Path, output: str, *flags: str) -> Path:
@@ -22,24 +35,61 @@ def build(source: Path, output: str, *flags: str) -> Path:
     the compiler's library, which take most of the time of models with codes.
     """
     folder = source.parent
-    if (folder / SYSTEM).exists():
-        compiled = Path(_precompiled((folder / SYSTEM).read_text(), flags).name) / f"{SYSTEM}.gch"
-        (folder / compiled.name).unlink(missing_ok=True)
-        (folder / compiled.name).symlink_to(compiled)
-        flags = ("-include", SYSTEM, *flags)
-    _run([*COMMAND, *flags, "-I", ".", "-o", output, source.name], folder)
+    texts = {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in SOURCES}
+    with _kept(source.name, flags, texts) as kept:
+        if not kept.exists():
+            first: tuple[str, ...] = ()
+            if SYSTEM in texts:
+                (folder / f"{SYSTEM}.gch").unlink(missing_ok=True)
+                (folder / f"{SYSTEM}.gch").symlink_to(_precompiled(texts[SYSTEM], flags))
+                first = ("-include", SYSTEM)
+            _compile([*first, *flags, "-s", "-I", ".", source.name], folder, kept)
+        shutil.copy(kept, folder / output)  # a link would be the same library: copies have variables of their own
     return folder / output
 
 
+def _precompiled(text: str, flags: tuple[str, ...]) -> Path:
+    """The compiled header of this text."""
+    with _kept(SYSTEM, flags, {SYSTEM: text}) as kept, tempfile.TemporaryDirectory() as folder:
+        if not kept.exists():
+            (Path(folder) / SYSTEM).write_text(text)
+            _compile([*flags, "-x", "c++-header", SYSTEM], Path(folder), kept)
+    return kept
+
+
+@contextmanager
+def _kept(name: str, flags: tuple[str, ...], texts: dict[str, str]) -> Iterator[Path]:
+    """Where it is kept, and nobody else compiles it meanwhile. It need not be there yet."""
+    key = hashlib.sha256(repr((COMMAND, _compiler(), name, flags, sorted(texts.items()))).encode()).hexdigest()
+    kept, lock = KEPT / f"{name}-{key[:24]}", int(key[:8], 16)
+    locks = _locks()
+    fcntl.lockf(locks, fcntl.LOCK_EX, 1, lock)
+    try:
+        if kept.exists():
+            os.utime(kept)
+        yield kept
+    finally:
+        fcntl.lockf(locks, fcntl.LOCK_UN, 1, lock)
+
+
 @cache
-def _precompiled(text: str, flags: tuple[str, ...]) -> tempfile.TemporaryDirectory[str]:
-    """A folder, for as long as this process lives, with the compiled header of this text."""
-    folder = tempfile.TemporaryDirectory(prefix="system-header-")
-    (Path(folder.name) / SYSTEM).write_text(text)
-    _run([*COMMAND, *flags, "-x", "c++-header", "-o", f"{SYSTEM}.gch", SYSTEM], Path(folder.name))
-    return folder
+def _locks() -> int:
+    """A file of which everyone locks a byte. It is never closed: that would end all locks of this process."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for path in KEPT.iterdir():
+        if path.name != "locks" and path.stat().st_mtime < time.time() - KEPT_S:
+            path.unlink(missing_ok=True)
+    return os.open(KEPT / "locks", os.O_RDWR | os.O_CREAT, 0o644)
 
 
-def _run(command: list[str], folder: Path) -> None:
+@cache
+def _compiler() -> str:
+    return subprocess.run([COMMAND[0], "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def _compile(arguments: list[str], folder: Path, kept: Path) -> None:
+    unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
+    command = [*COMMAND, "-o", str(unfinished), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
+    unfinished.rename(kept)
