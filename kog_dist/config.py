@@ -104,6 +104,14 @@ class LaunchConfig:
     log_dir: str | None = _setting(None, "Folder for one log per process and exit.json. Default: one of this user.")
     log_format: str = _setting("text", "Of the HTTP gateway's log: {choices}.", choices=("text", "json"))
     log_prompts: bool = _setting(False, "Log prompts and answers, too.")
+    reasoning_parser: str = _setting(
+        "auto", "How thoughts are told from answers: {choices}.",
+        choices=("auto", "think", "deepseek_r1", "mistral", "channels", "none"),
+    )  # fmt: skip
+    tool_parser: str = _setting(
+        "auto", "How calls are found in answers: {choices}.",
+        choices=("auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek", "channels", "none"),
+    )  # fmt: skip
     unknown_fields: str = _setting("warn", "Of HTTP requests: {choices}.", choices=("refuse", "warn", "ignore"))
     special_tokens_in_content: str = _setting("text", "In messages and tools they are text, or count.", choices=("text", "allow"))
     quiet: bool = _setting(False, "On a terminal, neither a banner nor a line for each request.")

@@ -111,6 +111,7 @@ class HttpGateway:
                 stall_s=settings.stall_timeout, log_format=settings.log_format, log_prompts=settings.log_prompts,
                 page_fd=page.fd, unknown_fields=settings.unknown_fields, share_prefixes=settings.share_prefixes,
                 special_tokens_in_content=settings.special_tokens_in_content, terminal_fd=terminal_fd, ends_with_engine=True,
+                reasoning_parser=settings.reasoning_parser, tool_parser=settings.tool_parser,
             )  # fmt: skip
             return local.spawn(
                 ROLE, MODULE, [arguments.to_json()], environment=env.child_environment(os.environ), log_dir=self._log_dir,

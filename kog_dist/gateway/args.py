@@ -33,6 +33,8 @@ class GatewayArgs(JsonArguments):
     stall_s: float = 1.0  # the limit by which the launcher calls a rank hung
     log_format: str = "text"
     log_prompts: bool = False
+    reasoning_parser: str = "auto"
+    tool_parser: str = "auto"
     unknown_fields: str = "warn"  # refuse, warn or ignore
     special_tokens_in_content: str = "text"  # or allow
     terminal_fd: int = -1  # of a terminal, where somebody reads a line about each request; -1: nobody

@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 # Flags that mean the same for `kog-launch`; there they are settings of a file and of the environment, too.
 SHARED = (
     "host", "port", "http_socket", "api_key", "api_key_file", "share_prefixes", "shutdown_timeout", "log_format", "log_prompts",
-    "unknown_fields", "special_tokens_in_content",
+    "unknown_fields", "special_tokens_in_content", "reasoning_parser", "tool_parser",
 )  # fmt: skip
 
 
@@ -60,6 +60,7 @@ def gateway(
         cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, log_format=settings.log_format,
         log_prompts=settings.log_prompts, unknown_fields=settings.unknown_fields, share_prefixes=settings.share_prefixes,
         special_tokens_in_content=settings.special_tokens_in_content,
+        reasoning_parser=settings.reasoning_parser, tool_parser=settings.tool_parser,
     )  # fmt: skip
     try:
         args.access()  # a key file that is none is said now

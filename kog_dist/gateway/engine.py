@@ -39,6 +39,11 @@ class Call:
     line: Line | None  # None: they were refused at once
     request_ids: list[str]
 
+    def cancel_one(self, request_id: str) -> None:
+        """Nobody wants the rest of this answer. Its sink still hears how it ended."""
+        if self.line is not None:
+            self.line.cancel(request_id)
+
     def cancel(self) -> None:
         """Nobody wants the answers any more. Their sinks still hear how they ended."""
         if self.line is not None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from kog_dist.gateway.engine import Call
 from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.metrics import Metrics, RequestMeter
 from kog_dist.gateway.openai.errors import SERVER, ApiError, from_rpc
 from kog_dist.gateway.openai.reply import Planned, place_comment, prompt_comment
-from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, PrefillProgress, PromptLogprobs, Tokens
+from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, FinishReason, PrefillProgress, PromptLogprobs, Tokens
 
 
 class Exchange:
@@ -37,6 +38,7 @@ class Exchange:
         self._num_bytes = 0
         self._is_over = False  # nothing is added any more; what is there may still be read
         self._undecided = set(range(len(planned.generates)))
+        self._told_to_end: set[int] = set()
         self._opened = asyncio.Event()
         self._wake: asyncio.Future[None] | None = None
         self.write_now: Callable[[bytes], bool] | None = None  # writes at once what the client can take, or says that it cannot
@@ -58,6 +60,8 @@ class Exchange:
                     if not frames and now_s - self._written_s > self._limits.keepalive_s:
                         frames = reply.keepalive  # tokens without text, of a model without a tokenizer
                     self._put(choice, frames)
+                    if reply.satisfied:
+                        self._end_satisfied(choice)
                 meter.tokens(len(event.token_ids), now_s)  # when the client has them
                 if texts is not None:
                     texts.append(event.text)
@@ -68,6 +72,8 @@ class Exchange:
 
     def _take_rare(self, choice: int, meter: RequestMeter, event: Event) -> None:
         """Everything but tokens."""
+        if isinstance(event, Done) and event.finish_reason is FinishReason.CANCELLED and choice in self.reply.satisfied:
+            event = replace(event, finish_reason=FinishReason.STOP)
         if isinstance(event, Done | Error):
             meter.finished(event, time.monotonic())
         elif isinstance(event, Accepted):
@@ -94,6 +100,12 @@ class Exchange:
             if self.reply.is_over and not self._is_over:  # one choice was cancelled: nobody wants the others
                 self._end()
                 self.cancel()
+
+    def _end_satisfied(self, choice: int) -> None:
+        """Have the engine end an answer that has all that was asked for."""
+        if choice in self.reply.satisfied and choice not in self._told_to_end and self._call is not None:
+            self._told_to_end.add(choice)
+            self._call.cancel_one(self._planned.generates[choice].request_id)
 
     def _take_place(self, event: Accepted | Alive) -> None:
         if self.first_place is None:

@@ -77,6 +77,7 @@ class Service:
             tokenizer=self.tokenizer, chat_template=self.chat_template, created=self.created, defaults=self._defaults,
             engine_takes_text=welcome.has_tokenizer, leaves_out_unknown=self.args.unknown_fields != "refuse",
             obeys_special_tokens=self.args.special_tokens_in_content == "allow",
+            reasoning_parser=self.args.reasoning_parser, tool_parser=self.args.tool_parser,
         )  # fmt: skip
 
     def _on_report(self, report: StatusReport | None) -> None:

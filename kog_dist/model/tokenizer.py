@@ -52,7 +52,9 @@ class Tokenizer:
         self._library = _load_library(raw)
         self._bytes_of = _ByteDecoder.from_json(parsed)
         self._token_bytes: dict[int, bytes] = {}
-        self._special_ids = frozenset(i for i, token in self._library.get_added_tokens_decoder().items() if token.special)
+        added = self._library.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         channels = {token: self.id_of(token) for token in CHANNEL_TAGS}
         self.has_channels = None not in channels.values()
         self._tags = {i: token.encode() for token, i in channels.items() if i is not None} if self.has_channels else {}
@@ -108,6 +110,10 @@ class Tokenizer:
         """Id of a token given by its exact text in the vocabulary, or None."""
         found: int | None = self._library.token_to_id(token)
         return found
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether a token was added to those of the model's text: marks of roles, tags, ends."""
+        return token_id in self._added_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens such as BOS are added as tokenizer.json says; a rendered chat has them already.

@@ -29,13 +29,13 @@ def usage_of(num_prompt: int, num_generated: int, num_cached: int | None = None)
     return counts
 
 
-def response_usage(done: Done) -> dict[str, Any]:
+def response_usage(done: Done, num_reasoning: int) -> dict[str, Any]:
     """The same for the Responses API."""
     return {
         "input_tokens": done.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": done.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": done.num_generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": done.num_prompt_tokens + done.num_generated_tokens,
     }
 

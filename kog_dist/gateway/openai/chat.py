@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -9,7 +10,6 @@ from kog_dist.gateway.openai.chat_request import AllowedTools, ChatRequest, Json
 from kog_dist.gateway.openai.chunks import ChunkReply, ReplyForm, quoted
 from kog_dist.gateway.openai.errors import invalid
 from kog_dist.gateway.openai.logprobs import TokenNames, entries, to_json
-from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, PlainText, ReasoningDelta, TextDelta
 from kog_dist.gateway.openai.planning import (
     Stamp,
     answer_limit,
@@ -25,6 +25,10 @@ from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.request_model import JsonObjectFormat, TextFormat
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.openai.tools import Function, ToolUse, tool_use
+from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore
+from kog_dist.gateway.reading.reader import PlainText
+from kog_dist.gateway.reading.styles import Style
+from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Done, Tokens
 
 __all__ = ["ChatReply", "ChatRequest", "plan_chat"]
@@ -52,7 +56,8 @@ def plan_chat(body: object, served: ServedModel, key_scope: str = "") -> Planned
     generates = plan_choices("messages", request, stamp, [prompt], num_choices, params, conversation)
     form = ReplyForm.of(stamp, served.name, num_choices, num_choices, request.stream, request.stream_options)
     names = TokenNames(served.tokenizer) if request.logprobs else None
-    return Planned(generates, form.stream, ChatReply(form, use, names), request.left_out)
+    reply = ChatReply(form, use.after(ids, served), names, served.tokenizer, ids)
+    return Planned(generates, form.stream, reply, request.left_out)
 
 
 def format_schema(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None, param: str) -> str | None:
@@ -74,7 +79,8 @@ def _tool_use(request: ChatRequest, served: ServedModel, *, has_format: bool) ->
         mode, names = choice.allowed_tools.mode, [tool.function.name for tool in choice.allowed_tools.tools]
     else:
         mode = choice
-    return tool_use(functions, mode, names, served, has_format=has_format)
+    one_call = request.parallel_tool_calls is False
+    return tool_use(functions, mode, names, served, has_format=has_format, has_one_call=one_call)
 
 
 _CONTENT: Final = b'"delta":{"content":'
@@ -86,12 +92,15 @@ class ChatReply(ChunkReply):
     object_whole = "chat.completion"
     object_chunk = "chat.completion.chunk"
 
-    def __init__(self, form: ReplyForm, use: ToolUse, names: TokenNames | None) -> None:
-        """`names`: of tokens, if the request asked for log-probabilities."""
+    def __init__(
+        self, form: ReplyForm, use: ToolUse, names: TokenNames | None,
+        tokenizer: Tokenizer | None = None, prompt_ids: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """`names`: of tokens, if the request asked for log-probabilities. `tokenizer`: tags of answers are its tokens."""
         super().__init__(form, has_names=names is not None)
         choices = range(form.num_choices)
         self.use, self._names = use, names
-        self._parsers = [use.parser() for _ in choices]
+        self._parsers = [use.parser(tokenizer, prompt_ids) for _ in choices]
         self._has_begun = [False] * form.num_choices
         self._deltas: list[list[Delta]] = [[] for _ in choices]
         self._entries: list[list[dict[str, Any]]] = [[] for _ in choices]
@@ -105,7 +114,9 @@ class ChatReply(ChunkReply):
             return self._plain_before[choice] + quoted(text) + self._plain_after if text else b""
         self._num_generated[choice] = event.index + len(event.token_ids)
         begun = self._begin(choice)
-        deltas = self._parsers[choice].push(event.text)
+        deltas = self._parsers[choice].push(event.token_ids, event.text)
+        if self._parsers[choice].is_enough:
+            self.satisfied.add(choice)
         told = [] if self._names is None else entries(event, self._names)
         if not self._stream:
             self._deltas[choice] += deltas
@@ -121,12 +132,16 @@ class ChatReply(ChunkReply):
             return b""
         return begun + self._frames(choice, deltas, []) + self._last_frame(choice, b'"delta":{}', done)
 
+    def _usage(self) -> dict[str, Any]:
+        num_reasoning = sum(parser.num_reasoning_tokens for parser in self._parsers)
+        return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+
     def _finish_reason(self, choice: int, done: Done) -> str:
         reason = super()._finish_reason(choice, done)
         return "tool_calls" if reason == "stop" and self._parsers[choice].num_calls else reason
 
     def _choice(self, choice: int, finish_reason: str) -> dict[str, Any]:
-        message = assembled(self._deltas[choice], self.form.stamp.id, choice)
+        message = assembled(self._deltas[choice], self.form.stamp.id, choice, self.use.reading.style)
         content = self._entries[choice]
         logprobs = None if self._names is None else {"content": content, "refusal": None}
         return {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -144,6 +159,8 @@ class ChatReply(ChunkReply):
             deltas = (TextDelta(""),)
         frames = b""
         for delta in deltas:
+            if isinstance(delta, ThoughtBefore):
+                continue  # a stream has said it
             frames += self._frame(choice, self._delta(choice, delta), logprobs)
             logprobs = b"null"
         return frames
@@ -152,35 +169,41 @@ class ChatReply(ChunkReply):
         if isinstance(delta, TextDelta):
             return _CONTENT + quoted(delta.text) + b"}"
         if isinstance(delta, ReasoningDelta):
-            return b'"delta":{"reasoning_content":' + quoted(delta.text) + b"}"
+            thought = quoted(delta.text)
+            return b'"delta":{"reasoning_content":%b,"reasoning":%b}' % (thought, thought)
+        assert isinstance(delta, CallStart | CallArguments), "a stream is not told of thoughts that it has shown"
         call: dict[str, Any] = {"index": delta.idx}
         if isinstance(delta, CallStart):
-            call_id = call_name(self.form.stamp.id, choice, delta.idx)
+            call_id = call_name(self.form.stamp.id, choice, delta.idx, self.use.reading.style)
             call |= {"id": call_id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
         else:
             call["function"] = {"arguments": delta.text}
         return b'"delta":{"tool_calls":[%b]}' % to_json(call)
 
 
-def call_name(answer_id: str, choice: int, idx: int) -> str:
-    """The id of a call; the same whether the answer is streamed or not."""
+def call_name(answer_id: str, choice: int, idx: int, style: Style) -> str:
+    """The id of a call; the same whether the answer is streamed or not. Mistral's templates take no others than such of 9."""
+    if style.tools == "mistral":
+        return hashlib.sha256(f"{answer_id} {choice} {idx}".encode()).hexdigest()[:9]
     return f"call_{answer_id.rpartition('-')[2].rpartition('_')[2][:24]}_{choice}_{idx}"
 
 
-def assembled(deltas: Sequence[Delta], answer_id: str, choice: int) -> dict[str, Any]:
+def assembled(deltas: Sequence[Delta], answer_id: str, choice: int, style: Style) -> dict[str, Any]:
     """The message that the deltas make together."""
-    text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
-    thought = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+    begin = next((idx + 1 for idx, delta in enumerate(deltas) if isinstance(delta, ThoughtBefore)), 0)
+    text = "".join(delta.text for delta in deltas[begin:] if isinstance(delta, TextDelta))
+    thought = "".join(delta.text for delta in deltas[:begin] if isinstance(delta, TextDelta)).strip()
+    thought += "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
     calls: list[dict[str, Any]] = []
     for delta in deltas:
         if isinstance(delta, CallStart):
             function = {"name": delta.name, "arguments": ""}
-            calls.append({"id": call_name(answer_id, choice, delta.idx), "type": "function", "function": function})
+            calls.append({"id": call_name(answer_id, choice, delta.idx, style), "type": "function", "function": function})
         elif isinstance(delta, CallArguments):
             calls[delta.idx]["function"]["arguments"] += delta.text
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
     if thought:
-        message["reasoning_content"] = thought
+        message["reasoning_content"] = message["reasoning"] = thought
     if calls:
         message["tool_calls"] = calls
     return message

@@ -59,6 +59,7 @@ class ChunkReply(abc.ABC):
         self._dones: dict[int, Done] = {}
         self._error: ApiError | None = None
         self.is_over = False
+        self.satisfied: set[int] = set()
         self._num_prompt = [0] * form.num_choices
         self._num_generated = [0] * form.num_choices
         head = {"id": form.stamp.id, "object": self.object_chunk, "created": form.stamp.created_s, "model": form.model}

@@ -16,7 +16,8 @@ from kog_dist.gateway.openai.logprobs import TokenNames
 from kog_dist.gateway.openai.planning import Stamp
 from kog_dist.gateway.openai.reply import Planned, Reply
 from kog_dist.gateway.openai.responses_reply import ResponseReply
-from kog_dist.gateway.openai.tools import Function, ToolUse
+from kog_dist.gateway.openai.tools import ToolUse
+from kog_dist.gateway.reading.styles import Reading, Style
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import BadMessage, Generate, decode_request, encode
 
@@ -36,11 +37,12 @@ def unpacked(generates: Sequence[bytes], reply: bytes, left_out: Sequence[str], 
     names = TokenNames(tokenizer) if recipe["has_names"] else None
     messages = tuple(_generate(frame) for frame in generates)
     if "outline" in recipe:
-        made: Reply = ResponseReply(recipe["outline"], _tool_use(recipe["use"]), names, stream=recipe["stream"])
+        use, ids = _tool_use(recipe["use"]), messages[0].prompt_ids or ()
+        made: Reply = ResponseReply(recipe["outline"], use, names, tokenizer, ids, stream=recipe["stream"])
         return Planned(messages, recipe["stream"], made, tuple(left_out))
     form = ReplyForm(**{**recipe["form"], "stamp": Stamp(**recipe["form"]["stamp"])})
     if "use" in recipe:
-        made = ChatReply(form, _tool_use(recipe["use"]), names)
+        made = ChatReply(form, _tool_use(recipe["use"]), names, tokenizer, messages[0].prompt_ids or ())
     else:
         made = CompletionReply(form, names, [Echo(**echo) for echo in recipe["echoes"]])
     return Planned(messages, form.stream, made, tuple(left_out))
@@ -70,13 +72,12 @@ def _recipe(reply: Reply) -> dict[str, Any]:
 
 def _parts(use: ToolUse) -> dict[str, Any]:
     """Of the tools only what the answer is read by."""
-    offered = [function.name for function in use.offered]
-    return {"offered": offered, "named": use.named, "choosable": use.choosable, "is_tagged": use.is_tagged}
+    return {"named": use.named, "choosable": use.choosable, "reading": asdict(use.reading)}
 
 
 def _tool_use(parts: dict[str, Any]) -> ToolUse:
-    offered = tuple(Function(name, None, None) for name in parts["offered"])
-    return ToolUse(offered, None, parts["named"], tuple(parts["choosable"]), parts["is_tagged"])
+    reading = Reading(**{**parts["reading"], "style": Style(**parts["reading"]["style"])})
+    return ToolUse(named=parts["named"], choosable=tuple(parts["choosable"]), reading=reading)
 
 
 def _generate(frame: bytes) -> Generate:

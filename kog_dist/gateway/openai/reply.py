@@ -31,6 +31,7 @@ class Reply(Protocol):
     """
 
     keepalive: bytes
+    satisfied: set[int]  # choices that have all that was asked for: cancel them, which is no error then
     is_over: bool  # an error or a cancelled choice has ended it: cancel the other choices, expect nothing more
 
     def on_event(self, choice: int, event: StreamEvent) -> bytes:

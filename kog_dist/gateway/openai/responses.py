@@ -59,7 +59,7 @@ def plan_response(body: object, served: ServedModel, key_scope: str = "") -> Pla
     generates = plan_choices("input", request, stamp, [prompt], 1, params, conversation_of(request, beginning_of(messages)))
     outline = _outline(request, stamp, served, params)
     names = TokenNames(served.tokenizer) if has_logprobs else None
-    reply = ResponseReply(outline, use, names, stream=bool(request.stream))
+    reply = ResponseReply(outline, use.after(ids, served), names, served.tokenizer, ids, stream=bool(request.stream))
     return Planned(generates, bool(request.stream), reply, request.left_out)
 
 
@@ -89,7 +89,8 @@ def _tool_use(request: ResponsesRequest, served: ServedModel, *, has_format: boo
         mode, names = choice.mode, [tool.name for tool in choice.tools]
     else:
         mode = choice
-    return tool_use(functions, mode, names, served, has_format=has_format)
+    one_call = request.parallel_tool_calls is False
+    return tool_use(functions, mode, names, served, has_format=has_format, has_one_call=one_call)
 
 
 # ---- items to messages ----

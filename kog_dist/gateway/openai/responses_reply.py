@@ -10,9 +10,11 @@ from kog_dist.gateway.openai.chat import call_name
 from kog_dist.gateway.openai.chunks import quoted
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError, cancelled, from_rpc
 from kog_dist.gateway.openai.logprobs import TokenNames, entries, to_json
-from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, PlainText, ReasoningDelta, TextDelta
 from kog_dist.gateway.openai.reply import KEEPALIVE, StreamEvent
 from kog_dist.gateway.openai.tools import ToolUse
+from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore
+from kog_dist.gateway.reading.reader import PlainText
+from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Accepted, Done, Error, FinishReason, Tokens
 
 _DELTA: Final = b"response.output_text.delta"
@@ -24,11 +26,15 @@ class ResponseReply:
 
     keepalive = KEEPALIVE
 
-    def __init__(self, outline: Mapping[str, Any], use: ToolUse, names: TokenNames | None, *, stream: bool) -> None:
+    def __init__(
+        self, outline: Mapping[str, Any], use: ToolUse, names: TokenNames | None,
+        tokenizer: Tokenizer | None = None, prompt_ids: Sequence[int] = (), *, stream: bool,
+    ) -> None:  # fmt: skip
         self.is_over = False
+        self.satisfied: set[int] = set()
         self.outline, self.use, self.names, self.stream = dict(outline), use, names, stream
         self._id: str = outline["id"]
-        self._parser = use.parser()
+        self._parser = use.parser(tokenizer, prompt_ids)
         self._has_begun = False
         self._num_events = 0
         self._done: Done | None = None
@@ -100,7 +106,10 @@ class ResponseReply:
         for entry in told:  # unlike those of a chat they have bytes always
             for each in (entry, *entry["top_logprobs"]):
                 each["bytes"] = each["bytes"] or []
-        return self._begin() + self._take(self._parser.push(event.text), told)
+        deltas = self._parser.push(event.token_ids, event.text)
+        if self._parser.is_enough:
+            self.satisfied.add(0)
+        return self._begin() + self._take(deltas, told)
 
     def _take(self, deltas: Sequence[Delta], told: list[dict[str, Any]]) -> bytes:
         if told and not deltas:
@@ -116,6 +125,8 @@ class ResponseReply:
                 if self._open is None or self._open["type"] != "reasoning":
                     frames += self._close() + self._open_reasoning()
                 frames += self._add_reasoning(delta.text)
+            elif isinstance(delta, ThoughtBefore):
+                self._recall()
             elif isinstance(delta, CallStart):
                 frames += self._close() + self._open_call(delta)
             else:
@@ -149,6 +160,15 @@ class ResponseReply:
             "response.content_part.added", {**at_part, "part": {"type": "reasoning_text", "text": ""}}
         )
 
+    def _recall(self) -> None:
+        """The open message was a thought; a stream has said it."""
+        if self._open is None or self.stream:
+            return
+        text = "".join(self._pieces).strip()
+        self._open, self._pieces, self._entries = None, [], []
+        self._open_reasoning()
+        self._add_reasoning(text)
+
     def _add_reasoning(self, text: str) -> bytes:
         assert self._open is not None, "its item has been opened"
         self._pieces.append(text)
@@ -168,7 +188,7 @@ class ResponseReply:
         idx = len(self._output)
         self._open = {
             "type": "function_call", "id": f"fc_{self._id.removeprefix('resp_')}_{idx}", "status": "in_progress",
-            "call_id": call_name(self._id, 0, start.idx), "name": start.name, "arguments": "",
+            "call_id": call_name(self._id, 0, start.idx, self.use.reading.style), "name": start.name, "arguments": "",
         }  # fmt: skip
         return self._event("response.output_item.added", {"output_index": idx, "item": self._open})
 
@@ -234,6 +254,6 @@ class ResponseReply:
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": list(self._output),
-            "usage": None if done is None else response_usage(done),
+            "usage": None if done is None else response_usage(done, self._parser.num_reasoning_tokens),
         }
         return response if done is None else {**response, "timings": timings([done])}

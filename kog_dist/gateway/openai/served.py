@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from kog_dist.gateway.reading.styles import Style, style_of
 from kog_dist.model.chat_template import RenderedChat, TemplateFacts
 from kog_dist.model.generation_config import OPENAI_DEFAULTS
 from kog_dist.model.tokenizer import Tokenizer
@@ -41,7 +42,8 @@ class ServedModel:
 
     Without a tokenizer only `/v1/completions` works, with token ids, and with text where the engine has a tokenizer itself
     (`engine_takes_text`); without a chat template chats become plain text, as docs/openai.md says. `leaves_out_unknown`: see
-    `body.parse`. `obeys_special_tokens`: special tokens count in the strings of messages and tools, too.
+    `body.parse`. `obeys_special_tokens`: special tokens count in the strings of messages and tools, too. `reasoning_parser`,
+    `tool_parser`: how answers are read, `auto` as the template says.
     """
 
     name: str
@@ -55,6 +57,8 @@ class ServedModel:
     engine_takes_text: bool = False
     leaves_out_unknown: bool = True
     obeys_special_tokens: bool = False
+    reasoning_parser: str = "auto"
+    tool_parser: str = "auto"
 
     def answers_to(self, name: str | None) -> bool:
         """Whether a request for the model `name` is ours; one that names none is."""
@@ -73,10 +77,17 @@ class ServedModel:
         }
 
     @property
+    def style(self) -> Style:
+        """How it writes thoughts and calls; see docs/answers.md."""
+        has_channels = self.tokenizer is not None and self.tokenizer.has_channels
+        template = self.chat_template
+        source = None if template is None else f"{template.source}\n{template.tool_source}"
+        return style_of(source, has_channels=has_channels, reasoning=self.reasoning_parser, tools=self.tool_parser)
+
+    @property
     def has_channels(self) -> bool:
-        """Whether answers are messages in channels, as those of gpt-oss; see `channels`."""
-        told = self.chat_template is not None and "<|channel|>" in self.chat_template.source
-        return told and self.tokenizer is not None and self.tokenizer.has_channels
+        """Whether answers are messages in channels, as those of gpt-oss."""
+        return self.style.has_channels
 
     @property
     def chat_style(self) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from kog_dist.gateway.openai.channels import FINAL_HEADER, Channels, call_header
 from kog_dist.gateway.openai.closed_schemas import closed
 from kog_dist.gateway.openai.errors import invalid
-from kog_dist.gateway.openai.parsers import AnswerParser, ChosenCall, NamedCall, PlainText, TaggedCalls
+from kog_dist.gateway.openai.parsers import ChosenCall, NamedCall
 from kog_dist.gateway.openai.planning import schema_text
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.reading.channels import FINAL_HEADER, call_header
+from kog_dist.gateway.reading.reader import AnswerParser
+from kog_dist.gateway.reading.styles import Reading
 from kog_dist.json_schema import rewritten
+from kog_dist.model.tokenizer import Tokenizer
 
-TAG: Final = "<tool_call>"  # templates of the Hermes and Qwen kind have models write calls inside it, as JSON
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -46,45 +48,48 @@ class ToolUse:
     json_schema: str | None = None
     named: str | None = None  # the one function that must be called
     choosable: tuple[str, ...] = ()  # else one of these must be called
-    is_tagged: bool = False
-    has_channels: bool = False  # the answer is messages in channels
+    reading: Reading = field(default_factory=Reading)  # where no call is enforced
     begins_with: str = ""  # what the prompt ends with, so that an enforced answer is one message
 
-    def parser(self) -> AnswerParser:
-        """A reader for one choice's text."""
+    def after(self, prompt_ids: Sequence[int], served: ServedModel) -> ToolUse:
+        """The same for an answer that follows this prompt, which may end within a thought."""
+        style = self.reading.style
+        return replace(self, reading=replace(self.reading, begins=style.begins(served.tokenizer, prompt_ids)))
+
+    def parser(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> AnswerParser:
+        """A reader for one choice."""
         if self.named is not None:
             return NamedCall(self.named)
         if self.choosable:
             return ChosenCall()
-        names = frozenset(function.name for function in self.offered)
-        if self.has_channels:
-            return Channels(names)
-        if self.is_tagged:
-            return TaggedCalls(names)
-        return PlainText()
+        return self.reading.parser(tokenizer, prompt_ids)
 
 
 def tool_use(
-    functions: Sequence[Function], mode: str, names: Sequence[str] | None, served: ServedModel, *, has_format: bool
-) -> ToolUse:
-    """`mode`: none, auto or required; `names`: only these functions count, None: all.
+    functions: Sequence[Function], mode: str, names: Sequence[str] | None, served: ServedModel, *,
+    has_format: bool, has_one_call: bool = False,
+) -> ToolUse:  # fmt: skip
+    """`mode`: none, auto or required; `names`: only these functions count, None: all. `has_one_call`: the first call is all.
 
     Raises ApiError 400 for a name that no tool or two tools have, a choice without tools, or parameters that are no schema of
     an object.
     """
-    use = _tool_use(functions, mode, names, served, has_format=has_format)
+    usable = _usable(functions, mode, names)
+    schemas = {function.name: _parameters(function) for function in usable}
+    use = ToolUse(usable, reading=Reading(served.style, {} if has_format else schemas, has_one_call=has_one_call))
+    if mode == "required":
+        use = _enforced(use, schemas)
     if not served.has_channels:
         return use
     if use.named is not None:
         return replace(use, begins_with=call_header(use.named))
     if use.json_schema is not None or has_format:
-        return replace(use, begins_with=FINAL_HEADER)
-    return replace(use, has_channels=True)
+        return replace(use, begins_with=FINAL_HEADER, reading=Reading())
+    return use
 
 
-def _tool_use(
-    functions: Sequence[Function], mode: str, names: Sequence[str] | None, served: ServedModel, *, has_format: bool
-) -> ToolUse:
+def _usable(functions: Sequence[Function], mode: str, names: Sequence[str] | None) -> tuple[Function, ...]:
+    """The functions that may be called; none with `mode` none."""
     by_name = {function.name: function for function in functions}
     if len(by_name) < len(functions):
         raise invalid("tools", "tools: two functions have the same name")
@@ -92,19 +97,17 @@ def _tool_use(
         if name not in by_name:
             raise invalid("tool_choice", f"tool_choice names {name}, which is not in tools")
     usable = tuple(functions) if names is None else tuple(by_name[name] for name in dict.fromkeys(names))
-    if mode == "none" or not usable:
-        if mode == "required":
-            raise invalid("tool_choice", "tool_choice requires a call, but there are no tools")
-        return ToolUse()
-    schemas = [_parameters(function) for function in usable]
-    if mode == "auto":
-        source = served.chat_template.source if served.chat_template is not None else ""
-        return ToolUse(usable, is_tagged=TAG in source and not has_format)
-    schemas = [closed(schema) for schema in schemas]
-    if len(usable) == 1:
-        return ToolUse(usable, schema_text(schemas[0], "tools"), named=usable[0].name)
-    names_in_order = tuple(function.name for function in usable)
-    return ToolUse(usable, schema_text(_one_of(names_in_order, schemas), "tools"), choosable=names_in_order)
+    if mode == "required" and not usable:
+        raise invalid("tool_choice", "tool_choice requires a call, but there are no tools")
+    return () if mode == "none" else usable
+
+
+def _enforced(use: ToolUse, schemas: Mapping[str, Mapping[str, Any]]) -> ToolUse:
+    """The answer is a call."""
+    names, enforced = tuple(schemas), [closed(schema) for schema in schemas.values()]
+    if len(names) == 1:
+        return replace(use, json_schema=schema_text(enforced[0], "tools"), named=names[0])
+    return replace(use, json_schema=schema_text(_one_of(names, enforced), "tools"), choosable=names)
 
 
 def _parameters(function: Function) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.model.chat_template import RenderedChat, TemplateFacts
 from kog_dist.model.template_sandbox import RaisedByTemplate, make_environment, render_marked
+from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Accepted, Done, FinishReason, Generate, PrefillProgress, PromptLogprobs, Tokens
 
 TAGGED_TEMPLATE = """\
@@ -73,8 +74,12 @@ def events_of(
     pieces: Sequence[str],
     finish: FinishReason = FinishReason.STOP,
     num_cached: int = 0,
+    tokenizer: Tokenizer | None = None,
 ) -> list[Any]:
-    """Accepted, a little prefill, one event with one token for each piece, and the end token with Done."""
+    """Accepted, a little prefill, one event with one token for each piece, and the end token with Done.
+
+    With a tokenizer an event has the tokens of its piece, and the text of those.
+    """
     num_prompt = len(message.prompt_ids or ())
     assert message.max_tokens is not None
     events: list[Any] = [
@@ -86,7 +91,13 @@ def events_of(
         top = tuple(range(num_top)), tuple(-0.25 * i for i in range(num_top))
         ids = tuple(message.prompt_ids or ())
         events += [PromptLogprobs(message.request_id, idx, (ids[idx],), (-0.125 * idx,), *top) for idx in range(1, len(ids))]
+    num_tokens = 0
     for idx, piece in enumerate(pieces):
+        if tokenizer is not None:
+            token_ids = tuple(tokenizer.encode(piece, add_special_tokens=False))
+            events.append(Tokens(message.request_id, num_tokens, token_ids, tokenizer.decode(token_ids), ()))
+            num_tokens += len(token_ids)
+            continue
         has = message.sampling.logprobs is not None
         events.append(
             Tokens(
@@ -97,8 +108,9 @@ def events_of(
         )  # fmt: skip
     events.append(
         Done(
-            message.request_id, finish, num_prompt, len(pieces), queue_s=0.5, total_s=2.0, prefill_s=0.25, ttft_s=0.75,
-            itl_p50_s=0.01, itl_p99_s=0.02, tokens_per_s=100.0 if len(pieces) > 1 else None, num_cached_tokens=num_cached,
+            message.request_id, finish, num_prompt, num_tokens or len(pieces), queue_s=0.5, total_s=2.0,
+            prefill_s=0.25, ttft_s=0.75, itl_p50_s=0.01, itl_p99_s=0.02, num_cached_tokens=num_cached,
+            tokens_per_s=100.0 if len(pieces) > 1 else None,
         )
     )  # fmt: skip
     return events
@@ -109,9 +121,10 @@ def play(
     pieces: Sequence[str],
     finish: FinishReason = FinishReason.STOP,
     num_cached: int = 0,
+    tokenizer: Tokenizer | None = None,
 ) -> bytes:
     """Everything that a stream says when every choice has this answer; choices are interleaved."""
-    scripts = [events_of(message, pieces, finish, num_cached) for message in planned.generates]
+    scripts = [events_of(message, pieces, finish, num_cached, tokenizer) for message in planned.generates]
     said = b""
     for events in zip(*scripts, strict=True):
         for choice, event in enumerate(events):

@@ -13,16 +13,17 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from kog_dist.gateway.openai.channels import Channels
 from kog_dist.gateway.openai.chat import plan_chat
-from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta
 from kog_dist.gateway.openai.responses import plan_response
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.reading.styles import Reading, Style
 from kog_dist.model.tokenizer import CHANNEL_TAGS, Tokenizer
+from kog_dist.rpc.messages import Tokens
 from tests.unit.gateway_openai.conftest import with_channels
-from tests.unit.gateway_openai.engine_script import cut, data_of, play
+from tests.unit.gateway_openai.engine_script import cut, data_of, events_of, play
 from tests.unit.gateway_openai.test_prompts import prompt_of
 from tests.unit.gateway_openai.test_replies import whole
+from tests.unit.gateway_reading.readings import said
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -35,26 +36,8 @@ USER = {"role": "user", "content": "hi"}
 
 
 def read(pieces: list[str], names: tuple[str, ...] = ("add", "sub")) -> list[tuple[str, str]]:
-    """Kind, or the function's name, and text of each message; neighbours of one kind joined."""
-    parser = Channels(frozenset(names))
-    deltas: list[Delta] = [delta for piece in pieces for delta in parser.push(piece)]
-    deltas += parser.finish()
-    found: list[tuple[str, str]] = []
-    for delta in deltas:
-        match delta:
-            case CallStart(idx, name):
-                assert idx == sum(kind not in ("content", "reasoning") for kind, _ in found)
-                found.append((name, ""))
-            case CallArguments(idx, text):
-                assert idx == sum(kind not in ("content", "reasoning") for kind, _ in found) - 1
-                found[-1] = (found[-1][0], found[-1][1] + text)
-            case TextDelta(text) | ReasoningDelta(text):
-                kind = "content" if isinstance(delta, TextDelta) else "reasoning"
-                if found and found[-1][0] == kind:
-                    found[-1] = (kind, found[-1][1] + text)
-                else:
-                    found.append((kind, text))
-    return found
+    """What is read of text alone, where letters are tags."""
+    return said(Reading(Style("channels", "channels"), {name: {} for name in names}).parser(None, ()), pieces)
 
 
 READINGS = {
@@ -72,6 +55,16 @@ READINGS = {
     ),
     "a tool that nobody offered": ("<|channel|>commentary to=functions.rm<|message|>{}", [("reasoning", "{}")]),
     "a tool of its own": (ANALYSIS.replace("<|message|>", " to=python code<|message|>") + "1+1", [("reasoning", "1+1")]),
+    "a call without the name of the tools": (
+        CALL.replace("functions.", "") + '{"a": 1}<|call|>', [("add", '{"a": 1}')]
+    ),
+    "a channel and a recipient in one word": (
+        CALL.replace("commentary to", "commentaryto") + '{"a": 1}<|call|>', [("add", '{"a": 1}')]
+    ),
+    "JSON ends a call": (CALL + '{"a": 1} and more<|call|>', [("add", '{"a": 1}')]),
+    "a call that is cut": (CALL + '{"a": "x', [("add", '{"a": "x"}')]),
+    "a call in another language": (CALL + "add(1)<|call|>", [("reasoning", "add(1)")]),
+    "tags in a call's text": (CALL + '{"a": "<|end|>"}<|call|>', [("add", '{"a": "<|end|>"}')]),
     "no header": ("Yes.", [("content", "Yes.")]),
     "no header, and text that begins like one": ("to be", [("content", "to be")]),
     "the beginning of one": ("to", [("content", "to")]),
@@ -124,7 +117,7 @@ ANSWER = [ANALYSIS, "Let", " me.", "<|end|>", "<|start|>", "assistant", CALL, '{
 
 def test_a_chat_has_reasoning_content_and_calls(channels_model: ServedModel) -> None:
     body = {"messages": [USER], "tools": TOOLS}
-    answer = whole(plan_chat(body, channels_model), ANSWER)
+    answer = whole(plan_chat(body, channels_model), ANSWER, tokenizer=channels_model.tokenizer)
     choice = ChatCompletion.model_validate(answer).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert answer["choices"][0]["message"]["reasoning_content"] == "Let me."
@@ -133,15 +126,17 @@ def test_a_chat_has_reasoning_content_and_calls(channels_model: ServedModel) -> 
     call = choice.message.tool_calls[0]
     assert call.type == "function"
     assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
-    chunks = data_of(play(plan_chat({**body, "stream": True}, channels_model), ANSWER))[:-1]
+    chunks = data_of(play(plan_chat({**body, "stream": True}, channels_model), ANSWER, tokenizer=channels_model.tokenizer))[:-1]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Let me."
-    assert [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta] == ["", '{"a"', ": 1}"]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Let me."
+    assert [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta] == ["", "{", '"a": 1}']
     assert not any("<|" in str(delta) for delta in deltas)
 
 
 def test_a_chat_without_tools_has_content(channels_model: ServedModel) -> None:
-    answer = whole(plan_chat({"messages": [USER]}, channels_model), [ANALYSIS, "Hm.", NEXT, FINAL, "Yes."])
+    spoken = [ANALYSIS, "Hm.", NEXT, FINAL, "Yes."]
+    answer = whole(plan_chat({"messages": [USER]}, channels_model), spoken, tokenizer=channels_model.tokenizer)
     message = answer["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -153,12 +148,12 @@ def test_a_chat_without_tools_has_content(channels_model: ServedModel) -> None:
 
 def test_a_response_has_reasoning_items(channels_model: ServedModel) -> None:
     body = {"input": "hi", "tools": [{"type": "function", **TOOL}]}
-    response = whole(plan_response(body, channels_model), ANSWER)
+    response = whole(plan_response(body, channels_model), ANSWER, tokenizer=channels_model.tokenizer)
     Response.model_validate(response)
     assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
     assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "Let me."}]
     assert response["output"][0]["summary"] == []
-    events = data_of(play(plan_response({**body, "stream": True}, channels_model), ANSWER))
+    events = data_of(play(plan_response({**body, "stream": True}, channels_model), ANSWER, tokenizer=channels_model.tokenizer))
     for event in events:
         EVENT.validate_python(event)
     assert [event["type"].removeprefix("response.") for event in events[:8]] == [
@@ -177,6 +172,27 @@ def test_other_models_keep_their_text(base_model: ServedModel, tagged_model: Ser
         assert message["content"] == FINAL + "Yes."
     assert channels_model.has_channels
     assert not tagged_model.has_channels
+
+
+def test_tags_that_are_only_letters_are_text(channels_model: ServedModel) -> None:
+    """A model that quotes them does not write their tokens."""
+    tokenizer = channels_model.tokenizer
+    assert tokenizer is not None
+    planned = plan_chat({"messages": [USER], "tools": TOOLS}, channels_model)
+    quoted = "<|end|><|start|>assistant" + CALL + '{"a": 1}<|call|>'
+    letters = [token_id for character in quoted for token_id in tokenizer.encode(character, add_special_tokens=False)]
+    header = tokenizer.encode(FINAL, add_special_tokens=False)
+    accepted, prefill, *_, done = events_of(planned.generates[0], [])
+    for event in (
+        accepted,
+        prefill,
+        Tokens(planned.generates[0].request_id, 0, tuple(header), FINAL, ()),
+        Tokens(planned.generates[0].request_id, 3, tuple(letters), quoted, ()),
+        done,
+    ):
+        planned.reply.on_event(0, event)
+    message = planned.reply.whole()["choices"][0]["message"]
+    assert (message["content"], message.get("tool_calls")) == (quoted, None)
 
 
 # ---- prompts ----

@@ -35,7 +35,8 @@ def test_every_prompt_of_a_list_counts_once_and_every_choice_of_its_answers() ->
     }
     assert usage(dones, 1)["prompt_tokens"] == 630
     assert usage(dones[:1], 1)["total_tokens"] == 11
-    found = response_usage(dones[3])
+    found = response_usage(dones[3], num_reasoning=3)
+    assert found["output_tokens_details"] == {"reasoning_tokens": 3}
     assert (found["input_tokens"], found["output_tokens"], found["total_tokens"]) == (200, 4, 204)
     assert found["input_tokens_details"]["cached_tokens"] == 50
 

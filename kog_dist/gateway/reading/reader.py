@@ -1,0 +1,339 @@
+"""The reader of answers: thoughts first, then text and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore, joined
+from kog_dist.gateway.reading.json_calls import (
+    CALL_BEGIN,
+    CALLS_BEGIN,
+    DEEPSEEK_TAGS,
+    DeepseekCalls,
+    JsonCalls,
+    MistralCalls,
+    blanks,
+    deepseek_name,
+    python_call,
+)
+from kog_dist.gateway.reading.json_text import BLANKS
+from kog_dist.gateway.reading.symbols import Machine, shown
+from kog_dist.gateway.reading.tags import END, Symbol, Tag, TagFinder
+from kog_dist.gateway.reading.xml_call import FUNCTION, TOOL_CALL_END, XmlCall
+
+TOOL_CALL: Final = "<tool_call>"
+PYTHON: Final = "<|python_tag|>"
+TOOL_CALLS: Final = "[TOOL_CALLS]"
+
+
+class AnswerParser(Protocol):
+    """Reads one choice's answer."""
+
+    num_reasoning_tokens: int
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls have begun."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the rest of the answer is of no interest."""
+
+    def push(self, token_ids: Sequence[int], text: str) -> Sequence[Delta]:
+        """What is certain with these tokens and this text, which may lag behind them."""
+
+    def finish(self) -> Sequence[Delta]:
+        """What was held back, when the answer ends."""
+
+
+class PlainText:
+    """An answer that is nothing but text."""
+
+    num_calls = num_reasoning_tokens = 0
+    is_enough = False
+
+    def push(self, token_ids: Sequence[int], text: str) -> Sequence[Delta]:
+        """The text as it is."""
+        return (TextDelta(text),) if text else ()
+
+    def finish(self) -> Sequence[Delta]:
+        """Nothing is held back."""
+        return ()
+
+
+class DeltaSink:
+    """Collects what readers find. Blanks at the beginning, around thoughts and around calls belong to nothing."""
+
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]], *, has_one_call: bool = False) -> None:
+        self.functions = functions
+        self.num_calls = 0
+        self.is_enough = False
+        self.is_fresh = True  # nothing but blanks since the beginning, a thought or a call
+        self.is_thinking = False
+        self.has_text = False
+        self.has_thought = False
+        self.direct: Callable[[str], None] | None = None  # takes text of any length, while the reader would do nothing else
+        self._has_one_call = has_one_call
+        self._deltas: list[Delta] = []
+        self._blanks = ""
+
+    def take(self) -> Sequence[Delta]:
+        """What was found since the last call."""
+        deltas, self._deltas = self._deltas, []
+        return joined(deltas) if len(deltas) > 1 else deltas
+
+    def text(self, text: str) -> None:
+        """See Sink."""
+        if self.is_enough:
+            return
+        if self.is_fresh:
+            bare = text.lstrip(BLANKS)
+            if not bare:
+                self._blanks += text
+                return
+            text = self._blanks + text if not self.has_thought and not self.num_calls else bare
+            self._blanks, self.is_fresh = "", False
+        if text:
+            self.has_text = True
+            self._deltas.append(TextDelta(text))
+
+    def reason(self, text: str) -> None:
+        """See Sink. The blanks at both ends are left out."""
+        if self.is_enough:
+            return
+        whole = self._blanks + text
+        kept = whole.rstrip(BLANKS)
+        self._blanks = whole[len(kept) :]
+        if self.is_fresh:
+            kept = kept.lstrip(BLANKS)
+        if kept:
+            self.is_fresh = False
+            self._deltas.append(ReasoningDelta(kept))
+
+    def edge(self) -> None:
+        """A thought begins or ends: blanks here are nothing."""
+        self._blanks, self.is_fresh = "", True
+
+    def was_thought(self) -> None:
+        """The text so far was a thought."""
+        if not self.is_enough:
+            self._deltas.append(ThoughtBefore())
+            self.has_thought = True
+            self.edge()
+
+    def call(self, name: str) -> None:
+        """See Sink."""
+        if self._has_one_call and self.num_calls:
+            self.is_enough = True
+        if self.is_enough:
+            return
+        self._deltas.append(CallStart(self.num_calls, name))
+        self.num_calls += 1
+        self.edge()
+
+    def arguments(self, text: str) -> None:
+        """See Sink."""
+        if text and not self.is_enough:
+            self._deltas.append(CallArguments(self.num_calls - 1, text))
+
+    def called(self) -> None:
+        """See Sink."""
+        self.is_enough = self.is_enough or (self._has_one_call and self.num_calls > 0)
+
+    def end(self) -> None:
+        """Blanks are all that there was."""
+        if self.is_fresh and self._blanks and not self.num_calls and not self.has_thought and not self.is_enough:
+            self._deltas.append(TextDelta(self._blanks))
+
+
+class AnswerReader:
+    """Reads one answer by its symbols; `machine` is the outermost one, and ends with the answer."""
+
+    def __init__(self, sink: DeltaSink, machine: Generator[None, Symbol, None], tags: TagFinder) -> None:
+        self._sink, self._machine, self._tags = sink, machine, tags
+        self.num_reasoning_tokens = 0
+        self._is_over = False
+        next(self._machine)
+
+    @property
+    def num_calls(self) -> int:
+        """See AnswerParser."""
+        return self._sink.num_calls
+
+    @property
+    def is_enough(self) -> bool:
+        """See AnswerParser."""
+        return self._sink.is_enough
+
+    def push(self, token_ids: Sequence[int], text: str) -> Sequence[Delta]:
+        """See AnswerParser."""
+        if self._sink.is_thinking:
+            self.num_reasoning_tokens += len(token_ids)
+        self._send(self._tags.push(token_ids, text))
+        return self._sink.take()
+
+    def finish(self) -> Sequence[Delta]:
+        """See AnswerParser."""
+        if not self._is_over:
+            self._send(self._tags.finish())
+        self._sink.end()
+        return self._sink.take()
+
+    def _send(self, found: Sequence[Symbol]) -> None:
+        send = self._machine.send
+        try:
+            for symbol in found:
+                if isinstance(symbol, Tag):
+                    send(symbol)
+                    continue
+                for place, character in enumerate(symbol):
+                    if self._sink.direct is not None:
+                        self._sink.direct(symbol[place:])
+                        break
+                    send(character)
+        except StopIteration:
+            self._is_over = True
+
+
+class Tagged:
+    """The machine of all families but gpt-oss: thoughts between two tags, calls behind a tag or, loosely, in bare JSON."""
+
+    def __init__(
+        self,
+        sink: DeltaSink,
+        thought_tags: tuple[str, str] | None,
+        *,
+        is_open: bool,
+        is_closed: bool,
+        is_loose: bool,
+        is_bare: bool,
+    ) -> None:
+        """`is_open`, `is_closed`: the prompt has begun a thought, or ended one. `is_loose`: an answer that begins with the JSON
+        of a known call is one. `is_bare`: so is `<function=NAME>` without a tag around it.
+        """
+        self._sink, self._thought_tags, self._is_loose = sink, thought_tags, is_loose
+        self._is_open, self._may_recall = is_open, thought_tags is not None and not is_closed
+        self._readers: Mapping[str, Callable[[Tag], Machine]] = {
+            TOOL_CALL: self._tool_call,
+            **({FUNCTION: self._function} if is_bare else {}),
+            TOOL_CALLS: self._mistral,
+            PYTHON: self._python,
+            **dict.fromkeys((tag for tag in DEEPSEEK_TAGS if deepseek_name(tag) in (CALLS_BEGIN, CALL_BEGIN)), self._deepseek),
+        }
+
+    def run(self) -> Generator[None, Symbol, None]:
+        """All of an answer."""
+        self._sink.is_thinking = self._is_open
+        symbol: Symbol = yield
+        if self._is_open:
+            symbol = yield from self._thought(symbol)
+        while symbol is not END:
+            if isinstance(symbol, Tag):
+                self._sink.direct = None
+                symbol = yield from self._tag(symbol)
+            elif symbol == "{" and self._is_loose and self._sink.is_fresh and not self._sink.has_text:
+                symbol = yield from self._loose(symbol)
+            else:
+                self._sink.text(symbol)
+                self._sink.direct = None if self._sink.is_fresh else self._sink.text
+                symbol = yield
+
+    def _tag(self, tag: Tag) -> Machine:
+        sink = self._sink
+        if self._thought_tags is not None and tag.name == self._thought_tags[0]:
+            if tag.is_token or (sink.is_fresh and not sink.num_calls):
+                return (yield from self._thought((yield)))
+        elif self._thought_tags is not None and tag.name == self._thought_tags[1]:
+            if sink.has_text and self._may_recall and not sink.has_thought and not sink.num_calls:
+                sink.was_thought()
+                return (yield)
+            if sink.is_fresh:
+                sink.edge()
+                return (yield)
+        reader = self._readers.get(tag.name) if sink.functions else None
+        if reader is None:
+            sink.text(tag.text)
+            return (yield)
+        return (yield from reader(tag))
+
+    # ---- thoughts ----
+    def _thought(self, symbol: Symbol) -> Machine:
+        """From behind the tag that begins it, to behind the one that ends it."""
+        assert self._thought_tags is not None, "there are none otherwise"
+        begin, end = self._thought_tags
+        sink = self._sink
+        sink.edge()
+        sink.is_thinking = sink.has_thought = True
+        sink.direct = sink.reason
+        while symbol is not END and not (isinstance(symbol, Tag) and symbol.name == end):
+            if not (isinstance(symbol, Tag) and symbol.name == begin and sink.is_fresh):
+                sink.reason(shown(symbol))
+            symbol = yield
+        sink.edge()
+        sink.is_thinking, sink.direct = False, None
+        return symbol if symbol is END else (yield)
+
+    # ---- calls ----
+    def _tool_call(self, tag: Tag) -> Machine:
+        """Hermes' JSON or Qwen3-Coder's XML, up to behind `</tool_call>`."""
+        read = [tag.text]
+        symbol = yield from blanks((yield), read)
+        if symbol in ("{", "["):
+            calls = JsonCalls(self._sink, "".join(read))
+            symbol = yield from calls.one_or_list(symbol)
+            has_call = calls.num_calls > 0
+        else:
+            xml = XmlCall(self._sink, "".join(read) + FUNCTION)
+            is_tag = isinstance(symbol, Tag) and symbol.name == FUNCTION
+            if is_tag:
+                symbol = yield from xml.read((yield))
+            else:
+                self._sink.text("".join(read))
+            has_call = xml.is_call
+        return (yield from self._behind_call(symbol)) if has_call else symbol
+
+    def _function(self, tag: Tag) -> Machine:
+        """Qwen3-Coder now and then forgets the tag around it."""
+        xml = XmlCall(self._sink, tag.text)
+        symbol = yield from xml.read((yield))
+        return (yield from self._behind_call(symbol)) if xml.is_call else symbol
+
+    def _behind_call(self, symbol: Symbol) -> Machine:
+        read: list[str] = []
+        symbol = yield from blanks(symbol, read)
+        if isinstance(symbol, Tag) and symbol.name == TOOL_CALL_END:
+            return (yield)
+        self._sink.text("".join(read))
+        return symbol
+
+    def _mistral(self, tag: Tag) -> Machine:
+        return (yield from MistralCalls(self._sink, tag.text).read((yield)))
+
+    def _deepseek(self, tag: Tag) -> Machine:
+        return (yield from DeepseekCalls(self._sink).read(tag))
+
+    def _python(self, tag: Tag) -> Machine:
+        """Behind Llama's tag: JSON, or one of the calls that it was trained with."""
+        read = [tag.text]
+        symbol = yield from blanks((yield), read)
+        if symbol == "{":
+            return (yield from JsonCalls(self._sink, "".join(read), is_loose=True).one_or_list(symbol))
+        return (yield from python_call(self._sink, "".join(read), symbol))
+
+    def _loose(self, symbol: Symbol) -> Machine:
+        """Llama's `{"name": ..., "parameters": ...}`, several with blanks or semicolons between them."""
+        sink = self._sink
+        while symbol == "{":
+            calls = JsonCalls(sink, is_loose=True)
+            symbol = yield from calls.one(symbol)
+            if not calls.num_calls:
+                return symbol
+            read: list[str] = []
+            symbol = yield from blanks(symbol, read)
+            if symbol == ";":
+                read.append(";")
+                symbol = yield from blanks((yield), read)
+            if symbol != "{" and symbol is not END:
+                sink.text("".join(read))
+        return symbol
