@@ -130,7 +130,8 @@ def test_special_tokens_in_messages_are_text_unless_they_are_allowed(base_model:
     """In chats, responses and token counts, with a template and without one; a completion's prompt is the client's own."""
     attack, end = "a<|endoftext|>b", "<|endoftext|>"
     assert base_model.tokenizer is not None
-    end_id = base_model.tokenizer.id_of(end) or -1
+    end_id = base_model.tokenizer.id_of(end)
+    assert end_id is not None
     with ChatTemplate("{{ messages[0].content }}<|endoftext|>", specials=base_model.tokenizer.special_texts) as template:
         for served in (base_model, dataclasses.replace(base_model, chat_template=template)):
             allowed = dataclasses.replace(served, obeys_special_tokens=True)
