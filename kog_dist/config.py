@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from kog_dist import env, foreign_file
 from kog_dist.errors import ConfigError
+from kog_dist.misspelt import is_misspelt
 from kog_dist.model.limits import MAX_CONTEXT
 from kog_dist.quoting import short
 
@@ -191,10 +192,14 @@ _POSITIONAL = tuple(item.name for item in fields(LaunchConfig) if item.metadata[
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration and where each value came from ("--ranks", "KOG_RANKS", "laptop.toml" or "default")."""
+    """A configuration and where each value came from ("--ranks", "KOG_RANKS", "laptop.toml" or "default").
+
+    `left_out`: sentences on variables that begin with KOG_ and are no settings.
+    """
 
     config: LaunchConfig
     sources: Mapping[str, str]
+    left_out: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """One line per setting: name, value, source."""
@@ -213,14 +218,25 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | N
         layers.append((read_file(file), lambda name: f"{file}", False))
     layers.append((env.kog_variables(environ), env.variable, True))
     layers.append(({n: v for n, v in flags.items() if v is not None}, flag_name, False))
+    strangers = _of_services(env.service_variables(environ))
     for layer, source_of, is_text in layers:
         for name, value in layer.items():
             source = source_of(name)
+            if is_text and name not in SETTINGS and not any(is_misspelt(name, known) for known in SETTINGS):
+                strangers.append(f"{source} is no setting, and is left out")
+                continue
             if name not in SETTINGS:
                 raise ConfigError(f"{source}: there is no setting {name!r}{did_you_mean(name, SETTINGS)}")
             values[name] = _convert(value, hints[name], f"{source}: {name}", is_text, shows=name not in SECRETS)
             sources[name] = source
-    return Resolved(_build(values, sources), sources)
+    return Resolved(_build(values, sources), sources, tuple(strangers))
+
+
+def _of_services(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    others = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+    return [f"{names[0]}{others} what Kubernetes sets for a service of that name, not settings: left out"]
 
 
 def read_file(path: Path) -> dict[str, Any]:

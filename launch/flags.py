@@ -68,6 +68,8 @@ def launch(
     """
     resolved = config.resolve(settings, os.environ, config_file)
     hide_own("--api-key", resolved.config.api_key)
+    for line in resolved.left_out:
+        say(f"kog-launch: {line}", error=True)
     request = None
     if prompt is not None or prompt_ids is not None:
         request = PromptRequest(

@@ -22,9 +22,11 @@ Every flag, environment variable and configuration key. This page is generated: 
 
 A setting of `kog-launch` has one name in three places, and the first that gives it wins: the flag
 (`--stall-timeout 2`), the environment (`KOG_STALL_TIMEOUT=2`), the TOML file of `--config` (`stall_timeout = 2`). An
-unknown key or variable is refused. `kog-launch --print-config` shows each value and where it came from. Files for
-common runs are in `configs/`. `python -m kog_dist.manual ~/.local/share` writes the same as man pages (`man
-kog-launch`), and what bash, zsh and fish complete ([how](installing.md#man-pages-and-completion)).
+unknown key is refused. An unknown variable is left out with one line, but refused if it looks like a misspelt setting.
+What Kubernetes sets in pods for a service called `kog` (`KOG_PORT=tcp://...`) is left out, too. `kog-launch
+--print-config` shows each value and where it came from. Files for common runs are in `configs/`. `python -m
+kog_dist.manual ~/.local/share` writes the same as man pages (`man kog-launch`), and what bash, zsh and fish complete
+([how](installing.md#man-pages-and-completion)).
 """
 # Read by the code besides KOG_*; `tests/unit/test_documents.py` compares the names with the code.
 VARIABLES = {

@@ -31,12 +31,14 @@ def settings() -> Iterator[Finding]:
 
     given = env.kog_variables(os.environ)
     try:
-        resolved = config.resolve({}, os.environ, None).config
+        found = config.resolve({}, os.environ, None)
     except ConfigError as error:
         yield problem(f"{error}; kog-launch refuses to start until that is changed")
         return
-    if given:
-        yield ok(f"settings from the environment: {', '.join(sorted(map(env.variable, given)))}")
+    yield from map(warning, found.left_out)
+    resolved = found.config
+    if settings := sorted(env.variable(name) for name in given if name in config.SETTINGS):
+        yield ok(f"settings from the environment: {', '.join(settings)}")
     ports = {name: getattr(resolved, name) for name in config.SETTINGS if name.endswith("port") and getattr(resolved, name)}
     for name, port in ports.items():
         user = listener(port)

@@ -102,7 +102,7 @@ class AnswerResponse(Response):
     def _line(self, exchange: Exchange, scope: Scope, status: int, total_s: float) -> RequestLine:
         done = list(exchange.last.values())
         first = done[0] if done else None
-        prompts = [end.num_prompt_tokens for end in done]
+        prompts = [meter.num_prompt_tokens for meter in exchange.meters if meter.num_prompt_tokens is not None]
         return RequestLine(
             request_id=scope["kog.request_id"], endpoint=self._endpoint,
             status=CLIENT_GONE if exchange.is_abandoned else status,
@@ -112,7 +112,8 @@ class AnswerResponse(Response):
             num_prompt_tokens=sum(prompts) if prompts else None,
             num_cached_tokens=sum(end.num_cached_tokens for end in done) if done else None,
             num_generated_tokens=sum(meter.num_tokens for meter in exchange.meters),
-            queue_s=first.queue_s if first is not None else None, ttft_s=exchange.meters[0].ttft_s if exchange.meters else None,
+            queue_s=first.queue_s if first is not None else exchange.queue_s,
+            ttft_s=exchange.meters[0].ttft_s if exchange.meters else None,
             total_s=total_s, tokens_per_s=exchange.meters[0].tokens_per_s if exchange.meters else None,
             left_out=self._left_out or None,
             prompt=self._prompt() if self._service.log.with_prompts else None, answer="".join(exchange.texts) or None,

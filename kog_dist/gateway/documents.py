@@ -96,6 +96,7 @@ _GETS: Final[dict[str, tuple[str, str, Any]]] = {
     "/": ("The playground", "text/html", {"type": "string"}),
     "/static/{name}": ("Its files", "*/*", {}),
 }
+PATHS: Final = (*_ANSWERS, *_TOKENS, *_GETS)
 _MODELS: Final = tuple(found[0] for table in (_ANSWERS, _TOKENS) for found in table.values())
 
 

@@ -11,6 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kog_dist.gateway import documents
+from kog_dist.gateway.nearest_path import nearest_path
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 from kog_dist.gateway.readiness import RETRY_AFTER_S, Health
 
@@ -52,9 +54,9 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:100]
     if error.status_code == 404:
-        found = ApiError(
-            404, INVALID_REQUEST, "not_found", None, f"there is nothing at {path!a}; /openapi.json lists what there is"
-        )
+        near = nearest_path(path, documents.PATHS)
+        hint = f"; use {near}" if near is not None else "; /openapi.json lists what there is"
+        found = ApiError(404, INVALID_REQUEST, "not_found", None, f"there is nothing at {path!a}{hint}")
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("allow", "")
         found = ApiError(

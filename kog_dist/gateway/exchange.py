@@ -31,6 +31,9 @@ class Exchange:
         self.last: dict[int, Done] = {}
         self.first_place: int | None = None  # how many requests were before the first choice when the engine took it
         self._place = 0
+        self._begun_s = time.monotonic()
+        self._left_queue_s: float | None = None  # when nothing was before the first choice any more
+        self._over_s: float | None = None
         self.meters = [metrics.request_started(endpoint) for _ in planned.generates]
         self._planned, self._metrics, self._limits, self._keeps_text = planned, metrics, limits, keeps_text
         self._call: Call | None = None
@@ -43,6 +46,14 @@ class Exchange:
         self._wake: asyncio.Future[None] | None = None
         self.write_now: Callable[[bytes], bool] | None = None  # writes at once what the client can take, or says that it cannot
         self._written_s = time.monotonic()
+
+    @property
+    def queue_s(self) -> float | None:
+        """How long the first choice has waited for others, as far as the engine has said it; None before it said anything."""
+        if self.first_place is None:
+            return None
+        until_s = self._left_queue_s or self._over_s or time.monotonic()
+        return until_s - self._begun_s
 
     def begin(self, submit: Callable[..., Call]) -> None:
         """Send the requests. `submit(generates, sinks)` is the bridge's, for the right client."""
@@ -108,6 +119,8 @@ class Exchange:
             self._call.cancel_one(self._planned.generates[choice].request_id)
 
     def _take_place(self, event: Accepted | Alive) -> None:
+        if event.queue_position == 0 and self._left_queue_s is None:
+            self._left_queue_s = time.monotonic()
         if self.first_place is None:
             self.first_place = event.queue_position
         if event.queue_position != self._place:
@@ -166,6 +179,7 @@ class Exchange:
 
     def _end(self) -> None:
         self._is_over = True
+        self._over_s = time.monotonic()
         self._opened.set()
         self._wake_up()
 

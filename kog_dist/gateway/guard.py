@@ -24,7 +24,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS: Final = frozenset({"/", "/livez", "/readyz", "/health", "/favicon.ico"})  # no key needed, and everything in /static/
 KEY_SCOPE: Final = "kog.key_scope"  # in the scope of a request: whose caches it may use, see ApiKeys
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
-_ALLOWED = b"GET, POST, OPTIONS"
+_ALLOWED = b"GET, HEAD, POST, OPTIONS"
+_HEADERS = b"authorization, content-type, x-api-key, x-request-id"
+_HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,4096}")
 _MAX_AGE_S = b"600"
 
 
@@ -86,7 +88,7 @@ class Guard:
             if refusal is not None:
                 await send_error(send_on, refusal)
             elif scope["method"] == "OPTIONS" and origin and b"access-control-request-method" in headers:
-                await _answer_preflight(send_on)
+                await _answer_preflight(send_on, headers.get(b"access-control-request-headers", b""))
             else:
                 await self._app(scope, receive_on, send_on)
         except Exception as error:  # the last resort: a mistake of ours must not look like a lost connection
@@ -143,10 +145,12 @@ def _given_key(headers: dict[bytes, bytes]) -> bytes:
     return given.strip()
 
 
-async def _answer_preflight(send: Send) -> None:
+async def _answer_preflight(send: Send, wanted: bytes) -> None:
+    """A page that may ask may send any headers: clients have their own, such as x-stainless-lang."""
+    allowed = wanted if _HEADER_NAMES.fullmatch(wanted) else _HEADERS
     headers = [
         (b"access-control-allow-methods", _ALLOWED), (b"access-control-max-age", _MAX_AGE_S),
-        (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+        (b"access-control-allow-headers", allowed), (b"vary", b"access-control-request-headers"),
     ]  # fmt: skip
     await send({"type": "http.response.start", "status": 204, "headers": headers})
     await send({"type": "http.response.body", "body": b""})

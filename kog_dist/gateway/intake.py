@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect, Request
 
+from kog_dist.gateway.content_encoding import decoded
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 async def received(request: Request, service: Service) -> AsyncIterator[bytes]:
     """The body; it counts against what all bodies may have together until the context is left.
 
-    Raises ApiError: 415 for what is declared as something else than JSON, 413, 408, or 503 when too much is being read already.
+    Raises ApiError: 415 for what is declared as something else than JSON, or has an encoding that is not read here, 413, 408, or
+    503 when too much is being read already.
     """
     service.bridge.deliver()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -35,7 +37,7 @@ async def received(request: Request, service: Service) -> AsyncIterator[bytes]:
     num_bytes = 0
     try:
         async with asyncio.timeout(service.limits.body_s):
-            async for chunk in request.stream():
+            async for chunk in decoded(request.stream(), request.headers.get("content-encoding", "")):
                 num_bytes += len(chunk)
                 service.bodies_bytes += len(chunk)
                 chunks.append(chunk)

@@ -74,12 +74,14 @@ class RequestLine:
     def sentence(self) -> str:
         """For somebody who watches: what was asked, how fast it was answered, how it ended."""
         cached = f" ({self.num_cached_tokens:,} cached)" if self.num_cached_tokens else ""
-        queue = f" ({self.queue_s * 1e3:,.0f} in the queue)" if self.queue_s and self.queue_s >= SHOWN_QUEUE_S else ""
+        queue_ms = f"{self.queue_s * 1e3:,.0f}" if self.queue_s and self.queue_s >= SHOWN_QUEUE_S else ""
+        queue = f" ({queue_ms} in the queue)" if queue_ms else ""
         plural = "token" if self.num_prompt_tokens == 1 else "tokens"
         parts = [
             f"{self.num_prompt_tokens:,} prompt {plural}{cached}" if self.num_prompt_tokens is not None else None,
             f"{self.num_generated_tokens:,} generated" if self.num_generated_tokens else None,
             f"first after {self.ttft_s * 1e3:,.0f} ms{queue}" if self.ttft_s is not None else None,
+            f"{queue_ms} ms in the queue" if queue_ms and self.ttft_s is None else None,
             f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else None,
             f"unknown fields left out: {self.left_out}" if self.left_out else None,
             self.error or self.finish_reason or ("the client has gone" if self.status == CLIENT_GONE else None),

@@ -98,6 +98,11 @@ class RequestMeter:
         return None if self._first_s is None else self._first_s - self._started_s
 
     @property
+    def num_prompt_tokens(self) -> int | None:
+        """Tokens of the prompt; None until the engine has taken the request."""
+        return self._num_prompt
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that have come."""
         return self._num_tokens

@@ -106,6 +106,32 @@ def test_other_variables_are_left_alone() -> None:
     assert resolve({}, {"HOME": "/", "RANK": "3", "KOG_RANKS": ""}, None).config == LaunchConfig()
 
 
+KUBERNETES = {  # for a service called kog, and one called kog-model
+    "KOG_PORT": "tcp://10.96.0.12:8000", "KOG_SERVICE_HOST": "10.96.0.12", "KOG_SERVICE_PORT": "8000",
+    "KOG_SERVICE_PORT_HTTP": "8000",
+    "KOG_PORT_8000_TCP": "tcp://10.96.0.12:8000", "KOG_PORT_8000_TCP_PROTO": "tcp", "KOG_PORT_8000_TCP_PORT": "8000",
+    "KOG_PORT_8000_TCP_ADDR": "10.96.0.12", "KOG_MODEL_PORT": "udp://10.96.0.13:53", "KOG_MODEL_SERVICE_HOST": "10.96.0.13",
+    "KOG_RPC_PORT": "tcp://10.96.0.14:1",
+}  # fmt: skip
+
+
+def test_what_kubernetes_sets_for_a_service_is_no_setting() -> None:
+    found = resolve({}, KUBERNETES | {"KOG_HTTP": "no", "KOG_HOST": "127.0.0.1"}, None)
+    assert found.config == LaunchConfig(http=False)
+    assert found.left_out == ("KOG_PORT and 10 more are what Kubernetes sets for a service of that name, not settings: left out",)
+    (one,) = resolve({}, {"KOG_PORT": "tcp://10.96.0.12:8000"}, None).left_out
+    assert one.startswith("KOG_PORT is what Kubernetes sets")
+    assert resolve({}, {"KOG_PORT": "8001"}, None).config.port == 8001
+    with pytest.raises(ConfigError, match="KOG_PORT: port must be an integer"):
+        resolve({}, {"KOG_PORT": "http://10.96.0.12:8000"}, None)
+
+
+def test_variables_that_are_no_settings_are_left_out_and_named() -> None:
+    found = resolve({}, {"KOG_IMAGE": "kog:1.2", "KOG_VERSION": "7"}, None)
+    assert found.config == LaunchConfig()
+    assert found.left_out == ("KOG_IMAGE is no setting, and is left out", "KOG_VERSION is no setting, and is left out")
+
+
 def test_children_get_one_blas_thread_and_no_settings() -> None:
     child = env.child_environment({"PATH": "/bin", "KOG_RANKS": "3", "OPENBLAS_NUM_THREADS": "7"})
     assert child["OPENBLAS_NUM_THREADS"] == "1"

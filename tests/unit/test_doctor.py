@@ -472,6 +472,9 @@ def test_settings_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "ok: settings from the environment: KOG_RPC_PORT" in text
         assert f"warning: port {port} (rpc_port) is taken by process {os.getpid()} (" in text
     assert f"ok: port {port} (rpc_port) is free" in shown(network.settings())
+    monkeypatch.setenv("KOG_PORT", "tcp://10.0.0.1:8000")
+    assert "warning: KOG_PORT is what Kubernetes sets" in shown(network.settings())
+    assert "KOG_PORT," not in shown(network.settings())
     monkeypatch.setenv("KOG_RANK", "2")
     assert shown(network.settings()).startswith("problem: KOG_RANK: there is no setting 'rank'; did you mean ranks?")
 

@@ -10,14 +10,12 @@ from typing import Any, Final
 from kog_dist.gateway.openai.errors import invalid, unsupported
 from kog_dist.gateway.openai.peer_fields import HARMLESS, is_harmless
 from kog_dist.gateway.openai.request_model import RequestModel, is_ignored
+from kog_dist.misspelt import is_misspelt
 
 MAX_UNKNOWN: Final = 256  # different ones of a request: each is compared with all names that count
 MAX_NAMED: Final = 16  # in the header and the log
 _MAX_SHOWN: Final = 40
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-_NO_LETTER: Final = re.compile("[^a-z0-9]")
-_LONG: Final = 8  # letters of a name that may be misspelt twice
-_LEAST: Final = 4  # of one that may be at all
 
 Path = tuple[int | str, ...]
 
@@ -36,8 +34,7 @@ def leave_out(request: RequestModel, *, refuses: bool) -> tuple[str, ...]:
 
 def nearest(name: str, model: type[RequestModel]) -> str | None:
     """The field that counts in `model` and that `name` seems to mean."""
-    letters = _letters(name)
-    return next((known for known in _counting(model) if _is_misspelt(letters, _letters(known))), None)
+    return next((known for known in _counting(model) if is_misspelt(name, known)), None)
 
 
 def path_text(path: Path) -> str:
@@ -100,28 +97,3 @@ def _counting(model: type[RequestModel]) -> tuple[str, ...]:
     """The names of the fields that change an answer."""
     fields = model.model_fields.items()
     return tuple(field.alias or name for name, field in fields if name not in model.inert and not is_ignored(field))
-
-
-def _letters(name: str) -> str:
-    return _NO_LETTER.sub("", name.lower())
-
-
-def _is_misspelt(name: str, known: str) -> bool:
-    if name == known:
-        return True
-    longest = max(len(name), len(known))
-    most = 0 if longest < _LEAST else 1 if longest < _LONG else 2
-    return abs(len(name) - len(known)) <= most and _distance(name, known) <= most
-
-
-def _distance(one: str, other: str) -> int:
-    """Letters to be put in, left out, replaced, or swapped with the next one."""
-    before, row = list[int](), list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        before, last, row = row, before, [i]
-        for j, wanted in enumerate(other, 1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
-                cost = min(cost, last[j - 2] + 1)
-            row.append(cost)
-    return row[-1]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kog_dist.gateway.limits import Limits
-from kog_dist.rpc.messages import Alive, ErrorCode, FinishReason, PrefillProgress
+from kog_dist.rpc.messages import Accepted, Alive, ErrorCode, FinishReason, PrefillProgress
 from tests.unit.gateway.scripted_engine import (
     WAIT_S,
     Received,
@@ -140,6 +140,29 @@ def test_a_client_that_goes_cancels(running: RunningGateway, engine: ScriptedEng
     until(lambda: not running.service.answering)
     until(lambda: any(line.get("status") == 499 for line in running.log()))
     assert running.service.metrics.num_buffered_bytes == 0
+
+
+@pytest.mark.parametrize("leaves_queue", [True, False])
+def test_the_line_of_a_client_that_went_has_its_prompt_and_its_time_in_the_queue(
+    shared_engine: ScriptedEngine, folder: Path, engine: ScriptedEngine, leaves_queue: bool
+) -> None:
+    def play(received: Received) -> None:
+        request_id = received.message.request_id
+        engine.send(received.peer, Accepted(request_id, 2, 11, 5))
+        if leaves_queue:
+            engine.send(received.peer, Alive(request_id, 0))
+
+    engine.on_generate = play
+    with gateway(shared_engine, folder) as made:
+        begin_s = time.monotonic()
+        with client(made) as http, http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as response:
+            assert response.headers["x-kog-queue-position"] == "2"
+            left_s = time.monotonic() - begin_s
+            until(lambda: time.monotonic() - begin_s > left_s + 0.1)
+        until(lambda: any(line.get("status") == 499 for line in made.log()))
+        (line,) = (line for line in made.log() if line.get("status") == 499)
+    assert line["num_prompt_tokens"] == 11
+    assert (0 <= line["queue_s"] <= left_s + 0.09) if leaves_queue else (0.1 <= line["queue_s"] <= line["total_s"] + 0.001)
 
 
 def test_a_silent_stream_has_comments(shared_engine: ScriptedEngine, folder: Path, engine: ScriptedEngine) -> None:

@@ -27,7 +27,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
-    assert "/openapi.json" in error_of(http.get("/v2/completions"), 404)["message"]
+    assert "/openapi.json" in error_of(http.get("/v2/things"), 404)["message"]
     assert "/v1/completions" in error_of(http.get("/v1/completions"), 405)["message"]
     assert http.get("/v1/completions").headers["allow"] == "POST"
     assert "/livez" in error_of(http.post("/livez"), 405)["message"]

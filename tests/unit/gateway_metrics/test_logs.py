@@ -65,6 +65,10 @@ def test_a_request_as_json() -> None:
             "/v1/responses 200: 2,000 prompt tokens (1,999 cached), first after 1,600 ms (1,500 in the queue)",
         ),
         (RequestLine("r", "/v1/completions", 499, "local"), "/v1/completions 499: the client has gone"),
+        (
+            RequestLine("r", "/v1/completions", 499, "local", num_prompt_tokens=9, queue_s=2.5),
+            "/v1/completions 499: 9 prompt tokens, 2,500 ms in the queue, the client has gone",
+        ),
         (RequestLine("r", "/v1/completions", 429, "local", error="queue_full"), "/v1/completions 429: queue_full"),
         (RequestLine("r", "/v1/completions", 200, "local", num_prompt_tokens=1), "/v1/completions 200: 1 prompt token"),
     ],

@@ -197,6 +197,12 @@ def test_a_preflight_is_answered_without_a_key_only_to_pages() -> None:
     preflight = {"origin": "http://a.org", "access_control_request_method": "POST"}
     assert asked(guard, method="OPTIONS", **preflight)[0] == 204
     assert asked(guard, method="OPTIONS", **{**preflight, "origin": "http://b.org"})[0] == 403
+    for wanted, allowed in (
+        ("x-stainless-lang,x-stainless-os, Authorization", "x-stainless-lang,x-stainless-os, Authorization"),
+        *((wanted, "authorization, content-type, x-api-key, x-request-id") for wanted in ("", "x" * 5000, "x\x00y")),
+    ):
+        _, headers = asked(guard, method="OPTIONS", access_control_request_headers=wanted, **preflight)
+        assert headers["access-control-allow-headers"] == allowed
     assert asked(guard, method="OPTIONS")[0] == 401
 
 
