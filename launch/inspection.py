@@ -69,7 +69,7 @@ def check(settings: LaunchConfig, *, deep: bool = False) -> str:
     return (
         f"{target.model_name}: {opened.spec.num_parameters:,} parameters, {formats(opened)}, {files}, "
         f"{opened.num_bytes / _MIB:.1f} MiB{_per_token(opened)}, {lanes}, {hashes}, {tokenizer} tokenizer"
-        f"{', all weights read' if deep else ''}{_kept_rounded(opened, settings)}"
+        f"{', all weights read' if deep else ''}{_kept_rounded(opened, settings)}{opened.note and f'; {opened.note}'}"
     )
 
 

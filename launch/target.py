@@ -117,7 +117,7 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
         target = Target(
             folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES,
-            kept_bytes=kept_on_cpu(settings, world_size), note=_why_cpu(settings, checkpoint),
+            kept_bytes=kept_on_cpu(settings, world_size), note=_cpu_note(settings, checkpoint),
         )  # fmt: skip
         return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
@@ -131,16 +131,17 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         )  # fmt: skip
     target = Target(
         folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, kept_bytes=kept_bytes,
-        kept_host_bytes=kept_host_bytes, whole_windows=choice.whole_windows, prefill=choice.prefill, note=choice.note,
+        kept_host_bytes=kept_host_bytes, whole_windows=choice.whole_windows, prefill=choice.prefill,
+        note="; ".join(filter(None, (checkpoint.note, choice.note))),
     )  # fmt: skip
     machine = read_cpu_map() if settings.pin else None
     return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles
 
 
-def _why_cpu(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
-    """A note where nobody asked for CPU ranks and the model's weights rule out GPUs, however many there are."""
-    reason = why_not_on_gpus(checkpoint)
-    return f"CPU ranks: {reason}" if settings.device == "auto" and reason else ""
+def _cpu_note(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
+    """What the checkpoint's note says; and a reason where nobody asked for CPU ranks and weights rule out GPUs, however many."""
+    reason = why_not_on_gpus(checkpoint) if settings.device == "auto" else ""
+    return "; ".join(filter(None, (checkpoint.note, reason and f"CPU ranks: {reason}")))
 
 
 def why_not_on_gpus(checkpoint: Checkpoint) -> str:

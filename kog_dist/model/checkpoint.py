@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,16 @@ from kog_dist.model.manifest import (
     write_small_file,
 )
 from kog_dist.model.published_config import read_config_file
-from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, converted, main_dtype, narrow, widen, write_safetensors
-from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME, open_shards
+from kog_dist.model.safetensors_file import (
+    DTYPES,
+    SafetensorsFile,
+    converted,
+    narrow,
+    num_values_by_dtype,
+    widen,
+    write_safetensors,
+)
+from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME, open_shards, shard_names
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import Array, RankReader, RankWeights, aligned_empty
 from kog_dist.quoting import short
@@ -58,12 +66,15 @@ def open_checkpoint(
     `ModelSpec.with_context`. `quantize`, `quantize_head`: as in `LaunchConfig`.
     Raises CheckpointError naming the file and tensor that is wrong; ConfigError for the context, or what cannot be quantised.
     """
-    _, family, announced, quantisation = published = read_config_file(folder)
+    published = read_config_file(folder)
+    family, quantisation = published.family, published.quantisation
     spec = published.spec_to_run(context, quantize)
     manifest = Manifest.from_folder(folder) if verify else None
+    files, place, stale = open_shards(folder, manifest)
+    if spec.tied_embeddings and family.head in place:
+        spec = replace(spec, tied_embeddings=False)  # a copy of the embedding, or what was trained apart from it
     layouts = tensor_layouts(spec)
     names = family.stored_names(spec, layouts)
-    files, place = open_shards(folder, manifest)
     if quantisation is None:
         _refuse_codes(place)
     if family.unstack is not None:
@@ -73,7 +84,7 @@ def open_checkpoint(
         place = with_matrices(folder, quantisation, place, shapes)
     extra = () if quantisation is None else IGNORED
     wanted_names = {stored.name for stored in names.values()}
-    _check_names(folder, place, wanted_names, lambda name: family.ignores(name, spec) or name.endswith(extra))
+    _check_names(folder, place, wanted_names, lambda name: name.endswith((*family.ignored, *extra)))
     owner = {name: place[stored.name] for name, stored in names.items()}
     for name, layout in layouts.items():
         in_file, wanted = owner[name].tensors[names[name].name], names[name].shape(layout)
@@ -83,12 +94,12 @@ def open_checkpoint(
         if in_file.dtype not in DTYPES:
             raise CheckpointError(f"{what} is {in_file.dtype}, which config.json does not say; expected {', '.join(DTYPES)}")
     plain = {name: stored.name for name, stored in names.items() if not isinstance(owner[name], QuantisedFile)}
-    dtype = main_dtype({stored: (owner[name].path, owner[name].tensors[stored]) for name, stored in plain.items()})
-    if announced not in (None, DTYPES[dtype][0]):
-        raise CheckpointError(f"{folder}: most values are {dtype}, but config.json has dtype {announced}; one of them is wrong")
+    types = num_values_by_dtype(owner[name].tensors[stored] for name, stored in plain.items())
+    dtype = max(types, key=lambda dtype: types[dtype])
     if manifest is not None:
         check_manifest(folder, manifest, files, layouts)
     check_stacked(owner, names)
+    note = "; ".join(filter(None, (published.note, stale, _of_types(published.dtype, types))))
     rounding = chosen_format(quantize, DTYPES[dtype][0])
     if rounding is not None and quantisation is not None:
         raise ConfigError(f"quantize {quantize} is for 16-bit weights, and those of {folder} are {quantisation}; leave it out")
@@ -97,23 +108,25 @@ def open_checkpoint(
         raise ConfigError(f"quantize_head {quantize_head} is for a 16-bit LM head, and that of {folder} is {form}; leave it out")
     return Checkpoint(
         folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner, names, quantisation, rounding,
-        head_format(quantize_head, spec),
+        head_format(quantize_head, spec), note=note,
     )  # fmt: skip
 
 
 def planned_checkpoint(folder: Path, *, context: int = 0, quantize: str = "none", quantize_head: str = "none") -> Checkpoint:
     """What a folder's config.json alone says, for plans; nothing can be read. Raises as `open_checkpoint` does."""
-    _, family, announced, quantisation = published = read_config_file(folder)
-    spec, dtype = published.spec_to_run(context, quantize), announced or "bfloat16"
+    published = read_config_file(folder)
+    spec, dtype = published.spec_to_run(context, quantize), published.dtype or "bfloat16"
     layouts = tensor_layouts(spec)
-    names, rounding = family.stored_names(spec, layouts), chosen_format(quantize, dtype)
+    names, rounding = published.family.stored_names(spec, layouts), chosen_format(quantize, dtype)
     head = head_format(quantize_head, spec)
-    return Checkpoint(folder, spec, (), dtype, False, None, layouts, {}, names, quantisation, rounding, head)
+    return Checkpoint(
+        folder, spec, (), dtype, False, None, layouts, {}, names, published.quantisation, rounding, head, note=published.note
+    )
 
 
 def has_weights(folder: Path) -> bool:
     """Whether there is a file in which `open_checkpoint` would look for weights. Raises CheckpointError for two GGUF files."""
-    return any(os.path.exists(folder / name) for name in (SINGLE_NAME, INDEX_NAME)) or gguf_of(folder) is not None
+    return bool(shard_names(folder)) or os.path.exists(folder / INDEX_NAME) or gguf_of(folder) is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +150,7 @@ class Checkpoint:
     rounding: WeightFormat | None = None
     head_rounding: WeightFormat | None = None
     cache: PartsCache | None = None  # of what was rounded
+    note: str = ""  # what a log should say: names that are left out, types that differ from what config.json says
 
     @property
     def num_bytes(self) -> int:
@@ -265,6 +279,19 @@ def _float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 # ---- opening ----
+def _of_types(announced: str | None, types: Mapping[str, int]) -> str:
+    """What is worth a line about the types of tensors; how many values have each."""
+    names = [DTYPES[dtype][0] for dtype in sorted(types, key=lambda dtype: -types[dtype])]
+    notes = []
+    if announced not in (None, names[0]):
+        notes.append(f"config.json says {announced}, but most weights are {names[0]}: they are taken as they are stored")
+    if {"BF16", "F16"} <= set(types):
+        notes.append(
+            f"some weights are {' and '.join(names[1:])}: CPU ranks take them as they are, GPUs round them to {names[0]}"
+        )
+    return "; ".join(notes)
+
+
 def _refuse_codes(place: Mapping[str, SafetensorsFile]) -> None:
     """Of a folder whose config says nothing of quantised weights."""
     for name in sorted(place):

@@ -12,6 +12,8 @@ from typing import TypeAlias
 from kog_dist.errors import CheckpointError
 from kog_dist.foreign_file import open_fd
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_LEAST_OF_POINTER = 8
 FileIdentity: TypeAlias = tuple[int, int, int, int]  # tells if a file was replaced or changed
 
 
@@ -26,6 +28,14 @@ def opened(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def refuse_pointer(path: Path, start: bytes | bytearray) -> None:
+    """Raise CheckpointError if a file that begins so is what Git leaves in the place of a large one."""
+    if start and _POINTER.startswith(start[: len(_POINTER)]) and len(start) >= _LEAST_OF_POINTER:
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, not the file itself; `git lfs pull` in its folder, or `hf download`, fetches it"
+        )
 
 
 def file_identity(fd: int) -> FileIdentity:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kog_dist.errors import CheckpointError
 from kog_dist.foreign_file import read_file
+from kog_dist.model.exact_file import refuse_pointer
 from kog_dist.model.gguf.folder import published_file
 from kog_dist.model.hub_cache import check_blob_content, check_inside, download_again
 from kog_dist.model.layout import TensorLayout
@@ -88,6 +89,7 @@ def read_small_file(folder: Path, name: str, manifest: Manifest | None) -> bytes
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except MemoryError:
         raise CheckpointError(f"{path} cannot be read: there is not enough memory") from None
+    refuse_pointer(path, raw)
     if expected is not None and hashlib.sha256(raw).hexdigest() != expected:
         raise CheckpointError(f"{path} differs from its SHA-256 in {MANIFEST_NAME}: {repair(name)}")
     check_blob_content(path, raw)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.families import FAMILIES
+from kog_dist.model.families.computation import check_computation, left_out
+from kog_dist.model.families.fields import unread_of_rope
 from kog_dist.model.families.stored import Family
 from kog_dist.model.formats.quantisation import KEY, MODELOPT_NAME, Quantisation, from_modelopt_file, read_quantisation
 from kog_dist.model.formats.rounding import ROUNDED_COLUMNS
@@ -16,16 +18,20 @@ from kog_dist.model.manifest import read_json
 from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import short
 
+_MOST_NAMED = 12
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class PublishedConfig(NamedTuple):
-    """What a `config.json` says. `dtype`: of the tensors that are not quantised; None if it does not say."""
+    """What a `config.json` says. `dtype`: of the tensors that are not quantised; None if it does not say. `note`: what it has
+    besides, and what is left out; empty if nothing is.
+    """
 
     spec: ModelSpec
     family: Family
     dtype: str | None
     quantisation: Quantisation | None
+    note: str = ""
 
     def spec_to_run(self, context: int, quantize: str) -> ModelSpec:
         """The spec for `open_checkpoint`'s arguments: with that context, and with the lanes of the weights as they are read.
@@ -53,14 +59,30 @@ def read_config_file(folder: Path) -> PublishedConfig:
     try:
         if parsed.get(KEY) is None and (said := read_json(folder, beside.name, None)) is not None:
             path, parsed = beside, parsed | {KEY: from_modelopt_file(said)}
-        return PublishedConfig(read_config(parsed), family_of(parsed), _dtype(parsed), read_quantisation(parsed))
+        family, quantisation = family_of(parsed), read_quantisation(parsed)
+        return PublishedConfig(read_config(parsed), family, _dtype(parsed), quantisation, _note(parsed, family, path.name))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec in a parsed `config.json`. Raises ConfigError naming the key that is unknown, missing or contradictory."""
-    return family_of(config).read_config(config)
+    """The spec in a parsed `config.json`. Raises ConfigError naming the key that is missing or contradictory, or that changes
+    what is computed in a way that is not supported.
+    """
+    family = family_of(config)
+    check_computation(config, family.keys, family.own, has_experts=family.has_experts)
+    left_out(config, family.keys)
+    return family.read_config(config)
+
+
+def _note(config: Mapping[str, Any], family: Family, name: str) -> str:
+    """What is left out of a config that was read."""
+    unread = left_out(config, family.keys) + unread_of_rope(config)
+    return f"{name}: {', '.join(map(short, unread[:_MOST_NAMED]))} left out{_more(unread)}" if unread else ""
+
+
+def _more(names: list[str]) -> str:
+    return f", and {len(names) - _MOST_NAMED} more names" if len(names) > _MOST_NAMED else ""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -72,10 +94,5 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:
-    given = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
-    for key, value in given.items():
-        if value not in _DTYPES:
-            raise ConfigError(f"config key {key} is {short(value)}; supported: {', '.join(_DTYPES)}")
-    if len(set(given.values())) > 1:
-        raise ConfigError(f"dtype {given['dtype']} contradicts torch_dtype {given['torch_dtype']}")
-    return next(iter(given.values()), None)
+    """Told only where there are no files to tell."""
+    return next((config[key] for key in ("dtype", "torch_dtype") if config.get(key) in _DTYPES), None)

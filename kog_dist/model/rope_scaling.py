@@ -112,6 +112,11 @@ class YarnScaling:
         """What cosines and sines are multiplied by."""
         return self.attention_factor
 
+    @property
+    def stretched_context(self) -> int:
+        """How many positions a model is made for."""
+        return int(self.factor * self.original_max_position_embeddings)
+
     def scaled(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """The frequencies of a model with this scaling; `theta` is their base."""
         pairs = len(frequencies)

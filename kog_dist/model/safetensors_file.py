@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -19,7 +19,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
-from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly
+from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly, refuse_pointer
 from kog_dist.model.limits import MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_TENSORS
 from kog_dist.quoting import short
 from kog_dist.strict_json import parse_json
@@ -62,6 +62,7 @@ class SafetensorsFile:
             identity = file_identity(fd)
             prefix = bytearray(8)
             read_exactly(path, fd, memoryview(prefix), 0, "the header's length")
+            refuse_pointer(path, prefix)
             length = int.from_bytes(prefix, "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, identity[2] - 8):
                 raise CheckpointError(
@@ -210,23 +211,12 @@ def narrow(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     return np.where(np.isnan(single), nan_kept, rounded).astype("<u2")
 
 
-def main_dtype(stored: Mapping[str, tuple[Path, StoredTensor]]) -> str:
-    """The dtype of most values of a model's tensors, each with the file that holds it.
-
-    Raises CheckpointError if some are of one 16-bit type and some of the other: nobody publishes that, and bits of the one, read
-    as the other, are finite numbers of another size, so it is damage that nothing else would notice.
-    """
-    num_bytes, first = dict.fromkeys(DTYPES, 0), dict[str, str]()
-    for name, (_, tensor) in stored.items():
-        num_bytes[tensor.dtype] += tensor.end - tensor.begin
-        first.setdefault(tensor.dtype, name)
-    if {"BF16", "F16"} <= set(first):
-        few, many = sorted(("BF16", "F16"), key=lambda dtype: num_bytes[dtype])
-        raise CheckpointError(
-            f"{stored[first[few]][0]}: tensor {first[few]} is {few}, but {first[many]} is {many}; "
-            "besides one of these dtypes only F32 can be there"
-        )
-    return max(num_bytes, key=lambda dtype: num_bytes[dtype] // DTYPES[dtype][1])
+def num_values_by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    """How many values of a model have each type: keys of DTYPES; BF16 where there are none at all."""
+    found: dict[str, int] = {}
+    for tensor in tensors:
+        found[tensor.dtype] = found.get(tensor.dtype, 0) + prod(tensor.shape)
+    return found or {"BF16": 0}
 
 
 def converted(chunk: memoryview, dtype: str, wanted: str) -> memoryview:

@@ -11,7 +11,7 @@ from typing import Any
 from kog_dist.errors import ConfigError
 from kog_dist.model import limits
 from kog_dist.model.experts import ExpertsSpec
-from kog_dist.model.rope_scaling import RopeScaling
+from kog_dist.model.rope_scaling import RopeScaling, YarnScaling
 from kog_dist.quoting import short
 
 MODEL_TYPES = ("laneformer_tp", "laneformer")
@@ -283,9 +283,14 @@ class ModelSpec:
         return range(rank * per_rank, (rank + 1) * per_rank)
 
     def with_context(self, num_tokens: int) -> ModelSpec:
-        """The same model for at most so many tokens; 0: as it is. Raises ConfigError if it has fewer."""
-        if num_tokens > self.max_context:
-            raise ConfigError(f"context {num_tokens} exceeds the {self.max_context} tokens of the model; give at most these")
+        """The same model for at most so many tokens; 0: as it is. Raises ConfigError if it cannot have as many.
+
+        With YaRN that are as many as it stretches positions for, whatever the model has without being asked.
+        """
+        stretched = self.rope_scaling.stretched_context if isinstance(self.rope_scaling, YarnScaling) else 0
+        most = max(self.max_context, min(stretched, limits.MAX_CONTEXT))
+        if num_tokens > most:
+            raise ConfigError(f"context {num_tokens} exceeds the {most} tokens of the model; give at most these")
         return replace(self, max_context=num_tokens) if num_tokens else self
 
     def digest(self) -> str:

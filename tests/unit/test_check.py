@@ -21,7 +21,6 @@ from kog_dist.launch import flags, inspection
 from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.manifest import MANIFEST_NAME
-from kog_dist.model.safetensors_file import SafetensorsFile
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
 from kog_dist.model.template_sandbox import make_environment
 from kog_dist.workers.model_folder import ModelFolder
@@ -151,32 +150,6 @@ def test_the_deep_check_compares_hashes(tmp_path: Path) -> None:
 
 
 # ---- what was accepted without a manifest ----
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_relabelled_tensors_are_refused_by_name(tmp_path: Path, key: str) -> None:
-    write_checkpoint(tmp_path, TINY, random_tensors(TINY, seed=1), manifest=False)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(config | {key: "bfloat16"}))
-    check(tmp_path)
-    path = tmp_path / SINGLE_NAME
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = raw[8 : 8 + length].replace(b'"BF16"', b'"F16"')
-    path.write_bytes(raw[:8] + header.ljust(length) + raw[8 + length :])
-    assert {tensor.dtype for tensor in SafetensorsFile.open(path).tensors.values()} == {"F16"}
-    for action in (lambda: check(tmp_path), lambda: open_checkpoint(tmp_path)):
-        assert "most values are F16, but config.json has dtype bfloat16" in refuses(action)
-
-
-def test_dtypes_that_contradict_or_are_none_are_refused(folder: Path) -> None:
-    edited(folder / "config.json", torch_dtype="float16")
-    assert "dtype bfloat16 contradicts torch_dtype float16" in refuses(lambda: check(folder))
-    edited(folder / "config.json", torch_dtype=["bfloat16"])
-    assert "config key torch_dtype is ['bfloat16']" in refuses(lambda: check(folder))
-    edited(folder / "config.json", torch_dtype=None)
-    check(folder)
-
-
 def test_a_tokenizer_with_dropout_is_refused(folder: Path) -> None:
     parsed = json.loads((folder / "tokenizer.json").read_text())
     for dropout, accepted in ((0.1, False), (1, False), ("x", False), (None, True), (0, True)):

@@ -204,7 +204,6 @@ def rewrite(folder: Path, changes: dict[str, tuple[str, list[int]] | None]) -> N
         ({W2: ("BF16", [16, 32])}, f"tensor {W2} has shape (16, 32)"),
         ({W2: ("BF16", [4, 16, 9])}, f"tensor {W2} has shape (4, 16, 9)"),
         ({W2: ("BF16", [0])}, f"tensor {W2} has shape (0,)"),
-        ({W2: ("F16", [4, 16, 8])}, f"tensor {W2} is F16, but {EMBEDDING} is BF16"),
         ({W2: ("F64", [4, 16, 8])}, "dtype 'F64' is not supported; supported: BF16, F16, F32"),
         ({W2: ("I64", [4, 16, 8])}, "is I64, which config.json does not say; expected BF16, F16, F32"),
         ({W2: ("F8_E4M3", [4, 16, 8])}, "is F8_E4M3, which config.json does not say"),
@@ -257,9 +256,6 @@ def test_an_index_that_disagrees_with_the_shards_is_refused(tmp_path: Path) -> N
     edit_index(tmp_path, lambda index: index["weight_map"].update({EMBEDDING: second}))
     assert f"tensor '{EMBEDDING}'" in refusal(lambda: open_checkpoint(tmp_path))
     (tmp_path / INDEX_NAME).write_bytes(intact)
-    edit_index(tmp_path, lambda index: index["weight_map"].pop(EMBEDDING))
-    assert f"has a tensor '{EMBEDDING}' that {INDEX_NAME} does not place there" in refusal(lambda: open_checkpoint(tmp_path))
-    (tmp_path / INDEX_NAME).write_bytes(intact)
     edit_index(tmp_path, lambda index: index["weight_map"].update({"ghost": first}))
     assert f"{first} has no tensor 'ghost'" in refusal(lambda: open_checkpoint(tmp_path))
 
@@ -278,7 +274,6 @@ def test_an_index_cannot_lead_elsewhere(tmp_path: Path, place: object) -> None:
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": 3}', "[" * 10**5,
-    '{"a": 1, "weight_map": {"b": "c"}}',
              '{"weight_map": {"a": "b.safetensors", "a": "b.safetensors"}}', "\xff"]
 )  # fmt: skip
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:

@@ -196,7 +196,7 @@ def test_published_configs_are_read(name: str) -> None:
         ("mistral-7b-v0.3", {"attention_bias": True}, "attention_bias"),
         ("llama-3.2-1b", {"mlp_bias": True}, "mlp_bias"),
         ("llama-3.2-1b", {"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm' is not supported"),
-        ("llama-3.2-1b", {"num_experts": 8}, "unknown config keys: 'num_experts'"),
+        ("llama-3.2-1b", {"num_experts": 8}, "config key num_experts is 8"),
         ("llama-3.2-1b", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama-3.2-1b", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic' is not supported"),
         ("llama-3.2-1b", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported; supported: laneformer_tp, laneformer"),
@@ -212,13 +212,13 @@ def test_what_is_not_run_is_named(name: str, changes: dict[str, Any], named: str
     assert named in str(caught.value)
 
 
-def test_files_may_have_a_head_that_is_tied_and_the_rotary_table(case: tuple[Path, Any], tmp_path: Path) -> None:
+def test_files_may_have_a_copy_of_a_tied_head_and_the_rotary_table(case: tuple[Path, Any], tmp_path: Path) -> None:
     folder, model = case
     tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     others = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4, dtype=torch.bfloat16)}
     if model.config.tie_word_embeddings:
-        others["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+        others["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors | others, tmp_path / "model.safetensors")
     prompt = [3, 1, 4]
     assert np.array_equal(interpreted_logits(tmp_path, prompt), interpreted_logits(folder, prompt))

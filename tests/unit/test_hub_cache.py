@@ -183,6 +183,3 @@ def test_some_tensors_in_float32_become_the_dtype_of_the_others(tmp_path: Path) 
     assert np.array_equal(opened.tensor(name), tensors[name]), "not rounded where it need not be"
     pieces = [bytes(piece) for piece in opened.stored_part(name, 0, lambda: memoryview(bytearray(64)), verify=True)]
     assert b"".join(pieces) == narrow(tensors[name], "BF16").tobytes()
-    said = refusal(lambda: rewrite({name: "F16"}))
-    assert f"tensor {name} is F16" in said
-    assert "only F32 can be there" in said

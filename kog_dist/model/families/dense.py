@@ -12,7 +12,7 @@ from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ExpertsSpec
-from kog_dist.model.families.fields import check_keys, number, read_rope
+from kog_dist.model.families.fields import number, read_rope
 from kog_dist.model.families.stored import Names, StoredTensorName
 from kog_dist.model.formats.quantisation import read_quantisation
 from kog_dist.model.layout import EMBEDDING, SINKS, TensorLayout
@@ -27,11 +27,11 @@ HEAD = "lm_head.weight"
 IGNORED = ("rotary_emb.inv_freq",)  # old files have the table
 KEYS = frozenset(
     """model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size
-    max_position_embeddings rope_theta rope_scaling rope_parameters rms_norm_eps tie_word_embeddings
-    quantization_config""".split()
+    max_position_embeddings original_max_position_embeddings rope_theta rope_scaling rope_parameters rms_norm_eps
+    tie_word_embeddings quantization_config""".split()
 )
+HEAD_NORMS: Mapping[str, tuple[Any, ...]] = {"use_qk_norm": (True,)}  # of families that have them
 WINDOW_KEYS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"))
-FIXED_VALUES: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "mlp_bias": (False, None)}
 _OUTER = {EMBEDDING: "model.embed_tokens.weight", "model.norm.weight": "model.norm.weight", HEAD: HEAD}
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm"}
 FFN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -43,8 +43,6 @@ _COLUMNS = ("wo", "w2")
 def read_dense(
     config: Mapping[str, Any],
     *,
-    keys: frozenset[str] = frozenset(),
-    fixed: Mapping[str, tuple[Any, ...]] | None = None,
     max_context: int,
     head_dim: int | None = None,
     kv_heads: int | None = None,
@@ -58,15 +56,14 @@ def read_dense(
     stacks_experts: bool = False,
     norm_eps: float = 1e-6,
 ) -> ModelSpec:
-    """The spec of a config of transformers. `keys`: those that the caller reads or has read; the rest are its family's defaults.
+    """The spec of a config of transformers; what follows it are its family's defaults, and what the caller has read.
     `ffn_key`: which one has the width of an FFN. `stacks_experts`: whether files have one tensor for all experts of a layer.
 
-    Raises ConfigError naming the key that is unknown, missing or contradictory, or the feature that is not supported.
+    Raises ConfigError naming the key that is missing or contradictory, or the feature that is not supported.
     """
     quantisation = read_quantisation(config)
     if quantisation is not None and quantisation.is_of_experts and not stacks_experts:
         raise ConfigError(f"quantization_config: quant_method {quantisation.method} is supported for gpt_oss alone")
-    check_keys(config, KEYS | keys, {**FIXED_VALUES, **(fixed or {})})
     num_heads = number(config, "num_attention_heads", None, int)
     num_kv_heads = number(config, "num_key_value_heads", kv_heads or num_heads, int)
     intermediate_size = number(config, ffn_key, None, int)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -10,12 +10,6 @@ from kog_dist.errors import ConfigError
 from kog_dist.model.rope_scaling import SCALINGS, RopeScaling, YarnScaling
 from kog_dist.quoting import short
 
-# Keys that transformers writes into every config.json and that change nothing here.
-IGNORED_KEYS = frozenset(
-    """_name_or_path architectures auto_map bos_token_id eos_token_id pad_token_id dtype torch_dtype transformers_version
-    use_cache initializer_range attention_dropout hidden_dropout return_dict output_attentions output_hidden_states
-    output_router_logits is_encoder_decoder pad_head_dim_to_multiple_of""".split()
-)
 _LARGEST_NUMBER = 2**53
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")  # the second is the name in transformers 5
 
@@ -23,6 +17,8 @@ _ROPE_KEYS = ("rope_scaling", "rope_parameters")  # the second is the name in tr
 def number(config: Mapping[str, Any], key: str, default: Any, kind: type) -> Any:
     """The value of a key as `kind` (int, float or bool), null as missing. Raises ConfigError, also if it has no default."""
     value: Any = default if config.get(key) is None else config[key]  # published files write null for "as by default"
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
     accepted = (int, float) if kind is float else (kind,)
     if value is None:
         raise ConfigError(f"config key {key} is missing; fetch config.json again from where the model was published")
@@ -33,30 +29,17 @@ def number(config: Mapping[str, Any], key: str, default: Any, kind: type) -> Any
     return kind(value)
 
 
-def check_keys(config: Mapping[str, Any], known: frozenset[str], fixed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ConfigError for keys that are not `known`, and for values of `fixed` ones that are not those listed."""
-    unknown = sorted(set(config) - known - IGNORED_KEYS - set(fixed))
-    if unknown:
-        raise ConfigError(f"unknown config keys: {', '.join(map(short, unknown[:8]))}")
-    for key, allowed in fixed.items():
-        if key in config and config[key] not in allowed:
-            raise ConfigError(f"config key {key} is {short(config[key])}, only {allowed[0]!r} is supported")
-
-
 def read_rope(config: Mapping[str, Any], max_context: int) -> tuple[float, RopeScaling | None]:
     """Base of the rotary frequencies and their scaling, from either of its keys. Raises ConfigError."""
-    theta = float(number(config, "rope_theta", 1e4, float))
-    given = {key: dict(config[key]) for key in _ROPE_KEYS if _is_object(config, key)}
-    if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
-        both = " contradicts ".join(f"{key} {short(value)}" for key, value in given.items())
-        raise ConfigError(both)
-    for key, raw in given.items():
-        nested = float(number(raw, "rope_theta", theta, float))
-        if config.get("rope_theta") is not None and nested != theta:
-            raise ConfigError(f"{key}.rope_theta {nested} contradicts rope_theta {theta}")
-        raw.pop("rope_theta", None)
-        return nested, _rope_scaling(key, raw, max_context)
-    return theta, None
+    found = [(key, dict(config[key])) for key in _ROPE_KEYS if _is_object(config, key)]
+    given = {"rope_theta": config.get("rope_theta")} | {f"{key}.rope_theta": raw.pop("rope_theta", None) for key, raw in found}
+    bases: dict[str, float] = {name: number(given, name, None, float) for name, value in given.items() if value is not None}
+    if len(set(bases.values())) > 1:
+        raise ConfigError(" contradicts ".join(f"{name} {value}" for name, value in bases.items()))
+    scalings = [(f"{key} {short(raw)}", read_scaling(key, raw, config, max_context)) for key, raw in found]
+    if any(scaling != scalings[0][1] for _, scaling in scalings):
+        raise ConfigError(" contradicts ".join(shown for shown, _ in scalings))
+    return next(iter(bases.values()), 1e4), scalings[0][1] if scalings else None
 
 
 def _is_object(config: Mapping[str, Any], key: str) -> bool:
@@ -65,45 +48,88 @@ def _is_object(config: Mapping[str, Any], key: str) -> bool:
     return config.get(key) is not None
 
 
-def _rope_scaling(key: str, raw: dict[str, Any], max_context: int) -> RopeScaling | None:
-    old_name = raw.pop("type", None)
-    kind = raw.pop("rope_type", old_name)
-    if old_name not in (None, kind):
-        raise ConfigError(f"{key}.type {short(old_name)} contradicts {key}.rope_type {short(kind)}")
-    if kind in (None, "default"):
-        _check_scaling_keys(key, kind, raw, (), ())
-        return None
-    if not isinstance(kind, str) or kind not in SCALINGS:
+# Of a scaling: keys that change what is computed, with the value of each that does not. A type that reads none of them, and
+# gets another value, is refused: whoever wrote it wanted something else than the type says.
+_NEUTRAL: Mapping[str, float | None] = {
+    "factor": 1.0, "attention_factor": 1.0, "attn_factor": 1.0, "extrapolation_factor": 1.0, "partial_rotary_factor": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "alpha": 1.0, "short_factor": None, "long_factor": None, "short_mscale": None,
+    "long_mscale": None,
+}  # fmt: skip
+_ORIGINAL = "original_max_position_embeddings"
+_MORE_OF_YARN = frozenset(("attn_factor", "mscale", "mscale_all_dim"))
+
+
+def read_scaling(key: str, raw: Mapping[str, Any], config: Mapping[str, Any], max_context: int) -> RopeScaling | None:
+    """What `rope_scaling` or `rope_parameters` (`key`) says. Raises ConfigError."""
+    kind = _kind(raw)
+    if raw.get("type") not in (None, kind):
+        raise ConfigError(f"{key}.type {short(raw['type'])} contradicts {key}.rope_type {short(kind)}")
+    if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
         raise ConfigError(f"{key} type {short(kind)} is not supported; supported: default, {', '.join(sorted(SCALINGS))}")
+    read = _names_read(kind)
+    for name, value in raw.items():
+        if isinstance(value, Mapping):
+            raise ConfigError(f"{key} has a scaling of its own for {short(name)}, which is not supported; supported: one for all")
+        if name in _NEUTRAL and name not in read and value not in (None, [], _NEUTRAL[name]):
+            raise ConfigError(f"{key}.{name} is {short(value)}, which type {kind} does not have; give the type that it is for")
+    if kind == "default":
+        return None
+    original = _original_context(key, raw, config)
     if kind == "yarn":
-        return _yarn(key, raw, max_context)
-    names = [field.name for field in fields(SCALINGS[kind])]
-    _check_scaling_keys(key, kind, raw, names, ())
-    kinds = {name: int if name == "original_max_position_embeddings" else float for name in names}
-    return SCALINGS[kind](**{name: number(raw, name, None, kinds[name]) for name in names})
+        return _yarn(key, raw, original, max_context)
+    given = {**raw, _ORIGINAL: max_context if original is None else original}
+    kinds = {name: int if name == _ORIGINAL else float for name in read}
+    return SCALINGS[kind](**{name: _of(key, given, name, None, kinds[name]) for name in read})
 
 
-def _check_scaling_keys(key: str, kind: str | None, raw: Mapping[str, Any], needed: Iterable[str], other: Iterable[str]) -> None:
-    if not set(needed) <= set(raw) <= {*needed, *other}:
-        wanted = ", ".join(["rope_type", *sorted(needed)])
-        raise ConfigError(f"{key} of type {kind} must have exactly the keys {wanted}; got also or only {short(sorted(raw), 200)}")
+def unread_of_rope(config: Mapping[str, Any]) -> list[str]:
+    """Names in `rope_scaling` and `rope_parameters` that their type does not have."""
+    found = {key: config[key] for key in _ROPE_KEYS if _is_object(config, key)}
+    always = {"rope_type", "type", "rope_theta"}
+    return [f"{key}.{name}" for key, raw in found.items() for name in sorted(set(raw) - _names_read(_kind(raw)) - always)]
 
 
-def _yarn(key: str, raw: Mapping[str, Any], max_context: int) -> YarnScaling:
-    optional = ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-                "truncate")  # fmt: skip
-    _check_scaling_keys(key, "yarn", raw, ("factor",), optional)
-    factor, mscale, of_all = (
-        number(raw, name, 0.0 if name != "factor" else None, float) for name in ("factor", "mscale", "mscale_all_dim")
-    )
+def _kind(raw: Mapping[str, Any]) -> object:
+    return raw.get("rope_type") or raw.get("type") or "default"
+
+
+def _names_read(kind: object) -> frozenset[str]:
+    """The keys of a type of scaling."""
+    known = SCALINGS.get(kind) if isinstance(kind, str) else None
+    names = () if known is None else (field.name for field in fields(known))
+    return frozenset(names) | (_MORE_OF_YARN if kind == "yarn" else frozenset())
+
+
+def _of(key: str, raw: Mapping[str, Any], name: str, default: Any, kind: type) -> Any:
+    """`number` of one of a scaling's keys."""
+    return number({f"{key}.{name}": raw.get(name)}, f"{key}.{name}", default, kind)
+
+
+def _original_context(key: str, raw: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    """The context that a model was first trained for: of the scaling, or beside it, as some families have it."""
+    found = [_of(key, raw, _ORIGINAL, 0, int), number(config, _ORIGINAL, 0, int)]
+    given = [value for value in found if value]
+    if len(set(given)) > 1:
+        raise ConfigError(f"{key}.{_ORIGINAL} {found[0]} contradicts {_ORIGINAL} {found[1]}")
+    return given[0] if given else None
+
+
+def _yarn(key: str, raw: Mapping[str, Any], original: int | None, max_context: int) -> YarnScaling:
+    """Without a factor it is how much longer the context is than the original one, as transformers has it."""
+    implied = None if original is None else max_context / original
+    factor = _of(key, raw, "factor", implied, float)
+    mscale, of_all = (_of(key, raw, name, 0.0, float) for name in ("mscale", "mscale_all_dim"))
     if not factor >= 1:
         raise ConfigError(f"{key}.factor must be at least 1, got {factor}")
+    times = _of(key, raw, "attn_factor", 1.0, float)
+    if times != 1 and raw.get("attention_factor") is not None:
+        raise ConfigError(f"{key}.attn_factor {times} contradicts {key}.attention_factor {short(raw['attention_factor'])}")
     usual = YarnScaling.usual_attention_factor(factor, mscale, of_all)
     return YarnScaling(
         factor=factor,
-        original_max_position_embeddings=number(raw, "original_max_position_embeddings", max_context, int),
-        attention_factor=number(raw, "attention_factor", usual, float),
-        beta_fast=number(raw, "beta_fast", 32.0, float),
-        beta_slow=number(raw, "beta_slow", 1.0, float),
-        truncate=number(raw, "truncate", True, bool),
+        original_max_position_embeddings=max_context if original is None else original,
+        attention_factor=times * _of(key, raw, "attention_factor", usual, float),
+        beta_fast=_of(key, raw, "beta_fast", 0.0, float) or 32.0,
+        beta_slow=_of(key, raw, "beta_slow", 0.0, float) or 1.0,
+        truncate=_of(key, raw, "truncate", True, bool),
     )

@@ -9,7 +9,7 @@ from typing import Any, Final
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.families import dense
-from kog_dist.model.families.dense import HEAD, IGNORED, num_layers_of, read_dense
+from kog_dist.model.families.dense import HEAD, IGNORED, KEYS, num_layers_of, read_dense
 from kog_dist.model.families.fields import number
 from kog_dist.model.families.stored import Family, Names, StoredTensorName
 from kog_dist.model.formats.quantisation import KEY, read_quantisation
@@ -20,7 +20,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import short
 
 _KEYS: Final = frozenset(
-    """attention_bias num_local_experts num_experts_per_tok experts_per_token router_aux_loss_coef sliding_window layer_types
+    """attention_bias num_local_experts num_experts_per_tok experts_per_token sliding_window layer_types
     swiglu_limit swiglu_alpha initial_context_length""".split()
 )
 _THETA: Final = 150_000.0
@@ -46,7 +46,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         clamp=ClampedSwiglu(number(config, "swiglu_alpha", 1.702, float), number(config, "swiglu_limit", 7.0, float)),
     )
     return read_dense(
-        _with_rope(config), keys=_KEYS, max_context=131_072, head_dim=64, kv_heads=8, windows=_windows(config), qkv_bias=bias,
+        _with_rope(config), max_context=131_072, head_dim=64, kv_heads=8, windows=_windows(config), qkv_bias=bias,
         out_bias=bias, attention_sinks=True, experts=experts, stacks_experts=True, norm_eps=1e-5,
     )  # fmt: skip
 
@@ -112,4 +112,7 @@ def _unstack(folder: Path, spec: ModelSpec, place: Place, is_coded: bool) -> dic
     return unstacked(folder, spec, place, [_module(layer_idx) for layer_idx in range(spec.num_layers)], is_coded=is_coded)
 
 
-FAMILY = Family(("gpt_oss",), read_config, stored_names, IGNORED, HEAD, _unstack)
+FAMILY = Family(
+    ("gpt_oss",), read_config, stored_names, IGNORED, HEAD, _unstack, keys=KEYS | _KEYS, has_experts=True,
+    own={"use_sliding_window": (True,)},
+)  # fmt: skip

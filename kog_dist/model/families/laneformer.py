@@ -7,29 +7,23 @@ from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ExpertsSpec
-from kog_dist.model.families.fields import check_keys, number, read_rope
+from kog_dist.model.families.fields import number, read_rope
 from kog_dist.model.families.stored import Family, same_names
 from kog_dist.model.limits import MAX_LAYERS
 from kog_dist.model.spec import MODEL_TYPES, HeadType, ModelSpec
 from kog_dist.quoting import short
 
-_FIXED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-}
 _KEYS = frozenset(
     """model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
-    max_position_embeddings rope_theta rope_scaling rope_parameters norm_eps rms_norm_eps num_lanes broadcast_delay use_comm
-    use_attention_comm use_mlp_comm use_early_comm lm_head_type pre_norm_lane_agg replicated_rmsn_scale tie_word_embeddings
-    sliding_window sliding_window_n_layers unclamped_layers swa_layers head_dim qkv_bias out_bias qk_norm
-    attention_sinks experts""".split()
+    max_position_embeddings original_max_position_embeddings rope_theta rope_scaling rope_parameters norm_eps
+    rms_norm_eps num_lanes broadcast_delay use_comm use_attention_comm use_mlp_comm use_early_comm lm_head_type
+    pre_norm_lane_agg replicated_rmsn_scale tie_word_embeddings sliding_window sliding_window_n_layers
+    unclamped_layers swa_layers head_dim qkv_bias out_bias qk_norm attention_sinks experts""".split()
 )
 
 
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec in a parsed `config.json`. Raises ConfigError naming the key that is unknown, missing or contradictory."""
-    check_keys(config, _KEYS, _FIXED_VALUES)
     num_heads = number(config, "num_attention_heads", None, int)
     num_layers = min(number(config, "num_hidden_layers", None, int), MAX_LAYERS + 1)  # ModelSpec refuses the excess
     attention_comm, mlp_comm = _comm(config)
@@ -118,4 +112,4 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, tu
     return window, listed or from_count
 
 
-FAMILY = Family(MODEL_TYPES, read_config, same_names)
+FAMILY = Family(MODEL_TYPES, read_config, same_names, keys=_KEYS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kog_dist.model.families.dense import HEAD, IGNORED, num_layers_of, read_dense, rounded_lanes, stored_names
+from kog_dist.model.families.computation import all_layers
+from kog_dist.model.families.dense import HEAD, IGNORED, KEYS, num_layers_of, read_dense, rounded_lanes, stored_names
 from kog_dist.model.families.fields import number
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
@@ -18,10 +19,14 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     layers = tuple(range(num_layers_of(config)))
     is_null = "sliding_window" in config and config["sliding_window"] is None
     windows = (None, ()) if is_null else (int(number(config, "sliding_window", _WINDOW, int)), layers)
-    return read_dense(
-        config, keys=frozenset(("sliding_window",)), fixed={"attention_bias": (False, None)}, max_context=131_072, kv_heads=8,
-        windows=windows,
-    )  # fmt: skip
+    return read_dense(config, max_context=131_072, kv_heads=8, windows=windows)
 
 
-FAMILY = Family(("mistral",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes)
+def _layer_types(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    return all_layers("full_attention" if config.get("sliding_window", _WINDOW) is None else "sliding_attention")(config)
+
+
+FAMILY = Family(
+    ("mistral",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes, keys=KEYS | {"sliding_window"},
+    own={"use_sliding_window": (True, False), "layer_types": _layer_types},
+)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kog_dist.model.families.dense import HEAD, IGNORED, WINDOW_KEYS, qwen_windows, read_dense, rounded_lanes, stored_names
+from kog_dist.model.families.dense import HEAD, IGNORED, KEYS, WINDOW_KEYS, qwen_windows, read_dense, rounded_lanes, stored_names
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
 
@@ -13,8 +13,10 @@ from kog_dist.model.spec import ModelSpec
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a Qwen2ForCausalLM. Raises ConfigError."""
     windows = qwen_windows(config)
-    fixed = {"use_mrope": (False, None), "attention_bias": (True, None)}
-    return read_dense(config, keys=WINDOW_KEYS, fixed=fixed, max_context=32_768, kv_heads=32, windows=windows, qkv_bias=True)
+    return read_dense(config, max_context=32_768, kv_heads=32, windows=windows, qkv_bias=True)
 
 
-FAMILY = Family(("qwen2",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes)
+FAMILY = Family(
+    ("qwen2",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes, keys=KEYS | WINDOW_KEYS,
+    own={"attention_bias": (True,), "qkv_bias": (True,), "use_qkv_bias": (True,)},
+)  # fmt: skip

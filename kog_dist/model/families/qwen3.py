@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kog_dist.model.families.dense import HEAD, IGNORED, WINDOW_KEYS, qwen_windows, read_dense, rounded_lanes, stored_names
+from kog_dist.model.families.dense import (
+    HEAD,
+    HEAD_NORMS,
+    IGNORED,
+    KEYS,
+    WINDOW_KEYS,
+    qwen_windows,
+    read_dense,
+    rounded_lanes,
+    stored_names,
+)
 from kog_dist.model.families.fields import number
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
@@ -15,9 +25,11 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a Qwen3ForCausalLM. Raises ConfigError."""
     windows, bias = qwen_windows(config), number(config, "attention_bias", False, bool)
     return read_dense(
-        config, keys=WINDOW_KEYS | {"attention_bias"}, max_context=32_768, head_dim=128, kv_heads=32, windows=windows,
-        qkv_bias=bias, out_bias=bias, qk_norm=True,
-    )  # fmt: skip
+        config, max_context=32_768, head_dim=128, kv_heads=32, windows=windows, qkv_bias=bias, out_bias=bias, qk_norm=True
+    )
 
 
-FAMILY = Family(("qwen3",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes)
+FAMILY = Family(
+    ("qwen3",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes,
+    keys=KEYS | WINDOW_KEYS | {"attention_bias"}, own=HEAD_NORMS,
+)  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.families import dense
-from kog_dist.model.families.dense import FFN, HEAD, IGNORED, WINDOW_KEYS, qwen_windows, read_dense
+from kog_dist.model.families.dense import FFN, HEAD, HEAD_NORMS, IGNORED, KEYS, WINDOW_KEYS, qwen_windows, read_dense
 from kog_dist.model.families.fields import number
 from kog_dist.model.families.stored import Family, Names, StoredTensorName
 from kog_dist.model.layout import TensorLayout
@@ -16,13 +16,8 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import short
 
 _KEYS = frozenset(
-    """attention_bias moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob
-    router_aux_loss_coef""".split()
+    """attention_bias moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob""".split()
 )
-_FIXED: Mapping[str, tuple[Any, ...]] = {
-    "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None),  # else some layers have no experts
-    "shared_expert_intermediate_size": (0, None), "num_shared_experts": (0, None), "n_shared_experts": (0, None),
-}  # fmt: skip
 
 
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -34,7 +29,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         is_normalised=number(config, "norm_topk_prob", False, bool),
     )
     return read_dense(
-        config, keys=WINDOW_KEYS | _KEYS, fixed=_FIXED, max_context=32_768, kv_heads=4, windows=windows, qkv_bias=bias,
+        config, max_context=32_768, kv_heads=4, windows=windows, qkv_bias=bias,
         out_bias=bias, qk_norm=True, experts=experts, ffn_key="moe_intermediate_size",
     )  # fmt: skip
 
@@ -61,4 +56,6 @@ def _stored(name: str) -> StoredTensorName:
     return StoredTensorName(f"{prefix}.{'.'.join(expert)}.{FFN[part]}.{kind}", is_whole=True, has_columns=part == "w2")
 
 
-FAMILY = Family(("qwen3_moe",), read_config, stored_names, IGNORED, HEAD)
+FAMILY = Family(
+    ("qwen3_moe",), read_config, stored_names, IGNORED, HEAD, keys=KEYS | WINDOW_KEYS | _KEYS, own=HEAD_NORMS, has_experts=True
+)

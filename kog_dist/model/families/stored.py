@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.model.families.computation import Rule
 from kog_dist.model.formats.source import Box
 from kog_dist.model.layout import TensorLayout
 from kog_dist.model.safetensors_file import SafetensorsFile
@@ -95,7 +96,9 @@ class Family:
 
     `unstack`: of files with one tensor for all experts of a layer, the files of their tensors with one for each, by names that
     `stored_names` gives; see `stacked_experts`.
-    `ignored`: ends of names of further tensors that files may have and that are not read; with tied embeddings a head is another.
+    `ignored`: ends of names of further tensors that files may have and that are not read. `head`: name of the LM head; one that
+    files have although config.json ties it to the embedding is not tied.
+    `keys`: those of `config.json` that are read; `own` and `has_experts`: see `check_computation`.
     `rounded_lanes`: lanes of a model whose weights are rounded at the start in groups of so many columns; None: its own.
     """
 
@@ -103,13 +106,12 @@ class Family:
     read_config: Callable[[Mapping[str, Any]], ModelSpec]
     stored_names: Callable[[ModelSpec, Mapping[str, TensorLayout]], Names]
     ignored: tuple[str, ...] = ()
-    head: str | None = None  # its name in files that have one although it is tied
+    head: str = ""
     unstack: Callable[[Path, ModelSpec, Mapping[str, SafetensorsFile], bool], dict[str, SafetensorsFile]] | None = None
     rounded_lanes: Callable[[ModelSpec, int], int] | None = None
-
-    def ignores(self, name: str, spec: ModelSpec) -> bool:
-        """Whether a tensor of this name may be in the files of a model that does not need it."""
-        return name.endswith(self.ignored) if name != self.head else spec.tied_embeddings
+    keys: frozenset[str] = frozenset()
+    own: Mapping[str, Rule] = field(default_factory=dict)
+    has_experts: bool = False
 
 
 def same_names(spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:

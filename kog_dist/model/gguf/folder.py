@@ -32,9 +32,10 @@ def gguf_of(folder: Path) -> Path | None:
     """
     if is_gguf(folder):
         return folder
-    if not os.path.isdir(folder) or any(folder.glob("*.safetensors")) or os.path.lexists(folder / "model.safetensors.index.json"):
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    if any(name.endswith(".safetensors") or name == "model.safetensors.index.json" for name in names):
         return None
-    found = sorted(path for path in folder.glob("*.gguf"))
+    found = [folder / name for name in names if name.endswith(".gguf")]
     if len(found) > 1:
         names = ", ".join(short(path.name) for path in found[:4])
         raise CheckpointError(f"{folder} has {len(found)} GGUF files ({names}); give one of them instead of the folder")

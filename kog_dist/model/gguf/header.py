@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from kog_dist.errors import CheckpointError
-from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly
+from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly, refuse_pointer
 from kog_dist.model.limits import MAX_DIMENSIONS, MAX_GGUF_HEADER_BYTES, MAX_GGUF_ITEMS, MAX_GGUF_KEYS, MAX_TENSORS
 from kog_dist.quoting import short
 
@@ -124,6 +124,9 @@ class _Reader:
 
 
 def _parse(path: Path, reader: _Reader, identity: FileIdentity) -> GgufHeader:
+    if reader.file_bytes >= 24:
+        refuse_pointer(path, reader.take(8, "the magic number"))
+        reader.at = 0
     if reader.file_bytes < 24 or reader.take(4, "the magic number") != _MAGIC:
         raise ValueError("it does not begin as a GGUF file does")
     version = reader.number("I", "the version")
