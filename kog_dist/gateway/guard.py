@@ -7,7 +7,6 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from kog_dist.gateway.bind import is_loopback
 from kog_dist.gateway.errors import MISTAKE, send_error
@@ -23,6 +22,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS: Final = frozenset({"/", "/livez", "/readyz", "/health", "/favicon.ico"})  # no key needed, and everything in /static/
 KEY_SCOPE: Final = "kog.key_scope"  # in the scope of a request: whose caches it may use, see ApiKeys
+_HOST = re.compile(r"(?P<name>[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{0,5}))?")  # nothing else, RFC 9110, 7.2
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 _ALLOWED = b"GET, HEAD, POST, OPTIONS"
 _HEADERS = b"authorization, content-type, x-api-key, x-request-id"
@@ -122,12 +122,11 @@ class Guard:
         return None
 
     def _is_own(self, host: str) -> bool:
-        try:
-            parts = urlsplit(f"//{host}")
-            name, port = (parts.hostname or "").lower(), parts.port
-        except ValueError:
+        parts = _HOST.fullmatch(host.lower())
+        if parts is None:
             return False
-        return (is_loopback(name) or name == self._host) and port in (None, self._port)
+        name, port = parts["name"], parts["port"]
+        return (is_loopback(name) or name.strip("[]") == self._host) and (not port or int(port) == self._port)
 
     def _allows_origin(self, origin: str) -> bool:
         return origin in self._cors_origins or "*" in self._cors_origins
@@ -158,11 +157,7 @@ async def _answer_preflight(send: Send, wanted: bytes) -> None:
 
 def _is_same(origin: str, host: str) -> bool:
     """Whether a page of this very service asks; a forwarder before it may speak https."""
-    try:
-        parts = urlsplit(origin)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
+    return origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
 def _where(error: BaseException) -> str:

@@ -1,5 +1,5 @@
-"""HTTP/1.1 on a connection, by uvicorn and h11, with what uvicorn leaves open: time limits for heads and for readers, and a bound
-on connections whose refusal has an OpenAI body."""
+"""HTTP/1.1 on a connection, by uvicorn and h11, with what they leave open: time limits for heads and for readers, a bound on
+connections whose refusal has an OpenAI body, and bodies with two ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _END_OF_HEAD = re.compile(rb"\n\r?\n")  # as h11 has it
 
 
 class BoundedConnection(h11.Connection):
-    """h11, which refuses a body of many small chunks: it takes 6 us for each, and there may be 43,000 in what is read at once."""
+    """h11, which refuses a body of two lengths, and one of many small chunks.
+
+    It takes 6 us for each chunk, and there may be 43,000 in what is read at once.
+    """
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(h11.SERVER, limits.head_bytes)
@@ -39,7 +42,18 @@ class BoundedConnection(h11.Connection):
                 raise h11.RemoteProtocolError("the chunks of the body are too small")
         elif isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
+            _check_framing(event)
         return event
+
+
+def _check_framing(request: h11.Request) -> None:
+    """Raise RemoteProtocolError where a proxy may see another end of the body than h11 does.
+
+    What follows that end would be a request of whoever comes next on the proxy's connection (RFC 9112, 6.1 and 6.3).
+    """
+    names = {name for name, _ in request.headers}
+    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version != b"1.1"):
+        raise h11.RemoteProtocolError("the request says in two ways where its body ends")
 
 
 class BoundedHttp(H11Protocol):

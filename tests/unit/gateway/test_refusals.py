@@ -77,6 +77,39 @@ def test_what_is_no_http_gets_an_error_too(running: RunningGateway) -> None:
         assert "error" in json.loads(answer.partition(b"\r\n\r\n")[2])
 
 
+CHUNKED, LENGTH = "transfer-encoding: chunked", "content-length: 4"
+
+
+@pytest.mark.parametrize(
+    ("version", "fields"),
+    [
+        ("1.1", (LENGTH, CHUNKED)),
+        ("1.1", (CHUNKED, LENGTH)),
+        ("1.1", ("Content-Length: 4", "Transfer-Encoding: Chunked")),
+        ("1.1", (LENGTH, LENGTH, CHUNKED)),
+        ("1.1", ("content-length: 0", CHUNKED)),
+        ("1.1", ("content-length: 4, 4", CHUNKED)),
+        ("1.1", (LENGTH, "content-length: 5")),
+        ("1.1", (CHUNKED, CHUNKED)),
+        ("1.1", ("transfer-encoding: identity", LENGTH)),
+        ("1.1", ("transfer-encoding: gzip, chunked", LENGTH)),
+        ("1.1", ("transfer-encoding : chunked", LENGTH)),
+        ("1.1", ("content-length: +4",)),
+        ("1.0", (CHUNKED, "connection: keep-alive")),
+        ("1.0", (CHUNKED, LENGTH)),
+    ],
+)
+def test_a_body_of_two_lengths_ends_its_connection(running: RunningGateway, version: str, fields: tuple[str, ...]) -> None:
+    """What a proxy takes for the rest of it would be the next request."""
+    head = "\r\n".join([f"POST /v1/completions HTTP/{version}", "host: localhost", *fields, "", ""])
+    hidden = b"0\r\n\r\nGET /hidden HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    answer = raw_request(running.port, head, hidden)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"\r\n\r\n") == 1, "the connection is closed, and nothing behind it is answered"
+    assert b"connection: close" in answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_http"
+
+
 def test_a_head_is_bounded_however_it_comes(running: RunningGateway) -> None:
     for num_bytes, pieces, status in ((32_000, 1, 200), (32_000, 7, 200), (33_000, 1, 400), (33_000, 2, 400), (65_000, 1, 400)):
         head = "GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx: "
@@ -101,19 +134,35 @@ def test_websockets_are_refused(running: RunningGateway) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "localhost:1", "[", ""]
-)
+    "host",
+    [
+        "evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "localhost:1", "[", "", "evil.example@localhost",
+        "a:b@localhost", "@localhost", "localhost/evil", "localhost#evil", "localhost?evil", "localhost\\evil",
+        "localhost evil",
+        "localhost,evil.example", "localhost:80:80", "localhost:+80", "localhost: 80", "localhost:-1", "localhost:\u00b2",
+        "localhost:99999999999", "[::1", "::1]", "[localhost]", "[::1%25lo]", "[::1]evil",
+        "http://localhost", "//localhost", "%6cocalhost",
+    ],
+)  # fmt: skip
 def test_other_hosts_are_refused_on_loopback(http: httpx.Client, host: str) -> None:
-    assert error_of(http.get("/livez", headers={"host": host}), 403)["code"] == "forbidden_host"
+    assert error_of(http.get("/livez", headers={b"host": host.encode("latin-1")}), 403)["code"] == "forbidden_host"
 
 
 def test_own_hosts_are_answered(running: RunningGateway, http: httpx.Client) -> None:
-    for host in ("localhost", f"localhost:{running.port}", f"127.0.0.1:{running.port}", f"[::1]:{running.port}"):
+    for host in (
+        "localhost",
+        "LocalHost",
+        "localhost:",
+        f"localhost:{running.port}",
+        f"127.0.0.1:{running.port}",
+        f"[::1]:{running.port}",
+    ):
         assert http.get("/livez", headers={"host": host}).status_code == 200, host
 
 
 def test_pages_of_others_are_refused(running: RunningGateway, http: httpx.Client) -> None:
-    for origin in ("https://evil.example", "null", f"http://localhost:{running.port + 1}"):
+    own = (f"{running.url}0", f"{running.url}.evil.example", f"{running.url}/page", running.url.replace("//", "//evil@"))
+    for origin in ("https://evil.example", "null", f"http://localhost:{running.port + 1}", *own):
         assert error_of(http.get("/livez", headers={"origin": origin}), 403)["code"] == "forbidden_origin"
         preflight = {"origin": origin, "access-control-request-method": "POST"}
         assert http.options("/v1/completions", headers=preflight).status_code == 403
