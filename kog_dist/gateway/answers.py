@@ -32,6 +32,7 @@ class AnswerResponse(Response):
     def __init__(self, planned: Planned, service: Service, endpoint: str) -> None:
         super().__init__()
         self._planned, self._service, self._endpoint = planned, service, endpoint
+        self._unseen = ", ".join(planned.unseen)
         self._left_out = ", ".join(planned.left_out) if service.args.unknown_fields == "warn" else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,11 +94,14 @@ class AnswerResponse(Response):
         return 200
 
     def _told(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
-        """How many requests the engine had to take before this one, how long it waited, if known; fields that were not read."""
+        """How many requests the engine had to take before this one, how long it waited, if known;
+        fields that were not read, or not shown to the model.
+        """
         place = [] if exchange.first_place is None else [(b"x-kog-queue-position", str(exchange.first_place).encode())]
         if (done := next(iter(exchange.last.values()), None)) is not None and done.queue_s is not None:
             place.append((b"x-kog-queue-ms", f"{done.queue_s * 1e3:.1f}".encode()))
-        return [*place, (b"x-kog-unknown-fields", self._left_out.encode())] if self._left_out else place
+        told = ((b"x-kog-unknown-fields", self._left_out), (b"x-kog-not-in-prompt", self._unseen))
+        return [*place, *((name, value.encode()) for name, value in told if value)]
 
     def _line(self, exchange: Exchange, scope: Scope, status: int, total_s: float) -> RequestLine:
         done = list(exchange.last.values())
@@ -115,7 +119,7 @@ class AnswerResponse(Response):
             queue_s=first.queue_s if first is not None else exchange.queue_s,
             ttft_s=exchange.meters[0].ttft_s if exchange.meters else None,
             total_s=total_s, tokens_per_s=exchange.meters[0].tokens_per_s if exchange.meters else None,
-            left_out=self._left_out or None,
+            left_out=self._left_out or None, unseen=self._unseen or None,
             prompt=self._prompt() if self._service.log.with_prompts else None, answer="".join(exchange.texts) or None,
         )  # fmt: skip
 

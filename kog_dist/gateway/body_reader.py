@@ -66,7 +66,7 @@ class BodyReader:
         if "answer" in answer:
             found: bytes = answer["answer"]
             return found
-        return unpacked(answer["generates"], answer["reply"], answer["left_out"], served.tokenizer)
+        return unpacked(answer["generates"], answer["reply"], answer["told"], served.tokenizer)
 
     async def _ask(self, head: bytes, raw: bytes) -> dict[str, Any]:
         for _ in range(2):  # a process that somebody killed is replaced

@@ -68,6 +68,7 @@ class RequestLine:
     total_s: float | None = None
     tokens_per_s: float | None = None
     left_out: str | None = None  # unknown fields of the request
+    unseen: str | None = None  # what of it the prompt does not show
     prompt: str | None = None  # these two are of the first choice, and written only with `with_prompts`
     answer: str | None = None
 
@@ -84,6 +85,7 @@ class RequestLine:
             f"{queue_ms} ms in the queue" if queue_ms and self.ttft_s is None else None,
             f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else None,
             f"unknown fields left out: {self.left_out}" if self.left_out else None,
+            f"not in the prompt: {self.unseen}" if self.unseen else None,
             self.error or self.finish_reason or ("the client has gone" if self.status == CLIENT_GONE else None),
         ]
         told = ", ".join(part for part in parts if part)

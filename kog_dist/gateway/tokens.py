@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
 from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.body import parse
-from kog_dist.gateway.openai.errors import invalid
+from kog_dist.gateway.openai.chat_request import ChatMessage, TemplateValues, Tool
+from kog_dist.gateway.openai.errors import invalid, unsupported
 from kog_dist.gateway.openai.planning import check_model
-from kog_dist.gateway.openai.request_model import RequestModel, ignored
+from kog_dist.gateway.openai.prompt import Ending, prompt_of
+from kog_dist.gateway.openai.request_model import MAX_MESSAGES, MAX_TOOLS, RequestModel, ignored
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.openai.tools import Function
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import MAX_PROMPT_IDS
 
@@ -26,10 +29,12 @@ class TokenizeRequest(RequestModel):
 
     model: ModelName | None = None
     prompt: Annotated[str, Field(max_length=MAX_TEXT_BYTES)] | None = None
-    messages: Annotated[list[dict[str, Any]], Field(max_length=4096)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    add_generation_prompt: bool = Field(default=True, description="With messages: end where the answer begins.")
-    add_special_tokens: bool | None = Field(default=None, description="Default: yes for a prompt, no for messages.")
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: TemplateValues | None = Field(default=None, description="With messages: as in a chat.")
+    add_generation_prompt: bool | None = Field(default=None, description="With messages: false ends behind the last one.")
+    continue_final_message: bool | None = Field(default=None, description="With messages: end within the last one.")
+    add_special_tokens: bool | None = Field(default=None, description="Of a prompt. Default: yes.")
     return_token_strs: bool | None = Field(default=None, description="Also the text of each token.")
     user: Any = ignored("it makes no difference here")
 
@@ -43,29 +48,40 @@ class DetokenizeRequest(RequestModel):
 
 def tokenize(body: object, served: ServedModel) -> dict[str, Any]:
     """vLLM's answer: count, max_model_len, tokens, token_strs. Raises ApiError."""
-    asked = parse(TokenizeRequest, body)
+    asked = parse(TokenizeRequest, body, leaves_out=served.leaves_out_unknown)
     tokenizer = _tokenizer(served, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("prompt", "give either prompt or messages", "missing_required_parameter")
-    special = asked.add_special_tokens
-    foreign: Sequence[tuple[int, int]] = ()
-    try:
-        if asked.prompt is not None:
-            text, special = asked.prompt, special if special is not None else True
-        elif served.chat_template is None:
-            raise invalid("messages", "this model has no chat template; give its text as prompt", "no_chat_template")
-        else:
-            rendered = served.chat_template.render(
-                asked.messages or [], tools=asked.tools, add_generation_prompt=asked.add_generation_prompt
-            )
-            text, foreign = str(rendered), () if served.obeys_special_tokens else rendered.request_runs
-        if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-            raise invalid("prompt", f"the text has more than {MAX_TEXT_BYTES} bytes")
-        ids = tokenizer.encode(text) if special else tokenizer.encode_chat(text, foreign=foreign)
-    except RequestError as error:
-        raise invalid("messages" if asked.prompt is None else "prompt", str(error), error.code) from None
+    ids = _ids_of_text(asked.prompt, tokenizer, asked) if asked.prompt is not None else _ids_of_chat(asked, served)
     texts = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids] if asked.return_token_strs else None
     return {"count": len(ids), "max_model_len": served.max_context, "tokens": ids, "token_strs": texts}
+
+
+def _ids_of_text(text: str, tokenizer: Tokenizer, asked: TokenizeRequest) -> list[int]:
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+        raise invalid("prompt", f"the text has more than {MAX_TEXT_BYTES} bytes")
+    try:
+        return tokenizer.encode(text, add_special_tokens=asked.add_special_tokens is not False)
+    except RequestError as error:
+        raise invalid("prompt", str(error), error.code) from None
+
+
+def _ids_of_chat(asked: TokenizeRequest, served: ServedModel) -> list[int]:
+    """The prompt that `/v1/chat/completions` makes of the same."""
+    if served.chat_template is None:
+        raise invalid("messages", "this model has no chat template; give its text as prompt", "no_chat_template")
+    if asked.add_special_tokens:
+        raise unsupported("add_special_tokens", "add_special_tokens: a chat template writes special tokens itself")
+    tools = [
+        Function(tool.function.name, tool.function.description, tool.function.parameters).as_chat_tool()
+        for tool in asked.tools or ()
+    ]
+    longest = replace(served, max_context=MAX_TEXT_BYTES)  # who counts may want to know how much too long a chat is
+    prompt = prompt_of(
+        asked.messages or [], tools, longest, variables=asked.chat_template_kwargs,
+        ending=Ending.of(asked.add_generation_prompt, asked.continue_final_message),
+    )  # fmt: skip
+    return list(prompt.ids)
 
 
 def detokenize(body: object, served: ServedModel) -> dict[str, Any]:

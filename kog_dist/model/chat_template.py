@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import secrets
 import select
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +30,7 @@ _TRIAL_TOOL: Final[Mapping[str, Any]] = {
     "function": {"name": "fetch_kolibri", "description": "Fetch it.", "parameters": {"type": "object", "properties": {}}},
 }
 _TRIAL_CALL: Final = {"id": "call00000", "type": "function", "function": {"name": "fetch_kolibri", "arguments": {}}}
+_NOTATION: Final = re.compile(f"""['"]text['"]: ?['"]{TRIAL_WORD}""")  # a list of parts written down as such is not read
 _USER: Final = {"role": "user", "content": "Hello."}
 _TRIALS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {  # by role; the first one is that of all conversations
     "user": [{"role": "user", "content": TRIAL_WORD}],
@@ -71,9 +74,12 @@ class RenderedChat(str):
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What a template does, seen by trial. `takes_parts`: roles whose content it shows as a list of parts only."""
+    """What a template does, seen by trial. `takes_parts`: roles whose content it shows as a list of parts only; `reads_parts`: as
+    such a list, too.
+    """
 
     takes_parts: frozenset[str]
+    reads_parts: frozenset[str]
     shows_tools: bool
     variables: frozenset[str]  # names that it looks at
 
@@ -125,11 +131,14 @@ class ChatTemplate:
         """What it does with content as a text and as parts, and with tools. Raises CheckpointError if it cannot be used."""
         self.check()
         takes_parts: set[str] = set()
+        reads_parts: set[str] = set()
         for role in _TRIALS:
-            if not self._shows(role, takes_parts) and self._shows(role, takes_parts | {role}):
-                takes_parts.add(role)
-        shows_tools = self._shows("user", takes_parts, tools=[_TRIAL_TOOL], word=_TRIAL_TOOL["function"]["name"])
-        return TemplateFacts(frozenset(takes_parts), shows_tools, self._variables)
+            as_text, in_parts = self._tried(role, takes_parts), self._tried(role, takes_parts | {role})
+            if TRIAL_WORD in in_parts and not _NOTATION.search(in_parts):
+                takes_parts |= set() if TRIAL_WORD in as_text else {role}
+                reads_parts |= {role} if as_text == in_parts or role in takes_parts else set()
+        shows_tools = _TRIAL_TOOL["function"]["name"] in self._tried("user", takes_parts, tools=[_TRIAL_TOOL])
+        return TemplateFacts(frozenset(takes_parts), frozenset(reads_parts), shows_tools, self._variables)
 
     def render(
         self,
@@ -168,16 +177,16 @@ class ChatTemplate:
             raise RequestError("chat_template_limit", f"rendering the chat template was stopped: {answer}")
         raise RequestError("chat_template_failed", f"the chat template failed on this conversation: {answer}")
 
-    def _shows(self, role: str, takes_parts: Set[str], *, word: str = TRIAL_WORD, tools: Any = None) -> bool:
-        """Whether a trial conversation with a message of this role shows that message."""
+    def _tried(self, role: str, takes_parts: Set[str], tools: Any = None) -> str:
+        """The prompt of a trial conversation with a message of this role; empty if the template refuses it."""
         messages = [
             {**message, "content": as_parts(message["content"]) if message["role"] in takes_parts else message["content"]}
             for message in _TRIALS[role]
         ]
         try:
-            return word in self.render(messages, tools=tools)
+            return self.render(messages, tools=tools)
         except RequestError:
-            return False
+            return ""
 
     def close(self) -> None:
         """End the child, if there is one. The template can be used again all the same."""
@@ -287,6 +296,27 @@ class ChatTemplate:
 def as_parts(content: object) -> object:
     """Content as a list of parts, as some templates want it."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def continued(
+    render: Callable[[Sequence[Mapping[str, Any]]], RenderedChat], messages: Sequence[Mapping[str, Any]]
+) -> RenderedChat:  # fmt: skip
+    """The prompt up to where the content of the last message ends, so that an answer goes on with it. What the template strips of
+    its end is not there. `render`: without a beginning of an answer. Raises what it raises, and RequestError `chat_rejected` if
+    the prompt does not show that end.
+    """
+    mark = f"{secrets.token_hex(8)} "  # the blank shows whether the template strips
+    last = dict(messages[-1])
+    if isinstance(last["content"], str):
+        last["content"] += mark
+    else:
+        *parts, part = last["content"]
+        last["content"] = [*parts, {**part, "text": part["text"] + mark}]
+    text = render([*messages[:-1], last])
+    place = text.rfind(mark.strip())
+    if place < 0:
+        raise RequestError("chat_rejected", "the chat template does not show the end of the last message: it cannot be continued")
+    return text.cut(place if text.startswith(mark, place) else len(text[:place].rstrip()))
 
 
 def render(

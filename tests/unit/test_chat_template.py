@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -312,18 +313,36 @@ def folder_with(folder: Path, template: str | None, config: object) -> Path:
     return folder
 
 
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "from the list"}]
+
+
 @pytest.mark.parametrize(
-    ("template", "config", "expected"),
+    ("template", "config", "tool_use", "expected"),
     [
-        ("from the file", "from the config", "from the file"),
-        (None, "from the config", "from the config"),
-        (None, [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "from the list"}], "from the list"),
+        ("from the file", "from the config", None, ("from the file", "from the file")),
+        (None, "from the config", None, ("from the config", "from the config")),
+        (None, NAMED, None, ("from the list", "tools")),
+        ("from the file", NAMED, None, ("from the file", "from the file")),
+        ("from the file", None, "tools", ("from the file", "tools")),
+        ("from the file", NAMED, "other tools", ("from the file", "other tools")),
     ],
 )
-def test_which_template_wins(tmp_path: Path, template: str | None, config: object, expected: str) -> None:
-    found = ChatTemplate.from_folder(folder_with(tmp_path, template, config))
+def test_which_template_wins(
+    tmp_path: Path, template: str | None, config: object, tool_use: str | None, expected: tuple[str, str]
+) -> None:  # fmt: skip
+    """As transformers has it, with and without tools."""
+    folder = folder_with(tmp_path, template, config)
+    if tool_use is not None:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    found = ChatTemplate.from_folder(folder)
     assert found is not None
-    assert found.source == expected
+    assert (found.source, found.tool_source) == expected
+    with found:
+        assert (found.render(CHAT), found.render(CHAT, tools=[{}])) == expected
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(str(folder / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    assert (theirs.get_chat_template(), theirs.get_chat_template(tools=[{}])) == expected
 
 
 def test_a_folder_without_a_template(tmp_path: Path) -> None:

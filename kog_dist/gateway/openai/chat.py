@@ -20,7 +20,7 @@ from kog_dist.gateway.openai.planning import (
     sampling_params,
     schema_text,
 )
-from kog_dist.gateway.openai.prompt import beginning_of, effort_of, prompt_ids
+from kog_dist.gateway.openai.prompt import Ending, beginning_of, effort_of, prompt_of
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.request_model import JsonObjectFormat, TextFormat
 from kog_dist.gateway.openai.served import ServedModel
@@ -43,21 +43,24 @@ def plan_chat(body: object, served: ServedModel, key_scope: str = "") -> Planned
     use = _tool_use(request, served, has_format=answer_schema is not None)
     tools = [function.as_chat_tool() for function in use.offered]
     variables = effort_of(request.reasoning_effort, served) | (request.chat_template_kwargs or {})
-    ids = prompt_ids(request.messages, tools, served, variables=variables, begins_with=use.begins_with, scope=request.cache_salt)
+    prompt = prompt_of(
+        request.messages, tools, served, variables=variables, begins_with=use.begins_with, scope=request.cache_salt,
+        ending=Ending.of(request.add_generation_prompt, request.continue_final_message),
+    )  # fmt: skip
     num_choices = request.n or 1
     stamp = Stamp.new("chatcmpl-")
     conversation = conversation_of(request, beginning_of(request.messages))
     params = sampling_params(request, served, (request.top_logprobs or 0) if request.logprobs else None)
-    prompt = {
-        "prompt_ids": ids,
-        "max_tokens": answer_limit((request.max_tokens, request.max_completion_tokens), len(ids), served, "messages"),
+    fields = {
+        "prompt_ids": prompt.ids,
+        "max_tokens": answer_limit((request.max_tokens, request.max_completion_tokens), len(prompt.ids), served, "messages"),
         "json_schema": use.json_schema or answer_schema,
     }
-    generates = plan_choices("messages", request, stamp, [prompt], num_choices, params, conversation)
+    generates = plan_choices("messages", request, stamp, [fields], num_choices, params, conversation)
     form = ReplyForm.of(stamp, served.name, num_choices, num_choices, request.stream, request.stream_options)
     names = TokenNames(served.tokenizer) if request.logprobs else None
-    reply = ChatReply(form, use.after(ids, served), names, served.tokenizer, ids)
-    return Planned(generates, form.stream, reply, request.left_out)
+    reply = ChatReply(form, use.after(prompt.ids, served), names, served.tokenizer, prompt.ids)
+    return Planned(generates, form.stream, reply, request.left_out, prompt.unseen)
 
 
 def format_schema(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None, param: str) -> str | None:

@@ -87,6 +87,8 @@ class ChatMessage(RequestModel):
     reasoning_content: str | None = Field(
         default=None, description="Handed to the chat template. Also `reasoning` and `thinking`, as other servers call it."
     )
+    prefix: bool | None = Field(default=None, description="Of the last message: the answer goes on with it. Also `partial`.")
+    partial: bool | None = None
     refusal: str | None = Field(default=None, description="Of an earlier answer: its text where it has no content.")
     annotations: Any = ignored("of an earlier answer")
     cache_control: Any = ignored(CACHE_CONTROL)
@@ -167,6 +169,7 @@ class JsonSchemaFormat(RequestModel):
 MAX_TEMPLATE_VALUES = 32
 TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TemplateValue = Annotated[str, Field(max_length=4096)] | bool | int | float | None
+TemplateValues = Annotated[dict[TemplateName, TemplateValue], Field(max_length=MAX_TEMPLATE_VALUES)]
 
 _CHAT_ONLY: Mapping[str, Refusal] = {
     "functions": Refusal("it is deprecated; use tools", (None, [])),
@@ -175,8 +178,6 @@ _CHAT_ONLY: Mapping[str, Refusal] = {
     "modalities": Refusal("the model speaks text only", (None, ["text"])),
     "web_search_options": Refusal("there is no web search"),
     "chat_template": Refusal("the template is the model's own"),
-    "continue_final_message": Refusal("an answer is always a new message", (None, False)),
-    "add_generation_prompt": Refusal("an answer is always a new message", (None, True)),
     "documents": Refusal("put them into messages", (None, [])),
     "mm_processor_kwargs": Refusal("the model reads text only", (None, {})),
     "echo": Refusal("the prompt is not repeated", (None, False)),
@@ -210,8 +211,14 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="An enforced answer has one call in either case.")
-    chat_template_kwargs: Annotated[dict[TemplateName, TemplateValue], Field(max_length=MAX_TEMPLATE_VALUES)] | None = Field(
+    chat_template_kwargs: TemplateValues | None = Field(
         default=None, description="Variables of the model's chat template, such as enable_thinking; see its model card."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="As in vLLM: false ends the prompt with the last message, not where an answer begins."
+    )
+    continue_final_message: bool | None = Field(
+        default=None, description="As in vLLM: the answer goes on with the last message, which is an assistant's."
     )
     reasoning_effort: Any = Field(default=None, description="Of gpt-oss: low, medium or high. Else accepted and ignored.")
     verbosity: Any = ignored("the model does not know it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -28,24 +28,28 @@ def packed(planned: Planned) -> dict[str, Any]:
         generates = [encode(message) for message in planned.generates]
     except BadMessage as error:
         raise invalid(None, str(error)) from None
-    return {"generates": generates, "reply": json.dumps(_recipe(planned.reply)).encode(), "left_out": planned.left_out}
+    told = {"left_out": planned.left_out, "unseen": planned.unseen}
+    return {"generates": generates, "reply": json.dumps(_recipe(planned.reply)).encode(), "told": told}
 
 
-def unpacked(generates: Sequence[bytes], reply: bytes, left_out: Sequence[str], tokenizer: Tokenizer | None) -> Planned:
+def unpacked(
+    generates: Sequence[bytes], reply: bytes, told: Mapping[str, Sequence[str]], tokenizer: Tokenizer | None
+) -> Planned:  # fmt: skip
     """The inverse. `tokenizer`: of the served model, for the names of tokens."""
     recipe: dict[str, Any] = json.loads(reply)
+    left_out, unseen = tuple(told["left_out"]), tuple(told["unseen"])
     names = TokenNames(tokenizer) if recipe["has_names"] else None
     messages = tuple(_generate(frame) for frame in generates)
     if "outline" in recipe:
         use, ids = _tool_use(recipe["use"]), messages[0].prompt_ids or ()
         made: Reply = ResponseReply(recipe["outline"], use, names, tokenizer, ids, stream=recipe["stream"])
-        return Planned(messages, recipe["stream"], made, tuple(left_out))
+        return Planned(messages, recipe["stream"], made, left_out, unseen)
     form = ReplyForm(**{**recipe["form"], "stamp": Stamp(**recipe["form"]["stamp"])})
     if "use" in recipe:
         made = ChatReply(form, _tool_use(recipe["use"]), names, tokenizer, messages[0].prompt_ids or ())
     else:
         made = CompletionReply(form, names, [Echo(**echo) for echo in recipe["echoes"]])
-    return Planned(messages, form.stream, made, tuple(left_out))
+    return Planned(messages, form.stream, made, left_out, unseen)
 
 
 def packed_error(error: ApiError) -> bytes:

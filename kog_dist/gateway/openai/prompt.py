@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kog_dist.errors import CheckpointError, RequestError
@@ -12,7 +14,8 @@ from kog_dist.gateway.openai.chat_request import ChatMessage
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.planning import encode_prompt
 from kog_dist.gateway.openai.served import ChatRenderer, ServedModel
-from kog_dist.model.chat_template import RenderedChat
+from kog_dist.gateway.openai.unseen import MOST_NAMED, unseen_fields
+from kog_dist.model.chat_template import RenderedChat, as_parts, continued
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.strict_json import parse_json
 
@@ -21,11 +24,38 @@ _MAX_ARGUMENTS = 1 << 17  # values of one call
 _OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}
 
 
-def prompt_ids(
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids of a conversation. `unseen`: paths of what was sent and is not in it."""
+
+    ids: tuple[int, ...]
+    unseen: tuple[str, ...] = ()
+
+
+class Ending(enum.Enum):
+    """Where a prompt ends: where an answer begins, behind the last message, or within it, so that the answer goes on with it."""
+
+    ANSWER = enum.auto()
+    MESSAGE = enum.auto()
+    CONTINUED = enum.auto()
+
+    @classmethod
+    def of(cls, add_generation_prompt: bool | None, continue_final_message: bool | None) -> Ending:
+        """By vLLM's two fields. Raises ApiError if they contradict each other."""
+        if continue_final_message and add_generation_prompt:
+            reason = "continue_final_message and add_generation_prompt exclude each other; the last message is continued or ended"
+            raise invalid("continue_final_message", reason)
+        if continue_final_message:
+            return cls.CONTINUED
+        return cls.MESSAGE if add_generation_prompt is False else cls.ANSWER
+
+
+def prompt_of(
     messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages",
-    *, variables: Mapping[str, Any] | None = None, begins_with: str = "", scope: str | None = None,
-) -> tuple[int, ...]:  # fmt: skip
-    """Token ids of the conversation, up to where the answer begins. Raises ApiError 400 naming the message that is wrong.
+    *, variables: Mapping[str, Any] | None = None, ending: Ending = Ending.ANSWER, begins_with: str = "",
+    scope: str | None = None,
+) -> Prompt:  # fmt: skip
+    """The conversation up to where the answer begins. Raises ApiError 400 naming the message that is wrong.
 
     `variables`: further ones of the chat template. `begins_with`: of the answer, what is decided before it. `scope`: the
     request's `cache_salt`.
@@ -35,14 +65,20 @@ def prompt_ids(
             raise invalid("chat_template_kwargs", f"chat_template_kwargs: {name} is given by the request or the model itself")
     if variables and served.chat_template is None:
         raise invalid("chat_template_kwargs", "this model has no chat template", "no_chat_template")
+    if ending is not Ending.MESSAGE and (messages[-1].prefix or messages[-1].partial):
+        ending = Ending.CONTINUED
+    if ending is Ending.CONTINUED:
+        _check_continued(messages, param, begins_with)
     plain = [_plain_message(message, f"{param}[{idx}]") for idx, message in enumerate(messages)]
-    if served.chat_template is None or served.tokenizer is None:
+    template = served.chat_template
+    if template is None or served.tokenizer is None:
         literally = Tokenizer.encode if served.obeys_special_tokens else Tokenizer.encode_literally
-        return encode_prompt(joined_text(plain), served, param, literally)
+        return Prompt(encode_prompt(joined_text(plain), served, param, literally), ("tools",) if tools else ())
     if served.has_channels:
         plain = [_with_thinking(message) for message in plain]
     try:
-        text = _rendered(served.chat_template, plain, tools, variables)
+        shown = [_in_form(message, given, template) for message, given in zip(plain, messages, strict=True)]
+        text, unseen = _rendered(template, shown, tools, param, ending, variables or {})
     except RequestError as error:
         raise invalid(param, str(error), error.code) from None
     except CheckpointError as error:
@@ -52,21 +88,59 @@ def prompt_ids(
     def encode(tokenizer: Tokenizer, prompt: str) -> Sequence[int]:
         return tokenizer.encode_chat(prompt, scope or "", foreign)
 
-    return encode_prompt(text + begins_with, served, param, encode)
+    return Prompt(encode_prompt(text + begins_with, served, param, encode), unseen)
+
+
+def _check_continued(messages: Sequence[ChatMessage], param: str, begins_with: str) -> None:
+    last = messages[-1]
+    if last.role != "assistant" or last.content is None or last.tool_calls:
+        where = f"{param}[{len(messages) - 1}]"
+        raise invalid(where, f"continue_final_message: {where} must be an assistant's message with content and without calls")
+    if begins_with:
+        raise invalid("continue_final_message", "continue_final_message excludes tools that must be called and response_format")
+
+
+def _in_form(message: dict[str, Any], given: ChatMessage, template: ChatRenderer) -> dict[str, Any]:
+    """The message with its content as a text or in parts, as the template shows it."""
+    role, content = message["role"], message["content"]
+    if role in template.facts.reads_parts and isinstance(given.content, list) and content == _text_of(given):
+        return {**message, "content": [{"type": "text", "text": part.text} for part in given.content]}
+    return {**message, "content": as_parts(content)} if role in template.facts.takes_parts else message
 
 
 def _rendered(
-    template: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any] | None,
-) -> RenderedChat:  # fmt: skip
-    """The prompt. A template that breaks on arguments that are no object gets those calls as text of their message."""
+    template: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], param: str, ending: Ending,
+    variables: Mapping[str, Any],
+) -> tuple[RenderedChat, tuple[str, ...]]:  # fmt: skip
+    """The prompt, and what it does not show. A template that breaks on arguments that are no object gets those calls as text."""
+
+    def render(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> RenderedChat:
+        def of(messages: Sequence[Mapping[str, Any]]) -> RenderedChat:
+            begins = ending is Ending.ANSWER
+            return template.render(messages, tools=tools or None, add_generation_prompt=begins, variables=variables)
+
+        return continued(of, messages) if ending is Ending.CONTINUED else of(messages)
+
     try:
-        return template.render(messages, tools=tools or None, variables=variables)
+        text = render(messages, tools)
     except RequestError:
         as_text = [_with_broken_calls_as_text(message) for message in messages]
         if as_text == messages:
             raise
-        return template.render(as_text, tools=tools or None, variables=variables)
+        messages = as_text
+        text = render(messages, tools)
+    unseen = [f"chat_template_kwargs.{name}" for name in variables if name not in template.facts.variables]
+    if tools and not template.facts.shows_tools and _is_same(render, messages, text):
+        unseen, tools = [*unseen, "tools"], ()
+    return text, tuple([*unseen, *unseen_fields(messages, tools, text, param)][:MOST_NAMED])
+
+
+def _is_same(render: Callable[..., str], messages: Sequence[dict[str, Any]], text: str) -> bool:
+    """Whether the prompt is the same without tools."""
+    try:
+        return render(messages, ()) == text
+    except RequestError:
+        return False
 
 
 def _with_broken_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -76,9 +150,12 @@ def _with_broken_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     if not broken:
         return message
     whole = [call for call in calls if not isinstance(call["function"]["arguments"], str)]
-    said = [message["content"], *(f"{function['name']}({function['arguments']})" for function in broken)]
+    content = message["content"]
+    said = "\n".join(f"{function['name']}({function['arguments']})" for function in broken)
     plain = {name: value for name, value in message.items() if name != "tool_calls"} | ({"tool_calls": whole} if whole else {})
-    return plain | {"content": "\n".join(filter(None, said))}
+    if isinstance(content, list):
+        return plain | {"content": [*content, {"type": "text", "text": said}]}
+    return plain | {"content": f"{content}\n{said}" if content else said}
 
 
 def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:

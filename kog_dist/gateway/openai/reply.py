@@ -53,9 +53,10 @@ class Reply(Protocol):
 @dataclass(frozen=True)
 class Planned:
     """A checked request. `generates`: one per choice, with ids of their own, to be sent in this order. `left_out`: names of its
-    fields that nobody here knows."""
+    fields that nobody here knows. `unseen`: paths of what the prompt does not show."""
 
     generates: tuple[Generate, ...]
     stream: bool
     reply: Reply
     left_out: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from kog_dist.gateway.openai.planning import (
     sampling_params,
     schema_text,
 )
-from kog_dist.gateway.openai.prompt import beginning_of, effort_of, prompt_ids
+from kog_dist.gateway.openai.prompt import beginning_of, effort_of, prompt_of
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.request_model import JsonObjectFormat, TextFormat
 from kog_dist.gateway.openai.responses_reply import ResponseReply
@@ -47,20 +47,23 @@ def plan_response(body: object, served: ServedModel, key_scope: str = "") -> Pla
     messages = _messages(request)
     tools = [function.as_chat_tool() for function in use.offered]
     variables = effort_of(request.effort, served)
-    ids = prompt_ids(messages, tools, served, "input", variables=variables, begins_with=use.begins_with, scope=request.cache_salt)
+    prompt = prompt_of(
+        messages, tools, served, "input", variables=variables, begins_with=use.begins_with, scope=request.cache_salt
+    )
     has_logprobs = request.top_logprobs is not None or LOGPROBS_INCLUDED in (request.include or ())
     stamp = Stamp.new("resp_")
     params = sampling_params(request, served, (request.top_logprobs or 0) if has_logprobs else None)
-    prompt = {
-        "prompt_ids": ids,
-        "max_tokens": answer_limit((request.max_output_tokens,), len(ids), served, "input"),
+    fields = {
+        "prompt_ids": prompt.ids,
+        "max_tokens": answer_limit((request.max_output_tokens,), len(prompt.ids), served, "input"),
         "json_schema": use.json_schema or answer_schema,
     }
-    generates = plan_choices("input", request, stamp, [prompt], 1, params, conversation_of(request, beginning_of(messages)))
+    generates = plan_choices("input", request, stamp, [fields], 1, params, conversation_of(request, beginning_of(messages)))
     outline = _outline(request, stamp, served, params)
     names = TokenNames(served.tokenizer) if has_logprobs else None
-    reply = ResponseReply(outline, use.after(ids, served), names, served.tokenizer, ids, stream=bool(request.stream))
-    return Planned(generates, bool(request.stream), reply, request.left_out)
+    use = use.after(prompt.ids, served)
+    reply = ResponseReply(outline, use, names, served.tokenizer, prompt.ids, stream=bool(request.stream))
+    return Planned(generates, bool(request.stream), reply, request.left_out, prompt.unseen)
 
 
 def without_hosted_tools(body: object) -> object:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kog_dist.gateway.body_reader import SMALL_BYTES
 from kog_dist.gateway.limits import Limits
 from kog_dist.rpc.messages import Accepted, Alive, ErrorCode, FinishReason, PrefillProgress
 from tests.unit.gateway.scripted_engine import (
@@ -233,6 +234,20 @@ def test_unknown_fields_are_told_ignored_or_refused(
         if mode != "refuse":
             until(lambda: len([line for line in made.log() if line.get("event") == "request"]) == 2)
             assert {line.get("left_out") for line in made.log() if line.get("event") == "request"} == {told}
+
+
+def test_what_the_prompt_does_not_show_is_told(shared_engine: ScriptedEngine, folder: Path, engine: ScriptedEngine) -> None:
+    """The model of these tests has no template, so nothing shows it tools; also of a body that another process reads."""
+    engine.on_generate = says("a")
+    tool = {"type": "function", "function": {"name": "f", "description": ""}}
+    with gateway(shared_engine, folder) as made, client(made) as http:
+        for padding, stream in (("", False), ("", True), ("x" * (SMALL_BYTES + 1), False)):
+            tools = [{**tool, "function": {"name": "f", "description": padding}}]
+            body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "stream": stream}
+            response = http.post("/v1/chat/completions", json=body)
+            assert response.headers.get("x-kog-not-in-prompt") == "tools", response.text
+        until(lambda: len([line for line in made.log() if line.get("event") == "request"]) == 3)
+        assert {line.get("unseen") for line in made.log() if line.get("event") == "request"} == {"tools"}
 
 
 def test_a_slow_reader_loses_its_stream_and_nobody_else_does(

@@ -211,7 +211,7 @@ def test_kept_texts_are_found_by_the_key_s_salt(
 
     class Template:
         source = tool_source = ""
-        facts = TemplateFacts(frozenset(), shows_tools=True, variables=frozenset())
+        facts = TemplateFacts(frozenset(), frozenset(), shows_tools=True, variables=frozenset())
 
         def render(self, messages: Any, **_: Any) -> RenderedChat:
             return RenderedChat(messages[0]["content"])

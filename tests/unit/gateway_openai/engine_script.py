@@ -49,7 +49,9 @@ class TemplateTwin:
         self.source = self.tool_source = source
         self._environment = make_environment()
         self._template = self._environment.from_string(source)
-        self.facts = TemplateFacts(frozenset(), shows_tools="tools" in source, variables=frozenset({"reasoning_effort"}))
+        self.facts = TemplateFacts(
+            frozenset(), frozenset(), shows_tools="tools" in source, variables=frozenset({"reasoning_effort"})
+        )
 
     def render(
         self,

@@ -54,7 +54,7 @@ def test_unknown_fields_that_look_like_no_other_are_left_out(base_model: ServedM
     assert planned.left_out == ("wings", "x-y.z")
     assert planned.generates[0].prompt_ids == plan(body, base_model).generates[0].prompt_ids
     parts = packed(planned)
-    again = unpacked(parts["generates"], parts["reply"], parts["left_out"], base_model.tokenizer)
+    again = unpacked(parts["generates"], parts["reply"], parts["told"], base_model.tokenizer)
     assert again.left_out == planned.left_out
     assert len(plan({**body, **{f"wings{i}": 0 for i in range(16)}}, base_model).left_out) == 16
     assert plan({**body, **{f"wings{i}": 0 for i in range(20)}}, base_model).left_out[15:] == ("wings15", "and 4 more")
