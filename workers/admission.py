@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.errors import RequestError
-from kog_dist.rpc.messages import ErrorCode, Generate
+from kog_dist.rpc.messages import Generate
 from kog_dist.workers.client_events import StreamEvents
 from kog_dist.workers.grammar.service import GrammarService
 from kog_dist.workers.model_folder import ModelFolder
@@ -52,10 +52,10 @@ class Admission:
         """Accept or refuse the requests of which something has become known; others may have taken their room meanwhile."""
         if (answer := self._texts.answer()) is not None:
             self._take_read(*answer)
-        for stream, refusal in self._grammars.verdicts():
+        for stream, refusal, code in self._grammars.verdicts():
             try:
                 if refusal is not None:
-                    raise RequestError(ErrorCode.INVALID_CONSTRAINT, refusal)
+                    raise RequestError(code, refusal)
                 self._check_room(stream.peer, stream.request_id)
             except RequestError as error:
                 self._clients.refuse(stream.peer, stream.request_id, error)
@@ -77,7 +77,7 @@ class Admission:
         if stream.constraint is None:
             self._accept(stream)
             return
-        self._grammars.ask(stream, stream.constraint)
+        self._grammars.ask(stream, stream.peer, stream.constraint)
         stream.told_position = self._requests.place(stream)
 
     def _check_room(self, peer: bytes, request_id: str) -> None:

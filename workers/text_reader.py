@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.rpc.messages import Generate
+from kog_dist.runtime.rounds import Rounds
 
 LONG_TEXT = 2048  # characters, which take about a millisecond: shorter ones are read at once
 UNREAD = DecodeRequest(prompt=(), max_tokens=1)  # what is known of a request while its text is being read
@@ -24,6 +23,7 @@ Read = Callable[[], DecodeRequest]
 @dataclass(eq=False)
 class _Reading(Generic[Asker]):
     asker: Asker
+    client: bytes
     read: Read
     is_wanted: bool = True
     found: DecodeRequest | BaseException | None = None  # None: not read yet
@@ -35,7 +35,7 @@ class TextReader(Generic[Asker]):
     """
 
     def __init__(self) -> None:
-        self._lines: dict[bytes, deque[_Reading[Asker]]] = {}  # by client, in the order of their turns
+        self._waiting = Rounds[_Reading[Asker]]()
         self._reading: _Reading[Asker] | None = None  # what the thread has
         self._orders: SimpleQueue[_Reading[Asker] | None] = SimpleQueue()  # None: end
         self._lock = threading.Lock()  # of the event, which the thread must not write once it is closed
@@ -56,8 +56,7 @@ class TextReader(Generic[Asker]):
         if self._reading is None:  # nobody waits: this is asked between any two tokens
             return []
         current = [self._reading] if self._reading.is_wanted else []
-        rounds = chain.from_iterable(zip_longest(*self._lines.values()))
-        return [reading.asker for reading in (*current, *rounds) if reading is not None]
+        return [reading.asker for reading in (*current, *self._waiting)]
 
     @property
     def fds(self) -> list[int]:
@@ -67,7 +66,7 @@ class TextReader(Generic[Asker]):
     def ask(self, asker: Asker, client: bytes, read: Read) -> None:
         """Have `read` called in the thread; `answer` will name the asker."""
         assert self._event_fd >= 0, "start it first"
-        self._lines.setdefault(client, deque()).append(_Reading(asker, read))
+        self._waiting.add(client, _Reading(asker, client, read))
         self._give()
 
     def forget(self, asker: Asker) -> None:
@@ -75,13 +74,10 @@ class TextReader(Generic[Asker]):
         if self._reading is not None and self._reading.asker is asker:
             self._reading.is_wanted = False
             return
-        for client, line in self._lines.items():
-            for reading in line:
-                if reading.asker is asker:
-                    line.remove(reading)
-                    if not line:
-                        del self._lines[client]
-                    return
+        for reading in self._waiting:
+            if reading.asker is asker:
+                self._waiting.remove(reading.client, reading)
+                return
 
     def has_answer(self) -> bool:
         """Whether `answer` has something to do."""
@@ -99,7 +95,7 @@ class TextReader(Generic[Asker]):
 
     def close(self) -> None:
         """Forget everybody; a text that is being read is still read to its end, for nobody."""
-        self._lines.clear()
+        self._waiting.clear()
         self._reading = None
         self._orders.put(None)
         with self._lock:
@@ -108,14 +104,9 @@ class TextReader(Generic[Asker]):
             self._event_fd = -1
 
     def _give(self) -> None:
-        if self._reading is not None or not self._lines:
-            return
-        client = next(iter(self._lines))
-        line = self._lines.pop(client)
-        self._reading = line.popleft()
-        if line:
-            self._lines[client] = line  # behind all others
-        self._orders.put(self._reading)
+        if self._reading is None and len(self._waiting):
+            self._reading = self._waiting.pop()
+            self._orders.put(self._reading)
 
     def _work(self) -> None:
         while (reading := self._orders.get()) is not None:

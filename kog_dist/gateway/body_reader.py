@@ -1,4 +1,4 @@
-"""Bodies are read where they hold nobody up: small ones in a thread, others in a process, one at a time, clients in turns.
+"""Bodies are read where they hold nobody up: small ones in threads, others in a process, one at a time; clients take turns.
 
 To read JSON keeps the interpreter's lock: 4 MiB of `[],` took 0.3 s, in which no stream had a token. A small body, by its bytes
 and by how many arrays and objects it has, takes a few milliseconds at most, and less than the way to the process.
@@ -29,8 +29,9 @@ from kog_dist.runtime import python_child
 SMALL_BYTES: Final = 16 << 10
 SMALL_CONTAINERS: Final = 256  # arrays and objects
 READ_S: Final = 10.0  # of one body, with the start of the process; its own limit is CPU_S
-WAITING: Final = 64  # bodies that wait for their turn
-WAITING_OF_ONE: Final = 8
+SMALL_AT_ONCE: Final = 2  # small bodies: each waits for the interpreter's lock, and the streams with it
+WAITING, WAITING_OF_ONE = 64, 8  # large bodies that wait for their turn
+SMALL_WAITING, SMALL_WAITING_OF_ONE = 1024, 256
 WAIT_S: Final = 10.0
 END_S: Final = 1.0
 _COMPLEX: Final = frozenset({-signal.SIGPROF, -signal.SIGABRT, OUT_OF_MEMORY})  # ends that are the body's fault
@@ -45,20 +46,24 @@ class BodyReader:
         self._model = model
         self._child: _Child | None = None
         self._turns = Turns(most=WAITING, most_of_one=WAITING_OF_ONE, wait_s=WAIT_S)
+        self._small_turns = Turns(
+            most=SMALL_WAITING, most_of_one=SMALL_WAITING_OF_ONE, wait_s=WAIT_S, num_at_once=SMALL_AT_ONCE
+        )  # fmt: skip
         self._ending: set[asyncio.Task[int | None]] = set()  # processes that were killed
         self.num_outside = 0  # bodies that were read in the process
 
     async def read(self, path: str, raw: bytes, served: ServedModel, client: Hashable, key_scope: str) -> Planned | bytes:
         """See body_work.read. `client`: whose turn it takes."""
-        if is_small(raw):
-            return await asyncio.to_thread(body_work.read, path, raw, served, key_scope)
+        small = is_small(raw)
+        turns, size, most = (self._small_turns, "small", SMALL_WAITING) if small else (self._turns, "large", WAITING)
         try:
-            async with self._turns.of(client):
+            async with turns.of(client):
+                if small:
+                    return await asyncio.to_thread(body_work.read, path, raw, served, key_scope)
                 self.num_outside += 1
                 answer = await self._ask(question(path, served, key_scope), raw)
         except NoTurn:
-            reason = f"{len(self._turns)} large bodies wait to be read, at most {WAITING} or {WAIT_S:g} s; try again"
-            raise _busy(reason) from None
+            raise _busy(f"{len(turns)} {size} bodies wait to be read, at most {most} or {WAIT_S:g} s; try again") from None
         if "error" in answer:
             raise unpacked_error(answer["error"])
         if "mistake" in answer:

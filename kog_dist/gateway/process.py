@@ -21,7 +21,7 @@ from kog_dist.gateway.limits import LIMITS
 from kog_dist.rpc.process_main import serve_argument
 from kog_dist.runtime.process_page import ProcessPage
 
-MAX_CHECKS = 2  # requests that are checked at the same time: each waits for the interpreter's lock, and the streams with it
+SPARE_THREADS = 2  # to wait for processes that end
 SWITCH_S = 0.0005  # a thread that checks a request gives way to the streams after so long
 SPARE_FILES = 128  # descriptors besides those of HTTP connections
 
@@ -29,6 +29,7 @@ SPARE_FILES = 128  # descriptors besides those of HTTP connections
 def run_gateway(args: GatewayArgs) -> int:
     """The life of the process. Returns its exit code; raises KogError if it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to decide on, until `serve` answers signals
+    from kog_dist.gateway.body_reader import SMALL_AT_ONCE
     from kog_dist.gateway.logs import Log
     from kog_dist.gateway.server import serve
     from kog_dist.gateway.service import Service
@@ -47,7 +48,9 @@ def run_gateway(args: GatewayArgs) -> int:
     sys.setswitchinterval(SWITCH_S)
 
     async def run() -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_CHECKS, thread_name_prefix="check"))
+        asyncio.get_running_loop().set_default_executor(
+            ThreadPoolExecutor(SMALL_AT_ONCE + SPARE_THREADS, thread_name_prefix="check")
+        )
         service = Service(args, log, url=url_of(args.host, listener), limits=limits)
         gc.freeze()  # what is there now stays: looking through it again and again would hold up the streams
         log.event("serving", url=service.url, key="required" if keys else "none")

@@ -40,7 +40,7 @@ def welcome(fleet: Fleet, instance: str, *, is_draining: bool) -> Welcome | None
 
 def status_report(
     fleet: Fleet, instance: str, counters: Counters, attempts: Mapping[str, RoutedRequest], waiting: Sequence[str], *,
-    max_waiting: int, uptime_s: float, num_bad_messages: int, is_draining: bool,
+    max_waiting: int, max_waiting_of_one: int, uptime_s: float, num_bad_messages: int, is_draining: bool,
 ) -> StatusReport:  # fmt: skip
     """Everything about the fleet; ranks are those of all replicas, one replica after the other."""
     links = fleet.links()
@@ -58,7 +58,8 @@ def status_report(
         waited_s=tuple(waited_s for report in of_all for waited_s in _of_ranks(report.waited_s, report))[:_SHOWN],
         prefill=bool(of_all) and all(report.prefill for report in of_all),
         uptime_s=uptime_s, running=next(iter(running.values()), None), waiting=tuple(waiting)[:_SHOWN],
-        queue_limit=max_waiting, num_completed=counters.num_completed, num_cancelled=counters.num_cancelled,
+        queue_limit=max_waiting, client_queue_limit=max_waiting_of_one,
+        num_completed=counters.num_completed, num_cancelled=counters.num_cancelled,
         num_failed=counters.num_failed, num_refused=counters.num_refused, num_dropped_clients=counters.num_dropped_clients,
         num_bad_messages=num_bad_messages, num_tokens=counters.num_tokens,
         num_expired=counters.num_expired, running_position=position, running_prompt_tokens=num_prompt_tokens,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kog_dist.router.affinity import Affinity, conversation_key, ids_keys, text_keys
 from kog_dist.router.link import ReplicaLink
 from kog_dist.router.rules import Waiting
 from kog_dist.rpc.messages import Done, Generate
+from kog_dist.runtime.rounds import Rounds
 
 BYTES_PER_ID = 8  # what a waiting token id counts for
 _BLOCKS_TO_TELL = 4
@@ -100,15 +101,22 @@ class RequestBook:
     def __init__(self) -> None:
         self.unfinished: dict[str, RoutedRequest] = {}  # by the client's id, in the order of arrival
         self.attempts: dict[str, RoutedRequest] = {}  # those at a replica, by their name there
-        self.waiting: dict[str, RoutedRequest] = {}  # by the client's id, in the order in which they will go
+        self.waiting: dict[str, RoutedRequest] = {}  # by the client's id
+        self._turns = Rounds[RoutedRequest]()  # of these
 
     def arrive(self, request: RoutedRequest) -> None:
-        """A new request, at the end of the queue."""
+        """A new request, at the end of its client's line."""
         self.unfinished[request.request_id] = self.waiting[request.request_id] = request
+        self._turns.add(request.peer, request)
+
+    def in_turns(self) -> Iterator[RoutedRequest]:
+        """Those that wait, in the order in which they will go if nothing else comes."""
+        return iter(self._turns)
 
     def start(self, request: RoutedRequest, link: ReplicaLink, attempt_id: str, now_s: float) -> None:
         """A waiting request is at a replica from now on."""
         del self.waiting[request.request_id]
+        self._turns.take(request.peer, request)
         request.link, request.attempt_id, request.waited_s = link, attempt_id, now_s - request.arrived_s
         self.attempts[attempt_id] = request
         link.attempt_ids.add(attempt_id)
@@ -119,7 +127,8 @@ class RequestBook:
         del self.attempts[request.attempt_id]
         request.avoid = frozenset({request.link.name})
         request.link, request.attempt_id = None, ""
-        self.waiting = {request.request_id: request, **self.waiting}
+        self.waiting[request.request_id] = request
+        self._turns.add_first(request.peer, request)
 
     def find(self, request_id: str) -> RoutedRequest | None:
         """See `OpenRequestBook`."""
@@ -130,7 +139,8 @@ class RequestBook:
         if self.unfinished.get(request.request_id) is not request:
             return False
         del self.unfinished[request.request_id]
-        self.waiting.pop(request.request_id, None)
+        if self.waiting.pop(request.request_id, None) is not None:
+            self._turns.remove(request.peer, request)
         self.attempts.pop(request.attempt_id, None)
         return True
 
@@ -142,6 +152,10 @@ class RequestBook:
         """All requests at a replica."""
         return [request for request in self.attempts.values() if request.link is link]
 
-    def waiting_bytes(self) -> int:
-        """Memory of the prompts that wait, roughly."""
-        return sum(request.num_bytes for request in self.waiting.values())
+    def num_waiting_of(self, peer: bytes) -> int:
+        """Requests of one connection that wait."""
+        return self._turns.num_of(peer)
+
+    def waiting_bytes(self, peer: bytes | None = None) -> int:
+        """Memory of the prompts that wait, roughly; of those of one connection."""
+        return sum(request.num_bytes for request in self.waiting.values() if peer in (None, request.peer))

@@ -49,8 +49,8 @@ from kog_dist.rpc.messages import (
 )
 from kog_dist.runtime.process_page import ProcessPage
 
-MAX_WAITING: Final = 1024
-MAX_WAITING_BYTES: Final = 64 << 20
+MAX_WAITING, MAX_WAITING_OF_ONE = 1024, 256  # requests, of all clients and of one
+MAX_WAITING_BYTES, MAX_WAITING_BYTES_OF_ONE = 64 << 20, 16 << 20
 NO_REPLICA_S: Final = 30.0  # without any replica that serves or is about to: then waiting requests end
 FAREWELL_S: Final = 0.25
 _CHORES_S = 0.05
@@ -164,7 +164,7 @@ class Router:
 
     def _do_chores(self, now_s: float) -> None:
         """What is not urgent: requests that have heard nothing, drains, time limits, the launcher's report."""
-        positions = {request_id: position for position, request_id in enumerate(self._book.waiting, 1)}
+        positions = {request.request_id: position for position, request in enumerate(self._book.in_turns(), 1)}
         for request in list(self._book.unfinished.values()):
             self._clients.keep_alive(request, positions.get(request.request_id, 0))
         self._expire(now_s)
@@ -208,7 +208,7 @@ class Router:
     def _take_request(self, peer: bytes, message: Generate, now_s: float) -> None:
         try:
             self._clients.check_new(message.request_id, is_draining=self._drain_deadline_s is not None)
-            self._check_room()
+            self._check_room(peer)
         except RequestError as error:
             self._clients.refuse(peer, message.request_id, error)
             return
@@ -216,10 +216,15 @@ class Router:
         self._book.arrive(request)
         self._look_again_s = 0.0
 
-    def _check_room(self) -> None:
-        if len(self._book.waiting) >= MAX_WAITING or self._book.waiting_bytes() >= MAX_WAITING_BYTES:
-            why = f"{len(self._book.waiting)} requests are waiting already; try again later"
-            raise RequestError(ErrorCode.QUEUE_FULL, why, self._turn_s / max(1, self.fleet.num_usable()))
+    def _check_room(self, peer: bytes) -> None:
+        book, why = self._book, ""
+        if len(book.waiting) >= MAX_WAITING or book.waiting_bytes() >= MAX_WAITING_BYTES:
+            why = f"{len(book.waiting)} requests are waiting already"
+        elif book.num_waiting_of(peer) >= MAX_WAITING_OF_ONE or book.waiting_bytes(peer) >= MAX_WAITING_BYTES_OF_ONE:
+            why = f"{book.num_waiting_of(peer)} requests of this client are waiting already"
+        if why:
+            retry_after_s = self._turn_s / max(1, self.fleet.num_usable())
+            raise RequestError(ErrorCode.QUEUE_FULL, f"{why}; try again later", retry_after_s)
 
     def _greet(self) -> None:
         """Answer to hellos, once a replica has said what it serves."""
@@ -231,14 +236,15 @@ class Router:
 
     def _report(self, now_s: float) -> StatusReport:
         return status_report(
-            self.fleet, self.instance, self.counters, self._book.attempts, list(self._book.waiting), max_waiting=MAX_WAITING,
-            uptime_s=now_s - self._begin_s, num_bad_messages=self._listener.num_bad_messages,
-            is_draining=self._drain_deadline_s is not None,
+            self.fleet, self.instance, self.counters, self._book.attempts,
+            [request.request_id for request in self._book.in_turns()],
+            max_waiting=MAX_WAITING, max_waiting_of_one=MAX_WAITING_OF_ONE, uptime_s=now_s - self._begin_s,
+            num_bad_messages=self._listener.num_bad_messages, is_draining=self._drain_deadline_s is not None,
         )  # fmt: skip
 
     # ---- requests and replicas ----
     def _dispatch(self, now_s: float) -> None:
-        waiting = (request.waiting() for request in self._book.waiting.values())
+        waiting = (request.waiting() for request in self._book.in_turns())
         decided = rules.assign(waiting, self.fleet.seats(now_s), now_s, self._block_s)
         self._look_again_s = min(decided.look_again_s, now_s + _LOOK_AGAIN_S)
         for request_id in decided.passed:

@@ -32,7 +32,7 @@ def describe(report: StatusReport) -> str:
     """An engine, or replicas behind a router, in a few lines."""
     states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states)) or "-"
     is_router = bool(report.replica_names)
-    of_one = f", {report.client_queue_limit} of one client" if report.client_queue_limit else ""  # a router has no such limit
+    of_one = f", {report.client_queue_limit} of one client" if report.client_queue_limit else ""
     lines = "\n".join(
         [
             headline(report),

@@ -28,6 +28,7 @@ from kog_dist.rpc.messages import (
 from kog_dist.rpc.shown import describe
 from kog_dist.runtime.control import AbortCause
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.grammar.service import Verdict
 from tests.unit.hand_turned import CONTEXT, PEERS, HandTurned, Letters, answer_of
 
 A, B, C = PEERS
@@ -203,13 +204,13 @@ class Grammars:
         self.num_runners_lost, self.loss = 0, "ended"
         self.loses_runner = self.answers = False
 
-    def ask(self, asker: Any, constraint: Any) -> None:
+    def ask(self, asker: Any, client: Any, constraint: Any) -> None:
         self.askers.append(asker)
 
-    def verdicts(self) -> list[tuple[Any, None]]:
+    def verdicts(self) -> list[Verdict[Any]]:
         self.num_runners_lost += self.loses_runner
         decided, self.askers = (self.askers, []) if self.answers else ([], self.askers)
-        return [(asker, None) for asker in decided]
+        return [Verdict(asker, None) for asker in decided]
 
     def wants(self, epoch: int | None) -> None:
         """No mask is waited for here."""
@@ -235,6 +236,18 @@ def test_a_lost_runner_ends_the_request_that_it_served_and_not_the_one_that_begi
     grammars.answers = False
     engine.coordinator.turn()
     assert last(engine, "a1").code is ErrorCode.CONSTRAINT_FAILED
+
+
+def test_a_grammar_that_cannot_be_followed_ends_its_request_by_name(engine: HandTurned) -> None:
+    grammars: Any = Grammars()
+    for user in (engine.coordinator, engine.coordinator.requests, engine.coordinator._admission):
+        user._grammars = grammars
+    grammars.answers = True
+    engine.ask(A, "a1", max_tokens=2, regex="a+")
+    engine.coordinator.turn()
+    engine.decode(1)  # without a mask
+    assert last(engine, "a1").code is ErrorCode.CONSTRAINT_FAILED
+    assert last(engine, "a1").message == ("regex is too complex: nothing could be said of what may follow token 0; simplify it")
 
 
 def test_idle_ranks_are_roused_when_a_request_comes_but_not_by_each_of_many(

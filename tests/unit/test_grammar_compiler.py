@@ -169,6 +169,36 @@ def test_hostile_grammars_are_soon_done_with(name: str) -> None:
     assert time.process_time() - begin_s < 3.0
 
 
+FAILS_WITHIN = {
+    "many optional properties in one of two objects": (ConstraintKind.JSON_SCHEMA, json.dumps({
+        "anyOf": [{"enum": [{"a": index} for index in range(1000)]}, {"enum": [{"b": index} for index in range(1200)]}],
+    })),
+    "a long text of a pattern": (
+        ConstraintKind.JSON_SCHEMA,
+        json.dumps({"type": "string", "minLength": 50_000, "pattern": "^(ab|c)*$"}),
+    ),
+    "twice as many": (ConstraintKind.REGEX, "a?" * 2000 + "a" * 2000),
+    "far within": (ConstraintKind.REGEX, "(a{1,350}){1,350}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILS_WITHIN)
+def test_what_would_fail_within_the_answer_is_refused(name: str) -> None:
+    reason = compiler().why_not(Constraint(*FAILS_WITHIN[name]))
+    assert reason is not None
+    assert "could not go on behind token" in reason or "things may come next" in reason
+
+
+@pytest.mark.parametrize("text", [json.dumps(PERSON), json.dumps(TREE), '{"type": "object"}', '{"enum": ["red", 7, null]}', "{}"])
+def test_what_people_use_passes_the_check(text: str) -> None:
+    assert compiler().why_not(Constraint(ConstraintKind.JSON_SCHEMA, text)) is None
+
+
+@pytest.mark.parametrize("regex", ["", "a", "(yes|no)", "[a-z]{1000,}", "(\\w{1,50} ){1,50}", "\\d{4}-\\d{2}"])
+def test_what_people_write_passes_the_check(regex: str) -> None:
+    assert compiler().why_not(Constraint(ConstraintKind.REGEX, regex)) is None
+
+
 def test_a_matcher_that_is_lost_allows_nothing() -> None:
     matcher = compiler().compile(Constraint(ConstraintKind.REGEX, "abc"))
     matcher.accept(EOS_ID)

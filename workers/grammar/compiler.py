@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.decode.masks import MaskWords, num_words
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Generate
+from kog_dist.workers.grammar.bounds import Beyond, check_regex, check_schema
 from kog_dist.workers.grammar.schemas import in_our_words, without_unknown_formats
 
 MAX_REASON_CHARS = 300
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # bounded, or a model may go on with blanks for ever
+_TRIAL_TOKENS, _LONG_TRIAL_TOKENS, _MANY_REPEATS = 10, 120, 500  # the second number where a piece may come so often
+_TRIAL_SEED, _LENGTHS = 1, (16, 8, 4, 2)  # bytes of long tokens
 _NO_TEXT = "NoExtensionBias"  # all that the library says where nothing can come next
 # Fuel is roughly time: 1,000,000 to build a lexer is 20 ms, 200,000 a step is 14 ms. A lexer state takes 1 to 2 kB.
 _LIMITS: dict[str, Any] = {
@@ -57,9 +62,45 @@ class GrammarCompiler:
         self._library = llguidance
         self.num_words = num_words(vocab_size)
         vocabulary = _Vocabulary(tokenizer, vocab_size)
+        lengths = np.array([len(tokenizer.token_bytes(token_id)) for token_id in range(vocab_size)])
+        self._texts = _mask_of(lengths > 0)  # tokens that have one
+        self._longest = [_mask_of(lengths >= least) for least in _LENGTHS]
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=list(tokenizer.eos_ids)
         )
+
+    def why_not(self, constraint: Constraint) -> str | None:
+        """Why a constraint cannot be used; None if it can. What the checker's clients are told."""
+        try:
+            self.check(constraint)
+        except ConstraintError as error:
+            return str(error)
+        return None
+
+    def check(self, constraint: Constraint) -> None:
+        """Look at it, compile it, and go a little way through two answers. Raises ConstraintError if it cannot be used."""
+        num_repeats = _check_bounds(constraint)
+        matcher = self.compile(constraint)
+        num_tokens = _LONG_TRIAL_TOKENS if num_repeats > _MANY_REPEATS else _TRIAL_TOKENS
+        self._try_out(constraint.kind, matcher.copied(), num_tokens, self._longest)
+        self._try_out(constraint.kind, matcher, _TRIAL_TOKENS, [])
+
+    def _try_out(self, kind: ConstraintKind, matcher: Matcher, num_tokens: int, preferred: Sequence[MaskWords]) -> None:
+        """What explodes mostly does within a few tokens. Of those that are allowed it takes one of the first mask of `preferred`
+        in which there is any, or just any. `preferred`: masks of the whole vocabulary.
+        """
+        chance = np.random.default_rng(_TRIAL_SEED)
+        for index in range(num_tokens):
+            mask = matcher.mask()
+            if not mask.any():
+                raise ConstraintError(f"{kind} cannot be used: an answer could not go on behind token {index}: {matcher.error}")
+            mask &= self._texts
+            places = next((found for longer in preferred if (found := np.flatnonzero(mask & longer)).size), np.flatnonzero(mask))
+            if not places.size:
+                return
+            place = int(chance.choice(places))
+            bits = np.flatnonzero(np.unpackbits(mask[place : place + 1].view(np.uint8), bitorder="little"))
+            matcher.accept(32 * place + int(chance.choice(bits)))
 
     def compile(self, constraint: Constraint) -> Matcher:
         """A matcher at the beginning of the answer. Raises ConstraintError."""
@@ -77,13 +118,7 @@ class GrammarCompiler:
         return matcher
 
     def _grammar_of_schema(self, text: str) -> str:
-        try:
-            if not isinstance(json.loads(text), dict):
-                raise ConstraintError("json_schema must be a JSON object")
-        except RecursionError:
-            raise ConstraintError("json_schema is nested too deeply") from None
-        except ValueError as error:
-            raise ConstraintError(f"json_schema is not JSON: {_shortened(str(error))}") from None
+        _read_schema(text)
         try:
             known = without_unknown_formats(text)
             grammar: str = self._library.LLMatcher.grammar_from_json_schema(known, {"whitespace_pattern": _WHITESPACE})
@@ -94,12 +129,24 @@ class GrammarCompiler:
         return grammar
 
 
+def _mask_of(chosen: NDArray[np.bool_]) -> MaskWords:
+    """A mask of the ids that are chosen."""
+    words = np.zeros(num_words(len(chosen)), np.uint32)
+    packed = np.packbits(chosen, bitorder="little")
+    words.view(np.uint8)[: len(packed)] = packed
+    return words
+
+
 class Matcher:
     """Where an answer is in its grammar."""
 
     def __init__(self, library_matcher: Any, num_mask_words: int) -> None:
         self._matcher = library_matcher
         self._num_words = num_mask_words
+
+    def copied(self) -> Matcher:
+        """Another one, at the same place."""
+        return Matcher(self._matcher.deep_copy(), self._num_words)
 
     def mask(self) -> MaskWords:
         """What may come next (num_words,); an end token where the answer is complete. All zero once a limit was passed."""
@@ -132,6 +179,29 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _check_bounds(constraint: Constraint) -> int:
+    """See bounds.py. Raises ConstraintError for what need not be compiled to be known as too much."""
+    try:
+        if constraint.kind is ConstraintKind.REGEX:
+            return check_regex(constraint.text)
+        return check_schema(_read_schema(constraint.text))
+    except Beyond as beyond:
+        raise ConstraintError(f"{constraint.kind} cannot be used: {_shortened(str(beyond))}") from None
+
+
+def _read_schema(text: str) -> dict[str, Any]:
+    """The JSON object. Raises ConstraintError."""
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise ConstraintError("json_schema is nested too deeply") from None
+    except ValueError as error:
+        raise ConstraintError(f"json_schema is not JSON: {_shortened(str(error))}") from None
+    if not isinstance(schema, dict):
+        raise ConstraintError("json_schema must be a JSON object")
+    return schema
 
 
 def _reason(kind: ConstraintKind, complaint: str) -> str:

@@ -1,9 +1,9 @@
 """A grammar process: `python -m kog_dist.workers.grammar.process JSON`, a child of the coordinator.
 
 Grammars come from strangers, and compiling them is the work of a library: it happens in a process that may run out of memory,
-hang or crash without harm to anybody else. There are two, of one program. The checker compiles what is asked for and says whether
-it can be used. The runner compiles what was found good once more, and writes a mask for every token that rank 0 is about to
-choose. Neither learns anything but a grammar and token ids; the coordinator needs no answer from the runner.
+hang or crash without harm to anybody else. There are two, of one program. The checker says whether what is asked for can be used
+(checks.py). The runner compiles what was found good once more, and writes a mask for every token that rank 0 is about to choose.
+Neither learns anything but a grammar and token ids; the coordinator needs no answer from the runner.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kog_dist.runtime.pace import Pace
 from kog_dist.runtime.process_arguments import JsonArguments
 from kog_dist.runtime.python_child import begin_helper
 from kog_dist.runtime.wait import Deadline, sleep_precisely
-from kog_dist.workers.grammar.compiler import Constraint, ConstraintError, ConstraintKind, GrammarCompiler
+from kog_dist.workers.grammar.checks import MAX_PACKET_BYTES, Checks
+from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind, GrammarCompiler
 
-MAX_PACKET_BYTES = 1 << 17  # a schema of the longest kind, and the rest of its message
 _MEMORY_BYTES = 2 << 30  # private memory of this process; beyond it allocations fail
 _RING_WAIT_S = 0.05  # an abort is seen this late
 _RING_POLL_S = 0.001  # tokens of writers that wake nobody
@@ -44,12 +44,8 @@ class GrammarArgs(JsonArguments):
     control_fd: int
     socket_fd: int  # one end of a SOCK_SEQPACKET pair
     parent_pid: int
+    checks: bool  # or runs
     memory_bytes: int = _MEMORY_BYTES
-
-
-def check_message(number: int, constraint: Constraint) -> dict[str, Any]:
-    """Asks the checker; it answers `{"checked": number, "error": text or None}`."""
-    return {"check": number, "kind": constraint.kind.value, "text": constraint.text}
 
 
 def run_message(seq: int, mask_epoch: int, constraint: Constraint) -> dict[str, Any]:
@@ -74,28 +70,19 @@ def main() -> int:
         return error.exit_code
     with socket.socket(fileno=args.socket_fd) as channel:
         channel.send(msgpack.packb(READY))
-        serve(channel, control, compiler)
+        if args.checks:
+            Checks(channel, compiler).serve()
+        else:
+            run_requests(channel, control, compiler)
     return 0
 
 
-def serve(channel: socket.socket, control: ControlPage, compiler: GrammarCompiler) -> None:
-    """Do what the coordinator asks for, one thing after the other, until it closes its end."""
+def run_requests(channel: socket.socket, control: ControlPage, compiler: GrammarCompiler) -> None:
+    """Follow one request after the other, until the coordinator closes its end."""
     while packet := channel.recv(MAX_PACKET_BYTES):
         message = msgpack.unpackb(packet)
         constraint = Constraint(ConstraintKind(message["kind"]), message["text"])
-        if "check" in message:
-            channel.send(msgpack.packb({"checked": message["check"], "error": why_not(compiler, constraint)}))
-        else:
-            follow(control, compiler, constraint, message["run"], message["mask_epoch"])
-
-
-def why_not(compiler: GrammarCompiler, constraint: Constraint) -> str | None:
-    """Why a constraint cannot be used; None if it can."""
-    try:
-        compiler.compile(constraint)
-    except ConstraintError as error:
-        return str(error)
-    return None
+        follow(control, compiler, constraint, message["run"], message["mask_epoch"])
 
 
 def follow(control: ControlPage, compiler: GrammarCompiler, constraint: Constraint, seq: int, mask_epoch: int) -> None:

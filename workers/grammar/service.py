@@ -1,7 +1,7 @@
 """The coordinator's end of structured output: asks whether a grammar can be used, and has masks made for the request that runs.
 
-Nothing here waits. A check that takes too long costs the client a refusal and the checker its life; the runner, which works for
-the request that decodes, is not touched by it.
+Nothing here waits. Clients take turns to have a grammar checked. A check that takes long is begun anew in a line of its own, and
+one that takes too long costs its client a refusal; the runner, which works for the request that decodes, is not touched by it.
 """
 
 from __future__ import annotations
@@ -11,45 +11,47 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 
-from kog_dist.errors import RequestError
 from kog_dist.rpc.messages import ErrorCode
 from kog_dist.runtime import python_child
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.rounds import Rounds
+from kog_dist.runtime.stopped_child import STOPPED_S, StopWatch, is_stopped
+from kog_dist.workers.grammar.checks import LONG_S, MAX_PACKET_BYTES, SHORT_S, CheckEnd, check_message
 from kog_dist.workers.grammar.compiler import Constraint
-from kog_dist.workers.grammar.process import MAX_PACKET_BYTES, GrammarArgs, check_message, run_message
+from kog_dist.workers.grammar.process import GrammarArgs, run_message
 
-CHECK_TIMEOUT_S = 3.0  # of one grammar; hard ones take about 1 s
+CHECK_TIMEOUT_S = 3.0  # of one grammar, on a machine whose processors are taken: its own limit is LONG_S
 START_TIMEOUT_S = 30.0  # of a process: reading a large vocabulary takes seconds
 END_TIMEOUT_S = 1.0
-SILENT_S = 1.0  # a request waits no longer for a mask, which takes some milliseconds; the first one is compiled before: above
-MAX_ASKERS = 16
+SILENT_S = STOPPED_S  # a request waits no longer for a mask, which takes milliseconds; the first is compiled before: above
+_MOST_LOSSES = 1  # of the checker, with one question
 
 Asker = TypeVar("Asker")
 
 
 class Verdict(NamedTuple, Generic[Asker]):
-    """Whether the grammar that `asker` waits for can be used: `refusal` says why not, None that it can."""
+    """Whether the grammar that `asker` waits for can be used: `refusal` says why not, None that it can; `code`: of a refusal."""
 
     asker: Asker
     refusal: str | None
+    code: ErrorCode = ErrorCode.INVALID_CONSTRAINT
 
 
 class GrammarProcess:
     """One child process and the socket to it. Never blocks but to end it."""
 
-    def __init__(self, model: Path, control_fd: int) -> None:
-        """Raises OSError if there is no process or no file to be had."""
+    def __init__(self, model: Path, control_fd: int, clock: Callable[[], float], *, checks: bool) -> None:
+        """The checker or the runner. Raises OSError if there is no process or no file to be had."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        arguments = GrammarArgs(str(model), control_fd, theirs.fileno(), os.getpid())
+        arguments = GrammarArgs(str(model), control_fd, theirs.fileno(), os.getpid(), checks)
         try:
             self._child = subprocess.Popen(
                 python_child.command("kog_dist.workers.grammar.process", arguments.to_json()),
@@ -62,6 +64,7 @@ class GrammarProcess:
             theirs.close()
         self.channel = ours
         self.is_ready = False
+        self.watch = StopWatch(self._child.pid, clock)
         self._begin_s = time.monotonic()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -91,11 +94,8 @@ class GrammarProcess:
         return self._child.pid
 
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped it (SIGSTOP), and nobody has continued it."""
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # it has ended
-            return False
+        """Whether it is stopped now."""
+        return is_stopped(self.pid)
 
     def end(self) -> None:
         """Kill it and let go of it."""
@@ -104,10 +104,33 @@ class GrammarProcess:
         self.channel.close()
 
 
-@dataclass
-class _Pending(Generic[Asker]):
+@dataclass(eq=False)
+class _Question(Generic[Asker]):
     asker: Asker
+    client: Hashable
     constraint: Constraint
+    number: int = 0  # under which the checker has it
+    asked_s: float = 0.0
+    is_wanted: bool = True
+    num_losses: int = 0  # of the checker, while it had it
+
+
+class _Desk(Generic[Asker]):
+    """Questions that may take the checker `cpu_s` each: one is there, the others wait, clients in turns."""
+
+    def __init__(self, cpu_s: float) -> None:
+        self.cpu_s = cpu_s
+        self.waiting = Rounds[_Question[Asker]]()
+        self.asked: _Question[Asker] | None = None
+
+    def __iter__(self) -> Iterator[_Question[Asker]]:
+        """Those to which somebody wants an answer."""
+        return iter([*([self.asked] if self.asked is not None and self.asked.is_wanted else []), *self.waiting])
+
+    def forget(self, question: _Question[Asker]) -> None:
+        """Nobody wants to know any more. What the checker has it goes on with, and takes nothing else meanwhile."""
+        question.is_wanted = False
+        self.waiting.remove(question.client, question)
 
 
 class GrammarService(Generic[Asker]):
@@ -121,9 +144,8 @@ class GrammarService(Generic[Asker]):
         self._model, self._control, self._clock = model, control, clock
         self._checker: GrammarProcess | None = None
         self._runner: GrammarProcess | None = None
-        self._pending: deque[_Pending[Asker]] = deque()
-        self._asked_s: float | None = None  # when the first of them was put to the checker
-        self._number = 0  # of that question
+        self._short, self._long = _Desk[Asker](SHORT_S), _Desk[Asker](LONG_S)
+        self._number = 0  # of the latest question
         self._next_epoch = 1
         self._has_no_runner = False  # for the request that wants one: `verdicts` counts it as lost
         self.num_runners_lost = 0
@@ -134,44 +156,48 @@ class GrammarService(Generic[Asker]):
 
     @property
     def askers(self) -> list[Asker]:
-        """Those who wait for a verdict, in their order."""
-        return [pending.asker for pending in self._pending]
+        """Those who wait for a verdict, in the order of their turns."""
+        return [question.asker for desk in (self._short, self._long) for question in desk]
 
     @property
     def fds(self) -> list[int]:
         """What becomes readable when a process has something to say."""
         return [process.channel.fileno() for process in (self._checker, self._runner) if process is not None]
 
-    def ask(self, asker: Asker, constraint: Constraint) -> None:
-        """Have a grammar checked; `verdicts` will name the asker. Raises RequestError when too many wait for that."""
-        if len(self._pending) >= MAX_ASKERS:
-            raise RequestError(ErrorCode.QUEUE_FULL, f"{MAX_ASKERS} grammars are waiting to be checked already; try again later")
-        self._pending.append(_Pending(asker, constraint))
+    def ask(self, asker: Asker, client: Hashable, constraint: Constraint) -> None:
+        """Have a grammar checked in a turn of this client; `verdicts` will name the asker."""
+        self._short.waiting.add(client, _Question(asker, client, constraint))
 
     def forget(self, asker: Asker) -> None:
-        """The asker does not want to know any more. A question that was put already is answered into the void."""
-        for place, pending in enumerate(self._pending):
-            if pending.asker is asker:
-                if place == 0:
-                    self._asked_s = None
-                del self._pending[place]
-                return
+        """The asker does not want to know any more."""
+        for desk in (self._short, self._long):
+            for question in desk:
+                if question.asker is asker:
+                    desk.forget(question)
 
     def verdicts(self) -> list[Verdict[Asker]]:
         """What was found out since the last call; also keeps the processes going while they are needed."""
         self._hear_runner()
         found = self._hear_checker()
-        if self._pending and not found:
+        desks = [desk for desk in (self._short, self._long) if desk.asked is None and len(desk.waiting)]
+        if desks and not found:
             try:
-                self._runner = self._runner or self._start()
-                self._checker = self._checker or self._start()
+                self._runner = self._runner or self._start(checks=False)
+                self._checker = self._checker or self._start(checks=True)
             except OSError as error:
-                return [self._answered(_no_process(self._pending[0].constraint, error))]
-            if self._asked_s is None and self._checker.is_ready and self._runner.is_ready:
-                self._number += 1
-                self._asked_s = self._clock()
-                self._checker.send(check_message(self._number, self._pending[0].constraint))
+                question = desks[0].waiting.pop()
+                return [_not_now(question, f"the engine could start no process for it ({error.strerror})")]
+            if self._checker.is_ready and self._runner.is_ready:
+                for desk in desks:
+                    self._put(desk, self._checker)
         return found
+
+    def _put(self, desk: _Desk[Asker], checker: GrammarProcess) -> None:
+        """Ask the checker what is next."""
+        self._number += 1
+        desk.asked = question = desk.waiting.pop()
+        question.number, question.asked_s = self._number, self._clock()
+        checker.send(check_message(question.number, question.constraint, desk.cpu_s))
 
     def wants(self, epoch: int | None) -> None:
         """Which mask rank 0 needs next, None if the running request has no grammar. A runner that does not write it is lost."""
@@ -186,8 +212,9 @@ class GrammarService(Generic[Asker]):
             return
         if self._runner.receive() is None:
             self.loss = "ended"
-        elif self._owes_mask():
-            self.loss = f"was silent for {self._clock() - self._wanted_s:.2f} s"
+        elif self._owes_mask() or (self._wanted_epoch is None and self._runner.watch.is_lost()):
+            silent_s = STOPPED_S if self._wanted_epoch is None else self._clock() - self._wanted_s
+            self.loss = f"was silent for {silent_s:.2f} s"
             print(f"grammar process {self._runner.pid} {self.loss} and is replaced", file=sys.stderr, flush=True)
         else:
             return
@@ -212,11 +239,33 @@ class GrammarService(Generic[Asker]):
             return []
         answers = self._checker.receive()
         if answers is None:
-            return self._lost("its process ended")
-        if self._asked_s is not None and self._clock() - self._asked_s > CHECK_TIMEOUT_S:
-            return self._lost(f"it was not compiled within {CHECK_TIMEOUT_S:g} s")
-        is_wanted = self._asked_s is not None
-        return [self._answered(answer["error"]) for answer in answers if is_wanted and answer.get("checked") == self._number]
+            return self._lost("ended")
+        if self._checker.watch.is_lost():
+            print(f"grammar process {self._checker.pid} was stopped and is replaced", file=sys.stderr, flush=True)
+            return self._lost(f"was stopped for {STOPPED_S:g} s")
+        found = [self._heard(desk, answer) for answer in answers for desk in (self._short, self._long)]
+        late_s = self._clock() - CHECK_TIMEOUT_S
+        for desk in (self._short, self._long):
+            if desk.asked is not None and desk.asked.asked_s < late_s:
+                late, desk.asked = desk.asked, None
+                reason = f"{late.constraint.kind} cannot be used: it was not compiled within {CHECK_TIMEOUT_S:g} s"
+                found += [Verdict(late.asker, reason) if late.is_wanted else None, *self._lost("hung")]
+        return [verdict for verdict in found if verdict is not None]
+
+    def _heard(self, desk: _Desk[Asker], answer: dict[str, Any]) -> Verdict[Asker] | None:
+        """What an answer means for a desk, if it is about what was asked there."""
+        question = desk.asked
+        if question is None or answer.get("checked") != question.number:
+            return None
+        desk.asked = None
+        if not question.is_wanted:
+            return None
+        if answer["end"] == CheckEnd.LATE and desk is self._short:
+            self._long.waiting.add(question.client, question)
+            return None
+        if answer["end"] == CheckEnd.LOST:
+            return _not_now(question, answer["reason"])
+        return Verdict(question.asker, answer["reason"])
 
     def reserve_epochs(self, max_tokens: int) -> int:
         """Epoch of the first of `max_tokens` masks that no other request uses."""
@@ -231,7 +280,7 @@ class GrammarService(Generic[Asker]):
             self._runner.end()
             self._runner = None
         try:
-            self._runner = self._runner or self._start()
+            self._runner = self._runner or self._start(checks=False)
         except OSError:
             self._has_no_runner = True
             return
@@ -244,26 +293,31 @@ class GrammarService(Generic[Asker]):
                 process.end()
         self._checker = self._runner = None
 
-    def _start(self) -> GrammarProcess:
-        return GrammarProcess(self._model, self._control.fd)
+    def _start(self, *, checks: bool) -> GrammarProcess:
+        return GrammarProcess(self._model, self._control.fd, self._clock, checks=checks)
 
-    def _answered(self, error: str | None) -> Verdict[Asker]:
-        self._asked_s = None
-        return Verdict(self._pending.popleft().asker, error)
-
-    def _lost(self, reason: str) -> list[Verdict[Asker]]:
-        """The checker is of no use any more: the grammar that it had is refused, or the first one if it never started."""
-        assert self._checker is not None
-        was_ready = self._checker.is_ready
-        self._checker.end()
-        self._checker = None
-        if self._asked_s is None and was_ready:
+    def _lost(self, how: str) -> list[Verdict[Asker]]:
+        """The checker is of no use any more: another one is asked the same, once. One that never starts is asked by nobody."""
+        if self._checker is None:
             return []
-        kind = self._pending[0].constraint.kind
-        return [self._answered(f"{kind} cannot be used: {reason}")]
+        self._checker.end()
+        was_ready, self._checker = self._checker.is_ready, None
+        found = []
+        for desk in (self._short, self._long):
+            question, desk.asked = desk.asked, None
+            if question is None and not was_ready and len(desk.waiting):
+                question = desk.waiting.pop()
+            if question is None or not question.is_wanted:
+                continue
+            question.num_losses += 1
+            if question.num_losses <= _MOST_LOSSES:
+                desk.waiting.add_first(question.client, question)
+            else:
+                found.append(_not_now(question, f"the process that checks it {how}"))
+        return found
 
 
-def _no_process(constraint: Constraint, error: OSError) -> str:
-    return (
-        f"{constraint.kind} cannot be checked now: the engine could start no process for it ({error.strerror}); try again later"
-    )
+def _not_now(question: _Question[Asker], reason: str) -> Verdict[Asker]:
+    """It is not the client's fault."""
+    message = f"{question.constraint.kind} cannot be checked now: {reason}; try again later"
+    return Verdict(question.asker, message, ErrorCode.CONSTRAINT_FAILED)

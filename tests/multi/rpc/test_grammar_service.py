@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +13,17 @@ import pytest
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
-from kog_dist.errors import RequestError
+from kog_dist.rpc.messages import ErrorCode
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.stopped_child import STOPPED_S
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.grammar import service as service_module
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind
-from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, MAX_ASKERS, SILENT_S, GrammarService, Verdict
+from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, SILENT_S, GrammarService, Verdict
 
 from .conftest import EOS_ID, PATIENCE_S, VOCAB_SIZE, write_model
 
+BOMB = json.dumps({"allOf": [{"type": "string", "pattern": f"[a-z]{{{count},5000}}"} for count in range(600)]})
 GOOD, BAD = Constraint(ConstraintKind.REGEX, "[ab]{3}"), Constraint(ConstraintKind.REGEX, "(a")
 
 
@@ -62,6 +64,13 @@ def children() -> list[psutil.Process]:
     return sorted(found, key=lambda child: (child.create_time(), child.pid))  # pids begin anew at their end
 
 
+def suspend(process: psutil.Process) -> None:
+    """Stop it, for whoever looks next."""
+    process.suspend()
+    while process.status() != psutil.STATUS_STOPPED:
+        pass
+
+
 def verdicts(service: GrammarService[str], count: int) -> list[Verdict[str]]:
     deadline = Deadline.after(PATIENCE_S)
     found: list[Verdict[str]] = []
@@ -82,9 +91,9 @@ def mask_of(control: ControlPage, epoch: int) -> set[int]:
 
 def test_grammars_are_checked_and_followed(service: GrammarService[str], control: ControlPage) -> None:
     """Verdicts in the order of asking; then a mask for each token, from the processes' own reading of the ring."""
-    service.ask("one", GOOD)
-    service.ask("two", BAD)
-    service.ask("three", Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "boolean"}'))
+    service.ask("one", "a", GOOD)
+    service.ask("two", "a", BAD)
+    service.ask("three", "a", Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "boolean"}'))
     assert service.askers == ["one", "two", "three"]
     found = verdicts(service, 3)
     assert [verdict.asker for verdict in found] == ["one", "two", "three"]
@@ -106,46 +115,66 @@ def test_grammars_are_checked_and_followed(service: GrammarService[str], control
     assert service.reserve_epochs(1) > 20, "no epoch is used twice"
 
 
-def test_a_checker_that_dies_costs_one_refusal(service: GrammarService[str]) -> None:
-    service.ask("one", GOOD)
+def test_a_checker_that_dies_costs_nothing(service: GrammarService[str]) -> None:
+    service.ask("one", "a", GOOD)
     verdicts(service, 1)
     runner, checker = children()
-    checker.send_signal(signal.SIGSTOP)
-    service.ask("two", GOOD)
+    checker.suspend()
+    service.ask("two", "a", GOOD)
     service.verdicts()  # puts the question
-    service.ask("three", GOOD)
+    service.ask("three", "a", GOOD)
     checker.kill()
-    found = verdicts(service, 2)
-    assert found[0] == Verdict("two", "regex cannot be used: its process ended")
-    assert found[1] == Verdict("three", None)
+    assert verdicts(service, 2) == [Verdict("two", None), Verdict("three", None)]
     assert runner.is_running(), "the runner has nothing to do with it"
     assert service.num_runners_lost == 0
 
 
-def test_a_grammar_that_takes_too_long_is_refused(service: GrammarService[str], clock: Clock) -> None:
-    service.ask("one", GOOD)
+def test_a_stopped_checker_is_replaced_and_its_question_put_again(
+    service: GrammarService[str], clock: Clock, capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    service.ask("one", "a", GOOD)
     verdicts(service, 1)
-    children()[1].send_signal(signal.SIGSTOP)
-    service.ask("two", GOOD)
+    service.ask("two", "a", GOOD)
+    service.verdicts()
+    checker = children()[-1]
+    suspend(checker)
     assert service.verdicts() == []
-    clock.skipped_s += CHECK_TIMEOUT_S + 0.1
-    assert verdicts(service, 1) == [Verdict("two", f"regex cannot be used: it was not compiled within {CHECK_TIMEOUT_S:g} s")]
-    service.ask("three", GOOD)
-    assert verdicts(service, 1) == [Verdict("three", None)]
+    clock.skipped_s += STOPPED_S
+    assert verdicts(service, 1) == [Verdict("two", None)]
+    assert f"grammar process {checker.pid} was stopped and is replaced" in capfd.readouterr().err
+    assert checker not in children()
+
+
+def test_one_client_with_bombs_makes_another_wait_for_a_short_check_of_one(service: GrammarService[str]) -> None:
+    """What takes longer than a short check goes on behind all others, and the process survives what is too much for it."""
+    service._long.cpu_s = 0.2
+    service.ask("warm", "a", GOOD)
+    verdicts(service, 1)
+    before = children()
+    for number in range(3):
+        service.ask(f"bomb {number}", "a", Constraint(ConstraintKind.JSON_SCHEMA, BOMB))
+    service.ask("other", "b", GOOD)
+    found = verdicts(service, 4)
+    assert found[0] == Verdict("other", None)
+    assert [verdict.asker for verdict in found[1:]] == ["bomb 0", "bomb 1", "bomb 2"]
+    for verdict in found[1:]:
+        assert verdict.refusal == "json_schema cannot be used: to compile it takes more than 0.2 s of processor time; simplify it"
+        assert verdict.code is ErrorCode.INVALID_CONSTRAINT
+    assert children() == before
 
 
 def test_those_who_do_not_want_to_know_are_not_told(service: GrammarService[str]) -> None:
-    service.ask("one", GOOD)
-    service.ask("two", BAD)
+    service.ask("one", "a", GOOD)
+    service.ask("two", "a", BAD)
     verdicts(service, 1)
     service.verdicts()  # the second question is put
     service.forget("two")
-    service.ask("three", GOOD)
+    service.ask("three", "a", GOOD)
     assert verdicts(service, 1) == [Verdict("three", None)]
 
 
 def test_a_runner_that_dies_is_counted_and_replaced(service: GrammarService[str], control: ControlPage) -> None:
-    service.ask("one", GOOD)
+    service.ask("one", "a", GOOD)
     verdicts(service, 1)
     children()[0].kill()
     deadline = Deadline.after(PATIENCE_S)
@@ -161,7 +190,7 @@ def test_a_runner_that_dies_is_counted_and_replaced(service: GrammarService[str]
 
 def follow(service: GrammarService[str], control: ControlPage) -> tuple[int, int]:
     """Start a request and see its first mask. Returns its number and the mask's epoch."""
-    service.ask("one", GOOD)
+    service.ask("one", "a", GOOD)
     verdicts(service, 1)
     epoch = service.reserve_epochs(5)
     seq = control.submit(DecodeRequest((1,), 5, mask_epoch=epoch))
@@ -201,7 +230,7 @@ def test_a_runner_that_is_not_stopped_has_time_to_compile_but_not_to_hang(
     for skipped_s, num_lost in ((0.9 * SILENT_S, 0), (0.2 * SILENT_S, 1)):
         clock.skipped_s += skipped_s
         assert (service.verdicts(), service.num_runners_lost) == ([], num_lost)
-    service.ask("two", GOOD)
+    service.ask("two", "a", GOOD)
     verdicts(service, 1)
     epoch = service.reserve_epochs(5)
     children()[1].suspend()  # the new runner: the checker is older
@@ -215,7 +244,7 @@ def test_a_runner_that_is_not_stopped_has_time_to_compile_but_not_to_hang(
 def test_a_runner_that_was_stopped_while_it_had_nothing_to_do_is_replaced_at_once(
     service: GrammarService[str], control: ControlPage
 ) -> None:  # fmt: skip
-    service.ask("one", GOOD)
+    service.ask("one", "a", GOOD)
     verdicts(service, 1)
     runner = children()[0]
     runner.suspend()
@@ -227,26 +256,16 @@ def test_a_runner_that_was_stopped_while_it_had_nothing_to_do_is_replaced_at_onc
     assert (service.verdicts(), service.num_runners_lost) == ([], 0)
 
 
-def test_askers_are_bounded(service: GrammarService[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_ASKERS", 2)
-    assert MAX_ASKERS > 2
-    service.ask("one", GOOD)
-    service.ask("two", GOOD)
-    with pytest.raises(RequestError, match="2 grammars are waiting") as caught:
-        service.ask("three", GOOD)
-    assert caught.value.code == "queue_full"
-
-
 def test_an_engine_without_a_process_to_spare_refuses_and_goes_on(
     service: GrammarService[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    def start() -> None:
+    def start(*, checks: bool) -> None:
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
         patch.setattr(service, "_start", start)
-        service.ask("one", GOOD)
-        ((asker, refusal),) = service.verdicts()
+        service.ask("one", "a", GOOD)
+        ((asker, refusal, _),) = service.verdicts()
         assert asker == "one"
         assert refusal == (
             "regex cannot be checked now: the engine could start no process for it (Too many open files); try again later"
@@ -254,5 +273,5 @@ def test_an_engine_without_a_process_to_spare_refuses_and_goes_on(
         service.run(1, 1, GOOD)
         assert (service.verdicts(), service.num_runners_lost) == ([], 1), "its request cannot go on"
         assert (service.verdicts(), service.num_runners_lost) == ([], 1)
-    service.ask("two", GOOD)
+    service.ask("two", "a", GOOD)
     assert verdicts(service, 1) == [Verdict("two", None)]

@@ -114,6 +114,27 @@ def test_clients_take_turns() -> None:
     assert "".join(order) == "aabcaa"
 
 
+def test_several_have_a_turn_at_once() -> None:
+    running: list[str] = []
+    seen: list[str] = []
+
+    async def ask(turns: Turns, client: str) -> None:
+        async with turns.of(client):
+            running.append(client)
+            seen.append("".join(running))
+            await asyncio.sleep(0)
+            running.remove(client)
+
+    async def scenario() -> None:
+        turns = Turns(most=8, most_of_one=8, wait_s=WAIT_S, num_at_once=2)
+        for _ in range(2):  # both are free again
+            await asyncio.gather(*(ask(turns, client) for client in "aaaabc"))
+
+    asyncio.run(scenario())
+    assert max(map(len, seen)) == 2
+    assert [names[-1] for names in seen] == list("aaabca") * 2
+
+
 def test_those_who_wait_are_bounded_and_leave_nothing_behind() -> None:
     async def ask(turns: Turns, client: str) -> str:
         async with turns.of(client):

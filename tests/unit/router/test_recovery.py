@@ -61,10 +61,12 @@ def test_who_is_sent_back_goes_before_those_that_came_later() -> None:
     book.start(first, link, "attempt", 2.0)  # type: ignore[arg-type]
     assert (list(book.waiting), first.waited_s, link.attempt_ids) == (["b", "c"], 1.0, {"attempt"})
     book.wait_again(first)
-    assert (list(book.waiting), list(book.unfinished)) == (["a", "b", "c"], ["a", "b", "c"])
+    assert [request.request_id for request in book.in_turns()] == ["a", "b", "c"]
+    assert (sorted(book.waiting), list(book.unfinished)) == (["a", "b", "c"], ["a", "b", "c"])
     assert (first.link, first.avoid, book.attempts) == (None, frozenset({"r0"}), {})
     assert book.at(link) == []  # type: ignore[arg-type]
     book.remove(first)
+    assert [request.request_id for request in book.in_turns()] == ["b", "c"]
     assert (list(book.waiting), list(book.unfinished)) == (["b", "c"], ["b", "c"])
 
 
@@ -73,6 +75,7 @@ def test_what_waits_counts_what_it_takes() -> None:
     book.arrive(RoutedRequest.arrived(b"p", Generate("a", "x" * 7), Affinity(), 1.0))
     book.arrive(RoutedRequest.arrived(b"q", Generate("b", prompt_ids=(1, 2, 3)), Affinity(), 1.0))
     assert book.waiting_bytes() == 7 + 3 * BYTES_PER_ID
+    assert (book.waiting_bytes(b"p"), book.num_waiting_of(b"p"), book.num_waiting_of(b"r")) == (7, 1, 0)
     assert [request.request_id for request in book.of_client(b"q")] == ["b"]
 
 

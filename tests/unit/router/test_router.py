@@ -11,7 +11,7 @@ import pytest
 
 from kog_dist.router import router as router_module
 from kog_dist.router.affinity import TEXT_BLOCK_BYTES
-from kog_dist.router.router import NO_REPLICA_S
+from kog_dist.router.router import MAX_WAITING_OF_ONE, NO_REPLICA_S
 from kog_dist.router.rules import STICKY_WAIT_S
 from kog_dist.rpc import file_port
 from kog_dist.rpc.client_events import EXIT_DRAIN_TIMEOUT
@@ -92,8 +92,7 @@ def test_each_replica_has_one_request_and_the_rest_waits_here(world: World, pair
     report = client.of(StatusReport)[0]
     assert isinstance(report, StatusReport)
     assert report.waiting == ("q2", "q3", "q4")
-    assert f"waiting  q2 q3 q4 (at most {report.queue_limit})\n" in describe(report), "a router has no limit for each client"
-    assert f"(at most {report.queue_limit}, 3 of one client)\n" in describe(replace(report, client_queue_limit=3))
+    assert f"waiting  q2 q3 q4 (at most {report.queue_limit}, {MAX_WAITING_OF_ONE} of one client)\n" in describe(report)
     lines = describe(report).splitlines()
     assert lines[0].startswith(f"{report.instance}: ready, {report.model} on 2 replicas, up ")
     assert lines[1] == "ranks    0: ready, 1: ready, 2: ready, 3: ready (of all replicas, one after the other)"
@@ -422,6 +421,41 @@ def test_queue_is_bounded(world: World, pair: Pair, monkeypatch: pytest.MonkeyPa
     assert only_error(client).request_id == "q5"
     assert only_error(client).code is ErrorCode.QUEUE_FULL
     assert only_error(client).retry_after_s == 0.5, "a second for each request, two replicas"
+
+
+def test_a_client_has_its_own_bounds_where_there_is_room_for_others(
+    world: World, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "MAX_WAITING_OF_ONE", 1)
+    first, second = world.client(), world.client()
+    for i in range(4):
+        first.generate(f"q{i}")
+        world.settle()
+    assert only_error(first).request_id == "q3"
+    assert only_error(first).message == "1 requests of this client are waiting already; try again later"
+    monkeypatch.setattr(router_module, "MAX_WAITING_BYTES_OF_ONE", 1)
+    second.generate("other", "long enough")
+    world.settle()
+    assert second.of(Error) == []
+    monkeypatch.setattr(router_module, "MAX_WAITING_OF_ONE", 9)
+    second.generate("another", "long enough")
+    world.settle()
+    assert only_error(second).request_id == "another"
+
+
+def test_clients_take_turns(world: World, pair: Pair) -> None:
+    """Whoever sends ten requests makes another client wait for one of them."""
+    first, second = world.client(), world.client()
+    for i in range(5):
+        first.generate(f"a{i}")
+    world.until(lambda: running(*pair) == [1, 1])
+    second.generate("b0")
+    world.settle()
+    second.send(Status())
+    world.until(lambda: second.of(StatusReport))
+    report = second.of(StatusReport)[0]
+    assert isinstance(report, StatusReport)
+    assert report.waiting == ("a2", "b0", "a3", "a4")
 
 
 def test_memory_of_waiting_prompts_is_bounded(world: World, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

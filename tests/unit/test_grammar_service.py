@@ -1,0 +1,189 @@
+"""Whose grammar is checked when, and what clients are told of a checker that is lost: with processes that do nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kog_dist.rpc.messages import ErrorCode
+from kog_dist.runtime.control import ControlPage
+from kog_dist.workers.grammar.checks import LONG_S, SHORT_S
+from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind
+from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, GrammarService, Verdict
+
+GOOD = Constraint(ConstraintKind.REGEX, "a")
+AGAIN = "regex cannot be checked now: {}; try again later"
+
+
+class FakeWatch:
+    """Of a process that is stopped when the test says so."""
+
+    stopped = False
+
+    def is_lost(self) -> bool:
+        """See StopWatch."""
+        return self.stopped
+
+
+class FakeProcess:
+    """Keeps what it is asked, and answers when told."""
+
+    def __init__(self, *, is_ready: bool = True) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.said: list[dict[str, Any]] | None = []
+        self.is_ready, self.is_ended, self.watch, self.pid = is_ready, False, FakeWatch(), 1
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.asked.append(message)
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        said = self.said
+        self.said = said and []
+        return said
+
+    def end(self) -> None:
+        self.is_ended = True
+
+    def answer(self, index: int, end: str = "known", reason: str | None = None) -> None:
+        """To the question at this place."""
+        assert self.said is not None
+        self.said.append({"checked": self.asked[index]["check"], "end": end, "reason": reason})
+
+
+class World:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.is_ready = 0.0, True
+        self.checkers: list[FakeProcess] = []
+        self.service: GrammarService[str] = GrammarService(Path(), cast(ControlPage, None), clock=lambda: self.now_s)
+        monkeypatch.setattr(self.service, "_start", self._start)
+
+    def _start(self, *, checks: bool) -> FakeProcess:
+        made = FakeProcess(is_ready=self.is_ready or not checks)
+        if checks:
+            self.checkers.append(made)
+        return made
+
+    @property
+    def checker(self) -> FakeProcess:
+        return self.checkers[-1]
+
+    def texts(self) -> list[str]:
+        """What the checker was asked for, in its order."""
+        return [message["text"] for message in self.checker.asked]
+
+    def ask(self, name: str) -> None:
+        """`a1`: the first of client a."""
+        self.service.ask(name, name[0], Constraint(ConstraintKind.REGEX, name))
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_clients_take_turns_and_each_has_one_question_put(world: World) -> None:
+    for name in ("a1", "a2", "a3", "b1", "c1"):
+        world.ask(name)
+    assert world.service.askers == ["a1", "b1", "c1", "a2", "a3"]
+    assert world.service.verdicts() == []
+    for place, name in enumerate(["a1", "b1", "c1", "a2", "a3"]):
+        assert world.texts() == ["a1", "b1", "c1", "a2", "a3"][: place + 1]
+        world.checker.answer(place)
+        assert world.service.verdicts() == [Verdict(name, None)]
+        world.service.verdicts()
+
+
+def test_what_takes_long_is_put_again_beside_the_short_ones(world: World) -> None:
+    for name in ("a1", "a2", "b1"):
+        world.ask(name)
+    world.service.verdicts()
+    world.checker.answer(0, "late")
+    assert world.service.verdicts() == []
+    assert world.texts() == ["a1", "b1", "a1"]
+    assert [message["cpu_s"] for message in world.checker.asked] == [SHORT_S, SHORT_S, LONG_S]
+    assert world.service.askers == ["b1", "a2", "a1"]
+    world.checker.answer(1)
+    world.checker.answer(2, "late", "regex cannot be used: too long")
+    assert world.service.verdicts() == [Verdict("b1", None), Verdict("a1", "regex cannot be used: too long")]
+
+
+def test_a_check_that_nobody_waits_for_keeps_its_turn_until_it_ends(world: World) -> None:
+    """Else whoever asks and goes again and again would have as many checks at once."""
+    for name in ("a1", "a2", "b1"):
+        world.ask(name)
+    world.service.verdicts()
+    world.service.forget("a1")
+    world.service.forget("a2")
+    assert (world.service.verdicts(), world.service.askers, world.texts()) == ([], ["b1"], ["a1"])
+    world.checker.answer(0, "late")
+    assert (world.service.verdicts(), world.texts()) == ([], ["a1", "b1"])
+    world.checker.answer(1)
+    assert world.service.verdicts() == [Verdict("b1", None)]
+
+
+@pytest.mark.parametrize(("stops", "how"), [(False, "ended"), (True, "was stopped for 1 s")])
+def test_a_checker_that_is_lost_is_replaced_and_asked_the_same_once(world: World, stops: bool, how: str) -> None:
+    world.ask("a1")
+    world.ask("b1")
+    world.service.verdicts()
+    for _ in range(2):
+        assert world.texts() == ["a1"]
+        if stops:
+            world.checker.watch.stopped = True
+        else:
+            world.checker.said = None
+        lost, found = world.checker, world.service.verdicts()
+        assert lost.is_ended
+    told = AGAIN.format(f"the process that checks it {how}")
+    assert found == [Verdict("a1", told, ErrorCode.CONSTRAINT_FAILED)]
+    assert world.service.verdicts() == []
+    assert world.texts() == ["b1"]
+
+
+def test_a_checker_that_never_starts_is_tried_twice_for_each_question(world: World) -> None:
+    world.is_ready = False
+    world.ask("a1")
+    found = []
+    for _ in range(4):
+        found += world.service.verdicts()
+        if world.checkers:
+            world.checker.said = None
+    assert found == [Verdict("a1", AGAIN.format("the process that checks it ended"), ErrorCode.CONSTRAINT_FAILED)]
+    assert len(world.checkers) == 2
+
+
+def test_what_was_lost_within_the_checker_is_told_so(world: World) -> None:
+    world.ask("a1")
+    world.service.verdicts()
+    world.checker.answer(0, "lost", "its process was ended 2 times")
+    assert world.service.verdicts() == [Verdict("a1", AGAIN.format("its process was ended 2 times"), ErrorCode.CONSTRAINT_FAILED)]
+
+
+def test_a_check_that_hangs_is_refused_and_the_other_put_again(world: World) -> None:
+    world.ask("a1")
+    world.service.verdicts()
+    world.checker.answer(0, "late")
+    world.ask("b1")
+    world.service.verdicts()
+    assert world.texts() == ["a1", "b1", "a1"]
+    world.now_s = CHECK_TIMEOUT_S
+    world.checker.answer(1)
+    world.ask("c1")
+    assert world.service.verdicts() == [Verdict("b1", None)]
+    world.service.verdicts()
+    world.now_s += 0.1
+    assert world.service.verdicts() == [Verdict("a1", f"regex cannot be used: it was not compiled within {CHECK_TIMEOUT_S:g} s")]
+    assert world.service.verdicts() == []
+    assert world.texts() == ["c1"]
+
+
+def test_a_runner_that_is_stopped_while_nobody_needs_a_mask_is_replaced(world: World) -> None:
+    world.ask("a1")
+    world.service.verdicts()
+    runner = cast(FakeProcess, world.service._runner)
+    runner.watch.stopped = True
+    world.service.verdicts()
+    assert runner.is_ended
+    assert world.service.loss == "was silent for 1.00 s"
