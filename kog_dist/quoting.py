@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 MAX_MESSAGE_CHARS = 1500
 # Control characters but the line feed, what turns the direction of text, line ends that are none of ours, lone surrogates.
@@ -15,6 +17,27 @@ _CUT = " ... (cut)"
 def escaped(text: str) -> str:
     """The text with everything escaped that would act on a terminal; its lines stay."""
     return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class Verbatim(str):
+    """Text that streams of a command pass on as it is: our own codes for a terminal, with what they surround `quoted` or
+    harmless, and answers of a model for a file or a pipe. Every other text is `quoted` where it leaves the process, wherever
+    it came from.
+    """
+
+    __slots__ = ()
+
+
+def json_text(value: Any) -> str:
+    """JSON of ASCII in which nothing acts, so that it is the same `quoted`."""
+    return json.dumps(value).replace("\x7f", "\\u007f")
+
+
+def quoted(text: str) -> str:
+    """What a stream writes: `escaped` but for tabs, unless it is Verbatim."""
+    if isinstance(text, Verbatim) or _ACTS.search(text) is None:
+        return text
+    return "\t".join(map(escaped, text.split("\t")))
 
 
 def escaped_bytes(chunk: bytes) -> bytes:

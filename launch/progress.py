@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kog_dist.launch.events import is_terminal, say
+from kog_dist.quoting import quoted
 from kog_dist.runtime.control import ControlPage, RankState
 from kog_dist.runtime.startup import DOING, StartReport, StartStage, StartTeller
 
@@ -117,7 +118,7 @@ class StartupProgress:
         if self._is_live:
             elapsed_s = now_s - self._since_s
             self._next_s = now_s + _ON_TERMINAL_EVERY_S
-            self._shown = f"kog-launch: {bar(share, elapsed_s)} {text.removeprefix('waiting for ')}, {elapsed_s:.0f} s"
+            self._shown = quoted(f"kog-launch: {bar(share, elapsed_s)} {text.removeprefix('waiting for ')}, {elapsed_s:.0f} s")
             self._write(f"{_ERASE}{self._shown[: shutil.get_terminal_size().columns - 1]}")
         elif text != self._shown or now_s >= self._again_s:
             self._next_s, self._again_s = now_s + _LINES_EVERY_S, now_s + _SAME_LINE_AGAIN_S

@@ -32,7 +32,7 @@ from kog_dist.bench.report import allow_dirty, check_stdout, want_json
 from kog_dist.errors import KogError, naming_extra
 from kog_dist.rpc.field_flags import Version
 from kog_dist.rpc.help_examples import examples
-from kog_dist.rpc.output import checked_stdout
+from kog_dist.rpc.output import quoted_streams
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
@@ -81,7 +81,7 @@ for _command in (
 def main() -> None:
     """Run `kog-bench` and exit with its code."""
     try:
-        with checked_stdout(), naming_extra("cuda"):
+        with quoted_streams(), naming_extra("cuda"):
             app(prog_name="kog-bench")
     except KogError as error:
         print(f"kog-bench: {error}", file=sys.stderr)

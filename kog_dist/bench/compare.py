@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kog_dist.bench.report import print_json
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
+from kog_dist.rpc.output import write_out
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -204,20 +205,20 @@ def run(first_path: Path, second_path: Path, *, fail_if_slower: float | None, se
     """Print the comparison and the JSON object; False if the second is slower by more than `fail_if_slower` percent."""
     first, second = read_result(first_path), read_result(second_path)
     lines, found = ratios(first, second, seed), differences(first, second)
-    print(f"A {first_path}: {_origin(first)}\nB {second_path}: {_origin(second)}")
-    print(f"{'median over requests':<26}{'A':>12}{'B':>12}{'B/A':>9}   {CONFIDENCE:.0%} interval")
+    write_out(f"A {first_path}: {_origin(first)}\nB {second_path}: {_origin(second)}\n")
+    write_out(f"{'median over requests':<26}{'A':>12}{'B':>12}{'B/A':>9}   {CONFIDENCE:.0%} interval\n")
     for line in lines:
         name = f"{line.name} {line.unit}".strip()
-        print(f"{name:<26}{line.first:>12.3f}{line.second:>12.3f}{line.ratio:>9.3f}   {line.interval:<18} {line.verdict}")
+        write_out(f"{name:<26}{line.first:>12.3f}{line.second:>12.3f}{line.ratio:>9.3f}   {line.interval:<18} {line.verdict}\n")
     for difference in found:
-        print(f"note: the configurations differ: {difference}")
+        write_out(f"note: the configurations differ: {difference}\n")
     num_failed = [sum(map(bool, result["errors"])) for result in (first, second)]
     if any(num_failed):
-        print(f"note: {num_failed[0]} requests of A failed and {num_failed[1]} of B; they are left out")
+        write_out(f"note: {num_failed[0]} requests of A failed and {num_failed[1]} of B; they are left out\n")
     limit = fail_if_slower
     too_slow = [line.name for line in lines if limit is not None and line.slower_percent > limit]
     if too_slow:
-        print(f"B is slower than A by more than {limit:g}%: {', '.join(too_slow)}")
+        write_out(f"B is slower than A by more than {limit:g}%: {', '.join(too_slow)}\n")
     whole = {
         "benchmark": "compare", "configuration": {"A": str(first_path), "B": str(second_path)},
         "differences": found, "num_failed": num_failed, "too_slow": too_slow,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError
+from kog_dist.quoting import json_text
 
 DIRTY: Final = "+changes"
 RESULTS: Final = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -102,7 +102,7 @@ def print_json(whole: Mapping[str, Any]) -> None:
     """One line for programs. People at a terminal have the table, and this only if they asked for it."""
     _Result.take(whole)
     if _Json.is_wanted or not sys.stdout.isatty():
-        print(json.dumps(whole), flush=True)
+        print(json_text(whole), flush=True)
 
 
 def want_json(is_wanted: bool) -> None:

@@ -12,7 +12,7 @@ import typer
 from kog_dist.errors import ConfigError, KogError
 from kog_dist.rpc.field_flags import Instance, Version
 from kog_dist.rpc.help_examples import examples
-from kog_dist.rpc.output import checked_stdout
+from kog_dist.rpc.output import quoted_streams
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -86,7 +86,7 @@ def _key(given: str | None, file: Path | None) -> str:
 def run(arguments: list[str]) -> int:
     """Parse and execute; every KogError becomes one line on stderr and its exit code."""
     try:
-        with checked_stdout():
+        with quoted_streams():
             app(arguments, prog_name="kog-chat")
     except KogError as error:
         from kog_dist.chat.session import BrokenOutput

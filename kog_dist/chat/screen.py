@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kog_dist.chat.service import Piece
+from kog_dist.quoting import Verbatim, quoted
+from kog_dist.rpc.output import write_error
 
 _FRAME_S: Final = 0.016  # text is written once per frame of a screen, not once per token
 _LINE_EVERY_S: Final = 0.1
@@ -44,8 +46,7 @@ class Meter:
             self.num_tokens, self.is_exact = piece.num_tokens, True
         elif has_text and not self.is_exact:
             self.num_tokens += 1
-        if piece.usage is not None:
-            self.num_prompt_tokens = piece.usage.get("prompt_tokens")
+        self.num_prompt_tokens = self.num_prompt_tokens if piece.num_prompt_tokens is None else piece.num_prompt_tokens
         self.num_before = self.num_before if piece.num_before is None else piece.num_before
         self.prompt_read = self.prompt_read if piece.prompt_read is None else piece.prompt_read
         self.queue_ms = self.queue_ms if piece.queue_ms is None else piece.queue_ms
@@ -79,7 +80,7 @@ class Screen:
     def __init__(self) -> None:
         self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._is_plain = not self.is_terminal or bool(os.environ.get("NO_COLOR"))
-        self._pending: list[str] = []
+        self._pending: list[Verbatim] = []
         self._flushed_s = self._line_s = 0.0
         self._num_rows = 0
         self._reasons = False  # whether reasoning was shown last
@@ -89,14 +90,14 @@ class Screen:
         """An answer comes: keep the bottom row for the rate line, and give it back afterwards, whatever happens."""
         self._num_rows = shutil.get_terminal_size().lines if self.is_terminal else 0
         if self._num_rows > 3:  # scroll only what is above the last row (DECSTBM)
-            self._out(f"\n\x1b7\x1b[1;{self._num_rows - 1}r\x1b8\x1b[1A")
+            self._out(Verbatim(f"\n\x1b7\x1b[1;{self._num_rows - 1}r\x1b8\x1b[1A"))
         try:
             yield
         finally:
             self._end_reasoning("\n")
             self.flush()
             if self._num_rows > 3:
-                self._out(f"\x1b7\x1b[r\x1b[{self._num_rows};1H\x1b[2K\x1b8")
+                self._out(Verbatim(f"\x1b7\x1b[r\x1b[{self._num_rows};1H\x1b[2K\x1b8"))
             self._num_rows = 0
 
     def write(self, piece: Piece, now_s: float) -> None:
@@ -106,20 +107,20 @@ class Screen:
             self._reasons = True
         if piece.text:
             self._end_reasoning("\n\n")
-            self._pending.append(_harmless(piece.text) if self.is_terminal else piece.text)
+            self._pending.append(_harmless(piece.text) if self.is_terminal else Verbatim(piece.text))
         if now_s - self._flushed_s >= _FRAME_S:
             self.flush()
             self._flushed_s = now_s
 
     def _end_reasoning(self, end: str) -> None:
         if self._reasons:
-            self._pending.append(end)
+            self._pending.append(Verbatim(end))
         self._reasons = False
 
     def flush(self) -> None:
         """Show what is pending."""
         if self._pending:
-            text = "".join(self._pending)
+            text = Verbatim("".join(self._pending))
             self._pending.clear()
             self._out(text)
 
@@ -128,27 +129,26 @@ class Screen:
         if self._num_rows > 3 and now_s - self._line_s >= _LINE_EVERY_S:
             self._line_s = now_s
             width = shutil.get_terminal_size().columns
-            self._out(f"\x1b7\x1b[{self._num_rows};1H\x1b[2K{self.dim(line[: width - 1])}\x1b8")
+            self._out(Verbatim(f"\x1b7\x1b[{self._num_rows};1H\x1b[2K{self.dim(line[: width - 1])}\x1b8"))
 
     def say(self, text: str) -> None:
         """Something that is not part of an answer, on standard error."""
-        with contextlib.suppress(OSError, ValueError):
-            print(self.dim(text), file=sys.stderr, flush=True)
+        write_error(self.dim(text))
 
-    def dim(self, text: str) -> str:
-        """Less conspicuous."""
-        return text if self._is_plain else f"{_DIM}{text}{_PLAIN}"
+    def dim(self, text: str) -> Verbatim:
+        """Less conspicuous, and quoted."""
+        return Verbatim(quoted(text) if self._is_plain else f"{_DIM}{quoted(text)}{_PLAIN}")
 
-    def _out(self, text: str) -> None:
+    def _out(self, text: Verbatim) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
-def _harmless(text: str) -> str:
+def _harmless(text: str) -> Verbatim:
     """What a model writes must not steer the terminal."""
     if text.isprintable():
-        return text
-    return "".join(c if c in _SHOWN or c.isprintable() or c == " " else "\N{REPLACEMENT CHARACTER}" for c in text)
+        return Verbatim(text)
+    return Verbatim("".join(c if c in _SHOWN or c.isprintable() or c == " " else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 
 def now() -> float:

@@ -30,7 +30,7 @@ class Piece:
     text: str = ""
     num_tokens: int | None = None
     finish_reason: str | None = None
-    usage: Mapping[str, Any] | None = None
+    num_prompt_tokens: int | None = None
     num_before: int | None = None
     prompt_read: tuple[int, int] | None = None
     queue_ms: float | None = None
@@ -123,7 +123,7 @@ class ChatService:
             raise LaunchError(f"{self.url}{path} says {error_text(response.status, body)}; is it an OpenAI-compatible service?")
         try:
             return json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise LaunchError(f"{self.url}{path} is not JSON; is it an OpenAI-compatible service?") from None
 
     def _connect(self) -> socket.socket:
@@ -184,16 +184,30 @@ def _pieces(payload: bytes) -> Iterator[Piece]:
     try:
         chunk = json.loads(payload)
         error, usage, queue_ms = chunk.get("error"), chunk.get("usage"), (chunk.get("timings") or {}).get("queue_ms")
-        choices = chunk.get("choices") or []
-    except (ValueError, AttributeError):
+        pieces = [] if error else [_piece(choice, _count_in(usage, "completion_tokens")) for choice in chunk.get("choices") or ()]
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise RequestFailed("protocol", f"the service sent a chunk that cannot be read: {payload[:80]!r}") from None
     if error:
         message = error.get("message", error) if isinstance(error, dict) else error
         raise RequestFailed("stream", " ".join(str(message).split())[:300])
-    num_tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    for choice in choices:
-        delta = choice.get("delta") or {}
-        text, reasoning = choice.get("text") or delta.get("content") or "", delta.get("reasoning_content") or ""
-        yield Piece(text, num_tokens, choice.get("finish_reason"), reasoning=reasoning)
-    if usage and not choices:
-        yield Piece(num_tokens=num_tokens, usage=usage, queue_ms=queue_ms if isinstance(queue_ms, int | float) else None)
+    yield from pieces
+    if usage and not pieces:
+        yield Piece(
+            num_tokens=_count_in(usage, "completion_tokens"), num_prompt_tokens=_count_in(usage, "prompt_tokens"),
+            queue_ms=queue_ms if isinstance(queue_ms, int | float) else None,
+        )  # fmt: skip
+
+
+def _piece(choice: Any, num_tokens: int | None) -> Piece:
+    """Raises TypeError, AttributeError for what is no choice."""
+    delta = choice.get("delta") or {}
+    text, reasoning = choice.get("text") or delta.get("content") or "", delta.get("reasoning_content") or ""
+    finish_reason = choice.get("finish_reason")
+    if not isinstance(text, str) or not isinstance(reasoning, str) or not isinstance(finish_reason, str | None):
+        raise TypeError("a text is none")
+    return Piece(text, num_tokens, finish_reason, reasoning=reasoning)
+
+
+def _count_in(usage: Any, name: str) -> int | None:
+    count = usage.get(name) if isinstance(usage, dict) else None
+    return count if type(count) is int and 0 <= count < 2**53 else None

@@ -227,7 +227,7 @@ def error_text(status: int, body: bytes) -> str:
         parsed = json.loads(body)
         error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
         message = error.get("message", error) if isinstance(error, dict) else error
-    except ValueError:
+    except (ValueError, RecursionError):
         message = body[:300].decode("utf-8", "replace")
     line = " ".join(str(message).split())[:300]
     return f"HTTP {status}: {line}" if line else f"HTTP {status}"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from kog_dist import __version__
-from kog_dist.rpc.output import OutputError, checked_stdout, write_error
+from kog_dist.rpc.output import OutputError, quoted_streams, write_error
 
 _DESCRIPTION = """\
 Look at this machine: Python and packages, CUDA, GPUs and their links, CPUs and NUMA, memory, limits, MPI, Ray, ports,
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code, all_ended = 0, True
     try:
-        with checked_stdout():
+        with quoted_streams():
             as_json: bool = parser().parse_args(arguments).json
             from kog_dist.doctor import report
             from kog_dist.doctor.checks import all_checks

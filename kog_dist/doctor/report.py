@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from kog_dist import __version__
+from kog_dist.quoting import json_text
 
 _WIDTH = 8
 _COLUMNS = 110
@@ -87,7 +87,7 @@ def as_json(answers: Sequence[CheckResult]) -> str:
         for answer in answers
         for finding in answer.findings
     ]
-    return json.dumps({"version": __version__, "ok": exit_code(answers) == 0, "findings": found})
+    return json_text({"version": __version__, "ok": exit_code(answers) == 0, "findings": found})
 
 
 def _nested(finding: Finding) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kog_dist.env import variable
 from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.rpc.field_flags import FlagsOf, Instance, KeyFile, Version, with_flags
 from kog_dist.rpc.help_examples import examples
-from kog_dist.rpc.output import checked_stdout
+from kog_dist.rpc.output import quoted_streams
 from kog_dist.runtime.python_child import harden
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -97,7 +97,7 @@ def main() -> None:
     """Run `kog-gateway` and exit with its code; every KogError becomes one line on stderr."""
     harden()
     try:
-        with checked_stdout():
+        with quoted_streams():
             app(prog_name="kog-gateway")
     except KogError as error:
         print(f"kog-gateway: {error}", file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError, KogError, LaunchError, RequestError, RequestFailed
+from kog_dist.quoting import Verbatim, json_text
 from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client, StreamEvent
 from kog_dist.rpc.messages import Accepted, Alive, Done, ErrorCode, PrefillProgress, Tokens
 from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out
@@ -118,7 +118,7 @@ def generate(
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     assert answer.done is not None, "generate ends with Done or raises"
     try:
-        write_out(json.dumps(_as_object(answer, answer.done, request)) + "\n" if as_json else "\n")
+        write_out(json_text(_as_object(answer, answer.done, request)) + "\n" if as_json else "\n")
     except BrokenPipeError:
         return 0
     if not as_json:
@@ -146,7 +146,7 @@ def ask(
                 report = client.cancel(request_id)
             else:
                 report = client.drain() if verb == "drain" else client.status()
-        write_out((json.dumps(asdict(report)) if as_json else describe(report)) + "\n")
+        write_out((json_text(asdict(report)) if as_json else describe(report)) + "\n")
     except BrokenPipeError:
         return 0
     except OutputError:
@@ -205,7 +205,7 @@ def _text_printer(has_text: bool) -> Callable[[Tokens], None]:
         text = event.text if has_text else "".join(f"{token_id} " for token_id in event.token_ids)
         if is_terminal:  # what a model writes must not steer the terminal
             text = "".join(c if c in _SHOWN or (c.isprintable() or c == " ") else "\N{REPLACEMENT CHARACTER}" for c in text)
-        write_out(text)
+        write_out(Verbatim(text))
 
     return show
 
@@ -225,7 +225,7 @@ def _print_failure(
         if retry_after_s is not None:
             error["retry_after_s"] = retry_after_s
         with contextlib.suppress(BrokenPipeError):
-            write_out(json.dumps({"error": error}) + "\n")
+            write_out(json_text({"error": error}) + "\n")
     else:
         if answer.token_ids:
             with contextlib.suppress(BrokenPipeError, OutputError):  # the reason comes first

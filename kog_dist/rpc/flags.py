@@ -9,7 +9,7 @@ import typer
 from kog_dist.errors import ConfigError, KogError
 from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Instance, KeyFile, Version, with_flags
 from kog_dist.rpc.help_examples import examples
-from kog_dist.rpc.output import checked_stdout, write_error
+from kog_dist.rpc.output import quoted_streams, write_error
 from kog_dist.rpc.prompt_request import PromptRequest, parse_ids, read_schema, sampling_of
 from kog_dist.sampling_params import SamplingParams
 
@@ -151,7 +151,7 @@ def logs(
 def run(arguments: list[str]) -> int:
     """Parse and execute; every KogError becomes one line on stderr and its exit code."""
     try:
-        with checked_stdout():
+        with quoted_streams():
             app(arguments, prog_name="kog-client", standalone_mode=True)
     except KogError as error:
         write_error(f"kog-client: {error}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Final
 
 from kog_dist.errors import KogError
-from kog_dist.quoting import escaped
+from kog_dist.quoting import json_text
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.output import check_stdout, write_out
 from kog_dist.rpc.paths import url_of_instance
@@ -33,11 +32,11 @@ def list_engines(*, as_json: bool) -> int:
     found = [_ask(name) for name in running(instances_root())]
     try:
         if as_json:
-            write_out("".join(f"{json.dumps(asdict(engine))}\n" for engine in found))
+            write_out("".join(f"{json_text(asdict(engine))}\n" for engine in found))
         elif not found:
             write_out("no engine of this user runs here; start one with kog-launch\n")
         else:
-            write_out("".join(f"{escaped(engine.says)}{'' if engine.url is None else f', {engine.url}'}\n" for engine in found))
+            write_out("".join(f"{engine.says}{'' if engine.url is None else f', {engine.url}'}\n" for engine in found))
     except BrokenPipeError:
         return 0
     return 0

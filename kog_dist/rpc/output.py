@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO, TypeVar, cast
 
 from kog_dist.errors import KogError
+from kog_dist.quoting import Verbatim, quoted
 
 _Found = TypeVar("_Found")
 
@@ -24,10 +25,13 @@ def check_stdout() -> None:
 
 
 def write_out(text: str) -> None:
-    """Write to standard output at once. Raises BrokenPipeError if its reader has enough, OutputError for every other reason."""
+    """Write to standard output at once, quoted unless it is Verbatim.
+
+    Raises BrokenPipeError if its reader has enough, OutputError for every other reason.
+    """
     check_stdout()
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(quoted(text))
         sys.stdout.flush()
     except BrokenPipeError:
         silence(sys.stdout)
@@ -43,18 +47,28 @@ def not_written(error: OSError | ValueError) -> OutputError:
     return OutputError(f"standard output cannot be written: {reason}; send it somewhere else")
 
 
-class _CheckedStream:
-    """A stream as it is, but that its failures are OutputErrors, or BrokenPipeErrors, and that the first one stays."""
+class _QuotedStream:
+    """A stream as it is, but that nothing acts which is written to it, unless it is Verbatim."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._failure: BrokenPipeError | OutputError | None = None  # whoever tries whether it can be written hides it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        return self._checked(lambda: self._stream.write(text))
+        return self._stream.write(quoted(text))
+
+
+class _CheckedStream(_QuotedStream):
+    """The same, but that its failures are OutputErrors, or BrokenPipeErrors, and that the first one stays."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._failure: BrokenPipeError | OutputError | None = None  # whoever tries whether it can be written hides it
+
+    def write(self, text: str) -> int:
+        return self._checked(lambda: self._stream.write(quoted(text)))
 
     def flush(self) -> None:
         self._checked(self._stream.flush)
@@ -72,7 +86,7 @@ class _CheckedStream:
 
 @contextlib.contextmanager
 def checked_stdout() -> Iterator[None]:
-    """Around a command: whatever it prints raises OutputError if it cannot be written, also what is written only at the end.
+    """Around a command: what it prints is quoted, and raises OutputError if it cannot be written, also only at the end.
 
     A reader that has enough is BrokenPipeError, and at the end no failure.
     """
@@ -98,12 +112,26 @@ def checked_stdout() -> Iterator[None]:
         raise ending
 
 
+@contextlib.contextmanager
+def quoted_streams() -> Iterator[None]:
+    """`checked_stdout` around a command that prints what others have said, which may be on standard error, too."""
+    stream = sys.stderr
+    if stream is not None:
+        sys.stderr = cast(TextIO, _QuotedStream(stream))
+    try:
+        with checked_stdout():
+            yield
+    finally:
+        sys.stderr = stream
+
+
 def write_error(line: str) -> None:
-    """One line to standard error, if there is one that takes it; never to standard output."""
+    """A line to standard error, if there is one that takes it; never to standard output. Quoted unless it is Verbatim."""
     if sys.stderr is None:
         return
     try:
-        print(line, file=sys.stderr, flush=True)
+        sys.stderr.write(Verbatim(f"{quoted(line)}\n"))
+        sys.stderr.flush()
     except (OSError, ValueError):
         silence(sys.stderr)
 
@@ -118,7 +146,7 @@ def progress_line(*, enabled: bool) -> Iterator[Callable[[str], None]]:
         nonlocal shown
         if stream is not None and line != shown:
             with contextlib.suppress(OSError, ValueError):
-                stream.write(f"\r\x1b[K{line}")
+                stream.write(Verbatim(f"\r\x1b[K{quoted(line)}"))
                 stream.flush()
             shown = line
 

@@ -34,6 +34,7 @@ class OpenAiStub:
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     models: Any = field(default_factory=lambda: {"data": [{"id": "stub"}]})
+    info: Any = None  # of /kog/info; None: there is none
     num_lost_clients: int = 0
 
     def next_answer(self) -> Scripted:
@@ -82,8 +83,9 @@ def openai_stub(*answers: Scripted) -> Iterator[OpenAiStub]:
         disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
-            body = json.dumps(stub.models).encode()
-            self._answer(Scripted([body], content_type="application/json", status=200 if "/models" in self.path else 404))
+            found = stub.models if "/models" in self.path else stub.info
+            body = json.dumps(found).encode()
+            self._answer(Scripted([body], content_type="application/json", status=404 if found is None else 200))
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -11,6 +11,7 @@ from kog_dist.bench.service.answers import RequestRecord, answer_of
 from kog_dist.bench.service.prompts import Prompt
 from kog_dist.bench.service.serve import ServeSettings, measure
 from kog_dist.bench.service.trace import as_text
+from kog_dist.rpc.output import write_out
 
 _COLUMNS = ("prompt", "cached", "output")
 
@@ -23,7 +24,7 @@ def run(settings: ServeSettings, turns: Sequence[Prompt], trace: str) -> int:
     load = asyncio.run(measure(settings, turns))
     answers = [answer_of(exchange, turn.num_words) for exchange, turn in zip(load.exchanges, turns, strict=True)]
     figures = figures_of(answers)
-    print(table_of(figures), flush=True)
+    write_out(table_of(figures) + "\n")
     configuration = {
         "trace": trace, "url": str(settings.url), "backend": settings.backend, "model": load.model,
         "ignore_eos": settings.ignore_eos, "temperature": settings.temperature, "extra_body": settings.extra_body,

@@ -52,7 +52,7 @@ def answer_of(exchange: SentRequest, num_words: int) -> RequestRecord:
     if not answer.error:
         try:
             _read_chunks(exchange, answer)
-        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
             answer.error = f"the server sent a chunk that is not OpenAI's: {type(error).__name__} {error}"[:300]
     if answer.error:
         return RequestRecord(
@@ -114,6 +114,6 @@ def _count(answer: RequestRecord, usage: dict[str, Any] | None) -> None:
         answer.output_tokens, answer.counts_from = len(answer.stamps_s), "chunks"
         return
     answer.output_tokens = output_tokens
-    answer.input_tokens = usage.get("prompt_tokens") or answer.input_tokens
-    details = usage.get("prompt_tokens_details") or {}
-    answer.cached_tokens = details.get("cached_tokens")
+    num_prompt, cached = usage.get("prompt_tokens"), (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    answer.input_tokens = num_prompt if isinstance(num_prompt, int) and num_prompt else answer.input_tokens
+    answer.cached_tokens = cached if isinstance(cached, int) else None

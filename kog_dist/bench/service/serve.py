@@ -23,7 +23,7 @@ from kog_dist.bench.service.prompts import Prompt
 from kog_dist.bench.service.report import report_html
 from kog_dist.chat.wire import ServiceUrl, error_text
 from kog_dist.errors import ConfigError, LaunchError, RequestFailed
-from kog_dist.rpc.output import progress_line
+from kog_dist.rpc.output import progress_line, write_out
 
 PATHS: Final = {"openai": "/completions", "openai-chat": "/chat/completions"}
 _PREFLIGHT_S = 10.0
@@ -84,8 +84,8 @@ def run(
     if html is not None:
         html.write_text(report_html(result), encoding="utf-8")
     if each:
-        print(table_of_each(answers))
-    print(_table(result), flush=True)
+        write_out(table_of_each(answers) + "\n")
+    write_out(_table(result) + "\n")
     print_json({name: value for name, value in result.items() if name not in DETAILS})
     return int(result["failed"])
 

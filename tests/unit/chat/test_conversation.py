@@ -167,7 +167,7 @@ def test_the_meter_counts_what_the_service_counts() -> None:
     assert meter.line(2.0, None) == "reading the prompt, 64 of 900 tokens, 2.0 s"
     meter.take(Piece("a", 1), 2.0)
     meter.take(Piece("bc", 21), 2.01)
-    meter.take(Piece(usage={"prompt_tokens": 4}, num_tokens=21), 2.02)
+    meter.take(Piece(num_prompt_tokens=4, num_tokens=21), 2.02)
     assert meter.line(2.02, 8) == "2000 tokens/s, 21 tokens, first after 2000 ms, 8 ranks"
     assert summary(meter, "length", 1).startswith("[4 prompt tokens, 2000 tokens/s")
     meter.take(Piece(queue_ms=1500.2), 2.03)
