@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kog_dist.errors import CheckpointError
+from kog_dist.model.added_tokens import TOKENIZER_CONFIG_NAME
 from kog_dist.model.manifest import Manifest, read_json, read_small_file
-from kog_dist.model.tokenizer import TOKENIZER_CONFIG_NAME
 from kog_dist.quoting import short
 
 TEMPLATE_NAME: Final = "chat_template.jinja"

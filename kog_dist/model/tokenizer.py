@@ -7,7 +7,6 @@ valid text this is what the `tokenizers` library gives; unlike there, the promis
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,13 @@ from typing import Any
 import tokenizers
 
 from kog_dist.errors import CheckpointError, RequestError
+from kog_dist.model.added_tokens import (
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+    end_names,
+    special_tokens,
+    with_added_tokens,
+)
 from kog_dist.model.generation_config import MAX_EOS_IDS, read_eos_ids
 from kog_dist.model.kept_texts import KeptTexts
 from kog_dist.model.limits import FILES
@@ -27,13 +33,10 @@ from kog_dist.model.manifest import Manifest, read_json, read_small_file
 from kog_dist.quoting import short
 from kog_dist.strict_json import parse_object
 
-TOKENIZER_NAME = "tokenizer.json"
-TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 CHANNEL_ENDS = ("<|return|>", "<|call|>")  # of answers of gpt-oss
 CHANNEL_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", *CHANNEL_ENDS)
 _MOST_PENDING_BYTES = 3  # of a character that is not finished; its first byte begins a character whatever stands before it
-_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -75,7 +78,8 @@ class Tokenizer:
             return None
         config = read_json(folder, TOKENIZER_CONFIG_NAME, manifest) or {}
         try:
-            text, added = _with_added_tokens(raw, config)
+            older = read_json(folder, SPECIAL_TOKENS_NAME, manifest) or {}
+            text, added = with_added_tokens(raw, older | config)
             tokenizer = cls(text)
             for token, token_id in added.items():
                 if tokenizer.id_of(token) != token_id:
@@ -86,13 +90,13 @@ class Tokenizer:
             raise CheckpointError(f"{folder / TOKENIZER_NAME} cannot be used: {error}") from None
         except MemoryError:
             raise CheckpointError(f"{folder / TOKENIZER_NAME} cannot be used: there is not enough memory") from None
-        older = read_json(folder, SPECIAL_TOKENS_NAME, manifest) or {}
-        tokenizer.special_tokens = _special_tokens(older) | _special_tokens(config)
+        tokenizer.special_tokens = special_tokens(older) | special_tokens(config)
         tokenizer.eos_ids = read_eos_ids(folder)
         # Fine-tuned models often end with a token that their config.json does not know; eot_token, of CodeLlama, ends what fills
         # the middle.
         ends = [tokenizer.special_tokens.get(name, "") for name in ("eos_token", "eot_token")]
-        for token in (*ends, *(CHANNEL_ENDS if tokenizer.has_channels else ())):
+        ends += CHANNEL_ENDS if tokenizer.has_channels else ()
+        for token in (*ends, *end_names(tokenizer.special_texts)):
             end = tokenizer.id_of(token)
             if end is not None and end not in tokenizer.eos_ids and len(tokenizer.eos_ids) < MAX_EOS_IDS:
                 tokenizer.eos_ids += (end,)
@@ -227,42 +231,6 @@ def text_unavailable(folder: Path) -> RequestError:
     """The error for a request with text when the folder has no tokenizer."""
     other = " (its tokenizer.model must be converted to tokenizer.json)" if os.path.exists(folder / "tokenizer.model") else ""
     return RequestError("no_tokenizer", f"{folder} has no {TOKENIZER_NAME}{other}; give token ids instead of text")
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, ... of a tokenizer_config.json; each is a string or an object with the string as `content`."""
-    found = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _with_added_tokens(raw: bytes, config: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
-    """The text of tokenizer.json with the tokens that only `added_tokens_decoder` of tokenizer_config.json has; and those.
-
-    Raises ValueError if the entry is no table of tokens.
-    """
-    text, table = raw.decode("utf-8"), config.get("added_tokens_decoder")
-    if not table:
-        return text, {}
-    if not isinstance(table, dict):
-        raise ValueError(f"added_tokens_decoder of {TOKENIZER_CONFIG_NAME} must be an object, got {short(table)}")
-    parsed = parse_object(raw, FILES[TOKENIZER_NAME].num_items)
-    listed = parsed.get("added_tokens")
-    listed = listed if isinstance(listed, list) else []
-    known = {entry.get("content") for entry in listed if isinstance(entry, dict)}
-    added = {}
-    for key, entry in sorted(table.items(), key=lambda item: (len(item[0]), item[0])):  # by number
-        content = entry.get("content") if isinstance(entry, dict) else None
-        if not _TOKEN_ID.fullmatch(key) or not isinstance(content, str) or not content:
-            raise ValueError(f"added_tokens_decoder of {TOKENIZER_CONFIG_NAME} has an entry that is no token: {short(key)}")
-        if content not in known:
-            added[content] = int(key)
-            flags = {flag: entry.get(flag) is True for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-            listed.append({"id": int(key), "content": content, **flags})
-    return (json.dumps(parsed | {"added_tokens": listed}, ensure_ascii=False), added) if added else (text, {})
 
 
 def _refuse_dropout(parsed: Mapping[str, Any]) -> None:

@@ -447,3 +447,17 @@ def test_a_file_cut_anywhere_is_refused(path: Path) -> None:
     for end in (*range(0, 9000, 611), len(whole) // 2, len(whole) - 1000):
         path.write_bytes(whole[:end])
         refusal(lambda: open_checkpoint(path))
+
+
+@pytest.mark.parametrize("kind", [3, 4])  # control, user-defined
+@pytest.mark.parametrize(("eos", "end"), [("<|end_of_text|>", "<|eot_id|>"), ("<|endoftext|>", "<|im_end|>")])
+def test_a_turn_ends_with_the_usual_names_whatever_the_file_says(path: Path, kind: int, eos: str, end: str) -> None:
+    """llama.cpp 6772: files whose end of texts is given, and not that of turns, which some converters call user-defined."""
+    tokens, kinds = list(vocabulary()["tokenizer.ggml.tokens"]), list(vocabulary()["tokenizer.ggml.token_type"])
+    tokens[:3], kinds[:3] = [eos, "<|begin|>", end], [3, 3, kind]
+    own = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eos_token_id": 0}
+    write_gguf(path, "llama", random_tensors("llama"), metadata=own)
+    tokenizer = Tokenizer.from_folder(path)
+    assert tokenizer is not None
+    assert tokenizer.eos_ids == (0, 2)
+    assert tokenizer.decode(tokenizer.encode(f"the{end}", add_special_tokens=False)) == "the"

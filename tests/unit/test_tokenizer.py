@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kog_dist.errors import CheckpointError, RequestError
 from kog_dist.model.generation_config import MAX_EOS_IDS, read_eos_ids
-from kog_dist.model.tokenizer import Tokenizer, text_unavailable
+from kog_dist.model.tokenizer import CHANNEL_TAGS, Tokenizer, text_unavailable
 
 TEXT = "def naïve(x):\n    return x + 1  # größer €uro 日本語 🎉👩‍👩‍👧\n" * 3
 SPECIAL = ["<|begin|>", "<|end|>", "<|größer|>"]
@@ -272,6 +273,78 @@ def test_tokens_that_only_tokenizer_config_has_are_added(tmp_path: Path) -> None
     ids = tokenizer.encode("x<think><|im_end|>", add_special_tokens=False)
     assert ids[1:] == [num_ids + 1, num_ids]
     assert tokenizer.decode(ids) == "x<think>"
+
+
+FLAGS = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"added_tokens_decoder": {"258": {"content": "<plain>", **FLAGS, "special": True}}},
+        {"added_tokens_decoder": {"258": {"content": "<plain>", **FLAGS, "lstrip": True}}},
+        {"added_tokens_decoder": {"259": {"content": "<special>", **FLAGS, "rstrip": True, "special": True}}},
+        {"added_tokens_decoder": {"259": {"content": "<special>", **FLAGS}}},
+        {"added_tokens_decoder": {"256": {"content": "<piece>", **FLAGS, "special": True}}},
+        {"added_tokens_decoder": {"260": {"content": "<new>", **FLAGS, "special": True}}},
+        {"extra_special_tokens": {"image_token": "<plain>"}},
+        {"extra_special_tokens": ["<piece>"]},
+        {"additional_special_tokens": ["<piece>"]},
+        {"eos_token": "<plain>"},
+        {"eos_token": "<piece>"},
+        {"bos_token": {"content": "<plain>", **FLAGS, "__type": "AddedToken"}},
+        {"image_token": "<piece>"},
+    ],
+)
+def test_what_tokenizer_config_says_of_added_tokens(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Flags of all added tokens, and ids of a text with them, are those of transformers."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<piece>", "abc"]
+    library = tokenizers.Tokenizer(models.BPE({piece: idx for idx, piece in enumerate(pieces)}, []))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    library.add_tokens([AddedToken("<plain>", special=False, normalized=False)])
+    library.add_special_tokens(["<special>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
+    tokenizer, text = load(tmp_path), "a <plain> <special> <piece> <new> abc"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    specials = {token.content for token in theirs._tokenizer.get_added_tokens_decoder().values() if token.special}
+    assert set(tokenizer.special_texts) == specials
+    shown = [token for token in ("<plain>", "<special>", "<piece>", "<new>") if token not in specials]
+    assert [token for token in ("<plain>", "<special>", "<piece>", "<new>") if token in tokenizer.decode(ids)] == shown
+
+
+def test_lists_of_special_tokens_make_added_ones_special(tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text('{"additional_special_tokens": [{"content": "<tool €>"}]}')
+    tokenizer = load(folder_with(tmp_path, tokenizer_config={"extra_special_tokens": ["<nowhere>"], "pad_token": "a"}))
+    assert "<tool €>" in tokenizer.special_texts
+    assert tokenizer.decode(tokenizer.encode("a<tool €>a")) == "aa", "a padding token may be a word"
+
+
+@pytest.mark.parametrize(
+    ("specials", "eos", "ends"),
+    [
+        (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"], "<|end_of_text|>", ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"]),
+        (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|endoftext|>", ["<|endoftext|>", "<|im_end|>"]),
+        (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
+        (["<eos>", "<start_of_turn>", "<end_of_turn>"], None, ["<end_of_turn>", "<eos>"]),
+        (["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"], "<|endoftext|>", ["<|endoftext|>", "<|end|>"]),
+        (["<|endoftext|>", *CHANNEL_TAGS], "<|endoftext|>", ["<|endoftext|>", "<|return|>", "<|call|>"]),
+        (["<|end|>"], None, []),
+    ],
+)
+def test_control_tokens_end_a_turn_by_their_names(
+    tmp_path: Path, specials: list[str], eos: str | None, ends: list[str]
+) -> None:  # fmt: skip
+    library = tokenizers.Tokenizer.from_str(byte_level_library().to_str())
+    library.add_special_tokens(specials)
+    library.add_tokens([AddedToken("<|eot|>", special=False)])
+    (tmp_path / "tokenizer.json").write_text(library.to_str())
+    if eos is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": library.token_to_id(eos)}))
+    assert list(load(tmp_path).eos_ids) == [library.token_to_id(end) for end in ends]
 
 
 @pytest.mark.parametrize(

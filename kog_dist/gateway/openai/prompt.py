@@ -25,7 +25,7 @@ _OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ChatPrompt:
     """Token ids of a conversation. `unseen`: paths of what was sent and is not in it."""
 
     ids: tuple[int, ...]
@@ -54,7 +54,7 @@ def prompt_of(
     messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages",
     *, variables: Mapping[str, Any] | None = None, ending: Ending = Ending.ANSWER, begins_with: str = "",
     scope: str | None = None,
-) -> Prompt:  # fmt: skip
+) -> ChatPrompt:  # fmt: skip
     """The conversation up to where the answer begins. Raises ApiError 400 naming the message that is wrong.
 
     `variables`: further ones of the chat template. `begins_with`: of the answer, what is decided before it. `scope`: the
@@ -73,7 +73,7 @@ def prompt_of(
     template = served.chat_template
     if template is None or served.tokenizer is None:
         literally = Tokenizer.encode if served.obeys_special_tokens else Tokenizer.encode_literally
-        return Prompt(encode_prompt(joined_text(plain), served, param, literally), ("tools",) if tools else ())
+        return ChatPrompt(encode_prompt(joined_text(plain), served, param, literally), ("tools",) if tools else ())
     if served.has_channels:
         plain = [_with_thinking(message) for message in plain]
     try:
@@ -88,7 +88,7 @@ def prompt_of(
     def encode(tokenizer: Tokenizer, prompt: str) -> Sequence[int]:
         return tokenizer.encode_chat(prompt, scope or "", foreign)
 
-    return Prompt(encode_prompt(text + begins_with, served, param, encode), unseen)
+    return ChatPrompt(encode_prompt(text + begins_with, served, param, encode), unseen)
 
 
 def _check_continued(messages: Sequence[ChatMessage], param: str, begins_with: str) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from kog_dist.model.added_tokens import END_NAMES
 from kog_dist.model.gguf.config import NO_TOKEN
 from kog_dist.quoting import short
 
@@ -67,7 +68,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
     added = [
         {
             "id": token_id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-            "special": kinds[token_id] != _USER_DEFINED,
+            "special": kinds[token_id] != _USER_DEFINED or token in END_NAMES,
         }
         for token_id, token in enumerate(tokens)
         if kinds[token_id] in (_UNKNOWN, _CONTROL, _USER_DEFINED)

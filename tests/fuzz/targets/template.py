@@ -11,9 +11,9 @@ from typing import Any
 
 from kog_dist.errors import CheckpointError, RequestError
 from kog_dist.model import chat_template, template_sandbox
+from kog_dist.model.added_tokens import TOKENIZER_CONFIG_NAME
 from kog_dist.model.chat_template import ChatTemplate, RenderLimits
 from kog_dist.model.template_files import TEMPLATE_NAME
-from kog_dist.model.tokenizer import TOKENIZER_CONFIG_NAME
 from tests.fuzz.refusals import refused
 
 FOLDER = Path(tempfile.mkdtemp())
