@@ -26,6 +26,9 @@ class TextDecoder(Protocol):
     def flush(self) -> str:
         """What is left at the end."""
 
+    def special_name(self, token_id: int) -> str:
+        """The name of a special token, which has no text; empty for others."""
+
 
 class RequestStream:
     """What one client has asked for and what it has been told. Times are nanoseconds on the monotonic clock.
@@ -84,7 +87,8 @@ class RequestStream:
                 if entry.logprobs is not None:
                     logprobs.append(entry.logprobs)
                 if self.decoder is not None and entry.finish is not Finish.STOP:  # an end token has no text
-                    text += self._stop_filter.push(self.decoder.push(entry.token_id))
+                    special = self.decoder.special_name(entry.token_id) if self._stop_filter.has_stops else ""
+                    text += self._stop_filter.push(self.decoder.push(entry.token_id), special)
             if self._stop_filter.stopped:
                 reason = FinishReason.STOP
                 break

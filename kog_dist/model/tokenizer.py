@@ -169,6 +169,10 @@ class Tokenizer:
         """The same for texts of answers, in which the tags of channels have bytes, too."""
         return self._tags.get(token_id) or self.token_bytes(token_id)
 
+    def special_name(self, token_id: int) -> str:
+        """What a special token is called, if answers show no text of it; else empty."""
+        return self._library.id_to_token(token_id) if token_id in self._special_ids and not self.text_bytes(token_id) else ""
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of a whole sequence."""
         whole = b"".join(map(self.text_bytes, token_ids))
@@ -214,6 +218,10 @@ class IncrementalDecoder:
             self._to_strip = 0 if kept else self._to_strip - len(piece)
             piece = kept
         return self._utf8.decode(piece)
+
+    def special_name(self, token_id: int) -> str:
+        """The name of a special token, which `push` gives no text; empty for others."""
+        return self._tokenizer.special_name(token_id)
 
     def flush(self) -> str:
         """What an unfinished character at the end becomes. The decoder is then as new, but strips no leading space."""

@@ -53,6 +53,9 @@ class Letters:
     def flush(self) -> str:
         return ""
 
+    def special_name(self, token_id: int) -> str:
+        return ""
+
 
 class Wire:
     """Stands in for RpcListener: what clients sent, and what reached each of them."""

@@ -31,6 +31,10 @@ class StampDecoder:
         """Nothing is held back."""
         return ""
 
+    def special_name(self, token_id: int) -> str:
+        """No token is special."""
+        return ""
+
 
 class ReplayScript:
     """Token ids in the order in which they are sent, repeated from the beginning where an answer is longer."""
