@@ -174,8 +174,11 @@ class EngineProcesses:
             if child.role == "client":
                 child.send(signum)
 
-    def stop(self, outcome: Outcome | None) -> None:
-        """End every process, remove the folder, give the name up: within GRACE_S + TERM_GRACE_S and the kernel's time to kill."""
+    def stop(self, outcome: Outcome | None, *, keeps_socket_file: bool = False) -> None:
+        """End every process, remove the folder, give the name up: within GRACE_S + TERM_GRACE_S and the kernel's time to kill.
+
+        `keeps_socket_file`: whoever comes next listens on it.
+        """
         self.control.set_abort(AbortCause.SHUTDOWN)
         grace_s = GRACE_S
         if outcome is None or outcome.reason.startswith(INTERRUPTED):
@@ -200,6 +203,8 @@ class EngineProcesses:
         self._rendezvous.close()
         self.control.close()
         self._gpu_leases.close()
+        if keeps_socket_file:
+            self._lease.socket_file = None
         self._lease.remove()
         self._reaper.dismiss()
 

@@ -93,7 +93,7 @@ class HttpGateway:
     # ---- its process ----
     def start(self, engine: EngineOfGateway, log_dir: Path | None) -> None:
         """Start the process. Raises LaunchError."""
-        self._engine, self._log_dir = engine, log_dir
+        self._engine, self._log_dir, self._is_stopping = engine, log_dir, False
         self._watched = WatchedChild(functools.partial(self._spawn, engine), self._settings.stall_timeout)
 
     def _spawn(self, engine: EngineOfGateway, page: ProcessPage) -> Child:
@@ -162,6 +162,11 @@ class HttpGateway:
 
     def close(self) -> None:
         """Give it a moment, less if it is stopped, then kill it; the port is free afterwards. A second call does nothing."""
+        self.end_process()
+        self._port.close()
+
+    def end_process(self) -> None:
+        """The same, but the port stays taken: whoever connects waits for the next process."""
         self._is_stopping = True
         deadline = Deadline.after(TERM_GRACE_S)
         if self._watched is not None:
@@ -172,4 +177,3 @@ class HttpGateway:
                 select.select([child.ended_fd], [], [], _POLL_S)
             self._watched.kill()
             self._watched = None
-        self._port.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import select
 import selectors
 import signal
 import time
+from dataclasses import replace
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
@@ -26,6 +28,7 @@ from kog_dist.launch.outcome import (
 )
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.progress import AwaitedStage, StartupProgress, starts_of, waiting_for
+from kog_dist.launch.restarts import RestartBudget
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import choose_target
 from kog_dist.rpc.prompt_request import PromptRequest
@@ -37,41 +40,99 @@ TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests 
 DRAIN_MARGIN_S = 1.0  # the coordinator ends a request that takes too long; this is for a coordinator that does not
 EXITING_S = 2.0  # for the system to say how a rank ended that is ending; it gives GPU memory back first
 FAILED_STALL_FACTOR = 3  # a rank that has failed does not beat while it gives back what it has
+RETRY_S = 2.0  # between a start that failed and the next one
+_LOSSES = frozenset(  # after which a service starts its engine again
+    {"rank_died", "rank_stalled", "requested_by_rank", "coordinator_died", "coordinator_stalled", "instance_lost"}
+)
+_FAILED_STARTS = frozenset({"startup_failed", "startup_timeout", "cannot_start"})  # of an engine that has served before
 
 
 def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: RankSource | None = None) -> int:
     """Run an engine until it is told to stop, or until `request` is answered. Returns the exit code.
 
-    Its ranks come from `ranks`; None: they are children of this process. Raises KogError only for what is wrong before any
-    process exists.
+    Its ranks come from `ranks`; None: they are children of this process. Then one that serves HTTP is started again when it is
+    lost, a few times. Raises KogError only for what is wrong before any process exists.
     """
     with StopSignals() as signals, EventLog.of_run(settings, serves=request is None) as events, contextlib.ExitStack() as stack:
         try:
             http = HttpGateway.open(settings) if request is None else None
             if http is not None:
                 stack.callback(http.close)
-            socket_file = None if http is None else http.socket_file
-            engine = EngineProcesses(settings, choose_target(settings), request, events.log_dir, ranks, socket_file)
+            engine = _engine(settings, request, events, ranks, http)
         except KogError as error:
             outcome = Outcome(error.exit_code, "cannot_start", str(error))
             _record(outcome, events, settings.instance)
             events.note(str(error))
             raise
-        ended: Outcome | None = None
-        try:
-            detach.check_logs(events)
-            engine.introduce(LauncherFile.of_this_process(engine.instance, settings.shutdown_timeout, events.log_dir))
-            ended = outcome = Supervisor(settings, engine, signals, events, http).run()
-            _record(outcome, events, engine.instance)  # at once: where a host of a rank died, mpirun kills this process, too
-        except KogError as error:
-            ended = outcome = Outcome(error.exit_code, "cannot_start", str(error))
-            events.say(str(error), error=True)
-            _record(outcome, events, engine.instance)
-        finally:
-            if http is not None:
-                http.begin_stop()  # it has been told how its requests end; while it finishes, so do the others
-            engine.stop(ended)
+        restarts = RestartBudget() if http is not None and ranks is None else None
+        generation = 1
+        while True:
+            outcome, goes_on = _run(settings, engine, signals, events, http, restarts, generation)
+            while goes_on and http is not None:
+                http.end_process()
+                generation += 1
+                if outcome.reason in _FAILED_STARTS:  # what keeps it from starting may pass
+                    select.select([signals.wakeup_fd], [], [], RETRY_S)
+                try:
+                    engine = _engine(settings, request, events, ranks, http)
+                    break
+                except KogError as error:
+                    outcome = Outcome(error.exit_code, "cannot_start", str(error))
+                    outcome, goes_on = tell_end(outcome, events, restarts, generation, may_go_on=not signals.count)
+            if not goes_on:
+                break
     return outcome.exit_code
+
+
+def _engine(
+    settings: LaunchConfig, request: PromptRequest | None, events: EventLog, ranks: RankSource | None, http: HttpGateway | None
+) -> EngineProcesses:  # fmt: skip
+    socket_file = None if http is None else http.socket_file
+    return EngineProcesses(settings, choose_target(settings), request, events.log_dir, ranks, socket_file)
+
+
+def _run(
+    settings: LaunchConfig, engine: EngineProcesses, signals: StopSignals, events: EventLog, http: HttpGateway | None,
+    restarts: RestartBudget | None, generation: int,
+) -> tuple[Outcome, bool]:  # fmt: skip
+    """One generation, from its start until nothing of it is left: how it ended, and whether another one follows."""
+    ended: Outcome | None = None
+    goes_on = False
+    supervisor = Supervisor(settings, engine, signals, events, http, generation)
+    try:
+        detach.check_logs(events)
+        engine.introduce(LauncherFile.of_this_process(engine.instance, settings.shutdown_timeout, events.log_dir))
+        ended = supervisor.run()
+    except KogError as error:
+        ended = Outcome(error.exit_code, "cannot_start", str(error))
+    finally:
+        if ended is not None:
+            may_go_on = (supervisor.is_ready or generation > 1) and not signals.count and not engine.control.draining()
+            ended, goes_on = tell_end(ended, events, restarts, generation, may_go_on=may_go_on)
+            if not goes_on:  # at once: where a host of a rank died, mpirun kills this process, too
+                _record(ended, events, engine.instance)
+        if http is not None:
+            http.begin_stop()  # it has been told how its requests end; while it finishes, so do the others
+        engine.stop(ended, keeps_socket_file=goes_on)
+    return ended, goes_on
+
+
+def tell_end(
+    outcome: Outcome, events: EventLog, restarts: RestartBudget | None, generation: int, *, may_go_on: bool
+) -> tuple[Outcome, bool]:  # fmt: skip
+    """Tell how a generation ended. Returns that, and whether another one is started."""
+    is_loss = outcome.reason in _LOSSES or (generation > 1 and outcome.reason in _FAILED_STARTS)
+    if restarts is not None and may_go_on and is_loss:
+        if restarts.take():
+            events.say(f"{outcome.sentence}; starting it again as generation {generation + 1}", error=True)
+            return outcome, True
+        given_up = f"{outcome.sentence}; it is not started again after {restarts}"
+        outcome = replace(outcome, exit_code=EXIT_RANK_DIED, sentence=given_up)
+    if outcome.sentence is not None and outcome.user_knows:
+        events.note(outcome.sentence)
+    elif outcome.sentence is not None:
+        events.say_end(outcome.sentence)
+    return outcome, False
 
 
 def _record(outcome: Outcome, events: EventLog, instance: str | None) -> None:
@@ -84,15 +145,16 @@ class Supervisor:
 
     def __init__(
         self, settings: LaunchConfig, engine: EngineProcesses, signals: StopSignals, events: EventLog,
-        http: HttpGateway | None = None,
+        http: HttpGateway | None = None, generation: int = 1,
     ) -> None:  # fmt: skip
+        self._generation = generation
         self._settings = settings
         self._events = events
         self._engine = engine
         self._http = http
         self._signals = signals
-        self._deaths = Deaths(engine, settings.shutdown_timeout, lambda: self._is_ready)
-        self._is_ready = False
+        self._deaths = Deaths(engine, settings.shutdown_timeout, lambda: self.is_ready)
+        self.is_ready = False  # or was, before it ended
         self._drain_deadline: Deadline | None = None
         self._lost_lifeline: str | None = None
         self._exiting: tuple[EngineProcess, Deadline] | None = None  # the rank that is ending while the engine serves
@@ -124,15 +186,8 @@ class Supervisor:
                     self._take(selector, key)
                 outcome = self._decide(deadline)
                 if outcome is not None:
-                    self._conclude(outcome)
+                    self._progress.clear()
                     return outcome
-
-    def _conclude(self, outcome: Outcome) -> None:
-        self._progress.clear()
-        if outcome.sentence is not None and outcome.user_knows:
-            self._events.note(outcome.sentence)
-        elif outcome.sentence is not None:
-            self._events.say_end(outcome.sentence)
 
     def _take(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         child = key.data
@@ -150,8 +205,8 @@ class Supervisor:
             child.oom_kills.look()
         if (gone := self._engine.mend_reaper()) is not None:
             self._events.say(f"the process that cleans up (pid {gone}) was killed and has been started again", error=True)
-        if not self._is_ready and self._engine.is_ready() and (self._http is None or self._http.is_ready()):
-            self._is_ready = True
+        if not self.is_ready and self._engine.is_ready() and (self._http is None or self._http.is_ready()):
+            self.is_ready = True
             self._progress.clear()
             self._announce()
         outcome = self._rank_ended()
@@ -161,13 +216,13 @@ class Supervisor:
             return None
         outcome = outcome or self._instance_lost() or self._gateway_ended() or self._interrupted_or_draining()
         outcome = outcome or self._stalled()
-        return outcome if outcome is not None or self._is_ready else self._startup(startup_deadline)
+        return outcome if outcome is not None or self.is_ready else self._startup(startup_deadline)
 
     # ---- deaths ----
     def _has_exiting_rank(self) -> bool:
         """Whether a rank is ending. Its peers and the clients are told at once, everybody else when it is known how it ended."""
         is_told = self._signals.count > 1 or (self._signals.count and self._engine.ranks.is_killed_soon)
-        if not self._is_ready or is_told:  # ranks may end because of whoever stops the engine, in this very moment
+        if not self.is_ready or is_told:  # ranks may end because of whoever stops the engine, in this very moment
             return False
         child = next((child for child in self._engine.children if child.rank is not None and child.is_exiting()), None)
         if child is None or child.rank is None:
@@ -196,20 +251,20 @@ class Supervisor:
         """The engine is not harmed by the end of its gateway; one that cannot start, or ends again and again, stops the run."""
         if self._http is None:
             return None
-        outcome = self._http.look(self._events.say, has_served=self._is_ready)
+        outcome = self._http.look(self._events.say, has_served=self.is_ready)
         if outcome is not None:
-            self._engine.abort(AbortCause.SHUTDOWN if self._is_ready else AbortCause.STARTUP_FAILED)
+            self._engine.abort(AbortCause.SHUTDOWN if self.is_ready else AbortCause.STARTUP_FAILED)
         return outcome
 
     def _instance_lost(self) -> Outcome | None:
         """No client would find the engine any more; one that drains has all its clients."""
         if self._drain_deadline is not None:
             return None
-        sentence = self._engine.loss_of_instance(was_ready=self._is_ready)
+        sentence = self._engine.loss_of_instance(was_ready=self.is_ready)
         if sentence is None:
             return None
-        self._engine.abort(AbortCause.INSTANCE_LOST if self._is_ready else AbortCause.STARTUP_FAILED)
-        return Outcome(EXIT_RANK_DIED if self._is_ready else EXIT_CANNOT_START, "instance_lost", sentence)
+        self._engine.abort(AbortCause.INSTANCE_LOST if self.is_ready else AbortCause.STARTUP_FAILED)
+        return Outcome(EXIT_RANK_DIED if self.is_ready else EXIT_CANNOT_START, "instance_lost", sentence)
 
     def _orphaned(self) -> Outcome | None:
         if self._lost_lifeline is None:
@@ -232,18 +287,18 @@ class Supervisor:
     def _stalled(self) -> Outcome | None:
         for vigil in self._vigils:
             child = vigil.process
-            silence = vigil.look(*self._beat(child.rank)) if self._is_ready else vigil.look()
+            silence = vigil.look(*self._beat(child.rank)) if self.is_ready else vigil.look()
             if silence is None:
                 continue
             rank = child.rank
             cause, reason = AbortCause.RANK_STALLED, "rank_stalled"
             if rank is None:
                 cause, reason = AbortCause.COORDINATOR_DIED, "coordinator_stalled"
-            if not self._is_ready:
+            if not self.is_ready:
                 cause = AbortCause.STARTUP_FAILED
             self._engine.abort(cause, COORDINATOR if rank is None else rank)
             child.send(signal.SIGKILL)
-            when = "" if self._is_ready else " during start-up"
+            when = "" if self.is_ready else " during start-up"
             sentence = f"{child.role} (pid {child.pid}) {silence}{when}; the engine was stopped"
             return Outcome(EXIT_TIMEOUT, reason, sentence, rank, child.pid)
         return None
@@ -289,6 +344,9 @@ class Supervisor:
         ranks = f"{engine.world_size} rank{'s' if engine.world_size > 1 else ''}"
         origin = f", started by {engine.ranks.origin}" if engine.ranks.origin else ""
         took_s = time.monotonic() - self._begin_s
+        if self._generation > 1:
+            self._events.say(f"generation {self._generation} is ready after {took_s:.1f} s")
+            return
         self._events.say(
             f"{engine.model_name} on {ranks} ({engine.kind}){origin}, instance {engine.instance}, "
             f"{engine.endpoint}{f', {self._http.url}' if self._http is not None else ''}, ready after {took_s:.1f} s"
@@ -309,7 +367,7 @@ class Supervisor:
             return self._deaths.cut_off()
         if signals.count == 0:
             return None
-        if not self._is_ready or signals.count > 1 or engine.ranks.is_killed_soon:
+        if not self.is_ready or signals.count > 1 or engine.ranks.is_killed_soon:
             return self._interrupted()
         assert signals.last is not None
         self._drain_deadline = Deadline.after(self._settings.shutdown_timeout + DRAIN_MARGIN_S)

@@ -287,6 +287,7 @@ class Coordinator:
         return self._life.farewell(is_running=is_running, is_idle=is_idle)
 
     def _begin_drain(self) -> None:
+        self._control.set_drain()  # a rank that is lost now is no reason to start again
         self._life.drain()
         for stream in self.requests.not_running():
             self._clients.fail(stream, ErrorCode.DRAINING, NOT_STARTED)

@@ -192,7 +192,7 @@ class ControlPage:
         return (AbortCause(word >> 16 & 0xFFFF), word & 0xFFFF) if word else None
 
     def set_drain(self) -> None:
-        """Finish what runs and take nothing new. Writer: supervisor."""
+        """Finish what runs and take nothing new. Writers: supervisor, and the coordinator, which a client asks."""
         self._words[_DRAIN] = 1
         self._doorbell_futex.wake()
 

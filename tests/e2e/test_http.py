@@ -150,7 +150,47 @@ def test_readiness_tells_of_a_lost_rank(session: EngineSession, signum: int, lim
             assert time.monotonic() - begin_s < limit_s
             frames = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert frames[-1]["error"]["code"] == "rank_failed", frames[-1]
-        assert served.launcher.wait(ENDED_S) == (4 if signum == signal.SIGKILL else 5)
+        served.wait_state("ready", READY_S)
+        served.launcher.send_signal(signal.SIGTERM)
+        assert served.launcher.wait(ENDED_S) == 0
+    until(lambda: not session.leftovers(), 3.0, lambda: f"left behind: {session.leftovers()}")
+
+
+def test_a_service_starts_its_engine_again_three_times(session: EngineSession, tiny_model: Path) -> None:
+    ask = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    logs = session.folder / "logs"
+    with http_engine(session, str(tiny_model), "--ranks=2", f"--log-dir={logs}") as served:
+        expected = served.http.post("/v1/completions", json=ask).json()["choices"][0]["logprobs"]["tokens"]
+        for generation, victim in enumerate(("rank 1", "coordinator", "rank 0", "rank 1"), 2):
+            with served.http.stream("POST", "/v1/completions", json={**ask, "max_tokens": 20_000, "stream": True}) as response:
+                lines = response.iter_lines()
+                next(lines)
+                pid = session.processes()[victim]
+                os.kill(pid, signal.SIGKILL)
+                frames = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            assert frames[-1]["error"]["code"] == ("engine_lost" if victim == "coordinator" else "rank_failed"), frames[-1]
+            lost = f"kog-launch: {victim} (pid {pid}) was killed by SIGKILL while serving; the engine was stopped; "
+            if generation > 4:
+                break
+            until(lambda: f"generation {generation} is ready after" in served.said(), READY_S, session.output)  # noqa: B023
+            assert f"{lost}starting it again as generation {generation}\n" in session.output()
+            assert served.announced()["url"] == served.url
+            with served.session.connect() as rpc:
+                assert rpc.status().world_size == 2
+            answer = served.http.post("/v1/completions", json=ask)
+            assert answer.json()["choices"][0]["logprobs"]["tokens"] == expected
+        assert served.launcher.wait(ENDED_S) == 4
+    assert f"{lost}it is not started again after 3 restarts in 10 min\n" in session.output()
+    assert json.loads((logs / "exit.json").read_text(encoding="utf-8"))["reason"] == "rank_died"
+    until(lambda: not session.leftovers(), 3.0, lambda: f"left behind: {session.leftovers()}")
+
+
+def test_a_stop_while_the_engine_starts_again_is_obeyed(session: EngineSession, tiny_model: Path) -> None:
+    with http_engine(session, str(tiny_model), "--ranks=2") as served:
+        os.kill(session.processes()["rank 1"], signal.SIGKILL)
+        until(lambda: "starting it again" in session.output(), ENDED_S, session.output)
+        served.launcher.send_signal(signal.SIGTERM)
+        assert served.launcher.wait(ENDED_S) == 128 + signal.SIGTERM
     until(lambda: not session.leftovers(), 3.0, lambda: f"left behind: {session.leftovers()}")
 
 

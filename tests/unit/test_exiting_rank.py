@@ -86,7 +86,7 @@ class Run:
         self.signals = signals
         events: Any = SimpleNamespace(say=print, say_end=print, note=print)
         self.supervisor = Supervisor(LaunchConfig(), engine, signals, events)
-        self.supervisor._is_ready = True
+        self.supervisor.is_ready = True
         self.supervisor._vigils = [Vigil(rank, 1.0) for rank in self.ranks]
 
     def decide(self) -> Any:
@@ -157,7 +157,7 @@ def test_a_drain_waits_for_nobody_who_has_gone(num_signals: int, is_killed_soon:
 
 def test_start_up_has_its_own_words() -> None:
     run = Run()
-    run.supervisor._is_ready = False
+    run.supervisor.is_ready = False
     run.ranks[1].exiting = True
     assert not run.supervisor._has_exiting_rank()
     assert run.aborts == []
@@ -191,7 +191,7 @@ def test_a_start_that_takes_too_long_names_the_rank_on_which_others_wait() -> No
 )
 def test_an_engine_that_no_client_could_find_ends_unless_it_drains(is_ready: bool, cause: AbortCause, exit_code: int) -> None:
     run = Run()
-    run.supervisor._is_ready = is_ready
+    run.supervisor.is_ready = is_ready
     run.supervisor._engine.is_ready = lambda: is_ready  # type: ignore[method-assign]
     asked: list[bool] = []
 

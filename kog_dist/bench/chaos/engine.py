@@ -129,8 +129,9 @@ class ChaosEngine:
 
     @staticmethod
     def component(cell: Cell) -> str:
-        """What is started again after a fault: a whole replica, or a process."""
-        return cell.role.rpartition(" of ")[2]
+        """What is started again after a fault: a whole engine, or a process."""
+        role = cell.role.rpartition(" of ")[2]
+        return "engine" if role == "coordinator" or role.startswith("rank ") else role
 
     def retire(self) -> list[str]:
         """Stop it as its user would; what was not as it should be."""

@@ -143,6 +143,8 @@ def _of_single(role: str, kind: FaultKind, point: Point) -> Promise:
     if point is Point.LOAD:
         is_late = kind is FaultKind.STOP
         return Promise(Harm.ALL, STARTUP_S if is_late else KILLED_S, _codes(_TIMED_OUT if is_late else _CANNOT_START))
+    if point is not Point.DRAIN:  # a service starts its engine again
+        return Promise(Harm.ALL, _limit_s(kind))
     return Promise(Harm.ALL, _limit_s(kind), _codes(_TIMED_OUT if kind is FaultKind.STOP else _DIED))
 
 

@@ -17,6 +17,7 @@ from kog_dist import config
 from kog_dist.errors import ConfigError
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.gateway.metrics import Metrics
+from kog_dist.launch.outcome import EXIT_RANK_DIED
 from kog_dist.rpc.messages import EngineState, ErrorCode, StatusReport
 
 ROOT = Path(__file__).parents[3]
@@ -129,7 +130,7 @@ def test_unit_does_not_cut_a_drain_short() -> None:
     assert float(service["TimeoutStopSec"]) >= config.LaunchConfig().shutdown_timeout + 10
     assert service["KillMode"] == "mixed"  # SIGTERM to the launcher alone: it drains
     assert service["User"] != "root"
-    assert service["RestartPreventExitStatus"] == str(ConfigError.exit_code)
+    assert service["RestartPreventExitStatus"] == f"{ConfigError.exit_code} {EXIT_RANK_DIED}", "usage, and what was tried already"
     assert re.search(r"TimeoutStopSec.*?`shutdown_timeout` \+ 10", MANUAL, re.S)
 
 
