@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import itertools
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +68,41 @@ def make_log_folder(folder: Path) -> None:
     folder.mkdir(exist_ok=True)  # says what is wrong with one that is no folder
 
 
+def check_log_folder(log_dir: str) -> None:
+    """Raise the LaunchError with which a run that keeps its logs there would end. Leaves nothing behind."""
+    folder = Path(log_dir)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        make_log_folder(folder)
+        if (folder / EXIT_FILE).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        for path in folder.glob("*.log"):
+            _check_log(path)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unusable(log_dir, error) from None
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _check_log(path: Path) -> None:
+    try:
+        os.close(append_fd(path))
+    except OSError as error:
+        raise _not_opened(path, error) from None
+
+
+def _unusable(log_dir: str, error: OSError) -> LaunchError:
+    return LaunchError(f"log folder {log_dir} cannot be made or used: {error.strerror}; choose another --log-dir")
+
+
+def _not_opened(path: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"log file {path} cannot be opened: {error.strerror}; choose another --log-dir")
+
+
 class LogFile:
     """The log of a process, appended to. Readable by this user alone, if it was not there before.
 
@@ -78,7 +115,7 @@ class LogFile:
         try:
             self._open()
         except OSError as error:
-            raise LaunchError(f"log file {self._path} cannot be opened: {error.strerror}; choose another --log-dir") from None
+            raise _not_opened(self._path, error) from None
         self.write(f"---- {role}, run of kog-launch {os.getpid()}, {_now()} ----\n".encode())
 
     def _open(self) -> None:
@@ -140,9 +177,7 @@ class EventLog:
                 return
             if isinstance(error, LaunchError):
                 raise
-            raise LaunchError(
-                f"log folder {log_dir} cannot be made or used: {error.strerror}; choose another --log-dir"
-            ) from None
+            raise _unusable(log_dir, error) from None
         self.log_dir = folder
 
     @classmethod

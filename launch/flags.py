@@ -55,7 +55,9 @@ def launch(
     json_schema: Annotated[str | None, JSON_SCHEMA] = None,
     regex: Annotated[str | None, REGEX] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show bytes per rank, plan and ceiling; start nothing.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Open all files of the model as a start does; exit 0 or 3.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Look at all that a start needs: files, address, folders; exit 0, 2 or 3.")
+    ] = False,
     deep: Annotated[bool, typer.Option("--deep", help="With --check: also read all weights.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it is ready; it goes on in the background.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show every setting and its source.")] = False,
@@ -96,7 +98,9 @@ def launch(
     if check or dry_run:
         from kog_dist.launch import inspection
 
-        _print(inspection.check(resolved.config, deep=deep) if check else inspection.dry_run(resolved.config))
+        _print(
+            inspection.check(resolved.config, deep=deep, serves=request is None) if check else inspection.dry_run(resolved.config)
+        )
         raise typer.Exit(0)
     raise typer.Exit(_start(resolved.config, request, detach=detach))
 

@@ -60,11 +60,21 @@ class HttpGateway:
         """Take the port; None if the settings want no HTTP. Raises LaunchError naming who has the port, ConfigError."""
         if not settings.http:
             return None
-        keys = keys_of(settings)
+        keys = _checked_keys(settings)
         if settings.http_socket is not None:
             return cls(settings, bind.listen_on_socket(settings.http_socket), keys)
-        bind.check_exposure(settings.host, keys)
         return cls(settings, bind.listen(settings.host, settings.port), keys)
+
+    @staticmethod
+    def check(settings: LaunchConfig) -> None:
+        """Raise what `open` would, but not for a port or socket that is in use now. Takes nothing."""
+        if not settings.http:
+            return
+        _checked_keys(settings)
+        if settings.http_socket is not None:
+            bind.check_socket(settings.http_socket)
+        else:
+            bind.check_address(settings.host, settings.port)
 
     @property
     def url(self) -> str:
@@ -177,3 +187,11 @@ class HttpGateway:
                 select.select([child.ended_fd], [], [], _POLL_S)
             self._watched.kill()
             self._watched = None
+
+
+def _checked_keys(settings: LaunchConfig) -> Sequence[str]:
+    """The API keys, which are enough for the address. Raises ConfigError."""
+    keys = keys_of(settings)
+    if settings.http_socket is None:
+        bind.check_exposure(settings.host, keys)
+    return keys

@@ -17,6 +17,7 @@ from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.prediction import LAYER_S, architecture, most_tokens_per_s, predictions
+from kog_dist.launch.preflight import preflight
 from kog_dist.launch.target import (
     Target,
     cpu_matrix_bytes,
@@ -39,16 +40,17 @@ _H200_PEAK_BYTES_S = 4.8e12  # HBM3e bandwidth in NVIDIA's data sheet
 _MIB = 2**20
 
 
-def check(settings: LaunchConfig, *, deep: bool = False) -> str:
-    """One line about a model folder that a start would accept: opens what a start opens, and with `deep` reads all weights.
+def check(settings: LaunchConfig, *, deep: bool = False, serves: bool = True) -> str:
+    """One line about what a start would accept: opens what a start opens, and with `deep` reads all weights.
 
-    Raises CheckpointError, ConfigError or PlanError.
+    `serves`: whether the start would be for no single prompt. Raises KogError.
     """
     from kog_dist.decode.plan import make_plan
     from kog_dist.decode.validate import check as check_plan
     from kog_dist.gateway.model_files import read_model
     from kog_dist.workers.model_folder import ModelFolder
 
+    preflight(settings, serves=serves)
     try:
         target = plan_target(settings)[0]
     except CheckpointError as error:

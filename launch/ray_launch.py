@@ -19,6 +19,7 @@ from kog_dist.launch.events import EventLog
 from kog_dist.launch.http import EngineOfGateway, HttpGateway
 from kog_dist.launch.instance_watch import InstanceWatch
 from kog_dist.launch.outcome import EXIT_OK, EXIT_RANK_DIED, INTERRUPTED, Outcome, client_outcome
+from kog_dist.launch.preflight import preflight
 from kog_dist.launch.progress import StartupProgress
 from kog_dist.launch.ray_cluster import RayCluster, leave
 from kog_dist.launch.ray_gang import RayGang, choose_ray_target
@@ -48,6 +49,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
     """
     with StopSignals() as signals, EventLog.of_run(settings, serves=request is None) as events, contextlib.ExitStack() as stack:
         try:
+            preflight(settings, serves=request is None)
             http = HttpGateway.open(settings) if request is None else None
             if http is not None:
                 stack.callback(http.close)

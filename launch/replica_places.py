@@ -19,6 +19,7 @@ from kog_dist.launch.outcome import EXIT_OK, Outcome, signal_name
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.instance import instances_root
 
+_MAX_INSTANCE = 36  # characters: `.r255` follows
 _OF_THE_FLEET = {  # settings that concern all replicas together
     "replicas", "min_replicas", "max_replicas", "scale_down_after", "remote_replicas", "rpc_port", "rpc_host", "launcher",
     "ray_address", "instance", "log_dir", "gpus", "model", "http", "host", "port", "api_key", "api_key_file", "cors_origin",
@@ -134,6 +135,14 @@ def replica_arguments(settings: LaunchConfig, instance: str, gpus: str | None) -
         flag = flag_name(field.name)
         arguments.append((flag if value else f"--no-{flag[2:]}") if isinstance(value, bool) else f"{flag}={value}")
     return arguments
+
+
+def check_replicas(settings: LaunchConfig) -> None:
+    """Raises ConfigError for what no number of replicas can have."""
+    if settings.instance is not None and len(settings.instance) > _MAX_INSTANCE:
+        raise ConfigError(f"--instance {settings.instance!r} must have at most {_MAX_INSTANCE} characters with replicas")
+    for replica_idx in range(settings.max_replicas or settings.replicas):
+        gpus_of_replica(settings, replica_idx)
 
 
 def gpus_of_replica(settings: LaunchConfig, replica_idx: int) -> str | None:

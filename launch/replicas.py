@@ -30,8 +30,9 @@ from kog_dist.launch.outcome import (
     INTERRUPTED,
     Outcome,
 )
+from kog_dist.launch.preflight import preflight
 from kog_dist.launch.progress import StartupProgress
-from kog_dist.launch.replica_places import LocalReplica, Replica, StartReplica, gpus_of_replica
+from kog_dist.launch.replica_places import LocalReplica, Replica, StartReplica
 from kog_dist.launch.replica_remote import RemoteReplicas
 from kog_dist.launch.replica_scaling import Scaler
 from kog_dist.launch.replica_set import ReplicaSet
@@ -46,7 +47,6 @@ TICK_S = 0.05
 STARTUP_MARGIN_S = 2.0  # a replica knows best why it is not ready, and says so after its own limit
 DRAIN_MARGIN_S = 1.0  # the router ends requests that take too long; this is for a router that does not
 STOP_S = 5.0  # for all replicas to stop, once nothing runs on them
-_MAX_INSTANCE = 36  # characters: `.r255` follows
 
 
 def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
@@ -56,7 +56,9 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
     """
     with StopSignals() as signals, EventLog.of_run(settings, serves=True) as events, contextlib.ExitStack() as stack:
         try:
-            _check(settings, request)
+            if request is not None:
+                raise ConfigError("--prompt goes with one engine; start the replicas without it and use kog-client generate")
+            preflight(settings, serves=True)
             settings = with_device(settings)
             http = HttpGateway.open(settings)
             if http is not None:
@@ -83,15 +85,6 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
 def with_device(settings: LaunchConfig) -> LaunchConfig:
     """Replicas use GPUs only if the run says which, or how many: left to itself, the first one would take all."""
     return replace(settings, device="cpu") if settings.device == "auto" and settings.gpus is None else settings
-
-
-def _check(settings: LaunchConfig, request: PromptRequest | None) -> None:
-    if request is not None:
-        raise ConfigError("--prompt goes with one engine; start the replicas without it and use kog-client generate")
-    if settings.instance is not None and len(settings.instance) > _MAX_INSTANCE:
-        raise ConfigError(f"--instance {settings.instance!r} must have at most {_MAX_INSTANCE} characters with replicas")
-    for replica_idx in range(settings.max_replicas or settings.replicas):
-        gpus_of_replica(settings, replica_idx)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from kog_dist.launch.outcome import (
     INTERRUPTED,
     Outcome,
 )
+from kog_dist.launch.preflight import preflight
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.progress import AwaitedStage, StartupProgress, starts_of, waiting_for
 from kog_dist.launch.restarts import RestartBudget
@@ -55,6 +56,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
     """
     with StopSignals() as signals, EventLog.of_run(settings, serves=request is None) as events, contextlib.ExitStack() as stack:
         try:
+            preflight(settings, serves=request is None)
             http = HttpGateway.open(settings) if request is None else None
             if http is not None:
                 stack.callback(http.close)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError, LaunchError
-from kog_dist.runtime.socket_file import SocketFile, listen_on_file
+from kog_dist.runtime.socket_file import SocketFile, check_file, listen_on_file
 
 BACKLOG = 1024  # connections that wait while the gateway starts, or is started again
+_SOCKET_FLAG = "--http-socket"
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 
@@ -61,24 +62,36 @@ def check_exposure(host: str, keys: Sequence[str]) -> None:
 
 def listen(host: str, port: int) -> HttpPort:
     """Bind and listen. Raises LaunchError that names the process that has the port, ConfigError for a host that is none."""
-    address = _resolve(host, port)
-    listener = socket.socket(address[0], socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a service that has ended do no harm
-        if address[0] == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address[1])
-        listener.listen(BACKLOG)
+        listener = _bound(_resolve(host, port))
+        try:
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
-        listener.close()
         raise LaunchError(_why_not(host, port, error)) from None
     listener.setblocking(False)
     return HttpPort(listener, host.strip("[]"))
 
 
+def check_address(host: str, port: int) -> None:
+    """Raise what `listen` would, but not for a port that somebody listens on now. A socket that does not listen harms nobody."""
+    try:
+        _bound(_resolve(host, port)).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise LaunchError(_why_not(host, port, error)) from None
+
+
+def check_socket(path: str) -> None:
+    """Raise what `listen_on_socket` would, but not for a socket that somebody listens on now."""
+    check_file(Path(path), _SOCKET_FLAG)
+
+
 def listen_on_socket(path: str) -> HttpPort:
     """The same on a Unix socket, which only this user can reach. Raises LaunchError, ConfigError; see `listen_on_file`."""
-    listener, file = listen_on_file(Path(path), "--http-socket", BACKLOG)
+    listener, file = listen_on_file(Path(path), _SOCKET_FLAG, BACKLOG)
     return HttpPort(listener, "", file)
 
 
@@ -92,6 +105,19 @@ def url_of(host: str, listener: socket.socket) -> str:
         if address.is_unspecified:
             host = "127.0.0.1" if address.version == 4 else "::1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _bound(address: tuple[socket.AddressFamily, Any]) -> socket.socket:
+    bound = socket.socket(address[0], socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a service that has ended do no harm
+        if address[0] == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address[1])
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

@@ -42,10 +42,7 @@ def listen_on_file(path: Path, flag: str, backlog: int) -> tuple[socket.socket, 
 
     Raises ConfigError for a path that cannot be one, LaunchError for what is in the way.
     """
-    path = Path(os.path.abspath(path))
-    length = len(os.fsencode(path))
-    if length > MAX_SOCKET_PATH_BYTES or not str(path).isprintable():
-        raise ConfigError(f"{flag} {str(path)!r} must be at most {MAX_SOCKET_PATH_BYTES} printable bytes, it has {length}")
+    path = _checked_path(path, flag)
     folder = private_folder(path.parent, f"choose a {flag} in another folder")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     folder_fd = -1
@@ -70,6 +67,39 @@ def listen_on_file(path: Path, flag: str, backlog: int) -> tuple[socket.socket, 
     return listener, file
 
 
+def check_file(path: Path, flag: str) -> None:
+    """Raise what `listen_on_file` would, but not for a socket that somebody listens on now. Leaves nothing behind."""
+    path = _checked_path(path, flag)
+    is_new = not os.path.lexists(path.parent)
+    folder = private_folder(path.parent, f"choose a {flag} in another folder")
+    try:
+        _check_kind(path, flag)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise LaunchError(f"cannot listen on {path}: {os.strerror(errno.EACCES)}; choose another {flag}")
+    finally:
+        if is_new:
+            folder.rmdir()
+
+
+def _checked_path(path: Path, flag: str) -> Path:
+    path = Path(os.path.abspath(path))
+    length = len(os.fsencode(path))
+    if length > MAX_SOCKET_PATH_BYTES or not str(path).isprintable():
+        raise ConfigError(f"{flag} {str(path)!r} must be at most {MAX_SOCKET_PATH_BYTES} printable bytes, it has {length}")
+    return path
+
+
+def _check_kind(path: Path, flag: str) -> bool:
+    """Whether a socket is there. Raises LaunchError for what is none."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISSOCK(mode):
+        raise LaunchError(f"{path} is there and is no socket; choose another {flag}")
+    return True
+
+
 def _identity(path: Path) -> tuple[int, int, int]:
     """Which file it is: numbers of inodes are used again, so also since when."""
     found = path.lstat()
@@ -90,12 +120,8 @@ def _lock(folder_fd: int, path: Path) -> None:
 
 def _clear(path: Path, flag: str) -> None:
     """Remove what a dead engine left. Raises LaunchError for a socket that somebody listens on, and for what is no socket."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
+    if not _check_kind(path, flag):
         return
-    if not stat.S_ISSOCK(mode):
-        raise LaunchError(f"{path} is there and is no socket; choose another {flag}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # one whose listener is busy lives
         reason = probe.connect_ex(str(path))
