@@ -1,38 +1,40 @@
 /** What is asked and answered: where it stands on the page, what of it goes on, and what the browser keeps. */
 
+import { Completion } from "./completion.js";
 import { messages, newRecord } from "./conversation.js";
 import { download } from "./files.js";
 import { Follower } from "./follow.js";
-import { guessLanguage } from "./highlight.js";
 import { History } from "./history.js";
 import { Listing } from "./listing.js";
 import { Prose } from "./prose.js";
 import { Records } from "./records.js";
 import { refresh, setSystem } from "./settings.js";
 import { made } from "./text.js";
-import { TokenText, TwoViews } from "./tokens.js";
 import { Transcript } from "./transcript.js";
 
 const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
 
 /**
  * @typedef {import("./conversation.js").Record} Record
+ * @typedef {import("./conversation.js").Turn} Turn
+ *
+ * @typedef {import("./conversation.js").Question} Question
  *
  * @typedef {object} Asked one prompt on its way
  * @property {import("./request.js").Mode} mode
- * @property {string} prompt
- * @property {import("./transcript.js").Exchange | null} exchange of a conversation
- * @property {import("./conversation.js").Turn[]} replaced turns that were here before, and come back if there is no answer
+ * @property {Question} question
+ * @property {Turn[]} replaced turns that were here before, and come back if there is no answer
  * @property {string} system prompt that goes with it
  * @property {boolean} isJson
- * @property {{live: Listing | Prose | TwoViews, slow: Listing | Prose}} views of the answer and of its slow twin
+ * @property {{live: Completion | import("./transcript.js").Exchange, slow: Listing | Prose}} views of the answer and of its slow twin
  *
- * @typedef {{id: string, prompt: string, from: number}} Place of a turn: conversation, question, index
+ * @typedef {{id: string, question: Question}} Place of a turn: conversation, and what is asked there again
  *
  * @typedef {object} Actions
  * @property {(text: string, from: HTMLElement) => void} copy
- * @property {(prompt: string, from: number) => void} ask again, in place of the turns from that index on
+ * @property {(question: Question) => void} ask
  * @property {() => void} changed called when what goes before the next message is another one
+ * @property {() => void} anew called when another conversation begins
  * @property {() => boolean} isBusy
  */
 
@@ -41,36 +43,35 @@ export class Answers {
   #actions;
   #records = new Records(() => this.#showHistory());
   #history;
+  #follower = new Follower(element("scroll"));
   #transcript;
-  #listing = new Listing(element("live"));
+  #completionView;
   #replayFollower = new Follower(element("replay"));
   #slowListing = new Listing(element("replay"), this.#replayFollower);
   #conversation = newRecord("conversation", "");
   #completion = newRecord("completion", "");
   #editedIdx = /** @type {number | null} */ (null);
   #card;
-  #tokens;
-  #hasTokens = false;
   model = "";
 
   /** @param {import("./composer.js").Composer} composer @param {import("./tokens.js").ChanceCard} card @param {Actions} actions */
   constructor(composer, card, actions) {
     this.#card = card;
-    this.#tokens = new TokenText(element("live-tokens"), new Follower(element("live-tokens")), card);
     this.#composer = composer;
     this.#actions = actions;
-    this.#history = new History({ open: (record) => this.#open(record), save: download, remove: (record) => this.#remove(record) });
-    this.#transcript = new Transcript(element("transcript"), {
+    this.#history = new History({
+      open: (record) => this.#open(record), save: download, remove: (record) => this.#remove(record),
+      rename: (record, title) => this.#rename(record, title),
+    });
+    this.#transcript = new Transcript(element("transcript"), this.#follower, {
       copy: actions.copy,
       edit: (idx) => this.#edit(idx),
       regenerate: () => this.#askAgain(),
+      goOn: () => this.#goOn(),
+      giveResults: (results) => this.#actions.ask({ prompt: results.map(({ content }) => content).join("\n"), results }),
     });
-    element("export-text").addEventListener("click", () => download(this.shown, "text"));
-    element("export-json").addEventListener("click", () => download(this.shown, "json"));
-    element("as-tokens").addEventListener("click", ({ currentTarget }) => {
-      const button = /** @type {HTMLElement} */ (currentTarget);
-      button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true"));
-      this.showMode();
+    this.#completionView = new Completion(this.#follower, card, {
+      copy: actions.copy, goOn: () => this.#goOn(), edit: (prompt) => composer.edit(prompt),
     });
     element("new").addEventListener("click", () => this.startAnew());
     element("edit-cancel").addEventListener("click", () => this.#stopEditing());
@@ -78,17 +79,16 @@ export class Answers {
 
   /** Show what the browser has kept, and go on with a conversation that was last. */
   restore() {
-    this.#showHistory();
-    this.showMode();
     const [newest] = this.#records.all();
     if (newest?.mode === "conversation") this.#open(newest);
+    else this.showMode();
   }
 
   get isEmpty() {
     return this.#records.all().length === 0;
   }
 
-  /** The index of the turn that the next message replaces, if one is being edited. */
+  /** Of the turn that the next message replaces, if one is being edited. */
   get editedIdx() {
     return this.#editedIdx;
   }
@@ -103,101 +103,141 @@ export class Answers {
     return messages(this.#conversation.turns.slice(0, from ?? undefined));
   }
 
-  /**
-   * Make room for an answer.
-   * @param {string} prompt
-   * @param {number | null} from answers from this turn on are replaced
-   * @param {import("./settings.js").Settings} settings
-   * @returns {Asked}
-   */
-  begin(prompt, from, { system, isJson, numLogprobs }) {
+  /** Make room for an answer. @param {Question} question @param {import("./settings.js").Settings} settings @returns {Asked} */
+  begin(question, { system, isJson, numLogprobs }) {
     const mode = this.#composer.mode;
-    const asked = { mode, prompt, system, isJson };
+    const asked = { mode, question, system, isJson };
+    const card = numLogprobs === null ? null : this.#card;
     if (mode === "completion") {
-      for (const view of [this.#listing, this.#slowListing]) view.begin(isJson ? "c-like" : guessLanguage(prompt), prompt);
-      this.#hasTokens = numLogprobs !== null;
-      if (this.#hasTokens) this.#tokens.begin(prompt);
-      const live = this.#hasTokens ? new TwoViews(this.#listing, this.#tokens) : this.#listing;
-      return { ...asked, exchange: null, replaced: [], views: { live, slow: this.#slowListing } };
+      const given = question.goesOn ? this.#completion.turns[0].prompt + this.#completion.turns[0].answer : question.prompt;
+      this.#completionView.begin(given, isJson, card !== null);
+      this.#slowListing.begin(isJson ? "c-like" : this.#completionView.language, given);
+      this.showMode(true);
+      return { ...asked, replaced: [], views: { live: this.#completionView, slow: this.#slowListing } };
     }
-    const replaced = from === null ? [] : this.#conversation.turns.splice(from);
+    const { turns } = this.#conversation;
+    const from = question.from ?? turns.length;
+    const replaced = turns.slice(from);
+    this.#conversation = { ...this.#conversation, turns: turns.slice(0, from) };
     this.#stopEditing();
+    const live = this.#exchange(question);
+    if (isJson) live.beginJson();
+    if (card) live.withTokens(card);
+    this.showMode(true);
+    return { ...asked, replaced, views: { live, slow: this.#slowTwin(isJson) } };
+  }
+
+  /** Where the answer goes: behind an earlier one, or below the question. @param {Question} question */
+  #exchange(question) {
+    const last = this.#transcript.last;
+    if (question.goesOn && last) {
+      last.reopen(this.#conversation.turns[this.#conversation.turns.length - 1]);
+      return last;
+    }
     this.#transcript.cut(this.#conversation.turns.length);
-    const exchange = this.#transcript.begin(prompt);
+    return this.#transcript.begin(question, this.#composer.isMarkdown);
+  }
+
+  /** @param {boolean} isJson @returns {Prose} */
+  #slowTwin(isJson) {
     const column = made("div", "prose");
     element("replay").replaceChildren(column);
     this.#replayFollower.begin();
     const slow = new Prose(column, this.#replayFollower);
-    if (isJson) for (const prose of [exchange.prose, slow]) prose.beginCode("json");
-    const live = numLogprobs === null ? exchange.prose : exchange.withTokens(this.#card);
-    return { ...asked, exchange, replaced, views: { live, slow } };
+    if (isJson) slow.beginCode("json");
+    return slow;
   }
 
-  /** Keep the turn; without an answer it is as if nothing had been asked. @param {Asked} asked @param {import("./conversation.js").Turn} turn */
-  keep({ mode, prompt, system, exchange, replaced }, turn) {
-    if (turn.answer !== "") {
-      exchange?.end(turn);
-      const at = Date.now();
-      if (mode === "completion") this.#completion = newRecord(mode, this.model, [turn]);
-      else this.#conversation = { ...this.#conversation, model: this.model, at, system, turns: [...this.#conversation.turns, turn] };
-      this.#records.save(mode === "completion" ? this.#completion : this.#conversation);
-      this.#showHistory();
-    } else if (mode === "conversation") {
-      this.#conversation.turns.push(...replaced);
-      this.#transcript.show(this.#conversation.turns);
-      if (this.#composer.text === "" && replaced.at(0)?.prompt !== prompt) this.#composer.text = prompt;
+  /** Keep the turn; without an answer it is as if nothing had been asked. @param {Asked} asked @param {Turn} turn */
+  keep({ mode, system, question, replaced, views }, turn) {
+    const isAny = turn.answer !== "" || Boolean(turn.thought || turn.calls?.length);
+    const record = mode === "completion" ? this.#completion : this.#conversation;
+    const before = question.goesOn ? record.turns[record.turns.length - 1] : null;
+    const whole = before ? { ...turn, prompt: before.prompt, results: before.results, thought: before.thought, answer: before.answer + turn.answer } : turn;
+    if (isAny || before) {
+      views.live.end(isAny ? whole : /** @type {Turn} */ (before));
+      if (isAny) this.#save(mode, system, whole, before !== null);
+    } else {
+      this.#takeBack(mode, question, replaced);
     }
     this.showMode();
   }
 
+  /** @param {import("./request.js").Mode} mode @param {string} system @param {Turn} turn @param {boolean} replacesLast */
+  #save(mode, system, turn, replacesLast) {
+    const [model, at] = [this.model, Date.now()];
+    if (mode === "completion") {
+      this.#completion = replacesLast ? { ...this.#completion, model, at, turns: [turn] } : newRecord(mode, model, [turn]);
+    } else {
+      const earlier = replacesLast ? this.#conversation.turns.slice(0, -1) : this.#conversation.turns;
+      this.#conversation = { ...this.#conversation, model, at, system, turns: [...earlier, turn] };
+    }
+    this.#records.save(mode === "completion" ? this.#completion : this.#conversation);
+    this.#showHistory();
+  }
+
+  /** Nothing came: the question goes back into its box. @param {import("./request.js").Mode} mode @param {Question} question @param {Turn[]} replaced */
+  #takeBack(mode, { prompt, results }, replaced) {
+    if (mode === "conversation") {
+      this.#conversation = { ...this.#conversation, turns: [...this.#conversation.turns, ...replaced] };
+      this.#transcript.show(this.#conversation.turns, this.#composer.isMarkdown);
+    }
+    if (this.#composer.text === "" && !results && replaced.at(0)?.prompt !== prompt) this.#composer.text = prompt;
+  }
+
   /**
-   * Where a turn of the conversation is asked again, once it has been kept; null for a question that is back in its box.
+   * Where a turn is asked again, once it has been kept; null for a question that is back in its box.
    * @param {Asked} asked
    * @param {string} answer
    * @returns {Place | null}
    */
-  placeOf({ prompt, replaced }, answer) {
+  placeOf({ question, replaced }, answer) {
     const { id, turns } = this.#conversation;
-    if (answer !== "") return { id, prompt, from: turns.length - 1 };
-    return replaced.length ? { id, prompt, from: turns.length - replaced.length } : null;
+    if (question.goesOn) return { id, question };
+    if (answer !== "") return { id, question: { ...question, from: turns.length - 1 } };
+    if (question.results) return { id, question };
+    return replaced.length ? { id, question: { ...question, from: turns.length - replaced.length } } : null;
   }
 
-  /** Each mode has its own view of answers, and what can be done with them. */
-  showMode() {
+  /** Each mode has its own view of answers. @param {boolean} [isAsking] */
+  showMode(isAsking = this.#actions.isBusy()) {
     const chat = this.#composer.mode === "conversation";
-    const empty = this.shown.turns.length === 0 || this.#actions.isBusy();
-    const asTokens = this.#hasTokens && element("as-tokens").getAttribute("aria-pressed") === "true";
-    element("live").hidden = chat || asTokens;
-    element("live-tokens").hidden = chat || !asTokens;
-    element("as-tokens").hidden = chat || !this.#hasTokens;
-    element("transcript").hidden = !chat;
-    element("system-field").hidden = !chat;
-    refresh();
+    const isEmpty = this.shown.turns.length === 0 && !isAsking;
+    element("welcome").hidden = !isEmpty;
+    element("transcript").hidden = !chat || isEmpty;
+    element("completion").hidden = chat || isEmpty;
     element("edit-note").hidden = !chat || this.#editedIdx === null;
-    element("new").hidden = !chat || empty;
-    for (const id of ["continue", "copy-answer"]) element(id).hidden = chat || empty;
-    element("export").hidden = empty;
-    element("export-text").textContent = chat ? "As Markdown" : "As text";
+    element("system-button").hidden = !chat;
+    if (!chat) element("system-field").hidden = true;
+    refresh();
+    this.#showHistory();
   }
 
-  /** Begin another conversation; the one before is in the history. */
+  /** Begin another conversation or completion; the one before is in the list. */
   startAnew() {
+    if (this.#actions.isBusy()) return;
     this.#conversation = newRecord("conversation", this.model);
-    this.#transcript.show([]);
+    this.#completion = newRecord("completion", this.model);
+    this.#transcript.show([], true);
+    this.#slowListing.begin("plain");
     this.#stopEditing();
+    this.#actions.anew();
     this.#composer.focus();
   }
 
   /** Forget everything, also what is on the page. */
   clear() {
     this.#records.clear();
-    this.#completion = newRecord("completion", this.model);
     this.startAnew();
-    this.#showHistory();
+  }
+
+  /** How answers look has become known. */
+  redraw() {
+    if (!this.#actions.isBusy()) this.#transcript.show(this.#conversation.turns, this.#composer.isMarkdown);
   }
 
   #showHistory() {
-    this.#history.show(this.#records.all());
+    this.#history.show(this.#records.all(), this.shown.id);
   }
 
   /** @param {number} idx of a turn, whose prompt goes back into the box */
@@ -217,28 +257,44 @@ export class Answers {
   }
 
   #askAgain() {
-    const last = this.#conversation.turns.length - 1;
-    if (last >= 0 && !this.#actions.isBusy()) this.#actions.ask(this.#conversation.turns[last].prompt, last);
+    const from = this.#conversation.turns.length - 1;
+    const { prompt, results } = this.#conversation.turns[from];
+    this.#actions.ask({ prompt, results, from });
   }
 
-  /** Put a conversation back, or a completion's prompt. @param {Record} record */
+  #goOn() {
+    const { prompt, results } = this.shown.turns[this.shown.turns.length - 1];
+    this.#actions.ask({ prompt, results, goesOn: true });
+  }
+
+  /** Put a conversation back, or a completion. @param {Record} record */
   #open(record) {
     if (this.#actions.isBusy()) return;
+    this.#actions.anew();
     this.#composer.choose(record.mode);
     if (record.mode === "completion") {
-      this.#composer.edit(record.turns[0].prompt);
-      return;
+      this.#completion = record;
+      this.#completionView.replay(record.turns[0]);
+    } else {
+      this.#conversation = { ...record, turns: [...record.turns] };
+      setSystem(typeof record.system === "string" ? record.system : "");
+      this.#transcript.show(this.#conversation.turns, this.#composer.isMarkdown);
     }
-    this.#conversation = { ...record, turns: [...record.turns] };
-    setSystem(typeof record.system === "string" ? record.system : "");
-    this.#transcript.show(this.#conversation.turns);
     this.#stopEditing();
+  }
+
+  /** @param {Record} record @param {string} title */
+  #rename(record, title) {
+    this.#records.save({ ...record, title });
+    if (record.id === this.#conversation.id) this.#conversation = { ...this.#conversation, title };
+    if (record.id === this.#completion.id) this.#completion = { ...this.#completion, title };
+    this.#showHistory();
   }
 
   /** @param {Record} record */
   #remove(record) {
     this.#records.remove(record.id);
-    if (record.id === this.#conversation.id) this.startAnew();
+    if (record.id === this.shown.id) this.startAnew();
     this.#showHistory();
   }
 }

@@ -1,6 +1,7 @@
-/** What is about to be sent: the mode, the prompt box with a draft for each mode, and examples to start from. */
+/** What is about to be sent: the mode, the message box with a draft for each mode that outlives a reload, and examples. */
 
 import { COMPLETIONS, QUESTIONS } from "./examples.js";
+import { keep, kept } from "./lasting.js";
 import { madeButton } from "./text.js";
 
 const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
@@ -8,9 +9,9 @@ const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id))
 export class Composer {
   #form = /** @type {HTMLFormElement} */ (document.getElementById("ask"));
   #box = /** @type {HTMLTextAreaElement} */ (document.getElementById("prompt"));
-  #drafts = { completion: COMPLETIONS[0].prompt, conversation: "" };
   #onMode;
   #chatStyle = /** @type {string | null} */ (null);
+  #model = "";
 
   /** @param {(mode: import("./request.js").Mode) => void} onMode called when another mode is chosen */
   constructor(onMode) {
@@ -18,8 +19,14 @@ export class Composer {
     this.#form.addEventListener("change", (event) => {
       if (/** @type {HTMLInputElement} */ (event.target).name === "mode") this.#modeChosen();
     });
-    this.#box.value = this.#drafts.completion;
-    this.#showExamples(COMPLETIONS);
+    this.#box.addEventListener("input", () => keep(`draft-${this.mode}`, this.#box.value));
+    this.#box.addEventListener("keydown", (event) => {
+      if (!this.#sends(event)) return;
+      event.preventDefault();
+      this.#form.requestSubmit();
+    });
+    if (kept("draft-conversation") && !kept("draft-completion")) this.choose("conversation");
+    else this.#show();
   }
 
   /** @returns {import("./request.js").Mode} */
@@ -37,11 +44,6 @@ export class Composer {
     this.#box.dispatchEvent(new Event("input", { bubbles: true })); // whoever counts its tokens shall hear of it
   }
 
-  /** Whether the box has what the page opened with. */
-  get isUntouched() {
-    return this.#box.value === COMPLETIONS[0].prompt;
-  }
-
   focus() {
     this.#box.focus();
   }
@@ -49,6 +51,11 @@ export class Composer {
   /** @returns {string | null} how messages become a prompt, see `engine.js` */
   get chatStyle() {
     return this.#chatStyle;
+  }
+
+  /** Whether answers are Markdown: those of a model that was made to be talked to. */
+  get isMarkdown() {
+    return this.#chatStyle !== "plain";
   }
 
   /** Put a text into the box, ready to be changed. @param {string} text */
@@ -66,26 +73,38 @@ export class Composer {
     this.#modeChosen();
   }
 
-  /** A base model gets messages as plain text, and should not be taken for an assistant. @param {string | null} style see `engine.js` */
-  setChatStyle(style) {
+  /** A base model gets messages as plain text, and should not be taken for an assistant. @param {string | null} style see `engine.js` @param {string} model */
+  setModel(style, model) {
     this.#chatStyle = style;
-    element("chat-note").hidden = this.mode !== "conversation" || this.#chatStyle !== "plain";
+    this.#model = model;
+    this.#label();
+  }
+
+  /** Enter sends a message; in a text to be continued it is a new line, and Control Enter sends. @param {KeyboardEvent} event */
+  #sends({ key, shiftKey, ctrlKey, metaKey, isComposing }) {
+    if (key !== "Enter" || isComposing) return false;
+    return ctrlKey || metaKey || (this.mode === "conversation" && !shiftKey);
   }
 
   #modeChosen() {
-    const chat = this.mode === "conversation";
-    this.#drafts[chat ? "completion" : "conversation"] = this.#box.value;
-    this.#box.value = this.#drafts[this.mode];
-    this.#box.placeholder = chat ? "Ask for code" : "Code for the model to continue";
-    element("prompt-label").textContent = chat ? "Message" : "Code to continue";
-    this.#showExamples(chat ? QUESTIONS : COMPLETIONS);
-    this.setChatStyle(this.#chatStyle);
+    this.#show();
     this.#onMode(this.mode);
   }
 
-  /** @param {import("./examples.js").Example[]} examples */
-  #showExamples(examples) {
-    const choices = examples.map(({ title, prompt }) => madeButton(title, () => this.edit(prompt)));
-    element("examples").replaceChildren(...choices);
+  #show() {
+    this.#box.value = kept(`draft-${this.mode}`);
+    this.#box.spellcheck = this.mode === "conversation";
+    const examples = this.mode === "conversation" ? QUESTIONS : COMPLETIONS;
+    element("examples").replaceChildren(...examples.map(({ title, prompt }) => madeButton(title, () => this.edit(prompt))));
+    this.#label();
+  }
+
+  #label() {
+    const chat = this.mode === "conversation";
+    this.#box.placeholder = chat ? `Message ${this.#model || "the model"}` : "A text for the model to continue";
+    element("prompt-label").textContent = chat ? "Message" : "Text to continue";
+    element("welcome-title").textContent = chat ? "What do you want to know?" : "What shall it continue?";
+    element("keys").textContent = chat ? "Enter sends, Shift Enter is a new line" : "Control Enter sends";
+    element("chat-note").hidden = !chat || this.isMarkdown;
   }
 }

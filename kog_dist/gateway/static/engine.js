@@ -22,6 +22,7 @@ const ANSWER_WITHIN_MS = 3_000;
  * @property {ModelInfo} [model]
  * @property {{bytes_per_token?: number, peak_bytes_s?: number, peak_source?: string}} [speed] of all ranks together
  * @property {{name: string, count: number}[]} [devices]
+ * @property {{own_sampling?: string}} [engine]
  * @property {RankInfo[]} [ranks]
  * @property {{name: string, state: string, is_running: boolean}[]} [replicas] engines behind a router
  *

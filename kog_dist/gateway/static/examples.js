@@ -36,19 +36,19 @@ export const COMPLETIONS = [
 /** @type {Example[]} */
 export const QUESTIONS = [
   {
+    title: "Explain a rainbow",
+    prompt: "Why does a rainbow have its colours in this order, and why is there sometimes a second one? Explain it to somebody who knows no physics.",
+  },
+  {
+    title: "Plan a weekend",
+    prompt: "Plan a weekend in Lisbon for two people who like walking and music: a morning, an afternoon and an evening for each day, as a table.",
+  },
+  {
     title: "Binary search",
     prompt: "Write a Python module for binary search: find a value, the first and the last of equal ones, and where to insert. Explain each function, then write a unit test for every edge case.",
   },
   {
-    title: "Game of Life",
-    prompt: "Write Conway's Game of Life for a terminal in Python without dependencies, then explain the code line by line and how to extend it.",
-  },
-  {
-    title: "Tokenizer",
-    prompt: "Write a tokenizer and a parser for arithmetic expressions in JavaScript, explain each step, and show what they give for three examples.",
-  },
-  {
-    title: "Ring buffer",
-    prompt: "Write a lock-free single-producer ring buffer in C. Say which memory order each access needs and why, and write a program that tests it.",
+    title: "Better words",
+    prompt: "Make this sound friendlier and shorter, and say what you changed: \"Your request was not processed because the form that you have sent was incomplete. Send it again with all fields.\"",
   },
 ];

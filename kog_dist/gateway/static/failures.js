@@ -8,9 +8,9 @@ export class Failure extends Error {
    * @param {string} title a few words
    * @param {string} cause one sentence
    * @param {string} remedy one sentence
-   * @param {{needsKey?: boolean, retryAfterS?: number | null}} [more]
+   * @param {{needsKey?: boolean, retryAfterS?: number | null, isCut?: boolean}} [more] isCut: the answer has a beginning
    */
-  constructor(title, cause, remedy, { needsKey = false, retryAfterS = null } = {}) {
+  constructor(title, cause, remedy, { needsKey = false, retryAfterS = null, isCut = false } = {}) {
     super(`${title}: ${cause}`);
     this.name = "Failure";
     this.title = title;
@@ -18,6 +18,7 @@ export class Failure extends Error {
     this.remedy = remedy;
     this.needsKey = needsKey;
     this.retryAfterS = retryAfterS;
+    this.isCut = isCut;
   }
 
   /** The server answered, but not with a stream. @param {Response} response @returns {Promise<Failure>} */
@@ -61,13 +62,20 @@ export class Failure extends Error {
   static ofEvent(error) {
     const code = typeof error.code === "string" ? ` (${error.code})` : "";
     return new Failure("The answer was cut off", sentence(`${text(error.message) ?? "The engine reported an error"}${code}`),
-      "What is shown is an exact beginning of the answer. Try again to get all of it.");
+      "What is shown is an exact beginning of the answer. Try again to get all of it.", { isCut: true });
+  }
+
+  /** The same, where nothing of an answer had come: there is nothing to doubt. @returns {Failure} */
+  beforeAnything() {
+    if (!this.isCut) return this;
+    return new Failure("Nothing of the answer had begun", this.cause,
+      "The request only waited, and nothing of it was computed or shown. Send it again once the state at the top says ready.");
   }
 
   /** The connection closed in the middle, without a word. */
   static cutOff() {
     return new Failure("The answer was cut off", "The server closed the connection before the answer was complete; it may have stopped.",
-      "What is shown is an exact beginning of the answer. Check that kog-launch is running, then try again.");
+      "What is shown is an exact beginning of the answer. Check that kog-launch is running, then try again.", { isCut: true });
   }
 
   /** @param {number} limitMs */

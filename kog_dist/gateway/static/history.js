@@ -1,9 +1,10 @@
-/** The list of what was asked and answered so far. Texts go onto the page when somebody wants to see them. */
+/** The list of chats and completions at the side: found, opened, renamed, exported, deleted. */
 
-import { count, duration, rate } from "./numbers.js";
+import { count, rate } from "./numbers.js";
 import { made, madeButton } from "./text.js";
 
 const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
+const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
 
 /**
  * @typedef {import("./conversation.js").Record} Record
@@ -11,67 +12,103 @@ const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle
  * @typedef {object} Actions
  * @property {(record: Record) => void} open put it back onto the page
  * @property {(record: Record, form: "text" | "json") => void} save as a file
+ * @property {(record: Record, title: string) => void} rename
  * @property {(record: Record) => void} remove
  */
 
 export class History {
-  #section = /** @type {HTMLElement} */ (document.getElementById("turns"));
-  #list = /** @type {HTMLElement} */ (document.getElementById("turn-list"));
+  #search = /** @type {HTMLInputElement} */ (document.getElementById("search"));
   #actions;
+  #records = /** @type {Record[]} */ ([]);
+  #currentId = "";
 
   /** @param {Actions} actions */
   constructor(actions) {
     this.#actions = actions;
+    this.#search.addEventListener("input", () => this.#draw());
   }
 
-  /** @param {Record[]} records newest first */
-  show(records) {
-    this.#section.hidden = records.length === 0;
-    this.#list.replaceChildren(...records.map((record) => this.#entry(record)));
+  /** @param {Record[]} records newest first @param {string} currentId of what is on the page */
+  show(records, currentId) {
+    this.#records = records;
+    this.#currentId = currentId;
+    this.#draw();
+  }
+
+  #draw() {
+    const words = this.#search.value.trim().toLowerCase();
+    const found = this.#records.filter((record) => !words || searched(record).includes(words));
+    element("turn-list").replaceChildren(...found.map((record) => this.#entry(record)));
+    element("no-turns").hidden = found.length > 0;
+    element("no-turns").textContent = this.#records.length ? "No chat has these words." : "Nothing yet.";
+    element("clear").hidden = this.#records.length === 0;
   }
 
   /** @param {Record} record @returns {HTMLElement} */
   #entry(record) {
-    const details = document.createElement("details");
-    const summary = document.createElement("summary");
-    summary.append(made("span", "turn-prompt", title(record)), made("span", "turn-figures", figures(record)));
-    details.append(summary);
-    details.addEventListener("toggle", () => this.#open(details, record), { once: true });
-    const entry = made("li", "turn");
-    entry.append(details);
-    return entry;
-  }
-
-  #open(details, record) {
-    const text = made("pre");
-    text.tabIndex = 0;
-    text.setAttribute("aria-label", "Prompt and answer");
-    for (const { prompt, answer } of record.turns) {
-      if (record.mode === "completion") text.append(made("span", "given", prompt), made("span", "", answer));
-      else text.append(made("span", "given", `${prompt}\n\n`), made("span", "", `${answer}\n\n`));
-    }
     const { open, save, remove } = this.#actions;
-    const actions = made("div", "actions");
-    actions.append(
-      madeButton(record.mode === "completion" ? "Use this prompt again" : "Open this conversation", () => open(record)),
+    const entry = made("li", "turn");
+    entry.toggleAttribute("data-current", record.id === this.#currentId);
+    const opener = madeButton("", () => open(record));
+    opener.className = "turn-open";
+    opener.append(made("span", "turn-prompt", title(record)), made("span", "turn-figures", figures(record)));
+    const menu = made("details", "menu");
+    const summary = made("summary", "", "⋯");
+    summary.setAttribute("aria-label", `What can be done with ${title(record)}`);
+    const choices = made("div");
+    choices.append(
+      madeButton("Rename", () => this.#rename(entry, record)),
       madeButton(record.mode === "completion" ? "Export as text" : "Export as Markdown", () => save(record, "text")),
       madeButton("Export as JSON", () => save(record, "json")),
       madeButton("Delete", () => remove(record)),
     );
-    details.append(text, actions);
+    menu.append(summary, choices);
+    entry.append(opener, menu);
+    return entry;
+  }
+
+  /** @param {HTMLElement} entry @param {Record} record */
+  #rename(entry, record) {
+    const box = document.createElement("input");
+    box.type = "text";
+    box.value = title(record);
+    box.setAttribute("aria-label", "Title");
+    let isOver = false;
+    /** @param {boolean} keeps */
+    const end = (keeps) => {
+      if (isOver) return;
+      isOver = true;
+      const chosen = box.value.trim();
+      if (keeps && chosen) this.#actions.rename(record, chosen.slice(0, 120));
+      else this.#draw();
+    };
+    box.addEventListener("blur", () => end(true));
+    box.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== "Escape") return;
+      event.stopPropagation();
+      end(event.key === "Enter");
+    });
+    entry.replaceChildren(box);
+    box.focus();
+    box.select();
   }
 }
 
 /** @param {Record} record */
-function figures({ mode, turns, at }) {
-  const { numTokens, tokensPerS, ttftMs } = turns[turns.length - 1].figures;
-  const speed = `${count(numTokens)} tokens · ${rate(tokensPerS)} tokens/s · first token ${duration(ttftMs)}`;
-  const many = mode === "conversation" ? `${turns.length} ${turns.length === 1 ? "turn" : "turns"} · last: ` : "";
-  return `${many}${speed} · ${turns[turns.length - 1].outcome} · ${when.format(at)}`;
+function searched(record) {
+  return [title(record), ...record.turns.flatMap(({ prompt, answer }) => [prompt, answer])].join("\n").toLowerCase();
 }
 
-/** The line of a prompt that says most: the first definition, or the first line. @param {Record} record */
-export function title({ turns }) {
+/** @param {Record} record */
+function figures({ mode, turns, at }) {
+  const { tokensPerS, numTokens } = turns[turns.length - 1].figures;
+  const many = mode === "conversation" ? `${turns.length} ${turns.length === 1 ? "turn" : "turns"}` : `${count(numTokens)} tokens`;
+  return `${many} · ${rate(tokensPerS)} tokens/s · ${when.format(at)}`;
+}
+
+/** What somebody called it, else the line of a prompt that says most: the first definition, or the first line. @param {Record} record */
+export function title({ title: chosen, turns }) {
+  if (chosen) return chosen;
   const lines = turns[0].prompt.split("\n").filter((line) => line.trim() !== "");
   return (lines.find((line) => /^\s*(def|class|async def|function)\b/.test(line)) ?? lines[0] ?? "(empty)").trim().slice(0, 120);
 }

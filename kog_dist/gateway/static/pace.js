@@ -16,6 +16,9 @@
  * @property {number | null} itlP50Ms
  * @property {number | null} itlP99Ms
  * @property {number | null} decodeMs first to last read
+ * @property {number} [drafted] tokens that were proposed and verified, if the server says so
+ * @property {number} [accepted] of these
+ * @property {number} [queueMs] what the request waited behind others, if the server says so
  */
 
 export class Pace {

@@ -65,8 +65,9 @@ export class Replay {
   }
 }
 
-/** The two tracks and the sentence under them. */
+/** The two tracks and the sentence above them; nothing at all for an engine that does not win. */
 export class RaceView {
+  #section = /** @type {HTMLElement} */ (document.getElementById("race"));
   #live = new Track("track-live", "time-live");
   #slow = new Track("track-replay", "time-replay");
   #verdict = /** @type {HTMLElement} */ (document.getElementById("verdict"));
@@ -78,6 +79,12 @@ export class RaceView {
     this.#live.reset();
     this.#slow.reset();
     this.#verdict.textContent = "Both start at the first token.";
+    this.#section.hidden = true;
+  }
+
+  /** @param {import("./pace.js").Figures} figures so far */
+  watch({ tokensPerS }) {
+    this.#section.hidden = !(tokensPerS !== null && tokensPerS > REPLAY_RATE);
   }
 
   /** @param {number} numLive @param {number} numSlow tokens shown @param {number} elapsedMs since the first token */
@@ -87,8 +94,11 @@ export class RaceView {
     this.#slow.move(numSlow / this.#goal, elapsedMs);
   }
 
-  /** The answer is complete. @param {number} numTokens @param {number} liveMs @param {Replay} replay */
-  finishLive(numTokens, liveMs, replay) {
+  /** The answer is complete. @param {import("./pace.js").Figures} figures @param {Replay} replay */
+  finishLive(figures, replay) {
+    const { numTokens, decodeMs } = figures;
+    const liveMs = decodeMs ?? 0;
+    this.watch(figures);
     this.#goal = Math.max(1, numTokens);
     this.#live.finish(seconds(liveMs));
     const slowMs = replay.lengthMs(numTokens);
@@ -131,13 +141,10 @@ class Track {
   }
 }
 
-/** Both ways round: an engine may also be the slower one. */
+/** @param {number} liveMs @param {number} slowMs @param {number} tokensPerS */
 function verdict(liveMs, slowMs, tokensPerS) {
-  if (liveMs <= 0 || slowMs <= 0) return "Too short an answer to compare.";
-  const factor = slowMs / liveMs;
-  const both = `${seconds(liveMs)} here, ${seconds(slowMs)} at ${tokensPerS} tokens/s`;
-  if (factor >= 1.05) return `${both}: ${times(factor)} as long.`;
-  return factor <= 1 / 1.05 ? `${both}: this engine was slower, ${times(1 / factor)} as long.` : `${both}: about the same.`;
+  if (liveMs <= 0 || slowMs <= 0) return "";
+  return `${seconds(liveMs)} here, ${seconds(slowMs)} at ${tokensPerS} tokens/s: ${times(slowMs / liveMs)} as long.`;
 }
 
 function times(factor) {

@@ -8,7 +8,7 @@ import { bandwidth } from "./numbers.js";
 
 const REFRESH_MS = 250;
 
-/** @typedef {{element: HTMLElement, share: HTMLElement, flow: HTMLElement, percent: HTMLElement, bytesPerToken: number, peak: number}} Row */
+/** @typedef {{element: HTMLElement, state: HTMLElement, share: HTMLElement, flow: HTMLElement, percent: HTMLElement, bytesPerToken: number, peak: number}} Row */
 
 export class RankStrip {
   #section = /** @type {HTMLElement} */ (document.getElementById("ranks"));
@@ -35,6 +35,15 @@ export class RankStrip {
     ].filter(Boolean).join(" · ");
   }
 
+  /** The engine is gone: what its ranks said last is not so any more. @param {string} state what they are now */
+  lost(state) {
+    this.#described = "";
+    for (const { element, state: words } of this.#rows) {
+      element.dataset.active = "false";
+      words.textContent = state;
+    }
+  }
+
   /** @param {number | null} tokensPerS null: nothing is being decoded @param {number} now */
   flow(tokensPerS, now) {
     if (tokensPerS !== null && now - this.#shownAt < REFRESH_MS) return;
@@ -54,7 +63,8 @@ function row(rank, lanes, bytesPerToken, peak) {
   const element = made("li", "rank");
   element.title = [rank.place, rank.state].filter(Boolean).join(", ");
   const name = made("p", "");
-  name.append(made("b", "", `rank ${rank.rank}`), made("span", "", rank.state ?? ""));
+  const state = made("span", "", rank.state ?? "");
+  name.append(made("b", "", `rank ${rank.rank}`), state);
   const strip = made("div", "lanes");
   strip.append(...Array.from({ length: Math.min(Math.max(1, Math.floor(lanes)), 64) }, () => made("i", ""))); // unknown: one for all
   if (lanes >= 1) {
@@ -67,7 +77,7 @@ function row(rank, lanes, bytesPerToken, peak) {
   const [flow, percent] = [made("span", ""), made("span", "")];
   line.append(flow, percent);
   element.append(name, strip, share, line);
-  return { element, share, flow, percent, bytesPerToken, peak };
+  return { element, state, share, flow, percent, bytesPerToken, peak };
 }
 
 function made(tag, className, text = "") {

@@ -1,8 +1,14 @@
 /** A request: what is sent, and the same as a shell command or a Python program. */
 
+import { asked } from "./conversation.js";
+
 /**
  * @typedef {"completion" | "conversation"} Mode
- * @typedef {{role: "system" | "user" | "assistant", content: string}} Message
+ * @typedef {object} Message
+ * @property {"system" | "user" | "assistant" | "tool"} role
+ * @property {string} content
+ * @property {object[]} [tool_calls]
+ * @property {string} [tool_call_id]
  *
  * @typedef {object} Request
  * @property {Mode} mode
@@ -13,21 +19,26 @@
 /** Fields that the `openai` package has no argument for. */
 const OPENAI_LACKS = {
   completion: new Set(["top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "response_format"]),
-  conversation: new Set(["top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"]),
+  conversation: new Set(["top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "continue_final_message", "add_generation_prompt"]),
 };
 const PATHS = { completion: "/v1/completions", conversation: "/v1/chat/completions" };
 
 /**
  * @param {Mode} mode
- * @param {string} prompt
- * @param {Message[]} earlier messages of the conversation
+ * @param {import("./conversation.js").Question} question
+ * @param {Message[]} earlier messages of the conversation; of a question that goes on also its own, and the beginning of its answer
  * @param {import("./settings.js").Settings} settings
  * @returns {Request}
  */
-export function makeRequest(mode, prompt, earlier, { system, fields, numLogprobs }) {
+export function makeRequest(mode, question, earlier, { system, fields, tools, numLogprobs }) {
+  const chat = {
+    messages: question.goesOn ? withSystem(system, earlier) : conversation(system, earlier, question),
+    ...(question.goesOn && { continue_final_message: true, add_generation_prompt: false }),
+    ...(tools && { tools }),
+  };
   const body = {
     model: "default",
-    ...(mode === "completion" ? { prompt } : { messages: conversation(system, earlier, prompt) }),
+    ...(mode === "completion" ? { prompt: question.prompt } : chat),
     ...fields,
     ...(numLogprobs === null ? {} : mode === "completion" ? { logprobs: numLogprobs } : { logprobs: true, top_logprobs: numLogprobs }),
     stream: true,
@@ -36,10 +47,14 @@ export function makeRequest(mode, prompt, earlier, { system, fields, numLogprobs
   return { mode, path: PATHS[mode], body };
 }
 
-/** @returns {Message[]} */
-export function conversation(system, earlier, prompt) {
-  const first = system.trim() === "" ? [] : [{ role: /** @type {const} */ ("system"), content: system }];
-  return [...first, ...earlier, { role: "user", content: prompt }];
+/** @param {string} system @param {Message[]} earlier @param {import("./conversation.js").Question} question @returns {Message[]} */
+export function conversation(system, earlier, { prompt, results }) {
+  return withSystem(system, [...earlier, ...asked(prompt, results)]);
+}
+
+/** @param {string} system @param {Message[]} all @returns {Message[]} */
+function withSystem(system, all) {
+  return system.trim() === "" ? all : [{ role: "system", content: system }, ...all];
 }
 
 /** @param {Request} request @param {string} origin @param {boolean} needsKey @returns {string} */

@@ -3,6 +3,7 @@
  * per frame, or four times a second for visitors who prefer less motion.
  */
 
+import { Calls } from "./calls.js";
 import { Failure } from "./failures.js";
 import { Pace } from "./pace.js";
 import { Replay } from "./race.js";
@@ -13,7 +14,7 @@ const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 /**
  * @typedef {object} Views
- * @property {import("./listing.js").Listing | import("./prose.js").Prose | import("./tokens.js").TwoViews} live
+ * @property {import("./completion.js").Completion | import("./transcript.js").Exchange} live
  * @property {import("./listing.js").Listing | import("./prose.js").Prose} slow the same at 100 tokens/s
  * @property {import("./speed.js").SpeedView} speed
  * @property {import("./speed.js").Trace} trace
@@ -24,6 +25,8 @@ const calm = matchMedia("(prefers-reduced-motion: reduce)");
  * @typedef {object} Outcome
  * @property {string} reason the engine's finish reason, or "stopped"
  * @property {string} answer
+ * @property {string} thought in front of it
+ * @property {import("./conversation.js").Call[]} calls behind it
  * @property {import("./pace.js").Figures} figures
  * @property {Failure | null} failure
  */
@@ -34,6 +37,8 @@ export class Run {
   #pace;
   #views;
   #answer = /** @type {string[]} */ ([]);
+  #thought = /** @type {string[]} */ ([]);
+  #calls = new Calls();
   #streaming = true;
   #abandoned = false;
   #slowIsWhole = false;
@@ -95,22 +100,35 @@ export class Run {
     this.#streaming = false;
     this.#views.live.complete();
     this.#replay.complete();
-    const figures = this.#pace.figures();
+    const figures = { ...this.#pace.figures(), ...this.#told() };
     if (!this.#abandoned) this.#showEnd(figures);
-    return { reason: this.#reason ?? "stopped", answer: this.#answer.join(""), figures, failure };
+    const said = { answer: this.#answer.join(""), thought: this.#thought.join(""), calls: this.#calls.all };
+    return { reason: this.#reason ?? "stopped", ...said, figures, failure };
+  }
+
+  /** What the server alone knows. */
+  #told() {
+    const { draft_n: drafted, draft_n_accepted: accepted, queue_ms: queueMs } = this.#timings ?? {};
+    return { ...(drafted && { drafted, accepted }), ...(queueMs && { queueMs }) };
   }
 
   /** @param {import("./stream.js").Receipt} receipt */
   #take(receipt) {
     const numTokens = receipt.pieces.reduce((total, piece) => total + piece.numTokens, 0);
     const text = receipt.pieces.map((piece) => piece.text).join("");
+    const thought = receipt.pieces.map((piece) => piece.thought ?? "").join("");
+    const calls = receipt.pieces.flatMap((piece) => piece.calls ?? []);
+    this.#calls.take(calls);
     this.#pace.receive(receipt.at, numTokens);
     this.#replay.receive(receipt.at, receipt.pieces);
     if (!this.#abandoned) {
+      if (thought) this.#views.live.think(thought);
       this.#views.live.append(text, receipt.pieces.flatMap(({ chances }) => chances ?? []));
+      if (calls.length) this.#views.live.call(this.#calls.all);
       if (numTokens) this.#views.trace.receive(receipt.at, numTokens);
     }
     this.#answer.push(text);
+    this.#thought.push(thought);
     this.#usage = receipt.usage ?? this.#usage;
     this.#timings = receipt.timings ?? this.#timings;
     this.#reason = receipt.finishReason ?? this.#reason;
@@ -125,7 +143,7 @@ export class Run {
     speed.showEngine(this.#usage, this.#timings);
     trace.draw();
     ranks.flow(null, now);
-    if (figures.numTokens > 0) race.finishLive(figures.numTokens, figures.decodeMs ?? 0, this.#replay);
+    if (figures.numTokens > 0) race.finishLive(figures, this.#replay);
   }
 
   #frame(now) {
@@ -154,6 +172,7 @@ export class Run {
     if (this.#streaming) {
       const figures = this.#pace.figures();
       speed.show(figures, now);
+      race.watch(figures);
       trace.refresh(now);
       if (this.#usage) context.used(this.#usage);
       if (figures.tokensPerS !== null) ranks.flow(figures.tokensPerS, now);

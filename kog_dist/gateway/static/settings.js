@@ -8,9 +8,12 @@ const input = (id) => /** @type {HTMLInputElement} */ (document.getElementById(i
  * @property {string} system "" for none
  * @property {Record<string, unknown>} fields of the request's body, by their names there
  * @property {number | null} maxTokens null: what fits the context
+ * @property {object[] | null} tools that the model may call
  * @property {boolean} isJson whether the answer is JSON
  * @property {number | null} numLogprobs alternatives to each token, null for no log-probabilities at all
  */
+
+let own = "";
 
 /** Numbers and flags by the names of the API; the elements say their limits. @returns {(HTMLInputElement & {dataset: {field: string}})[]} */
 const simple = () => [...document.querySelectorAll("#sampling [data-field]")];
@@ -32,7 +35,7 @@ export function settings() {
   if (bias && Object.keys(bias).length) fields.logit_bias = bias;
   const format = responseFormat();
   if (format) fields.response_format = format;
-  return { system: input("system").value, fields, maxTokens, isJson: format !== null, numLogprobs: numLogprobs() };
+  return { system: input("system").value, fields, maxTokens, tools: tools(), isJson: format !== null, numLogprobs: numLogprobs() };
 }
 
 /** @param {string} text */
@@ -44,10 +47,12 @@ export function setSystem(text) {
 /** Keep the line that stands for the folded fields true, and say what is wrong in them. @param {() => void} onChange */
 export function watchSettings(onChange) {
   for (const type of ["input", "change"]) {
-    element("sampling").addEventListener(type, () => {
-      refresh();
-      onChange();
-    });
+    for (const id of ["sampling", "system"]) {
+      element(id).addEventListener(type, () => {
+        refresh();
+        onChange();
+      });
+    }
   }
   element("defaults").addEventListener("click", () => {
     for (const field of element("sampling").querySelectorAll("input, textarea, select")) reset(field);
@@ -62,15 +67,17 @@ export function refresh() {
   const format = input("format").value;
   element("schema-field").hidden = format !== "json_schema";
   input("schema").setCustomValidity(format !== "json_schema" || schema() ? "" : "This is no JSON object.");
+  input("tools").setCustomValidity(input("tools").value.trim() && !tools() ? "This is no JSON list of tools." : "");
   input("logit-bias").setCustomValidity(biases() ? "" : "Write pairs such as 199: -2, 42: 1.5.");
-  element("sampling-summary").textContent = `· ${summary().join(", ")}`;
+  element("sampling-summary").textContent = summary().join(", ");
+  element("system-button").toggleAttribute("data-set", input("system").value.trim() !== "");
 }
 
 /** @returns {string[]} */
 function summary() {
-  const { system, fields, maxTokens, numLogprobs: alternatives } = settings();
+  const { fields, maxTokens, tools: all, numLogprobs: alternatives } = settings();
   const { temperature, max_tokens: _, stop, logit_bias: bias, response_format: format, ...others } = fields;
-  const parts = [temperature === undefined ? "temperature of the model" : `temperature ${temperature}`];
+  const parts = [temperature === undefined ? own || "temperature of the model" : `temperature ${temperature}`];
   parts.push(maxTokens === null ? "as many tokens as fit" : `at most ${maxTokens} tokens`);
   for (const { dataset, type } of simple()) {
     if (dataset.field in others) parts.push(dataset.field.replaceAll("_", "-") + (type === "checkbox" ? "" : ` ${others[dataset.field]}`));
@@ -79,8 +86,29 @@ function summary() {
   if (bias) parts.push("logit-bias");
   if (format) parts.push(format.type === "json_object" ? "JSON" : "JSON schema");
   if (alternatives !== null) parts.push("log-probabilities");
-  if (system.trim() && !element("system-field").hidden) parts.push("system prompt");
+  if (all) parts.push(`${all.length} ${all.length === 1 ? "tool" : "tools"}`);
   return parts;
+}
+
+/** What the model answers with where a request says nothing. @param {string} words as the server writes them: `temperature 0.6, top_p 0.95` */
+export function setOwnSampling(words) {
+  if (words === own) return;
+  own = words;
+  for (const [name, value] of words.split(", ").map((part) => part.split(" "))) {
+    const field = element("sampling").querySelector(`[data-field="${name}"]`);
+    if (field instanceof HTMLInputElement && value) field.placeholder = `model's: ${value}`;
+  }
+  refresh();
+}
+
+/** @returns {object[] | null} null where there are none, or what stands there is no list */
+function tools() {
+  try {
+    const found = JSON.parse(input("tools").value);
+    return Array.isArray(found) && found.length && found.every((tool) => tool && typeof tool === "object") ? found : null;
+  } catch {
+    return null;
+  }
 }
 
 /** @returns {object | null} of JSON */

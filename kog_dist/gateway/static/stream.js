@@ -12,6 +12,8 @@ import { Failure } from "./failures.js";
  * @typedef {object} Piece text as one event brought it
  * @property {string} text may be empty: a token whose text is held back
  * @property {number} numTokens
+ * @property {string} [thought] what the model thinks and does not say
+ * @property {object[]} [calls] changes of calls, as a chunk has them
  * @property {import("./chances.js").Chance[]} [chances] of its tokens, where the request asked for them
  *
  * @typedef {object} Receipt what one network read brought
@@ -21,7 +23,7 @@ import { Failure } from "./failures.js";
  * @property {Usage | null} usage the last one of the read
  * @property {Record<string, number> | null} timings of the server, in the keys of llama.cpp
  * @property {number | null} numBefore requests that the engine takes before this one
- * @property {boolean | null} reasons whether its last piece was reasoning, whose text is not kept; null: it has none
+ * @property {boolean | null} reasons whether its last piece was a thought; null: it has none
  * @property {[number, number] | null} promptRead tokens of the prompt that have been read, and all of them
  * @property {Failure | null} failure what ended the answer after these pieces
  *
@@ -111,11 +113,17 @@ export class ChunkReader {
     const choice = chunk.choices?.[0];
     const text = choice?.text ?? choice?.delta?.content ?? "";
     if (typeof text !== "string") throw Failure.unreadable("a chunk whose text is no text");
-    const reasons = !text && Boolean(choice?.delta?.reasoning_content);
+    const thought = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning;
+    const calls = choice?.delta?.tool_calls;
+    const reasons = !text && typeof thought === "string" && thought !== "";
     if (text || reasons) receipt.reasons = reasons;
-    const numTokens = this.#numTokens(chunk, Boolean(text) || reasons);
+    const numTokens = this.#numTokens(chunk, Boolean(text) || reasons || Array.isArray(calls));
     const chances = chancesOf(choice);
-    if (text || numTokens || chances.length) receipt.pieces.push({ text, numTokens, ...(chances.length && { chances }) });
+    if (text || reasons || calls || numTokens || chances.length) {
+      receipt.pieces.push({
+        text, numTokens, ...(chances.length && { chances }), ...(reasons && { thought }), ...(Array.isArray(calls) && { calls }),
+      });
+    }
     receipt.finishReason = choice?.finish_reason ?? receipt.finishReason;
     receipt.usage = chunk.usage ?? receipt.usage;
     receipt.timings = chunk.timings ?? receipt.timings;

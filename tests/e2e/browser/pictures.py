@@ -8,13 +8,13 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.e2e.browser.conftest import ARGUMENTS, CHROMIUM
 from tests.e2e.browser.replay_server import INFO, ReplayServer, Script
+from tests.e2e.browser.test_conversation import CALLS
 
 FOLDER = Path(__file__).parents[3] / "docs" / "pictures"
 TOKENS_PER_S = 3000.0
@@ -55,19 +55,20 @@ def opened(browser: Browser, server: ReplayServer, width: int, height: int, sche
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
     page.goto(server.url)
     expect(page.locator("#engine")).to_have_attribute("data-state", "ready")
-    page.click(".sampling summary")
-    page.fill("#max-tokens", "6000")
     return page
 
 
-def ask(page: Page, prompt: str, num_tokens: int) -> None:
+def ask(page: Page, prompt: str, num_tokens: int = 0) -> None:
     """Send the prompt and wait until so many tokens have come."""
-    page.click(".sampling summary")
     page.fill("#prompt", prompt)
-    page.evaluate("() => document.activeElement.blur()")
     page.keyboard.press("Control+Enter")
     counted = "() => Number(document.getElementById('num-tokens').textContent.replace(/\\D/g, ''))"
     page.wait_for_function(f"(least) => ({counted})() >= least", arg=num_tokens)
+
+
+def ended(page: Page) -> None:
+    page.wait_for_function("() => !document.body.hasAttribute('data-running')")
+    page.wait_for_timeout(300)
 
 
 def keep(page: Page, name: str) -> None:
@@ -75,52 +76,92 @@ def keep(page: Page, name: str) -> None:
     page.close()
 
 
-def completions(browser: Browser, server: ReplayServer, pieces: Sequence[str]) -> None:
-    server.script = Script(pieces=[*pieces, *pieces], tokens_per_s=TOKENS_PER_S)  # long enough to be caught in flight
-    page = opened(browser, server, 1280, 800, "light")
-    ask(page, PROMPT, 2000)
-    keep(page, "playground-light")
-    server.script = Script(pieces=pieces[:600], tokens_per_s=TOKENS_PER_S)
-    page = opened(browser, server, 1280, 800, "light")
-    page.select_option("#num-logprobs", "5")
-    ask(page, PROMPT, 600)
-    page.wait_for_timeout(300)
-    page.locator("#live-tokens .tok").nth(545).hover()
-    keep(page, "playground-tokens")
-    server.script = Script(pieces=pieces[:400], tokens_per_s=TOKENS_PER_S, end="error")
-    page = opened(browser, server, 1280, 800, "dark")
-    ask(page, PROMPT, 400)
-    page.locator("#problem").wait_for()
-    keep(page, "playground-failure")
+def chats(browser: Browser, server: ReplayServer, width: int = 1280, height: int = 800, scheme: str = "light") -> Page:
+    """A page with an earlier chat in its list, and a thought and an answer."""
+    page = opened(browser, server, width, height, scheme)
+    server.script = Script(pieces=pieces_of("Ostrava, Olomouc and Opava are three of them."), tokens_per_s=TOKENS_PER_S)
+    ask(page, "Which Czech towns begin with O?")
+    ended(page)
+    page.evaluate("document.getElementById('new').click()")
+    pieces = pieces_of(ANSWER)
+    server.script = Script(pieces=["They want code, and a reason. ", *pieces], num_reasoning=1, tokens_per_s=TOKENS_PER_S)
+    ask(page, QUESTION, len(pieces))
+    ended(page)
+    return page
 
 
 def conversations(browser: Browser, server: ReplayServer) -> None:
-    pieces = pieces_of(ANSWER)
-    server.script = Script(pieces=pieces, tokens_per_s=TOKENS_PER_S)
-    for name, width, height, scheme in (("playground-dark", 1280, 800, "dark"), ("playground-360", 360, 740, "light")):
-        page = opened(browser, server, width, height, scheme)
-        page.get_by_role("radio", name="Conversation").check()
-        page.fill("#system", "Answer with code first.")
-        ask(page, QUESTION, len(pieces))
-        page.wait_for_timeout(1200)  # so that the slow one gets somewhere
-        keep(page, name)
+    keep(opened(browser, server, 1280, 800, "light"), "playground-empty")
+    keep(chats(browser, server), "playground-light")
+    keep(chats(browser, server, 360, 740), "playground-360")
+    page = opened(browser, server, 1280, 800, "dark")
+    server.script = Script(pieces=pieces_of(ANSWER), tokens_per_s=60.0)
+    ask(page, QUESTION, 100)
+    keep(page, "playground-dark")
+    page = opened(browser, server, 1280, 800, "light")
+    server.script = Script(pieces=pieces_of(ANSWER)[:60], tokens_per_s=TOKENS_PER_S, end="hold")
+    ask(page, QUESTION, 60)
+    page.click("#stop")
+    ended(page)
+    keep(page, "playground-stopped")
+    page = opened(browser, server, 1280, 800, "light")
+    server.script = Script(place=2, pieces=(), end="hold")
+    ask(page, QUESTION)
+    page.get_by_text("Waiting: 2 before this one").wait_for()
+    keep(page, "playground-waiting")
+    page = opened(browser, server, 1280, 800, "light")
+    server.script = Script(
+        pieces=("I need two things for that.", "I look both up."), num_reasoning=1, calls=CALLS, finish_reason="tool_calls"
+    )
+    ask(page, "Can I go for a walk at noon?")
+    ended(page)
+    page.locator(".thought summary").click()
+    page.get_by_label("Result of weather").fill("rain until 11")
+    keep(page, "playground-calls")
     page = opened(browser, server, 1280, 1100, "light")
-    page.get_by_role("radio", name="Conversation").check()
-    page.fill("#system", "Answer with code first.")
+    page.click("#settings-button")
     page.select_option("#format", "json_schema")
     keep(page, "playground-settings")
+
+
+def speed(browser: Browser, server: ReplayServer) -> None:
+    page = opened(browser, server, 1280, 800, "light")
+    server.script = Script(pieces=listing() * 2, tokens_per_s=TOKENS_PER_S)  # long enough to be caught in flight
+    page.get_by_role("radio", name="Complete text").check()
+    page.click("#tab-speed")
+    page.evaluate("(prompt) => { document.getElementById('prompt').value = prompt; }", PROMPT)
+    page.keyboard.press("Control+Enter")
+    page.wait_for_function("() => Number(document.getElementById('num-tokens').textContent.replace(/\\D/g, '')) >= 2000")
+    keep(page, "playground-speed")
+    server.script = Script(pieces=listing()[:600], tokens_per_s=TOKENS_PER_S)
+    page = opened(browser, server, 1280, 800, "light")
+    page.get_by_role("radio", name="Complete text").check()
+    page.click("#settings-button")
+    page.select_option("#num-logprobs", "5")
+    page.click("#settings-close")
+    ask(page, PROMPT, 600)
+    ended(page)
+    page.locator("#live-tokens .tok").nth(545).hover()
+    keep(page, "playground-tokens")
+    page = opened(browser, server, 1280, 800, "dark")
+    server.script = Script(pieces=pieces_of(ANSWER)[:80], tokens_per_s=TOKENS_PER_S, end="error")
+    ask(page, QUESTION, 80)
+    page.locator("#problem").wait_for()
+    server.readiness = (503, {"state": "failed", "reason": "rank 2 was lost"})
+    page.get_by_text("failed: rank 2 was lost").wait_for()
+    keep(page, "playground-failure")
 
 
 def main() -> None:
     """Take all pictures anew."""
     FOLDER.mkdir(exist_ok=True)
     server = ReplayServer()
-    server.info = {**INFO, "model": {**INFO["model"], "max_model_len": 8192}}
+    server.info = {**INFO, "model": {**INFO["model"], "id": "a-model", "chat": "template", "max_model_len": 8192}}
     try:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
-            completions(browser, server, listing())
             conversations(browser, server)
+            speed(browser, server)
             browser.close()
     finally:
         server.close()

@@ -28,6 +28,7 @@ INFO: dict[str, Any] = {
         "id": "demo", "max_model_len": 2048, "num_lanes": 8, "num_parameters": 16_400_000, "format": "bfloat16",
     },
     "devices": [{"name": "CPU", "count": 4}],
+    "engine": {"own_sampling": "temperature 1"},
     "speed": {"bytes_per_token": 14_686_720, "peak_bytes_s": 2e11, "peak_source": "measured copy"},
     "ranks": [{"rank": rank, "state": "ready", "beat_age_s": 0.01, "place": f"CPU {rank}"} for rank in range(4)], "replicas": [],
 }  # fmt: skip
@@ -56,6 +57,8 @@ class Script:
     message: str = "refused by the script"
     headers: Mapping[str, str] = field(default_factory=dict)
     counts: bool = True  # running usage with each chunk
+    calls: Sequence[Mapping[str, Any]] = ()  # behind the pieces: what chunks say of calls, one each
+    drafted: tuple[int, int] = (0, 0)  # tokens that were proposed, and accepted of them
 
 
 @dataclass
@@ -224,6 +227,8 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
             served.num_sent = due
             await writer.drain()
         await asyncio.sleep(TICK_S)
+    for call in script.calls:
+        writer.write(_event({"choices": [{"index": 0, "finish_reason": None, "delta": {"tool_calls": [call]}}]}))
     if script.end == "error":
         writer.write(_event({"error": {"message": "rank 2 was lost", "type": "server_error", "code": "rank_failed"}}))
     elif script.end == "done":
@@ -234,6 +239,7 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
             "predicted_n": served.num_sent, "predicted_ms": seconds * 1e3,
             "predicted_per_token_ms": seconds * 1e3 / max(1, served.num_sent - 1),
             "predicted_per_second": served.num_sent / seconds,
+            **({"draft_n": script.drafted[0], "draft_n_accepted": script.drafted[1]} if script.drafted[0] else {}),
         }  # fmt: skip
         last = {"index": 0, "finish_reason": script.finish_reason, **_piece("content" if chat else "text", "")}
         writer.write(

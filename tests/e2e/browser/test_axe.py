@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 from tests.e2e.browser.replay_server import ReplayServer, Script
+from tests.e2e.browser.test_conversation import CALLS
 from tests.e2e.browser.test_markdown import DOCUMENT
 from tests.e2e.browser.test_playground import ANSWER, ended, run
 
@@ -44,8 +45,30 @@ def completed(page: Page, server: ReplayServer) -> None:
     server.script = Script(pieces=ANSWER)
     run(page)
     ended(page)
-    page.locator(".turn summary").click()
+
+
+def measured(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=["word "] * 300, tokens_per_s=2000.0)
+    run(page)
+    ended(page)
+    page.click("#tab-speed")
     page.locator(".method summary").click()
+    expect(page.locator("#race")).to_be_visible()
+
+
+def listed(page: Page, server: ReplayServer) -> None:
+    completed(page, server)
+    if page.locator("#side").is_hidden():
+        page.click("#side-button")
+    page.locator(".turn .menu summary").click()
+
+
+def called(page: Page, server: ReplayServer) -> None:
+    page.get_by_role("radio", name="Chat").check()
+    server.script = Script(pieces=("Hm", "I look."), num_reasoning=1, calls=CALLS, finish_reason="tool_calls")
+    run(page, "Weather?")
+    ended(page)
+    page.locator(".thought summary").click()
 
 
 def running(page: Page, server: ReplayServer) -> None:
@@ -56,26 +79,26 @@ def running(page: Page, server: ReplayServer) -> None:
 
 def conversing(page: Page, server: ReplayServer) -> None:
     server.script = Script(pieces=[DOCUMENT])
-    page.get_by_role("radio", name="Conversation").check()
+    page.get_by_role("radio", name="Chat").check()
     for question in ("How?", "And then?"):
         run(page, question)
         ended(page)
     page.locator(".exchange").first.get_by_role("button", name="Edit").click()
-    page.locator("#export summary").click()
 
 
 def setting(page: Page, server: ReplayServer) -> None:
-    page.get_by_role("radio", name="Conversation").check()
-    page.click(".sampling summary")
+    page.get_by_role("radio", name="Chat").check()
+    page.click("#settings-button")
     page.select_option("#format", "json_schema")
     page.fill("#max-tokens", "5000")
-    expect(page.locator("#context[data-over]")).to_be_visible()
+    expect(page.locator("#context[data-over]")).to_have_count(1)
 
 
 def by_token(page: Page, server: ReplayServer) -> None:
     server.script = Script(pieces=ANSWER * 3)
-    page.click(".sampling summary")
+    page.click("#settings-button")
     page.select_option("#num-logprobs", "3")
+    page.click("#settings-close")
     run(page, "def f():\n")
     ended(page)
     page.locator(".tok").nth(2).hover()
@@ -83,7 +106,7 @@ def by_token(page: Page, server: ReplayServer) -> None:
 
 
 def conversing_by_token(page: Page, server: ReplayServer) -> None:
-    page.get_by_role("radio", name="Conversation").check()
+    page.get_by_role("radio", name="Chat").check()
     by_token(page, server)
 
 
@@ -104,11 +127,12 @@ def asking_for_a_key(page: Page, server: ReplayServer) -> None:
 
 
 def as_code(page: Page, server: ReplayServer) -> None:
-    page.click("#copy-request")
+    page.evaluate("document.getElementById('copy-request').click()")  # a phone shows no button for it
 
 
 STATES = (
-    untouched, completed, running, conversing, setting, by_token, conversing_by_token, failing, gone, asking_for_a_key, as_code,
+    untouched, completed, measured, listed, called, running, conversing, setting, by_token, conversing_by_token, failing, gone,
+    asking_for_a_key, as_code,
 )  # fmt: skip
 
 

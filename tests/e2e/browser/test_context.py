@@ -17,11 +17,11 @@ def words(page: Page, text: str) -> None:
 
 def test_a_draft_is_counted_while_it_is_typed(page: Page, server: ReplayServer) -> None:
     page.fill("#prompt", "one two three")
-    words(page, "3 tokens and up to 512 of 2,048")
+    words(page, "3 tokens and up to 1,024 of 2,048")
     meter = page.get_by_role("meter", name="Context")
     expect(meter).to_have_attribute("aria-valuenow", "3")
     expect(meter).to_have_attribute("aria-valuemax", "2048")
-    page.click(".sampling summary")
+    page.click("#settings-button")
     page.fill("#max-tokens", "")
     words(page, "3 tokens and an answer of 2,045 of 2,048")
     page.fill("#max-tokens", "2046")
@@ -37,19 +37,22 @@ def test_an_answer_fills_the_context(page: Page, server: ReplayServer) -> None:
     run(page, "x")
     words(page, "512 of 2,048 tokens of context used")
     page.click("#stop")
-    words(page, "1 token and up to 512 of 2,048")
+    page.fill("#prompt", "x")
+    words(page, "1 token and up to 1,024 of 2,048")
 
 
 def test_a_conversation_counts_with_its_template(page: Page, server: ReplayServer) -> None:
     server.info = {**INFO, "model": {**MODEL, "chat": "template"}}
     page.reload()
     page.wait_for_function("() => document.querySelector('[value=conversation]').checked")
+    page.click("#settings-button")
+    page.fill("#max-tokens", "512")
     server.script = Script(pieces=["yes ", "no"])
     ask(page, "one two")
     page.fill("#prompt", "three")
     words(page, "11 tokens and up to 512 of 1,000")
     assert [message["role"] for message in server.tokenized[-1]["messages"]] == ["user", "assistant", "user"]
-    page.click(".sampling summary")
+    page.click("#system-button")
     page.fill("#system", "be brief")
     words(page, "15 tokens and up to 512 of 1,000")
     page.click("#new")

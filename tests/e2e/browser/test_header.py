@@ -68,6 +68,9 @@ def test_a_failed_engine_is_grey(page: Page, server: ReplayServer) -> None:
     expect(page.locator("#engine-sentence")).to_have_text("failed: rank 1 is lost")
     assert page.evaluate(GREY) == [SOFT, True]
     assert page.evaluate("getComputedStyle(document.querySelector('.rank b')).color") == SOFT
+    assert page.locator(".rank > p:first-child").all_text_contents() == [f"rank {rank}lost" for rank in range(4)]
+    server.readiness = (200, {"state": "ready", "reason": ""})
+    expect(page.locator(".rank > p:first-child").first).to_have_text("rank 0ready")
 
 
 def test_a_server_that_ended_is_grey(browser: Browser) -> None:

@@ -1,4 +1,4 @@
-"""Where things stand: prompt, figures, answer and comparison in sight, on a laptop and on a phone."""
+"""Where things stand: one column to read, the message below it, and only one thing that scrolls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from tests.e2e.browser.replay_server import ReplayServer, Script
 from tests.e2e.browser.test_playground import ended, run
 
 LAPTOP: ViewportSize = {"width": 1280, "height": 800}
+DESK: ViewportSize = {"width": 1920, "height": 1080}
 PHONE: ViewportSize = {"width": 360, "height": 740}
-LONG = [f"line {idx}\n" for idx in range(400)]
+SIZES = (LAPTOP, DESK, PHONE)
+NAMES = [f"{size['width']}x{size['height']}" for size in SIZES]
+LONG = [f"line {idx}\n\n" for idx in range(400)]
+SCROLL = """() => [...document.querySelectorAll("body *")].filter((element) => element.checkVisibility()
+    && element.scrollHeight > element.clientHeight + 1 && ["auto", "scroll"].includes(getComputedStyle(element).overflowY))
+    .map((element) => element.id)"""
 
 
 @pytest.fixture
@@ -20,6 +26,7 @@ def sized(browser: Browser, server: ReplayServer, request: pytest.FixtureRequest
     """The page in a window of the size that the test names."""
     page = browser.new_page(viewport=request.param)
     page.goto(server.url)
+    page.get_by_role("radio", name="Chat").check()
     yield page
     page.close()
 
@@ -31,59 +38,76 @@ def box(page: Page, selector: str) -> tuple[float, float, float, float]:
     return found["x"], found["y"], found["x"] + found["width"], found["y"] + found["height"]
 
 
-@pytest.mark.parametrize("sized", [LAPTOP], indirect=True, ids=["1280x800"])
-def test_all_is_in_sight_on_a_laptop(sized: Page, server: ReplayServer) -> None:
-    server.script = Script(pieces=LONG)
-    run(sized)
+@pytest.mark.parametrize("sized", SIZES, indirect=True, ids=NAMES)
+def test_answers_stand_above_the_message_in_one_column(sized: Page, server: ReplayServer) -> None:
+    size = sized.viewport_size
+    assert size is not None
+    server.script = Script(pieces=LONG, tokens_per_s=4000.0)
+    run(sized, "How?")
     ended(sized)
-    for selector in ("#engine", "#rate", "#ttft", "#itl-p99", "#num-tokens", "#prompt", "#run", ".sampling summary", "#ranks",
-                     "#live", "#track-live", "#replay", "#track-replay", "#verdict"):  # fmt: skip
-        left, top, right, bottom = box(sized, selector)
-        assert (left >= 0, top >= 0, right <= 1280, bottom <= 800) == (True,) * 4, selector
-    prompt, live, replay = box(sized, "#prompt"), box(sized, "#live"), box(sized, "#replay")
-    assert prompt[2] < live[0], "the answer is beside the prompt"
-    assert min(prompt[3], live[3]) - max(prompt[1], live[1]) > 200
-    assert live[3] - live[1] > 300, "most of the height is the answer's"
-    assert live[3] < replay[1]
-    assert box(sized, "#speed")[3] - box(sized, "#speed")[1] < 80, "the figures are a strip"
-    assert sized.evaluate("scrollY") == 0
-
-
-@pytest.mark.parametrize("sized", [LAPTOP], indirect=True, ids=["1280x800"])
-def test_open_settings_leave_the_answer_in_sight(sized: Page) -> None:
-    sized.evaluate("document.getElementById('prompt').style.height = '1200px'")
-    sized.mouse.wheel(0, 600)
-    sized.wait_for_function("() => scrollY > 300")
-    top, bottom = box(sized, "#live")[1], box(sized, "#replay")[3]
-    assert top > 0
-    assert bottom < 800
-
-
-@pytest.mark.parametrize("sized", [LAPTOP, {"width": 900, "height": 700}], indirect=True, ids=["1280x800", "900x700"])
-def test_the_answer_never_covers_the_history(sized: Page, server: ReplayServer) -> None:
-    server.script = Script(pieces=LONG)
-    sized.click(".sampling summary")
-    run(sized)
-    ended(sized)
-    sized.locator(".turn summary").click()
-    # Again and again: the page grows while the turn opens.
     sized.wait_for_function(
-        "() => { scrollTo(0, 1e9); return scrollY + innerHeight >= document.documentElement.scrollHeight - 1; }"
+        "() => scroll.scrollTop + scroll.clientHeight > scroll.scrollHeight - 40".replace(
+            "scroll.", "document.getElementById('scroll')."
+        )
     )
-    assert box(sized, ".answer")[3] <= box(sized, "#turns")[1]
+    for selector in ("#engine", "#tab-speed", "#settings-button", ".exchange footer", "#prompt", "#run", "#context"):
+        left, top, right, bottom = box(sized, selector)
+        assert (left >= 0, top >= 0, right <= size["width"], bottom <= size["height"]) == (True,) * 4, selector
+    answer, message = box(sized, ".exchange .prose"), box(sized, ".box")
+    assert box(sized, ".exchange footer")[3] <= message[1]
+    assert answer[2] - answer[0] <= 720.5
+    assert abs((answer[0] + answer[2]) - (message[0] + message[2])) < 3, "one column"
+    assert sized.evaluate(SCROLL) == ["scroll"], "no frame that scrolls in a frame"
+    assert sized.evaluate("[document.documentElement.scrollHeight > innerHeight, scrollY]") == [False, 0]
+
+
+@pytest.mark.parametrize("sized", [LAPTOP], indirect=True, ids=["1280x800"])
+def test_settings_leave_message_and_answer_in_sight(sized: Page, server: ReplayServer) -> None:
+    sized.click("#settings-button")
+    server.script = Script(pieces=LONG, tokens_per_s=4000.0)
+    run(sized, "How?")
+    ended(sized)
+    for selector in (".box", ".exchange .prose"):
+        assert box(sized, selector)[2] <= box(sized, "#sampling")[0], selector
+    sized.keyboard.press("Escape")
+
+
+@pytest.mark.parametrize("sized", [LAPTOP], indirect=True, ids=["1280x800"])
+def test_the_list_of_chats_stays_closed(sized: Page) -> None:
+    expect(sized.locator("#side")).to_be_visible()
+    sized.click("#side-button")
+    expect(sized.locator("#side")).to_be_hidden()
+    sized.reload()
+    expect(sized.locator("#side")).to_be_hidden()
+    sized.click("#side-button")
+    expect(sized.locator("#side")).to_be_visible()
 
 
 @pytest.mark.parametrize("sized", [PHONE], indirect=True, ids=["360x740"])
-def test_a_phone_shows_the_answer(sized: Page, server: ReplayServer) -> None:
-    prompt, live = box(sized, "#prompt"), box(sized, "#live")
-    assert prompt[1] > 0
-    assert live[1] < 740 - 200, "200 pixels of the answer are above the fold before anything is scrolled"
-    server.script = Script(pieces=["word "] * 100_000, tokens_per_s=500.0)
-    run(sized)
-    sized.wait_for_function("() => document.querySelector('#live .block').textContent.includes('word word')")
-    for selector in ("#rate", "#ttft", "#num-tokens", "#track-live", "#live", "#stop-here"):
+def test_on_a_phone_the_list_opens_over_the_chat(sized: Page, server: ReplayServer) -> None:
+    expect(sized.locator("#side")).to_be_hidden()
+    server.script = Script(pieces=["yes"])
+    run(sized, "How?")
+    ended(sized)
+    sized.click("#side-button")
+    sized.click("#new")
+    expect(sized.locator("#side")).to_be_hidden()
+    expect(sized.locator("#welcome")).to_be_visible()
+    sized.click("#side-button")
+    sized.locator(".turn-open").click()
+    expect(sized.locator("#side")).to_be_hidden()
+    expect(sized.locator(".exchange")).to_have_count(1)
+
+
+@pytest.mark.parametrize("sized", SIZES, indirect=True, ids=NAMES)
+def test_all_figures_are_in_sight(sized: Page, server: ReplayServer) -> None:
+    size = sized.viewport_size
+    assert size is not None
+    server.script = Script(pieces=LONG, tokens_per_s=4000.0)
+    run(sized, "How?")
+    ended(sized)
+    sized.click("#tab-speed")
+    for selector in ("#rate", "#ttft", "#itl-p99", "#num-tokens", "#verdict", "#track-live", "#track-replay"):
         left, top, right, bottom = box(sized, selector)
-        assert (left >= 0, top >= 0, right <= 360, bottom <= 740) == (True,) * 4, selector
-    sized.click("#stop-here")
-    expect(sized.locator("#outcome")).to_have_text("Stopped")
-    expect(sized.locator("#stop-here")).to_be_hidden()
+        assert (left >= 0, top >= 0, right <= size["width"], bottom <= size["height"]) == (True,) * 4, selector
+    assert set(sized.evaluate(SCROLL)) <= {"speed-panel"}, "no frame that scrolls in a frame"

@@ -9,8 +9,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from kog_dist.sampling_params import DEFAULTS, LIMITS
-from tests.e2e.browser.replay_server import ReplayServer, Script
-from tests.e2e.browser.test_conversation import RECORDS, ask, saved
+from tests.e2e.browser.replay_server import INFO, ReplayServer, Script
+from tests.e2e.browser.test_conversation import RECORDS, ask, choose, saved
 from tests.e2e.browser.test_playground import ANSWER, answer, ended, run
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -22,7 +22,7 @@ ALL = {
 
 @pytest.fixture
 def opened(page: Page) -> Page:
-    page.click(".sampling summary")
+    page.click("#settings-button")
     return page
 
 
@@ -32,7 +32,7 @@ def fill(page: Page, values: dict[str, Any]) -> None:
 
 
 def test_sampling_controls_reach_the_request_and_its_code(page: Page, server: ReplayServer) -> None:
-    page.click(".sampling summary")
+    page.click("#settings-button")
     for field, value in (
         ("temperature", "0.8"),
         ("top-p", "0.9"),
@@ -48,14 +48,14 @@ def test_sampling_controls_reach_the_request_and_its_code(page: Page, server: Re
     assert {name: sent[name] for name in wanted} == wanted
     expect(page.locator("#sampling-summary")).to_contain_text("temperature 0.8, at most 64 tokens")
     page.fill("#temperature", "-1")
-    page.click(".sampling summary")
+    page.click("#settings-close")
     expect(page.locator("#temperature")).to_be_hidden()
-    run(page)
+    run(page, "x")
     expect(page.locator("#temperature")).to_be_focused()
     assert len(server.served) == 1, "the browser refuses values out of range"
 
 
-@pytest.mark.parametrize("mode", ["Complete code", "Conversation"])
+@pytest.mark.parametrize("mode", ["Complete text", "Chat"])
 def test_all_parameters_reach_the_request(opened: Page, server: ReplayServer, mode: str) -> None:
     opened.get_by_role("radio", name=mode).check()
     fill(opened, ALL)
@@ -65,7 +65,7 @@ def test_all_parameters_reach_the_request(opened: Page, server: ReplayServer, mo
     run(opened, "x")
     ended(opened)
     wanted = {**ALL, "logit_bias": {"199": -2, "42": 1.5}, "ignore_eos": True}
-    wanted |= {"logprobs": 3} if mode == "Complete code" else {"logprobs": True, "top_logprobs": 3}
+    wanted |= {"logprobs": 3} if mode == "Complete text" else {"logprobs": True, "top_logprobs": 3}
     sent = server.served[0].body
     assert {name: value for name, value in sent.items() if name in wanted} == wanted
     for words in ("top-k 40", "min-p 0.05", "seed 7", "ignore-eos", "logit-bias", "log-probabilities"):
@@ -110,24 +110,31 @@ def test_empty_fields_are_not_sent(opened: Page, server: ReplayServer) -> None:
     ended(opened)
     assert set(server.served[0].body) == {"model", "prompt", "max_tokens", "stream", "stream_options"}
     assert server.served[0].body["max_tokens"] == -1, "what fits the context"
-    expect(opened.locator("#sampling-summary")).to_have_text("· temperature of the model, as many tokens as fit")
+    expect(opened.locator("#sampling-summary")).to_have_text("temperature 1, as many tokens as fit")
     opened.click("#defaults")
-    expect(opened.locator("#sampling-summary")).to_have_text("· temperature 0.5, at most 512 tokens")
+    expect(opened.locator("#sampling-summary")).to_have_text("temperature 1, at most 1024 tokens")
+
+
+def test_the_models_own_sampling_is_said(opened: Page, server: ReplayServer) -> None:
+    server.info = {**INFO, "engine": {"own_sampling": "temperature 0.2, top_p 0.9"}}
+    expect(opened.locator("#temperature")).to_have_attribute("placeholder", "model's: 0.2")
+    expect(opened.locator("#top-p")).to_have_attribute("placeholder", "model's: 0.9")
+    expect(opened.locator("#sampling-summary")).to_contain_text("temperature 0.2, top_p 0.9")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", "0.0001"), ("logit-bias", "-2"), ("logit-bias", "5: 101"), ("top-k", "1.5"), ("repetition-penalty", "0")],
+    [("temperature", "101"), ("logit-bias", "-2"), ("logit-bias", "5: 101"), ("top-k", "1.5"), ("repetition-penalty", "0")],
 )
 def test_what_is_wrong_is_not_sent(opened: Page, server: ReplayServer, field: str, value: str) -> None:
     opened.fill(f"#{field}", value)
-    opened.click(".sampling summary")
+    opened.click("#settings-close")
     run(opened, "x")
     expect(opened.locator(f"#{field}")).to_be_focused()
     assert server.served == []
 
 
-@pytest.mark.parametrize("mode", ["Complete code", "Conversation"])
+@pytest.mark.parametrize("mode", ["Complete text", "Chat"])
 def test_a_schema_is_sent_and_its_answer_is_code(opened: Page, server: ReplayServer, mode: str) -> None:
     opened.get_by_role("radio", name=mode).check()
     expect(opened.locator("#schema")).to_be_hidden()
@@ -144,7 +151,7 @@ def test_a_schema_is_sent_and_its_answer_is_code(opened: Page, server: ReplaySer
     sent = server.served[0].body["response_format"]
     assert sent == {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     expect(opened.locator("#sampling-summary")).to_contain_text("JSON schema")
-    if mode == "Complete code":
+    if mode == "Complete text":
         assert answer(opened) == '{"x": 1}'
         return
     for listing in ("#transcript", "#replay"):
@@ -152,27 +159,27 @@ def test_a_schema_is_sent_and_its_answer_is_code(opened: Page, server: ReplaySer
         expect(opened.locator(f"{listing} pre")).to_have_text('{"x": 1}')
     opened.reload()
     expect(opened.locator("#transcript pre .number")).to_have_text("1")
-    opened.click(".sampling summary")
+    opened.click("#settings-button")
     opened.select_option("#format", "json_object")
     ask(opened, "again")
     assert server.served[1].body["response_format"] == {"type": "json_object"}
 
 
 def test_the_system_prompt_goes_first_and_stays_with_its_conversation(opened: Page, server: ReplayServer) -> None:
-    expect(opened.locator("#system")).to_be_hidden()
-    opened.get_by_role("radio", name="Conversation").check()
+    expect(opened.locator("#system-button")).to_be_hidden()
+    opened.get_by_role("radio", name="Chat").check()
+    opened.click("#system-button")
     opened.fill("#system", "Answer in one word.")
-    expect(opened.locator("#sampling-summary")).to_contain_text("system prompt")
+    expect(opened.locator("#system-button[data-set]")).to_be_visible()
     server.script = Script(pieces=ANSWER)
     ask(opened, "How?", "And then?")
     roles = [message["role"] for message in server.served[1].body["messages"]]
     assert roles == ["system", "user", "assistant", "user"]
     assert server.served[1].body["messages"][0]["content"] == "Answer in one word."
     assert opened.evaluate(RECORDS)[0]["system"] == "Answer in one word."
-    opened.click("#export summary")
-    assert "## System prompt\n\nAnswer in one word.\n" in saved(opened, lambda: opened.click("#export-text"))[1]
+    assert "## System prompt\n\nAnswer in one word.\n" in saved(opened, lambda: choose(opened, 0, "Export as Markdown"))[1]
     opened.reload()
-    expect(opened.locator("#sampling-summary")).to_contain_text("system prompt")
+    expect(opened.locator("#system-button[data-set]")).to_be_visible()
     assert opened.input_value("#system") == "Answer in one word."
-    opened.get_by_role("radio", name="Complete code").check()
-    expect(opened.locator("#sampling-summary")).not_to_contain_text("system prompt")
+    opened.get_by_role("radio", name="Complete text").check()
+    expect(opened.locator("#system-button")).to_be_hidden()

@@ -13,18 +13,18 @@ from tests.e2e.browser.test_playground import answer, ended, run
 from tests.e2e.browser.test_rendering_speed import WATCH
 
 PIECES = ("    return", " n", " * 2", "\n", "x" * 5)
-MODES = ["Complete code", "Conversation"]
+MODES = ["Complete text", "Chat"]
 
 
 def asked(page: Page, server: ReplayServer, mode: str, alternatives: str = "3") -> Any:
     """Run with log-probabilities; what shows the tokens."""
     server.script = Script(pieces=PIECES)
     page.get_by_role("radio", name=mode).check()
-    page.click(".sampling summary")
+    page.click("#settings-button")
     page.select_option("#num-logprobs", alternatives)
     run(page, "def f(n):\n")
     ended(page)
-    return page.locator("#live-tokens" if mode == "Complete code" else ".exchange .tokens")
+    return page.locator("#live-tokens" if mode == "Complete text" else ".exchange .tokens")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -52,14 +52,14 @@ def test_a_token_under_the_pointer_says_how_likely_it_was(page: Page, server: Re
 @pytest.mark.parametrize("mode", MODES)
 def test_a_button_switches_between_tokens_and_text(page: Page, server: ReplayServer, mode: str) -> None:
     tokens = asked(page, server, mode)
-    text = page.locator("#live" if mode == "Complete code" else ".exchange .prose")
-    button = page.get_by_role("button", name="Tokens")
+    text = page.locator("#live" if mode == "Complete text" else ".exchange .prose")
+    button = page.get_by_role("button", name="Tokens", exact=True)
     expect(button).to_have_attribute("aria-pressed", "true")
     expect(text).to_be_hidden()
     button.click()
     expect(tokens).to_be_hidden()
     expect(text).to_be_visible()
-    if mode == "Complete code":
+    if mode == "Complete text":
         assert answer(page) == "".join(PIECES)
     button.click()
     expect(tokens).to_be_visible()
@@ -67,12 +67,12 @@ def test_a_button_switches_between_tokens_and_text(page: Page, server: ReplaySer
     run(page, "again")
     ended(page)
     expect(page.locator("#live-tokens")).to_be_hidden()
-    expect(page.locator("#live" if mode == "Complete code" else ".exchange .prose >> nth=1")).to_be_visible()
+    expect(page.locator("#live" if mode == "Complete text" else ".exchange .prose >> nth=1")).to_be_visible()
     expect(page.locator("#replay")).to_contain_text("return n")
 
 
 def test_the_keyboard_goes_from_token_to_token(page: Page, server: ReplayServer) -> None:
-    tokens = asked(page, server, "Complete code")
+    tokens = asked(page, server, "Complete text")
     tokens.focus()
     for _ in range(2):
         page.keyboard.press("ArrowRight")
@@ -88,7 +88,7 @@ def test_the_keyboard_goes_from_token_to_token(page: Page, server: ReplayServer)
 
 
 def test_without_alternatives_a_token_tells_its_own(page: Page, server: ReplayServer) -> None:
-    tokens = asked(page, server, "Complete code", "0")
+    tokens = asked(page, server, "Complete text", "0")
     tokens.locator(".tok").nth(2).hover()
     expect(page.locator("#chance div")).to_have_count(1)
     expect(page.locator("#chance .taken")).to_contain_text("22.3%")
@@ -138,7 +138,7 @@ def test_tokens_within_a_character_and_without_text_have_marks(page: Page) -> No
 def test_tokens_stay_smooth(page: Page, server: ReplayServer) -> None:
     """2,000 tokens/s with their log-probabilities; frames stay short where the machine has time."""
     server.script = Script(pieces=["word "] * 8000, tokens_per_s=2000.0)
-    page.click(".sampling summary")
+    page.click("#settings-button")
     page.select_option("#num-logprobs", "5")
     page.fill("#max-tokens", "8000")
     page.evaluate(WATCH)

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.rpc.messages import Done, Tokens
 from kog_dist.runtime.http_file import HTTP_FILE
-from tests.e2e.browser.test_playground import answer, ended, run
+from tests.e2e.browser.test_playground import answer, ended, foot, run
 from tests.e2e.test_smollm2 import FOLDER
 
 PROMPT = "def fibonacci(n):\n"
@@ -30,7 +30,7 @@ def test_the_page_of_a_real_engine(browser: Browser, session: EngineSession) -> 
         page.keyboard.press("Enter")
         expect(page.locator("#engine-sentence")).to_have_text("demo, 2 ranks · ready")
 
-        page.click(".sampling summary")
+        page.click("#settings-button")
         page.fill("#temperature", "0")
         page.fill("#max-tokens", "40")
         run(page, PROMPT)
@@ -52,16 +52,17 @@ def test_the_page_of_a_real_engine(browser: Browser, session: EngineSession) -> 
         expect(page.locator("#chance div")).to_have_count(3)
         page.select_option("#num-logprobs", "")
         expect(page.locator("#engine-facts")).to_contain_text("16.4 M parameters · bfloat16 · 2 \u00d7 CPU")
+        page.fill("#prompt", "x")
         expect(page.locator("#context-words")).to_contain_text("and up to 40 of 2,048")
 
         page.fill("#max-tokens", "2000")
-        run(page)
+        run(page, PROMPT)
         page.wait_for_function("() => document.querySelectorAll('#live .block')[0].textContent.length > 20")
         page.keyboard.press("Escape")
-        expect(page.locator("#outcome")).to_have_text("Stopped")
+        expect(foot(page)).to_contain_text("Stopped")
         until(lambda: client.status().num_cancelled == 1, 5, lambda: str(client.status()))
 
-        run(page)
+        run(page, PROMPT)
         page.wait_for_function("() => document.querySelectorAll('#live .block')[0].textContent.length > 20")
         os.kill(session.processes()["rank 1"], signal.SIGKILL)
         expect(page.locator("#problem")).to_contain_text("cut off")
@@ -88,13 +89,13 @@ def test_a_conversation_with_a_real_model(browser: Browser, session: EngineSessi
     page = browser.new_page()
     page.goto(json.loads(announced.read_text(encoding="utf-8"))["url"])
     expect(page.locator("#engine-sentence")).to_have_text("SmolLM2-135M-Instruct, 1 rank · ready", timeout=60_000)
-    page.get_by_role("radio", name="Conversation").check()
-    page.click(".sampling summary")
+    page.get_by_role("radio", name="Chat").check()
+    page.click("#settings-button")
     page.fill("#temperature", "0")
     for question, word in (("What is the capital of France?", "Paris"), ("Tell me more.", "")):
         run(page, question)
         ended(page)
-        expect(page.locator("#outcome")).to_have_text("Finished")  # by the model's own stop id
+        expect(foot(page)).to_contain_text("Finished")  # by the model's own stop id
         assert word in (said := page.locator(".exchange .prose").last.inner_text())
         assert len(said) > 5
     expect(page.locator(".exchange")).to_have_count(2)
