@@ -18,8 +18,9 @@ from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
 from kog_dist.launch.kept_prefixes import kept_on_cpu, kept_on_gpus
 from kog_dist.launch.progress import compilers_shown
+from kog_dist.model.gguf.folder import model_name, tagged_file
 from kog_dist.model.gguf.tensors import is_gguf
-from kog_dist.model.hub_cache import find_snapshot, hub_name, is_hub_name
+from kog_dist.model.hub_cache import find_snapshot, hub_name, hub_name_and_tag, is_hub_name
 
 CPU_KV_CACHES = 4  # unless told otherwise
 _CPU_BYTES = 4  # of a key or value of a CPU rank: float32
@@ -72,12 +73,17 @@ def model_folder(settings: LaunchConfig) -> tuple[Path, str]:
     if settings.model is not None:
         folder = Path(settings.model)
         if is_gguf(folder):
-            return folder.resolve(), folder.stem
+            return folder.parent.resolve() / folder.name, model_name(
+                folder
+            )  # a link of a cache leads to what is called otherwise
         if not os.path.isdir(folder):
-            if os.path.exists(folder) or not is_hub_name(settings.model):
+            name, tag = hub_name_and_tag(settings.model)
+            if os.path.exists(folder) or not is_hub_name(name):
                 what = "is neither a folder nor a .gguf file" if os.path.exists(folder) else "does not exist"
                 raise CheckpointError(f"MODEL {folder} {what}; give the folder of a published checkpoint")
-            folder = find_snapshot(settings.model, os.environ)
+            folder = find_snapshot(name, os.environ)
+            if tag:
+                return tagged_file(folder, tag), f"{name}:{tag}"
         folder = folder.resolve()
         return folder, hub_name(folder) or folder.name
     folder = Path(str(resources.files("kog_dist"))) / "models" / "demo"

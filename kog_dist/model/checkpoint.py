@@ -82,9 +82,8 @@ def open_checkpoint(
     elif quantisation is not None:
         shapes = {stored.name: stored.shape(layouts[name]) for name, stored in names.items() if name != EMBEDDING}
         place = with_matrices(folder, quantisation, place, shapes)
-    extra = () if quantisation is None else IGNORED
     wanted_names = {stored.name for stored in names.values()}
-    _check_names(folder, place, wanted_names, lambda name: name.endswith((*family.ignored, *extra)))
+    _check_names(folder, place, wanted_names, lambda name: name.endswith((*family.ignored, *IGNORED)))
     owner = {name: place[stored.name] for name, stored in names.items()}
     for name, layout in layouts.items():
         in_file, wanted = owner[name].tensors[names[name].name], names[name].shape(layout)

@@ -18,6 +18,7 @@ from kog_dist.quoting import short
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})?")
+_ADDRESS = re.compile(r"(https?://)?(hf\.co|huggingface\.co)/")
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _MAX_REF_BYTES = 256
 _TREE_PREFIX = "models--"
@@ -28,6 +29,12 @@ _CHUNK_BYTES = 2**20
 def is_hub_name(name: str) -> bool:
     """Whether the Hub could have a model of this name: `ORG/NAME`, or `NAME` alone."""
     return _NAME.fullmatch(name) is not None and "--" not in name and ".." not in name
+
+
+def hub_name_and_tag(text: str) -> tuple[str, str]:
+    """`ORG/NAME` and `QUANT` of `ORG/NAME:QUANT`, as llama.cpp and Ollama name a GGUF file; with the Hub's address or without."""
+    name, _, tag = _ADDRESS.sub("", text).partition(":")
+    return name, tag
 
 
 def find_snapshot(name: str, environ: Mapping[str, str]) -> Path:

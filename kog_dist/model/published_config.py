@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,14 @@ from kog_dist.model.families import FAMILIES
 from kog_dist.model.families.computation import check_computation, left_out
 from kog_dist.model.families.fields import unread_of_rope
 from kog_dist.model.families.stored import Family
-from kog_dist.model.formats.quantisation import KEY, MODELOPT_NAME, Quantisation, from_modelopt_file, read_quantisation
+from kog_dist.model.formats.quantisation import (
+    KEY,
+    MODELOPT_NAME,
+    Quantisation,
+    from_modelopt_file,
+    read_quantisation,
+    unread_of_quantisation,
+)
 from kog_dist.model.formats.rounding import ROUNDED_COLUMNS
 from kog_dist.model.manifest import read_json
 from kog_dist.model.spec import ModelSpec
@@ -60,7 +68,8 @@ def read_config_file(folder: Path) -> PublishedConfig:
         if parsed.get(KEY) is None and (said := read_json(folder, beside.name, None)) is not None:
             path, parsed = beside, parsed | {KEY: from_modelopt_file(said)}
         family, quantisation = family_of(parsed), read_quantisation(parsed)
-        return PublishedConfig(read_config(parsed), family, _dtype(parsed), quantisation, _note(parsed, family, path.name))
+        name = path.name if os.path.lexists(path) else folder.name  # a GGUF file says the same
+        return PublishedConfig(read_config(parsed), family, _dtype(parsed), quantisation, _note(parsed, family, name))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -77,7 +86,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
 
 def _note(config: Mapping[str, Any], family: Family, name: str) -> str:
     """What is left out of a config that was read."""
-    unread = left_out(config, family.keys) + unread_of_rope(config)
+    unread = left_out(config, family.keys) + unread_of_rope(config) + unread_of_quantisation(config)
     return f"{name}: {', '.join(map(short, unread[:_MOST_NAMED]))} left out{_more(unread)}" if unread else ""
 
 

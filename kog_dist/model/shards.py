@@ -31,8 +31,8 @@ class Shards(NamedTuple):
 
 def open_shards(folder: Path, manifest: Manifest | None) -> Shards:
     """The weights of a folder. Raises CheckpointError."""
-    if (gguf := open_weights(folder)) is not None:
-        return Shards((gguf,), dict.fromkeys(gguf.tensors, gguf))
+    if ggufs := open_weights(folder):
+        return Shards(ggufs, {name: file for file in ggufs for name in file.tensors})
     weight_map = _read_index(folder, manifest)
     names = shard_names(folder) if weight_map is None else sorted(set(weight_map.values()))
     files: dict[str, SafetensorsFile] = {}

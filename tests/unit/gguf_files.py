@@ -89,16 +89,18 @@ def llama_rows(name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
 def write_gguf(
     path: Path, architecture: str, tensors: Mapping[str, NDArray[Any]], *, form: str = "F16",
     sizes: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None,
-    extra: Mapping[str, NDArray[np.float32]] | None = None,
+    extra: Mapping[str, NDArray[np.float32]] | None = None, forms: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """A file with matrices in `form` (norms, biases and `extra` in F32). None as a size or metadata leaves the key out."""
+    """A file with matrices in `form`, or what `forms` says (norms, biases and `extra` in F32). None as a size or metadata leaves
+    the key out.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     given = {f"{architecture}.{key}": value for key, value in {**SIZES, **(sizes or {})}.items()}
     for key, value in {**given, **vocabulary(), **(metadata or {})}.items():
         _add(writer, key, value)
     for name, values in tensors.items():
         stored = llama_rows(name, values) if architecture == "llama" else values
-        kind = gguf.GGMLQuantizationType[form if values.ndim == 2 else "F32"]
+        kind = gguf.GGMLQuantizationType[(forms or {}).get(name, form) if values.ndim == 2 else "F32"]
         raw = gguf.quants.quantize(stored, kind) if kind.name not in ("F32", "F16") else stored.astype(_DTYPES[kind.name])
         writer.add_tensor(llama_name(name), raw, raw_dtype=kind)
     for name, values in (extra or {}).items():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import regex  # type: ignore[import-untyped]
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -23,13 +26,15 @@ from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.generation_config import read_eos_ids, read_sampling_defaults
 from kog_dist.model.gguf.folder import open_weights, published_file
+from kog_dist.model.gguf.header import FORMATS, PLAIN, Format
+from kog_dist.model.gguf.pre_tokenizers import CUTS
 from kog_dist.model.gguf.tensors import GgufFile, dequantised
 from kog_dist.model.gguf.vocabulary import read_tokenizer
 from kog_dist.model.limits import MAX_GGUF_ITEMS, MAX_GGUF_KEYS
 from kog_dist.model.published_config import spec_of_folder
 from kog_dist.model.safetensors_file import narrow, widen, write_safetensors
 from kog_dist.model.tokenizer import Tokenizer
-from tests.unit.gguf_files import HEAD_DIM, HEADS, VOCAB, random_tensors, raw_text, vocabulary, write_gguf
+from tests.unit.gguf_files import HEAD_DIM, HEADS, SIZES, VOCAB, alphabet, random_tensors, raw_text, vocabulary, write_gguf
 
 
 @pytest.fixture
@@ -44,8 +49,7 @@ def refusal(action: Callable[[], object]) -> str:
 
 
 def weights(path: Path) -> GgufFile:
-    opened = open_weights(path)
-    assert opened is not None
+    (opened,) = open_weights(path)
     return opened
 
 
@@ -115,6 +119,95 @@ def test_the_same_weights_in_a_gguf_file_and_in_a_folder_are_the_same_model(path
     assert one.spec == other.spec
     for name in one.layouts:
         assert np.array_equal(one.tensor(name), other.tensor(name)), name
+
+
+QUANTISED = [form for form in FORMATS.values() if form.name not in PLAIN]
+
+
+@pytest.mark.parametrize("form", QUANTISED, ids=lambda form: form.name)
+def test_every_format_of_the_package_is_read_and_rounded_once(path: Path, form: Format) -> None:
+    """Any bytes but those of scales that are no numbers are blocks."""
+    kind, rows, columns = gguf.GGMLQuantizationType[form.name], 8, 512
+    assert gguf.GGML_QUANT_SIZES[kind] == (form.block_values, form.block_bytes)
+    raw = np.random.default_rng(3).integers(0, 256, (rows, columns // form.block_values * form.block_bytes), np.uint8)
+    raw[:, 1::2] &= 0x3F  # halves below 2: none is infinite
+    if form.name == "MXFP4":
+        raw[:, :: form.block_bytes] %= 140  # exponents
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in SIZES.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"llama.{key}", value)
+    writer.add_tensor("token_embd.weight", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    exact = gguf.quants.dequantize(raw, kind)
+    read_rows = read(weights(path), "model.embed_tokens.weight")
+    assert read_rows.shape == (rows, columns)
+    assert np.array_equal(read_rows, rounded(exact, "F16"))
+
+
+def test_tensors_of_both_16_bit_types_stay_what_they_are(path: Path) -> None:
+    tensors = random_tensors("qwen3")
+    name, other = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    write_gguf(path, "qwen3", tensors, forms={name: "BF16", other: "Q5_0"})
+    file, checkpoint = weights(path), open_checkpoint(path)
+    assert np.array_equal(read(file, name), rounded(tensors[name], "BF16"))
+    assert file.tensors[other].dtype == "F16"
+    assert checkpoint.dtype == "float16"
+    assert checkpoint.note == "some weights are bfloat16 and float32: CPU ranks take them as they are, GPUs round them to float16"
+
+
+# ---- parts ----
+def split(path: Path, count: int, **changes: Any) -> list[Path]:
+    """What `llama-gguf-split` makes of the model of `write_gguf`: metadata in the first part, tensors in all."""
+    tensors = random_tensors("llama")
+    names = sorted(tensors)
+    parts = [path.with_name(f"big-{number + 1:05d}-of-{count:05d}.gguf") for number in range(count)]
+    for number, part in enumerate(parts):
+        mine = {name: tensors[name] for name in names[number::count]}
+        said = {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)} | changes
+        sizes, metadata = (dict.fromkeys(SIZES), dict.fromkeys(vocabulary())) if number else ({}, {})
+        write_gguf(part, "llama", mine, form="Q8_0", sizes=sizes, metadata={**metadata, **said})
+    write_gguf(path, "llama", tensors, form="Q8_0")
+    return parts
+
+
+def test_parts_are_one_model_whichever_is_given(path: Path, tmp_path: Path) -> None:
+    parts = split(path, 3)
+    whole = open_checkpoint(path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for part in parts:
+        (folder / part.name).symlink_to(folder / f"{part.name}.kept")
+        (folder / f"{part.name}.kept").write_bytes(part.read_bytes())
+    for model in (*parts, folder):
+        other = open_checkpoint(model)
+        assert other.spec == whole.spec
+        for name in whole.layouts:
+            assert np.array_equal(other.tensor(name), whole.tensor(name)), name
+        assert Tokenizer.from_folder(model) is not None
+    assert model_folder(LaunchConfig(model=str(parts[1])))[1] == "big"
+    assert "float16, 3 files" in check(LaunchConfig(model=str(parts[2]), device="cpu", ranks=1), deep=True)
+
+
+def test_parts_that_are_missing_or_of_another_file_are_refused(path: Path) -> None:
+    parts = split(path, 3)
+    kept = parts[1].read_bytes()
+    parts[1].unlink()
+    for model in (parts[0], parts[2]):
+        assert f"{parts[1]} is missing, one of 3 parts" in refusal(partial(open_checkpoint, model))
+    parts[1].write_bytes(parts[2].read_bytes())
+    assert f"{parts[1]} says that it is part 2 (counted from 0) of 3, here it is 1 of 3" in refusal(
+        lambda: open_checkpoint(parts[0])
+    )
+    parts[1].write_bytes(kept)
+    open_checkpoint(parts[0])
+    split(path, 3, **{"split.tensors.count": 99})
+    assert "have 20 tensors, but the first says 99" in refusal(lambda: open_checkpoint(parts[0]))
+    parts[0].rename(parts[0].with_name("first.gguf"))
+    assert "here it is 0 of 1" in refusal(lambda: open_checkpoint(parts[0].with_name("first.gguf")))
 
 
 def nibbles(block: bytes) -> list[int]:
@@ -210,6 +303,23 @@ def test_rotary_factors_are_llama_3_s_scaling(path: Path) -> None:
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
         ),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 64,
+                "rope.scaling.attn_factor": 0.5,
+                "rope.scaling.yarn_beta_fast": 16.0,
+                "rope.scaling.yarn_ext_factor": 1.0,
+            },
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attn_factor": 0.5,
+                "beta_fast": 16.0,
+            },
+        ),
     ],
 )
 def test_scaling_of_rotary_positions(path: Path, sizes: dict[str, Any], scaling: object) -> None:
@@ -230,8 +340,11 @@ def test_scaling_of_rotary_positions(path: Path, sizes: dict[str, Any], scaling:
         ({"rope.dimension_count": 8}, "rope.dimension_count 8 is not the head size 16"),
         ({"rope.scaling.type": "longrope"}, "rope.scaling.type 'longrope' is not supported"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "rope.scaling.original_context_length is missing"),
-        ({"expert_count": 8}, "'llama.expert_count' is not supported"),
-        ({"attention.sliding_window": 64}, "'llama.attention.sliding_window' is not supported"),
+        ({"expert_count": 8}, "'llama.expert_count' 8 is not supported"),
+        ({"attention.sliding_window": 64}, "'llama.attention.sliding_window' 64 is not supported"),
+        ({"logit_scale": 0.5}, "'llama.logit_scale' 0.5 is not supported"),
+        ({"attention.scale": 0.5}, "'llama.attention.scale' 0.5 is not supported"),
+        ({"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
         ({"vocab_size": 301}, "it has 301 tokens, but only 300 rows"),
         ({"attention.key_length": 12}, "are no heads of 12"),
         ({"block_count": 3}, "lacks tensor model.layers.2."),
@@ -252,8 +365,14 @@ def test_other_architectures_and_parts_are_refused(path: Path) -> None:
     assert "general.architecture 'gemma3' is not supported; supported: llama, qwen2, qwen3" in refusal(
         lambda: spec_of_folder(path)
     )
-    write_gguf(path, "llama", random_tensors("llama"), metadata={"split.count": 3})
-    assert "one part of several" in refusal(lambda: spec_of_folder(path))
+    write_gguf(path, "llama", random_tensors("llama"), metadata={"split.count": 3, "split.no": 0})
+    assert "says that it is part 0 (counted from 0) of 3, here it is 0 of 1" in refusal(lambda: spec_of_folder(path))
+
+
+def test_keys_that_nothing_knows_are_left_out_and_named(path: Path) -> None:
+    more = {"tensor_data_layout": "Meta AI original pth", "expert_count": 0, "key.of.next.year": 3}
+    write_gguf(path, "llama", random_tensors("llama"), sizes=more)
+    assert open_checkpoint(path).note == "model.gguf: 'llama.key.of.next.year', 'llama.tensor_data_layout' left out"
 
 
 def test_small_lists_of_one_number_are_that_number(path: Path) -> None:
@@ -333,6 +452,9 @@ def test_vocabularies_that_cannot_be_are_refused(path: Path, changes: dict[str, 
         ("qwen2", "the 1234", ["the", "Ġ", "1", "2", "3", "4"]),
         ("llama-bpe", "the\n\n x", ["<|begin|>", "the", "Ċ", "Ċ", "Ġ", "x"]),
         ("smollm", "12the", ["1", "2", "the"]),
+        ("tekken", "the/\n x", ["<|begin|>", "the", "/", "Ċ", "Ġ", "x"]),
+        ("deepseek-coder", "the 12", ["the", "Ġ", "1", "2"]),
+        ("smaug-bpe", "the\n\n x", ["the", "Ċ", "Ċ", "Ġ", "x"]),
     ],
 )
 def test_texts_are_cut_as_the_named_rule_says(path: Path, pre: str, text: str, pieces: list[str]) -> None:
@@ -343,6 +465,67 @@ def test_texts_are_cut_as_the_named_rule_says(path: Path, pre: str, text: str, p
     ids = tokenizer.encode(text)
     assert [tokens[token_id] for token_id in ids] == pieces
     assert tokenizer.decode(ids) == text
+
+
+# By llama.cpp's name: the expressions that it cuts with, one after the other, each what the one before has left.
+_ENGLISH = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_WORDS = _ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+EXPRESSIONS = {
+    "gpt-2": [_GPT2], "mpt": [_GPT2], "smollm": [r"\p{N}", _GPT2], "starcoder": [r"\p{N}", _GPT2], "qwen2": [_WORDS % ""],
+    "stablelm2": [_WORDS % ""], "llama-bpe": [_WORDS % "{1,3}"], "smaug-bpe": [_WORDS % "{1,3}"], "glm4": [_WORDS % "{1,3}"],
+    "tekken": [_CASED % ("", "", "")], "gpt-4o": [_CASED % (_ENGLISH + "?", _ENGLISH + "?", "{1,3}")],
+    "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+    "deepseek-v3": [
+        r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*"
+        "|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    ],
+    "seed-coder": [
+        _ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+}  # fmt: skip
+TEXTS = [
+    "Hello, World! It's 12345 o'clock.",
+    "we'LL  see\n\n\ndef f(x):\n    return x**2  # 中文 かな",
+    "a/b//\n c\t\td   ",
+    "ÄÖÜ École naïve DŽ McDonald USA's 3.14159 ½ \uff12\uff13",
+    "  \n \r\n x",
+    '<|im_start|>{"a": [1, 22, 333, 4444]}',
+    "🙂 ok_then -- A1b2 가나다",
+]
+
+
+def cut_as_llama_cpp_does(text: str, expressions: list[str]) -> list[str]:
+    """What each expression matches, and what lies between."""
+    pieces = [text]
+    for expression in expressions:
+        cut = []
+        for piece in pieces:
+            at = 0
+            for match in regex.finditer(expression, piece):
+                if match.end() > match.start():
+                    cut += [piece[at : match.start()], match[0]]
+                    at = match.end()
+            cut.append(piece[at:])
+        pieces = [piece for piece in cut if piece]
+    return pieces
+
+
+@pytest.mark.parametrize("pre", EXPRESSIONS)
+def test_texts_are_cut_as_llama_cpp_cuts_them(pre: str) -> None:
+    vocab = {letter: number for number, letter in enumerate(alphabet())}
+    parts = {"type": "Sequence", "pretokenizers": CUTS[pre].pre_tokenizers}
+    whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": parts, "model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    library = tokenizers.Tokenizer.from_str(json.dumps(whole))
+    for text in TEXTS:
+        found = [text[first:last] for _, (first, last) in library.pre_tokenizer.pre_tokenize_str(text)]
+        assert found == cut_as_llama_cpp_does(text, EXPRESSIONS[pre])
 
 
 # ---- SentencePiece ----
@@ -422,7 +605,7 @@ def entry(name: str = "x", sizes: tuple[int, ...] = (32,), kind: int = 0, offset
         (header(num_tensors=1, rest=raw_text("x") + struct.pack("<I", 2**31)), "has 2147483648 dimensions"),
         (header(num_tensors=1, rest=entry(sizes=(0,))), "has the shape [0]"),
         (header(num_tensors=1, rest=entry(sizes=(2**40, 2**40))), "has the shape"),
-        (header(num_tensors=1, rest=entry(kind=13)), "is of type Q5_K, which is not supported; supported: F32"),
+        (header(num_tensors=1, rest=entry(kind=40)), "is of type NVFP4, which is not supported; supported: F32"),
         (header(num_tensors=1, rest=entry(kind=999)), "is of type 999"),
         (header(num_tensors=1, rest=entry(sizes=(33,), kind=2)), "no whole blocks of 32 (Q4_0)"),
         (header(num_tensors=1, rest=entry(offset=32)), "begins at byte 32 of the data, expected 0"),

@@ -22,6 +22,8 @@ from kog_dist.model.manifest import MANIFEST_NAME
 from kog_dist.model.safetensors_file import narrow, write_safetensors
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
 from kog_dist.model.tokenizer import Tokenizer
+from tests.unit.gguf_files import random_tensors as random_gguf_tensors
+from tests.unit.gguf_files import write_gguf
 
 NAME, REVISION = "some-org/Tiny-1.0", "ab" * 20
 
@@ -67,6 +69,43 @@ def test_a_name_leads_to_the_snapshot_and_its_links_are_followed(cache: Path) ->
     for tensor, values in written.items():
         assert np.array_equal(open_checkpoint(folder).tensor(tensor), narrowed(values))
     assert check(LaunchConfig(model=NAME, device="cpu", ranks=1), deep=True).startswith(f"{NAME}: ")
+
+
+@pytest.fixture
+def ggufs(cache: Path) -> Path:
+    """A snapshot with files of two formats, one of them in a folder and in parts, and with a projector beside them."""
+    tree = cache / "models--some-org--Tiny-GGUF"
+    snapshot, blobs = tree / "snapshots" / REVISION, tree / "blobs"
+    for folder in (snapshot / "Q5_0", blobs, tree / "refs"):
+        folder.mkdir(parents=True)
+    (tree / "refs" / "main").write_text(REVISION)
+    made = cache / "made.gguf"
+    for name, form in (("tiny-Q8_0.gguf", "Q8_0"), ("mmproj-Q8_0.gguf", "F16"), ("Q5_0/tiny-Q5_0-00001-of-00001.gguf", "Q5_0")):
+        write_gguf(made, "llama", random_gguf_tensors("llama"), form=form)
+        digest = hashlib.sha256(made.read_bytes()).hexdigest()
+        made.rename(blobs / digest)
+        (snapshot / name).symlink_to(f"../../{'../' * name.count('/')}blobs/{digest}")
+    return snapshot
+
+
+@pytest.mark.parametrize("prefix", ["", "hf.co/", "https://huggingface.co/"])
+@pytest.mark.parametrize(("tag", "file"), [("Q8_0", "tiny-Q8_0.gguf"), ("q5_0", "Q5_0/tiny-Q5_0-00001-of-00001.gguf")])
+def test_a_tag_leads_to_a_gguf_file_of_the_cache(ggufs: Path, prefix: str, tag: str, file: str) -> None:
+    settings = LaunchConfig(model=f"{prefix}some-org/Tiny-GGUF:{tag}", device="cpu", ranks=1)
+    assert model_folder(settings) == (ggufs / file, f"some-org/Tiny-GGUF:{tag}")
+    assert check(settings, deep=True).startswith(f"some-org/Tiny-GGUF:{tag}: ")
+
+
+def test_tags_that_lead_to_no_file_or_out_of_the_cache_are_refused(ggufs: Path, tmp_path: Path) -> None:
+    def said(tag: str) -> str:
+        return refusal(lambda: model_folder(LaunchConfig(model=f"some-org/Tiny-GGUF:{tag}")))
+
+    assert "has no GGUF file with 'Q4' in the name; it has 'Q5_0/tiny-Q5_0-00001-of-00001.gguf', 'tiny-Q8_0.gguf'" in said("Q4")
+    assert "has 2 GGUF files with 'tiny' in the name" in said("tiny")
+    (ggufs / "tiny-Q6_K.gguf").symlink_to(tmp_path / "elsewhere.gguf")
+    assert "leads out of the cache's own models--some-org--Tiny-GGUF/blobs" in said("Q6_K")
+    assert model_folder(LaunchConfig(model=f"hf.co/{NAME}"))[1] == NAME
+    assert "does not exist" in refusal(lambda: model_folder(LaunchConfig(model="a/b/c:Q8_0")))
 
 
 def narrowed(values: np.ndarray) -> np.ndarray:

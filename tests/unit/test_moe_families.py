@@ -342,7 +342,7 @@ def test_a_gpu_reads_quantised_experts_attention_and_little_more(tmp_path: Path)
             {"quantization_config": {"quant_method": "fp8"}},
             "quant_method fp8 of gpt_oss is not",
         ),
-        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4", "bits": 4}}, "unknown keys 'bits'"),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4", "rotation": 4}}, "rotation 4 is not supported"),
         ("gpt-oss-20b", {"experts_per_token": 2}, "num_experts_per_tok 4 contradicts experts_per_token 2"),
         ("gpt-oss-20b", {"layer_types": ["full_attention"] * 23}, "for each of 24 layers"),
         ("gpt-oss-20b", {"layer_types": ["linear_attention"] * 24}, "must be sliding_attention or full_attention"),

@@ -6,7 +6,7 @@ products take them as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +22,10 @@ from kog_dist.quoting import short
 KEY: Final = "quantization_config"
 MODELOPT_NAME: Final = "hf_quant_config.json"
 # Ends of names of tensors that belong to quantised activations and KV caches.
-IGNORED: Final = (".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+IGNORED: Final = (
+    ".input_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".prob_scale", ".q_scale", ".k_scale", ".v_scale",
+    ".kv_scale", ".k_zero_point", ".v_zero_point",
+)  # fmt: skip
 # Ends of names of tensors that only quantised weights have.
 OF_CODES: Final = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks", "_proj_scales")
 _MAX_BLOCK: Final = 2**20
@@ -63,10 +66,28 @@ def read_quantisation(config: Raw) -> Quantisation | None:
         return None
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{KEY} must be an object, got {short(raw)}")
-    method = raw.get("quant_method") or ("modelopt" if "quant_algo" in raw else None)
+    raw, method = _given(raw), _method(raw)
     if not isinstance(method, str) or method not in _READERS:
         raise ConfigError(f"{KEY}: quant_method {short(method)} is not supported; supported: {', '.join(_READERS)}")
+    for key in _CHANGING:
+        if raw.get(key) and not (isinstance(raw[key], Mapping) and raw[key].get("format") == "dense"):
+            raise ConfigError(f"{KEY}: {key} {short(raw[key])} is not supported")
     return _READERS[method](raw)
+
+
+def unread_of_quantisation(config: Raw) -> list[str]:
+    """Names in a `quantization_config` that was read which nothing here knows: they say how a writer worked."""
+    raw = config.get(KEY)
+    if not isinstance(raw, Mapping):
+        return []
+    names = [f"{KEY}.{name}" for name in sorted(set(raw) - set(_KEYS.get(str(_method(raw)), ())) - _ALWAYS)]
+    schemes = [group["weights"] for group in (raw.get("config_groups") or {}).values()]  # they were read
+    unread = {name for weights in schemes for name in weights} - set(_CT_WEIGHT_KEYS)
+    return names + [f"{KEY}.config_groups.{name}" for name in sorted(unread)]
+
+
+def _method(raw: Raw) -> object:
+    return raw.get("quant_method") or ("modelopt" if "quant_algo" in raw else None)
 
 
 def from_modelopt_file(parsed: Raw) -> dict[str, Any]:
@@ -80,19 +101,22 @@ def from_modelopt_file(parsed: Raw) -> dict[str, Any]:
 
 
 # ---- methods ----
+_CHANGING: Final = ("rotation", "adapter", "is_marlin_format", "transform_config", "sparsity_config", "moe_sparsity_config")
+_ALWAYS: Final = frozenset(("quant_method", *_CHANGING))
+_PACKED_KEYS: Final = """bits w_bit group_size q_group_size version format checkpoint_format zero_point desc_act static_groups sym
+    lm_head true_sequential damp_percent damp_auto_increment meta pack_dtype dynamic modules_to_not_convert""".split()
 _FP8_KEYS: Final = """activation_scheme fmt weight_block_size modules_to_not_convert ignored_layers dequantize scale_fmt
     kv_cache_scheme modules_to_convert expert_dtype""".split()
 _FBGEMM_KEYS: Final = ("activation_scale_ub", "modules_to_not_convert")
-_CT_KEYS: Final = """config_groups format ignore kv_cache_scheme quantization_status global_compression_ratio sparsity_config
-    transform_config version moe_sparsity_config""".split()
-_CT_STATUSES: Final = ("compressed", "frozen")  # its first versions said "frozen" of compressed files; where none is, files tell
+_CT_KEYS: Final = """config_groups format ignore kv_cache_scheme quantization_status global_compression_ratio
+    version""".split()
 _CT_WEIGHT_KEYS: Final = """num_bits type symmetric strategy group_size block_structure dynamic actorder observer observer_kwargs
     scale_dtype zp_dtype""".split()
+_CT_STATUSES: Final = ("compressed", "frozen")  # its first versions said "frozen" of compressed files; where none is, files tell
 _MODELOPT_KEYS: Final = "quant_algo config_groups ignore kv_cache_scheme producer group_size".split()
 
 
 def _fp8(raw: Raw) -> Quantisation:
-    _check_keys(raw, _FP8_KEYS)
     if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise ConfigError(f"{KEY}: fmt {short(raw['fmt'])} is not supported; supported: e4m3")
     if raw.get("activation_scheme", "dynamic") not in ("dynamic", "static"):
@@ -111,13 +135,11 @@ def _fp8(raw: Raw) -> Quantisation:
 
 
 def _fbgemm(raw: Raw) -> Quantisation:
-    _check_keys(raw, _FBGEMM_KEYS)
     form = WeightFormat("E4M3", 1, 0, "F32")
     return Quantisation("fbgemm_fp8", form, Fp8Storage(), _names(raw, "modules_to_not_convert"))
 
 
 def _modelopt(raw: Raw) -> Quantisation:
-    _check_keys(raw, _MODELOPT_KEYS)
     forms = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128, 128)}
     kind = raw.get("quant_algo")
     if not isinstance(kind, str) or kind.upper() not in forms:
@@ -151,15 +173,10 @@ def _gptq(raw: Raw) -> Quantisation:
 
 
 def _mxfp4(raw: Raw) -> Quantisation:
-    _check_keys(raw, ("modules_to_not_convert", "dequantize"))
     return Quantisation("mxfp4", MXFP4, MxStorage(), _names(raw, "modules_to_not_convert"), is_of_experts=True)
 
 
 def _compressed_tensors(raw: Raw) -> Quantisation:
-    _check_keys(raw, _CT_KEYS)
-    for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
-        if raw.get(key) and not (isinstance(raw[key], Mapping) and raw[key].get("format") == "dense"):
-            raise ConfigError(f"{KEY}: {key} is not supported")
     groups = raw.get("config_groups")
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(group, Mapping) for group in groups.values()):
         raise ConfigError(f"{KEY}: config_groups {short(groups)} must have a scheme")
@@ -174,10 +191,9 @@ def _compressed_tensors(raw: Raw) -> Quantisation:
 
 def _scheme(group: Raw, kind: object, ignored: tuple[str, ...]) -> Quantisation:
     """One of compressed-tensors' groups."""
-    weights = group.get("weights")
-    if not isinstance(weights, Mapping):
+    if not isinstance(group.get("weights"), Mapping):
         raise ConfigError(f"{KEY}: a group of config_groups has no weights")
-    _check_keys(weights, _CT_WEIGHT_KEYS)
+    weights = _given(group["weights"])
     if weights.get("dynamic"):
         raise ConfigError(f"{KEY}: dynamic weights are not supported")
     if weights.get("actorder") in ("group", "dynamic"):
@@ -218,13 +234,16 @@ _READERS: Final[Mapping[str, Callable[[Raw], Quantisation]]] = {
     "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,
     "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4,
 }  # fmt: skip
+_KEYS: Final[Mapping[str, Sequence[str]]] = {
+    "fp8": _FP8_KEYS, "fbgemm_fp8": _FBGEMM_KEYS, "modelopt": _MODELOPT_KEYS, "awq": _PACKED_KEYS, "gptq": _PACKED_KEYS,
+    "compressed-tensors": _CT_KEYS, "mxfp4": ("modules_to_not_convert", "dequantize"),
+}  # fmt: skip
 
 
 # ---- values ----
-def _check_keys(raw: Raw, known: list[str] | tuple[str, ...]) -> None:
-    unknown = sorted(set(raw) - set(known) - {"quant_method"})
-    if unknown:
-        raise ConfigError(f"{KEY}: unknown keys {', '.join(map(short, unknown[:8]))}")
+def _given(raw: Raw) -> Raw:
+    """Without what is null: as by default."""
+    return {key: value for key, value in raw.items() if value is not None}
 
 
 def _check_bits(raw: Raw, key: str, method: str) -> None:
@@ -234,11 +253,22 @@ def _check_bits(raw: Raw, key: str, method: str) -> None:
 
 def _check_packing(raw: Raw, method: str) -> None:
     """Writers of AWQ and GPTQ have ever more keys that say how they worked; those that change what tensors mean are looked at."""
-    for key in ("dynamic", "rotation", "adapter", "is_marlin_format"):
-        if raw.get(key):
-            raise ConfigError(f"{KEY}: {key} {short(raw[key])} of {method} is not supported")
+    rules = raw.get("dynamic") or {}
+    if not isinstance(rules, Mapping):
+        raise ConfigError(f"{KEY}: dynamic {short(rules)} must be an object")
+    for pattern, changes in rules.items():
+        if pattern.startswith("-:"):
+            continue  # modules that are not quantised: the files say so as well
+        other = [key for key in _OF_A_MODULE if isinstance(changes, Mapping) and changes.get(key, raw.get(key)) != raw.get(key)]
+        if other or not isinstance(changes, Mapping):
+            raise ConfigError(
+                f"{KEY}: dynamic {short(pattern)} of {method} has {short(changes)}; supported: the same for all quantised modules"
+            )
     if raw.get("pack_dtype", "int32") != "int32":
         raise ConfigError(f"{KEY}: pack_dtype {short(raw['pack_dtype'])} is not supported; supported: int32")
+
+
+_OF_A_MODULE: Final = ("bits", "group_size", "desc_act", "static_groups", "pack_dtype", "format", "checkpoint_format")
 
 
 def _group(raw: Raw, key: str) -> int:

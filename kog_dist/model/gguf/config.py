@@ -24,10 +24,24 @@ _SIZES: Final = {
 }  # fmt: skip
 _READ: Final = frozenset(
     """attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.freq_base
-    rope.dimension_count rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
-    rope.scaling.attn_factor rope.scaling.finetuned rope.scale_linear vocab_size""".split()
+    rope.dimension_count rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.attn_factor
+    rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.finetuned
+    rope.scale_linear vocab_size""".split()
 )
-_NOTHING: Final = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # values that say nothing
+# Keys that change the computation and that are not read, with the values that do not change it; others are left out.
+_CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count"), (0,)),
+    **dict.fromkeys(("attention.sliding_window", "attention.chunk_size", "attention.max_alibi_bias"), (0,)),
+    **dict.fromkeys(("attention.clamp_kqv", "attention.q_lora_rank", "attention.kv_lora_rank"), (0,)),
+    **dict.fromkeys(("attention.shared_kv_layers", "no_rope_layer_step", "rope.scaling.yarn_log_multiplier"), (0,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention.scale", "use_parallel_residual"), (0,)),
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), (0, 1)),  # 0: none
+    "attention.causal": (True,), "rope.scaling.yarn_ext_factor": (1, -1), "rope.freq_base_swa": (),
+    "attention.temperature_scale": (0, 1),
+}  # fmt: skip
+_OF_YARN: Final = {
+    "attn_factor": "attn_factor", "yarn_attn_factor": "attn_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
+}  # fmt: skip
 _SAMPLING: Final = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                     "penalty_repeat": "repetition_penalty"}  # fmt: skip
 
@@ -41,14 +55,13 @@ def read_config(header: GgufHeader, rope_factors: Callable[[], NDArray[np.float3
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"general.architecture {short(architecture)} is not supported; supported: {known}")
-    if _number(header.metadata, "split.count", int, 1) > 1:
-        raise ValueError("it is one part of several; join them with `llama-gguf-split --merge`")
     prefix = f"{architecture}."
     given = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    unknown = [key for key in given if key not in _SIZES and key not in _READ and given[key] != _NOTHING.get(key, ...)]
-    if unknown:
-        raise ValueError(f"{', '.join(short(prefix + key) for key in sorted(unknown)[:8])} is not supported")
-    config: dict[str, Any] = {"model_type": architecture}
+    for key, neutral in _CHANGING.items():
+        if key in given and given[key] not in neutral:
+            raise ValueError(f"{short(prefix + key)} {short(given[key])} is not supported")
+    unread = sorted(set(given) - set(_SIZES) - _READ - set(_CHANGING))
+    config: dict[str, Any] = {"model_type": architecture} | {prefix + key: given[key] for key in unread}  # to be left out
     config |= {name: _number(given, key, int, None, prefix) for key, name in _SIZES.items()}
     heads = config["num_attention_heads"]
     if heads < 1:
@@ -124,8 +137,9 @@ def _rope_scaling(given: Mapping[str, Any], prefix: str) -> dict[str, Any] | Non
         raise ValueError(f"{prefix}rope.scaling.type {short(kind)} is not supported; supported: none, linear, yarn")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        if _number(given, "rope.scaling.attn_factor", float, 1.0, prefix) != 1.0:
-            raise ValueError(f"{prefix}rope.scaling.attn_factor other than 1 is not supported")
+        for key, name in _OF_YARN.items():
+            if f"rope.scaling.{key}" in given:
+                scaling[name] = _number(given, f"rope.scaling.{key}", float, None, prefix)
         original = _number(given, "rope.scaling.original_context_length", int, None, prefix)
         scaling["original_max_position_embeddings"] = original
     return scaling

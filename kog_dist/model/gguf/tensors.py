@@ -50,13 +50,12 @@ class GgufFile(SafetensorsFile):
     sources: Mapping[str, _Source]
 
     @classmethod
-    def from_header(cls, header: GgufHeader, head_dim: int) -> GgufFile:
-        """Raises CheckpointError if a tensor is not one that can be read here."""
+    def from_header(cls, header: GgufHeader, architecture: object, head_dim: int) -> GgufFile:
+        """Of a file, or a part, of a model of that architecture. Raises CheckpointError if a tensor cannot be read here."""
         kinds = {tensor.format.name for tensor in header.tensors.values()}
         if not kinds <= set(PLAIN) and importlib.util.find_spec("gguf") is None:
-            raise CheckpointError(f"{header.path} has quantised weights; to read them, pip install 'kog-dist[gguf]'")
-        narrow_dtype = "BF16" if "BF16" in kinds else "F16"
-        is_permuted = header.metadata.get("general.architecture") == "llama"
+            raise CheckpointError(f"{header.path} has quantised weights; to read them, pip install gguf")
+        is_permuted = architecture == "llama"
         tensors, sources = {}, {}
         for name, tensor in header.tensors.items():
             if name == ROPE_FACTORS:
@@ -65,7 +64,7 @@ class GgufFile(SafetensorsFile):
             pairs = head_dim if is_permuted and module in _PERMUTED else 0
             if pairs and (pairs % 2 or tensor.shape[0] % pairs):
                 raise CheckpointError(f"{header.path}: tensor {name} has {tensor.shape[0]} rows, which are no heads of {pairs}")
-            dtype = "F32" if tensor.format.name == "F32" else narrow_dtype
+            dtype = tensor.format.name if tensor.format.name in PLAIN else "F16"
             tensors[theirs] = StoredTensor(dtype, tensor.shape, 0, math.prod(tensor.shape) * DTYPES[dtype][1])
             sources[theirs] = _Source(tensor, pairs)
         return cls(header.path, tensors, header.sha256, header.identity, sources)

@@ -1,7 +1,7 @@
 """The `tokenizer.json` and `tokenizer_config.json` that a GGUF file's vocabulary stands for.
 
-Byte-level BPE (`gpt2`) splits texts by a rule that the file only names (`tokenizer.ggml.pre`): those of the supported families
-are here. SentencePiece (`llama`) is written as what Llama 2's converter makes of it: BPE whose merges follow from the scores.
+Byte-level BPE (`gpt2`) splits texts by a rule that the file only names (pre_tokenizers.py). SentencePiece (`llama`) is written as
+what Llama 2's converter makes of it: BPE whose merges follow from the scores.
 """
 
 from __future__ import annotations
@@ -13,39 +13,12 @@ from typing import Any, Final
 
 from kog_dist.model.added_tokens import END_NAMES
 from kog_dist.model.gguf.config import NO_TOKEN
+from kog_dist.model.gguf.pre_tokenizers import CUTS, byte_level
 from kog_dist.quoting import short
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # kinds of tokens; 5: unused, 6: a byte
 _MAX_PIECES_CHARS = 8 * 2**20  # every place at which a piece can be cut is tried
 _SPACE: Final = "\u2581"
-_WORDS: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _byte_level(*, use_regex: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
-
-
-def _split(pattern: str) -> list[dict[str, Any]]:
-    return [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        _byte_level(use_regex=False),
-    ]
-
-
-_LLAMA3: Final = _split(_WORDS % "{1,3}")
-_QWEN2: Final = _split(_WORDS % "")
-_PRE_TOKENIZERS: Final[Mapping[str, list[dict[str, Any]]]] = {
-    "gpt-2": [_byte_level(use_regex=True)],
-    "smollm": [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)],
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-}
-_BEGINS_TEXTS: Final = ("llama-bpe", "llama3", "llama-v3")  # with BOS, unless the file says otherwise
 _PUT_BESIDE: Final = "put the model's tokenizer.json next to the file and give the folder"
 
 
@@ -125,8 +98,8 @@ def _adds(metadata: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 def _byte_level_bpe(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, Any]:
     pre, merges = metadata.get("tokenizer.ggml.pre"), metadata.get("tokenizer.ggml.merges")
-    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
-        known = ", ".join(_PRE_TOKENIZERS)
+    if not isinstance(pre, str) or pre not in CUTS:
+        known = ", ".join(CUTS)
         raise ValueError(f"tokenizer.ggml.pre {short(pre)} is not supported; supported: {known}; {_PUT_BESIDE}")
     if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
         raise ValueError("it has no tokenizer.ggml.merges, a list of texts")
@@ -134,15 +107,15 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> di
     for merge, pair in zip(merges, pairs, strict=True):
         if len(pair) != 2 or not all(piece in vocab for piece in (*pair, "".join(pair))):
             raise ValueError(f"merge {short(merge)} is no pair of tokens that make a token")
-    pre_tokenizer = {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[pre]}
+    cut = CUTS[pre]
     return {
-        "normalizer": {"type": "NFC"} if _PRE_TOKENIZERS[pre] is _QWEN2 else None,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": _post_processor(metadata, vocab, begins=pre in _BEGINS_TEXTS) or _byte_level(use_regex=False),
-        "decoder": _byte_level(use_regex=True),
+        "normalizer": {"type": "NFC"} if cut.is_composed else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cut.pre_tokenizers},
+        "post_processor": _post_processor(metadata, vocab, begins=cut.begins) or byte_level(use_regex=False),
+        "decoder": byte_level(use_regex=True),
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-            "fuse_unk": False, "byte_fallback": False, "ignore_merges": _PRE_TOKENIZERS[pre] is _LLAMA3, "vocab": vocab,
+            "fuse_unk": False, "byte_fallback": False, "ignore_merges": cut.ignores_merges, "vocab": vocab,
             "merges": pairs,
         },
     }  # fmt: skip

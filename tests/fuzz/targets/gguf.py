@@ -33,8 +33,7 @@ def one_input(data: bytes) -> None:
     """What is accepted has a shape, layouts, tokens that decode, and tensors that can be read."""
     _write(data)
     with refused(CheckpointError, RequestError):
-        weights = open_weights(PATH)
-        assert weights is not None
+        (weights,) = open_weights(PATH)
         spec = spec_of_folder(PATH)
         tensor_layouts(spec)
         read_eos_ids(PATH)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationStatus
+from safetensors.torch import load_file, save_file
 from transformers import AwqConfig, CompressedTensorsConfig, FbgemmFp8Config, FineGrainedFP8Config, GPTQConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -332,7 +333,6 @@ def packed(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size must be rows and columns"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not supported; supported: fp8"),
         ({"quant_method": "fp8", "modules_to_convert": ["model.layers.0"]}, "modules_to_convert ['model.layers.0'] is not"),
-        ({"quant_method": "fp8", "magic": 1}, "unknown keys 'magic'"),
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names"),
         ({"quant_method": "fp8", "activation_scheme": "magic"}, "activation_scheme"),
         ({"quant_algo": "NVFP4"}, "quant_algo 'NVFP4' of ModelOpt is not supported; supported: FP8"),
@@ -340,26 +340,28 @@ def packed(**weights: Any) -> dict[str, Any]:
         (AWQ | {"bits": 4.0}, "bits 4.0 of AWQ is not supported"),
         (AWQ | {"version": "gemv"}, "version 'gemv' of AWQ is not supported"),
         (AWQ | {"format": "gemv_fast"}, "format 'gemv_fast' of AWQ is not supported"),
-        (AWQ | {"checkpoint_format": None}, "checkpoint_format None of AWQ is not supported"),
-        (AWQ | {"dynamic": {"-:.*q_proj": {}}}, "dynamic"),
+        (AWQ | {"dynamic": {"+:.*q_proj": {"bits": 8}}}, "dynamic '+:.*q_proj' of AWQ has {'bits': 8}"),
         (AWQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
         (AWQ | {"zero_point": False}, "AWQ without zero_point"),
         (AWQ | {"group_size": 0}, "group_size must be a number of columns, or -1, got 0"),
         (AWQ | {"group_size": True}, "group_size must be a number of columns, or -1, got True"),
         (GPTQ | {"bits": 3}, "bits 3 of GPTQ is not supported"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
-        (GPTQ | {"dynamic": {"-:.*q_proj": {}}}, "dynamic"),
+        (GPTQ | {"dynamic": {r"-:.*lm_head": {}, r".*\.18\..*gate.*": {"group_size": 32}}}, "has {'group_size': 32}"),
+        (GPTQ | {"dynamic": {"+:.*": {"desc_act": True}}}, "has {'desc_act': True}"),
+        (GPTQ | {"dynamic": {".*": 4}}, "dynamic '.*' of GPTQ has 4"),
+        (GPTQ | {"dynamic": ["-:.*"]}, "must be an object"),
+        (GPTQ | {"rotation": "hadamard"}, "rotation 'hadamard' is not supported"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
         (PACKED | {"format": "marlin-24"}, "format 'marlin-24' of 4-bit 'int' is not supported"),
         (PACKED | {"quantization_status": "initialized"}, "quantization_status 'initialized'"),
-        (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
-        (PACKED | {"transform_config": {"config_groups": {}}}, "transform_config is not supported"),
+        (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config {'format'"),
+        (PACKED | {"transform_config": {"config_groups": {}}}, "transform_config {'config_groups': {}} is not supported"),
         (PACKED | {"config_groups": {}}, "config_groups"),
         (packed(num_bits=8), "format 'pack-quantized' of 8-bit 'int' is not supported"),
         (packed(actorder="group"), "actorder 'group' is not supported"),
         (packed(dynamic=True), "dynamic weights"),
         (packed(strategy="tensor"), "strategy 'tensor' of pack-quantized"),
-        (packed(magic=1), "unknown keys 'magic'"),
         (
             PACKED | {"config_groups": PACKED["config_groups"] | {"b": packed(group_size=64)["config_groups"]["group_0"]}},
             "config_groups have 2 schemes",
@@ -482,3 +484,31 @@ def test_a_block_of_all_rows_and_columns_is_one_scale(tmp_path: Path) -> None:
     assert formats(checkpoint) == "FP8 (E4M3) with one scale, BF16 scales, as published (fp8), the rest bfloat16"
     made(tmp_path / "blocks", fp8_blocks(16, 16))
     assert "blocks of 16 x 16, F32 scales, as published (fp8)" in formats(open_checkpoint(tmp_path / "blocks"))
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "tensor", "left_out"),
+    [
+        ("gptq, one group", {"dynamic": {"-:.*lm_head.*": {}, "+:.*": {"bits": 4, "damp_percent": 0.1}}}, "", ""),
+        ("gptq, one group", {"quantizer": ["gptqmodel:9"], "checkpoint_format": None}, "", "quantization_config.quantizer"),
+        ("awq", {"dynamic": {"-:.*lm_head.*": {}}, "backend": "auto"}, "", "quantization_config.backend"),
+        ("fp8", {"magic": 1, "fmt": None}, "self_attn.kv_scale", "quantization_config.magic"),
+        ("fp8", {}, "self_attn.k_scale", ""),
+        ("pack-quantized", {"a name of next year": {}}, "", "quantization_config.a name of next year"),
+    ],
+)  # fmt: skip
+def test_notes_of_writers_change_nothing(tmp_path: Path, method: str, changes: Any, tensor: str, left_out: str) -> None:
+    plain, noted = tmp_path / "plain", tmp_path / "noted"
+    for folder in (plain, noted):
+        folder.mkdir()
+        made(folder, method)
+    path = noted / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"quantization_config": config["quantization_config"] | changes}))
+    if tensor:
+        weights = next(noted.glob("*.safetensors"))
+        save_file(load_file(weights) | {f"model.layers.0.{tensor}": torch.ones(1)}, weights)
+    one, other = open_checkpoint(plain), open_checkpoint(noted)
+    assert other.note == (f"config.json: '{left_out}' left out" if left_out else "")
+    for name in one.layouts:
+        assert np.array_equal(one.tensor(name), other.tensor(name))
