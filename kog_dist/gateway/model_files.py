@@ -18,5 +18,5 @@ def read_model(folder: Path | None) -> tuple[Tokenizer | None, ChatTemplate | No
     defaults = read_sampling_defaults(folder)
     template = None if tokenizer is None else ChatTemplate.from_folder(folder, tokenizer)
     if template is not None:
-        template.check()
+        _ = template.facts  # now, not while the first request waits
     return tokenizer, template, defaults

@@ -72,6 +72,10 @@ class RenderedChat(str):
         return RenderedChat(self[:length], [(begin, min(end, length)) for begin, end in self.request_runs if begin < length])
 
 
+class _EndlessTrial(Exception):
+    """A trial exceeded a limit: others would take as long."""
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
     """What a template does, seen by trial. `takes_parts`: roles whose content it shows as a list of parts only; `reads_parts`: as
@@ -132,12 +136,14 @@ class ChatTemplate:
         self.check()
         takes_parts: set[str] = set()
         reads_parts: set[str] = set()
-        for role in _TRIALS:
-            as_text, in_parts = self._tried(role, takes_parts), self._tried(role, takes_parts | {role})
-            if TRIAL_WORD in in_parts and not _NOTATION.search(in_parts):
-                takes_parts |= set() if TRIAL_WORD in as_text else {role}
-                reads_parts |= {role} if as_text == in_parts or role in takes_parts else set()
-        shows_tools = _TRIAL_TOOL["function"]["name"] in self._tried("user", takes_parts, tools=[_TRIAL_TOOL])
+        shows_tools = False
+        with contextlib.suppress(_EndlessTrial):
+            for role in _TRIALS:
+                as_text, in_parts = self._tried(role, takes_parts), self._tried(role, takes_parts | {role})
+                if TRIAL_WORD in in_parts and not _NOTATION.search(in_parts):
+                    takes_parts |= set() if TRIAL_WORD in as_text else {role}
+                    reads_parts |= {role} if as_text == in_parts or role in takes_parts else set()
+            shows_tools = _TRIAL_TOOL["function"]["name"] in self._tried("user", takes_parts, tools=[_TRIAL_TOOL])
         return TemplateFacts(frozenset(takes_parts), frozenset(reads_parts), shows_tools, self._variables)
 
     def render(
@@ -185,7 +191,9 @@ class ChatTemplate:
         ]
         try:
             return self.render(messages, tools=tools)
-        except RequestError:
+        except RequestError as error:
+            if error.code == "chat_template_limit":
+                raise _EndlessTrial from None
             return ""
 
     def close(self) -> None:

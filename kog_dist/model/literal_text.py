@@ -54,8 +54,11 @@ class LiteralTexts:
 
     def meant_tokens(self, text: str, foreign: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
         """The special tokens that the library would find, were `foreign` runs of characters no letters: begin, end and id."""
-        for begin, end in reversed(foreign):
-            text = text[:begin] + _MASK * (end - begin) + text[end:]
+        pieces, last = [], 0
+        for begin, end in foreign:
+            pieces += [text[last:begin], _MASK * (end - begin)]
+            last = end
+        text = "".join([*pieces, text[last:]])
         if not self._is_normalized:
             found = [(*match.span(), self._special.get(match[0])) for match in self._tag.finditer(text)]
             return [(begin, end, token_id) for begin, end, token_id in found if token_id is not None]

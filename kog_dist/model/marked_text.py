@@ -7,11 +7,14 @@ so a template takes the same way as without marks.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
 from typing import Any, Final
 
-from jinja2.runtime import LoopContext
+from jinja2 import Environment, Undefined
+from jinja2.nodes import EvalContext
+from jinja2.runtime import Context, LoopContext
 
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "environment"})
 _TYPES: Final = frozenset({"text", "function", "object"})
@@ -34,8 +37,8 @@ class Marked(str):
         return self
 
     def __getitem__(self, key: Any) -> str:
-        text: str = self.marks.paired(str.__getitem__(self, key), self.twin[key])
-        return text
+        text, twin = str.__getitem__(self, key), self.twin[key]
+        return text if text == twin else Marked(text, twin, self.marks)
 
     def __iter__(self) -> Iterator[str]:
         return (self[place] for place in range(len(self)))
@@ -50,7 +53,7 @@ class Marks:
     def __init__(self, specials: Iterable[str], known: Sequence[str], *, everything: bool = False) -> None:
         """Raises ValueError if the render has so many characters that none is left."""
         specials = tuple(specials)
-        used = set().union(*map(set, known))
+        used = set().union(*(text for text in known if everything or not text.isascii()))
         letters = {character for token in (known if everything else specials) for character in token if not character.isspace()}
         free = (chr(point) for points in _STAND_INS for point in points if chr(point) not in used)
         self._stand_ins = dict(zip(sorted(letters), free, strict=False))
@@ -86,8 +89,9 @@ class Marks:
             return self.all_marked(text)
         twin = text
         for letter, stand_in in self._telling.items():
-            twin = twin.replace(letter, stand_in)
-        return text if twin is text or twin == text else Marked(text, twin, self)
+            if letter in text:
+                twin = twin.replace(letter, stand_in)
+        return text if twin is text else Marked(text, twin, self)
 
     def all_marked(self, text: str) -> str:
         """The text as one whose every character came with the request."""
@@ -97,44 +101,45 @@ class Marks:
     # ---- what templates do with them ----
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function` of the values, and of their twins, as one value. Of an iterator among them all items are taken first."""
-        args = tuple(list(arg) if isinstance(arg, Iterator) and not isinstance(arg, LoopContext) else arg for arg in args)
+        args = tuple(list(arg) if isinstance(arg, _ITERATED) and not isinstance(arg, LoopContext) else arg for arg in args)
         result = function(*args, **kwargs)
         if not _has_plain_text(result):
             return result
-        if self.twin(args) is args and self.twin(kwargs) is kwargs:
-            return result
-        for twin_of in (self.twin, self._light_twin):  # a template may look for words, but seldom for a part of a tag
-            try:
-                twin = function(*twin_of(args), **twin_of(kwargs))
-            except Exception:  # what the texts can do, their twins need not: `int`, or an index of what a split leaves
-                continue
-            if self._agree(result, twin):
-                return self.paired(result, twin)
-        return self.paired(result, None)
+        with contextlib.suppress(_Unknown):
+            if self.twin(args) is args and self.twin(kwargs) is kwargs:
+                return result
+            for twin_of in (self.twin, self._light_twin):  # a template may look for words, but seldom for a part of a tag
+                try:
+                    return self._paired(result, function(*twin_of(args), **twin_of(kwargs)))
+                except Exception:  # what the texts can do, their twins need not: `int`, or an index of what a split leaves
+                    continue
+        return self._conservative(result)
 
-    def _agree(self, result: Any, twin: Any) -> bool:
-        if isinstance(result, str):
-            return isinstance(result, Marked) or (isinstance(twin, str) and self._original(self._in_json(twin)) == result)
-        if type(result) in (list, tuple):
-            return isinstance(twin, type(result)) and len(twin) == len(result) and all(map(self._agree, result, twin))
-        return True
-
-    def paired(self, result: Any, twin: Any) -> Any:
-        """What came of texts and of their twins. Where these do not agree, every character of the result counts as marked."""
+    def _paired(self, result: Any, twin: Any) -> Any:
+        """What came of texts and of their twins, as one value. Raises _Unknown if they went different ways."""
         if isinstance(result, Marked):
             return result
         if isinstance(result, str):
-            twin = self._in_json(twin) if isinstance(twin, str) else ""
             if twin == result:
                 return result
-            return Marked(result, twin, self) if self._original(twin) == result else self.all_marked(result)
+            twin = self._in_json(twin) if isinstance(twin, str) else ""
+            if self._original(twin) != result:
+                raise _Unknown
+            return Marked(result, twin, self)
         if type(result) in (list, tuple):
-            twins = twin if isinstance(twin, (list, tuple)) and len(twin) == len(result) else [None] * len(result)
-            return type(result)(self.paired(item, other) for item, other in zip(result, twins, strict=True))
+            if type(twin) is not type(result) or len(twin) != len(result):
+                raise _Unknown
+            return type(result)(map(self._paired, result, twin))
         return result
 
+    def _conservative(self, result: Any) -> Any:
+        """The same where nothing is known of it: every character counts as marked."""
+        if type(result) in (list, tuple):
+            return type(result)(map(self._conservative, result))
+        return self.all_marked(result) if isinstance(result, str) and not isinstance(result, Marked) else result
+
     def twin(self, value: Any) -> Any:
-        """The value with twins in place of marked strings; itself if it has none."""
+        """The value with twins in place of marked strings; itself if it has none. Raises _Unknown."""
         return _with_twins(value, lambda text: text.twin)
 
     def _light_twin(self, value: Any) -> Any:
@@ -177,20 +182,33 @@ class Marks:
 _PAIR: Final = re.compile(r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})")
 
 
+class _Unknown(Exception):
+    """A text and its twin went different ways, or marks may be where they are not looked for."""
+
+
 def _with_twins(value: Any, twin_of: Callable[[Marked], str]) -> Any:
     if isinstance(value, Marked):
         return twin_of(value)
-    if type(value) in (list, tuple):
+    if isinstance(value, (list, tuple, *_VIEWS)):
         items = [_with_twins(item, twin_of) for item in value]
-        return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return tuple(items) if isinstance(value, tuple) else items
     if type(value) is dict:
         members = [(_with_twins(key, twin_of), _with_twins(item, twin_of)) for key, item in value.items()]
         is_same = all(new[0] is old[0] and new[1] is old[1] for new, old in zip(members, value.items(), strict=True))
         return value if is_same else dict(members)
-    return value
+    if isinstance(value, _PLAIN):
+        return value
+    raise _Unknown
 
 
 def _has_plain_text(result: Any) -> bool:
     if isinstance(result, str):
         return not isinstance(result, Marked)
     return type(result) in (list, tuple) and any(map(_has_plain_text, result))
+
+
+_VIEWS: Final = (KeysView, ValuesView, ItemsView)
+_ITERATED: Final = (Iterator, *_VIEWS)
+_PLAIN: Final = (str, int, float, type(None), Undefined, Context, EvalContext, Environment)  # what has no marks inside

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -169,11 +169,16 @@ def render_marked(
     text = environment.concat(pieces)
     if not isinstance(text, Marked):
         return text, []
-    tags = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
-    found = [match.span() for match in tags.finditer(text)]
-    if not rules["everything"] and found == [match.span() for match in tags.finditer(text.twin)]:
-        return str.__str__(text), []
+    if not rules["everything"]:
+        spans = (match.span() for match in _tags(tuple(specials)).finditer(text))
+        if all(text.startswith(text.twin[begin:end], begin) for begin, end in spans):
+            return str.__str__(text), []
     return str.__str__(text), [match.span() for match in environment.marks.runs.finditer(text.twin)]
+
+
+@functools.lru_cache(1)
+def _tags(specials: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
 
 
 def _texts(value: Any) -> Iterator[str]:

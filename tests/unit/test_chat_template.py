@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -376,3 +377,10 @@ def test_template_files_that_are_no_text_or_huge_are_refused(tmp_path: Path) -> 
     (tmp_path / "chat_template.jinja").write_bytes(b"x" * (2**20 + 1))
     with pytest.raises(CheckpointError, match=r"has 1048577 characters"):
         ChatTemplate.from_folder(tmp_path)
+
+
+def test_trials_of_a_template_that_never_ends_are_few(quick: RenderLimits) -> None:
+    with ChatTemplate("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", limits=quick) as template:
+        begin_s = time.monotonic()
+        assert template.facts.takes_parts == frozenset()
+        assert time.monotonic() - begin_s < 8 * quick.seconds, "one of them was enough"

@@ -4,6 +4,7 @@ the template does with it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -77,12 +78,15 @@ def ids_of(*pieces: str) -> list[int]:
     return ids
 
 
+shared_environment = cache(make_environment)
+
+
 def rendered(
     source: str, messages: Sequence[Mapping[str, Any]], *, specials: Sequence[str] = SPECIALS, everything: bool = False,
     add_generation_prompt: bool = True, **more: Any,
 ) -> RenderedChat:  # fmt: skip
     """By a template in this process, with `more` of the request."""
-    environment = make_environment()
+    environment = shared_environment()
     request = {
         "given": {"messages": list(messages), "tools": None, **more},
         "own": {"bos_token": BOS, "add_generation_prompt": add_generation_prompt},
@@ -183,6 +187,52 @@ FILTERS = [
 @pytest.mark.parametrize(("source", "content", "pieces"), FILTERS)
 def test_whatever_a_template_does_with_it(source: str, content: str, pieces: list[str]) -> None:
     assert prompt("{% set x = messages[0].content %}" + source, user(content)) == ids_of(*pieces)
+
+
+ARGUMENTS = ["", "2", "2, 1", "'<'", "'a', 'b'", "'<', '<'", "x", "'%s', x", "[x, 'a']", "'content'"]
+JINJA = sorted(make_environment().filters)
+METHODS = sorted(name for name in dir(str) if not name.startswith("_"))
+OTHER_USES = [
+    "{{ {x: 1}.keys() }}", "{{ {x: 1}.keys() | join }}", "{{ [{x: 1}.keys()] | join }}", "{{ {x: 1}.items() | list }}",
+    "{{ {'a': x}.values() | map('trim') | join }}", "{{ {x: x}.items() | join }}", "{{ ', '.join({x: 1}) }}",
+    "{% set n = namespace(x=x) %}{{ n }}", "{% set n = namespace(x=x) %}{{ n | string }}{{ [n] | join }}",
+    "{% set c = cycler(x, 'a') %}{{ c.next() }}{{ c.current }}{{ c }}", "{% set j = joiner(x) %}{{ j() }}{{ j() }}{{ j }}",
+    "{% for m in messages %}{{ loop }}{{ loop.previtem }}{{ loop.cycle(x, 'a') }}{{ loop | string }}{% endfor %}",
+    "{{ dict(a=x) }}{{ dict(a=x).a }}", "{{ (x, 'a') }}{{ (x,) | join }}", "{{ messages }}{{ messages[0] }}",
+    "{% macro m(a) %}{{ a }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(x, x, b=x) }}",
+    "{% for m in messages recursive %}{{ m.content }}{{ loop([]) }}{% endfor %}", "{{ x if x else 'a' }}{{ x or 'a' }}",
+    "{% set y = x %}{% set z = [y] %}{{ z[0] ~ z }}", "{{ [[x]] | map('join') | join }}",
+    "{{ [x] | map('replace', 'a', 'b') | first }}",
+    "{{ {'x': [x]} | tojson | fromjson if false else {'x': [x]} | tojson }}", "{{ self }}{{ x | attr('lower') }}",
+    "{% with y = x ~ 'a' %}{{ y[:-1] }}{% endwith %}", "{% set y %}{{ x }}{% endset %}{{ y | trim }}{{ y[1:] }}",
+    "{{ x[::-1][::-1] }}{{ (x ~ x)[10:] }}{{ x[0] ~ x[1:] }}", "{{ x.__str__() if false else x }}", "{{ (x, 1) | string }}",
+]  # fmt: skip
+
+
+def made_no_token(source: str) -> bool:
+    """Whether the only special token of a content is none in what comes of it; or whether jinja2 refuses that use."""
+    try:
+        ids = prompt("{% set x = messages[0].content %}" + source, user("a <|im_end|> b"))
+    except Exception:  # of many kinds
+        return True
+    return library().token_to_id("<|im_end|>") not in ids
+
+
+@pytest.mark.parametrize(
+    ("names", "form"),
+    [
+        (JINJA, "{{{{ x | {}({}) }}}}"), (JINJA, "{{{{ 'a' | {}({}) }}}}"), (JINJA, "{{{{ [x, 'a'] | {}({}) | list | join }}}}"),
+        (JINJA, "{{{{ {{'a': x}} | {}({}) | string }}}}"), (METHODS, "{{{{ x.{}({}) }}}}"), (METHODS, "{{{{ 'a %s'.{}({}) }}}}"),
+    ],
+)  # fmt: skip
+def test_no_filter_and_no_method_makes_a_token_of_it(names: list[str], form: str) -> None:
+    sources = [form.format(name, arguments) for name, arguments in itertools.product(names, ARGUMENTS)]
+    assert [source for source in sources if not made_no_token(source)] == []
+
+
+@pytest.mark.parametrize("source", OTHER_USES)
+def test_no_other_way_makes_a_token_of_it(source: str) -> None:
+    assert made_no_token(source)
 
 
 TOOL_TEMPLATE = (
