@@ -25,6 +25,7 @@ from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.turns import NoTurn, Turns
 from kog_dist.runtime import python_child
+from kog_dist.runtime.stopped_child import LOOK_EVERY_S, StopWatch
 
 SMALL_BYTES: Final = 16 << 10
 SMALL_CONTAINERS: Final = 256  # arrays and objects
@@ -74,7 +75,7 @@ class BodyReader:
         return unpacked(answer["generates"], answer["reply"], answer["told"], served.tokenizer)
 
     async def _ask(self, head: bytes, raw: bytes) -> dict[str, Any]:
-        for _ in range(2):  # a process that somebody killed is replaced
+        for _ in range(2):  # a process that somebody killed or stopped is replaced
             try:
                 async with asyncio.timeout(READ_S):
                     self._child = child = self._child or _Child(self._model)
@@ -129,10 +130,23 @@ class _Child:
             raise
         finally:
             theirs.close()
+        self._watch = StopWatch(self._process.pid)
 
     async def ask(self, head: bytes, raw: bytes) -> dict[str, Any]:
-        """Its answer. Raises _Lost."""
+        """Its answer. Raises _Lost if it has ended, or was stopped and is killed for it."""
         self.is_idle = False
+        exchange = asyncio.ensure_future(self._exchange(head, raw))
+        try:
+            while not (await asyncio.wait([exchange], timeout=LOOK_EVERY_S))[0]:
+                if self._watch.is_lost():
+                    self._process.kill()  # so that the exchange ends
+            answer = exchange.result()
+        finally:
+            exchange.cancel()
+        self.is_idle = True
+        return answer
+
+    async def _exchange(self, head: bytes, raw: bytes) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._channel, LENGTH.pack(len(head)) + head + LENGTH.pack(len(raw)))
@@ -141,7 +155,6 @@ class _Child:
             answer: dict[str, Any] = msgpack.unpackb(await self._received(num_bytes), max_bin_len=num_bytes)
         except ConnectionError:
             raise _Lost from None
-        self.is_idle = True
         return answer
 
     async def _received(self, num_bytes: int) -> bytes:

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import select
+import signal
 import subprocess
 import threading
 import time
@@ -21,6 +22,7 @@ from kog_dist.errors import CheckpointError, KogError, RequestError
 from kog_dist.model.template_files import template_sources
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.runtime import python_child
+from kog_dist.runtime.stopped_child import LOOK_EVERY_S, STOPPED_S, StopWatch
 
 Run: TypeAlias = tuple[int, int]  # of characters: where it begins, and where it has ended
 
@@ -45,6 +47,7 @@ _TRIALS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {  # by role; the fi
 _START_S = 10.0  # for the child to start on a busy machine; not a bound on templates
 _GRACE_S = 0.4  # after its own alarm the child is killed from outside
 _CLOSE_S = 2.0
+_MOST_TRIES = 2  # of a child that is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ class ChatTemplate:
     def check(self) -> None:
         """Start the child and compile the template. Raises CheckpointError if it is no valid template or exceeds the limits."""
         with self._turn:
-            self._start()
+            self._asked(None)
 
     @cached_property
     def facts(self) -> TemplateFacts:
@@ -172,8 +175,7 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError("invalid_messages", f"the messages cannot be expressed as JSON: {error}") from None
         with self._turn:
-            self._start()
-            kind, answer = self._exchange(line, self._limits.seconds + _GRACE_S)
+            kind, answer = self._asked(line)
         if kind == "text":
             text, runs = answer
             return RenderedChat(text, [(begin, end) for begin, end in runs])
@@ -208,6 +210,17 @@ class ChatTemplate:
         self.close()
 
     # ---- the child; the caller holds the turn ----
+    def _asked(self, line: bytes | None) -> tuple[str, Any]:
+        """Start the child if need be, and have it answer. One that somebody else has ended or stopped is replaced, once."""
+        reason = ""
+        for _ in range(_MOST_TRIES):
+            try:
+                self._start()
+                return ("ready", "") if line is None else self._exchange(line, self._limits.seconds + _GRACE_S)
+            except _Lost as lost:
+                reason = str(lost)
+        raise CheckpointError(f"the process that renders chat templates {reason}, {_MOST_TRIES} times; try again")
+
     def _start(self) -> None:
         """Make sure that a child with the compiled template is there."""
         if self._child is not None and self._child.poll() is None:
@@ -224,6 +237,7 @@ class ChatTemplate:
             )
         except OSError as error:
             raise CheckpointError(f"the process that renders chat templates cannot be started: {error}") from None
+        self._watch = StopWatch(self._child.pid)
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         os.set_blocking(self._child.stdin.fileno(), False)
@@ -242,7 +256,10 @@ class ChatTemplate:
             self._variables |= frozenset(answer)
 
     def _exchange(self, line: bytes, seconds: float) -> tuple[str, Any]:
-        """Send a line, await one; a child that does not answer in time, or ends, is reaped and its answer is a `limit`."""
+        """Send a line, await one; a child that does not answer in time, or ends, is reaped and its answer is a `limit`.
+
+        Raises _Lost if that is not the template's fault.
+        """
         assert self._child is not None
         assert self._child.stdin is not None
         assert self._child.stdout is not None
@@ -253,8 +270,11 @@ class ChatTemplate:
         poller.register(out, select.POLLIN)
         poller.register(into, select.POLLOUT)
         while not answer.endswith(b"\n"):
-            events = dict(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
-            if not events:
+            events = dict(poller.poll(max(0.0, min(LOOK_EVERY_S, deadline - time.monotonic())) * 1000))
+            if self._watch.is_lost():
+                self._stop()
+                raise _Lost(f"was stopped for {STOPPED_S:g} s")
+            if time.monotonic() > deadline and not events and not self._watch.is_stopped:
                 self._stop()
                 return "limit", f"no answer within {seconds:.1f} s"
             if into in events and unsent:
@@ -282,8 +302,10 @@ class ChatTemplate:
     def _cause_of_death(self) -> str:
         child = self._child
         self._stop()
-        if child is not None and child.returncode == -14:  # SIGALRM
+        if child is not None and child.returncode == -signal.SIGALRM:
             return f"it took more than {self._limits.seconds} s"
+        if child is not None and child.returncode in (-signal.SIGKILL, -signal.SIGTERM):
+            raise _Lost("was ended by somebody else")
         return f"its process ended with status {child.returncode if child is not None else None}"
 
     def _stop(self) -> None:
@@ -299,6 +321,10 @@ class ChatTemplate:
             child.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             raise KogError(f"the process {child.pid} that renders chat templates cannot be killed") from None
+
+
+class _Lost(Exception):
+    """The child was ended or stopped by somebody else; the text says how."""
 
 
 def as_parts(content: object) -> object:

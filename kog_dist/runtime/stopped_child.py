@@ -29,6 +29,11 @@ class StopWatch:
         self._pid, self._clock = pid, clock
         self._since_s: float | None = None  # it is seen stopped
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was stopped at the last look."""
+        return self._since_s is not None
+
     def is_lost(self) -> bool:
         """Whether it has been stopped for STOPPED_S, as far as was looked."""
         if not is_stopped(self._pid):

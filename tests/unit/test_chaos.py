@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -10,9 +13,12 @@ import pytest
 from kog_dist.bench.chaos.cell import CellRun
 from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
 from kog_dist.bench.chaos.engine import ChaosEngine
-from kog_dist.bench.chaos.table import KINDS, ROLES, Cell, Harm, Layout, cells
+from kog_dist.bench.chaos.table import HELPERS, KINDS, ROLES, Cell, Harm, Layout, cells
 from kog_dist.bench.engine.injection import FaultKind, Injected, Point
+from kog_dist.bench.engine.session import _role
+from kog_dist.runtime import python_child
 
+ROOT = Path(__file__).parents[2]
 QUESTION = Question("a", 4)
 ANSWER = ([1, 2, 3, 4], "wxyz")
 CELL = Cell(Layout.SINGLE, "rank 0", FaultKind.KILL, Point.DECODE)
@@ -46,6 +52,28 @@ def test_every_role_kind_and_point_is_in_the_table() -> None:
     assert {(cell.layout, cell.role) for cell in found} == {(layout, role) for layout in ROLES for role in ROLES[layout]}
     assert {cell.kind for cell in found} == set(KINDS)
     assert {cell.point for cell in found} == set(Point)
+
+
+def test_every_child_that_processes_of_an_engine_start_is_a_role() -> None:
+    """Whoever can be stopped can hang a client."""
+    sources = [path for folder in ("kog_dist", "workers", "launch", "collectives") for path in (ROOT / folder).rglob("*.py")]
+    started = {name for path in sources for name in re.findall(r'python_child\.command\(\s*"(kog_dist[.\w]+)"', path.read_text())}
+    assert started - {"kog_dist.bench.fakes.random_model", "kog_dist.train", "kog_dist.collectives.ranks"} == {
+        "kog_dist.workers.grammar.process", "kog_dist.gateway.body_process", "kog_dist.model.template_sandbox",
+    }, "name the role of a new one in HELPERS, and how long it may be silent; else say here why nobody waits for it"  # fmt: skip
+    commands = [python_child.command(module, json.dumps({"checks": checks})) for module in started for checks in (True, False)]
+    assert set(HELPERS) <= {_role(command, {}, {}) for command in commands if "bench" not in command[-2]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer_s"), [(FaultKind.KILL, 2.25), (FaultKind.TERM, 2.25), (FaultKind.STOP, 3.25), (FaultKind.PAUSE, 2.6)]
+)
+def test_what_needs_a_helper_is_answered_in_time(kind: FaultKind, answer_s: float) -> None:
+    for role in HELPERS:
+        cell = Cell(Layout.SINGLE, role, kind, Point.IDLE)
+        assert cell.answer_s == pytest.approx(answer_s)
+        harms = role == "grammar runner" and kind is not FaultKind.PAUSE
+        assert cell.promise.harm is (Harm.GRAMMAR if harms else Harm.NONE)
 
 
 def test_a_pause_below_the_stall_limit_is_no_fault() -> None:
@@ -95,7 +123,7 @@ def test_a_piece_after_the_end_is_found() -> None:
         (Layout.SINGLE, "rank 1", {"rank_failed", "status 503"}),
         (Layout.SINGLE, "coordinator", {"engine_lost", "status 503"}),
         (Layout.SINGLE, "gateway", {"broken off"}),
-        (Layout.SINGLE, "grammar process", {"constraint_failed"}),
+        (Layout.SINGLE, "grammar runner", {"constraint_failed"}),
         (Layout.REPLICAS, "rank 0 of r0", {"rank_failed", "engine_lost", "status 503"}),
         (Layout.REPLICAS, "router", {"engine_lost", "status 503"}),
     ],

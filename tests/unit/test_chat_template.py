@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from hypothesis import strategies as st
 from kog_dist.errors import CheckpointError, RequestError
 from kog_dist.model.chat_template import ChatTemplate, RenderLimits, render
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.runtime import stopped_child
+from kog_dist.runtime.stopped_child import is_stopped
 
 CHAT = [{"role": "user", "content": "add <1> & 'é'"}, {"role": "assistant", "content": "2"}]
 CHATML = """\
@@ -274,15 +278,64 @@ def test_a_child_that_was_killed_is_replaced(chatml: ChatTemplate) -> None:
     assert chatml._child.pid != first.pid
 
 
-def test_a_child_that_is_stopped_costs_one_request(quick: RenderLimits) -> None:
+def stop(template: ChatTemplate) -> subprocess.Popen[bytes]:
+    child = template._child
+    assert child is not None
+    child.send_signal(signal.SIGSTOP)
+    while not is_stopped(child.pid):
+        pass
+    return child
+
+
+def test_a_child_that_is_stopped_is_replaced_and_asked_the_same(
+    quick: RenderLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(stopped_child, "STOPPED_S", 0.2)
     with ChatTemplate("fine", limits=quick) as template:
         template.check()
-        child = template._child
-        assert child is not None
-        child.send_signal(19)  # SIGSTOP
-        assert refused(template).code == "chat_template_limit"
-        assert child.returncode == -9
+        child = stop(template)
         assert template.render([]) == "fine"
+        assert child.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("strike", [signal.SIGSTOP, signal.SIGKILL])
+def test_children_that_are_lost_as_soon_as_they_are_asked_are_an_error_of_ours(
+    quick: RenderLimits, monkeypatch: pytest.MonkeyPatch, strike: signal.Signals
+) -> None:  # fmt: skip
+    monkeypatch.setattr(stopped_child, "STOPPED_S", 0.1)
+    with ChatTemplate("fine", limits=quick) as template:
+        start = template._start
+
+        def start_and_strike() -> None:
+            start()
+            assert template._child is not None
+            template._child.send_signal(strike)
+
+        monkeypatch.setattr(template, "_start", start_and_strike)
+        with pytest.raises(CheckpointError, match=r"was (stopped for 1 s|ended by somebody else), 2 times"):
+            template.render([])
+        monkeypatch.setattr(template, "_start", start)
+        assert template.render([]) == "fine"
+
+
+def test_a_child_that_is_stopped_while_it_starts_is_replaced(
+    quick: RenderLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(stopped_child, "STOPPED_S", 0.1)
+    children: list[int] = []
+
+    class Started(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if not children:
+                self.send_signal(signal.SIGSTOP)
+            children.append(self.pid)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    with ChatTemplate("fine", limits=quick) as template:
+        template.check()
+        assert template.render([]) == "fine"
+    assert len(children) == 2
 
 
 def test_closing_leaves_no_process(quick: RenderLimits) -> None:

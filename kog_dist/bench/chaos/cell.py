@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
 from kog_dist.bench.chaos.engine import CONSTRAINED, DRAINED, LONG, PROBE, SHORT, ChaosEngine
-from kog_dist.bench.chaos.table import CLEAN_S, DRAIN_S, READY_LIMIT_S, READY_S, Cell, Harm, Layout, Promise
+from kog_dist.bench.chaos.table import CLEAN_S, DRAIN_S, HELPERS, READY_LIMIT_S, READY_S, Cell, Harm, Layout, Promise
 from kog_dist.bench.engine.injection import FaultKind, Injected, Point, fault_of_process, find
 from kog_dist.bench.engine.session import TimedOut, until
 from kog_dist.errors import KogError, LaunchError
@@ -71,7 +71,7 @@ class CellRun:
 
     # ---- before the fault ----
     def _bring_to_point(self) -> None:
-        point, is_http_first = self.cell.point, self.cell.role in ("gateway", "template process")
+        point, is_http_first = self.cell.point, self.cell.role in ("gateway", "body process", "template process")
         if point is Point.IDLE:
             return
         is_asked_to_stop = (self.cell.role, self.cell.kind) == ("launcher", FaultKind.TERM)
@@ -183,7 +183,17 @@ class CellRun:
                 if not client.log.ends and client.log.num_events < count + _MORE_EVENTS:
                     self._violate(f"a stream stood still for {limit_s:g} s; {self._said()}")
         self._let_go(injected)
+        if self.cell.role in HELPERS:
+            self._judge_helper()
         self._judge_ready(injected)
+
+    def _judge_helper(self) -> None:
+        """What needs the process is answered, and not late: it was replaced."""
+        begin_s = time.monotonic()
+        if self.engine.uses(self.cell.role):
+            self._limit("a request that needs it was answered", time.monotonic() - begin_s, self.cell.answer_s)
+        else:
+            self._violate(f"a request that needs it was not answered; {self._said()}")
 
     def _let_go(self, injected: Injected) -> None:
         for client in self._clients:

@@ -16,10 +16,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kog_dist.bench.chaos.clients import Asking, Question, ask
-from kog_dist.bench.chaos.table import DRAIN_S, STALL_S, Cell, Layout
+from kog_dist.bench.chaos.table import DRAIN_S, HELPERS, STALL_S, Cell, Layout
 from kog_dist.bench.engine.session import EngineSession, TimedOut, until
 from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
 from kog_dist.errors import KogError, LaunchError
+from kog_dist.gateway.body_reader import SMALL_BYTES
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.http_file import HttpFile
@@ -107,20 +108,30 @@ class ChaosEngine:
 
     def call_for(self, cell: Cell) -> None:
         """See to it that a process which is started on demand is there."""
-        if cell.role in self.session.processes():
-            return
-        if cell.needs_grammar:
-            self.answers(CONSTRAINED_PROBE, over_http=False)
-        elif cell.role == "template process":
-            self._chat()
+        if cell.role in HELPERS and cell.role not in self.session.processes():
+            self.uses(cell.role)
 
-    def _chat(self) -> None:
+    def uses(self, role: str) -> bool:
+        """Whether what needs this process is answered."""
+        if role == "template process":
+            return self._posts("/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 1})
+        if role == "body process":
+            return self._posts("/tokenize", {"prompt": "ab"}, padding=SMALL_BYTES)
+        return self.answers(CONSTRAINED_PROBE, over_http=False)
+
+    def _posts(self, path: str, body: Mapping[str, object], padding: int = 0) -> bool:
+        """Whether a request has 200. `padding`: blanks behind its body."""
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=_ANSWER_S)
-        body = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 1}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        connection.getresponse().read()
-        connection.close()
+        try:
+            connection.request("POST", path, json.dumps(body) + " " * padding, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            response.read()
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+        return response.status == 200
 
     # ---- its end ----
     def is_worn(self, cell: Cell) -> bool:

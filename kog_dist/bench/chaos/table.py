@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kog_dist.bench.engine.injection import FaultKind, Point
+from kog_dist.bench.engine.injection import PAUSE_S, FaultKind, Point
 
 STALL_S = 1.0  # --stall-timeout
 KILLED_S, STOPPED_S = 0.25, STALL_S + 0.25  # until the client has its error
@@ -66,7 +66,12 @@ class Cell:
     @property
     def needs_grammar(self) -> bool:
         """Whether a request with a grammar must have run."""
-        return self.role == "grammar process"
+        return self.role in ("grammar runner", "grammar checker")
+
+    @property
+    def answer_s(self) -> float:
+        """How long a request takes at most that needs the process, from then on."""
+        return READY_S + (_limit_s(self.kind) if self.kind is not FaultKind.PAUSE else PAUSE_S[1])
 
     @property
     def promise(self) -> Promise:
@@ -81,7 +86,7 @@ class Cell:
         role = self.role.removesuffix(" of r0")
         if role == "gateway":
             return frozenset({"broken off"})
-        if role == "grammar process":
+        if role == "grammar runner":
             return frozenset({"constraint_failed"})
         told = {"status 503", "rank_failed" if role.startswith("rank") else "engine_lost"}
         if self.role == "launcher":  # the gateway dies with it
@@ -91,12 +96,13 @@ class Cell:
         return frozenset(told)
 
 
+# Children that the processes of an engine start on demand, and so are not there while it loads.
+HELPERS = ("grammar runner", "grammar checker", "body process", "template process")
 ROLES = {
-    Layout.SINGLE: ("rank 0", "rank 1", "coordinator", "gateway", "grammar process", "template process", "reaper", "launcher"),
+    Layout.SINGLE: ("rank 0", "rank 1", "coordinator", "gateway", *HELPERS, "reaper", "launcher"),
     Layout.REPLICAS: ("rank 0 of r0", "coordinator of r0", "launcher of r0", "reaper of r0", "router", "gateway", "launcher"),
 }
 KINDS = (FaultKind.KILL, FaultKind.STOP, FaultKind.TERM, FaultKind.PAUSE)
-_ON_DEMAND = ("grammar process", "template process")  # which are not there while an engine loads
 
 
 def cells() -> Iterator[Cell]:
@@ -106,7 +112,7 @@ def cells() -> Iterator[Cell]:
             for kind in KINDS:
                 for point in Point:
                     is_held_up = (role, kind) == ("launcher", FaultKind.STOP) and point in (Point.LOAD, Point.DRAIN)
-                    is_there = role not in _ON_DEMAND or point is not Point.LOAD
+                    is_there = role not in HELPERS or point is not Point.LOAD
                     if is_there and not is_held_up:  # a launcher that is stopped then goes on when it is continued
                         yield Cell(layout, role, kind, point)
 
@@ -134,11 +140,11 @@ def _of_single(role: str, kind: FaultKind, point: Point) -> Promise:
     match role:
         case "launcher":
             return _of_launcher(kind, point)
-        case "reaper" | "template process":
+        case "reaper" | "grammar checker" | "body process" | "template process":
             return Promise(codes=_codes(0) if point is Point.DRAIN else _codes())
         case "gateway":
             return Promise(Harm.HTTP, _limit_s(kind), _codes(0) if point is Point.DRAIN else _codes())
-        case "grammar process":
+        case "grammar runner":
             return Promise(Harm.GRAMMAR, _limit_s(kind), _codes(0) if point is Point.DRAIN else _codes())
     if point is Point.LOAD:
         is_late = kind is FaultKind.STOP

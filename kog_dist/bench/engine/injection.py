@@ -101,7 +101,7 @@ def _send(pid: int, kind: FaultKind, chance: random.Random) -> None:
 def _pause(pid: int, kind: FaultKind, chance: random.Random) -> None:
     os.kill(pid, signal.SIGSTOP)
     time.sleep(chance.uniform(*PAUSE_S))
-    with contextlib.suppress(ProcessLookupError):  # an idle grammar process that is stopped is replaced
+    with contextlib.suppress(ProcessLookupError):  # an idle grammar runner that is stopped is replaced
         os.kill(pid, signal.SIGCONT)
 
 

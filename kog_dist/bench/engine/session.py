@@ -222,12 +222,14 @@ def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str
         return "reaper of the engine host" if "engine host" in found else "engine host"
     if module == "kog_dist.gateway.process":
         return "gateway"
+    if module == "kog_dist.gateway.body_process":
+        return "body process"
     if module == "kog_dist.model.template_sandbox":
         return "template process"
     if module == "kog_dist.router.process":
         return "router"
     if module == "kog_dist.workers.grammar.process":
-        return "grammar process"
+        return "grammar checker" if json.loads(command[-1])["checks"] else "grammar runner"
     if module == "kog_dist.rpc.cli":
         return "client"
     ranks = read_rank_variables(environ)

@@ -12,11 +12,14 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from kog_dist.gateway import body_reader
 from kog_dist.gateway.body_reader import SMALL_BYTES, SMALL_CONTAINERS, is_small
 from kog_dist.gateway.limits import LIMITS
+from kog_dist.runtime import stopped_child
 from tests.unit.gateway.scripted_engine import JSON, WAIT_S, Received, RunningGateway, ScriptedEngine
 
 PADDING = " " * SMALL_BYTES  # behind the value, where JSON allows it
+BODY = json.dumps({"prompt": "x"}) + PADDING
 
 
 def processes() -> list[psutil.Process]:
@@ -86,23 +89,66 @@ def bare(value: Any) -> Any:
 
 
 def test_a_process_that_is_killed_is_replaced(running: RunningGateway, http: httpx.Client) -> None:
-    body = json.dumps({"prompt": "x"}) + PADDING
-    assert http.post("/tokenize", content=body, headers=JSON).status_code == 200
+    assert http.post("/tokenize", content=BODY, headers=JSON).status_code == 200
     (process,) = processes()
     process.kill()
     process.wait(WAIT_S)
-    assert http.post("/tokenize", content=body, headers=JSON).status_code == 200
+    assert http.post("/tokenize", content=BODY, headers=JSON).status_code == 200
+
+
+@pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "starting"])
+def test_a_process_that_is_stopped_is_replaced(
+    running: RunningGateway, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, is_ready: bool
+) -> None:
+    monkeypatch.setattr(stopped_child, "STOPPED_S", 0.2)
+    stopped: list[int] = []
+    if is_ready:
+        assert http.post("/tokenize", content=BODY, headers=JSON).status_code == 200
+        processes()[0].suspend()
+        stopped.append(processes()[0].pid)
+    else:
+        start = body_reader._Child
+
+        def started(model: str | None) -> object:
+            child = start(model)
+            if not stopped:
+                os.kill(child._process.pid, signal.SIGSTOP)
+                stopped.append(child._process.pid)
+            return child
+
+        monkeypatch.setattr(body_reader, "_Child", started)
+    assert http.post("/tokenize", content=BODY, headers=JSON).status_code == 200
+    assert [process.pid for process in processes()] != stopped
+    assert len(processes()) == 1
+
+
+def test_processes_that_are_lost_again_and_again_are_an_error(
+    running: RunningGateway, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = body_reader._Child
+
+    def killed(model: str | None) -> object:
+        child = start(model)
+        child._process.kill()
+        return child
+
+    for process in processes():
+        process.kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(body_reader, "_Child", killed)
+        refused = http.post("/tokenize", content=BODY, headers=JSON)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_busy")
+    assert http.post("/tokenize", content=BODY, headers=JSON).status_code == 200
 
 
 def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(running: RunningGateway, http: httpx.Client) -> None:
-    body = json.dumps({"prompt": "x"}) + PADDING
-    assert http.post("/tokenize", content=body, headers=JSON).status_code == 200
+    assert http.post("/tokenize", content=BODY, headers=JSON).status_code == 200
     (process,) = processes()
     process.send_signal(signal.SIGPROF)  # as its timer does
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # the gateway asks how it ended
-    refused = http.post("/tokenize", content=body, headers=JSON)
+    refused = http.post("/tokenize", content=BODY, headers=JSON)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "body_too_complex")
-    assert http.post("/tokenize", content=body, headers=JSON).status_code == 200
+    assert http.post("/tokenize", content=BODY, headers=JSON).status_code == 200
 
 
 def raw_answer(running: RunningGateway, request: bytes) -> bytes:
