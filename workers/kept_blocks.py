@@ -33,6 +33,7 @@ class Block:
     depth: int = 0  # blocks before it
     last_used: int = 0
     children: dict[int, list[Block]] = field(default_factory=dict)  # by the first token
+    scope: str = ""  # of a root
 
     def child(self, tokens: array[int]) -> tuple[int, Block | None]:
         """The child that begins most like `tokens`, and in how many of them."""
@@ -97,7 +98,7 @@ class KeptBlocks:
 
         Blocks that moved to the host come back: the cache has them. Without a slot for the next block what is behind stays out.
         """
-        node = self._roots.setdefault(scope, Block(None))
+        node = root = self._roots.get(scope) or Block(None, scope=scope)
         copies, path = list[KvCopy](), list[Block]()
         for first in range(0, len(tokens), self.block_tokens):
             part = tokens[first : first + self.block_tokens]
@@ -105,7 +106,7 @@ class KeptBlocks:
             if child is not None and count == len(part):  # it is there, or more than it
                 if child.slot >= self.num_slots and count == len(child.tokens):
                     copies += self._return(child, path)
-            elif child is not None and count == len(child.tokens) and not child.children:  # its end goes on
+            elif child is not None and count == len(child.tokens):  # its end goes on: it has nothing behind it
                 child.tokens = part
                 if child.slot >= self.num_slots:
                     copies += self._return(child, path)
@@ -122,6 +123,8 @@ class KeptBlocks:
                 copies.append(KvCopy(KvCopyKind.SAVE, slot, child.depth))
             path.append(child)
             node = child
+        if root.children:  # what had to make room may have been its last
+            self._roots[scope] = root
         self._touch(path)
         return tuple(copies)
 
@@ -174,6 +177,8 @@ class KeptBlocks:
     def _forget(self, block: Block) -> None:
         assert block.parent is not None
         block.parent.remove(block)
+        if block.parent.parent is None and not block.parent.children:  # scopes come without end
+            del self._roots[block.parent.scope]
         del self._blocks[block.slot]
 
     def check(self) -> None:
@@ -182,7 +187,9 @@ class KeptBlocks:
         assert not taken & {*self._free, *self._free_of_host}
         assert len(taken) + len(self._free) + len(self._free_of_host) == self.num_slots + self.num_host_slots
         seen = set[int]()
-        for root in self._roots.values():
+        for scope, root in self._roots.items():
+            assert root.children, "a root goes with its last child"
+            assert (root.scope, root.parent) == (scope, None)
             waiting = [root]
             while waiting:
                 node = waiting.pop()

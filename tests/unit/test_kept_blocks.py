@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from array import array
+from dataclasses import dataclass, field
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
 from kog_dist.runtime.control import KvLayout
+from kog_dist.workers import kept_caches
 from kog_dist.workers.kept_blocks import KeptBlocks
 from kog_dist.workers.kept_caches import KeptCaches
 
 LOAD, SAVE, MOVE = KvCopyKind.LOAD, KvCopyKind.SAVE, KvCopyKind.MOVE
 A = tuple(range(100, 110))
+Tokens = tuple[int, ...]
 
 
 def ids(*parts: tuple[int, ...]) -> array[int]:
@@ -95,23 +96,31 @@ def test_little_is_not_worth_a_copy() -> None:
     assert caches.take(first, reuse=True) == KvUse()
 
 
-class KeptBlocksMachine(RuleBasedStateMachine):
-    """The twin holds at each position of each cache, and of each slot of the pool, which token stands there."""
+@dataclass
+class World:
+    """Requests one after the other, drawn from three tokens, so that sequences begin alike by chance all the time.
 
-    @initialize(
-        num_caches=st.integers(1, 2), block_tokens=st.sampled_from([3, 4]), slots=st.integers(1, 6), host=st.integers(0, 4)
-    )
-    def begin(self, num_caches: int, block_tokens: int, slots: int, host: int) -> None:
-        self.block_tokens = block_tokens
-        self.books = KeptCaches(KvLayout(num_caches, 0, block_tokens, slots, host), None)
-        self.caches: list[dict[int, int]] = [{} for _ in range(num_caches)]
-        self.slots: list[dict[int, int]] = [{} for _ in range(slots + host)]  # by position in the sequence
-        self.kept: list[tuple[str, list[int]]] = [("", [0])]
-        self.next_token = 100
+    The twin holds at each position of each cache, and of each slot of the pool, whose sequence was computed up to there: keys and
+    values depend on all tokens before them, and another scope's are nobody else's.
+    """
 
-    def fresh(self, count: int) -> list[int]:
-        self.next_token += count
-        return list(range(self.next_token - count, self.next_token))
+    books: KeptCaches
+    block_tokens: int
+    chance: random.Random
+    caches: list[dict[int, tuple[str, Tokens]]]
+    slots: list[dict[int, tuple[str, Tokens]]]
+    kept: dict[int, tuple[str, Tokens]] = field(default_factory=dict)  # by cache: what its last request left
+
+    @classmethod
+    def drawn(cls, seed: int) -> World:
+        chance = random.Random(seed)
+        num_caches, block_tokens = chance.randint(1, 3), chance.choice([2, 3, 4])
+        slots, host = chance.randint(1, 8), chance.choice([0, 0, 2, 5])
+        books = KeptCaches(KvLayout(num_caches, 0, block_tokens, slots, host), None)
+        return cls(books, block_tokens, chance, [{} for _ in range(num_caches)], [{} for _ in range(slots + host)])
+
+    def tokens(self, count: int) -> Tokens:
+        return tuple(self.chance.choices((1, 2, 3), weights=(4, 2, 1), k=count))
 
     def copy(self, use: KvUse) -> None:
         cache = self.caches[use.cache]
@@ -127,46 +136,74 @@ class KeptBlocksMachine(RuleBasedStateMachine):
                 if position in self.slots[slot]:
                     cache[position] = self.slots[slot][position]
 
-    @rule(which=st.integers(0, 30), share=st.floats(0, 1), num_new=st.integers(1, 12), num_answer=st.integers(1, 12),
-          scope=st.sampled_from(["", "", "other"]), reuse=st.booleans() | st.just(True))  # fmt: skip
-    def request(self, which: int, share: float, num_new: int, num_answer: int, scope: str, reuse: bool) -> None:
-        _, kept = self.kept[which % len(self.kept)]
-        prompt = kept[: round(share * len(kept))] + self.fresh(num_new)
-        use = self.books.take(prompt, reuse=reuse, scope=scope)
-        if use.copies:
-            assert use.cache == use.source
-        self.copy(use)
-        assert use.num_cached < len(prompt)
+    def step(self) -> None:
+        chance, books = self.chance, self.books
+        if chance.random() < 0.01:
+            books.forget()
+            self.kept.clear()
+        scope, reuse = chance.choice(["", "", "b", "c"]), chance.random() < 0.9
+        prompt = self.tokens(chance.randint(1, 14))
+        if self.kept and chance.random() < 0.5:
+            _, former = self.kept[chance.choice(list(self.kept))]
+            prompt = former[: chance.randint(0, len(former))][:20] + prompt
+        use = books.take(prompt, reuse=reuse, scope=scope)
+        most = max((common(prompt[:-1], tokens) for of, tokens in self.kept.values() if of == scope), default=0)
+        assert (most if reuse else 0) <= use.num_cached < len(prompt)
         assert reuse or not use.num_cached
-        own = [sequence for of, sequence in self.kept if of == scope]
-        is_own = any(sequence[: use.num_cached] == prompt[: use.num_cached] for sequence in own)
-        assert is_own or not use.num_cached, "nobody uses another scope's"
+        assert not use.copies or use.cache == use.source
+        self.copy(use)
         if use.cache != use.source:
             self.caches[use.cache] = dict(self.caches[use.source])
         cache = self.caches[use.cache]
-        assert [cache.get(position) for position in range(use.num_cached)] == prompt[: use.num_cached]
-        sequence = prompt + self.fresh(num_answer)
+        for position in range(use.num_cached):
+            assert cache.get(position) == (scope, prompt[: position + 1]), "another sequence's keys and values"
+        sequence = prompt + self.tokens(chance.randint(1, 6))
         for position in range(use.num_cached, len(sequence)):
-            cache[position] = sequence[position]
-        self.books.give_back(sequence, len(sequence) - 1, len(sequence))
-        if (saved := self.books.save()) is not None:
+            cache[position] = scope, sequence[: position + 1]
+        num_kept = len(sequence) - chance.choice([1, 1, 1, 3])  # as many are known when it was stopped
+        num_kept = max(num_kept, use.num_cached)
+        books.give_back(sequence, num_kept, len(sequence))
+        self.kept[use.cache] = scope, sequence[:num_kept]
+        if (saved := books.save()) is not None:
             self.copy(saved)
-        self.kept.append((scope, sequence))
+        self.check()
 
-    @rule()
-    def ranks_forget(self) -> None:
-        self.books.forget()
-
-    @invariant()
-    def books_are_in_order(self) -> None:
-        if hasattr(self, "books"):
-            assert self.books.blocks is not None
-            self.books.blocks.check()
-            for slot, block in self.books.blocks._blocks.items():
-                first = block.depth * self.block_tokens
-                found = [self.slots[slot].get(first + i) for i in range(len(block.tokens))]
-                assert found == list(block.tokens)
+    def check(self) -> None:
+        assert self.books.blocks is not None
+        self.books.blocks.check()
+        for slot, block in self.books.blocks._blocks.items():
+            way, node = Tokens(), block
+            while node.parent is not None:
+                way, node = (*node.tokens, *way), node.parent
+            first = block.depth * self.block_tokens
+            for place in range(len(block.tokens)):
+                assert self.slots[slot].get(first + place) == (node.scope, way[: first + place + 1])
 
 
-KeptBlocksMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestKeptBlocks = pytest.mark.timeout(120)(KeptBlocksMachine.TestCase)
+def common(left: Tokens, right: Tokens) -> int:
+    return next(
+        (place for place, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), min(len(left), len(right))
+    )
+
+
+@pytest.mark.parametrize("worth", [1, 4])
+@pytest.mark.parametrize("part", range(4))
+def test_requests_get_what_was_computed_for_their_own_beginning(worth: int, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_caches, "_WORTH", worth)
+    for seed in range(25 * part, 25 * part + 25):
+        world = World.drawn(seed)
+        for _ in range(40):
+            world.step()
+
+
+def test_a_root_goes_with_its_last_block() -> None:
+    """Scopes come without end: every user may have a `cache_salt`."""
+    blocks = KeptBlocks(4, 3, 2)
+    for number in range(50):
+        blocks.save(f"user {number}", ids(A[:4]))
+        blocks.check()
+    assert len(blocks._roots) == 5
+    none = KeptBlocks(4, 0)
+    for number in range(50):
+        assert none.save(f"user {number}", ids(A)) == ()
+    assert len(none._roots) == 0
