@@ -49,6 +49,8 @@ FAREWELL_S = 0.25  # for the last events, once the loop has ended
 _TOKEN_WAIT_S = 0.01  # longest wait while ranks decode (a token ends it at once, a message within 1 ms): bounds an abort's delay
 _QUEUE_WAIT_S = 0.01  # the same while a request waits for ranks that load, or for a client that does not read
 _IDLE_WAIT_S = 0.05
+_LARGE_VOCABULARY = 1 << 15  # ids; a smaller one is read in 0.3 s, which is not worth the memory of two processes
+_SPARE_AFTER_NS = 1_000_000_000  # of being ready and idle: whoever has waited for the start comes first
 _DAMAGED = "the weights or the device are damaged"
 _MESSAGES_PER_TURN = 16  # so that a flood of messages does not hold up tokens
 
@@ -82,6 +84,8 @@ class Coordinator:
         self._begin_ns = clock()
         self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
         self._roused_ns = 0
+        self._prepares_grammars = model.tokenizer is not None and model.spec.vocab_size >= _LARGE_VOCABULARY
+        self._idle_since_ns = 0  # for the first time
 
     # ---- the loop ----
     def run(self) -> int:
@@ -119,8 +123,18 @@ class Coordinator:
         if self._slot.busy:
             self._slot.wait(_TOKEN_WAIT_S, lambda: self._listener.has_input() or self._texts.has_answer())
             return
+        self._prepare_grammars()
         timeout_s = _QUEUE_WAIT_S if len(self.requests.queue) or self._listener.has_backlog else _IDLE_WAIT_S
         select.select([*self._wake_fds, *self._grammars.fds, *self._texts.fds], [], [], timeout_s)
+
+    def _prepare_grammars(self) -> None:
+        """While there is nothing else to do: the first grammar of a large vocabulary would wait for it, seconds."""
+        if not self._prepares_grammars or len(self.requests.queue) or not self._life.is_ready():
+            return
+        now_ns = self._clock()
+        self._idle_since_ns = self._idle_since_ns or now_ns
+        if now_ns - self._idle_since_ns >= _SPARE_AFTER_NS:
+            self._prepares_grammars = self._grammars.start_ahead()
 
     def _say_farewell(self, farewell: Farewell) -> int:
         for stream in self.requests:

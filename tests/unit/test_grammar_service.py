@@ -34,6 +34,10 @@ class FakeProcess:
         self.asked: list[dict[str, Any]] = []
         self.said: list[dict[str, Any]] | None = []
         self.is_ready, self.is_ended, self.watch, self.pid = is_ready, False, FakeWatch(), 1
+        self.is_ahead = self.has_no_processor = False
+
+    def is_slow(self) -> bool:
+        return self.is_ahead and not self.is_ready and self.has_no_processor
 
     def send(self, message: dict[str, Any]) -> None:
         self.asked.append(message)
@@ -55,14 +59,18 @@ class FakeProcess:
 class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.is_ready = 0.0, True
+        self.num_files = 100
         self.checkers: list[FakeProcess] = []
+        self.runners: list[FakeProcess] = []
         self.service: GrammarService[str] = GrammarService(Path(), cast(ControlPage, None), clock=lambda: self.now_s)
         monkeypatch.setattr(self.service, "_start", self._start)
 
-    def _start(self, *, checks: bool) -> FakeProcess:
+    def _start(self, *, checks: bool, is_ahead: bool = False) -> FakeProcess:
+        if self.num_files == 0:
+            raise OSError("no file is left")
         made = FakeProcess(is_ready=self.is_ready or not checks)
-        if checks:
-            self.checkers.append(made)
+        made.is_ahead = is_ahead
+        (self.checkers if checks else self.runners).append(made)
         return made
 
     @property
@@ -187,3 +195,54 @@ def test_a_runner_that_is_stopped_while_nobody_needs_a_mask_is_replaced(world: W
     world.service.verdicts()
     assert runner.is_ended
     assert world.service.loss == "was silent for 1.00 s"
+
+
+# ---- before anybody asks ----
+def test_processes_are_started_ahead_one_after_the_other(world: World) -> None:
+    world.is_ready = False
+    assert world.service.start_ahead()
+    assert world.service.start_ahead(), "the first one reads its vocabulary"
+    assert (len(world.checkers), len(world.runners)) == (1, 0)
+    world.checker.is_ready = True
+    assert not world.service.start_ahead()
+    assert [process.is_ahead for process in (*world.checkers, *world.runners)] == [True, True]
+    world.ask("a1")
+    world.service.verdicts()
+    assert world.texts() == ["a1"], "at once"
+    assert (len(world.checkers), len(world.runners)) == (1, 1)
+
+
+def test_what_is_there_is_not_started_again(world: World) -> None:
+    world.ask("a1")
+    world.service.verdicts()
+    assert world.service.start_ahead()
+    assert not world.service.start_ahead()
+    assert (len(world.checkers), len(world.runners)) == (1, 1)
+
+
+def test_one_that_ends_ahead_is_not_started_again_before_it_is_needed(world: World) -> None:
+    world.is_ready = False
+    assert world.service.start_ahead()
+    world.checker.said = None
+    assert world.service.verdicts() == []
+    assert not world.service.start_ahead()
+    assert (len(world.checkers), len(world.runners)) == (1, 0)
+
+
+def test_where_no_process_can_be_had_nothing_happens_ahead(world: World) -> None:
+    world.num_files = 0
+    assert not world.service.start_ahead()
+    assert not world.checkers
+
+
+@pytest.mark.parametrize("has_no_processor", [True, False])
+def test_a_question_does_not_wait_for_one_that_has_no_processor(world: World, has_no_processor: bool) -> None:
+    world.is_ready = False
+    world.service.start_ahead()
+    (ahead,) = world.checkers
+    ahead.has_no_processor = has_no_processor
+    world.is_ready = True
+    world.ask("a1")
+    world.service.verdicts()
+    assert ahead.is_ended is has_no_processor
+    assert [process.is_ahead for process in world.checkers] == ([True, False] if has_no_processor else [True])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,13 +59,23 @@ def main() -> int:
     args = GrammarArgs.from_json(sys.argv[1])
     if not begin_helper(args.parent_pid, args.memory_bytes):
         return 0  # the coordinator was gone before it could be watched
+    return serve(args, prepare)
+
+
+def prepare(args: GrammarArgs) -> tuple[ControlPage, GrammarCompiler]:
+    """What it works with; takes seconds for a large vocabulary. Raises KogError."""
+    control = ControlPage.from_fd(args.control_fd)
+    tokenizer = Tokenizer.from_folder(Path(args.model))
+    if tokenizer is None:
+        raise LaunchError(f"{args.model} has no tokenizer, so no grammar can be followed")
+    return control, GrammarCompiler(tokenizer, control.masks.vocab_size)
+
+
+def serve(args: GrammarArgs, prepared: Callable[[GrammarArgs], tuple[ControlPage, GrammarCompiler]]) -> int:
+    """Check or run until the coordinator is gone. Returns the exit code."""
     sleep_precisely()
     try:
-        control = ControlPage.from_fd(args.control_fd)
-        tokenizer = Tokenizer.from_folder(Path(args.model))
-        if tokenizer is None:
-            raise LaunchError(f"{args.model} has no tokenizer, so no grammar can be followed")
-        compiler = GrammarCompiler(tokenizer, control.masks.vocab_size)
+        control, compiler = prepared(args)
     except KogError as error:
         print(f"grammar process: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -30,6 +30,7 @@ from kog_dist.workers.grammar.process import GrammarArgs, run_message
 CHECK_TIMEOUT_S = 3.0  # of one grammar, on a machine whose processors are taken: its own limit is LONG_S
 START_TIMEOUT_S = 30.0  # of a process: reading a large vocabulary takes seconds
 END_TIMEOUT_S = 1.0
+SLOW_S = 5.0  # a process that was started ahead and is not ready by then has no processor: a question starts another one
 SILENT_S = STOPPED_S  # a request waits no longer for a mask, which takes milliseconds; the first is compiled before: above
 _MOST_LOSSES = 1  # of the checker, with one question
 
@@ -47,14 +48,18 @@ class Verdict(NamedTuple, Generic[Asker]):
 class GrammarProcess:
     """One child process and the socket to it. Never blocks but to end it."""
 
-    def __init__(self, model: Path, control_fd: int, clock: Callable[[], float], *, checks: bool) -> None:
-        """The checker or the runner. Raises OSError if there is no process or no file to be had."""
+    def __init__(
+        self, model: Path, control_fd: int, clock: Callable[[], float], *, checks: bool, is_ahead: bool = False
+    ) -> None:  # fmt: skip
+        """The checker or the runner. `is_ahead`: before anybody needs it, so that it reads the vocabulary when nobody else wants
+        the processor. Raises OSError if there is no process or no file to be had.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         arguments = GrammarArgs(str(model), control_fd, theirs.fileno(), os.getpid(), checks)
         try:
             self._child = subprocess.Popen(
-                python_child.command("kog_dist.workers.grammar.process", arguments.to_json()),
+                python_child.command(f"kog_dist.workers.grammar.{'ahead' if is_ahead else 'process'}", arguments.to_json()),
                 pass_fds=(control_fd, theirs.fileno()), stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except OSError:
@@ -63,9 +68,13 @@ class GrammarProcess:
         finally:
             theirs.close()
         self.channel = ours
-        self.is_ready = False
+        self.is_ready, self._is_ahead = False, is_ahead
         self.watch = StopWatch(self._child.pid, clock)
         self._begin_s = time.monotonic()
+
+    def is_slow(self) -> bool:
+        """Whether nobody has waited for it so far, and whoever does now should not."""
+        return self._is_ahead and not self.is_ready and time.monotonic() - self._begin_s > SLOW_S
 
     def send(self, message: dict[str, Any]) -> None:
         """Ask for something; the process takes one thing at a time. What a dead process is asked, nobody hears."""
@@ -147,6 +156,7 @@ class GrammarService(Generic[Asker]):
         self._short, self._long = _Desk[Asker](SHORT_S), _Desk[Asker](LONG_S)
         self._number = 0  # of the latest question
         self._next_epoch = 1
+        self._num_ahead = 0  # processes that `start_ahead` has seen to
         self._has_no_runner = False  # for the request that wants one: `verdicts` counts it as lost
         self.num_runners_lost = 0
         self.loss = ""
@@ -175,12 +185,30 @@ class GrammarService(Generic[Asker]):
                 if question.asker is asker:
                     desk.forget(question)
 
+    def start_ahead(self) -> bool:
+        """Start what the first grammar would wait for, one process after the other. False: there is nothing left to do."""
+        if self._num_ahead == 0:
+            self._checker = self._checker or self._started_ahead(checks=True)
+        elif self._checker is not None and self._checker.is_ready:
+            self._runner = self._runner or self._started_ahead(checks=False)
+        elif self._checker is not None:
+            return True  # it is being prepared
+        self._num_ahead += 1
+        return self._num_ahead < 2 and self._checker is not None
+
+    def _started_ahead(self, *, checks: bool) -> GrammarProcess | None:
+        try:
+            return self._start(checks=checks, is_ahead=True)
+        except OSError:  # whoever needs it tries again, and says so
+            return None
+
     def verdicts(self) -> list[Verdict[Asker]]:
         """What was found out since the last call; also keeps the processes going while they are needed."""
         self._hear_runner()
         found = self._hear_checker()
         desks = [desk for desk in (self._short, self._long) if desk.asked is None and len(desk.waiting)]
         if desks and not found:
+            self._end_slow()
             try:
                 self._runner = self._runner or self._start(checks=False)
                 self._checker = self._checker or self._start(checks=True)
@@ -191,6 +219,15 @@ class GrammarService(Generic[Asker]):
                 for desk in desks:
                     self._put(desk, self._checker)
         return found
+
+    def _end_slow(self) -> None:
+        """A question is worth the time of others."""
+        if self._checker is not None and self._checker.is_slow():
+            self._checker.end()
+            self._checker = None
+        if self._runner is not None and self._runner.is_slow():
+            self._runner.end()
+            self._runner = None
 
     def _put(self, desk: _Desk[Asker], checker: GrammarProcess) -> None:
         """Ask the checker what is next."""
@@ -293,8 +330,8 @@ class GrammarService(Generic[Asker]):
                 process.end()
         self._checker = self._runner = None
 
-    def _start(self, *, checks: bool) -> GrammarProcess:
-        return GrammarProcess(self._model, self._control.fd, self._clock, checks=checks)
+    def _start(self, *, checks: bool, is_ahead: bool = False) -> GrammarProcess:
+        return GrammarProcess(self._model, self._control.fd, self._clock, checks=checks, is_ahead=is_ahead)
 
     def _lost(self, how: str) -> list[Verdict[Asker]]:
         """The checker is of no use any more: another one is asked the same, once. One that never starts is asked by nobody."""

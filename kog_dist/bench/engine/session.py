@@ -228,7 +228,7 @@ def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str
         return "template process"
     if module == "kog_dist.router.process":
         return "router"
-    if module == "kog_dist.workers.grammar.process":
+    if module in ("kog_dist.workers.grammar.process", "kog_dist.workers.grammar.ahead"):
         return "grammar checker" if json.loads(command[-1])["checks"] else "grammar runner"
     if module == "kog_dist.rpc.cli":
         return "client"

@@ -60,7 +60,8 @@ def service(tmp_path: Path, control: ControlPage, clock: Clock) -> Iterator[Gram
 
 def children() -> list[psutil.Process]:
     """Grammar processes of this test, the checker last started last."""
-    found = [child for child in psutil.Process().children() if "kog_dist.workers.grammar.process" in child.cmdline()]
+    modules = {"kog_dist.workers.grammar.process", "kog_dist.workers.grammar.ahead"}
+    found = [child for child in psutil.Process().children() if modules & set(child.cmdline())]
     return sorted(found, key=lambda child: (child.create_time(), child.pid))  # pids begin anew at their end
 
 
@@ -87,6 +88,19 @@ def mask_of(control: ControlPage, epoch: int) -> set[int]:
         assert not deadline.expired(), f"mask {epoch} did not come"
         time.sleep(0.001)
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=VOCAB_SIZE, bitorder="little")).tolist())
+
+
+def test_processes_that_were_started_ahead_serve_with_ordinary_priority(service: GrammarService[str]) -> None:
+    deadline = Deadline.after(PATIENCE_S)
+    while service.start_ahead():
+        assert service.verdicts() == []
+        assert not deadline.expired()
+        time.sleep(0.002)
+    started = children()
+    assert [child.nice() for child in started] == [psutil.Process().nice()] * 2, "that of the thread which serves"
+    service.ask("a", "client", GOOD)
+    assert verdicts(service, 1) == [Verdict("a", None)]
+    assert children() == started
 
 
 def test_grammars_are_checked_and_followed(service: GrammarService[str], control: ControlPage) -> None:
