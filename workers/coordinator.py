@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from kog_dist.errors import LaunchError
+from kog_dist.quoting import short
 from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.process_main import serve_argument
 from kog_dist.runtime.control import COORDINATOR, ControlPage
@@ -22,6 +23,7 @@ from kog_dist.runtime.wait import sleep_precisely
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_loop import Coordinator
 from kog_dist.workers.model_folder import ModelFolder
+from kog_dist.workers.notes import note
 
 
 def run_coordinator(args: CoordinatorArgs) -> int:
@@ -40,6 +42,8 @@ def run_coordinator(args: CoordinatorArgs) -> int:
         raise LaunchError(
             f"the control page is made for a context of {control.max_context}, the model has {model.spec.max_context}"
         )
+    if model.tokenizer is not None and model.tokenizer.left_out:
+        note(f"tokenizer.json: {', '.join(map(short, model.tokenizer.left_out))} left out")
     try:
         supervisor_fd = os.pidfd_open(args.supervisor_pid)
     except ProcessLookupError:

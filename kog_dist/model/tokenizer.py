@@ -7,6 +7,7 @@ valid text this is what the `tokenizers` library gives; unlike there, the promis
 from __future__ import annotations
 
 import codecs
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +37,9 @@ from kog_dist.strict_json import parse_object
 SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 CHANNEL_ENDS = ("<|return|>", "<|call|>")  # of answers of gpt-oss
 CHANNEL_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", *CHANNEL_ENDS)
+_READ_BY_LIBRARY = frozenset(
+    "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder model".split()
+)
 _MOST_PENDING_BYTES = 3  # of a character that is not finished; its first byte begins a character whatever stands before it
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -45,13 +49,17 @@ class Tokenizer:
 
     eos_ids: ids that end a generation. special_tokens: texts of bos_token, eos_token, ... as a chat template wants them.
     num_ids: one more than the largest id. has_channels: answers are messages in channels, whose tags have text (docs/openai.md).
-    special_texts: all special tokens. normalizes_specials: some are looked for in what a normalizer makes of a text.
+    left_out: names in tokenizer.json that the library does not know. special_texts: all special tokens.
+    normalizes_specials: some are looked for in what a normalizer makes of a text.
     """
 
     def __init__(self, raw: str, eos_ids: Sequence[int] = (), special_tokens: Mapping[str, str] | None = None) -> None:
         """Build it from the text of a tokenizer.json. Raises ValueError if it is none that we can decode, or one with dropout."""
         parsed = parse_object(raw.encode("utf-8"), FILES[TOKENIZER_NAME].num_items)
         _refuse_dropout(parsed)
+        self.left_out = tuple(sorted(set(parsed) - _READ_BY_LIBRARY))
+        if self.left_out:
+            raw = json.dumps({key: value for key, value in parsed.items() if key in _READ_BY_LIBRARY}, ensure_ascii=False)
         self._library = _load_library(raw)
         self._bytes_of = _ByteDecoder.from_json(parsed)
         self._token_bytes: dict[int, bytes] = {}
@@ -169,21 +177,37 @@ class Tokenizer:
         """The same for texts of answers, in which the tags of channels have bytes, too."""
         return self._tags.get(token_id) or self.token_bytes(token_id)
 
+    def first_bytes(self, token_id: int) -> bytes:
+        """The same for the first token of a text, which with some decoders has no spaces."""
+        if not self._bytes_of.dropped_first or self._tags.get(token_id) or not self.is_shown(token_id):
+            return self.text_bytes(token_id)
+        return self._bytes_of(self._library.id_to_token(token_id).replace(self._bytes_of.dropped_first, ""))
+
+    def is_shown(self, token_id: int) -> bool:
+        """Whether a token counts as one of the text: special ones and those that the tokenizer does not have are left out."""
+        return token_id not in self._special_ids and self._library.id_to_token(max(token_id, 0)) is not None
+
     def special_name(self, token_id: int) -> str:
         """What a special token is called, if answers show no text of it; else empty."""
         return self._library.id_to_token(token_id) if token_id in self._special_ids and not self.text_bytes(token_id) else ""
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of a whole sequence."""
-        whole = b"".join(map(self.text_bytes, token_ids))
-        return self._bytes_of.strip_start(whole).decode("utf-8", "replace")
+        ids = list(token_ids)
+        pieces = list(map(self.text_bytes, ids))
+        if (
+            self._bytes_of.dropped_first
+            and (first := next((i for i, one in enumerate(ids) if self.is_shown(one)), None)) is not None
+        ):
+            pieces[first] = self.first_bytes(ids[first])
+        return self._bytes_of.strip_start(b"".join(pieces)).decode("utf-8", "replace")
 
     def stream(self, after: Sequence[int] = ()) -> IncrementalDecoder:
         """A decoder for ids that arrive one by one and continue the ids `after` (the prompt), whose text it does not repeat.
 
         Of a long prompt it looks at the first ids, where leading spaces end, and at the last, which may be part of a character.
         """
-        decoder = IncrementalDecoder(self, self._bytes_of.num_stripped)
+        decoder = IncrementalDecoder(self, self._bytes_of.num_stripped, awaits_first=bool(self._bytes_of.dropped_first))
         head, tail, num_bytes = 0, len(after), 0
         while head < len(after) and decoder.strips:
             decoder.push(after[head])
@@ -199,19 +223,20 @@ class Tokenizer:
 class IncrementalDecoder:
     """Turns ids into text piece by piece: all pieces and the flush together are `Tokenizer.decode` of all ids."""
 
-    def __init__(self, tokenizer: Tokenizer, num_stripped: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, num_stripped: int, *, awaits_first: bool) -> None:
+        self._tokenizer, self._awaits_first = tokenizer, awaits_first
         self._to_strip = num_stripped  # leading spaces that may still have to go
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
     def strips(self) -> bool:
         """Whether spaces that come next would be leading ones, which go."""
-        return self._to_strip > 0
+        return self._to_strip > 0 or self._awaits_first
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty inside a character."""
-        piece = self._tokenizer.text_bytes(token_id)
+        piece = self._tokenizer.first_bytes(token_id) if self._awaits_first else self._tokenizer.text_bytes(token_id)
+        self._awaits_first = self._awaits_first and not self._tokenizer.is_shown(token_id)
         if self._to_strip and piece:
             kept = piece[: self._to_strip].lstrip(b" ") + piece[self._to_strip :]
             # Only an unbroken run of leading spaces counts: whatever else comes ends it.
@@ -283,6 +308,7 @@ class _ByteDecoder:
     replacements: tuple[tuple[str, str], ...] = ()
     byte_fallback: bool = False
     num_stripped: int = 0  # leading spaces taken off the whole text
+    dropped_first: str = ""  # what stands for a space, and is left out of the first token
 
     def __call__(self, token: str) -> bytes:
         if self.alphabet is not None:
@@ -305,7 +331,7 @@ class _ByteDecoder:
         kinds = [step.get("type") for step in steps]
         if kinds == ["ByteLevel"]:
             return cls(_byte_level_alphabet())
-        replacements, fused, num_stripped = [], False, 0
+        replacements, fused, num_stripped, dropped_first = [], False, 0, ""
         for step in steps:
             kind = step.get("type")
             if kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
@@ -314,8 +340,11 @@ class _ByteDecoder:
                 num_stripped = int(step["start"])
             elif kind == "Fuse":
                 fused = True
+            elif kind == "Metaspace" and not fused and isinstance(step.get("replacement"), str):
+                replacements.append((step["replacement"], " "))
+                scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+                dropped_first = "" if scheme == "never" else step["replacement"]
             elif kind != "ByteFallback":
-                raise ValueError(
-                    f"its decoder {kinds} is not supported; supported: ByteLevel, or Replace, ByteFallback, Fuse, Strip"
-                )
-        return cls(None, tuple(replacements), "ByteFallback" in kinds, num_stripped)
+                supported = "ByteLevel, or Metaspace, Replace, ByteFallback, Fuse, Strip"
+                raise ValueError(f"its decoder {kinds} is not supported; supported: {supported}")
+        return cls(None, tuple(replacements), "ByteFallback" in kinds, num_stripped, dropped_first)
