@@ -59,7 +59,8 @@ def test_every_child_that_processes_of_an_engine_start_is_a_role() -> None:
     sources = [path for folder in ("kog_dist", "workers", "launch", "collectives") for path in (ROOT / folder).rglob("*.py")]
     started = {name for path in sources for name in re.findall(r'python_child\.command\(\s*"(kog_dist[.\w]+)"', path.read_text())}
     assert started - {"kog_dist.bench.fakes.random_model", "kog_dist.train", "kog_dist.collectives.ranks"} == {
-        "kog_dist.workers.grammar.process", "kog_dist.gateway.body_process", "kog_dist.model.template_sandbox",
+        "kog_dist.workers.grammar.process", "kog_dist.workers.grammar.ahead", "kog_dist.gateway.body_process",
+        "kog_dist.model.template_sandbox",
     }, "name the role of a new one in HELPERS, and how long it may be silent; else say here why nobody waits for it"  # fmt: skip
     commands = [python_child.command(module, json.dumps({"checks": checks})) for module in started for checks in (True, False)]
     assert set(HELPERS) <= {_role(command, {}, {}) for command in commands if "bench" not in command[-2]}

@@ -56,10 +56,11 @@ class GrammarProcess:
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        arguments = GrammarArgs(str(model), control_fd, theirs.fileno(), os.getpid(), checks)
+        text = GrammarArgs(str(model), control_fd, theirs.fileno(), os.getpid(), checks).to_json()
+        ahead = python_child.command("kog_dist.workers.grammar.ahead", text)
         try:
             self._child = subprocess.Popen(
-                python_child.command(f"kog_dist.workers.grammar.{'ahead' if is_ahead else 'process'}", arguments.to_json()),
+                ahead if is_ahead else python_child.command("kog_dist.workers.grammar.process", text),
                 pass_fds=(control_fd, theirs.fileno()), stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except OSError:
