@@ -14,7 +14,7 @@ from kog_dist.errors import RequestError
 from kog_dist.model import kept_texts
 from kog_dist.model.kept_texts import KeptTexts
 from kog_dist.model.tokenizer import Tokenizer
-from tests.unit.test_tokenizer import both_kinds, library_like, tokenizer_like
+from tests.unit.test_tokenizer import every_kind, library_like, tokenizer_like
 
 TAGS = {"<a>": 1000, "<a>>": 1001, "<b>": 1002}
 PARTS = ["<|begin|>", "<|end|>", "<|größer|>", "<tool €>", "<s>", "</s>", "<unk>", *"<| \néx", "<|", "def ", "日本", ""]
@@ -43,7 +43,7 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_texts, "LEAST_LENGTH", 1)
 
 
-@both_kinds
+@every_kind
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     texts=st.lists(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), min_size=1, max_size=6), shared=st.integers(0, 8)
