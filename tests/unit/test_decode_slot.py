@@ -137,3 +137,25 @@ def test_an_announcement_wakes_the_reader(control: ControlPage, slot: DecodeSlot
 def test_nothing_is_waited_for_when_ranks_are_idle(control: ControlPage, waits: Waits) -> None:
     DecodeSlot(control, None).wait(LONG_S, lambda: False)
     assert waits == []
+
+
+def test_after_a_fault_of_the_numbers_nothing_is_kept(control: ControlPage) -> None:
+    """The ranks clear all their caches, not that of the request alone: what others left there is gone, too."""
+    control.set_kv_layout(0, KvLayout(2))
+    slot = DecodeSlot(control, None)
+    first, second = tuple(range(1, 9)), tuple(range(21, 29))
+    for prompt, finish in (
+        (first, Finish.LENGTH),
+        (second, Finish.LENGTH),
+        (first, Finish.NUMERICAL_FAULT),
+        (second, Finish.LENGTH),
+    ):
+        num_cached = slot.submit(DecodeRequest(prompt, 1), reuse_kv=True).kv.num_cached
+        assert slot.seq is not None
+        control.set_progress(0, slot.seq, len(prompt))
+        control.ring.put(slot.seq, 0, 5, 1, None, finish)
+        slot.read()
+        control.set_done(0, slot.seq or control.doorbell())
+        if prompt == first:
+            assert num_cached == (7 if finish is Finish.NUMERICAL_FAULT else 0)
+    assert num_cached == 0

@@ -19,7 +19,7 @@ from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.files import EXIT_FILE
 from kog_dist.runtime.http_file import HTTP_FILE, HttpFile
-from kog_dist.runtime.instance import LEASE_FILE, Instance, process_start_time, read_holder
+from kog_dist.runtime.instance import LEASE_FILE, Instance, LeaseHolder, process_start_time, read_holder
 from kog_dist.runtime.launcher_file import LAUNCHER_FILE, LauncherFile
 
 VALUES: tuple[Any, ...] = (
@@ -115,3 +115,11 @@ def test_an_access_file_is_one_or_is_refused_in_a_sentence(tmp_path: Path) -> No
         path.chmod(0o600)
         with contextlib.suppress(KogError):
             assert all(isinstance(value, str | None) for value in asdict(Access.from_file(path)).values())
+
+
+def test_a_holder_is_alive_as_that_very_process_alone() -> None:
+    """Pids are used again."""
+    started = process_start_time(os.getpid())
+    assert started is not None
+    assert LeaseHolder(os.getpid(), started, "kog-launch").alive()
+    assert not LeaseHolder(os.getpid(), started + 1, "kog-launch").alive()

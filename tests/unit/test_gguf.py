@@ -7,7 +7,8 @@ import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import gguf
 import numpy as np
@@ -25,8 +26,9 @@ from kog_dist.launch.target import model_folder
 from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.generation_config import read_eos_ids, read_sampling_defaults
+from kog_dist.model.gguf.config import _vocab_size
 from kog_dist.model.gguf.folder import open_weights, published_file
-from kog_dist.model.gguf.header import FORMATS, PLAIN, Format
+from kog_dist.model.gguf.header import FORMATS, PLAIN, Format, GgufHeader
 from kog_dist.model.gguf.pre_tokenizers import CUTS
 from kog_dist.model.gguf.tensors import GgufFile, dequantised
 from kog_dist.model.gguf.vocabulary import read_tokenizer
@@ -644,3 +646,15 @@ def test_a_turn_ends_with_the_usual_names_whatever_the_file_says(path: Path, kin
     assert tokenizer is not None
     assert tokenizer.eos_ids == (0, 2)
     assert tokenizer.decode(tokenizer.encode(f"the{end}", add_special_tokens=False)) == "the"
+
+
+@pytest.mark.parametrize(("named", "rows"), [(299, 300), (300, 300), (301, 300)])
+def test_a_file_names_at_most_as_many_tokens_as_it_has_rows(named: int, rows: int) -> None:
+    header = SimpleNamespace(
+        tensors={"token_embd.weight": SimpleNamespace(shape=(rows, 8))}, metadata={"tokenizer.ggml.tokens": ["a"] * named}
+    )
+    if named <= rows:
+        assert _vocab_size(cast(GgufHeader, header), {}) == rows
+        return
+    with pytest.raises(ValueError, match=f"it has {named} tokens, but only {rows} rows of token_embd.weight"):
+        _vocab_size(cast(GgufHeader, header), {})

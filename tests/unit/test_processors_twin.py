@@ -6,6 +6,7 @@ ranks, and however late words arrive; what the compiler and the GPU make of it, 
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from dataclasses import replace
@@ -20,6 +21,7 @@ from kog_dist.collectives.mailbox import place
 from kog_dist.decode.masks import MaskWords, num_words
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import NO_CANDIDATE, Sampler, token_logprobs
+from kog_dist.decode.sampling.bits import masses
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import device_sources
@@ -325,3 +327,40 @@ def test_a_logit_that_is_finite_and_not_at_its_temperature_is_a_fault(programs: 
     logits[1, token_id] = 3e38
     answer = Answer(programs(name), name, logits, cold, ProcessedRequest(SamplingParams(logprobs=1)))
     assert (len(answer.token_ids), answer.finish) == (1, Finish.NUMERICAL_FAULT)
+
+
+def test_masses_are_those_of_the_definition(tmp_path: Path) -> None:
+    """Whatever the distance: also where a mass is a few units, or nothing any more."""
+    source = device_sources()["logits_processors.cuh"]
+    mass_of = source[source.index("__device__ __forceinline__ u64 mass_of") :].partition("\n}\n")[0]
+    (tmp_path / "mass.cpp").write_text(MASS_PROGRAM % mass_of)
+    library = ctypes.CDLL(str(build(tmp_path / "mass.cpp", "mass.so", "-shared", "-fPIC")))
+    chance = np.random.default_rng(1)
+    far = np.linspace(-29.0, -26.0, 30_001)
+    distances = np.concatenate(
+        [far, np.linspace(-26.0, 0.0, 10_001), -chance.exponential(5.0, 10_000), [-1e30, -np.inf, -0.0, 0.0]]
+    )
+    distances = np.ascontiguousarray(distances, np.float32)
+    found = np.empty(len(distances), np.uint64)
+    library.masses(distances.ctypes.data_as(ctypes.c_void_p), found.ctypes.data_as(ctypes.c_void_p), len(distances))
+    np.testing.assert_array_equal(found, masses(distances))
+    assert {0, 1, 2} <= set(found.tolist())
+
+
+MASS_PROGRAM = """
+#include <cmath>
+#include <cstring>
+#define __device__
+#define __forceinline__ inline
+using u32 = unsigned;
+using u64 = unsigned long long;
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline u64 __float2ull_rz(float v) { return static_cast<u64>(v); }
+inline float __uint_as_float(u32 bits) { float v; std::memcpy(&v, &bits, 4); return v; }
+%s
+}
+extern "C" void masses(const float* distances, u64* found, int count) {
+    for (int i = 0; i < count; ++i) found[i] = mass_of(distances[i]);
+}
+"""

@@ -512,3 +512,19 @@ def test_notes_of_writers_change_nothing(tmp_path: Path, method: str, changes: A
     assert other.note == (f"config.json: '{left_out}' left out" if left_out else "")
     for name in one.layouts:
         assert np.array_equal(one.tensor(name), other.tensor(name))
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_ordered"),
+    [
+        ({"desc_act": True}, True),
+        ({"desc_act": True, "static_groups": True}, False),
+        ({"static_groups": True}, False),
+        ({}, False),
+    ],
+)
+def test_gptq_has_an_order_of_its_own_unless_its_groups_are_static(fields: dict[str, Any], is_ordered: bool) -> None:
+    config = {key: value for key, value in GPTQ.items() if key not in ("desc_act", "static_groups")}
+    found = read_quantisation({"quantization_config": config | fields})
+    assert found is not None
+    assert found.form.is_ordered is is_ordered
