@@ -97,6 +97,11 @@ class ModelFolder:
             return
         if self.tokenizer is None:
             raise RequestError(ErrorCode.NO_TOKENIZER, f"{self.name} has no tokenizer, so {constraint.kind} means nothing to it")
+        if message.thought_end is not None and message.thought_end >= self.spec.vocab_size:
+            raise RequestError(
+                ErrorCode.TOKEN_ID_OUT_OF_RANGE,
+                f"thought_end is id {message.thought_end}, the vocabulary has ids 0 to {self.spec.vocab_size - 1}",
+            )
         if message.ignore_eos:
             raise RequestError(
                 ErrorCode.INVALID_REQUEST, f"ignore_eos and {constraint.kind} exclude each other: the end of a grammar is the end"

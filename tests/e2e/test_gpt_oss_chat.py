@@ -44,18 +44,22 @@ def test_calls_and_answers_that_are_enforced(served: HttpEngine) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tool = {"name": "add", "parameters": PARAMETERS}
     enforced: dict[str, Any] = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
-    [choice] = asked(served, "chat/completions", messages=messages, max_tokens=40, **enforced)["choices"]
+    at_once = {"reasoning_effort": "none", "parallel_tool_calls": False, "max_tokens": 90}
+    [choice] = asked(served, "chat/completions", messages=messages, **at_once, **enforced)["choices"]
     [call] = choice["message"]["tool_calls"]
     assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "add")
     assert json.loads(call["function"]["arguments"])["a"] in (1, 22, 333)
-    enforced = {"tools": [{"type": "function", **tool}], "tool_choice": "required"}
-    response = asked(served, "responses", input="hi", max_output_tokens=40, **enforced)
+    enforced = {"tools": [{"type": "function", **tool}], "tool_choice": "required", "parallel_tool_calls": False}
+    response = asked(served, "responses", input="hi", max_output_tokens=90, reasoning={"effort": "none"}, **enforced)
     [item] = [item for item in response["output"] if item["type"] == "function_call"]
     assert (item["name"], item["arguments"]) == ("add", call["function"]["arguments"]), "the same prompt, the same answer"
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
-    [choice] = asked(served, "chat/completions", messages=messages, max_tokens=40, response_format=schema)["choices"]
+    bounded = {"max_tokens": 90, "chat_template_kwargs": {"thinking_budget": 6}}
+    answer = asked(served, "chat/completions", messages=messages, response_format=schema, **bounded)
+    [choice] = answer["choices"]
     assert json.loads(choice["message"]["content"])["a"] in (1, 22, 333)
-    assert not choice["message"].get("reasoning_content")
+    assert choice["message"]["reasoning_content"]
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 7}, "six, and the end"
 
 
 @pytest.mark.timeout(180)

@@ -91,6 +91,7 @@ def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
         strategies |= {"prompt": texts, "sampling": st.builds(SamplingParams, **sampling)}
         filled = st.none() | texts.filter(bool)
         strategies |= {"json_schema": filled, "regex": st.none(), "cache_salt": filled, "prompt_logprobs": st.just(False)}
+        strategies |= {"grammar": st.none(), "thought_end": st.integers(0, 2**31 - 1)}
     return st.builds(cls, **strategies)
 
 

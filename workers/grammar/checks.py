@@ -19,7 +19,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from kog_dist.runtime.parent_death import die_with_parent
 from kog_dist.runtime.stopped_child import LOOK_EVERY_S, StopWatch
-from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind, GrammarCompiler
+from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler
 
 SHORT_S, LONG_S = 0.1, 1.0  # of processor time. Nearly all take less than the first; those of 64 KiB without a bomb 0.8 s at most
 MAX_PACKET_BYTES: Final = 1 << 17  # a schema of the longest kind, and the rest of its message
@@ -40,7 +40,7 @@ def check_message(number: int, constraint: Constraint, cpu_s: float) -> dict[str
 
     The reason is what its client is told; of a check that was lost, why it was.
     """
-    return {"check": number, "kind": constraint.kind.value, "text": constraint.text, "cpu_s": cpu_s}
+    return {"check": number, **constraint.as_message(), "cpu_s": cpu_s}
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Checks:
         try:
             if die_with_parent(parent_pid):
                 signal.setitimer(signal.ITIMER_PROF, message["cpu_s"])  # SIGPROF ends this process
-                reason = self._compiler.why_not(Constraint(ConstraintKind(message["kind"]), message["text"]))
+                reason = self._compiler.why_not(Constraint.of_message(message))
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 self._answer(message, CheckEnd.KNOWN, reason)
                 code = 0

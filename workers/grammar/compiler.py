@@ -1,10 +1,14 @@
-"""From a JSON schema or a regular expression to the mask of every next token (llguidance)."""
+"""From a JSON schema, a regular expression or a grammar to the mask of every next token (llguidance).
+
+A `grammar` is JSON: `lark`, a grammar in llguidance's dialect of Lark, and `schemas`, what its rules `schema_0`, `schema_1`, ...
+stand for. `<[N]>` in it is the token with that id.
+"""
 
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +19,7 @@ from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Generate
 from kog_dist.workers.grammar.bounds import Beyond, check_regex, check_schema
 from kog_dist.workers.grammar.schemas import in_our_words, without_unknown_formats
+from kog_dist.workers.grammar.thought import Thought
 
 MAX_REASON_CHARS = 300
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # bounded, or a model may go on with blanks for ever
@@ -33,20 +38,34 @@ class ConstraintKind(enum.StrEnum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
+    GRAMMAR = "grammar"
+    THOUGHT = "thought_end"  # nothing but that
 
 
 class Constraint(NamedTuple):
-    """What an answer must be, as the client wrote it."""
+    """What an answer must be, as the client wrote it, behind a thought that ends with the id `thought_end`, if there is one."""
 
     kind: ConstraintKind
-    text: str
+    text: str = ""
+    thought_end: int | None = None
+    thought_tokens: int | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """For another process."""
+        return {**self._asdict(), "kind": self.kind.value}
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> Constraint:
+        """The inverse; the message may have more."""
+        return cls(ConstraintKind(message["kind"]), *(message[name] for name in cls._fields[1:]))
 
 
 def constraint_of(message: Generate) -> Constraint | None:
     """The constraint of a request, if it has one."""
-    if message.json_schema is not None:
-        return Constraint(ConstraintKind.JSON_SCHEMA, message.json_schema)
-    return None if message.regex is None else Constraint(ConstraintKind.REGEX, message.regex)
+    thought = message.thought_end, message.thought_tokens
+    for name in message.constraints:
+        return Constraint(ConstraintKind(name), getattr(message, name), *thought)
+    return None if message.thought_end is None else Constraint(ConstraintKind.THOUGHT, "", *thought)
 
 
 class ConstraintError(Exception):
@@ -80,7 +99,9 @@ class GrammarCompiler:
     def check(self, constraint: Constraint) -> None:
         """Look at it, compile it, and go a little way through two answers. Raises ConstraintError if it cannot be used."""
         num_repeats = _check_bounds(constraint)
-        matcher = self.compile(constraint)
+        if constraint.kind is ConstraintKind.THOUGHT:
+            return
+        matcher = self._compile(constraint)
         num_tokens = _LONG_TRIAL_TOKENS if num_repeats > _MANY_REPEATS else _TRIAL_TOKENS
         self._try_out(constraint.kind, matcher.copied(), num_tokens, self._longest)
         self._try_out(constraint.kind, matcher, _TRIAL_TOKENS, [])
@@ -102,11 +123,18 @@ class GrammarCompiler:
             bits = np.flatnonzero(np.unpackbits(mask[place : place + 1].view(np.uint8), bitorder="little"))
             matcher.accept(32 * place + int(chance.choice(bits)))
 
-    def compile(self, constraint: Constraint) -> Matcher:
+    def compile(self, constraint: Constraint) -> Matcher | Thought:
         """A matcher at the beginning of the answer. Raises ConstraintError."""
-        kind, text = constraint
+        answer = None if constraint.kind is ConstraintKind.THOUGHT else self._compile(constraint)
+        if constraint.thought_end is None:
+            assert answer is not None, "there is one of the two"
+            return answer
+        return Thought(self._texts, constraint.thought_end, constraint.thought_tokens, answer)
+
+    def _compile(self, constraint: Constraint) -> Matcher:
+        kind = constraint.kind
+        grammar = self._grammar_of(constraint)
         matcher_class = self._library.LLMatcher
-        grammar = self._grammar_of_schema(text) if kind is ConstraintKind.JSON_SCHEMA else matcher_class.grammar_from_regex(text)
         library_matcher = matcher_class(
             self._tokenizer, grammar, log_level=0, limits=self._library.LLParserLimits(**_LIMITS)
         )  # fmt: skip
@@ -116,6 +144,26 @@ class GrammarCompiler:
         if not matcher.mask().any():
             raise ConstraintError(f"{kind} cannot be used: {_reason(kind, library_matcher.get_error())}")
         return matcher
+
+    def _grammar_of(self, constraint: Constraint) -> str:
+        """In the library's own form."""
+        matcher_class, (kind, text) = self._library.LLMatcher, constraint[:2]
+        if kind is ConstraintKind.GRAMMAR:
+            rules, schemas = _read_grammar(text)
+            lark = "\n".join([rules, *(_rule(idx, schema) for idx, schema in enumerate(schemas))])
+        elif kind is ConstraintKind.JSON_SCHEMA:
+            grammar = self._grammar_of_schema(text)
+            if constraint.thought_end is None:
+                return grammar
+            lark = f"start: /\\n{{0,2}}/ schema_0\n{_rule(0, json.loads(text))}"  # models have line ends behind a thought
+        else:
+            regex: str = matcher_class.grammar_from_regex(text)
+            return regex
+        try:
+            found: str = matcher_class.grammar_from_lark(lark)
+        except ValueError as error:
+            raise ConstraintError(f"{kind} cannot be used: {_shortened(in_our_words(str(error)))}") from None
+        return found
 
     def _grammar_of_schema(self, text: str) -> str:
         _read_schema(text)
@@ -186,7 +234,9 @@ def _check_bounds(constraint: Constraint) -> int:
     try:
         if constraint.kind is ConstraintKind.REGEX:
             return check_regex(constraint.text)
-        return check_schema(_read_schema(constraint.text))
+        if constraint.kind is ConstraintKind.GRAMMAR:
+            return max(map(check_schema, _read_grammar(constraint.text)[1]), default=1)
+        return check_schema(_read_schema(constraint.text)) if constraint.kind is ConstraintKind.JSON_SCHEMA else 1
     except Beyond as beyond:
         raise ConstraintError(f"{constraint.kind} cannot be used: {_shortened(str(beyond))}") from None
 
@@ -202,6 +252,22 @@ def _read_schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ConstraintError("json_schema must be a JSON object")
     return schema
+
+
+def _read_grammar(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Its rules and its schemas. Raises ConstraintError."""
+    try:
+        parsed = json.loads(text)
+        lark, schemas = parsed["lark"], parsed["schemas"]
+        return str(lark), [dict(schema) for schema in schemas]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConstraintError(f"grammar is no JSON with lark and schemas: {_shortened(str(error))}") from None
+
+
+def _rule(idx: int, schema: dict[str, Any]) -> str:
+    """The rule of a schema."""
+    guidance = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    return f"schema_{idx}: %json {json.dumps(json.loads(without_unknown_formats(json.dumps(schema))) | guidance)}"
 
 
 def _reason(kind: ConstraintKind, complaint: str) -> str:

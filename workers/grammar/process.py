@@ -27,7 +27,7 @@ from kog_dist.runtime.process_arguments import JsonArguments
 from kog_dist.runtime.python_child import begin_helper
 from kog_dist.runtime.wait import Deadline, sleep_precisely
 from kog_dist.workers.grammar.checks import MAX_PACKET_BYTES, Checks
-from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind, GrammarCompiler
+from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler
 
 _MEMORY_BYTES = 2 << 30  # private memory of this process; beyond it allocations fail
 _RING_WAIT_S = 0.05  # an abort is seen this late
@@ -51,7 +51,7 @@ class GrammarArgs(JsonArguments):
 
 def run_message(seq: int, mask_epoch: int, constraint: Constraint) -> dict[str, Any]:
     """Tells the runner to follow request `seq` through the ring."""
-    return {"run": seq, "mask_epoch": mask_epoch, "kind": constraint.kind.value, "text": constraint.text}
+    return {"run": seq, "mask_epoch": mask_epoch, **constraint.as_message()}
 
 
 def main() -> int:
@@ -92,8 +92,7 @@ def run_requests(channel: socket.socket, control: ControlPage, compiler: Grammar
     """Follow one request after the other, until the coordinator closes its end."""
     while packet := channel.recv(MAX_PACKET_BYTES):
         message = msgpack.unpackb(packet)
-        constraint = Constraint(ConstraintKind(message["kind"]), message["text"])
-        follow(control, compiler, constraint, message["run"], message["mask_epoch"])
+        follow(control, compiler, Constraint.of_message(message), message["run"], message["mask_epoch"])
 
 
 def follow(control: ControlPage, compiler: GrammarCompiler, constraint: Constraint, seq: int, mask_epoch: int) -> None:

@@ -216,7 +216,7 @@ class FakeEngine:
 
     def _check_room(self, message: Generate) -> None:
         self._clients.check_new(message.request_id, is_draining=self._drain_until_ns is not None)
-        if message.json_schema is not None or message.regex is not None:
+        if message.constraints or message.thought_end is not None:
             reason = "the fake engine replays a text and follows no grammar; ask a real engine"
             raise RequestError(ErrorCode.INVALID_CONSTRAINT, reason)
         if len(self._requests.waiting) >= QUEUE_LIMIT:

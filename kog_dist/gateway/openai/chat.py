@@ -20,10 +20,11 @@ from kog_dist.gateway.openai.planning import (
     sampling_params,
     schema_text,
 )
-from kog_dist.gateway.openai.prompt import Ending, beginning_of, effort_of, prompt_of
+from kog_dist.gateway.openai.prompt import Ending, beginning_of, prompt_of
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.request_model import JsonObjectFormat, TextFormat
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.openai.thinking import begin_answer, thinking_of
 from kog_dist.gateway.openai.tools import Function, ToolUse, tool_use
 from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore
 from kog_dist.gateway.reading.reader import PlainText
@@ -42,24 +43,28 @@ def plan_chat(body: object, served: ServedModel, key_scope: str = "") -> Planned
     answer_schema = format_schema(request.response_format, "response_format")
     use = _tool_use(request, served, has_format=answer_schema is not None)
     tools = [function.as_chat_tool() for function in use.offered]
-    variables = effort_of(request.reasoning_effort, served) | (request.chat_template_kwargs or {})
+    thinking = thinking_of(request.reasoning_effort, request.chat_template_kwargs, served)
+    is_enforced = bool(use.required) or answer_schema is not None
+    ending = Ending.of(request.add_generation_prompt, request.continue_final_message)
     prompt = prompt_of(
-        request.messages, tools, served, variables=variables, begins_with=use.begins_with, scope=request.cache_salt,
-        ending=Ending.of(request.add_generation_prompt, request.continue_final_message),
+        request.messages, tools, served, variables=thinking.variables, scope=request.cache_salt, ending=ending,
+        is_enforced=is_enforced and served.has_channels,
     )  # fmt: skip
+    begun = begin_answer(prompt.ids, thinking, served, is_enforced=is_enforced, is_new=ending is Ending.ANSWER)
     num_choices = request.n or 1
     stamp = Stamp.new("chatcmpl-")
     conversation = conversation_of(request, beginning_of(request.messages))
     params = sampling_params(request, served, (request.top_logprobs or 0) if request.logprobs else None)
+    limits = request.max_tokens, request.max_completion_tokens
     fields = {
-        "prompt_ids": prompt.ids,
-        "max_tokens": answer_limit((request.max_tokens, request.max_completion_tokens), len(prompt.ids), served, "messages"),
-        "json_schema": use.json_schema or answer_schema,
+        **begun.fields(),
+        "max_tokens": answer_limit(limits, len(begun.prompt_ids), served, "messages"),
+        **use.fields(begun, answer_schema, served),
     }
     generates = plan_choices("messages", request, stamp, [fields], num_choices, params, conversation)
     form = ReplyForm.of(stamp, served.name, num_choices, num_choices, request.stream, request.stream_options)
     names = TokenNames(served.tokenizer) if request.logprobs else None
-    reply = ChatReply(form, use.after(prompt.ids, served), names, served.tokenizer, prompt.ids)
+    reply = ChatReply(form, use.after(begun), names, served.tokenizer, begun.prompt_ids)
     return Planned(generates, form.stream, reply, request.left_out, prompt.unseen)
 
 

@@ -76,12 +76,12 @@ def _recipe(reply: Reply) -> dict[str, Any]:
 
 def _parts(use: ToolUse) -> dict[str, Any]:
     """Of the tools only what the answer is read by."""
-    return {"named": use.named, "choosable": use.choosable, "reading": asdict(use.reading)}
+    return {"bare": use.bare, "reading": asdict(use.reading)}
 
 
 def _tool_use(parts: dict[str, Any]) -> ToolUse:
     reading = Reading(**{**parts["reading"], "style": Style(**parts["reading"]["style"])})
-    return ToolUse(named=parts["named"], choosable=tuple(parts["choosable"]), reading=reading)
+    return ToolUse(bare=tuple(parts["bare"]), reading=reading)
 
 
 def _generate(frame: bytes) -> Generate:

@@ -226,7 +226,11 @@ def answer_limit(wanted: Sequence[int | None], num_prompt_tokens: int, served: S
 
 def schema_text(schema: Mapping[str, Any], param: str) -> str:
     """The JSON of a schema as RPC takes it. Raises ApiError 400 above the limit."""
-    text = json.dumps(schema, separators=(",", ":"))
+    return bounded(json.dumps(schema, separators=(",", ":")), param)
+
+
+def bounded(text: str, param: str) -> str:
+    """The text of a schema or a grammar. Raises ApiError 400 above the limit."""
     if len(text) > MAX_SCHEMA_BYTES:
         raise invalid(param, f"{param}: the JSON schema has {len(text)} bytes, at most {MAX_SCHEMA_BYTES} are accepted")
     return text

@@ -19,7 +19,6 @@ from kog_dist.model.chat_template import RenderedChat, as_parts, continued
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.strict_json import parse_json
 
-_EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 _MAX_ARGUMENTS = 1 << 17  # values of one call
 _OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}
 
@@ -52,12 +51,12 @@ class Ending(enum.Enum):
 
 def prompt_of(
     messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages",
-    *, variables: Mapping[str, Any] | None = None, ending: Ending = Ending.ANSWER, begins_with: str = "",
+    *, variables: Mapping[str, Any] | None = None, ending: Ending = Ending.ANSWER, is_enforced: bool = False,
     scope: str | None = None,
 ) -> ChatPrompt:  # fmt: skip
     """The conversation up to where the answer begins. Raises ApiError 400 naming the message that is wrong.
 
-    `variables`: further ones of the chat template. `begins_with`: of the answer, what is decided before it. `scope`: the
+    `variables`: further ones of the chat template. `is_enforced`: a grammar follows, with a header of its own. `scope`: the
     request's `cache_salt`.
     """
     for name in variables or ():
@@ -68,7 +67,7 @@ def prompt_of(
     if ending is not Ending.MESSAGE and (messages[-1].prefix or messages[-1].partial):
         ending = Ending.CONTINUED
     if ending is Ending.CONTINUED:
-        _check_continued(messages, param, begins_with)
+        _check_continued(messages, param, is_enforced)
     plain = [_plain_message(message, f"{param}[{idx}]") for idx, message in enumerate(messages)]
     template = served.chat_template
     if template is None or served.tokenizer is None:
@@ -88,15 +87,15 @@ def prompt_of(
     def encode(tokenizer: Tokenizer, prompt: str) -> Sequence[int]:
         return tokenizer.encode_chat(prompt, scope or "", foreign)
 
-    return ChatPrompt(encode_prompt(text + begins_with, served, param, encode), unseen)
+    return ChatPrompt(encode_prompt(text, served, param, encode), unseen)
 
 
-def _check_continued(messages: Sequence[ChatMessage], param: str, begins_with: str) -> None:
+def _check_continued(messages: Sequence[ChatMessage], param: str, is_enforced: bool) -> None:
     last = messages[-1]
     if last.role != "assistant" or last.content is None or last.tool_calls:
         where = f"{param}[{len(messages) - 1}]"
         raise invalid(where, f"continue_final_message: {where} must be an assistant's message with content and without calls")
-    if begins_with:
+    if is_enforced:
         raise invalid("continue_final_message", "continue_final_message excludes tools that must be called and response_format")
 
 
@@ -165,12 +164,6 @@ def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     if not thought:
         return changed
     return {**changed, "thinking": thought, **({"content": ""} if message.get("tool_calls") else {})}
-
-
-def effort_of(effort: object, served: ServedModel) -> dict[str, str]:
-    """The variable of gpt-oss's template for an effort that a request asks for; nothing of other models and other words."""
-    word = _EFFORTS.get(effort) if isinstance(effort, str) else None
-    return {"reasoning_effort": word} if served.has_channels and word is not None else {}
 
 
 def beginning_of(messages: Sequence[ChatMessage]) -> list[str]:

@@ -18,7 +18,7 @@ from kog_dist.gateway.openai.planning import (
     sampling_params,
     schema_text,
 )
-from kog_dist.gateway.openai.prompt import beginning_of, effort_of, prompt_of
+from kog_dist.gateway.openai.prompt import beginning_of, prompt_of
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.request_model import JsonObjectFormat, TextFormat
 from kog_dist.gateway.openai.responses_reply import ResponseReply
@@ -33,6 +33,7 @@ from kog_dist.gateway.openai.responses_request import (
     ResponsesRequest,
 )
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.openai.thinking import begin_answer, thinking_of
 from kog_dist.gateway.openai.tools import Function, ToolUse, tool_use
 from kog_dist.sampling_params import SamplingParams
 
@@ -46,23 +47,22 @@ def plan_response(body: object, served: ServedModel, key_scope: str = "") -> Pla
     use = _tool_use(request, served, has_format=answer_schema is not None)
     messages = _messages(request)
     tools = [function.as_chat_tool() for function in use.offered]
-    variables = effort_of(request.effort, served)
-    prompt = prompt_of(
-        messages, tools, served, "input", variables=variables, begins_with=use.begins_with, scope=request.cache_salt
-    )
+    thinking = thinking_of(request.effort, None, served)
+    is_enforced = bool(use.required) or answer_schema is not None
+    prompt = prompt_of(messages, tools, served, "input", variables=thinking.variables, scope=request.cache_salt)
+    begun = begin_answer(prompt.ids, thinking, served, is_enforced=is_enforced)
     has_logprobs = request.top_logprobs is not None or LOGPROBS_INCLUDED in (request.include or ())
     stamp = Stamp.new("resp_")
     params = sampling_params(request, served, (request.top_logprobs or 0) if has_logprobs else None)
     fields = {
-        "prompt_ids": prompt.ids,
-        "max_tokens": answer_limit((request.max_output_tokens,), len(prompt.ids), served, "input"),
-        "json_schema": use.json_schema or answer_schema,
+        **begun.fields(),
+        "max_tokens": answer_limit((request.max_output_tokens,), len(begun.prompt_ids), served, "input"),
+        **use.fields(begun, answer_schema, served),
     }
     generates = plan_choices("input", request, stamp, [fields], 1, params, conversation_of(request, beginning_of(messages)))
     outline = _outline(request, stamp, served, params)
     names = TokenNames(served.tokenizer) if has_logprobs else None
-    use = use.after(prompt.ids, served)
-    reply = ResponseReply(outline, use, names, served.tokenizer, prompt.ids, stream=bool(request.stream))
+    reply = ResponseReply(outline, use.after(begun), names, served.tokenizer, begun.prompt_ids, stream=bool(request.stream))
     return Planned(generates, bool(request.stream), reply, request.left_out, prompt.unseen)
 
 

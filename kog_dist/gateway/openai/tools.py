@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -9,9 +10,10 @@ from typing import Any, Final
 from kog_dist.gateway.openai.closed_schemas import closed
 from kog_dist.gateway.openai.errors import invalid
 from kog_dist.gateway.openai.parsers import ChosenCall, NamedCall
-from kog_dist.gateway.openai.planning import schema_text
+from kog_dist.gateway.openai.planning import bounded, schema_text
 from kog_dist.gateway.openai.served import ServedModel
-from kog_dist.gateway.reading.channels import FINAL_HEADER, call_header
+from kog_dist.gateway.openai.thinking import Begun
+from kog_dist.gateway.reading.call_grammar import CallGrammar
 from kog_dist.gateway.reading.reader import AnswerParser
 from kog_dist.gateway.reading.styles import Reading
 from kog_dist.json_schema import rewritten
@@ -39,29 +41,38 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request wants of its tools: those the model is told of, the schema of the answer, how an answer is read.
-
-    `json_schema` is None where no call is required.
+    """What a request wants of its tools. `offered`: those the model is told of. `required`: one of these must be called; their
+    parameters. `bare`: the names of those where the answer is nothing but JSON, of a model that has no form of its own for calls.
     """
 
     offered: tuple[Function, ...] = ()
-    json_schema: str | None = None
-    named: str | None = None  # the one function that must be called
-    choosable: tuple[str, ...] = ()  # else one of these must be called
-    reading: Reading = field(default_factory=Reading)  # where no call is enforced
-    begins_with: str = ""  # what the prompt ends with, so that an enforced answer is one message
+    reading: Reading = field(default_factory=Reading)
+    required: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    bare: tuple[str, ...] = ()
 
-    def after(self, prompt_ids: Sequence[int], served: ServedModel) -> ToolUse:
-        """The same for an answer that follows this prompt, which may end within a thought."""
-        style = self.reading.style
-        return replace(self, reading=replace(self.reading, begins=style.begins(served.tokenizer, prompt_ids)))
+    def after(self, begun: Begun) -> ToolUse:
+        """The same for an answer that begins so."""
+        return replace(self, reading=replace(self.reading, begins=begun.begins))
+
+    def fields(self, begun: Begun, answer_schema: str | None, served: ServedModel) -> dict[str, Any]:
+        """The field of Generate that enforces a call, or an answer that satisfies a schema. Raises ApiError 400 above limits."""
+        if self.bare:
+            names, schemas = self.bare, list(self.required.values())
+            return {"json_schema": schema_text(schemas[0] if len(names) == 1 else _one_of(names, schemas), "tools")}
+        grammar = CallGrammar(served.tokenizer, behind_thought=begun.thought_end is not None)
+        if self.required:
+            template = served.chat_template
+            source = "" if template is None else template.tool_source
+            style, several = self.reading.style.tools, not self.reading.has_one_call
+            return {"grammar": bounded(grammar.calls(style, source, self.required, several=several), "tools")}
+        if answer_schema is not None and served.has_channels:
+            return {"grammar": bounded(grammar.answer(json.loads(answer_schema)), "response_format")}
+        return {"json_schema": answer_schema}
 
     def parser(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> AnswerParser:
         """A reader for one choice."""
-        if self.named is not None:
-            return NamedCall(self.named)
-        if self.choosable:
-            return ChosenCall()
+        if self.bare:
+            return NamedCall(self.bare[0]) if len(self.bare) == 1 else ChosenCall()
         return self.reading.parser(tokenizer, prompt_ids)
 
 
@@ -76,16 +87,14 @@ def tool_use(
     """
     usable = _usable(functions, mode, names)
     schemas = {function.name: _parameters(function) for function in usable}
-    use = ToolUse(usable, reading=Reading(served.style, {} if has_format else schemas, has_one_call=has_one_call))
-    if mode == "required":
-        use = _enforced(use, schemas)
-    if not served.has_channels:
+    is_required = mode == "required"
+    called = schemas if is_required or not has_format else {}
+    use = ToolUse(usable, Reading(served.style, called, has_one_call=has_one_call))
+    if not is_required:
         return use
-    if use.named is not None:
-        return replace(use, begins_with=call_header(use.named))
-    if use.json_schema is not None or has_format:
-        return replace(use, begins_with=FINAL_HEADER, reading=Reading())
-    return use
+    is_bare = served.style.tools == "none"
+    required = {name: closed(schema) for name, schema in schemas.items()}
+    return replace(use, required=required, bare=tuple(required) if is_bare else ())
 
 
 def _usable(functions: Sequence[Function], mode: str, names: Sequence[str] | None) -> tuple[Function, ...]:
@@ -100,14 +109,6 @@ def _usable(functions: Sequence[Function], mode: str, names: Sequence[str] | Non
     if mode == "required" and not usable:
         raise invalid("tool_choice", "tool_choice requires a call, but there are no tools")
     return () if mode == "none" else usable
-
-
-def _enforced(use: ToolUse, schemas: Mapping[str, Mapping[str, Any]]) -> ToolUse:
-    """The answer is a call."""
-    names, enforced = tuple(schemas), [closed(schema) for schema in schemas.values()]
-    if len(names) == 1:
-        return replace(use, json_schema=schema_text(enforced[0], "tools"), named=names[0])
-    return replace(use, json_schema=schema_text(_one_of(names, enforced), "tools"), choosable=names)
 
 
 def _parameters(function: Function) -> dict[str, Any]:

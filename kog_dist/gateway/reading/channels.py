@@ -23,16 +23,11 @@ START: Final = "<|start|>"
 CHANNEL: Final = "<|channel|>"
 MESSAGE: Final = "<|message|>"
 ANALYSIS: Final = f"{CHANNEL}analysis"
-FINAL_HEADER: Final = f"{CHANNEL}final{MESSAGE}"
-_OVER: Final = frozenset({"<|end|>", *CHANNEL_ENDS})  # of a message
+MESSAGE_END: Final = "<|end|>"
+_OVER: Final = frozenset({MESSAGE_END, *CHANNEL_ENDS})  # of a message
 _RECIPIENT: Final = re.compile(r"to=\s*(?:functions\.)?([A-Za-z0-9_-]*)")
 _REASONS: Final = re.compile(r"<\|channel\|>\s*analysis")
 _MAX_HEADER: Final = 1024  # characters
-
-
-def call_header(name: str) -> str:
-    """What a call's arguments come behind."""
-    return f"{CHANNEL}commentary to=functions.{name} <|constrain|>json{MESSAGE}"
 
 
 class Channels:
@@ -44,9 +39,8 @@ class Channels:
 
     def run(self) -> Generator[None, Symbol, None]:
         """All of an answer."""
-        self._sink.is_thinking = self._is_open
         symbol: Symbol = yield
-        symbol = yield from self._body(symbol, ANALYSIS) if self._is_open else self._first(symbol)
+        symbol = yield from self._body(symbol, ANALYSIS, 0) if self._is_open else self._first(symbol)
         while symbol is not END:
             if isinstance(symbol, Tag) and symbol.name not in _OVER:
                 symbol = yield from self._header(symbol, "")
@@ -80,10 +74,11 @@ class Channels:
             if len(head) > _MAX_HEADER:
                 self._sink.text(head.removeprefix(CHANNEL))
                 return (yield from self._body(symbol, ""))
-        return (yield from self._body((yield), head))
+        begin = symbol.num_before
+        return (yield from self._body((yield), head, begin))
 
-    def _body(self, symbol: Symbol, head: str) -> Machine:
-        """A message, up to the tag behind it."""
+    def _body(self, symbol: Symbol, head: str, begin: int | None = None) -> Machine:
+        """A message, up to the tag behind it. `begin`: tokens before it."""
         sink, recipient = self._sink, _RECIPIENT.search(head)
         read: list[str] = []
         if recipient is not None and recipient[1] in sink.functions:
@@ -100,8 +95,7 @@ class Channels:
                 return symbol
         reasons = recipient is not None or _REASONS.search(head) is not None  # also what is for tools that nobody has offered
         if reasons:
-            sink.edge()
-            sink.has_thought = sink.is_thinking = True
+            sink.think(sink.num_tokens if begin is None else begin)
         tell = sink.reason if reasons else sink.text
         tell("".join(read))
         while not self._is_end(symbol):
@@ -110,8 +104,7 @@ class Channels:
             symbol = yield
         sink.direct = None
         if reasons:
-            sink.edge()
-            sink.is_thinking = False
+            sink.stop_thinking(symbol)
         return symbol
 
     def _is_end(self, symbol: Symbol) -> bool:

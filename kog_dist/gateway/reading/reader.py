@@ -18,19 +18,22 @@ from kog_dist.gateway.reading.json_calls import (
     python_call,
 )
 from kog_dist.gateway.reading.json_text import BLANKS
-from kog_dist.gateway.reading.symbols import Machine, shown
+from kog_dist.gateway.reading.symbols import DEAF, Machine, quoted, shown
 from kog_dist.gateway.reading.tags import END, Symbol, Tag, TagFinder
 from kog_dist.gateway.reading.xml_call import FUNCTION, TOOL_CALL_END, XmlCall
 
 TOOL_CALL: Final = "<tool_call>"
 PYTHON: Final = "<|python_tag|>"
 TOOL_CALLS: Final = "[TOOL_CALLS]"
+_TAIL: Final = 64  # characters
 
 
 class AnswerParser(Protocol):
     """Reads one choice's answer."""
 
-    num_reasoning_tokens: int
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many tokens belong to thoughts."""
 
     @property
     def num_calls(self) -> int:
@@ -70,8 +73,11 @@ class DeltaSink:
         self.num_calls = 0
         self.is_enough = False
         self.is_fresh = True  # nothing but blanks since the beginning, a thought or a call
-        self.is_thinking = False
+        self.num_tokens = 0  # of the answer so far
+        self._num_reasoning = 0  # of thoughts that have ended
+        self._thought_begin: int | None = None  # of the thought that goes on: tokens before it
         self.has_text = False
+        self.tail = ""  # the end of what is content, or of blanks before it
         self.has_thought = False
         self.direct: Callable[[str], None] | None = None  # takes text of any length, while the reader would do nothing else
         self._has_one_call = has_one_call
@@ -96,6 +102,7 @@ class DeltaSink:
             self._blanks, self.is_fresh = "", False
         if text:
             self.has_text = True
+            self.tail = (self.tail + text)[-_TAIL:]
             self._deltas.append(TextDelta(text))
 
     def reason(self, text: str) -> None:
@@ -112,8 +119,27 @@ class DeltaSink:
             self._deltas.append(ReasoningDelta(kept))
 
     def edge(self) -> None:
-        """A thought begins or ends: blanks here are nothing."""
+        """Blanks here are nothing."""
+        self.tail = ""
         self._blanks, self.is_fresh = "", True
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of thoughts, with the tags at their ends."""
+        return self._num_reasoning + (0 if self._thought_begin is None else self.num_tokens - self._thought_begin)
+
+    def think(self, num_before: int) -> None:
+        """A thought begins behind so many tokens."""
+        self.edge()
+        self.has_thought, self._thought_begin = True, num_before
+
+    def stop_thinking(self, end: Symbol) -> None:
+        """The thought ends with this symbol."""
+        self.edge()
+        if self._thought_begin is not None:
+            known = isinstance(end, Tag) and end.num_before is not None
+            num_tokens = end.num_before + 1 if known else self.num_tokens  # type: ignore[union-attr, operator]
+            self._num_reasoning, self._thought_begin = self._num_reasoning + num_tokens - self._thought_begin, None
 
     def was_thought(self) -> None:
         """The text so far was a thought."""
@@ -152,7 +178,6 @@ class AnswerReader:
 
     def __init__(self, sink: DeltaSink, machine: Generator[None, Symbol, None], tags: TagFinder) -> None:
         self._sink, self._machine, self._tags = sink, machine, tags
-        self.num_reasoning_tokens = 0
         self._is_over = False
         next(self._machine)
 
@@ -162,14 +187,18 @@ class AnswerReader:
         return self._sink.num_calls
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        """See AnswerParser."""
+        return self._sink.num_reasoning_tokens
+
+    @property
     def is_enough(self) -> bool:
         """See AnswerParser."""
         return self._sink.is_enough
 
     def push(self, token_ids: Sequence[int], text: str) -> Sequence[Delta]:
         """See AnswerParser."""
-        if self._sink.is_thinking:
-            self.num_reasoning_tokens += len(token_ids)
+        self._sink.num_tokens += len(token_ids)
         self._send(self._tags.push(token_ids, text))
         return self._sink.take()
 
@@ -224,7 +253,8 @@ class Tagged:
 
     def run(self) -> Generator[None, Symbol, None]:
         """All of an answer."""
-        self._sink.is_thinking = self._is_open
+        if self._is_open:
+            self._sink.think(0)
         symbol: Symbol = yield
         if self._is_open:
             symbol = yield from self._thought(symbol)
@@ -242,7 +272,9 @@ class Tagged:
     def _tag(self, tag: Tag) -> Machine:
         sink = self._sink
         if self._thought_tags is not None and tag.name == self._thought_tags[0]:
-            if tag.is_token or (sink.is_fresh and not sink.num_calls):
+            is_token = tag.num_before is not None
+            if is_token or (sink.is_fresh and not sink.num_calls):
+                sink.think(tag.num_before if tag.num_before is not None else sink.num_tokens)
                 return (yield from self._thought((yield)))
         elif self._thought_tags is not None and tag.name == self._thought_tags[1]:
             if sink.has_text and self._may_recall and not sink.has_thought and not sink.num_calls:
@@ -263,15 +295,13 @@ class Tagged:
         assert self._thought_tags is not None, "there are none otherwise"
         begin, end = self._thought_tags
         sink = self._sink
-        sink.edge()
-        sink.is_thinking = sink.has_thought = True
         sink.direct = sink.reason
         while symbol is not END and not (isinstance(symbol, Tag) and symbol.name == end):
             if not (isinstance(symbol, Tag) and symbol.name == begin and sink.is_fresh):
                 sink.reason(shown(symbol))
             symbol = yield
-        sink.edge()
-        sink.is_thinking, sink.direct = False, None
+        sink.stop_thinking(symbol)
+        sink.direct = None
         return symbol if symbol is END else (yield)
 
     # ---- calls ----
@@ -294,7 +324,14 @@ class Tagged:
         return (yield from self._behind_call(symbol)) if has_call else symbol
 
     def _function(self, tag: Tag) -> Machine:
-        """Qwen3-Coder now and then forgets the tag around it."""
+        """Qwen3-Coder now and then forgets the tag around it. What is not on a line of its own, or is behind the letters of that
+        tag, is a quotation.
+        """
+        before = self._sink.tail.rstrip(" \t")
+        if (before and not before.endswith("\n")) or before.rstrip(BLANKS).endswith(TOOL_CALL):
+            self._sink.text(tag.text)
+            symbol = yield
+            return (yield from quoted(self._sink, XmlCall(DEAF, "").read(symbol), symbol))
         xml = XmlCall(self._sink, tag.text)
         symbol = yield from xml.read((yield))
         return (yield from self._behind_call(symbol)) if xml.is_call else symbol
@@ -318,14 +355,14 @@ class Tagged:
         read = [tag.text]
         symbol = yield from blanks((yield), read)
         if symbol == "{":
-            return (yield from JsonCalls(self._sink, "".join(read), is_loose=True).one_or_list(symbol))
+            return (yield from self._loose(symbol, "".join(read)))
         return (yield from python_call(self._sink, "".join(read), symbol))
 
-    def _loose(self, symbol: Symbol) -> Machine:
+    def _loose(self, symbol: Symbol, before: str = "") -> Machine:
         """Llama's `{"name": ..., "parameters": ...}`, several with blanks or semicolons between them."""
         sink = self._sink
         while symbol == "{":
-            calls = JsonCalls(sink, is_loose=True)
+            calls = JsonCalls(sink, before, is_loose=True)
             symbol = yield from calls.one(symbol)
             if not calls.num_calls:
                 return symbol
@@ -334,6 +371,7 @@ class Tagged:
             if symbol == ";":
                 read.append(";")
                 symbol = yield from blanks((yield), read)
+            before = "".join(read)
             if symbol != "{" and symbol is not END:
-                sink.text("".join(read))
+                sink.text(before)
         return symbol

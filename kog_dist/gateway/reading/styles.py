@@ -54,20 +54,20 @@ class Style:
         return _THOUGHT_TAGS.get(self.reasoning)
 
     def begins(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> str:
-        """Where an answer to this prompt begins: within a thought (`open`), behind one (`closed`), or neither is known (`free`).
+        """Where an answer to this prompt begins: in a thought (`open`), behind one (`closed`), or it is not known (`free`)."""
+        found = self.ends(tokenizer, prompt_ids)
+        return "open" if found == "free" and self.reasoning == "deepseek_r1" else found
 
-        The last tag of the prompt says it: a template that has the model think, or not think, ends with one.
-        """
+    def ends(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> str:
+        """The same by the last tag of the prompt alone: a template that has the model think, or not think, ends with one."""
         if self.thought_tags is None or tokenizer is None:
             return "free"
         begin, end = (tokenizer.id_of(tag) for tag in self.thought_tags)
         if end is None:
             tail = tokenizer.decode(prompt_ids[-_TAIL:]).rstrip()
-            found = "open" if tail.endswith(self.thought_tags[0]) else "closed" if tail.endswith(self.thought_tags[1]) else "free"
-        else:
-            last = next((token_id for token_id in reversed(prompt_ids) if tokenizer.is_added(token_id)), None)
-            found = "free" if last is None else "open" if last == begin else "closed" if last == end else "free"
-        return "open" if found == "free" and self.reasoning == "deepseek_r1" else found
+            return "open" if tail.endswith(self.thought_tags[0]) else "closed" if tail.endswith(self.thought_tags[1]) else "free"
+        last = next((token_id for token_id in reversed(prompt_ids) if tokenizer.is_added(token_id)), None)
+        return "free" if last is None else "open" if last == begin else "closed" if last == end else "free"
 
 
 @lru_cache(16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kog_dist.model.tokenizer import Tokenizer
@@ -16,11 +16,13 @@ from kog_dist.model.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """`text`: what the answer shows of it, nothing of a special token."""
+    """`text`: what the answer shows of it, nothing of a special token. `num_before`: tokens of the answer before it, where it is
+    one itself.
+    """
 
     name: str
     text: str
-    is_token: bool = False
+    num_before: int | None = None
 
 
 END = Tag("", "")  # of the answer
@@ -34,7 +36,7 @@ class TagFinder:
         """`names`: as the model writes them. Without a tokenizer letters are tags."""
         ids = {name: None if tokenizer is None else tokenizer.id_of(name) for name in names}
         self._by_id: Mapping[int, Tag] = {
-            token_id: Tag(name, tokenizer.text_bytes(token_id).decode("utf-8", "replace"), is_token=True)
+            token_id: Tag(name, tokenizer.text_bytes(token_id).decode("utf-8", "replace"), num_before=0)
             for name, token_id in ids.items()
             if token_id is not None and tokenizer is not None
         }
@@ -43,7 +45,7 @@ class TagFinder:
         self._longest = max(map(len, self._beginnings), default=0)
         self._pattern = re.compile("|".join(map(re.escape, self._letters))) if self._letters else None
         self._decoder = tokenizer.stream(after=prompt_ids) if tokenizer is not None and self._by_id else None
-        self._num_decoded = 0  # characters of the ids so far
+        self._num_decoded = self._num_tokens = 0  # characters and tokens so far
         self._places: deque[tuple[int, Tag]] = deque()  # where tags that have been seen as ids begin
         self._text = ""  # not cut yet
         self._begin = 0  # where it begins in the answer
@@ -55,7 +57,8 @@ class TagFinder:
                 self._num_decoded += len(self._decoder.push(token_id))
                 tag = self._by_id.get(token_id)
                 if tag is not None:
-                    self._places.append((self._num_decoded - len(tag.text), tag))
+                    self._places.append((self._num_decoded - len(tag.text), replace(tag, num_before=self._num_tokens)))
+                self._num_tokens += 1
         self._text += text
         return self._cut(is_end=False)
 

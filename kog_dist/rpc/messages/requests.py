@@ -61,6 +61,8 @@ class Generate(Checked):
     `cache_salt`: what earlier requests left counts only where theirs is equal; so nobody learns from a time what others asked.
     `prompt_logprobs`: the prompt's tokens are reported, too, as many alternatives of each as `sampling.logprobs` says; then
     `max_tokens` may be 0.
+    `json_schema`, `regex`, `grammar`: what the answer must be. With `thought_end` that begins behind this id: until then the
+    answer is free, but for special tokens, and has at most `thought_tokens` tokens before the id.
     """
 
     request_id: str = checked(ID)
@@ -79,24 +81,36 @@ class Generate(Checked):
     regex: str | None = checked(optional(text(1, MAX_REGEX_BYTES)), default=None)  # the answer, as a whole, matches it
     cache_salt: str | None = checked(optional(text(1, MAX_SALT_BYTES)), default=None)
     prompt_logprobs: bool = checked(flag, default=False)
+    grammar: str | None = checked(
+        optional(text(1, MAX_SCHEMA_BYTES)), default=None
+    )  # workers/grammar/compiler.py says of which form
+    thought_end: int | None = checked(optional(integer(0, MAX_TOKENS)), default=None)  # the id that ends a thought before it
+    thought_tokens: int | None = checked(optional(integer(0, MAX_TOKENS)), default=None)  # then it is forced
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
         if (self.prompt is None) == (self.prompt_ids is None):
             raise BadMessage("generate: give either prompt or prompt_ids", ErrorCode.INVALID_REQUEST)
-        if self.json_schema is not None and self.regex is not None:
-            raise BadMessage("generate: json_schema and regex exclude each other", ErrorCode.INVALID_REQUEST)
+        if len(names := self.constraints) > 1:
+            raise BadMessage(f"generate: {names[0]} and {names[1]} exclude each other", ErrorCode.INVALID_REQUEST)
+        if self.thought_tokens is not None and self.thought_end is None:
+            raise BadMessage("generate: thought_tokens needs thought_end, the id that ends a thought", ErrorCode.INVALID_REQUEST)
         if self.prompt_logprobs:
             self._check_prompt_logprobs()
         elif self.max_tokens == 0:
             raise BadMessage(f"generate: max_tokens must be from 1 to {MAX_TOKENS}, got 0")
 
+    @property
+    def constraints(self) -> tuple[str, ...]:
+        """Names of the fields that say what the answer must be."""
+        given = (("json_schema", self.json_schema), ("regex", self.regex), ("grammar", self.grammar))
+        return tuple(name for name, text in given if text is not None)
+
     def _check_prompt_logprobs(self) -> None:
         if self.sampling.logprobs is None:
             raise BadMessage("generate: prompt_logprobs needs logprobs, the number of alternatives", ErrorCode.INVALID_REQUEST)
-        if self.json_schema is not None or self.regex is not None:
-            name = "json_schema" if self.json_schema is not None else "regex"
-            raise BadMessage(f"generate: prompt_logprobs and {name} exclude each other", ErrorCode.INVALID_REQUEST)
+        if names := (*self.constraints, *(("thought_end",) if self.thought_end is not None else ())):
+            raise BadMessage(f"generate: prompt_logprobs and {names[0]} exclude each other", ErrorCode.INVALID_REQUEST)
 
 
 @dataclass(frozen=True, slots=True)

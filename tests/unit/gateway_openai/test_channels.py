@@ -18,7 +18,7 @@ from kog_dist.gateway.openai.responses import plan_response
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.reading.styles import Reading, Style
 from kog_dist.model.tokenizer import CHANNEL_TAGS, Tokenizer
-from kog_dist.rpc.messages import Tokens
+from kog_dist.rpc.messages import Generate, Tokens
 from tests.unit.gateway_openai.conftest import with_channels
 from tests.unit.gateway_openai.engine_script import cut, data_of, events_of, play
 from tests.unit.gateway_openai.test_prompts import prompt_of
@@ -196,21 +196,44 @@ def test_tags_that_are_only_letters_are_text(channels_model: ServedModel) -> Non
 
 
 # ---- prompts ----
-def test_enforced_answers_begin_within_a_message(channels_model: ServedModel) -> None:
-    def prompt(**fields: Any) -> str:
-        return prompt_of(plan_chat({"messages": [USER], **fields}, channels_model).generates[0], channels_model)
+def test_enforced_answers_begin_with_a_thought(channels_model: ServedModel) -> None:
+    """Its end is a token; then the grammar begins, with the header of a call or of the answer."""
 
-    named = {"type": "function", "function": {"name": "add"}}
-    assert prompt(tools=TOOLS).endswith("<|start|>assistant")
-    assert prompt(tools=TOOLS, tool_choice=named).endswith(CALL)
-    assert prompt(tools=TOOLS, tool_choice="required").endswith(CALL)
-    assert prompt(response_format={"type": "json_object"}).endswith(FINAL)
-    two = [*TOOLS, {"type": "function", "function": {**TOOL, "name": "sub"}}]
-    assert prompt(tools=two, tool_choice="required").endswith(FINAL)
-    answer = whole(plan_chat({"messages": [USER], "tools": TOOLS, "tool_choice": "required"}, channels_model), ['{"a": 1}'])
-    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    def asked(**fields: Any) -> Generate:
+        return plan_chat({"messages": [USER], **fields}, channels_model).generates[0]
+
+    def lark(message: Generate) -> str:
+        return str(json.loads(message.grammar or "{}")["lark"])
+
+    tokenizer = channels_model.tokenizer
+    assert tokenizer is not None
+    free = asked(tools=TOOLS)
+    assert prompt_of(free, channels_model).endswith("<|start|>assistant")
+    assert (free.grammar, free.json_schema, free.thought_end) == (None, None, None)
+    header = f'<[{tokenizer.id_of("<|start|>")}]> "assistant" <[{tokenizer.id_of("<|channel|>")}]>'
+    call, form = {"tools": TOOLS, "tool_choice": "required"}, {"response_format": {"type": "json_object"}}
+    for fields, word in ((call, "commentary to=functions.add "), (form, "final")):
+        message, at_once = asked(**fields), asked(**fields, reasoning_effort="none")
+        assert prompt_of(message, channels_model).endswith(f"<|start|>assistant{ANALYSIS}")
+        assert message.thought_end == tokenizer.id_of("<|end|>")
+        assert f'{header} "{word}"' in lark(message)
+        assert prompt_of(at_once, channels_model).endswith("<|start|>assistant")
+        assert at_once.thought_end is None
+        assert "assistant" not in lark(at_once)
+    spoken = ["Hm.", "<|end|>", "<|start|>assistant", CALL, '{"a": 1}']
+    planned = plan_chat({"messages": [USER], **call}, channels_model)
+    answer = whole(planned, spoken, tokenizer=tokenizer)["choices"][0]["message"]
+    assert answer["reasoning_content"] == "Hm."
+    assert answer["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     response = plan_response({"input": "hi", "text": {"format": {"type": "json_object"}}}, channels_model)
-    assert prompt_of(response.generates[0], channels_model).endswith(FINAL)
+    assert response.generates[0].thought_end == tokenizer.id_of("<|end|>")
+
+
+def test_a_thought_is_bounded_by_its_budget(channels_model: ServedModel) -> None:
+    body = {"messages": [USER], "chat_template_kwargs": {"thinking_budget": 50}}
+    message = plan_chat(body, channels_model).generates[0]
+    assert prompt_of(message, channels_model).endswith(ANALYSIS)
+    assert (message.thought_tokens, message.grammar) == (50, None)
 
 
 @pytest.mark.parametrize(
@@ -268,4 +291,4 @@ def test_the_ends_of_answers_and_calls_end_an_answer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer is not None
-    assert tokenizer.eos_ids == (tokenizer.id_of("<|return|>"), tokenizer.id_of("<|call|>"))
+    assert tokenizer.eos_ids[:2] == (tokenizer.id_of("<|return|>"), tokenizer.id_of("<|call|>"))
