@@ -18,6 +18,7 @@ KogError
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -33,6 +34,33 @@ def remedy_of(error: BaseException, otherwise: str = "") -> str:
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return "raise the limit of open files (ulimit -n)"
     return otherwise
+
+
+_NO_MEMORY = (os.strerror(errno.ENOMEM), "failed to map segment")  # the second of the dynamic linker
+
+
+def sentence_of(error: BaseException) -> str:
+    """An error that ends a process, on one line: those of others by the kind and what they say, but for want of memory, which may
+    hide behind what failed because of it.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, KogError):
+        return text
+    for cause in _causes(error):
+        is_unmapped = isinstance(cause, ImportError | OSError) and any(words in str(cause) for words in _NO_MEMORY)
+        if isinstance(cause, MemoryError) or is_unmapped:
+            return "there is not enough memory; raise its limit (ulimit -v), or free some"
+        if isinstance(cause, RuntimeError) and "can't start new thread" in str(cause):
+            return "a thread could not be started; raise the limits of memory and of processes (ulimit -v, ulimit -u)"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 class KogError(Exception):

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from kog_dist import config
-from kog_dist.errors import ConfigError, KogError, LaunchError, remedy_of
+from kog_dist.errors import ConfigError, KogError, LaunchError, remedy_of, sentence_of
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
 from kog_dist.quoting import escaped
@@ -168,8 +168,8 @@ def _run(arguments: list[str]) -> int:
         remedy = remedy_of(error)
         say(f"kog-launch: the system refused what is needed: {error}{'; ' if remedy else ''}{remedy}", error=True)
         return LaunchError.exit_code
-    except MemoryError:
-        say("kog-launch: there is not enough memory; raise its limit (ulimit -v), or free some", error=True)
+    except MemoryError as error:
+        say(f"kog-launch: {sentence_of(error)}", error=True)
         return LaunchError.exit_code
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else 1

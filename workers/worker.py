@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from enum import IntEnum
 from functools import partial
 
-from kog_dist.errors import AbortedError, ConfigError, DeviceError, KogError
+from kog_dist.errors import AbortedError, ConfigError, DeviceError, KogError, sentence_of
 from kog_dist.runtime.control import AbortCause, ControlPage, RankState
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import WaitResult, sleep_precisely
@@ -125,10 +125,7 @@ def serve(engine: Engine, control: ControlPage, rank: int) -> None:
 
 
 def _last_words(error: Exception, code: WorkerExit) -> WorkerExit:
-    text = " ".join(str(error).split()) or type(error).__name__
-    if not isinstance(error, KogError):
-        text = f"{type(error).__name__}: {text}"
-    print(text, file=sys.stderr, flush=True)
+    print(sentence_of(error), file=sys.stderr, flush=True)
     return code
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.model import limits
 from kog_dist.model.limits import MAX_EXPERTS
 from kog_dist.quoting import short
 
@@ -19,8 +20,8 @@ class ClampedSwiglu:
     limit: float
 
     def __post_init__(self) -> None:
-        if not self.limit > 0:
-            raise ConfigError(f"swiglu_limit must be positive, got {self.limit}")
+        limits.check_range("swiglu_alpha", self.alpha, limits.SWIGLU_ALPHA)
+        limits.check_range("swiglu_limit", self.limit, limits.SWIGLU_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)

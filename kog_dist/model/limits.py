@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kog_dist.errors import ConfigError
+
 # Of a model. A lane of a layer is what plan, validator and layouts make objects of.
 MAX_LANES = 128
 MAX_LAYERS = 4096
@@ -19,6 +21,15 @@ MAX_WINDOW = 2**31
 MAX_EXPERTS = 1024
 MAX_EXPERTS_OF_LAYERS = 16_384
 
+# Numbers with a fraction, far beyond those of any model: a damaged one has bits that mean a number all the same.
+NORM_EPS = (1e-12, 0.1)
+ROPE_THETA = (10.0, 1e12)
+ROPE_FACTOR = (1.0, 2.0**14)
+ROPE_MAGNITUDE = (1e-2, 1e2)  # of cosines and sines
+ROPE_TURNS = (1e-3, 2.0**14)  # beta_slow, beta_fast, low_freq_factor, high_freq_factor
+SWIGLU_ALPHA = (1e-2, 1e2)
+SWIGLU_LIMIT = (1e-2, 1e4)
+
 # Of safetensors files.
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 65_536
@@ -29,6 +40,15 @@ MAX_SHARDS = 1024
 MAX_GGUF_HEADER_BYTES = 64 * 2**20
 MAX_GGUF_KEYS = 4096
 MAX_GGUF_ITEMS = 2 * 2**20
+
+
+def check_range(name: str, value: float, bounds: tuple[float, float]) -> None:
+    """Raise ConfigError for a number that no model has, also for NaN."""
+    if not bounds[0] <= value <= bounds[1]:
+        raise ConfigError(
+            f"{name} must be between {bounds[0]:g} and {bounds[1]:g}, got {value:g}; no model has such a number, so the file "
+            "may be damaged: fetch it again"
+        )
 
 
 class FileLimit(NamedTuple):

@@ -14,8 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.errors import ConfigError
+from kog_dist.model import limits
+from kog_dist.model.limits import check_range
 
 Frequencies = NDArray[np.float32]  # radians per position of each pair, (head_dim / 2,)
+
+
+def _check_stretch(factor: float, original_context: int) -> None:
+    check_range("factor of a rope scaling", factor, limits.ROPE_FACTOR)
+    check_range("original_max_position_embeddings", original_context, (1, limits.MAX_CONTEXT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +33,7 @@ class LinearScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1:
-            raise ConfigError(f"rope scaling needs a factor of at least 1, got {self}")
+        check_range("factor of a rope scaling", self.factor, limits.ROPE_FACTOR)
 
     @property
     def magnitude(self) -> float:
@@ -50,10 +56,11 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1 or self.original_max_position_embeddings < 1:
-            raise ConfigError(f"rope scaling needs factor and original_max_position_embeddings of at least 1, got {self}")
+        _check_stretch(self.factor, self.original_max_position_embeddings)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(f"rope scaling needs 0 < low_freq_factor < high_freq_factor, got {self}")
+        check_range("low_freq_factor", self.low_freq_factor, limits.ROPE_TURNS)
+        check_range("high_freq_factor", self.high_freq_factor, limits.ROPE_TURNS)
 
     @property
     def magnitude(self) -> float:
@@ -93,10 +100,12 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1 or self.original_max_position_embeddings < 1:
-            raise ConfigError(f"rope scaling needs factor and original_max_position_embeddings of at least 1, got {self}")
-        if not 0 < self.beta_slow <= self.beta_fast or not self.attention_factor > 0:
-            raise ConfigError(f"rope scaling needs 0 < beta_slow <= beta_fast and a positive attention_factor, got {self}")
+        _check_stretch(self.factor, self.original_max_position_embeddings)
+        if not 0 < self.beta_slow <= self.beta_fast:
+            raise ConfigError(f"rope scaling needs 0 < beta_slow <= beta_fast, got {self}")
+        check_range("beta_slow", self.beta_slow, limits.ROPE_TURNS)
+        check_range("beta_fast", self.beta_fast, limits.ROPE_TURNS)
+        check_range("attention_factor", self.attention_factor, limits.ROPE_MAGNITUDE)
 
     @staticmethod
     def usual_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -122,8 +131,6 @@ class YarnScaling:
         pairs = len(frequencies)
 
         def pair_that_turns(times: float) -> float:
-            if theta == 1:
-                raise ConfigError("rope scaling of type yarn needs a rope_theta other than 1")
             return 2 * pairs * math.log(self.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
 
         low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)

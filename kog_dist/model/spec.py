@@ -124,10 +124,8 @@ class ModelSpec:
             )
         if self.delay < 0:
             raise ConfigError(f"broadcast_delay must not be negative, got {self.delay}")
-        if not self.norm_eps > 0:
-            raise ConfigError(f"norm_eps must be positive, got {self.norm_eps}")
-        if not self.rope_theta > 0:
-            raise ConfigError(f"rope_theta must be positive, got {self.rope_theta}")
+        limits.check_range("norm_eps", self.norm_eps, limits.NORM_EPS)
+        limits.check_range("rope_theta", self.rope_theta, limits.ROPE_THETA)
         if self.own_head_dim is None and self.hidden_size % self.num_heads:
             raise ConfigError(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_heads}")
         if self.head_dim % 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from kog_dist.errors import KogError, LaunchError
+from kog_dist.errors import KogError, LaunchError, sentence_of
 
 
 def serve_argument(role: str, started_by: str, serve: Callable[[str], int]) -> int:
@@ -17,6 +17,6 @@ def serve_argument(role: str, started_by: str, serve: Callable[[str], int]) -> i
         if len(sys.argv) != 2:
             raise LaunchError(f"the {role} takes one argument, a JSON object; {started_by}")
         return serve(sys.argv[1])
-    except KogError as error:
-        print(f"{role}: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+    except (KogError, MemoryError) as error:
+        print(f"{role}: {sentence_of(error)}", file=sys.stderr, flush=True)
+        return getattr(error, "exit_code", LaunchError.exit_code)

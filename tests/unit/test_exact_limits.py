@@ -52,9 +52,12 @@ SPEC = ModelSpec(
             {"num_lanes": 2, "num_heads": 6, "num_kv_heads": 6, "intermediate_size": 12, "hidden_size": 24},
             {"num_lanes": 6, "num_heads": 6, "num_kv_heads": 6, "intermediate_size": 12, "hidden_size": 24},
         ),
-        ({"norm_eps": 1e-30}, {"norm_eps": 0.0}),
-        ({"norm_eps": 1e-30}, {"norm_eps": float("nan")}),
-        ({"rope_theta": 1e-30}, {"rope_theta": 0.0}),
+        ({"norm_eps": 1e-12}, {"norm_eps": 0.99e-12}),
+        ({"norm_eps": 0.1}, {"norm_eps": 0.101}),
+        ({"norm_eps": 1e-5}, {"norm_eps": float("nan")}),
+        ({"rope_theta": 10.0}, {"rope_theta": 9.99}),
+        ({"rope_theta": 1e12}, {"rope_theta": 1.01e12}),
+        ({"rope_theta": 1e4}, {"rope_theta": float("nan")}),
         ({"hidden_size": 8}, {"hidden_size": 4}),  # a head of one value has no pair to turn
         ({"head_type": HeadType.VOCAB_PARALLEL}, {"head_type": HeadType.VOCAB_PARALLEL, "vocab_size": 51}),
     ],
@@ -70,7 +73,9 @@ def test_a_spec_takes_its_limits_and_nothing_beyond(good: dict[str, Any], bad: d
     [
         ((1.0, 1.0, 4.0, 1), (0.99, 1.0, 4.0, 1)),
         ((1.0, 1.0, 4.0, 1), (1.0, 1.0, 4.0, 0)),
-        ((1.0, 1e-9, 4.0, 1), (1.0, 0.0, 4.0, 1)),
+        ((1.0, 1e-3, 4.0, 1), (1.0, 0.99e-3, 4.0, 1)),
+        ((1.0, 1.0, 16384.0, 1), (1.0, 1.0, 16385.0, 1)),
+        ((16384.0, 1.0, 4.0, 1), (16385.0, 1.0, 4.0, 1)),
         ((1.0, 1.0, 1.01, 1), (1.0, 1.0, 1.0, 1)),
     ],
 )

@@ -157,7 +157,7 @@ def test_models_that_cannot_have_experts(changes: dict[str, Any], named: str) ->
         ({"bias": 1}, "experts.bias must be bool"),
         ({"clamp": {"alpha": 1.0}}, "must be null or an object with alpha and limit"),
         ({"clamp": {"alpha": 1.0, "limit": "7"}}, "must have two numbers"),
-        ({"clamp": {"alpha": 1.0, "limit": 0}}, "swiglu_limit must be positive"),
+        ({"clamp": {"alpha": 1.0, "limit": 0}}, "swiglu_limit must be between 0.01 and 10000, got 0"),
         ({"per_token": 0}, "must be between 1 and the 6 experts, got 0"),
     ],
 )

@@ -22,6 +22,7 @@ _SIZES: Final = {
     "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
 }  # fmt: skip
+_OF_A_LAYER: Final = frozenset(("attention.head_count", "attention.head_count_kv", "feed_forward_length"))  # may be lists
 _READ: Final = frozenset(
     """attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.freq_base
     rope.dimension_count rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.attn_factor
@@ -62,6 +63,7 @@ def read_config(header: GgufHeader, rope_factors: Callable[[], NDArray[np.float3
             raise ValueError(f"{short(prefix + key)} {short(given[key])} is not supported")
     unread = sorted(set(given) - set(_SIZES) - _READ - set(_CHANGING))
     config: dict[str, Any] = {"model_type": architecture} | {prefix + key: given[key] for key in unread}  # to be left out
+    given |= {key: _of_all_layers(given, key, prefix) for key in _OF_A_LAYER if isinstance(given.get(key), list)}
     config |= {name: _number(given, key, int, None, prefix) for key, name in _SIZES.items()}
     heads = config["num_attention_heads"]
     if heads < 1:
@@ -94,15 +96,21 @@ def read_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(values: Mapping[str, Any], key: str, kind: type, default: Any, prefix: str = "") -> Any:
-    """A number; a list, one for each layer, only if all are the same. float32 as its shortest decimal: 1e-05 stays 1e-05."""
+    """A number; float32 as its shortest decimal: 1e-05 stays 1e-05."""
     value = values.get(key, default)
-    if isinstance(value, list) and value and len(set(map(repr, value))) == 1:
-        value = value[0]
     if value is None:
         raise ValueError(f"{prefix}{key} is missing")
     if type(value) not in ((int, float) if kind is float else (int,)) or not math.isfinite(value):
         raise ValueError(f"{prefix}{key} must be {'a number' if kind is float else 'an integer'}, got {short(value)}")
     return float(str(np.float32(value))) if kind is float and abs(value) < 1e30 else value
+
+
+def _of_all_layers(given: Mapping[str, Any], key: str, prefix: str) -> Any:
+    """The one number of a list that has it for each layer."""
+    values = given[key]
+    if len(values) != _number(given, "block_count", int, None, prefix) or len(set(map(repr, values))) != 1:
+        raise ValueError(f"{prefix}{key} must be an integer, or the same one for each layer, got {short(values)}")
+    return values[0]
 
 
 def _head_dim(given: Mapping[str, Any], hidden_size: int, heads: int, prefix: str) -> int:
