@@ -6,7 +6,6 @@ Heavy imports stand inside the functions that need them: `--help` answers in und
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
@@ -19,6 +18,7 @@ from kog_dist import config
 from kog_dist.errors import ConfigError, KogError, LaunchError, remedy_of, sentence_of
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
+from kog_dist.launch.peer_flags import LaunchCommand
 from kog_dist.quoting import escaped
 from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Version, with_flags
 from kog_dist.rpc.help_examples import examples
@@ -26,6 +26,7 @@ from kog_dist.rpc.output import write_out
 from kog_dist.rpc.prompt_request import PromptRequest, flags_of_one_request, parse_ids, read_schema, sampling_of
 from kog_dist.runtime.command_line import hide_own
 from kog_dist.runtime.rank_env import read_rank_variables
+from kog_dist.runtime.standard_streams import fill_closed
 from kog_dist.sampling_params import SamplingParams
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -37,7 +38,7 @@ _muted = ExitStack()  # what keeps a process silent that mpirun started and that
 
 
 @app.command(
-    no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    cls=LaunchCommand, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog=examples("kog-launch"),
 )  # fmt: skip
 @with_flags(settings=FlagsOf(config.LaunchConfig, shows_defaults=True), sampling=FlagsOf(SamplingParams))
@@ -127,19 +128,6 @@ def _print(text: str) -> None:
         write_out(escaped(text) + "\n")
 
 
-def _open_standard_streams() -> None:
-    """Fill closed descriptors, or files of the engine would take their numbers. Raises LaunchError for a closed stdout."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number: this one
-            if fd == 1:
-                raise LaunchError("standard output is closed; send it to /dev/null if it is not wanted") from None
-            if fd == 2:
-                sys.stderr = os.fdopen(fd, "w", encoding="utf-8")  # Python left it None, and print would take stdout for that
-
-
 def run(arguments: list[str]) -> int:
     """Parse and execute; returns the exit code. Of several processes that mpirun started, only rank 0 speaks."""
     try:
@@ -158,7 +146,8 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     """Every KogError, and what the system refuses, becomes one line on stderr and its exit code."""
     try:
-        _open_standard_streams()
+        if 1 in fill_closed():
+            raise LaunchError("standard output is closed; send it to /dev/null if it is not wanted")
         code = app(arguments, prog_name="kog-launch", standalone_mode=True)
     except KogError as error:
         say(f"kog-launch: {error}", error=True)

@@ -33,6 +33,7 @@ from kog_dist.errors import KogError, naming_extra
 from kog_dist.rpc.field_flags import Version
 from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import quoted_streams
+from kog_dist.runtime.standard_streams import fill_closed
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
@@ -80,6 +81,7 @@ for _command in (
 
 def main() -> None:
     """Run `kog-bench` and exit with its code."""
+    fill_closed()
     try:
         with quoted_streams(), naming_extra("cuda"):
             app(prog_name="kog-bench")

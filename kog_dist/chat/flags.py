@@ -12,7 +12,8 @@ import typer
 from kog_dist.errors import ConfigError, KogError
 from kog_dist.rpc.field_flags import Instance, Version
 from kog_dist.rpc.help_examples import examples
-from kog_dist.rpc.output import quoted_streams
+from kog_dist.rpc.output import check_stdout, quoted_streams
+from kog_dist.runtime.standard_streams import fill_closed
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -49,11 +50,12 @@ def chat(
         raise ConfigError("--url and --instance exclude each other")
     if not timeout > 0:
         raise ConfigError(f"--timeout must be more than 0 seconds, got {timeout:g}")
+    check_stdout()
     settings = Settings()
     for name, value in (("temperature", temperature), ("max_tokens", max_tokens), ("seed", seed)):
         if value is not None:
             settings.change(name, str(value))
-    is_alone = prompt is not None or not (sys.stdin is not None and sys.stdin.isatty())
+    is_alone = prompt is not None or not sys.stdin.isatty()
     asked = prompt if prompt is not None else piped_prompt() if is_alone else ""
     service = ChatService(ServiceUrl.parse(url or _found_url(instance)), _key(api_key, api_key_file), silence_s=timeout)
     facts = service.facts(model)
@@ -85,6 +87,7 @@ def _key(given: str | None, file: Path | None) -> str:
 
 def run(arguments: list[str]) -> int:
     """Parse and execute; every KogError becomes one line on stderr and its exit code."""
+    fill_closed()
     try:
         with quoted_streams():
             app(arguments, prog_name="kog-chat")

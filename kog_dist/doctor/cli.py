@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from kog_dist import __version__
-from kog_dist.rpc.output import OutputError, quoted_streams, write_error
+from kog_dist.rpc.output import OutputError, check_stdout, quoted_streams, write_error
+from kog_dist.runtime.standard_streams import fill_closed
 
 _DESCRIPTION = """\
 Look at this machine: Python and packages, CUDA, GPUs and their links, CPUs and NUMA, memory, limits, MPI, Ray, ports,
@@ -25,8 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `kog-doctor` and exit with its code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code, all_ended = 0, True
+    fill_closed()
     try:
         with quoted_streams():
+            check_stdout()
             as_json: bool = parser().parse_args(arguments).json
             from kog_dist.doctor import report
             from kog_dist.doctor.checks import all_checks

@@ -16,6 +16,7 @@ from kog_dist.rpc.field_flags import FlagsOf, Instance, KeyFile, Version, with_f
 from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import quoted_streams
 from kog_dist.runtime.python_child import harden
+from kog_dist.runtime.standard_streams import fill_closed
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 # Flags that mean the same for `kog-launch`; there they are settings of a file and of the environment, too.
@@ -96,6 +97,7 @@ def _folder(model: Path) -> Path:
 def main() -> None:
     """Run `kog-gateway` and exit with its code; every KogError becomes one line on stderr."""
     harden()
+    fill_closed()
     try:
         with quoted_streams():
             app(prog_name="kog-gateway")

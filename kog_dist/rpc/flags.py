@@ -11,6 +11,7 @@ from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Instance, KeyF
 from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import quoted_streams, write_error
 from kog_dist.rpc.prompt_request import PromptRequest, parse_ids, read_schema, sampling_of
+from kog_dist.runtime.standard_streams import fill_closed
 from kog_dist.sampling_params import SamplingParams
 
 app = typer.Typer(
@@ -150,6 +151,7 @@ def logs(
 
 def run(arguments: list[str]) -> int:
     """Parse and execute; every KogError becomes one line on stderr and its exit code."""
+    fill_closed()
     try:
         with quoted_streams():
             app(arguments, prog_name="kog-client", standalone_mode=True)

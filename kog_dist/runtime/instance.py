@@ -84,8 +84,11 @@ def instances_root() -> Path:
     return private_folder(Path(temporary) / f"kog-{os.getuid()}")
 
 
-def private_folder(folder: Path, remedy: str = "set XDG_RUNTIME_DIR") -> Path:
-    """The folder, made with mode 0700. Raises LaunchError when it is not a directory of this user that nobody else can enter."""
+def private_folder(folder: Path, remedy: str = "set XDG_RUNTIME_DIR", *, is_ours: bool = True) -> Path:
+    """The folder, made with mode 0700. Raises LaunchError when it is not a directory of this user that nobody else can enter.
+
+    `is_ours`: its name is, so that nothing of somebody else's is lost with it.
+    """
     status = None
     while status is None:
         try:
@@ -98,7 +101,7 @@ def private_folder(folder: Path, remedy: str = "set XDG_RUNTIME_DIR") -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise LaunchError(
             f"{folder} must be a directory of user {os.getuid()} with mode 0700, and is {stat.filemode(status.st_mode)} of user "
-            f"{status.st_uid}; remove it or {remedy}"
+            f"{status.st_uid}; {'remove it or ' if is_ours else ''}{remedy}"
         )
     return folder
 

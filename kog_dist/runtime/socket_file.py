@@ -43,7 +43,7 @@ def listen_on_file(path: Path, flag: str, backlog: int) -> tuple[socket.socket, 
     Raises ConfigError for a path that cannot be one, LaunchError for what is in the way.
     """
     path = _checked_path(path, flag)
-    folder = private_folder(path.parent, f"choose a {flag} in another folder")
+    folder = private_folder(path.parent, f"choose a {flag} in another folder, which is made for it", is_ours=False)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     folder_fd = -1
     try:
@@ -71,7 +71,7 @@ def check_file(path: Path, flag: str) -> None:
     """Raise what `listen_on_file` would, but not for a socket that somebody listens on now. Leaves nothing behind."""
     path = _checked_path(path, flag)
     is_new = not os.path.lexists(path.parent)
-    folder = private_folder(path.parent, f"choose a {flag} in another folder")
+    folder = private_folder(path.parent, f"choose a {flag} in another folder, which is made for it", is_ours=False)
     try:
         _check_kind(path, flag)
         if not os.access(folder, os.W_OK | os.X_OK):

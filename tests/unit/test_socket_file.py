@@ -99,3 +99,10 @@ def test_a_path_that_can_be_none(tmp_path: Path, name: str) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(KogError, match="choose a --http-socket in another folder"):
         listen(tmp_path / "missing" / "new" / "http.sock")
+
+
+def test_a_folder_that_others_may_enter_is_the_users_to_keep(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(KogError, match="choose a --http-socket in another folder, which is made for it") as caught:
+        listen(tmp_path / "http.sock")
+    assert "remove" not in str(caught.value)
