@@ -97,6 +97,6 @@ def test_too_many_survivors_fail_the_run(project: Path, tmp_path: Path, capsys: 
     assert main(arguments) == 1
     printed = capsys.readouterr().out
     assert "survived code_under_test.py: 2 * a  ->  a * a\n         squares come out; not noticed by test_code.py" in printed
-    assert "1 of 2 mutants noticed: 50%, wanted 90%" in printed
+    assert "1 of 2 mutants noticed (listed): 50%, wanted 90%" in printed
     assert main([*arguments, "--only", "a + b"]) == 0
-    assert "1 of 1 mutants noticed: 100%, wanted 90%" in capsys.readouterr().out
+    assert "1 of 1 mutants noticed (listed): 100%, wanted 90%" in capsys.readouterr().out

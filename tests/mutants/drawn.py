@@ -1,0 +1,225 @@
+"""Mutants that nobody wrote: drawn by a seed from all lines of the product, with the tests that should notice them.
+
+Of Python by its syntax tree: comparisons, operators, constants, conditions, and statements that are left out. Of device headers
+that a CPU compiles (twins) by a few tokens between blanks. Each changes one place of one line.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import random
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+TABLE: Final = Path(__file__).with_name("tests_of.toml")
+MOST_TRIES: Final = 4  # for each that is drawn
+MOST_TESTS: Final = 5  # files, of those that import a module
+_COMPARISONS: Final[Mapping[type[ast.cmpop], tuple[str, str]]] = {
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+}  # fmt: skip
+_OPERATORS: Final[Mapping[type[ast.operator], tuple[str, str]]] = {
+    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*"), ast.Div: ("/", "*"),
+    ast.Mod: ("%", "+"), ast.BitOr: ("|", "&"), ast.BitAnd: ("&", "|"), ast.LShift: ("<<", ">>"), ast.RShift: (">>", "<<"),
+}  # fmt: skip
+_DEVICE: Final = (
+    (" < ", " <= "), (" <= ", " < "), (" > ", " >= "), (" >= ", " > "), (" == ", " != "), (" != ", " == "), (" + ", " - "),
+    (" - ", " + "), (" * ", " + "), (" / ", " * "), (" % ", " / "), (" && ", " || "), (" || ", " && "), ("min(", "max("),
+    ("max(", "min("), (" += ", " -= "),
+)  # fmt: skip
+_NOT_CODE: Final = re.compile(r"^\s*(#|//|template|static_assert|using|constexpr|struct|enum)|asm|printf")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """`old` in the line `number` (from 1) of `file`, from `column` on (bytes), becomes `instead`."""
+
+    file: str
+    number: int
+    column: int
+    old: str
+    instead: str
+    tests: tuple[str, ...] = ()
+    breaks: str = "drawn"
+
+    @property
+    def name(self) -> str:
+        """One line that says what it is."""
+        return f"{self.file}:{self.number}:{self.column}: {self.old}  ->  {self.instead}"
+
+    def applied(self, source: str) -> str:
+        """The file's text with the mutant in it. Raises ValueError unless its piece is there."""
+        lines = source.encode().split(b"\n")
+        line, old = lines[self.number - 1], self.old.encode()
+        if not line.startswith(old, self.column):
+            raise ValueError(f"{self.file}:{self.number} has no {self.old!r} at {self.column}")
+        lines[self.number - 1] = line[: self.column] + self.instead.encode() + line[self.column + len(old) :]
+        return b"\n".join(lines).decode()
+
+
+def of_python(file: str, source: str) -> Iterator[Drawn]:
+    """All mutants of a module."""
+    lines = source.encode().split(b"\n")
+    tree = ast.parse(source)
+    notes = set(_annotations(tree))
+
+    def between(left: ast.expr, right: ast.expr, old: str, instead: str) -> Iterator[Drawn]:
+        """An operator between two operands, if all is in one line."""
+        if left.end_lineno == right.lineno and left.end_col_offset is not None:
+            gap = lines[right.lineno - 1][left.end_col_offset : right.col_offset].decode()
+            if gap.strip(" ()") == old:
+                column = left.end_col_offset + gap.index(old)
+                yield Drawn(file, right.lineno, column, old, instead)
+
+    def whole(node: ast.expr | ast.stmt, instead: str) -> Iterator[Drawn]:
+        if node.lineno == node.end_lineno:
+            old = lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
+            yield Drawn(file, node.lineno, node.col_offset, old, instead)
+
+    for node in ast.walk(tree):
+        if id(node) in notes:
+            continue
+        match node:
+            case ast.Compare(left=left, ops=[operator], comparators=[right]) if type(operator) in _COMPARISONS:
+                yield from between(left, right, *_COMPARISONS[type(operator)])
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS and not _is_text(left):
+                yield from between(left, right, *_OPERATORS[type(operator)])
+            case ast.BoolOp(op=operator, values=[left, right, *_]):
+                yield from between(left, right, *(("and", "or") if isinstance(operator, ast.And) else ("or", "and")))
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                yield from whole(node, f"({ast.unparse(operand)})")
+            case ast.Constant(value=bool() as value):
+                yield from whole(node, str(not value))
+            case ast.Constant(value=int() | float() as value):
+                yield from whole(node, repr(value + 1))
+            case ast.IfExp(body=body, orelse=other):
+                yield from whole(node, f"({ast.unparse(body)})")
+                yield from whole(node, f"({ast.unparse(other)})")
+            case ast.Call(func=ast.Name(id="min" | "max" as name) as called):
+                yield from whole(called, "max" if name == "min" else "min")
+            case ast.Expr(value=ast.Call()) | ast.AugAssign():
+                yield from whole(node, "pass")
+            case ast.If(test=test) | ast.While(test=test):
+                yield from whole(test, "False") if isinstance(node, ast.If) else ()
+            case _:
+                pass
+
+
+def of_device(file: str, source: str) -> Iterator[Drawn]:
+    """All mutants of a header."""
+    for number, line in enumerate(source.split("\n"), 1):
+        code = line.partition("//")[0]
+        if _NOT_CODE.search(code):
+            continue
+        for old, instead in _DEVICE:
+            for found in re.finditer(re.escape(old), code):
+                yield Drawn(file, number, len(code[: found.start()].encode()), old, instead)
+
+
+def _annotations(tree: ast.AST) -> Iterator[int]:
+    """Nodes within what only a type checker reads, and within messages."""
+    for node in ast.walk(tree):
+        found: list[ast.AST | None] = []
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            found.append(node.annotation)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append(node.returns)
+        if isinstance(node, ast.JoinedStr | ast.Raise):
+            found.append(node)
+        for one in found:
+            yield from (id(inner) for inner in ast.walk(one)) if one is not None else ()
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
+
+
+class Product:
+    """The files of a checkout, and which tests each has."""
+
+    def __init__(self, root: Path, table: Path = TABLE) -> None:
+        self._root, self._found = root, dict[str, list[Drawn]]()
+        parsed = tomllib.loads(table.read_text())
+        self._folders, self._without = parsed["folders"], parsed["without"]
+        self._first: Mapping[str, Sequence[str]] = parsed["tests"]
+        self._otherwise: Mapping[str, Sequence[str]] = parsed["otherwise"]
+
+    @cached_property
+    def files(self) -> dict[str, tuple[str, ...]]:
+        """Every file of which mutants are drawn, and its tests; none where no test of the table or of tests/unit knows it."""
+        paths = [path for folder in self._folders for kind in ("*.py", "*.cuh") for path in (self._root / folder).rglob(kind)]
+        names = sorted({str(path.relative_to(self._root)) for path in paths if not _is_linked(path, self._root)})
+        return {name: self._tests_of(name) for name in names if not any(fnmatch.fnmatch(name, one) for one in self._without)}
+
+    def _tests_of(self, name: str) -> tuple[str, ...]:
+        found = _of_pattern(self._first, name)
+        if not found and name.endswith(".py"):
+            module = name.removesuffix(".py").replace("/", ".")
+            importers = self._importers.get(module if module.startswith("kog_dist.") else f"kog_dist.{module}", {})
+            found = sorted(importers, key=lambda test: (Path(name).stem not in test, -importers[test], test))[:MOST_TESTS]
+        return tuple(found or _of_pattern(self._otherwise, name))
+
+    @cached_property
+    def _importers(self) -> dict[str, dict[str, int]]:
+        """By module: files of unit tests that import it, and how many names of it."""
+        found: dict[str, dict[str, int]] = {}
+        for path in sorted((self._root / "tests" / "unit").rglob("test_*.py")):
+            test = str(path.relative_to(self._root))
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+                    counts = {node.module: len(node.names), **{f"{node.module}.{alias.name}": 1 for alias in node.names}}
+                elif isinstance(node, ast.Import):
+                    counts = {alias.name: 1 for alias in node.names}
+                else:
+                    continue
+                for module, count in counts.items():
+                    tests = found.setdefault(module, {})
+                    tests[test] = tests.get(test, 0) + count
+        return found
+
+    def draw(self, seed: int, count: int) -> list[Drawn]:
+        """So many mutants of files that have tests, of long files more than of short ones, no two of one line."""
+        chance, drawn = random.Random(seed), dict[tuple[str, int], Drawn]()
+        sizes = {file: (self._root / file).stat().st_size for file, tests in self.files.items() if tests}
+        for _ in range(MOST_TRIES * count if sizes else 0):
+            if len(drawn) == count:
+                break
+            (file,) = chance.choices(list(sizes), weights=list(sizes.values()))
+            found = self._all_of(file)
+            mutant = chance.choice(found) if found else None
+            if mutant is not None and (file, mutant.number) not in drawn and self._compiles(mutant):
+                drawn[file, mutant.number] = replace(mutant, tests=self.files[file])
+        return list(drawn.values())
+
+    def _all_of(self, file: str) -> list[Drawn]:
+        if file not in self._found:
+            source = (self._root / file).read_text()
+            self._found[file] = list((of_python if file.endswith(".py") else of_device)(file, source))
+        return self._found[file]
+
+    def _compiles(self, mutant: Drawn) -> bool:
+        source = (self._root / mutant.file).read_text()
+        if not mutant.file.endswith(".py"):
+            return True
+        try:
+            compile(mutant.applied(source), mutant.file, "exec", dont_inherit=True)
+        except SyntaxError:
+            return False
+        return ast.dump(ast.parse(mutant.applied(source))) != ast.dump(ast.parse(source))
+
+
+def _of_pattern(rules: Mapping[str, Sequence[str]], name: str) -> Sequence[str]:
+    """Of the first pattern that fits."""
+    return next((tests for pattern, tests in rules.items() if fnmatch.fnmatch(name, pattern)), ())
+
+
+def _is_linked(path: Path, root: Path) -> bool:
+    """Whether it is reached through a link: kog_dist/workers is workers."""
+    return path.resolve() != root.resolve() / path.relative_to(root)
