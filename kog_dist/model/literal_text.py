@@ -10,7 +10,10 @@ from typing import Any
 
 import tokenizers
 
+from kog_dist.model.added_tokens import TOKENIZER_NAME
 from kog_dist.model.kept_texts import KeptTexts
+from kog_dist.model.limits import FILES
+from kog_dist.strict_json import parse_object
 
 _NAME = range(0xF0000, 0xFFFFE)  # private use: characters of the names that special tokens have here
 _MASK = "\uffff"  # no character
@@ -87,7 +90,7 @@ class LiteralTexts:
 
     def _forget_specials(self) -> None:
         """Go on with a model that makes no special token of any text: some find them as pieces like any others."""
-        model = json.loads(self._library.to_str())["model"]
+        model = parse_object(self._library.to_str().encode(), FILES[TOKENIZER_NAME].num_items)["model"]
         gone = {content for content, token_id in self._special.items() if token_id in self._leaks}
         vocab = model["vocab"]
         if isinstance(vocab, dict):
