@@ -5,45 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import select
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from kog_dist.errors import CheckpointError, KogError, RequestError
 from kog_dist.model.template_files import template_sources
+from kog_dist.model.template_trials import TemplateFacts, facts_of
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.runtime import python_child
 from kog_dist.runtime.stopped_child import LOOK_EVERY_S, STOPPED_S, StopWatch
 
 Run: TypeAlias = tuple[int, int]  # of characters: where it begins, and where it has ended
 
-TRIAL_WORD: Final = "Kolibri"
-_TRIAL_TOOL: Final[Mapping[str, Any]] = {
-    "type": "function",
-    "function": {"name": "fetch_kolibri", "description": "Fetch it.", "parameters": {"type": "object", "properties": {}}},
-}
-_TRIAL_CALL: Final = {"id": "call00000", "type": "function", "function": {"name": "fetch_kolibri", "arguments": {}}}
-_NOTATION: Final = re.compile(f"""['"]text['"]: ?['"]{TRIAL_WORD}""")  # a list of parts written down as such is not read
-_USER: Final = {"role": "user", "content": "Hello."}
-_TRIALS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {  # by role; the first one is that of all conversations
-    "user": [{"role": "user", "content": TRIAL_WORD}],
-    "system": [{"role": "system", "content": TRIAL_WORD}, _USER],
-    "assistant": [_USER, {"role": "assistant", "content": TRIAL_WORD}, _USER],
-    "tool": [
-        _USER,
-        {"role": "assistant", "content": "", "tool_calls": [_TRIAL_CALL]},
-        {"role": "tool", "content": TRIAL_WORD, "tool_call_id": "call00000", "name": "fetch_kolibri"},
-    ],
-}
 _START_S = 10.0  # for the child to start on a busy machine; not a bound on templates
 _GRACE_S = 0.4  # after its own alarm the child is killed from outside
 _CLOSE_S = 2.0
@@ -73,22 +55,6 @@ class RenderedChat(str):
     def cut(self, length: int) -> RenderedChat:
         """Its first characters."""
         return RenderedChat(self[:length], [(begin, min(end, length)) for begin, end in self.request_runs if begin < length])
-
-
-class _EndlessTrial(Exception):
-    """A trial exceeded a limit: others would take as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateFacts:
-    """What a template does, seen by trial. `takes_parts`: roles whose content it shows as a list of parts only; `reads_parts`: as
-    such a list, too.
-    """
-
-    takes_parts: frozenset[str]
-    reads_parts: frozenset[str]
-    shows_tools: bool
-    variables: frozenset[str]  # names that it looks at
 
 
 class ChatTemplate:
@@ -137,17 +103,7 @@ class ChatTemplate:
     def facts(self) -> TemplateFacts:
         """What it does with content as a text and as parts, and with tools. Raises CheckpointError if it cannot be used."""
         self.check()
-        takes_parts: set[str] = set()
-        reads_parts: set[str] = set()
-        shows_tools = False
-        with contextlib.suppress(_EndlessTrial):
-            for role in _TRIALS:
-                as_text, in_parts = self._tried(role, takes_parts), self._tried(role, takes_parts | {role})
-                if TRIAL_WORD in in_parts and not _NOTATION.search(in_parts):
-                    takes_parts |= set() if TRIAL_WORD in as_text else {role}
-                    reads_parts |= {role} if as_text == in_parts or role in takes_parts else set()
-            shows_tools = _TRIAL_TOOL["function"]["name"] in self._tried("user", takes_parts, tools=[_TRIAL_TOOL])
-        return TemplateFacts(frozenset(takes_parts), frozenset(reads_parts), shows_tools, self._variables)
+        return facts_of(self.render, self._variables)
 
     def render(
         self,
@@ -184,19 +140,6 @@ class ChatTemplate:
         if kind == "limit":
             raise RequestError("chat_template_limit", f"rendering the chat template was stopped: {answer}")
         raise RequestError("chat_template_failed", f"the chat template failed on this conversation: {answer}")
-
-    def _tried(self, role: str, takes_parts: Set[str], tools: Any = None) -> str:
-        """The prompt of a trial conversation with a message of this role; empty if the template refuses it."""
-        messages = [
-            {**message, "content": as_parts(message["content"]) if message["role"] in takes_parts else message["content"]}
-            for message in _TRIALS[role]
-        ]
-        try:
-            return self.render(messages, tools=tools)
-        except RequestError as error:
-            if error.code == "chat_template_limit":
-                raise _EndlessTrial from None
-            return ""
 
     def close(self) -> None:
         """End the child, if there is one. The template can be used again all the same."""
@@ -325,11 +268,6 @@ class ChatTemplate:
 
 class _Lost(Exception):
     """The child was ended or stopped by somebody else; the text says how."""
-
-
-def as_parts(content: object) -> object:
-    """Content as a list of parts, as some templates want it."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def continued(

@@ -103,8 +103,7 @@ class Tokenizer:
         # Fine-tuned models often end with a token that their config.json does not know; eot_token, of CodeLlama, ends what fills
         # the middle.
         ends = [tokenizer.special_tokens.get(name, "") for name in ("eos_token", "eot_token")]
-        ends += CHANNEL_ENDS if tokenizer.has_channels else ()
-        for token in (*ends, *end_names(tokenizer.special_texts)):
+        for token in (*ends, *(CHANNEL_ENDS if tokenizer.has_channels else end_names(tokenizer.special_texts))):
             end = tokenizer.id_of(token)
             if end is not None and end not in tokenizer.eos_ids and len(tokenizer.eos_ids) < MAX_EOS_IDS:
                 tokenizer.eos_ids += (end,)

@@ -15,7 +15,8 @@ from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.planning import encode_prompt
 from kog_dist.gateway.openai.served import ChatRenderer, ServedModel
 from kog_dist.gateway.openai.unseen import MOST_NAMED, unseen_fields
-from kog_dist.model.chat_template import RenderedChat, as_parts, continued
+from kog_dist.model.chat_template import RenderedChat, continued
+from kog_dist.model.template_trials import as_parts, with_text_arguments
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.strict_json import parse_json
 
@@ -100,7 +101,9 @@ def _check_continued(messages: Sequence[ChatMessage], param: str, is_enforced: b
 
 
 def _in_form(message: dict[str, Any], given: ChatMessage, template: ChatRenderer) -> dict[str, Any]:
-    """The message with its content as a text or in parts, as the template shows it."""
+    """The message as the template shows it: its content as a text or in parts, arguments of calls as an object or a text."""
+    if template.facts.takes_text_arguments:
+        message = with_text_arguments(message)
     role, content = message["role"], message["content"]
     if role in template.facts.reads_parts and isinstance(given.content, list) and content == _text_of(given):
         return {**message, "content": [{"type": "text", "text": part.text} for part in given.content]}

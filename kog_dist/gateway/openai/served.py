@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kog_dist.gateway.reading.styles import Style, style_of
-from kog_dist.model.chat_template import RenderedChat, TemplateFacts
+from kog_dist.model.chat_template import RenderedChat
 from kog_dist.model.generation_config import OPENAI_DEFAULTS
+from kog_dist.model.template_trials import TemplateFacts
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.sampling_params import SamplingParams
 

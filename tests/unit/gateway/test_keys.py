@@ -17,7 +17,8 @@ from kog_dist.config import API_KEY_FORM, LaunchConfig
 from kog_dist.errors import ConfigError
 from kog_dist.gateway.body_reader import SMALL_BYTES
 from kog_dist.gateway.keys import MAX_FILE_BYTES, MAX_KEYS, ApiKeys, check_key, keys_of, read_key_file, read_keys, write_keys
-from kog_dist.model.chat_template import RenderedChat, TemplateFacts
+from kog_dist.model.chat_template import RenderedChat
+from kog_dist.model.template_trials import TemplateFacts
 from tests.unit.gateway.scripted_engine import JSON, RunningGateway, ScriptedEngine, client, gateway, says
 
 ALICE, BOB = "alice-alice-alice", "bob-bob-bob-bob"
@@ -211,7 +212,7 @@ def test_kept_texts_are_found_by_the_key_s_salt(
 
     class Template:
         source = tool_source = ""
-        facts = TemplateFacts(frozenset(), frozenset(), shows_tools=True, variables=frozenset())
+        facts = TemplateFacts(shows_tools=True)
 
         def render(self, messages: Any, **_: Any) -> RenderedChat:
             return RenderedChat(messages[0]["content"])

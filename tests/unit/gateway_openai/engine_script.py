@@ -9,8 +9,9 @@ from typing import Any
 
 from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.reply import Planned
-from kog_dist.model.chat_template import RenderedChat, TemplateFacts
+from kog_dist.model.chat_template import RenderedChat
 from kog_dist.model.template_sandbox import RaisedByTemplate, make_environment, render_marked
+from kog_dist.model.template_trials import TemplateFacts
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Accepted, Done, FinishReason, Generate, PrefillProgress, PromptLogprobs, Tokens
 
@@ -49,9 +50,7 @@ class TemplateTwin:
         self.source = self.tool_source = source
         self._environment = make_environment()
         self._template = self._environment.from_string(source)
-        self.facts = TemplateFacts(
-            frozenset(), frozenset(), shows_tools="tools" in source, variables=frozenset({"reasoning_effort"})
-        )
+        self.facts = TemplateFacts(shows_tools="tools" in source, variables=frozenset({"reasoning_effort"}))
 
     def render(
         self,

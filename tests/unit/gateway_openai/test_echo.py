@@ -119,7 +119,7 @@ def test_the_middle_is_asked_for_as_the_model_learnt_it(base_model: ServedModel,
 
 
 def test_the_middle_of_sentencepiece_has_no_blanks_of_its_own(base_model: ServedModel) -> None:
-    served = with_tokens(base_model, Tokenizer(library_like("byte fallback").to_str()), "▁<PRE>", "▁<SUF>", "▁<MID>")
+    served = with_tokens(base_model, Tokenizer(library_like("byte-fallback").to_str()), "▁<PRE>", "▁<SUF>", "▁<MID>")
     tokenizer = served.tokenizer
     assert tokenizer is not None
     (message,) = plan_completion({"prompt": "def x", "suffix": "x(y)"}, served).generates

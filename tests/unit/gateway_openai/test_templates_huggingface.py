@@ -198,6 +198,18 @@ def test_calls_that_a_template_leaves_out_are_named(serve: Serve) -> None:
     assert planned(serve(CALLS), conversation).unseen == ()
 
 
+@pytest.mark.parametrize("shown", ["'json ' + c.function.arguments", "c.function.arguments", "c.function.arguments | string"])
+def test_arguments_are_a_text_where_the_template_wants_one(serve: Serve, theirs: Any, shown: str) -> None:
+    """DeepSeek-R1's template breaks on an object; others would write it down as Python does."""
+    template = CALLS.replace("c.function | tojson", f"c.function.name ~ ' ' ~ ({shown})")
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Zürich"}'}}
+    answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    conversation = [USER, answer, {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
+    found = planned(serve(template), conversation)
+    assert ids_of(found) == theirs(template, conversation)
+    assert found.unseen == ()
+
+
 def test_a_base_model_is_shown_no_tools(base_model: ServedModel) -> None:
     assert planned(base_model, [USER], tools=[TOOL]).unseen == ("tools",)
     assert plan_response({"input": TEXT, "tools": [{"type": "function", **TOOL["function"]}]}, base_model).unseen == ("tools",)  # type: ignore[dict-item]
