@@ -24,6 +24,7 @@ MAX_GIB = 4096
 _QUANTIZE_CACHE_BYTES = 64 << 30  # of all models, unless told otherwise
 MAX_FILE_BYTES, MAX_NESTED, MAX_DOTS = 2**16, 64, 256  # of a file of settings; dots in a line
 _ORIGIN = re.compile(r"https?://[^/?#\s]+")
+_SERVED_NAME = re.compile(r"[A-Za-z0-9._:/*-]{1,200}")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 _PORT = (0, 65535)
 _SECONDS = (0.0, MAX_TIMEOUT_S)  # settings that are numbers with a fraction are all seconds, and more than 0
@@ -105,6 +106,7 @@ class LaunchConfig:
     log_dir: str | None = _setting(None, "Folder for one log per process and exit.json. Default: one of this user.")
     log_format: str = _setting("text", "Of the HTTP gateway's log: {choices}.", choices=("text", "json"))
     log_prompts: bool = _setting(False, "Log prompts and answers, too.")
+    served_model_name: str | None = _setting(None, "Its names for requests: A,B,..., the first shown; claude-*: a pattern.")
     reasoning_parser: str = _setting(
         "auto", "How thoughts are told from answers: {choices}.",
         choices=("auto", "think", "deepseek_r1", "mistral", "channels", "none"),
@@ -153,11 +155,21 @@ class LaunchConfig:
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"cors_origin {origin!r} must be like https://example.org, without a path, or *")
+        for name in self.served_names:
+            if not _SERVED_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"served_model_name {name!r} must have letters, digits and ._:/- alone, at most 200, and * in a pattern"
+                )
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
         """The web pages that may use the service."""
         return tuple(filter(None, map(str.strip, (self.cors_origin or "").split(","))))
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What HTTP requests may call the model, besides its own name."""
+        return tuple(filter(None, map(str.strip, (self.served_model_name or "").split(","))))
 
     @property
     def quantize_cache_bytes(self) -> int:

@@ -117,7 +117,7 @@ class HttpGateway:
                 key_file=None if engine.key_file is None else str(engine.key_file),
                 model=None if engine.model_folder is None else str(engine.model_folder), model_name=engine.model_name,
                 quantize=settings.quantize, quantize_head=settings.quantize_head,
-                cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout,
+                served_names=settings.served_names, cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout,
                 stall_s=settings.stall_timeout, log_format=settings.log_format, log_prompts=settings.log_prompts,
                 page_fd=page.fd, unknown_fields=settings.unknown_fields, share_prefixes=settings.share_prefixes,
                 special_tokens_in_content=settings.special_tokens_in_content, terminal_fd=terminal_fd, ends_with_engine=True,

@@ -25,7 +25,7 @@ _OF_THE_FLEET = {  # settings that concern all replicas together
     "ray_address", "instance", "log_dir", "gpus", "model", "http", "host", "port", "api_key", "api_key_file", "cors_origin",
     "share_prefixes", "http_socket", "log_format", "log_prompts", "unknown_fields", "quiet",
     "special_tokens_in_content",
-    "reasoning_parser", "tool_parser",
+    "reasoning_parser", "tool_parser", "served_model_name",
 }  # fmt: skip
 
 

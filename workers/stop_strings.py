@@ -24,7 +24,13 @@ class StopFilter:
         self._held = ""
         self._marks: dict[str, str] = {}  # of special tokens, by their names; empty for those that no stop string has
         self._unmarked: dict[int, None] = {}
-        self.stopped = False
+        self._names = {stop: stop for stop in self._stops}  # what each was given as
+        self.stopped_by: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has occurred."""
+        return self.stopped_by is not None
 
     @property
     def has_stops(self) -> bool:
@@ -49,7 +55,9 @@ class StopFilter:
         if special not in self._marks:
             named = [stop for stop in self._stops if special in stop]
             mark = chr(self._FIRST_MARK + len(self._unmarked)) if named else ""
-            self._stops += tuple(stop.replace(special, mark) for stop in named)
+            marked = {stop.replace(special, mark): self._names[stop] for stop in named}
+            self._stops += tuple(marked)
+            self._names = marked | self._names
             self._marks[special] = mark
             self._unmarked |= dict.fromkeys(map(ord, mark))
         return self._marks[special]
@@ -58,10 +66,11 @@ class StopFilter:
         if self.stopped:
             return ""
         text = self._held + piece
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            _, start, stop = min(found)
+            self.stopped_by, self._held = self._names[stop], ""
+            return text[:start]
         num_held = self._num_held(text)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

@@ -132,6 +132,7 @@ class RequestStream:
             num_prompt_tokens=len(self.request.prompt),
             num_generated_tokens=self.num_tokens,
             num_cached_tokens=self.request.kv.num_cached,
+            stop_string=self._stop_filter.stopped_by if reason is FinishReason.STOP else None,
             **asdict(self.timings.figures(now_ns)),
         )
 

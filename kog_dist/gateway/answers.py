@@ -60,7 +60,7 @@ class AnswerResponse(Response):
     async def _stream(self, exchange: Exchange, send: Send, write_now: Callable[[bytes], bool] | None) -> int:
         await exchange.opened(self._service.limits.accept_s)
         if exchange.refusal is not None:
-            await send_error(send, exchange.refusal)
+            await send_error(send, exchange.refusal, self._endpoint)
             return exchange.refusal.status
         if exchange.is_abandoned:
             return CLIENT_GONE
@@ -84,7 +84,7 @@ class AnswerResponse(Response):
                 return CLIENT_GONE
             body = json.dumps(exchange.reply.whole(), ensure_ascii=False).encode("utf-8", "replace")
         except ApiError as error:
-            await send_error(send, error)
+            await send_error(send, error, self._endpoint)
             return error.status
         headers = [
             (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *self._told(exchange),

@@ -22,7 +22,7 @@ from kog_dist.gateway.metrics import CONTENT_TYPE
 from kog_dist.gateway.openai.errors import SERVER, ApiError
 from kog_dist.gateway.openai.planning import check_model
 from kog_dist.gateway.openai.reply import Planned
-from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.openai.served import DEFAULT_ALIAS, ServedModel
 from kog_dist.gateway.pages import INDEX, Pages
 from kog_dist.gateway.readiness import RETRY_AFTER_S
 from kog_dist.gateway.service import Service
@@ -81,16 +81,20 @@ def _models(service: Service) -> Iterator[Route]:
     def cards() -> list[dict[str, Any]]:
         if service.served is None:
             raise not_serving(service.readiness.health())
-        return [service.served.card()]
+        named = [name for name in service.served.names if name != DEFAULT_ALIAS]
+        return [service.served.card(name) for name in named]
 
     async def list_models(_request: Request) -> Response:
-        return json_response({"object": "list", "data": cards()})
+        found = cards()
+        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"], "has_more": False}  # Anthropic's
+        return json_response({"object": "list", "data": found, **ends})
 
     async def one_model(request: Request) -> Response:
-        card = cards()[0]
+        cards()
         assert service.served is not None
-        check_model(request.path_params["name"], service.served)
-        return json_response(card)
+        name = request.path_params["name"]
+        check_model(name, service.served)
+        return json_response(service.served.card(None if name == DEFAULT_ALIAS else name))
 
     yield _route("GET", "/v1/models", list_models)
     yield _route("GET", "/v1/models/{name:path}", one_model)

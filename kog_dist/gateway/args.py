@@ -27,6 +27,7 @@ class GatewayArgs(JsonArguments):
     model: str | None = None  # folder of the checkpoint, for its tokenizer and chat template
     quantize: str = "none"  # what its weights are rounded to while they are loaded
     quantize_head: str = "none"  # and its LM head
+    served_names: tuple[str, ...] = ()  # what requests may call it besides
     model_name: str = ""  # what users call it, while the engine has not said so
     cors_origins: tuple[str, ...] = ()
     drain_s: float = 10.0  # for running answers after a stop was asked for

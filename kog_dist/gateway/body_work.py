@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 from kog_dist.gateway import tokens
+from kog_dist.gateway.anthropic.messages import count_tokens, plan_messages
 from kog_dist.gateway.openai.body import read_body
 from kog_dist.gateway.openai.chat import plan_chat
 from kog_dist.gateway.openai.completions import plan_completion
@@ -20,8 +21,13 @@ PLANS: Final[Mapping[str, Plan]] = {
     "/v1/chat/completions": plan_chat,
     "/v1/completions": plan_completion,
     "/v1/responses": plan_response,
+    "/v1/messages": plan_messages,
 }
-TOKENS: Final[Mapping[str, Work]] = {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
+TOKENS: Final[Mapping[str, Work]] = {
+    "/tokenize": tokens.tokenize,
+    "/detokenize": tokens.detokenize,
+    "/v1/messages/count_tokens": count_tokens,
+}
 
 
 def read(path: str, raw: bytes, served: ServedModel, key_scope: str = "") -> Planned | bytes:

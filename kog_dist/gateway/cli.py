@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 # Flags that mean the same for `kog-launch`; there they are settings of a file and of the environment, too.
 SHARED = (
     "host", "port", "http_socket", "api_key", "api_key_file", "share_prefixes", "shutdown_timeout", "log_format", "log_prompts",
-    "unknown_fields", "special_tokens_in_content", "reasoning_parser", "tool_parser",
+    "unknown_fields", "special_tokens_in_content", "reasoning_parser", "tool_parser", "served_model_name",
 )  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def gateway(
         listen_fd=listening.listener.detach(), host=listening.host, key_fd=write_keys(keys),
         instance_folder=str(instances_root() / _name(instance)) if key_file is None else None,
         key_file=None if key_file is None else str(key_file), model=None if model is None else str(_folder(model)),
+        served_names=settings.served_names,
         cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, log_format=settings.log_format,
         log_prompts=settings.log_prompts, unknown_fields=settings.unknown_fields, share_prefixes=settings.share_prefixes,
         special_tokens_in_content=settings.special_tokens_in_content,

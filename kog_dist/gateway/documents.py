@@ -8,6 +8,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from kog_dist import __version__
+from kog_dist.gateway.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from kog_dist.gateway.openai.chat_request import ChatRequest
 from kog_dist.gateway.openai.completion_request import CompletionRequest
 from kog_dist.gateway.openai.responses_request import ResponsesRequest
@@ -65,6 +66,7 @@ _ANSWERS: Final[dict[str, tuple[type[BaseModel], str]]] = {
     "/v1/chat/completions": (ChatRequest, "The next message of a conversation"),
     "/v1/completions": (CompletionRequest, "How a text goes on"),
     "/v1/responses": (ResponsesRequest, "An answer, in the form of OpenAI's newest API"),
+    "/v1/messages": (MessagesRequest, "The next message of a conversation, in the form of Anthropic's API"),
 }
 _TOKENS: Final[dict[str, tuple[type[BaseModel], str, dict[str, Any]]]] = {
     "/tokenize": (
@@ -81,6 +83,10 @@ _TOKENS: Final[dict[str, tuple[type[BaseModel], str, dict[str, Any]]]] = {
     "/detokenize": (
         DetokenizeRequest, "The text of token ids",
         {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+    ),
+    "/v1/messages/count_tokens": (
+        CountTokensRequest, "How many tokens a message's prompt has",
+        {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": {"type": "integer"}}},
     ),
 }  # fmt: skip
 _GETS: Final[dict[str, tuple[str, str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses: every one has OpenAI's body, whoever found it."""
+"""Errors as HTTP responses: every one has the body that clients of its path expect, whoever found it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kog_dist.gateway import documents
+from kog_dist.gateway.anthropic.errors import error_body
 from kog_dist.gateway.nearest_path import nearest_path
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 from kog_dist.gateway.readiness import RETRY_AFTER_S, Health
@@ -21,9 +22,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 MISTAKE: Final = ApiError(500, SERVER, "internal_error", None, "the gateway made a mistake; its log says where")
 
 
-def error_response(error: ApiError) -> Response:
-    """The response to an error."""
-    return Response(json.dumps(error.body()), error.status, error_headers(error), "application/json")
+def error_response(error: ApiError, path: str) -> Response:
+    """The response to an error, with the body that clients of this path expect."""
+    body = error_body(error) if path.startswith("/v1/messages") else error.body()
+    return Response(json.dumps(body), error.status, error_headers(error), "application/json")
 
 
 def error_headers(error: ApiError) -> dict[str, str]:
@@ -37,9 +39,9 @@ def error_headers(error: ApiError) -> dict[str, str]:
     return headers
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+async def send_error(send: Send, error: ApiError, path: str) -> None:
     """The same for plain ASGI."""
-    response = error_response(error)
+    response = error_response(error, path)
     await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": bytes(response.body)})
 
@@ -68,18 +70,18 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         )
     else:
         found = ApiError(error.status_code, INVALID_REQUEST, None, None, str(error.detail))
-    response = error_response(found)
+    response = error_response(found, request.url.path)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
     return response
 
 
-async def on_api_error(_request: Request, error: Exception) -> Response:
+async def on_api_error(request: Request, error: Exception) -> Response:
     """What an endpoint refuses."""
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
-async def on_mistake(_request: Request, _error: Exception) -> Response:
+async def on_mistake(request: Request, _error: Exception) -> Response:
     """What must not happen; the guard writes it to the log."""
-    return error_response(MISTAKE)
+    return error_response(MISTAKE, request.url.path)

@@ -86,7 +86,7 @@ class Guard:
         try:
             refusal = self._refusal(scope, headers, origin)
             if refusal is not None:
-                await send_error(send_on, refusal)
+                await send_error(send_on, refusal, scope["path"])
             elif scope["method"] == "OPTIONS" and origin and b"access-control-request-method" in headers:
                 await _answer_preflight(send_on, headers.get(b"access-control-request-headers", b""))
             else:
@@ -97,7 +97,7 @@ class Guard:
                 request_id=scope["kog.request_id"], where=_where(error),
             )  # fmt: skip
             if not started:
-                await send_error(send_on, MISTAKE)
+                await send_error(send_on, MISTAKE, scope["path"])
 
     # ---- decisions ----
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> ApiError | None:

@@ -20,7 +20,7 @@ from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.logs import Log
 from kog_dist.gateway.metrics import UNREAD, Metrics
 from kog_dist.gateway.model_files import read_model
-from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.openai.served import ServedModel, shown_name
 from kog_dist.gateway.readiness import Readiness
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.rpc.messages import StatusReport, Welcome
@@ -73,7 +73,8 @@ class Service:
         self.metrics.engine_facts(self.facts)
         self.welcome = welcome
         self.served = ServedModel(
-            name=welcome.model, aliases=(), max_context=welcome.max_context, vocab_size=welcome.vocab_size,
+            name=shown_name(self.args.served_names, welcome.model), aliases=(*self.args.served_names, welcome.model),
+            max_context=welcome.max_context, vocab_size=welcome.vocab_size,
             tokenizer=self.tokenizer, chat_template=self.chat_template, created=self.created, defaults=self._defaults,
             engine_takes_text=welcome.has_tokenizer, leaves_out_unknown=self.args.unknown_fields != "refuse",
             obeys_special_tokens=self.args.special_tokens_in_content == "allow",

@@ -43,6 +43,14 @@ def test_examples(stops: tuple[str, ...], pieces: list[str], expected: tuple[str
     assert run(stops, pieces) == expected
 
 
+def test_it_says_which_text_has_ended_the_answer() -> None:
+    stop_filter = StopFilter(("\n\n", "<|sep|>", "end"))
+    assert (stop_filter.push("the e"), stop_filter.stopped_by) == ("the ", None)
+    assert (stop_filter.push("nd\n\n"), stop_filter.stopped_by) == ("", "end")
+    named = StopFilter(("<|sep|>",))
+    assert (named.push("a", "<|sep|>"), named.stopped_by) == ("a", "<|sep|>")
+
+
 def test_possible_stop_text_is_withheld_until_it_is_decided() -> None:
     stop_filter = StopFilter(("</s>",))
     assert stop_filter.push("hi</") == "hi"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kog_dist.gateway.openai.chat_request import AllowedTools, ChatRequest, JsonSchemaFormat, NamedTool
@@ -30,14 +31,35 @@ from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, Rea
 from kog_dist.gateway.reading.reader import PlainText
 from kog_dist.gateway.reading.styles import Style
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.rpc.messages import Done, Tokens
+from kog_dist.rpc.messages import Done, Generate, Tokens
 
 __all__ = ["ChatReply", "ChatRequest", "plan_chat"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A chat that has been checked and rendered, whatever form its answer has."""
+
+    stamp: Stamp
+    generates: tuple[Generate, ...]
+    use: ToolUse
+    prompt_ids: Sequence[int]
+    unseen: tuple[str, ...]
 
 
 def plan_chat(body: object, served: ServedModel, key_scope: str = "") -> Planned:
     """The RPC requests and the reply of a chat. May take up to a second in the template's process. Raises ApiError."""
     request = asked(ChatRequest, body, served, key_scope)
+    plan = chat_plan(request, served, "chatcmpl-")
+    num_choices = len(plan.generates)
+    form = ReplyForm.of(plan.stamp, served.name, num_choices, num_choices, request.stream, request.stream_options)
+    names = TokenNames(served.tokenizer) if request.logprobs else None
+    reply = ChatReply(form, plan.use, names, served.tokenizer, plan.prompt_ids)
+    return Planned(plan.generates, form.stream, reply, request.left_out, plan.unseen)
+
+
+def chat_plan(request: ChatRequest, served: ServedModel, kind: str, *, cuts_limit: bool = False) -> ChatPlan:
+    """The RPC requests of a chat, and how its answer is read. `kind`: what ids begin with; `cuts_limit`: see `answer_limit`."""
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     answer_schema = format_schema(request.response_format, "response_format")
@@ -51,21 +73,17 @@ def plan_chat(body: object, served: ServedModel, key_scope: str = "") -> Planned
         is_enforced=is_enforced and served.has_channels,
     )  # fmt: skip
     begun = begin_answer(prompt.ids, thinking, served, is_enforced=is_enforced, is_new=ending is Ending.ANSWER)
-    num_choices = request.n or 1
-    stamp = Stamp.new("chatcmpl-")
+    stamp = Stamp.new(kind)
     conversation = conversation_of(request, beginning_of(request.messages))
     params = sampling_params(request, served, (request.top_logprobs or 0) if request.logprobs else None)
     limits = request.max_tokens, request.max_completion_tokens
     fields = {
         **begun.fields(),
-        "max_tokens": answer_limit(limits, len(begun.prompt_ids), served, "messages"),
+        "max_tokens": answer_limit(limits, len(begun.prompt_ids), served, "messages", cuts=cuts_limit),
         **use.fields(begun, answer_schema, served),
     }
-    generates = plan_choices("messages", request, stamp, [fields], num_choices, params, conversation)
-    form = ReplyForm.of(stamp, served.name, num_choices, num_choices, request.stream, request.stream_options)
-    names = TokenNames(served.tokenizer) if request.logprobs else None
-    reply = ChatReply(form, use.after(begun), names, served.tokenizer, begun.prompt_ids)
-    return Planned(generates, form.stream, reply, request.left_out, prompt.unseen)
+    generates = plan_choices("messages", request, stamp, [fields], request.n or 1, params, conversation)
+    return ChatPlan(stamp, generates, use.after(begun), begun.prompt_ids, prompt.unseen)
 
 
 def format_schema(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None, param: str) -> str | None:

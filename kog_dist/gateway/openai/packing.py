@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kog_dist.gateway.anthropic.message_reply import MessageReply
 from kog_dist.gateway.openai.chat import ChatReply
 from kog_dist.gateway.openai.chunks import ReplyForm
 from kog_dist.gateway.openai.completions import CompletionReply
@@ -38,8 +39,12 @@ def unpacked(
     """The inverse. `tokenizer`: of the served model, for the names of tokens."""
     recipe: dict[str, Any] = json.loads(reply)
     left_out, unseen = tuple(told["left_out"]), tuple(told["unseen"])
-    names = TokenNames(tokenizer) if recipe["has_names"] else None
+    names = TokenNames(tokenizer) if recipe.get("has_names") else None
     messages = tuple(_generate(frame) for frame in generates)
+    if "model" in recipe:
+        use, ids = _tool_use(recipe["use"]), messages[0].prompt_ids or ()
+        message = MessageReply(recipe["id"], recipe["model"], use, tokenizer, ids, stream=recipe["stream"])
+        return Planned(messages, recipe["stream"], message, left_out, unseen)
     if "outline" in recipe:
         use, ids = _tool_use(recipe["use"]), messages[0].prompt_ids or ()
         made: Reply = ResponseReply(recipe["outline"], use, names, tokenizer, ids, stream=recipe["stream"])
@@ -67,6 +72,8 @@ def _recipe(reply: Reply) -> dict[str, Any]:
     if isinstance(reply, ResponseReply):
         use, names = _parts(reply.use), reply.names is not None
         return {"outline": reply.outline, "use": use, "has_names": names, "stream": reply.stream}
+    if isinstance(reply, MessageReply):
+        return {"id": reply.id, "model": reply.model, "use": _parts(reply.use), "stream": reply.stream}
     assert isinstance(reply, ChatReply | CompletionReply)
     recipe = {"form": asdict(reply.form), "has_names": reply.has_names}
     if isinstance(reply, ChatReply):

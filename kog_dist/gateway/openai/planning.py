@@ -208,20 +208,22 @@ def encode_prompt(
     return ids
 
 
-def answer_limit(wanted: Sequence[int | None], num_prompt_tokens: int, served: ServedModel, param: str) -> int:
+def answer_limit(
+    wanted: Sequence[int | None], num_prompt_tokens: int, served: ServedModel, param: str, *, cuts: bool = False
+) -> int:  # fmt: skip
     """The smallest of the limits that the client gave, else what fits the context. Raises ApiError 400 if it does not fit.
 
-    MOST_TOKENS is no limit.
+    MOST_TOKENS is no limit. `cuts`: a limit that does not fit becomes what does, for clients that must name one.
     """
     room = served.max_context - num_prompt_tokens
     limit = min((given for given in wanted if given is not None and given < MOST_TOKENS), default=room)
-    if limit > room:
+    if limit > room and not cuts:
         raise _too_long(
             param,
             f"{num_prompt_tokens} prompt tokens and an answer of {limit} exceed the context of {served.max_context} tokens; "
             f"ask for at most {room}",
         )
-    return limit
+    return min(limit, room)
 
 
 def schema_text(schema: Mapping[str, Any], param: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
 from kog_dist.gateway.reading.styles import Style, style_of
@@ -37,9 +39,15 @@ class ChatRenderer(Protocol):
         """The prompt. Raises RequestError if the template refuses the messages, breaks on them or exceeds its limits."""
 
 
+def shown_name(names: Sequence[str], own: str) -> str:
+    """What a model is called that requests may call by `names`: the first that is no pattern, else its own."""
+    return next((name for name in names if "*" not in name), own)
+
+
 @dataclass(frozen=True)
 class ServedModel:
-    """The model behind the gateway. `max_context`: tokens of prompt and answer together. `created`: Unix time in seconds.
+    """The model behind the gateway. `aliases`: other names, and patterns with `*`. `max_context`: tokens of prompt and answer
+    together. `created`: Unix time in seconds.
 
     Without a tokenizer only `/v1/completions` works, with token ids, and with text where the engine has a tokenizer itself
     (`engine_takes_text`); without a chat template chats become plain text, as docs/openai.md says. `leaves_out_unknown`: see
@@ -63,17 +71,25 @@ class ServedModel:
 
     def answers_to(self, name: str | None) -> bool:
         """Whether a request for the model `name` is ours; one that names none is."""
-        return name is None or name in (self.name, DEFAULT_ALIAS, *self.aliases)
+        return name is None or name in self.names or any(fnmatchcase(name, alias) for alias in self.aliases if "*" in alias)
 
-    def card(self) -> dict[str, Any]:
-        """The entry of `/v1/models`."""
+    @property
+    def names(self) -> list[str]:
+        """All that it is called, patterns left out; its own first."""
+        return list(dict.fromkeys([self.name, *(alias for alias in self.aliases if "*" not in alias), DEFAULT_ALIAS]))
+
+    def card(self, name: str | None = None) -> dict[str, Any]:
+        """The entry of `/v1/models`, by one of its names."""
         return {
-            "id": self.name,
+            "id": name or self.name,
             "object": "model",
+            "type": "model",  # this and the next two are Anthropic's
+            "display_name": name or self.name,
+            "created_at": datetime.fromtimestamp(self.created, UTC).isoformat(),
             "created": self.created,
             "owned_by": "kog_dist",
             "max_model_len": self.max_context,
-            "aliases": sorted({DEFAULT_ALIAS, *self.aliases} - {self.name}),
+            "aliases": sorted({DEFAULT_ALIAS, *self.aliases} - {name or self.name}),
             "chat": self.chat_style,
         }
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from kog_dist.rpc.fields import array, checked, choice, flag, integer, number, optional, text
 from kog_dist.rpc.messages.checks import COUNT, ID, NAME, SECONDS, TEXT, BadMessage, Checked, tagged
 from kog_dist.rpc.messages.codes import EngineState, ErrorCode, FinishReason
-from kog_dist.rpc.messages.limits import MAX_ARRAY, MAX_FLOAT32
+from kog_dist.rpc.messages.limits import MAX_ARRAY, MAX_FLOAT32, MAX_STOP_BYTES
 from kog_dist.rpc.messages.status import StatusReport
 from kog_dist.runtime.stages import STAGES
 
@@ -131,6 +131,7 @@ class Done(Checked):
     num_cached_tokens: int = checked(COUNT, default=0)  # of the prompt, which were not prefilled again
     received_s: float | None = checked(optional(SECONDS), default=None)  # on the monotonic clock of the engine's machine
     stages_s: tuple[float | None, ...] = checked(array(optional(SECONDS), len(STAGES)), default=())  # one for each, or none
+    stop_string: str | None = checked(optional(text(1, MAX_STOP_BYTES)), default=None)  # that ended the answer
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)

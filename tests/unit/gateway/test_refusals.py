@@ -26,6 +26,19 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return dict(body["error"])
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_anthropics_clients_get_errors_of_their_form(http: httpx.Client, path: str) -> None:
+    for response, status, kind in (
+        (http.post(path, content=b"{", headers=JSON), 400, "invalid_request_error"),
+        (http.post(path, json={"model": "demo", "max_tokens": 1, "messages": []}), 400, "invalid_request_error"),
+        (http.get(path), 405, "invalid_request_error"),
+        (http.post(path, json={}, headers={"host": "evil.example"}), 403, "permission_error"),
+    ):
+        assert response.status_code == status
+        assert set(response.json()) == {"type", "error"}
+        assert response.json()["error"]["type"] == kind
+
+
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     assert "/openapi.json" in error_of(http.get("/v2/things"), 404)["message"]
     assert "/v1/completions" in error_of(http.get("/v1/completions"), 405)["message"]

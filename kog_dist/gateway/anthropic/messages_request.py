@@ -1,0 +1,172 @@
+"""The body of `/v1/messages`, and of `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import Field
+
+from kog_dist.gateway.openai.request_model import (
+    CACHE_CONTROL,
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_TOOLS,
+    FormatName,
+    ModelName,
+    Refusal,
+    RequestModel,
+    Schema,
+    StopString,
+    Temperature,
+    Tokens,
+    TopP,
+    ignored,
+)
+from kog_dist.rpc.messages import MAX_STOP_STRINGS
+
+ServerTool = Annotated[str, Field(pattern=r"^(web_search|web_fetch|code_execution|tool_search_tool|mcp_toolset|memory)")]
+_TEXT_ONLY: Final = "the model reads text only"
+
+
+class TextBlock(RequestModel):
+    """Words."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Any = ignored(CACHE_CONTROL)
+    citations: Any = ignored("nothing is cited")
+
+
+class MediaBlock(RequestModel):
+    """What a model that reads text cannot see: refused by its name where it is used."""
+
+    type: Literal["image", "document", "audio", "video", "search_result", "container_upload"]
+
+
+class ThinkingBlock(RequestModel):
+    """What an earlier answer thought; a template shows of it what its model wants to see again."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Any = ignored("thoughts are taken as they are")
+
+
+class RedactedThinkingBlock(RequestModel):
+    """A thought that only another service can read."""
+
+    type: Literal["redacted_thinking"]
+    data: Any = ignored("only who wrote it can read it")
+
+
+class ToolUseBlock(RequestModel):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(max_length=MAX_NAME)]
+    name: Annotated[str, Field(max_length=MAX_NAME)]
+    input: dict[str, Any]
+    cache_control: Any = ignored(CACHE_CONTROL)
+
+
+ResultBlock = Annotated[TextBlock | MediaBlock, Field(discriminator="type")]
+
+
+class ToolResultBlock(RequestModel):
+    """What a call gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[str, Field(max_length=MAX_NAME)]
+    content: str | Annotated[list[ResultBlock], Field(fail_fast=True)] | None = None
+    is_error: bool | None = None
+    cache_control: Any = ignored(CACHE_CONTROL)
+
+
+Block = Annotated[
+    TextBlock | MediaBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class Message(RequestModel):
+    """A turn. An assistant's that is last is gone on with."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
+
+
+class ToolDefinition(RequestModel):
+    """A function of the client's."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {}
+
+    name: FormatName
+    description: str | None = None
+    input_schema: Schema
+    type: Literal["custom"] | None = None
+    cache_control: Any = ignored(CACHE_CONTROL)
+    strict: Any = ignored("where arguments are enforced they follow the schema")
+    eager_input_streaming: Any = ignored("arguments are always streamed as they come")
+
+
+class AnyChoice(RequestModel):
+    """auto: the model decides; any: it must call; none: it must not."""
+
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedChoice(RequestModel):
+    """This tool must be called."""
+
+    type: Literal["tool"]
+    name: FormatName
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(RequestModel):
+    """Whether the model thinks before it answers, where its template lets one choose, and how many tokens at most."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Tokens | None = None
+    display: Any = ignored("thoughts are shown")
+
+
+_REFUSED: Mapping[str, Refusal] = {
+    "container": Refusal("nothing is run here"),
+    "mcp_servers": Refusal("the client talks to MCP servers", (None, [])),
+    "context_management": Refusal("send the messages that count", (None, {}, {"edits": []}), of_harmless=True),
+    "output_format": Refusal("use /v1/chat/completions with response_format", (None, {})),
+    "n": Refusal("there is one answer", (None, 1)),
+}
+
+
+class CountTokensRequest(RequestModel):
+    """What of a request becomes the prompt."""
+
+    inert: ClassVar[frozenset[str]] = frozenset({"tool_choice", "max_tokens"})
+
+    model: ModelName
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[AnyChoice | NamedChoice, Field(discriminator="type")] | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """A conversation to be answered. `top_k`, `temperature`, `top_p`: the model's own where they are left out."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = _REFUSED
+    inert: ClassVar[frozenset[str]] = frozenset()
+
+    max_tokens: Tokens = Field(description="Of the answer at most; what does not fit the context is cut to what does.")
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    metadata: Any = ignored("nobody is reported")
+    service_tier: Any = ignored("there is one")
+    inference_geo: Any = ignored("there is one place")
+    output_config: Any = ignored("the model does not know it")
+    speed: Any = ignored("there is one")
