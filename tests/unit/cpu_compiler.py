@@ -23,6 +23,7 @@ import pytest
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 COMMAND = ("g++", "-std=c++20", "-O1", "-ffp-contract=off", "-mf16c", "-w")
 SYSTEM = "system.h"  # beside a source, if there is one: the system's headers that it includes, a quarter of the compiler's time
+BOTH_TWINS = Path(__file__).parent / "both_twins"  # what kccl_twin/ and decode_twin/ share
 SOURCES = (".cpp", ".cu", ".cuh", ".h")
 KEPT = Path(__file__).parents[2] / "build" / "twins"
 KEPT_S = 86400.0  # since it was used last

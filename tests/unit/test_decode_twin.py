@@ -31,7 +31,7 @@ from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, ne
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from tests.unit.cpu_compiler import build, needs_compiler
+from tests.unit.cpu_compiler import BOTH_TWINS, build, needs_compiler
 
 TWIN = Path(__file__).parent / "decode_twin"
 pytestmark = needs_compiler
@@ -113,8 +113,8 @@ def twin_sources(generated: Mapping[str, str]) -> dict[str, str]:
 
 def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
     """Build `program`.cpp of decode_twin/ in a folder, with these sources beside its own."""
-    numbers = TWIN.parent / "e4m3_on_cpu.h"
-    for name, text in {**sources, **{path.name: path.read_text() for path in (numbers, *TWIN.iterdir())}}.items():
+    own = (TWIN.parent / "e4m3_on_cpu.h", *BOTH_TWINS.iterdir(), *TWIN.iterdir())
+    for name, text in {**sources, **{path.name: path.read_text() for path in own}}.items():
         (folder / name).write_text(text)
     build(folder / f"{program}.cpp", program)
 

@@ -20,7 +20,7 @@ from kog_dist.collectives.chain_reference import chain_totals
 from kog_dist.collectives.cuda_abi import abi_header
 from kog_dist.collectives.cuda_kernels import ChainShape, device_sources, handoff_header, ranks_header
 from kog_dist.collectives.handoff_reference import handoff_results
-from tests.unit.cpu_compiler import build, needs_compiler
+from tests.unit.cpu_compiler import BOTH_TWINS, build, needs_compiler
 
 TWIN = Path(__file__).parent / "kccl_twin"
 pytestmark = needs_compiler
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("twin")
     for name, text in {**device_sources(), "abi.cuh": abi_header()}.items():
         (made / name).write_text(text)
-    for path in TWIN.iterdir():
+    for path in (*BOTH_TWINS.iterdir(), *TWIN.iterdir()):
         shutil.copy(path, made)
     return made
 

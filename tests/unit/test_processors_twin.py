@@ -29,7 +29,7 @@ from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, REPORT_WORDS
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.processors import IN_PROMPT, ProcessedRequest, read_report, request_params
-from tests.unit.cpu_compiler import build, needs_compiler
+from tests.unit.cpu_compiler import BOTH_TWINS, build, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -83,11 +83,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         )
         for file_name, text in sources.items():
             (folder / file_name).write_text(text)
-        for source in ("kccl_twin", "processors_twin"):
-            shutil.copytree(Path(__file__).parent / source, folder, dirs_exist_ok=True)
+        for twin in (BOTH_TWINS, Path(__file__).parent / "kccl_twin", Path(__file__).parent / "processors_twin"):
+            shutil.copytree(twin, folder, dirs_exist_ok=True)
         heap_words = sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))
-        sizes = [f"-DKOG_TWIN_WORDS={shape.num_words}", f"-DKOG_TWIN_HEAP_WORDS={heap_words}"]
-        return build(folder / "processors.cpp", "processors", *sizes)
+        sizes = f"#define KOG_TWIN_WORDS {shape.num_words}\n#define KOG_TWIN_HEAP_WORDS {heap_words}\n"
+        (folder / "sizes.h").write_text(sizes)
+        return build(folder / "processors.cpp", "processors")
 
     return program
 

@@ -12,7 +12,7 @@ from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
-from tests.unit.cpu_compiler import build, needs_compiler
+from tests.unit.cpu_compiler import BOTH_TWINS, build, needs_compiler
 
 TWIN = Path(__file__).parent / "decode_twin"
 PROGRAM = (
@@ -38,7 +38,7 @@ def test_shared_memory_is_counted_to_the_last_member(shape: KernelShape, tmp_pat
     sources = {**device_sources(), **headers(shape), "ptx.cuh": (TWIN / "ptx.cuh").read_text(), "size.cpp": PROGRAM}
     assert f"<= {SHARED_BYTES}" in sources["layout.cuh"]
     sources["e4m3_on_cpu.h"] = (TWIN.parent / "e4m3_on_cpu.h").read_text()
-    sources["system.h"] = (TWIN / "system.h").read_text()
+    sources |= {path.name: path.read_text() for path in BOTH_TWINS.iterdir()}
     for name, text in sources.items():
         (tmp_path / name).write_text(re.sub(r"static_assert\(sizeof\(Shared\).*", "", text) if name == "layout.cuh" else text)
     program = build(tmp_path / "size.cpp", "size", "-O0")

@@ -5,6 +5,7 @@
 #include "system.h"
 
 #include "e4m3_on_cpu.h"
+#include "fiber_switch.h"
 
 #define __device__
 #define __global__
@@ -32,32 +33,11 @@ using u64 = unsigned long long;
 constexpr u32 kFullWarp = 0xffffffffu;
 }  // namespace kog
 
-// Saves the callee's registers on the stack, and goes on with another stack.
-asm(R"(
-.globl twin_switch
-twin_switch:
-    push %rbp
-    push %rbx
-    push %r12
-    push %r13
-    push %r14
-    push %r15
-    mov %rsp, (%rdi)
-    mov %rsi, %rsp
-    pop %r15
-    pop %r14
-    pop %r13
-    pop %r12
-    pop %rbx
-    pop %rbp
-    ret
-)");
-extern "C" void twin_switch(void** save, void* load);
-
 namespace twin {
 using kog::u32;
 using kog::u64;
-constexpr size_t kStackBytes = 32 << 10, kStacksBytes = size_t{1} << 30;
+constexpr size_t kStackBytes = 8 << 10, kStacksBytes = size_t{1} << 28;
+constexpr u64 kStackEnd = 0x5afe57ac6e0fbe17;  // stands there for as long as a stack was large enough
 constexpr u32 kMostPatience = 15;  // turns
 
 struct Warp {  // nobody is more than one operation ahead, so two sets of values are enough
@@ -108,7 +88,7 @@ inline void Warp::looked(bool has_come) {
     patience = has_come ? 0 : std::min(2 * patience + 1, most_patience);
     rests_until = std::max(rests_until, turns + patience);
 }
-inline void yield() { twin_switch(&current->stack_pointer, scheduler); }
+[[gnu::noinline]] inline void yield();
 inline const u64 (*collective(u64 a, u64 b = 0, u64 c = 0))[3] {
     Warp& warp = *current->warp;
     const u64 operation = current->num_operations++, half = operation & 1, all = 32 * (operation / 2 + 1);
@@ -139,6 +119,7 @@ inline char* stack_top(size_t i) {
     if ((i + 1) * kStackBytes > kStacksBytes) abort();
     return stacks + (i + 1) * kStackBytes;
 }
+inline u64& stack_end(size_t i) { return *reinterpret_cast<u64*>(stack_top(i) - kStackBytes); }
 inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const std::function<void()>& body) {
     bodies.push_back(std::make_unique<std::function<void()>>(body));
     const size_t block_bytes = (shared_bytes + 127) / 128 * 128;
@@ -152,10 +133,8 @@ inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const st
             Fiber& fiber = fibers.emplace_back();
             fiber.body = bodies.back().get(), fiber.warp = warps.back().get(), fiber.block = blocks.back().get();
             fiber.thread.x = t, fiber.block_idx.x = b;
-            // Where `ret` finds the entry; the stack is aligned as after a call.
-            void** at = reinterpret_cast<void**>(stack_top(fibers.size() - 1)) - 2;
-            *at = reinterpret_cast<void*>(enter);
-            fiber.stack_pointer = at - 6;
+            fiber.stack_pointer = twin_stack_pointer(stack_top(fibers.size() - 1), enter);
+            stack_end(fibers.size() - 1) = kStackEnd;
         }
     }
 }
@@ -163,28 +142,58 @@ inline u32 random() {
     unrest = unrest * 6364136223846793005ull + 1442695040888963407ull;
     return static_cast<u32>(unrest >> 33);
 }
-// Until all threads have ended; false if that takes too many turns.
-inline bool run(u64 most_turns) {
-    for (bool any = true; any; ++turns) {
-        any = false;
-        if (turns > most_turns) return false;
-        if (unrest)
-            for (auto& warp : warps)
-                if (random() % 64 == 0) warp->rests_until = turns + (1u << random() % 9);
-        Fiber* next = fibers.data();
-        for (auto& warp : warps) {
-            Fiber* fiber = next;
-            next += warp->num_threads;
-            if (warp->num_ended == warp->num_threads) continue;
-            any = true;
-            for (; fiber < next && warp->rests_until <= turns; ++fiber) {
-                if (fiber->ended || !fiber->can_go_on(turns)) continue;
-                fiber->waits_for = nullptr, fiber->barrier = nullptr;
-                current = fiber;
-                twin_switch(&scheduler, current->stack_pointer);
+inline u64 last_turn = 0;
+inline size_t warp_idx = 0;
+inline Fiber *position = nullptr, *next_warp = nullptr;  // the fiber that is looked at next, and behind its warp's last
+inline bool any_left = false;
+// The next turn, in which somebody has to be left.
+inline bool begin_turn() {
+    if (turns > last_turn) return false;
+    any_left = false, warp_idx = 0, position = next_warp = fibers.data();
+    if (unrest)
+        for (auto& warp : warps)
+            if (random() % 64 == 0) warp->rests_until = turns + (1u << random() % 9);
+    return true;
+}
+// Whose turn it is; null when all have ended, or when that has taken too many turns.
+inline Fiber* pick() {
+    while (true) {
+        if (warp_idx > 0) {
+            const Warp& warp = *warps[warp_idx - 1];
+            for (; position < next_warp && warp.rests_until <= turns; ++position)
+                if (!position->ended && position->can_go_on(turns)) return position++;
+        }
+        while (true) {
+            if (warp_idx == warps.size()) {
+                ++turns;
+                if (!any_left || !begin_turn()) return nullptr;
             }
+            const Warp& warp = *warps[warp_idx++];
+            position = next_warp, next_warp += warp.num_threads;
+            if (warp.num_ended == warp.num_threads) continue;
+            any_left = true;
+            break;
         }
     }
+}
+// From one fiber to the next, without a detour.
+inline void go_on(void** from) {
+    Fiber* to = pick();
+    void* load = scheduler;
+    if (to != nullptr) to->waits_for = nullptr, to->barrier = nullptr, load = to->stack_pointer;
+    if (to != nullptr && from == &to->stack_pointer) return;
+    current = to;
+    twin_switch(from, load);
+}
+inline void yield() { go_on(&current->stack_pointer); }
+// Until all threads have ended; false if that takes too many turns.
+inline bool run(u64 most_turns) {
+    last_turn = most_turns;
+    if (!begin_turn()) return false;
+    go_on(&scheduler);
+    for (size_t i = 0; i < fibers.size(); ++i)
+        if (stack_end(i) != kStackEnd) abort();
+    if (any_left) return false;
     fibers.clear(), warps.clear(), blocks.clear(), bodies.clear(), arena_used = 128, most_patience = kMostPatience;
     return true;
 }
@@ -436,12 +445,17 @@ void twin_mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     const auto pair = [](u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; };
     const auto* all = twin::collective(pair(a0, a1), pair(a2, a3), pair(b0, b1));
     const u32 group = laneid() >> 2, part = laneid() & 3;
+    const auto* rows = all + group * 4;
+    const auto *first_column = all + 2 * part * 4, *second_column = first_column + 4;
     for (u32 k = 0; k < 8; ++k) {  // pairs of k
-        for (u32 i = 0; i < 4; ++i) {
-            const u32 a = static_cast<u32>(all[group * 4 + (k & 3)][k >> 2] >> (i >> 1) * 32);
-            const u32 b = static_cast<u32>(all[(2 * part + (i & 1)) * 4 + (k & 3)][2] >> (k >> 2) * 32);
-            d[i] += Format::low(a) * Format::low(b) + Format::high(a) * Format::high(b);
-        }
+        const u64 a = rows[k & 3][k >> 2];  // of both rows
+        const u32 shift = (k >> 2) * 32;
+        const u32 b0 = static_cast<u32>(first_column[k & 3][2] >> shift), b1 = static_cast<u32>(second_column[k & 3][2] >> shift);
+        const float low0 = Format::low(b0), high0 = Format::high(b0), low1 = Format::low(b1), high1 = Format::high(b1);
+        const float low = Format::low(static_cast<u32>(a)), high = Format::high(static_cast<u32>(a));
+        const float low8 = Format::low(static_cast<u32>(a >> 32)), high8 = Format::high(static_cast<u32>(a >> 32));
+        d[0] += low * low0 + high * high0, d[1] += low * low1 + high * high1;
+        d[2] += low8 * low0 + high8 * high0, d[3] += low8 * low1 + high8 * high1;
     }
 }
 // m16n8k32 of bytes, unsigned by signed: likewise, four of k in a register.

@@ -2,18 +2,7 @@
 // one fiber at a time in an order that a seed decides. Stores reach memory late, in any order, and 16-byte stores in two halves:
 // all that the memory model allows to relaxed words. Only what KCCL's device code uses is here.
 #pragma once
-#include <ucontext.h>
-
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <random>
-#include <type_traits>
-#include <vector>
+#include "fiber_switch.h"
 
 #define __device__
 #define __forceinline__ inline
@@ -51,7 +40,7 @@ struct Block {
     std::vector<Fiber*> waiting;
 };
 struct Fiber {
-    ucontext_t context;
+    void* stack_pointer = nullptr;
     std::unique_ptr<char[]> stack;
     std::function<void()> body;
     Warp* warp = nullptr;
@@ -67,7 +56,7 @@ struct Store {
 };
 
 inline std::mt19937_64 random_bits;
-inline ucontext_t scheduler;
+inline void* scheduler = nullptr;
 inline Fiber* current = nullptr;
 inline std::vector<Fiber*> runnable;
 inline std::vector<Store> in_flight;
@@ -76,7 +65,7 @@ inline u64 now_ns = 1;
 inline std::vector<const void*> gpus;      // those that ever launched something
 inline const void* slow_gpu = nullptr;     // its threads hardly run; which one it is changes now and then
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+inline void yield() { twin_switch(&current->stack_pointer, scheduler); }
 inline void maybe_yield() {
     if (random_bits() % 4 == 0) yield();
 }
@@ -129,11 +118,12 @@ inline void sync_block() {
     }
 }
 
-inline void enter(u32 low, u32 high) {
-    Fiber* self = reinterpret_cast<Fiber*>(static_cast<uintptr_t>(low) | static_cast<uintptr_t>(high) << 32);
+inline void enter() {
+    Fiber* self = current;
     self->body();
     --*self->running;
     block_until_woken();  // for ever
+    abort();
 }
 
 // A launch on one GPU; call `run` afterwards. `running` counts its threads that have not ended.
@@ -159,11 +149,7 @@ struct Launch {
                 fiber->warp = warps.back().get(), fiber->block = blocks.back().get();
                 fiber->thread.x = t, fiber->block_idx.x = b, fiber->running = &running, fiber->gpu = this;
                 fiber->body = [body, b] { body(b); };
-                getcontext(&fiber->context);
-                fiber->context.uc_stack.ss_sp = fiber->stack.get(), fiber->context.uc_stack.ss_size = kStackBytes;
-                fiber->context.uc_link = nullptr;
-                const auto address = reinterpret_cast<uintptr_t>(fiber.get());
-                makecontext(&fiber->context, reinterpret_cast<void (*)()>(enter), 2, static_cast<u32>(address), static_cast<u32>(address >> 32));
+                fiber->stack_pointer = twin_stack_pointer(fiber->stack.get() + kStackBytes, enter);
                 runnable.push_back(fiber.get());
                 fibers.push_back(std::move(fiber));
             }
@@ -184,7 +170,7 @@ inline void step() {
         current = runnable[random_bits() % runnable.size()];
         if (current->gpu != slow_gpu) break;
     }
-    swapcontext(&scheduler, &current->context);
+    twin_switch(&scheduler, current->stack_pointer);
 }
 inline void flush() {
     while (!in_flight.empty()) deliver(0);

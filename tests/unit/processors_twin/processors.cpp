@@ -8,6 +8,7 @@
 #include "kernel_ptx.cuh"
 #include "sample_processors.cuh"
 #include "run.h"
+#include "sizes.h"
 
 using namespace twin;
 using namespace kog;

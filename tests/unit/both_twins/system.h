@@ -1,4 +1,4 @@
-// Headers of the system that the twin's programs need: cpu_compiler.py compiles them once for all.
+// Headers of the system that programs of twins need: cpu_compiler.py compiles them once for all.
 #pragma once
 #include <sys/mman.h>
 
@@ -11,8 +11,10 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <random>
 #include <set>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
