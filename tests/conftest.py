@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -10,6 +11,8 @@ from hypothesis import HealthCheck, Phase, settings
 
 from tests.core_seconds_of_tests import CoreSeconds
 
+# Imports of a thousand modules leave no garbage, and looking for some among them takes seconds: see `pytest_collection_finish`.
+gc.disable()
 # Threads that spin for each other take the cores from everything else: 64 tokens of the oracle took 44 s instead of 2 s on two
 # busy cores. Read when NumPy and torch are imported; children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +30,11 @@ settings.load_profile(os.environ.get("TESTS_HYPOTHESIS_PROFILE", "suite"))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CoreSeconds(), "core-seconds")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from kog_dist.errors import LaunchError
 from kog_dist.runtime import python_child
@@ -18,15 +17,35 @@ _READY_S, _POLL_S, _END_S = 30.0, 0.05, 10.0
 
 def marked_processes(mark: str) -> Iterator[tuple[int, list[str], dict[str, str]]]:
     """Pid, command line and environment of every other live process whose environment holds `mark` ("NAME=value")."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
+    own, begin = str(os.getpid()), mark.encode()
+    for pid in os.listdir("/proc"):
+        if pid.isdigit() and pid != own:
             with contextlib.suppress(OSError):  # it may end while it is looked at; a zombie has no environment
-                raw = (entry / "environ").read_bytes()
-                if mark.encode() in raw.split(b"\0"):
+                raw = _read(pid, "environ")
+                if begin in raw and begin in raw.split(b"\0"):
                     words = raw.decode(errors="replace").split("\0")
                     environ = {name: value for name, _, value in (word.partition("=") for word in words)}
-                    command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-                    yield int(entry.name), command, environ
+                    yield int(pid), command_line(int(pid)), environ
+
+
+def parents() -> Iterator[tuple[int, int, int]]:
+    """Of every live process its pid, its parent's, and when it started in clock ticks since boot."""
+    for pid in os.listdir("/proc"):
+        if pid.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent, *others = _read(pid, "stat").rpartition(b")")[2].split()
+                if state not in b"ZX":
+                    yield int(pid), int(parent), int(others[17])
+
+
+def command_line(pid: int) -> list[str]:
+    """Its words; none of a process of the kernel's, and of a zombie. OSError if it is gone."""
+    return _read(str(pid), "cmdline").decode(errors="replace").split("\0")[:-1]
+
+
+def _read(pid: str, name: str) -> bytes:
+    with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:  # thousands of times a second while somebody waits
+        return file.read()
 
 
 @contextlib.contextmanager

@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
-
-from kog_dist.bench.engine.processes import marked_processes
+from kog_dist.bench.engine.processes import command_line, marked_processes, parents
 from kog_dist.env import PREFIX
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.rpc.client import Client
@@ -30,7 +28,8 @@ from kog_dist.runtime.rank_env import read_rank_variables
 
 INSTANCE = "engine"
 _MARK = "ENGINE_SESSION"
-_POLL_S = 0.002
+_POLL_S, _MOST_S = 0.002, 0.02
+_PATIENCE = 3.0  # times what a look has taken
 _LAST_WORDS_S = 3.0
 
 
@@ -48,7 +47,7 @@ class EngineSession:
         self.folder = Path(tempfile.mkdtemp(prefix="kog-e-"))
         self.mark = uuid.uuid4().hex
         self._started: list[subprocess.Popen[bytes]] = []
-        self._bare: set[tuple[int, float]] = set()  # children without our variable: pid and start time
+        self._bare: set[tuple[int, int]] = set()  # children without our variable: pid and start time
 
     # ---- commands ----
     def environment(self) -> dict[str, str]:
@@ -146,12 +145,12 @@ class EngineSession:
         marked = list(marked_processes(f"{_MARK}={self.mark}"))
         pids = {pid for pid, *_ in marked}
         yield from marked
-        for child in psutil.process_iter(["pid", "ppid", "create_time", "cmdline"]):
-            found = child.info
-            key = (found["pid"], found["create_time"])
-            if (found["ppid"] in pids or key in self._bare) and found["pid"] not in pids and found["cmdline"]:
-                self._bare.add(key)
-                yield found["pid"], found["cmdline"], {}
+        for pid, parent, start in parents():
+            if pid not in pids and (parent in pids or (pid, start) in self._bare):
+                with contextlib.suppress(OSError):
+                    if command := command_line(pid):
+                        self._bare.add((pid, start))
+                        yield pid, command, {}
 
     def close(self) -> None:
         """Kill what is left and remove the folder."""
@@ -185,12 +184,17 @@ def running(*arguments: str) -> Iterator[tuple[EngineSession, Client]]:
 
 
 def until(condition: Callable[[], object], timeout_s: float, failure: Callable[[], str]) -> float:
-    """Poll until `condition` is true; returns the seconds it took. Raises TimedOut with the text of `failure`."""
-    begin_s = time.monotonic()
+    """Poll until `condition` is true; returns the seconds it took. Raises TimedOut with the text of `failure`.
+
+    Who waits for an engine leaves it most of a core: between two looks it sleeps longer than one takes.
+    """
+    begin_s = look_s = time.monotonic()
     while not condition():
-        if time.monotonic() - begin_s > timeout_s:
+        now_s = time.monotonic()
+        if now_s - begin_s > timeout_s:
             raise TimedOut(f"not after {timeout_s:g} s: {failure()}")
-        time.sleep(_POLL_S)
+        time.sleep(max(_POLL_S, min(_PATIENCE * (now_s - look_s), _MOST_S)))
+        look_s = time.monotonic()
     return time.monotonic() - begin_s
 
 
