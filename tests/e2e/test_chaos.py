@@ -17,6 +17,7 @@ from kog_dist.bench.engine.injection import FaultKind, Point, fault
 from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Tokens
+from tests.patience import slowness
 
 SLACK_S = 0.75  # for a loaded machine, on top of what is promised
 READY_S = 60.0
@@ -36,7 +37,7 @@ def sample() -> list[Cell]:
 def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
     model = tmp_path_factory.mktemp("chaos") / "model"
     write_model(model)
-    made = Chaos(model, 2, right_answers(model), seed=1, slack_s=SLACK_S)
+    made = Chaos(model, 2, right_answers(model), seed=1, slack_s=SLACK_S * slowness())
     yield made
     made.retire()
     assert not made.figures()["found"]

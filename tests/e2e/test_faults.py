@@ -21,16 +21,16 @@ from kog_dist.rpc.messages import ErrorCode, Tokens
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.runtime.instance import LEASE_FILE
 from tests.e2e.conftest import NUM_ENDLESS, without_progress
+from tests.patience import in_time
 
 RANKS = 4
-CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
 TOLD_S = 1.25 + 0.5  # the promise for one that is stopped; a loaded machine is slow
 NUM_BEHIND = 2000  # tokens; a socket holds a few hundred messages
-ENDED_S = 30.0  # for what has no promise of its own; a loaded machine is slow
+ENDED_S = 30.0  # the promise, two seconds after the kill nothing is left, is that of tests/e2e/test_chaos.py
 
 
 def assert_clean(session: EngineSession) -> None:
-    until(lambda: not session.leftovers(), CLEAN_S + 1.0, lambda: f"left behind: {session.leftovers()}")
+    until(lambda: not session.leftovers(), ENDED_S, lambda: f"left behind: {session.leftovers()}")
 
 
 def kill_all_at_once(session: EngineSession, *roles: str) -> None:
@@ -73,7 +73,7 @@ def test_an_engine_whose_files_were_removed_ends(session: EngineSession, tiny_mo
             token_ids(events, NUM_ENDLESS)
         took_s = time.monotonic() - begin_s
         assert caught.value.code is ErrorCode.ENGINE_LOST
-        assert took_s < 3.0, f"the client was told after {took_s:.2f} s"
+        assert in_time(took_s, 3.0), f"the client was told after {took_s:.2f} s"
     assert launcher.wait(ENDED_S) == 4
     assert_clean(session)
     what = {"folder": f"instance folder {folder}", "lease": f"lease {folder}/lease", "socket": f"socket file {folder}/rpc.sock"}
@@ -247,7 +247,7 @@ def test_clients_of_a_stopped_coordinator_are_told_in_time(session: EngineSessio
             token_ids(events, NUM_ENDLESS)
         took_s = time.monotonic() - begin_s
         assert caught.value.code == ErrorCode.ENGINE_LOST
-        assert took_s < TOLD_S, f"the client was told after {took_s:.2f} s"
+        assert in_time(took_s, TOLD_S), f"the client was told after {took_s:.2f} s"
     assert launcher.wait(ENDED_S) == 5
     assert_clean(session)
     [sentence] = without_progress(session.output()).splitlines()
@@ -369,7 +369,7 @@ def test_next_start_sweeps_what_nobody_could_remove(session: EngineSession, tiny
     session.connect().close()
     kill_all_at_once(session, "reaper", "coordinator", "launcher")
     launcher.wait(ENDED_S)
-    until(lambda: not session.survivors(), CLEAN_S, lambda: f"{session.survivors()}")
+    until(lambda: not session.survivors(), ENDED_S, lambda: f"{session.survivors()}")
     assert session.instance_folder.exists(), "the test is about a folder that is left behind"
     done = session.run("kog_dist.launch.cli", [str(tiny_model), "--ranks=1", "--prompt-ids=1", "--max-tokens=1"])
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ import pytest
 
 from kog_dist.bench.engine.session import EngineSession, engine_session, until
 from tests.e2e.http_engine import ENDED_S, READY_S, HttpEngine, http_engine, texts
+from tests.patience import in_time, slowness
 
 PROMPT = "def add(a, b):"
 ASK = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
@@ -44,7 +45,7 @@ def test_a_second_start_on_the_port_fails_at_once_and_names_the_first(served: Ht
     assert f"it is in use by process {served.launcher.pid} (" in done.stderr
     assert "kog_dist.launch.cli" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert took_s < 6.0, "0.9 s where little else runs, nearly all of it for Python to start"
+    assert in_time(took_s, 6.0), "0.9 s where little else runs, nearly all of it for Python to start"
     assert served.http.get("/readyz").status_code == 200
 
 
@@ -109,11 +110,11 @@ def test_a_gateway_that_is_lost_comes_back_and_the_engine_is_not_harmed(
         lost_s = time.monotonic()
         with pytest.raises(httpx.HTTPError):
             list(lines)
-        assert time.monotonic() - lost_s < told_s
+        assert in_time(time.monotonic() - lost_s, told_s)
     begin_s = time.monotonic()
     assert served.http.get("/readyz", timeout=READY_S).status_code == 200, "the port was never free: this waited for the new one"
-    assert time.monotonic() - begin_s < 20.0
-    until(lambda: served.announced()["pid"] != pid, 5.0, lambda: "the new one answers, and has not announced itself")
+    assert in_time(time.monotonic() - begin_s, 20.0)
+    until(lambda: served.announced()["pid"] != pid, ENDED_S, lambda: "the new one answers, and has not announced itself")
     assert served.session.processes()["coordinator"] == engine_pid
     assert f"the gateway (pid {pid}) ended: {why}" in served.session.output()
     assert served.http.post("/v1/completions", json=ASK).status_code == 200
@@ -146,14 +147,14 @@ def test_readiness_tells_of_a_lost_rank(session: EngineSession, signum: int, lim
             begin_s = time.monotonic()
             with contextlib.suppress(httpx.HTTPError):
                 assert served.http.get("/livez").status_code == 200
-                until(lambda: served.http.get("/readyz").status_code == 503, limit_s, lambda: "still ready")
-            assert time.monotonic() - begin_s < limit_s
+                until(lambda: served.http.get("/readyz").status_code == 503, limit_s * slowness(), lambda: "still ready")
+            assert in_time(time.monotonic() - begin_s, limit_s)
             frames = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert frames[-1]["error"]["code"] == "rank_failed", frames[-1]
         served.wait_state("ready", READY_S)
         served.launcher.send_signal(signal.SIGTERM)
         assert served.launcher.wait(ENDED_S) == 0
-    until(lambda: not session.leftovers(), 3.0, lambda: f"left behind: {session.leftovers()}")
+    until(lambda: not session.leftovers(), ENDED_S, lambda: f"left behind: {session.leftovers()}")
 
 
 def test_a_service_starts_its_engine_again_three_times(session: EngineSession, tiny_model: Path) -> None:
@@ -182,7 +183,7 @@ def test_a_service_starts_its_engine_again_three_times(session: EngineSession, t
         assert served.launcher.wait(ENDED_S) == 4
     assert f"{lost}it is not started again after 3 restarts in 10 min\n" in session.output()
     assert json.loads((logs / "exit.json").read_text(encoding="utf-8"))["reason"] == "rank_died"
-    until(lambda: not session.leftovers(), 3.0, lambda: f"left behind: {session.leftovers()}")
+    until(lambda: not session.leftovers(), ENDED_S, lambda: f"left behind: {session.leftovers()}")
 
 
 def test_a_stop_while_the_engine_starts_again_is_obeyed(session: EngineSession, tiny_model: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_stop_while_the_engine_starts_again_is_obeyed(session: EngineSession, 
         until(lambda: "starting it again" in session.output(), ENDED_S, session.output)
         served.launcher.send_signal(signal.SIGTERM)
         assert served.launcher.wait(ENDED_S) == 128 + signal.SIGTERM
-    until(lambda: not session.leftovers(), 3.0, lambda: f"left behind: {session.leftovers()}")
+    until(lambda: not session.leftovers(), ENDED_S, lambda: f"left behind: {session.leftovers()}")
 
 
 @pytest.mark.parametrize("victim", ["gateway", "launcher"])
@@ -202,7 +203,7 @@ def test_nothing_is_left_after_a_kill(session: EngineSession, tiny_model: Path, 
             served.launcher.send_signal(signal.SIGTERM)
         os.kill(pids[victim], signal.SIGKILL)
         assert served.launcher.wait(ENDED_S) == (0 if victim == "gateway" else -signal.SIGKILL)
-    until(lambda: not session.leftovers(), 3.0, lambda: f"left behind: {session.leftovers()}")
+    until(lambda: not session.leftovers(), ENDED_S, lambda: f"left behind: {session.leftovers()}")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{served.url}/livez", trust_env=False)
 
@@ -239,4 +240,4 @@ def test_one_service_in_front_of_replicas(session: EngineSession) -> None:
         assert served.http.post("/v1/completions", json=ASK).json()["choices"][0]["text"] == expected
         served.launcher.send_signal(signal.SIGTERM)
         assert served.launcher.wait(ENDED_S) == 0
-    until(lambda: not session.leftovers(), 3.0, lambda: f"left behind: {session.leftovers()}")
+    until(lambda: not session.leftovers(), ENDED_S, lambda: f"left behind: {session.leftovers()}")

@@ -10,7 +10,7 @@ import pytest
 
 from kog_dist.bench.engine.session import EngineSession, until
 
-READY_S, CLEAN_S = 60.0, 2.0
+READY_S, CLEAN_S = 60.0, 30.0
 FLEET = ("--replicas=1", "--max-replicas=1", "--min-replicas=1")
 
 

@@ -16,6 +16,7 @@ from kog_dist.rpc.messages import Done
 from kog_dist.runtime.http_file import HTTP_FILE
 from tests.e2e.conftest import NUM_ENDLESS, lines_of
 from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
+from tests.patience import slowness
 
 pytestmark = pytest.mark.alone
 RANKS = 2
@@ -35,7 +36,7 @@ def under_mpirun(session: EngineSession, flavour: str, num_ranks: int) -> None:
 
 
 def assert_clean(session: EngineSession) -> None:
-    until(lambda: not session.leftovers(), CLEAN_S + 1.0, lambda: f"left behind: {session.leftovers()}")
+    until(lambda: not session.leftovers(), (CLEAN_S + 1.0) * slowness(), lambda: f"left behind: {session.leftovers()}")
 
 
 def memory_of_mpich() -> set[Path]:
@@ -80,7 +81,7 @@ def test_kill_during_a_stream(session: EngineSession, tiny_model: Path, flavour:
         until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
         pid = launcher.pid if victim == "mpirun" else session.processes()[victim]
         os.kill(pid, signal.SIGKILL)
-        code = launcher.wait(ENDED_S)
+        code = launcher.wait(ENDED_S * slowness())
         assert_clean(session)
         with pytest.raises(RequestFailed):
             list(events)
@@ -100,7 +101,7 @@ def test_kill_during_startup(session: EngineSession, tiny_model: Path, flavour: 
     until(lambda: "rank 1" in session.processes(), LOADED_S, session.output)
     pid = session.processes()[victim]
     os.kill(pid, signal.SIGKILL)
-    assert launcher.wait(ENDED_S) != 0
+    assert launcher.wait(ENDED_S * slowness()) != 0
     assert_clean(session)
     if victim == "rank 1":
         (said,) = our_lines(session)
@@ -114,7 +115,7 @@ def test_stopped_host_cannot_hold_up_the_end(session: EngineSession, tiny_model:
     os.kill(session.processes()["host 1"], signal.SIGSTOP)
     pid = session.processes()["rank 1"]
     os.kill(pid, signal.SIGKILL)
-    assert launcher.wait(ENDED_S) != 0
+    assert launcher.wait(ENDED_S * slowness()) != 0
     assert_clean(session)
     assert our_lines(session) == [f"kog-launch: rank 1 (pid {pid}) was killed by SIGKILL while serving; the engine was stopped"]
 
@@ -134,7 +135,7 @@ def test_sigterm_to_mpirun_ends_all_in_order(session: EngineSession, tiny_model:
         else:
             with pytest.raises(RequestFailed, match="the engine was stopped before the answer was complete"):
                 list(events)
-        code = launcher.wait(ENDED_S)
+        code = launcher.wait(ENDED_S * slowness())
     assert_clean(session)
     assert our_lines(session) == []
     if flavour == "MPICH":

@@ -14,6 +14,7 @@ from kog_dist.bench.engine.session import EngineSession, running, until
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client, StreamEvent
 from kog_dist.rpc.messages import Done, PrefillProgress, Tokens
+from tests.patience import in_time
 
 OBEYED_S = 0.25  # the promise
 LONG_PROMPT = [1 + idx % 300 for idx in range(8000)]  # several seconds of prefill
@@ -54,7 +55,7 @@ def test_cancel_during_prefill_frees_the_ranks(engine: tuple[EngineSession, Clie
     assert "prefill" in session.run("kog_dist.rpc.cli", ["status", "--instance=engine"]).stdout
     events.close()  # cancels
     ids, digests, done = answer(client, [5, 6, 7])
-    assert done.queue_s < OBEYED_S, "the ranks had left the long prompt by then"
+    assert in_time(done.queue_s, OBEYED_S), "the ranks had left the long prompt by then"
     assert done.num_cached_tokens == 0
     events = client.generate(prompt_ids=LONG_PROMPT, max_tokens=4)
     assert follow_prefill(events, 1)[0].position > seen[2].position, "what was prefilled before the cancel counts"
@@ -85,5 +86,5 @@ def test_a_rank_that_dies_during_prefill_ends_the_request(engine: tuple[EngineSe
     with pytest.raises(RequestFailed) as failed:
         list(events)
     assert failed.value.code == "rank_failed"
-    assert time.monotonic() - begin_s < 4 * OBEYED_S  # looking for the rank's process takes a part of it
-    until(lambda: not session.leftovers(), 5.0, lambda: f"left behind: {session.leftovers()}")
+    assert in_time(time.monotonic() - begin_s, 4 * OBEYED_S)  # looking for the rank's process takes a part of it
+    until(lambda: not session.leftovers(), 30.0, lambda: f"left behind: {session.leftovers()}")

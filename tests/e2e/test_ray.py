@@ -26,6 +26,7 @@ from kog_dist.rpc.transport import Access
 from tests.e2e.children import is_hardened, plant
 from tests.e2e.conftest import NUM_ENDLESS, PLAIN_PROMPT, tokens_in
 from tests.e2e.ray_daemons import BIN, RayDaemons, ray_daemons
+from tests.patience import slowness
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'kog-dist[ray]'"
@@ -65,7 +66,7 @@ def engines_are_gone(daemons: RayDaemons, timeout_s: float) -> None:
 
 def has_ended(daemons: RayDaemons, generation: dict[str, int]) -> None:
     until(
-        lambda: not set(generation.values()) & set(daemons.engine_processes().values()), CLEAN_S + 1.0,
+        lambda: not set(generation.values()) & set(daemons.engine_processes().values()), (CLEAN_S + 1.0) * slowness(),
         lambda: f"of {generation} are left {daemons.engine_processes()}",
     )  # fmt: skip
 
@@ -101,7 +102,7 @@ def test_tokens_from_actors_that_import_nothing_from_the_working_directory(
     assert done.returncode == 0, done.stderr
     assert tokens_in(done.stdout) == plain_tokens
     assert not marker.exists()
-    engines_are_gone(daemons, CLEAN_S + 1.0)
+    engines_are_gone(daemons, (CLEAN_S + 1.0) * slowness())
 
 
 @pytest.mark.cluster
@@ -110,7 +111,7 @@ def test_tokens_from_a_job(job_daemons: RayDaemons, plain_tokens: list[int]) -> 
     submitted = ray_job(job_daemons, "submit", "--", "kog-launch", "--launcher", "ray", "--ranks", str(RANKS), *PLAIN_PROMPT)
     assert submitted.returncode == 0, submitted.stdout
     assert tokens_in(submitted.stdout) == plain_tokens
-    engines_are_gone(job_daemons, CLEAN_S + 1.0)
+    engines_are_gone(job_daemons, (CLEAN_S + 1.0) * slowness())
 
 
 def ask(session: EngineSession, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -147,7 +148,7 @@ def test_logs_and_stop_of_an_engine_on_another_node(daemons: RayDaemons, tiny_mo
         session.variables |= variables
     assert stopped.stdout.startswith("engine far has stopped after "), stopped.stderr
     assert launcher.wait(LOADED_S) == 0
-    engines_are_gone(daemons, CLEAN_S + 1.0)
+    engines_are_gone(daemons, (CLEAN_S + 1.0) * slowness())
 
 
 @pytest.mark.timeout(240)
@@ -164,7 +165,7 @@ def test_followed_logs_end_with_the_launcher_that_is_stopped_by_its_engines_name
     assert launcher.wait(LOADED_S) == 0
     assert following.wait(LOADED_S) == 0
     assert "SIGTERM: draining" in session.output("following", "out")
-    engines_are_gone(daemons, CLEAN_S + 1.0)
+    engines_are_gone(daemons, (CLEAN_S + 1.0) * slowness())
 
 
 def test_too_few_resources_are_named(daemons: RayDaemons) -> None:
@@ -174,7 +175,7 @@ def test_too_few_resources_are_named(daemons: RayDaemons) -> None:
     assert re.fullmatch(
         r"kog-launch: no place for the engine after 1\.5 s: needs 8 CPUs on one node, best node has 4 free \([\d.]+\)", last
     ), done.stderr
-    engines_are_gone(daemons, CLEAN_S + 1.0)
+    engines_are_gone(daemons, (CLEAN_S + 1.0) * slowness())
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_a_cancelled_job_finishes_the_running_request(job_daemons: RayDaemons) -
     assert isinstance(last, Done)
     assert last.finish_reason is FinishReason.LENGTH
     assert "kog-launch: SIGTERM: draining, at most 10 s" in ray_job(daemons, "logs", "serving").stdout
-    engines_are_gone(daemons, CLEAN_S + 1.0)
+    engines_are_gone(daemons, (CLEAN_S + 1.0) * slowness())
 
 
 def test_killed_launcher_leaves_nothing(daemons: RayDaemons, tiny_model: Path) -> None:
@@ -223,7 +224,7 @@ def test_killed_launcher_leaves_nothing(daemons: RayDaemons, tiny_model: Path) -
         with pytest.raises(RequestFailed) as caught:
             list(events)
     assert caught.value.code in (ErrorCode.ENGINE_LOST, ErrorCode.RANK_FAILED)  # Ray ends the actors in any order
-    engines_are_gone(daemons, CLEAN_S + 1.0)
+    engines_are_gone(daemons, (CLEAN_S + 1.0) * slowness())
 
 
 @pytest.mark.cluster
@@ -255,7 +256,7 @@ def test_every_loss_leads_to_a_new_generation(daemons: RayDaemons, tiny_model: P
         assert received[:40] == whole[: len(received)], "what was acknowledged is a prefix of the right answer"
         has_ended(daemons, {role: pid for role, pid in before.items() if role not in ("launcher", "reaper")})
     assert launcher.wait(LOADED_S) == 4
-    engines_are_gone(daemons, CLEAN_S + 1.0)
+    engines_are_gone(daemons, (CLEAN_S + 1.0) * slowness())
     said = [line for line in session.output("generations").splitlines() if "starting it again" in line or "not started" in line]
     assert [re.sub(r"\d+\)", "N)", line.removeprefix("kog-launch: ")) for line in (said[0], said[3])] == [
         "rank 1 (pid N) was killed by SIGKILL while serving; the engine was stopped; starting it again as generation 2",
@@ -272,4 +273,4 @@ def test_private_cluster(session: EngineSession, plain_tokens: list[int]) -> Non
     done = session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=ray", *PLAIN_PROMPT], timeout_s=100.0)
     assert done.returncode == 0, done.stderr
     assert tokens_in(done.stdout) == plain_tokens
-    until(lambda: not session.leftovers(), CLEAN_S + 1.0, lambda: f"left behind: {session.leftovers()}")
+    until(lambda: not session.leftovers(), (CLEAN_S + 1.0) * slowness(), lambda: f"left behind: {session.leftovers()}")

@@ -18,6 +18,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import TokenEvents, check_words, tokens_to_check, word_findings
 from kog_dist.workers.engines.cuda_device import kernel_shapes
+from tests.patience import in_time
 from tests.unit.test_decode_twin import SPEC
 from tests.unit.test_decode_twin import VARIANTS as PLAIN
 from tests.unit.test_expert_twin import VARIANTS as WITH_EXPERTS
@@ -28,7 +29,7 @@ REAL = SHAPES | {
     for (name, lanes, _), shape in OF_EXPERTS.items()
     for ranks in (1, 2, 4)
 }
-LONGEST_S = 20  # of the largest shape, which takes about one: a machine may be busy
+LONGEST_S = 20  # of the largest shape, which takes about one
 
 
 def shape_of(spec: ModelSpec, num_ranks: int = 1, **options: Any) -> KernelShape:
@@ -39,7 +40,7 @@ def shape_of(spec: ModelSpec, num_ranks: int = 1, **options: Any) -> KernelShape
 def test_shapes_that_people_run_are_accepted_soon(key: tuple[str, int, int]) -> None:
     start = time.monotonic()
     assert word_findings(REAL[key]) == ()
-    assert time.monotonic() - start < LONGEST_S
+    assert in_time(time.monotonic() - start, LONGEST_S)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

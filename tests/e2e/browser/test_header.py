@@ -10,6 +10,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.e2e.browser.replay_server import INFO, ReplayServer, Script
 from tests.e2e.browser.test_modules import evaluate
 from tests.e2e.browser.test_playground import run
+from tests.patience import in_time
 
 INK, SOFT = "rgb(22, 25, 29)", "rgb(86, 93, 102)"
 GREY = "() => [getComputedStyle(document.getElementById('engine-sentence')).color, document.body.hasAttribute('data-gone')]"
@@ -21,7 +22,7 @@ def shown_within(page: Page, words: str, limit_s: float) -> None:
     began_s = time.monotonic()
     expect(page.locator("#engine-sentence")).to_contain_text(words)
     took_s = time.monotonic() - began_s
-    assert took_s < limit_s, f"{words} after {took_s:.1f} s"
+    assert in_time(took_s, limit_s), f"{words} after {took_s:.1f} s"
 
 
 def test_the_header_names_size_format_devices_and_context(page: Page, server: ReplayServer) -> None:

@@ -14,6 +14,7 @@ import pytest
 from kog_dist.gateway.body_reader import SMALL_BYTES
 from kog_dist.gateway.limits import Limits
 from kog_dist.rpc.messages import Accepted, Alive, ErrorCode, FinishReason, PrefillProgress
+from tests.patience import in_time
 from tests.unit.gateway.scripted_engine import (
     WAIT_S,
     Received,
@@ -111,7 +112,7 @@ def test_a_lost_engine_is_one_error_and_the_next_engine_is_used(
         shared_engine.stop()
         begin_s = time.monotonic()
         rest = frames_of("\n".join(lines))
-        assert time.monotonic() - begin_s < 1.0
+        assert in_time(time.monotonic() - begin_s, 1.0)
     assert rest[-1]["error"]["code"] == "engine_lost"
     lost = http.get("/readyz")
     assert (lost.status_code, lost.json()["state"]) == (503, "failed")

@@ -19,6 +19,7 @@ from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.readiness import Readiness
 from kog_dist.rpc.messages import EngineState, FinishReason
 from kog_dist.runtime.http_file import HTTP_FILE
+from tests.patience import in_time
 from tests.unit.gateway.scripted_engine import (
     JSON,
     REPORT,
@@ -165,7 +166,7 @@ def test_a_port_that_is_taken_names_its_holder() -> None:
     begin_s = time.monotonic()
     with pytest.raises(LaunchError, match=rf"port {number}: Address already in use; it is in use by process \d+ \(.*--port"):
         listen("127.0.0.1", number)
-    assert time.monotonic() - begin_s < 5.0, "at once, but a loaded machine is slow"
+    assert in_time(time.monotonic() - begin_s, 5.0), "at once"
     assert port.url == f"http://127.0.0.1:{number}"
     port.close()
     with pytest.raises(ConfigError, match="no address of this machine"):
@@ -241,7 +242,7 @@ def test_connections_that_say_nothing_are_cut(shared_engine: ScriptedEngine, fol
         for start in ("", "GET /livez HTTP/1.1\r\nhost: loc"):
             begin_s = time.monotonic()
             assert raw_request(made.port, start) == b""
-            assert time.monotonic() - begin_s < 2.0
+            assert in_time(time.monotonic() - begin_s, 2.0)
         head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
         assert b" 408 " in raw_request(made.port, head, b"{").partition(b"\r\n")[0]
 
