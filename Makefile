@@ -18,7 +18,7 @@ COUNTED := $(BIN)/python -m tests.core_seconds
 # An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
 .DELETE_ON_ERROR:
 
-.PHONY: demo model chat test lint types check together alone cluster service clients first-hour fuzz chaos mutants bench clean
+.PHONY: demo model chat test lint types check together alone sweeps cluster service clients first-hour fuzz chaos mutants bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
@@ -63,7 +63,7 @@ types: $(VENV)/.installed-dev
 # meanwhile, behind them in priority. The others wait a third of theirs: WORKERS is one more than the cores of a small machine. Files
 # begin in the order of their names: longest first by the number of their tests, pytest-xdist's own order, would leave the slowest for
 # the end.
-ASKED := not cluster and not service and not clients
+ASKED := not cluster and not service and not clients and not sweep
 
 check:  ## all tests that need no GPU, without lint and types
 	$(MAKE) together
@@ -75,6 +75,10 @@ together: $(VENV)/.installed-dev
 
 alone: $(VENV)/.installed-dev
 	$(COUNTED) alone $(BIN)/python -m pytest --durations 15 --durations-min 5 -m "$(ASKED) and (alone or gpu)" tests/e2e tests/gpu
+
+sweeps: $(VENV)/.installed-dev  ## many shapes of what `make test` shows with a few: twins, and registers of builds by nvcc
+	$(COUNTED) sweeps $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 10 --durations-min 5 -m sweep tests/unit
+	@$(COUNTED)
 
 cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluster, and is not part of `make test`
 	$(BIN)/python -m pytest -m cluster

@@ -17,6 +17,7 @@ from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.layout import is_layer_matrix, tensor_layouts
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from tests.sweeps import cases
 from tests.unit.test_decode_twin import PROMPT, RUNS, SPEC, Model, answer, pytestmark  # noqa: F401
 
 DENSE = replace(
@@ -31,6 +32,7 @@ FORMS = {
     "INT4, groups of 32 with zero points": WeightFormat("INT4", 1, 32, "F16", has_zeros=True),
     "MXFP4": WeightFormat("E2M1", 1, 32, "E8M0"),
 }
+SWEPT = ("FP8, a scale for each row", "INT4, a scale for each row")
 # The protocol is that of their neighbours, which run in every way.
 ONCE = ("FP8, a scale for each row", "INT4", "INT4, a scale for each row", "MXFP4")
 
@@ -59,7 +61,7 @@ class CodedModel(Model):
         return from_tensors(shape, lambda name: self.words[name][slice(*needed_rows(shape, name))], codes)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", cases(FORMS, SWEPT))
 def test_logits_are_those_of_the_values_of_codes(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CodedModel(DENSE, "bfloat16", FORMS[form], monkeypatch)
     num_runs = 1 if form in ONCE else len(RUNS)

@@ -26,6 +26,7 @@ from kog_dist.workers.cuda.kernel_shape import NEAR_CONTEXT, KernelShape
 from kog_dist.workers.cuda.published import Published, Words
 from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from tests.sweeps import cases
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import Model, build_twin, twin_sources
 
@@ -62,9 +63,10 @@ HEADS = {  # values of a head, so registers of a share: in pairs; more than one 
     ),
 }  # fmt: skip
 CASES = [(48, 4, "bfloat16"), *((64, num_heads, kv_dtype) for num_heads in (4, 10) for kv_dtype in ("bfloat16", "fp8", "int4"))]
+SWEPT = ((48, 4, "bfloat16"), (64, 4, "fp8"), (64, 10, "bfloat16"), (64, 10, "fp8"))
 
 
-@pytest.mark.parametrize(("head_dim", "num_heads", "kv_dtype"), CASES)
+@pytest.mark.parametrize(("head_dim", "num_heads", "kv_dtype"), cases(CASES, SWEPT))
 def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
     head_dim: int, num_heads: int, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

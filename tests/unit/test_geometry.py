@@ -100,6 +100,7 @@ def test_a_slice_that_leaves_no_ring_is_refused() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.sweep
 @pytest.mark.timeout(1200)
 def test_shapes_of_one_stream_build_without_spills(tmp_path: Path) -> None:
     runs_all = os.environ.get("GEOMETRY") == "all"

@@ -15,6 +15,7 @@ from kog_dist.model.formats.head import head_format, round_in_place
 from kog_dist.model.layout import EMBEDDING, head_name
 from kog_dist.model.spec import HeadType
 from kog_dist.workers.cuda.device_weights import to_values
+from tests.sweeps import cases
 from tests.unit.test_coded_twin import DENSE, FORMS, CodedModel
 from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, pytestmark  # noqa: F401
 
@@ -31,6 +32,7 @@ HEADS = {
     "MXFP4": (DENSE, "bfloat16", "MXFP4"),
 }
 ON_ONE_RANK_TOO = ("replicate, twelve warps", "lane", "INT4")
+SWEPT = ("vocab_parallel", "tied, float16", "FP8, a scale for each row", "MXFP4")
 LIMIT = 2e-3
 Change = Callable[[Mapping[str, str]], dict[str, str]]
 
@@ -67,7 +69,7 @@ def relative_error(logits: Any, wanted: Any) -> float:
     return float(np.linalg.norm(logits - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", cases(HEADS, SWEPT))
 def test_logits_are_those_of_the_values_of_codes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks; some have the bits of one, too."""
     model, options = made(name, monkeypatch)

@@ -186,6 +186,7 @@ def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             assert np.array_equal(by_head[:, 32:], plain[:, 32:]), (window, size)
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("shape", [SHAPE_2B, QWEN3_4B], ids=["2b", "qwen3-4b"])
 def test_the_kernel_builds_without_spills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: AttentionShape) -> None:

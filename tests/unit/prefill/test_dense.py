@@ -142,6 +142,7 @@ def test_kernels_load_and_store_as_the_twin_does_where_windows_wrap(
         assert relative_error(float32_of(cache), float32_of(rank.cache)) < 1e-3
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b", "qwen2.5-coder-7b"])
 def test_kernels_build_without_spills(tmp_path: Path, name: str) -> None:

@@ -148,6 +148,7 @@ def test_positions_are_stored_as_the_twin_stores_them(
     assert np.array_equal(wanted, found), "nothing is stored behind an overflow"
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_kernels_build_without_spills(tmp_path: Path) -> None:
     layout = CacheLayout.of(KernelShape(laneformer_2b(), range(8)))

@@ -138,6 +138,7 @@ def test_queries_keys_and_values(tmp_path: Path) -> None:
     assert int(overflow) == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_kernels_build_without_spills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
