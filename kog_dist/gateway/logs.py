@@ -63,6 +63,8 @@ class RequestLine:
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_generated_tokens: int | None = None
+    num_reasoning_tokens: int | None = None  # of these, where there are any
+    num_calls: int | None = None  # of tools, where there are any
     queue_s: float | None = None
     ttft_s: float | None = None
     total_s: float | None = None
@@ -77,10 +79,12 @@ class RequestLine:
         cached = f" ({self.num_cached_tokens:,} cached)" if self.num_cached_tokens else ""
         queue_ms = f"{self.queue_s * 1e3:,.0f}" if self.queue_s and self.queue_s >= SHOWN_QUEUE_S else ""
         queue = f" ({queue_ms} in the queue)" if queue_ms else ""
+        thought = f" ({self.num_reasoning_tokens:,} of thought)" if self.num_reasoning_tokens else ""
         plural = "token" if self.num_prompt_tokens == 1 else "tokens"
         parts = [
             f"{self.num_prompt_tokens:,} prompt {plural}{cached}" if self.num_prompt_tokens is not None else None,
-            f"{self.num_generated_tokens:,} generated" if self.num_generated_tokens else None,
+            f"{self.num_generated_tokens:,} generated{thought}" if self.num_generated_tokens else None,
+            f"{self.num_calls} call{'s' if self.num_calls > 1 else ''}" if self.num_calls else None,
             f"first after {self.ttft_s * 1e3:,.0f} ms{queue}" if self.ttft_s is not None else None,
             f"{queue_ms} ms in the queue" if queue_ms and self.ttft_s is None else None,
             f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else None,

@@ -66,7 +66,7 @@ def chat_plan(request: ChatRequest, served: ServedModel, kind: str, *, cuts_limi
     use = _tool_use(request, served, has_format=answer_schema is not None)
     tools = [function.as_chat_tool() for function in use.offered]
     thinking = thinking_of(request.reasoning_effort, request.chat_template_kwargs, served)
-    is_enforced = bool(use.required) or answer_schema is not None
+    is_enforced = use.is_enforced or answer_schema is not None
     ending = Ending.of(request.add_generation_prompt, request.continue_final_message)
     prompt = prompt_of(
         request.messages, tools, served, variables=thinking.variables, scope=request.cache_salt, ending=ending,
@@ -158,9 +158,18 @@ class ChatReply(ChunkReply):
             return b""
         return begun + self._frames(choice, deltas, []) + self._last_frame(choice, b'"delta":{}', done)
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """See Reply."""
+        return sum(parser.num_reasoning_tokens for parser in self._parsers)
+
+    @property
+    def num_calls(self) -> int:
+        """See Reply."""
+        return sum(parser.num_calls for parser in self._parsers)
+
     def _usage(self) -> dict[str, Any]:
-        num_reasoning = sum(parser.num_reasoning_tokens for parser in self._parsers)
-        return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+        return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}}
 
     def _finish_reason(self, choice: int, done: Done) -> str:
         reason = super()._finish_reason(choice, done)

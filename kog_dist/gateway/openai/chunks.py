@@ -89,6 +89,16 @@ class ChunkReply(abc.ABC):
         return _FINISH[done.finish_reason]
 
     # ---- Reply ----
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """See Reply."""
+        return 0
+
+    @property
+    def num_calls(self) -> int:
+        """See Reply."""
+        return 0
+
     def on_event(self, choice: int, event: StreamEvent) -> bytes:
         """See Reply."""
         if self.is_over:

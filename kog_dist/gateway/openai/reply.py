@@ -34,6 +34,14 @@ class Reply(Protocol):
     satisfied: set[int]  # choices that have all that was asked for: cancel them, which is no error then
     is_over: bool  # an error or a cancelled choice has ended it: cancel the other choices, expect nothing more
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of thoughts so far, of all choices."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far, of all choices."""
+
     def on_event(self, choice: int, event: StreamEvent) -> bytes:
         """SSE frames for an event of the choice `choice` (its place in `generates`), b"" if there is nothing to say."""
 

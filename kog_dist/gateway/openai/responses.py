@@ -48,7 +48,7 @@ def plan_response(body: object, served: ServedModel, key_scope: str = "") -> Pla
     messages = _messages(request)
     tools = [function.as_chat_tool() for function in use.offered]
     thinking = thinking_of(request.effort, None, served)
-    is_enforced = bool(use.required) or answer_schema is not None
+    is_enforced = use.is_enforced or answer_schema is not None
     prompt = prompt_of(messages, tools, served, "input", variables=thinking.variables, scope=request.cache_salt)
     begun = begin_answer(prompt.ids, thinking, served, is_enforced=is_enforced)
     has_logprobs = request.top_logprobs is not None or LOGPROBS_INCLUDED in (request.include or ())

@@ -43,10 +43,21 @@ class ResponseReply:
         self._open: dict[str, Any] | None = None  # the item that grows
         self._pieces: list[str] = []  # its text or arguments
         self._entries: list[dict[str, Any]] = []
+        self._untold: list[dict[str, Any]] = []
         self._is_plain = stream and names is None and isinstance(self._parser, PlainText)
         self._before_number = self._before_text = b""
 
     # ---- Reply ----
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """See Reply."""
+        return self._parser.num_reasoning_tokens
+
+    @property
+    def num_calls(self) -> int:
+        """See Reply."""
+        return self._parser.num_calls
+
     def on_event(self, choice: int, event: StreamEvent) -> bytes:
         """See Reply."""
         if self.is_over:
@@ -112,8 +123,15 @@ class ResponseReply:
         return self._begin() + self._take(deltas, told)
 
     def _take(self, deltas: Sequence[Delta], told: list[dict[str, Any]]) -> bytes:
+        told = self._untold + told  # of tokens whose text was held back
+        self._untold = []
         if told and not deltas:
-            deltas = (TextDelta(""),)
+            if self._open is not None and self._open["type"] == "message":
+                deltas = (TextDelta(""),)
+            else:
+                self._untold = told
+        elif not any(isinstance(delta, TextDelta) for delta in deltas):
+            told = []  # of a thought or a call, which have no place for them
         frames = b""
         for delta in deltas:
             if isinstance(delta, TextDelta):

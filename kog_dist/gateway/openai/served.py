@@ -96,15 +96,15 @@ class ServedModel:
     @property
     def style(self) -> Style:
         """How it writes thoughts and calls; see docs/answers.md."""
-        has_channels = self.tokenizer is not None and self.tokenizer.has_channels
         template = self.chat_template
         source = None if template is None else f"{template.source}\n{template.tool_source}"
-        return style_of(source, has_channels=has_channels, reasoning=self.reasoning_parser, tools=self.tool_parser)
+        return style_of(source, has_channels=self.has_channels, reasoning=self.reasoning_parser, tools=self.tool_parser)
 
     @property
     def has_channels(self) -> bool:
-        """Whether answers are messages in channels, as those of gpt-oss."""
-        return self.style.has_channels
+        """Whether the model writes messages in channels, as gpt-oss."""
+        told = self.chat_template is not None and "<|channel|>" in self.chat_template.source
+        return told and self.tokenizer is not None and self.tokenizer.has_channels
 
     @property
     def chat_style(self) -> str:

@@ -50,6 +50,11 @@ class ToolUse:
     required: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     bare: tuple[str, ...] = ()
 
+    @property
+    def is_enforced(self) -> bool:
+        """Whether a grammar follows a thought."""
+        return bool(self.required) and not self.bare
+
     def after(self, begun: Begun) -> ToolUse:
         """The same for an answer that begins so."""
         return replace(self, reading=replace(self.reading, begins=begun.begins))

@@ -13,8 +13,8 @@ import re
 from collections.abc import Generator
 from typing import Final
 
+from kog_dist.gateway.reading.delta_sink import DeltaSink
 from kog_dist.gateway.reading.json_calls import arguments_of, blanks
-from kog_dist.gateway.reading.reader import DeltaSink
 from kog_dist.gateway.reading.symbols import Machine, shown
 from kog_dist.gateway.reading.tags import END, Symbol, Tag
 from kog_dist.model.tokenizer import CHANNEL_ENDS

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore, joined
+from kog_dist.gateway.reading.delta_sink import DeltaSink
+from kog_dist.gateway.reading.deltas import Delta, TextDelta
 from kog_dist.gateway.reading.json_calls import (
     CALL_BEGIN,
     CALLS_BEGIN,
@@ -25,7 +26,6 @@ from kog_dist.gateway.reading.xml_call import FUNCTION, TOOL_CALL_END, XmlCall
 TOOL_CALL: Final = "<tool_call>"
 PYTHON: Final = "<|python_tag|>"
 TOOL_CALLS: Final = "[TOOL_CALLS]"
-_TAIL: Final = 64  # characters
 
 
 class AnswerParser(Protocol):
@@ -63,114 +63,6 @@ class PlainText:
     def finish(self) -> Sequence[Delta]:
         """Nothing is held back."""
         return ()
-
-
-class DeltaSink:
-    """Collects what readers find. Blanks at the beginning, around thoughts and around calls belong to nothing."""
-
-    def __init__(self, functions: Mapping[str, Mapping[str, Any]], *, has_one_call: bool = False) -> None:
-        self.functions = functions
-        self.num_calls = 0
-        self.is_enough = False
-        self.is_fresh = True  # nothing but blanks since the beginning, a thought or a call
-        self.num_tokens = 0  # of the answer so far
-        self._num_reasoning = 0  # of thoughts that have ended
-        self._thought_begin: int | None = None  # of the thought that goes on: tokens before it
-        self.has_text = False
-        self.tail = ""  # the end of what is content, or of blanks before it
-        self.has_thought = False
-        self.direct: Callable[[str], None] | None = None  # takes text of any length, while the reader would do nothing else
-        self._has_one_call = has_one_call
-        self._deltas: list[Delta] = []
-        self._blanks = ""
-
-    def take(self) -> Sequence[Delta]:
-        """What was found since the last call."""
-        deltas, self._deltas = self._deltas, []
-        return joined(deltas) if len(deltas) > 1 else deltas
-
-    def text(self, text: str) -> None:
-        """See Sink."""
-        if self.is_enough:
-            return
-        if self.is_fresh:
-            bare = text.lstrip(BLANKS)
-            if not bare:
-                self._blanks += text
-                return
-            text = self._blanks + text if not self.has_thought and not self.num_calls else bare
-            self._blanks, self.is_fresh = "", False
-        if text:
-            self.has_text = True
-            self.tail = (self.tail + text)[-_TAIL:]
-            self._deltas.append(TextDelta(text))
-
-    def reason(self, text: str) -> None:
-        """See Sink. The blanks at both ends are left out."""
-        if self.is_enough:
-            return
-        whole = self._blanks + text
-        kept = whole.rstrip(BLANKS)
-        self._blanks = whole[len(kept) :]
-        if self.is_fresh:
-            kept = kept.lstrip(BLANKS)
-        if kept:
-            self.is_fresh = False
-            self._deltas.append(ReasoningDelta(kept))
-
-    def edge(self) -> None:
-        """Blanks here are nothing."""
-        self.tail = ""
-        self._blanks, self.is_fresh = "", True
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens of thoughts, with the tags at their ends."""
-        return self._num_reasoning + (0 if self._thought_begin is None else self.num_tokens - self._thought_begin)
-
-    def think(self, num_before: int) -> None:
-        """A thought begins behind so many tokens."""
-        self.edge()
-        self.has_thought, self._thought_begin = True, num_before
-
-    def stop_thinking(self, end: Symbol) -> None:
-        """The thought ends with this symbol."""
-        self.edge()
-        if self._thought_begin is not None:
-            known = isinstance(end, Tag) and end.num_before is not None
-            num_tokens = end.num_before + 1 if known else self.num_tokens  # type: ignore[union-attr, operator]
-            self._num_reasoning, self._thought_begin = self._num_reasoning + num_tokens - self._thought_begin, None
-
-    def was_thought(self) -> None:
-        """The text so far was a thought."""
-        if not self.is_enough:
-            self._deltas.append(ThoughtBefore())
-            self.has_thought = True
-            self.edge()
-
-    def call(self, name: str) -> None:
-        """See Sink."""
-        if self._has_one_call and self.num_calls:
-            self.is_enough = True
-        if self.is_enough:
-            return
-        self._deltas.append(CallStart(self.num_calls, name))
-        self.num_calls += 1
-        self.edge()
-
-    def arguments(self, text: str) -> None:
-        """See Sink."""
-        if text and not self.is_enough:
-            self._deltas.append(CallArguments(self.num_calls - 1, text))
-
-    def called(self) -> None:
-        """See Sink."""
-        self.is_enough = self.is_enough or (self._has_one_call and self.num_calls > 0)
-
-    def end(self) -> None:
-        """Blanks are all that there was."""
-        if self.is_fresh and self._blanks and not self.num_calls and not self.has_thought and not self.is_enough:
-            self._deltas.append(TextDelta(self._blanks))
 
 
 class AnswerReader:
@@ -234,15 +126,15 @@ class Tagged:
         thought_tags: tuple[str, str] | None,
         *,
         is_open: bool,
-        is_closed: bool,
+        thinks: bool,
         is_loose: bool,
         is_bare: bool,
     ) -> None:
-        """`is_open`, `is_closed`: the prompt has begun a thought, or ended one. `is_loose`: an answer that begins with the JSON
-        of a known call is one. `is_bare`: so is `<function=NAME>` without a tag around it.
+        """`is_open`: the prompt has begun a thought. `thinks`: the model begins with one, tagged or not. `is_loose`: an answer
+        that begins with the JSON of a known call is one. `is_bare`: so is `<function=NAME>` without a tag around it.
         """
         self._sink, self._thought_tags, self._is_loose = sink, thought_tags, is_loose
-        self._is_open, self._may_recall = is_open, thought_tags is not None and not is_closed
+        self._is_open, self._thinks = is_open, thinks
         self._readers: Mapping[str, Callable[[Tag], Machine]] = {
             TOOL_CALL: self._tool_call,
             **({FUNCTION: self._function} if is_bare else {}),
@@ -272,12 +164,12 @@ class Tagged:
     def _tag(self, tag: Tag) -> Machine:
         sink = self._sink
         if self._thought_tags is not None and tag.name == self._thought_tags[0]:
-            is_token = tag.num_before is not None
-            if is_token or (sink.is_fresh and not sink.num_calls):
+            is_first = self._thinks and not sink.has_thought and not sink.num_calls and tag.num_before is not None
+            if is_first or (sink.is_fresh and not sink.has_text):  # else it is a quotation
                 sink.think(tag.num_before if tag.num_before is not None else sink.num_tokens)
                 return (yield from self._thought((yield)))
         elif self._thought_tags is not None and tag.name == self._thought_tags[1]:
-            if sink.has_text and self._may_recall and not sink.has_thought and not sink.num_calls:
+            if sink.has_text and self._thinks and not sink.has_thought and not sink.num_calls:
                 sink.was_thought()
                 return (yield)
             if sink.is_fresh:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from kog_dist.gateway.reading.channels import Channels
+from kog_dist.gateway.reading.delta_sink import DeltaSink
 from kog_dist.gateway.reading.json_calls import CALL_BEGIN, DEEPSEEK_TAGS
 from kog_dist.gateway.reading.reader import (
     PYTHON,
@@ -15,7 +16,6 @@ from kog_dist.gateway.reading.reader import (
     TOOL_CALLS,
     AnswerParser,
     AnswerReader,
-    DeltaSink,
     PlainText,
     Tagged,
 )
@@ -38,10 +38,13 @@ _TAIL: Final = 16  # tokens of a prompt that are looked at where a tag is letter
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How the served model writes thoughts and calls: the choices of `--reasoning-parser` and `--tool-parser`."""
+    """How the served model writes thoughts and calls: the choices of `--reasoning-parser` and `--tool-parser`. `thinks`: whether
+    the template is of a model that does, or somebody says so.
+    """
 
     reasoning: str = "none"
     tools: str = "none"
+    thinks: bool = False
 
     @property
     def has_channels(self) -> bool:
@@ -75,20 +78,22 @@ def style_of(source: str | None, *, has_channels: bool, reasoning: str = "auto",
     """Of a chat template, None for a model without one. `reasoning` and `tools` overrule it."""
     found = _style_of(source, has_channels=has_channels)
     return Style(
-        found.reasoning if reasoning == "auto" else reasoning, found.tools if tools == "auto" else tools
+        found.reasoning if reasoning == "auto" else reasoning, found.tools if tools == "auto" else tools,
+        found.thinks if reasoning == "auto" else True,
     )  # fmt: skip
 
 
 def _style_of(source: str | None, *, has_channels: bool) -> Style:
     if source is None:
         return Style()
-    if has_channels and "<|channel|>" in source:
-        return Style("channels", "channels")
+    if has_channels:
+        return Style("channels", "channels", thinks=True)
     if "[THINK]" in source:
         reasoning = "mistral"
     else:  # a template that ends thoughts and never begins one is of a model that always thinks, with or without the tag
         reasoning = "deepseek_r1" if "</think>" in source and "<think>" not in source else "think"
-    return Style(reasoning, next(tools for tools, marks in _MARKS if any(mark in source for mark in marks)))
+    tools = next(tools for tools, marks in _MARKS if any(mark in source for mark in marks))
+    return Style(reasoning, tools, thinks=any(tag in source for tag in ("</think>", "[/THINK]")))
 
 
 _MARKS: Final = (
@@ -115,14 +120,15 @@ class Reading:
         style = self.style
         if style.reasoning == style.tools == "none" or (style.reasoning == "none" and not self.functions):
             return PlainText()
-        sink = DeltaSink(self.functions, has_one_call=self.has_one_call)
+        functions = {} if style.tools == "none" else self.functions
+        sink = DeltaSink(functions, has_one_call=self.has_one_call, parts_thoughts=style.reasoning != "none")
         if style.has_channels:
             channels = Channels(sink, is_open=self.begins == "open")
             return AnswerReader(sink, channels.run(), TagFinder(CHANNEL_TAGS, tokenizer, prompt_ids))
         thought_tags = style.thought_tags
         machine = Tagged(
-            sink, thought_tags, is_open=self.begins == "open", is_closed=self.begins == "closed",
-            is_loose=style.tools == "llama3_json" and bool(self.functions), is_bare=style.tools == "qwen3_coder",
+            sink, thought_tags, is_open=self.begins == "open", thinks=style.thinks and self.begins == "free",
+            is_loose=style.tools == "llama3_json" and bool(functions), is_bare=style.tools == "qwen3_coder",
         )  # fmt: skip
-        names = [*(thought_tags or ()), *(_CALL_TAGS.get(style.tools, ()) if self.functions else ())]
+        names = [*(thought_tags or ()), *(_CALL_TAGS.get(style.tools, ()) if functions else ())]
         return AnswerReader(sink, machine.run(), TagFinder(names, tokenizer, prompt_ids))

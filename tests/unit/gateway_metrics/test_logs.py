@@ -59,6 +59,10 @@ def test_a_request_as_json() -> None:
     [
         (LINE, "/v1/completions 200: 5 prompt tokens, 7 generated, first after 12 ms, 12 tokens/s, stop"),
         (
+            RequestLine("r", "/v1/responses", 200, "local", num_generated_tokens=9, num_reasoning_tokens=4, num_calls=2),
+            "/v1/responses 200: 9 generated (4 of thought), 2 calls",
+        ),
+        (
             RequestLine(
                 "r", "/v1/responses", 200, "local", num_prompt_tokens=2000, num_cached_tokens=1999, queue_s=1.5, ttft_s=1.6
             ),

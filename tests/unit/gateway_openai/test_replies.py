@@ -200,6 +200,19 @@ def test_log_probabilities_of_a_response(base_model: ServedModel) -> None:
     assert all(EVENT.validate_python(event) for event in events)
 
 
+def test_log_probabilities_are_of_the_text_behind_a_thought(tagged_model: ServedModel) -> None:
+    body = {"input": "x", "top_logprobs": 0, "include": ["message.output_text.logprobs"]}
+    pieces = ["<think>", "Hm.", "</think>", "\n", "Yes", "."]
+    for stream in (False, True):
+        planned = plan_response({**body, "stream": stream}, tagged_model)
+        said = play(planned, pieces)
+        output = data_of(said)[-1]["response"]["output"] if stream else planned.reply.whole()["output"]
+        thought, message = output
+        assert thought["content"][0]["text"] == "Hm."
+        assert message["content"][0]["text"] == "Yes."
+        assert [entry["logprob"] for entry in message["content"][0]["logprobs"]] == [-2.5, -3.5, -4.5, -5.5]
+
+
 # ---- responses ----
 def test_a_response_comes_into_being_in_openais_order(base_model: ServedModel) -> None:
     events = data_of(play(plan_response({"input": "x", "stream": True}, base_model), ["a", "", "b"]))

@@ -26,9 +26,11 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def parser(reasoning: str = "think", tools: str = "hermes", begins: str = "free", **more: Any) -> AnswerParser:
+def parser(
+    reasoning: str = "think", tools: str = "hermes", begins: str = "free", *, thinks: bool = True, **more: Any
+) -> AnswerParser:
     """A reader of text alone, where letters are tags."""
-    return Reading(Style(reasoning, tools), FUNCTIONS, begins, **more).parser(None, ())
+    return Reading(Style(reasoning, tools, thinks), FUNCTIONS, begins, **more).parser(None, ())
 
 
 def deltas_of(reader: AnswerParser, pieces: Sequence[str]) -> list[Delta]:

@@ -50,6 +50,23 @@ def test_thoughts(name: str) -> None:
     assert said(parser(begins=begins), list(text)) == expected, "character by character"
 
 
+def test_of_a_model_that_does_not_think_only_the_beginning_is_a_thought() -> None:
+    """One that writes code about tags, say."""
+    for text in ('print("</think>")', 'print("<think>") </think> x'):
+        assert said(parser(thinks=False), [text]) == [("content", text)]
+    assert said(parser(thinks=False), ["<think>Hm.</think>Yes."]) == [("reasoning", "Hm."), ("content", "Yes.")]
+
+
+def test_what_is_not_asked_for_stays_text() -> None:
+    text = f"<think>Hm.</think><tool_call>{ADD}</tool_call>"
+    assert said(parser("none", "hermes"), [text]) == [("content", "<think>Hm.</think>"), *CALLED]
+    assert said(parser("think", "none"), [text]) == [("reasoning", "Hm."), ("content", f"<tool_call>{ADD}</tool_call>")]
+    assert said(parser("none", "none"), [text]) == [("content", text)]
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=ping<|message|>{}"
+    assert said(parser("none", "channels"), [text]) == [("content", "Hm."), ("ping", "{}")]
+    assert said(parser("channels", "none"), [text]) == [("reasoning", "Hm.{}")]
+
+
 def xml(*parameters: tuple[str, str], name: str = "write") -> str:
     """A call as Qwen3-Coder writes it."""
     inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
@@ -204,6 +221,16 @@ def test_of_several_calls_the_first_is_all_that_was_asked_for() -> None:
     assert not reader.is_enough
     reader.push((), "}</tool_call>")
     assert reader.is_enough
+
+
+def test_numbers_and_nesting_have_an_end() -> None:
+    """What is held back is bounded; beyond, the call ends."""
+    for rest in ("1" * 5000, "[" * 200):
+        head = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": '
+        (name, arguments), (kind, text) = said(parser(), [head, rest])
+        assert (name, kind) == ("add", "content")
+        assert json.loads(arguments)["a"] == 1
+        assert set(text) == {rest[0]}
 
 
 def test_arguments_come_while_they_are_written() -> None:
