@@ -17,7 +17,6 @@ from kog_dist.gateway.openai.request_model import (
     CACHE_CONTROL,
     MAX_CHOICES,
     MAX_MESSAGES,
-    MAX_NAME,
     MAX_TOOLS,
     AnswerTokens,
     FormatName,
@@ -29,6 +28,7 @@ from kog_dist.gateway.openai.request_model import (
     StreamOptions,
     TextFormat,
     TopLogprobs,
+    Whole,
     ignored,
 )
 
@@ -54,7 +54,7 @@ class CalledFunction(RequestModel):
 
     refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_CALLS
 
-    name: Annotated[str, Field(max_length=MAX_NAME)]
+    name: str
     arguments: str | dict[str, Any] | None = Field(
         default=None, description="A JSON object, or its text. A text that is none is shown to the model as it is."
     )
@@ -65,7 +65,7 @@ class ToolCall(RequestModel):
 
     refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_CALLS
 
-    id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    id: str | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
     index: Any = ignored("of a streamed call")
@@ -81,9 +81,9 @@ class ChatMessage(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    tool_call_id: str | None = None
     reasoning_content: str | None = Field(
         default=None, description="Handed to the chat template. Also `reasoning` and `thinking`, as other servers call it."
     )
@@ -201,7 +201,7 @@ class ChatRequest(SamplingFields):
     refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED_EVERYWHERE, **_CHAT_ONLY}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: AnswerTokens = Field(default=None, description="Default, and -1: what fits the context.")
     max_completion_tokens: AnswerTokens = Field(default=None, description="The same; with both, the smaller one counts.")
     logprobs: bool | None = None

@@ -18,6 +18,7 @@ from kog_dist.gateway.openai.request_model import (
     StreamOptions,
     TextFormat,
     TopLogprobs,
+    Whole,
 )
 from kog_dist.rpc.messages import MAX_PROMPT_IDS
 
@@ -66,7 +67,7 @@ class CompletionRequest(SamplingFields):
             _prompt_kind, custom_error_type="prompt_kind", custom_error_message="must be a text, token ids, or a list of them"
         ),
     ] = Field(description=f"A text, token ids, or a list of them. Prompts times n: at most {MAX_CHOICES}.")
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: NoTokens = Field(
         default=None, description=f"Default: {DEFAULT_MAX_TOKENS}. -1: what fits the context. 0: none, with echo."
     )

@@ -85,18 +85,26 @@ Temperature = Annotated[
 ]
 TopP = Annotated[float, Field(ge=0, le=1, description="0 leaves the best token only.")]
 Penalty = Annotated[float, _bounded("presence_penalty", "Of tokens that the answer has already.")]
-Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+
+
+def _as_integer(value: Any) -> Any:
+    """100.0 is an integer of JSON, which some clients write so."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_as_integer)]
+Tokens = Annotated[Whole, Field(ge=1, le=MOST_TOKENS)]
 
 
 def _instead_of_minus_1(meaning: int | None) -> BeforeValidator:
     """Clients of other servers say -1 where they want no limit, or any seed."""
-    return BeforeValidator(lambda value: meaning if type(value) is int and value == -1 else value)
+    return BeforeValidator(lambda value: meaning if type(value) in (int, float) and value == -1 else value)
 
 
 AnswerTokens = Annotated[Tokens | None, _instead_of_minus_1(MOST_TOKENS)]
-NoTokens = Annotated[Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None, _instead_of_minus_1(MOST_TOKENS)]
-Seed = Annotated[Annotated[int, Field(ge=-(MAX_SEED // 2) - 1, le=MAX_SEED)] | None, _instead_of_minus_1(None)]
-TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+NoTokens = Annotated[Annotated[Whole, Field(ge=0, le=MOST_TOKENS)] | None, _instead_of_minus_1(MOST_TOKENS)]
+Seed = Annotated[Annotated[Whole, Field(ge=-(MAX_SEED // 2) - 1, le=MAX_SEED)] | None, _instead_of_minus_1(None)]
+TopLogprobs = Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 ModelName = Annotated[str, Field(max_length=1024, description="A name of /v1/models, or `default`.")]
 
 
@@ -117,7 +125,7 @@ class SamplingFields(RequestModel):
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS, description="0 and -1: all.")] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=MOST_TOKENS, description="0 and -1: all.")] | None = None
     min_p: Annotated[float, _bounded("min_p", "Least share of the best token's probability.")] | None = None
     repetition_penalty: Annotated[float, _bounded("repetition_penalty", "Of tokens in prompt or answer.")] | None = None
     presence_penalty: Penalty | None = None
@@ -134,11 +142,9 @@ class SamplingFields(RequestModel):
         default=None, description=f"Up to {MAX_STOP_STRINGS} texts of at most {MAX_STOP_BYTES} bytes that end the answer."
     )
     ignore_eos: bool | None = Field(default=None, description="As in vLLM: go on to the limit.")
-    min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
-    user: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
-        default=None, description="Tells users with the same first messages apart when a replica is chosen."
-    )
-    prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+    min_tokens: Annotated[Whole, Field(ge=0, le=MOST_TOKENS)] | None = None
+    user: str | None = Field(default=None, description="Tells users with the same first messages apart when a replica is chosen.")
+    prompt_cache_key: str | None = Field(
         default=None, description="Requests with the same key go to the same replica, where their beginning is cached."
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = Field(

@@ -11,7 +11,6 @@ from kog_dist.gateway.openai.peer_fields import REFUSED_EVERYWHERE, REFUSED_IN_F
 from kog_dist.gateway.openai.request_model import (
     CACHE_CONTROL,
     MAX_MESSAGES,
-    MAX_NAME,
     MAX_TOOLS,
     AnswerTokens,
     FormatName,
@@ -57,8 +56,8 @@ class InputItem(RequestModel):
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = Field(default=None, description="Of a message.")
     content: str | Annotated[list[InputPart], Field(fail_fast=True)] | None = Field(default=None, description="Of a message.")
-    call_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-    name: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(default=None, description="Of a function_call.")
+    call_id: str | None = None
+    name: str | None = Field(default=None, description="Of a function_call.")
     arguments: str | dict[str, Any] | None = Field(default=None, description="Of a function_call.")
     output: str | Annotated[list[InputPart], Field(fail_fast=True)] | None = Field(
         default=None, description="Of a function_call_output."

@@ -312,3 +312,27 @@ def test_a_json_object_may_have_a_schema(base_model: ServedModel) -> None:
         assert planned.generates[0].json_schema == wanted.generates[0].json_schema
     plain = plan_chat({**LEAST["chat"], "response_format": {"type": "json_object", "schema": {}}}, base_model)
     assert plain.generates[0].json_schema == '{"type":"object"}'
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "seed", "n", "top_k", "min_tokens", "top_logprobs"])
+def test_a_whole_number_may_be_written_with_a_point(base_model: ServedModel, name: str) -> None:
+    body = {**LEAST["chat"], "logprobs": True, "seed": 1, "max_tokens": 9}
+    with_point, without = (plan_chat({**body, name: value}, base_model).generates for value in (3.0, 3))
+    assert [(one.max_tokens, one.sampling) for one in with_point] == [(one.max_tokens, one.sampling) for one in without]
+    assert refused("chat", base_model, **{name: 3.5}).param == name
+    minus = plan_chat({**body, "max_tokens": -1.0}, base_model).generates[0]
+    assert minus.max_tokens == plan_chat({**body, "max_tokens": -1}, base_model).generates[0].max_tokens
+
+
+def test_names_that_clients_make_may_be_long(tagged_model: ServedModel) -> None:
+    long = "x" * 5000  # LiteLLM keeps signatures of thoughts in ids of calls
+    messages: list[dict[str, Any]] = [
+        *USER, {"role": "assistant", "tool_calls": [{**CALL, "id": long}]},
+        {"role": "tool", "tool_call_id": long, "content": "a", "name": "f"},
+    ]  # fmt: skip
+    fields = {"user": long, "prompt_cache_key": long}
+    plain = [{**message, **({"tool_call_id": "c"} if "tool_call_id" in message else {})} for message in messages]
+    assert prompt_of(tagged_model, messages, **fields) == prompt_of(tagged_model, plain)
+    items = [*USER, {"type": "function_call", "call_id": long, "name": "f", "arguments": "{}"},
+             {"type": "function_call_output", "call_id": long, "output": "a"}]  # fmt: skip
+    assert plan_response({"input": items}, tagged_model).generates
