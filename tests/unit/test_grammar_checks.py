@@ -14,6 +14,7 @@ import msgpack  # type: ignore[import-untyped]
 import pytest
 
 from kog_dist.runtime import stopped_child
+from kog_dist.workers.grammar import checks
 from kog_dist.workers.grammar.checks import MAX_PACKET_BYTES, Checks, check_message
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind, GrammarCompiler
 
@@ -54,6 +55,7 @@ def stop_once() -> None:
 DEEDS: dict[str, Callable[[], object]] = {
     "good": lambda: None, "burn": burn, "memory": out_of_memory, "defect": defect, "abort": abort, "stop once": stop_once,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": stop,
+    "sleep": lambda: time.sleep(DEADLINE_S),
 }  # fmt: skip
 
 
@@ -131,6 +133,12 @@ def test_its_client_is_told_what_became_of_it(
 def test_a_short_one_does_not_wait_for_a_long_one(coordinator: Coordinator) -> None:
     long, short = coordinator.ask("burn"), coordinator.ask("good")
     assert list(coordinator.answers(2)) == [short, long]
+
+
+def test_one_that_has_no_processor_is_late_too(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CHECK_TIMEOUT_S", 0.1)
+    number = coordinator.ask("sleep")
+    assert coordinator.answers(1) == {number: ("late", "regex cannot be used: it was not compiled within 0.1 s")}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kog_dist.rpc.messages import ErrorCode
 from kog_dist.runtime.control import ControlPage
 from kog_dist.workers.grammar.checks import LONG_S, SHORT_S
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind
-from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, GrammarService, Verdict
+from kog_dist.workers.grammar.service import HUNG_S, GrammarService, Verdict
 
 GOOD = Constraint(ConstraintKind.REGEX, "a")
 AGAIN = "regex cannot be checked now: {}; try again later"
@@ -169,22 +169,24 @@ def test_what_was_lost_within_the_checker_is_told_so(world: World) -> None:
     assert world.service.verdicts() == [Verdict("a1", AGAIN.format("its process was ended 2 times"), ErrorCode.CONSTRAINT_FAILED)]
 
 
-def test_a_check_that_hangs_is_refused_and_the_other_put_again(world: World) -> None:
+def test_a_checker_that_hangs_is_replaced_and_all_put_again(world: World) -> None:
     world.ask("a1")
     world.service.verdicts()
     world.checker.answer(0, "late")
     world.ask("b1")
     world.service.verdicts()
     assert world.texts() == ["a1", "b1", "a1"]
-    world.now_s = CHECK_TIMEOUT_S
-    world.checker.answer(1)
-    world.ask("c1")
-    assert world.service.verdicts() == [Verdict("b1", None)]
-    world.service.verdicts()
-    world.now_s += 0.1
-    assert world.service.verdicts() == [Verdict("a1", f"regex cannot be used: it was not compiled within {CHECK_TIMEOUT_S:g} s")]
+    world.now_s = HUNG_S
     assert world.service.verdicts() == []
-    assert world.texts() == ["c1"]
+    assert len(world.checkers) == 1
+    world.now_s += 0.1
+    assert world.service.verdicts() == []
+    assert (len(world.checkers), world.texts()) == (2, ["b1", "a1"])
+    world.checker.answer(0)
+    assert world.service.verdicts() == [Verdict("b1", None)]
+    world.now_s += HUNG_S + 0.1
+    told = AGAIN.format("the process that checks it has not answered for 4 s")
+    assert world.service.verdicts() == [Verdict("a1", told, ErrorCode.CONSTRAINT_FAILED)]
 
 
 def test_a_runner_that_is_stopped_while_nobody_needs_a_mask_is_replaced(world: World) -> None:

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -22,6 +23,7 @@ from kog_dist.runtime.stopped_child import LOOK_EVERY_S, StopWatch
 from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler
 
 SHORT_S, LONG_S = 0.1, 1.0  # of processor time. Nearly all take less than the first; those of 64 KiB without a bomb 0.8 s at most
+CHECK_TIMEOUT_S: Final = 3.0  # of any, on a machine whose processors are taken
 MAX_PACKET_BYTES: Final = 1 << 17  # a schema of the longest kind, and the rest of its message
 _OUT_OF_MEMORY: Final = 70  # exit code
 _MOST_TRIES: Final = 2  # of a child that somebody else ended or stopped
@@ -52,6 +54,8 @@ class _Child:
     pidfd: int
     watch: StopWatch
     num_tries: int
+    until_s: float
+    is_late: bool = False
 
 
 class Checks:
@@ -75,6 +79,9 @@ class Checks:
         for child in list(self._children.values()):
             if child.pidfd in ready:
                 self._ended(child)
+            elif time.monotonic() > child.until_s and not child.watch.is_stopped:
+                child.is_late = True
+                os.kill(child.pid, signal.SIGKILL)
             elif child.watch.is_lost():
                 os.kill(child.pid, signal.SIGKILL)
         packet = self._channel.recv(MAX_PACKET_BYTES) if self._channel in ready else None
@@ -92,7 +99,7 @@ class Checks:
         if pid == 0:
             self._check(message, parent_pid)
         pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = _Child(message, pid, pidfd, StopWatch(pid), num_tries)
+        self._children[pidfd] = _Child(message, pid, pidfd, StopWatch(pid), num_tries, time.monotonic() + CHECK_TIMEOUT_S)
 
     def _check(self, message: dict[str, Any], parent_pid: int) -> NoReturn:
         """The child's life."""
@@ -120,6 +127,9 @@ class Checks:
         kind = message["kind"]
         if code == -signal.SIGPROF:
             reason = f"{kind} cannot be used: to compile it takes more than {message['cpu_s']:g} s of processor time; simplify it"
+            self._answer(message, CheckEnd.LATE, reason)
+        elif child.is_late:
+            reason = f"{kind} cannot be used: it was not compiled within {CHECK_TIMEOUT_S:g} s"
             self._answer(message, CheckEnd.LATE, reason)
         elif code in (-signal.SIGKILL, -signal.SIGTERM) and child.num_tries < _MOST_TRIES:
             self._begin(message, child.num_tries + 1)

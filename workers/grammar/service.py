@@ -23,11 +23,11 @@ from kog_dist.runtime import python_child
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.rounds import Rounds
 from kog_dist.runtime.stopped_child import STOPPED_S, StopWatch, is_stopped
-from kog_dist.workers.grammar.checks import LONG_S, MAX_PACKET_BYTES, SHORT_S, CheckEnd, check_message
+from kog_dist.workers.grammar.checks import CHECK_TIMEOUT_S, LONG_S, MAX_PACKET_BYTES, SHORT_S, CheckEnd, check_message
 from kog_dist.workers.grammar.compiler import Constraint
 from kog_dist.workers.grammar.process import GrammarArgs, run_message
 
-CHECK_TIMEOUT_S = 3.0  # of one grammar, on a machine whose processors are taken: its own limit is LONG_S
+HUNG_S = CHECK_TIMEOUT_S + 1.0  # of the checker, which sees to that limit itself
 START_TIMEOUT_S = 30.0  # of a process: reading a large vocabulary takes seconds
 END_TIMEOUT_S = 1.0
 SLOW_S = 5.0  # a process that was started ahead and is not ready by then has no processor: a question starts another one
@@ -282,12 +282,9 @@ class GrammarService(Generic[Asker]):
             print(f"grammar process {self._checker.pid} was stopped and is replaced", file=sys.stderr, flush=True)
             return self._lost(f"was stopped for {STOPPED_S:g} s")
         found = [self._heard(desk, answer) for answer in answers for desk in (self._short, self._long)]
-        late_s = self._clock() - CHECK_TIMEOUT_S
-        for desk in (self._short, self._long):
-            if desk.asked is not None and desk.asked.asked_s < late_s:
-                late, desk.asked = desk.asked, None
-                reason = f"{late.constraint.kind} cannot be used: it was not compiled within {CHECK_TIMEOUT_S:g} s"
-                found += [Verdict(late.asker, reason) if late.is_wanted else None, *self._lost("hung")]
+        asked_s = [desk.asked.asked_s for desk in (self._short, self._long) if desk.asked is not None]
+        if asked_s and self._clock() - min(asked_s) > HUNG_S:
+            found += self._lost(f"has not answered for {HUNG_S:g} s")
         return [verdict for verdict in found if verdict is not None]
 
     def _heard(self, desk: _Desk[Asker], answer: dict[str, Any]) -> Verdict[Asker] | None:

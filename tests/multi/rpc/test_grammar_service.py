@@ -18,8 +18,9 @@ from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.stopped_child import STOPPED_S
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.grammar import service as service_module
+from kog_dist.workers.grammar.checks import CHECK_TIMEOUT_S
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind
-from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, SILENT_S, GrammarService, Verdict
+from kog_dist.workers.grammar.service import SILENT_S, GrammarService, Verdict
 
 from .conftest import EOS_ID, PATIENCE_S, VOCAB_SIZE, write_model
 
@@ -172,7 +173,8 @@ def test_one_client_with_bombs_makes_another_wait_for_a_short_check_of_one(servi
     assert found[0] == Verdict("other", None)
     assert [verdict.asker for verdict in found[1:]] == ["bomb 0", "bomb 1", "bomb 2"]
     for verdict in found[1:]:
-        assert verdict.refusal == "json_schema cannot be used: to compile it takes more than 0.2 s of processor time; simplify it"
+        assert verdict.refusal is not None
+        assert ("more than 0.2 s of processor time" in verdict.refusal) or ("not compiled within 3 s" in verdict.refusal)  # busy
         assert verdict.code is ErrorCode.INVALID_CONSTRAINT
     assert children() == before
 
