@@ -83,6 +83,14 @@ __device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 bytes, u
         : "memory");
 }
 
+// True in one thread of a full warp. Unlike with a comparison the compiler knows that it is one, so it issues a bulk copy by one instruction
+// and not by a loop over threads.
+__device__ __forceinline__ bool elect_one() {
+    u32 is_elected;
+    asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
+    return is_elected != 0;
+}
+
 // Memory is asked for `bytes` (a multiple of 16) that somebody will read soon.
 __device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

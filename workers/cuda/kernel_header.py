@@ -58,8 +58,6 @@ def shape_header(shape: KernelShape) -> str:
         "kHeadProducts": shape.num_head_products, "kHeadCtas": shape.head_ctas, "kLaneVocab": shape.lane_vocab,
     }  # fmt: skip
     numbers["kLogSumWords"] = shape.log_sum_words
-    if shape.experts is not None:
-        numbers["kExpertPiecesInFlight"] = shape.experts_in_flight
     numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
     by_mode = {
         mode: [

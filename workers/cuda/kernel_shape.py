@@ -35,7 +35,6 @@ NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up les
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 _EXPERT_POLL_DELAYS = {2: (600, 5000, 500, 500)}  # where one rank has a model with experts; else as above
 _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
-_EXPERT_TILES = 8  # in flight, of chosen experts: the ring in front of them is empty (docs/history/experts.md)
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
 _SMALL_HEAD = 64  # values; of two sets of such heads a warp has as many outputs as of one of twice as large ones
@@ -359,11 +358,6 @@ class KernelShape:
     def far_in_flight(self) -> int:
         """The same for tokens at NEAR_CONTEXT and further on."""
         return self._in_flight[1]
-
-    @property
-    def experts_in_flight(self) -> int:
-        """The same of tiles of chosen experts."""
-        return self.pieces_in_flight or min(_EXPERT_TILES, self.num_slots - 2)
 
     @property
     def _in_flight(self) -> tuple[int, int]:

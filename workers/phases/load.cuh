@@ -25,6 +25,7 @@ struct Loader {
     u32 most = kPiecesInFlight;                          // that may be under way
 #ifdef KOG_EXPERTS
     const unsigned char* experts = nullptr;  // of all layers
+    u32 chosen[kChosen];                     // of the layer whose DOWN comes next
     u32 choice_parity = 0;
     const unsigned char* ahead = nullptr;  // what L2 is asked for next, so many times more, and when it was last
     u32 num_ahead = 0, asked_at = 0;
@@ -175,10 +176,7 @@ struct Loader {
 #ifdef KOG_EXPERTS
     // Products of attention and the LM head, and the router, stand on the tape; experts where the choice says, which has to be awaited.
     // Their sizes are static, so all that comes behind them is read ahead as always.
-    // Experts' copies may be many: the ring is empty in front of them, and nobody polls much until it has filled again.
     __device__ __forceinline__ bool issue_with_experts(const unsigned char*& tiles, const Place& at, bool near_context) {
-        const bool is_of_experts = !at.is_last() && (at.phase() == kGateUpPhase || at.phase() == kDownPhase);
-        if (!limit(is_of_experts ? kExpertPiecesInFlight : kPiecesInFlight)) return false;
         if (at.is_last()) return issue_uneven(tiles, tiles_of<HeadOp>());
         if (at.phase() == kQkvPhase) return issue_uneven(tiles, tiles_of<QkvOp>());
         if (at.phase() == kOutPhase) {
@@ -189,8 +187,10 @@ struct Loader {
         if (!issue_uneven(tiles, tiles_of<RouteOp>())) return false;
         if (kWaitsForChoice && !wait_idle(role.base + KOG_OFFSET(choice_full), choice_parity)) return false;
         choice_parity ^= 1, num_ahead = 0;
-        const unsigned char* own = expert(at.layer(), role.cta / kExpertCtas);
-        return issue_uneven(own, tiles_of<GateUpOp>(), role.cta % kExpertCtas, kExpertCtas);
+        const unsigned char* own = experts_of(at.layer()) + u64{load_shared_u32(role.base + KOG_OFFSET(chosen) + role.cta / kExpertCtas * 4)} * kExpertBytes;
+        if (!issue_uneven(own, tiles_of<GateUpOp>(), role.cta % kExpertCtas, kExpertCtas)) return false;
+        read_choice();
+        return true;
     }
     // Between QKV and the choice the ring is full, or nothing is known that could be copied: L2 is asked for the next layer's QKV, which
     // stands behind OUT and the router, or for the LM head. Each thread block asks for a share of what all need, piece by piece in time, so
@@ -203,22 +203,26 @@ struct Loader {
         ahead = out + kNumCtas * (kLanes * kOpBytes<OutOp> + kRouteBytes) + role.cta * kAheadBytes;
         num_ahead = kAsked, asked_at = clock_cycles(), asks_behind = near_context ? num_products : num_products + 1;
     }
-    // Where the k-th chosen expert begins.
-    __device__ __forceinline__ const unsigned char* expert(u32 layer, u32 k) const {
-        return experts + (layer * kNumExperts + load_shared_u32(role.base + KOG_OFFSET(chosen) + k * 4)) * kExpertBytes;
+    // Where the experts of a layer begin.
+    __device__ __forceinline__ const unsigned char* experts_of(u32 layer) const { return experts + u64{layer * kNumExperts} * kExpertBytes; }
+    __device__ __forceinline__ void read_choice() {
+#pragma unroll
+        for (u32 k = 0; k < kChosen; ++k) chosen[k] = load_shared_u32(role.base + KOG_OFFSET(chosen) + k * 4);
     }
-    // Tiles of DOWN have a part of each chosen expert.
+    // Tiles of DOWN have a part of each chosen expert. Copies are so small that what memory brings is bound by what one costs this thread:
+    // so there is no loop over them, and an address is one multiplication.
     __device__ __forceinline__ bool issue_down(const Place& at) {
-        static_assert(DownOp::kIsEven && DownOp::kTileBytes % kChosen == 0, "equal parts");
+        static_assert(DownOp::kIsEven && DownOp::kTileBytes % kChosen == 0 && kExpertBytes < (u64{1} << 32), "equal parts");
         constexpr u32 kTiles = DownOp::kBlocks * DownOp::kTiles, kPartBytes = DownOp::kTileBytes / kChosen;
-        u64 offset = kExpertGateUpBytes + (u64{at.lane() * kTiles} * kNumCtas + role.cta) * kPartBytes;
+        const unsigned char* part = experts_of(at.layer()) + kExpertGateUpBytes + (u64{at.lane() * kTiles} * kNumCtas + role.cta) * kPartBytes;
 #pragma unroll 1
-        for (u32 i = 0; i < kTiles; ++i, offset += kNumCtas * kPartBytes) {
+        for (u32 i = 0; i < kTiles; ++i, part += kNumCtas * kPartBytes) {
             if (!make_room(DownOp::kTileBytes)) return false;
             mbar_arrive_expect(full, DownOp::kTileBytes);
             if (num_under_way == most && !wait_for_landing()) return false;
-#pragma unroll 1
-            for (u32 k = 0; k < kChosen; ++k) bulk_load(slot + k * kPartBytes, expert(at.layer(), k) + offset, kPartBytes, full, policy);
+#pragma unroll
+            for (u32 k = 0; k < kChosen; ++k)
+                bulk_load(slot + k * kPartBytes, part + u64{chosen[k]} * static_cast<u32>(kExpertBytes), kPartBytes, full, policy);
             full += 8, ++num_under_way, slot += DownOp::kTileBytes;
             if (full == first_full + kEmptyOffset) full = first_full, parity ^= 1;
         }
@@ -242,7 +246,7 @@ struct Loader {
 
 // The tape of all thread blocks is [product][tile][thread block].
 __device__ __forceinline__ void load_tape(const KogDecodeParams& params, const Role& role) {
-    if (laneid() != 0) return;
+    if (!elect_one()) return;
     Loader loader(role);
 #ifdef KOG_EXPERTS
     loader.experts = reinterpret_cast<const unsigned char*>(params.experts_ptr);

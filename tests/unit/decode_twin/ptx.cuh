@@ -291,6 +291,7 @@ inline unsigned atomicCAS(unsigned* p, unsigned expected, unsigned v) {
 
 namespace kog {
 inline u32 laneid() { return threadIdx.x & 31; }
+inline bool elect_one() { return laneid() == 0; }
 inline u32 shared_address(const void* p) { return static_cast<u32>(static_cast<const char*>(p) - twin::arena); }
 inline u32 opaque(u32 value) { return value; }
 template <class T>
