@@ -177,6 +177,13 @@ __device__ __forceinline__ void load_shared(u32 address, uint4& v) {
 __device__ __forceinline__ void load_shared(u32 address, uint2& v) {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
 }
+// Only where `is_wanted`; else `v` stays what it is.
+__device__ __forceinline__ void load_shared_if(bool is_wanted, u32 address, uint2& v) {
+    asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p ld.shared.v2.b32 {%0, %1}, [%2];\n}"
+                 : "+r"(v.x), "+r"(v.y)
+                 : "r"(address), "r"(static_cast<u32>(is_wanted))
+                 : "memory");
+}
 __device__ __forceinline__ u32 load_shared_u8(u32 address) {
     u32 v;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");

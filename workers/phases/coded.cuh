@@ -74,7 +74,8 @@ __device__ __forceinline__ void load_bytes(u32 address, u32 (&words)[4]) {
 }
 
 __device__ __forceinline__ void clear(float (&sum)[4]) { sum[0] = 0, sum[1] = 0, sum[2] = 0, sum[3] = 0; }
-// Of an mma's results the sum that belongs to this thread's row; threads behind the second of a row have none.
+// Of an mma's results the sum that belongs to this thread's row: of its first columns or, in odd threads, of its second ones. Threads behind
+// the second of a row have none, or those of another group of rows.
 __device__ __forceinline__ float own_sum(u32 lane, const float (&sum)[4]) { return (lane & 1) ? sum[2] + sum[3] : sum[0] + sum[1]; }
 
 }  // namespace kog

@@ -12,6 +12,8 @@
 namespace kog {
 
 // Partial sums of a block of rows in a thread of a matrix warp: as the matrix unit leaves them, or those of quantised weights.
+template <class Sums>
+constexpr u32 kGroupsOfSum = 1;  // groups of eight rows that have one sum in a thread: a row's four threads have one group's, or two of them each
 template <class Weights>
 struct SumsOfKind {
     using Type = float[kRowGroups][4];
@@ -29,6 +31,8 @@ struct CodedSumsOf<true> {
     using Type = FourBitSums;
 };
 using CodedSums = CodedSumsOf<kFourBits>::Type;
+template <>
+constexpr u32 kGroupsOfSum<FourBitSums> = FourBitSums::kShared;
 #endif
 template <>
 struct SumsOfKind<CodedWeights> {
@@ -172,13 +176,15 @@ struct Multiplier {
     // The partial sums of a block of rows, to the finaliser.
     template <int kGroups, class S>
     __device__ __forceinline__ bool hand_over(u32 num_rows, const S& sums) {
+        constexpr u32 kTogether = kGroupsOfSum<S>, kThreads = 4 / kTogether;  // of a row
         const u32 place = num_blocks % kSums;
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[place]), (num_blocks / kSums & 1) ^ 1)) return false;
         const u32 at = role.base + KOG_OFFSET(red[place][warp]) + (lane & ~3u);
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-            const float sum = row_sum(sums, lane, group);
-            if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, sum);
+        for (u32 first = 0; first < kGroups; first += kTogether) {
+            const float sum = row_sum(sums, lane, first / kTogether);
+            const u32 group = first + (lane & 3) / kThreads;
+            if (lane % kThreads == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, sum);
         }
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[place]));

@@ -425,6 +425,9 @@ inline void load_global(const void* p, uint2& v) { memcpy(&v, p, 8); }
 inline void load_global(const void* p, u32& v) { memcpy(&v, p, 4); }
 inline void load_shared(u32 address, uint4& v) { v = twin_at<uint4>(address); }
 inline void load_shared(u32 address, uint2& v) { v = twin_at<uint2>(address); }
+inline void load_shared_if(bool is_wanted, u32 address, uint2& v) {
+    if (is_wanted) v = twin_at<uint2>(address);
+}
 inline u32 load_shared_u8(u32 address) { return twin_at<unsigned char>(address); }
 inline u32 load_shared_u32(u32 address) { return *const_cast<volatile u32*>(&twin_at<u32>(address)); }
 inline float load_shared_f32(u32 address) { return twin_at<float>(address); }
