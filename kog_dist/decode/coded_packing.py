@@ -216,10 +216,8 @@ def _word_of_eight_integers(columns: AnyArray) -> AnyArray:
 
 
 def _word_of_eight_floats(pairs: list[tuple[Any, Any]]) -> AnyArray:
-    """Floats of 4 bits: signs and magnitudes of three pairs at the same distances, those of the last one in what is left."""
-    word = 0
-    for shift, (low, high) in zip((0, 3, 6), pairs[:3], strict=True):
-        placed = low | high << 16
-        word = word | (placed & 0x70007) << (6 - shift) | (placed & 0x80008) << (12 - shift)
-    placed = pairs[3][0] | pairs[3][1] << 16
-    return word | (placed & 0x30003) << 10 | (placed & 0x40004) << 11 | (placed & 0x80008) << 11
+    """Floats of 4 bits: three pairs as `e2m1_pair` (number_bits.cuh) takes them, the last one in what these leave."""
+    placed = [low | high << 16 for low, high in pairs]
+    first, second, third = ((pair & 0x70007) << 6 | (pair & 0x80008) << 12 for pair in placed[:3])
+    last = placed[3] & 0x30003 | (placed[3] & 0x40004) << 8 | (placed[3] & 0x80008) << 6
+    return first | second >> 4 | third >> 10 | third << 22 | last

@@ -42,8 +42,8 @@ def expanded(words: Any, coding: Coding) -> Any:
     if coding.number == "INT4":
         lower, upper = (q & 0x0F0F0F0F).copy().view(np.uint8), (q >> 4 & 0x0F0F0F0F).copy().view(np.uint8)
         return np.stack([lower, upper], axis=-1).reshape(*q.shape, 8).astype(np.float32)
-    pairs = [q & 0x81C081C0, q << 3 & 0x81C081C0, q << 6 & 0x81C081C0]
-    pairs += [(q >> 4 & 0x00C000C0) | (q >> 5 & 0x01000100) | (q << 1 & 0x80008000)]
+    pairs = [q & 0x81C081C0, q << 4 & 0x81C081C0, (q << 10 | q >> 22) & 0x81C081C0]
+    pairs += [(q << 6 & 0x80C080C0) | (q >> 2 & 0x01000100)]
     columns = [(part & 0xFFFF, part >> 16) for part in (pairs[0], pairs[2], pairs[1], pairs[3])]
     halves = np.stack([half for pair in columns for half in pair], axis=-1).astype(np.uint32)
     values = (halves << 16).view(np.float32)

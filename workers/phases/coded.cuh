@@ -21,8 +21,8 @@ struct E4m3 {
 struct E2m1 {
     static constexpr int kWords = 1;
     static __device__ __forceinline__ void expand(const u32 (&q)[1], u32 (&a)[4]) {
-        constexpr u32 kMask = kE2m1Signs | kE2m1Magnitudes;
-        a[0] = q[0] & kMask, a[1] = q[0] << 3 & kMask, a[2] = q[0] << 6 & kMask, a[3] = last_e2m1_pair(q[0]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = e2m1_pair(q[0], i);
     }
 };
 // Integers of four bits.

@@ -27,9 +27,8 @@ struct E4m3 {
 struct E2m1 {
     static constexpr int kWords = 1;
     static __device__ __forceinline__ void values(const u32* q, Unit& unit, float) {
-        const u32 last = last_e2m1_pair(q[0]);
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair) set(unit, pair, e2m1_as_binary16(pair == 3 ? last : q[0] << 3 * pair), 16384.0f);
+        for (int pair = 0; pair < 4; ++pair) set(unit, pair, e2m1_as_binary16(e2m1_pair(q[0], pair)), 16384.0f);
     }
 };
 struct Int4 {

@@ -72,10 +72,10 @@ struct E2m1 {  // exponents are 14 lower than in binary16
     static constexpr u32 kWords = 1;
     static constexpr float kFactor = 16384.0f;
     static __device__ __forceinline__ uint4 operands(const u32* words, u32 scale, const Zero&) {
-        const u32 word = words[0];  // magnitudes in bits 9 to 11 of a half, signs in bit 15; those of the last pair have a gap
-        const u32 last = masked_or<0x08000800u>(word >> 2, word >> 1 & 0x06000600u);
-        return make_uint4(value(word << 3, word, scale), value(word << 6, word << 3, scale), value(word << 9, word << 6, scale),
-                          multiply_halves(masked_or<0x80008000u>(word << 1, last), scale));
+        const u32 word = words[0], turned = word << 10 | word >> 22;  // magnitudes in bits 9 to 11 of a half, signs in bit 15
+        const u32 last = masked_or<0x08000800u>(word << 1, word << 9 & 0x06000600u);  // as in `e2m1_pair`
+        return make_uint4(value(word << 3, word, scale), value(word << 7, word << 4, scale), value(turned << 3, turned, scale),
+                          multiply_halves(masked_or<0x80008000u>(word << 6, last), scale));
     }
     static __device__ __forceinline__ u32 value(u32 magnitude, u32 sign, u32 scale) {
         return multiply_halves(masked_or<0x80008000u>(sign, magnitude & 0x0e000e00u), scale);
