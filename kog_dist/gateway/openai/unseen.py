@@ -13,14 +13,14 @@ _THOUGHT_END: Final = "</think>"  # templates leave out what came before it in a
 def unseen_fields(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str, param: str
 ) -> list[str]:  # fmt: skip
-    """Paths of messages' fields and of tools that are not in the text of a prompt, at most 16: contents, names and calls.
+    """Paths of messages' fields and of tools that are not in the text of a prompt, at most 16: contents, names, calls.
 
     What a template changes on its way (blanks, line ends, JSON) is there all the same. Reasoning of earlier answers and ids of
     calls are no part of what is said.
     """
     shown = _Shown(text)
     found: list[str] = []
-    for path, said in (*_said(messages, param), *((f"tools[{idx}]", tool["function"]["name"]) for idx, tool in enumerate(tools))):
+    for path, said in (*_said(messages, param), *_said_of_tools(tools)):
         if len(found) == MOST_NAMED:
             break
         if path not in found and not shown.has(said):
@@ -38,6 +38,15 @@ def _said(messages: Sequence[Mapping[str, Any]], param: str) -> Iterator[tuple[s
         for place, call in enumerate(message.get("tool_calls", ())):
             for said in (call["function"]["name"], *_strings(call["function"]["arguments"])):
                 yield f"{path}.tool_calls[{place}]", said
+
+
+def _said_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Names, descriptions and parameters: templates write the rest of a schema in ways of their own."""
+    for idx, tool in enumerate(tools):
+        function = tool["function"]
+        properties = function["parameters"].get("properties")
+        for said in (function["name"], function.get("description", ""), *(properties if isinstance(properties, dict) else ())):
+            yield f"tools[{idx}]", said
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -168,6 +168,7 @@ def test_chats_with_tools_have_the_template_for_tools(serve: Serve, theirs: Any)
         (CHATML, [USER], {"tools": [TOOL], "tool_choice": "required"}, ("tools",)),
         (CHATML, [USER], {"tools": [TOOL], "tool_choice": "none"}, ()),
         (TOOLS_SHOWN, [USER], {"tools": [TOOL]}, ()),
+        ("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + CHATML, [USER], {"tools": [TOOL]}, ("tools[0]",)),
         (NO_SYSTEM, [{"role": "system", "content": "be brief"}, USER], {}, ("messages[0].content",)),
         (CHATML, [{**USER, "name": "Ada"}], {}, ("messages[0].name",)),
         (CHATML, [USER], {"chat_template_kwargs": {"enable_thinking": False}}, ("chat_template_kwargs.enable_thinking",)),
