@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kog_dist.cuda.errors import cuda_errors
-from kog_dist.errors import LaunchError
+from kog_dist.errors import LaunchError, install
 from kog_dist.runtime.instance import process_start_time
 
 _HOST_TO_DEVICE: Final = 1
@@ -74,7 +74,7 @@ class CupyMemory:
         try:
             import cupy
         except ImportError:
-            raise LaunchError("ranks on GPUs need cupy, which is not installed: pip install 'kog-dist[cuda]'") from None
+            raise LaunchError(f"ranks on GPUs need cupy, which is not installed: {install('cuda')}") from None
         with cuda_errors(f"using GPU {ordinal}"):
             self._runtime: Any = cupy.cuda.runtime
             cupy.cuda.Device(ordinal).use()

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kog_dist.quoting import MAX_MESSAGE_CHARS, printable
 
@@ -104,6 +104,18 @@ class LaunchError(KogError):
     """The engine could not be started; nothing was served."""
 
 
+# What optional features need: this package is on no index, so advice names none.
+PACKAGES: Final[Mapping[str, str]] = {
+    "cuda": "cupy-cuda13x nvidia-cublas", "train": "torch", "mpi": "mpi4py mpich", "ray": "'ray[default]'",
+    "bench": "matplotlib", "gguf": "gguf",
+}  # fmt: skip
+
+
+def install(extra: str) -> str:
+    """`pip install gguf, or '.[gguf]' in a clone`."""
+    return f"pip install {PACKAGES[extra]}, or '.[{extra}]' in a clone"
+
+
 @contextmanager
 def naming_extra(extra: str) -> Iterator[None]:
     """Where torch or cupy are missing, raise LaunchError with the extra of the package that brings them."""
@@ -112,7 +124,7 @@ def naming_extra(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "cupy"):
             raise
-        message = f"this needs {error.name}, which is not installed: pip install 'kog-dist[{extra}]'"
+        message = f"this needs {error.name}, which is not installed: {install(extra)}"
         raise LaunchError(message) from None
 
 

@@ -9,6 +9,7 @@ from kog_dist.config import LaunchConfig
 from kog_dist.launch import detach
 from kog_dist.launch.events import EventLog, is_terminal, say
 from kog_dist.launch.target import Target
+from kog_dist.model.weight_bytes import formats
 
 _LABEL_COLUMNS = 10
 
@@ -32,7 +33,7 @@ def facts_of(target: Target) -> dict[str, str]:
     places = Counter(target.place(rank) for rank in range(target.world_size))
     devices = [place if count == 1 else f"{count} x {place}" for place, count in places.items()]
     return {
-        "model": f"{target.model_name}, {spec.num_parameters:,} parameters, {checkpoint.dtype}",
+        "model": f"{target.model_name}, {spec.num_parameters:,} parameters, {formats(checkpoint)}",
         "devices": "; ".join(devices),
         "context": f"{spec.max_context:,} tokens",
     }

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
-from kog_dist.errors import ConfigError, KogError, LaunchError, PlanError
+from kog_dist.errors import ConfigError, KogError, LaunchError, PlanError, install
 from kog_dist.hardware.gpus import Gpu, Inventory, read_inventory
 from kog_dist.hardware.selection import GpuRequest, select_gpus
 from kog_dist.hardware.visible import Visible, visible_gpus
@@ -277,7 +277,7 @@ def _obstacles(inventory: Inventory, gpus: tuple[Gpu, ...], count: int, need: _N
     if count > MAX_RANKS:
         yield LaunchError(f"an engine runs on at most {MAX_RANKS} GPUs, not on {count}; use --gpus {MAX_RANKS}, or --device cpu")
     if find_spec("cupy") is None:
-        yield LaunchError("GPUs need the package cupy-cuda13x; install kog-dist[cuda], or use --device cpu")
+        yield LaunchError(f"GPUs need the package cupy-cuda13x: {install('cuda')}; or use --device cpu")
 
 
 def _has_room(gpu: Gpu, need: _Need) -> bool:

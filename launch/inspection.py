@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kog_dist.config import LaunchConfig
+from kog_dist.decode import cpu_weights
+from kog_dist.decode.cpu_weights import SINGLE_BYTES, kept_and_read_bytes, kept_as
 from kog_dist.errors import CheckpointError
 from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.cpus import read_cpu_map
@@ -20,9 +22,6 @@ from kog_dist.launch.prediction import LAYER_S, architecture, most_tokens_per_s,
 from kog_dist.launch.preflight import preflight
 from kog_dist.launch.target import (
     Target,
-    cpu_matrix_bytes,
-    dequantised_bytes,
-    kept_as,
     model_folder,
     plan_target,
     why_not_on_gpus,
@@ -52,11 +51,13 @@ def check(settings: LaunchConfig, *, deep: bool = False, serves: bool = True) ->
 
     preflight(settings, serves=serves)
     try:
-        target = plan_target(settings)[0]
+        target, obstacles = plan_target(settings)
     except CheckpointError as error:
         if has_weights(model_folder(settings)[0]):
             raise
         raise CheckpointError(f"{error}; --dry-run shows what config.json alone says") from None
+    if obstacles and (target.device == "cpu" or target.gpus):
+        raise obstacles[0]  # of memory; a folder is also checked for GPUs that are not here
     opened = target.checkpoint
     served = ModelFolder.from_folder(target.folder, target.model_name)
     template = read_model(target.folder)[1]
@@ -70,7 +71,7 @@ def check(settings: LaunchConfig, *, deep: bool = False, serves: bool = True) ->
     files, lanes = _count(len(opened.files), "file"), _count(opened.spec.num_lanes, "lane")
     return (
         f"{target.model_name}: {opened.spec.num_parameters:,} parameters, {formats(opened)}, {files}, "
-        f"{opened.num_bytes / _MIB:.1f} MiB{_per_token(opened)}, {lanes}, {hashes}, {tokenizer} tokenizer"
+        f"{opened.num_bytes / _MIB:.1f} MiB{_per_token(target)}, {lanes}, {hashes}, {tokenizer} tokenizer"
         f"{', all weights read' if deep else ''}{_kept_rounded(opened, settings)}{opened.note and f'; {opened.note}'}"
     )
 
@@ -84,10 +85,15 @@ def _kept_rounded(opened: Checkpoint, settings: LaunchConfig) -> str:
     return f", {'all' if kept == of else f'{kept} of'} {of} rounded matrices of lanes kept in {cache.folder}"
 
 
-def _per_token(opened: Checkpoint) -> str:
+def _per_token(target: Target) -> str:
     """What a token needs of quantised weights and of experts: nobody can tell from their files' size."""
-    told = quantised(opened) or opened.spec.experts is not None
-    return f" ({bytes_per_token(opened) / _MIB:.1f} MiB per token as they are)" if told else ""
+    opened = target.checkpoint
+    if quantised(opened) or opened.spec.experts is not None:
+        return f" ({bytes_per_token(opened) / _MIB:.1f} MiB per token as they are)"
+    if opened.stored_format == opened.dtype:
+        return ""
+    read = cpu_weights.bytes_per_token(opened, target.world_size) if target.device == "cpu" else bytes_per_token(opened)
+    return f" ({read / _MIB:.1f} MiB read per token)"
 
 
 def dry_run(settings: LaunchConfig) -> str:
@@ -152,26 +158,9 @@ def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
     """Memory of a CPU rank by use, in bytes: `weights` it keeps, `read` of them per token, `cache` of keys and values."""
     spec = target.checkpoint.spec
     lanes = spec.lanes_of_rank(rank, target.world_size)
-    share = len(lanes) / spec.num_lanes
-    embedding, norms = spec.vocab_size * spec.hidden_size, (2 * spec.num_layers + 1) * spec.hidden_size
-    head_rows = sum(last - first for first, last in map(spec.vocab_slice, lanes))
-    head_width = spec.hidden_size * (spec.num_lanes if spec.head_type.value == "lane" else 1)
-    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    router = spec.num_layers * spec.experts.num_experts * spec.hidden_size if spec.experts is not None else 0
-    norm_bytes = 4 * norms * (1 if spec.shared_norm_scale else spec.num_lanes)
-    width = cpu_matrix_bytes(target.checkpoint)
-
-    def num_bytes(num_ffns: int, dequantised: int) -> int:
-        layers = int(spec.num_layers * (attention + num_ffns * 3 * spec.hidden_size * spec.intermediate_size) * share)
-        matrices = layers + router + head_rows * head_width
-        return width * matrices + norm_bytes + int(dequantised * share)
-
-    kept = num_bytes(spec.num_ffns, dequantised_bytes(target.checkpoint)) + width * embedding
-    if spec.tied_embeddings and target.checkpoint.head_rounding is None:
-        kept -= width * head_rows * head_width  # rows of the table
-    read = num_bytes(spec.num_ffns_read, dequantised_bytes(target.checkpoint, of_token=True))
+    kept, read = kept_and_read_bytes(target.checkpoint, lanes)
     cache = 2 * spec.num_layers * spec.max_context * spec.lane_kv_heads * spec.head_dim * len(lanes)
-    return {"weights": kept, "read": read, "cache": 4 * cache}
+    return {"weights": kept, "read": read, "cache": SINGLE_BYTES * cache}
 
 
 def _place(target: Target, rank: int) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.config import SETTINGS, LaunchConfig, flag_name
-from kog_dist.errors import ConfigError, KogError, LaunchError
+from kog_dist.errors import ConfigError, KogError, LaunchError, install
 from kog_dist.launch.hosted_ranks import Door, host_rank, knock
 from kog_dist.launch.local import spawn_rank
 from kog_dist.launch.mpi_pair import OPEN_MPI, check_flavour, check_world_size, library_name
@@ -187,7 +187,7 @@ def _load_mpi() -> ModuleType:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LaunchError(f"mpi4py cannot be used ({first}); pip install 'kog-dist[mpi]' brings it with MPICH") from error
+        raise LaunchError(f"mpi4py cannot be used ({first}); {install('mpi')} brings it with MPICH") from error
     return MPI
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
 from kog_dist.decode import half_products
+from kog_dist.decode.cpu_weights import SINGLE_BYTES, dequantised_bytes, kept_as, matrix_bytes
 from kog_dist.errors import CheckpointError, ConfigError, KogError, LaunchError
 from kog_dist.hardware.cpu_lists import format_cpu_list
 from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
@@ -23,7 +24,6 @@ from kog_dist.model.gguf.tensors import is_gguf
 from kog_dist.model.hub_cache import find_snapshot, hub_name, hub_name_and_tag, is_hub_name
 
 CPU_KV_CACHES = 4  # unless told otherwise
-_CPU_BYTES = 4  # of a key or value of a CPU rank: float32
 _SHARE_OF_MEMORY = 80  # percent of what is free, for KV caches
 _CONTEXT_STEP = 256
 
@@ -118,6 +118,8 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         raise ConfigError(f"check_experts compares which experts are chosen, and {name} has none; leave it out")
     choice = choose_gpus(settings, checkpoint, os.environ)
     if choice is None:
+        with compilers_shown():
+            half_products.library()  # says what CPU ranks can keep
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
@@ -181,47 +183,6 @@ def _ranks_for(num_lanes: int) -> int:
     return max(n for n in range(1, num_lanes + 1) if num_lanes % n == 0 and n <= max(num_cores, 1))
 
 
-def cpu_matrix_bytes(checkpoint: Checkpoint) -> int:
-    """Of a value of a matrix that CPU ranks keep: as it is stored if it is 16 bit and can be multiplied so, else float32.
-
-    Quantised matrices are float32 whatever the others are, or codes; see `dequantised_bytes`.
-    """
-    if checkpoint.dtype == "float32":
-        return _CPU_BYTES
-    with compilers_shown():
-        return _CPU_BYTES if half_products.library() is None else 2
-
-
-def dequantised_bytes(checkpoint: Checkpoint, *, of_token: bool = False) -> int:
-    """What quantised matrices take in CPU ranks in addition to `cpu_matrix_bytes` of each of their values; less than 0 if less.
-
-    `of_token`: of those alone that a token reads.
-    """
-    from kog_dist.model.weight_bytes import num_kept_coded, num_quantised
-
-    width, coded, coded_bytes = cpu_matrix_bytes(checkpoint), 0, 0
-    if keeps_codes(checkpoint):
-        coded, coded_bytes = num_kept_coded(checkpoint, of_token=of_token)
-    dequantised = num_quantised(checkpoint, of_token=of_token) - coded
-    return (_CPU_BYTES - width) * dequantised + coded_bytes - width * coded
-
-
-def kept_as(checkpoint: Checkpoint) -> str:
-    """In what CPU ranks keep most weights, for people."""
-    from kog_dist.model.weight_bytes import quantised
-
-    if keeps_codes(checkpoint):
-        return "MXFP4"
-    return "16 bit" if cpu_matrix_bytes(checkpoint) == 2 and not quantised(checkpoint) else "float32"
-
-
-def keeps_codes(checkpoint: Checkpoint) -> bool:
-    """Whether CPU ranks keep experts in MXFP4: those that are published so, where products of them can be had."""
-    from kog_dist.model.weight_bytes import num_kept_coded
-
-    return checkpoint.spec.experts is not None and half_products.library() is not None and num_kept_coded(checkpoint)[0] > 0
-
-
 def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
     """The same with a shorter context if the KV caches of the model's would not fit this machine's free memory.
 
@@ -231,7 +192,7 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
     import psutil  # type: ignore[import-untyped]
 
     spec, available = target.checkpoint.spec, int(psutil.virtual_memory().available)
-    embedding, width = spec.vocab_size * spec.hidden_size, cpu_matrix_bytes(target.checkpoint)
+    embedding, width = spec.vocab_size * spec.hidden_size, matrix_bytes(target.checkpoint)
     weights = width * (spec.num_parameters + (target.world_size - 1) * embedding)  # every rank has the whole table
     dequantised = dequantised_bytes(target.checkpoint)
     weights += dequantised
@@ -242,7 +203,7 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
             f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights in {kept_as(target.checkpoint)}, and {have}; {remedy}"
         )
         return target, (error,)
-    per_position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _CPU_BYTES * target.num_kv_caches
+    per_position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * SINGLE_BYTES * target.num_kv_caches
     kept = target.kept_bytes * target.world_size
     room = max(available - weights - kept, 0) * _SHARE_OF_MEMORY // 100 // per_position
     context = max(room // _CONTEXT_STEP, 1) * _CONTEXT_STEP

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kog_dist.bench.report import check_destination, handing_results_to
 from kog_dist.bench.tables import comma_separated, markdown
-from kog_dist.errors import ConfigError
+from kog_dist.errors import ConfigError, install
 from kog_dist.foreign_file import read_text
 
 TABLES: Final = (".md", ".csv", ".json")
@@ -54,7 +54,7 @@ def _check(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--output {path}: the folder cannot be made: {error.strerror}") from None
     if path.suffix in PICTURES and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"--output {path} needs matplotlib: pip install 'kog-dist[bench]'")
+        raise ConfigError(f"--output {path} needs matplotlib: {install('bench')}")
 
 
 def _write(path: Path, whole: Mapping[str, Any]) -> None:

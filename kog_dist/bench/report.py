@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from kog_dist.errors import ConfigError
+from kog_dist.errors import ConfigError, install
 from kog_dist.quoting import json_text
 
 DIRTY: Final = "+changes"
@@ -142,7 +142,7 @@ def drawn(draw: Callable[[], None]) -> None:
     try:
         draw()
     except ImportError:
-        print("no picture: matplotlib is not installed (pip install 'kog-dist[bench]')")
+        print(f"no picture: matplotlib is not installed ({install('bench')})")
     except Exception as error:
         print(f"no picture: {type(error).__name__}: {error}")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from kog_dist.doctor.commands import output_of, python_output
 from kog_dist.doctor.gpus import graded
 from kog_dist.doctor.report import Finding, ok, warning
+from kog_dist.errors import install
 from kog_dist.hardware.gpus import read_inventory
 
 _OLDEST_CUDA = (13, 0)
@@ -22,7 +23,7 @@ def cupy() -> Iterator[Finding]:
     """The package through which GPUs are used."""
     inventory = read_inventory()
     if inventory.gpus and find_spec("cupy") is None:
-        yield graded(inventory, "GPUs are here, but the package cupy is not: pip install 'kog-dist[cuda]'")
+        yield graded(inventory, f"GPUs are here, but the package cupy is not: {install('cuda')}")
 
 
 def compiler() -> Iterator[Finding]:

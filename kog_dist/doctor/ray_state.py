@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from kog_dist.doctor.report import Finding, ok, warning
-from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.errors import ConfigError, LaunchError, install
 from kog_dist.runtime.ray_join import resolve_address
 
 
@@ -16,9 +16,9 @@ def ray() -> Iterator[Finding]:
     if find_spec("ray") is None:
         named = os.environ.get("RAY_ADDRESS")
         if named:
-            yield warning(f"RAY_ADDRESS is {named}, but Ray is missing; pip install 'kog-dist[ray]', or unset RAY_ADDRESS")
+            yield warning(f"RAY_ADDRESS is {named}, but Ray is missing: {install('ray')}; or unset RAY_ADDRESS")
         else:
-            yield ok("no Ray, which only --launcher ray needs; where it is wanted, pip install 'kog-dist[ray]'")
+            yield ok(f"no Ray, which only --launcher ray needs; where it is wanted, {install('ray')}")
         return
     remarks: list[str] = []
     try:

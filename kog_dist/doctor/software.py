@@ -11,6 +11,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from kog_dist.doctor.report import Finding, ok, problem, warning
+from kog_dist.errors import install
 
 _DISTRIBUTION = "kog-dist"
 _ROOT = Path(__file__).parents[2]  # of the repository, where this is one
@@ -40,7 +41,7 @@ def python() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Those that every engine needs, then the optional ones by extra."""
-    remedy = f"pip install {_DISTRIBUTION}"
+    remedy = "pip install . in a clone"
     try:
         own, wanted = metadata.version(_DISTRIBUTION), metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -94,11 +95,11 @@ def _extra(extra: str, purpose: str, wanted: list[tuple[str, str]]) -> Finding:
     found = {name: _version(name) for name, _ in wanted}
     missing = [name for name, version in found.items() if version is None]
     old = [f"{name} {found[name]}" for name, least in wanted if found[name] and _numbers(str(found[name])) < _numbers(least)]
-    install = f"pip install '{_DISTRIBUTION}[{extra}]'"
+    remedy = install(extra)
     if old:
-        return warning(f"for {purpose}: {' and '.join(old)} {'is' if len(old) == 1 else 'are'} too old; {install}", extra=extra)
+        return warning(f"for {purpose}: {' and '.join(old)} {'is' if len(old) == 1 else 'are'} too old; {remedy}", extra=extra)
     if missing:
-        return ok(f"for {purpose}, where it is wanted: {install} (not here: {', '.join(missing)})", extra=extra, missing=missing)
+        return ok(f"for {purpose}, where it is wanted: {remedy} (not here: {', '.join(missing)})", extra=extra, missing=missing)
     return ok(f"for {purpose}: {', '.join(f'{name} {version}' for name, version in found.items())}", extra=extra, packages=found)
 
 

@@ -7,49 +7,27 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from kog_dist.decode import cpu_weights
 from kog_dist.errors import KogError
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.hardware.gpus import Gpu
-from kog_dist.model.gguf.folder import main_format
-from kog_dist.model.published_config import read_config_file
-from kog_dist.model.spec import ModelSpec
+from kog_dist.model import weight_bytes
+from kog_dist.model.checkpoint import Checkpoint, has_weights, open_checkpoint, planned_checkpoint
 from kog_dist.rpc.messages import StatusReport
 
-CPU_WEIGHT_BYTES = 4  # CPU ranks keep weights as float32
-GPU_WEIGHT_BYTES = 2  # GPUs as they are on disk: 16 bit
 
+def read_checkpoint(folder: str | None, quantize: str = "none", quantize_head: str = "none") -> Checkpoint | None:
+    """The model of a folder, without its values; None where nobody told the folder, or it has no model that we know.
 
-def read_spec(folder: str | None, quantize: str = "none") -> ModelSpec | None:
-    """The model's shape; None where nobody told the folder, or it has no config.json of a model that we know.
-
-    `quantize`: as in `LaunchConfig`.
+    Of a folder without weights what config.json says. `quantize`, `quantize_head`: as in `LaunchConfig`.
     """
     if folder is None:
         return None
     try:
-        return read_config_file(Path(folder)).spec_to_run(0, quantize)
+        opens = open_checkpoint if has_weights(Path(folder)) else planned_checkpoint
+        return opens(Path(folder), quantize=quantize, quantize_head=quantize_head)
     except KogError:
         return None  # a folder with a tokenizer alone serves a gateway as well
-
-
-def has_codes(folder: str | None, quantize: str = "none", quantize_head: str = "none") -> bool:
-    """Whether weights are quantised, as published or while they are loaded."""
-    if folder is None:
-        return False
-    try:
-        return {quantize, quantize_head} != {"none"} or read_config_file(Path(folder)).quantisation is not None
-    except KogError:
-        return False
-
-
-def read_format(folder: str | None) -> str | None:
-    """How most of the model's values are stored: bfloat16, or Q4_K of a GGUF file. None where the folder does not say."""
-    if folder is None:
-        return None
-    try:
-        return main_format(Path(folder)) or read_config_file(Path(folder)).dtype
-    except KogError:
-        return None
 
 
 def devices(report: StatusReport) -> dict[str, int]:
@@ -60,19 +38,16 @@ def devices(report: StatusReport) -> dict[str, int]:
     return {"CPU": report.world_size} if report.world_size and not report.replica_names else {}
 
 
-def engine_facts(
-    max_context: int, spec: ModelSpec | None, report: StatusReport, gpus: Sequence[Gpu], *, has_codes: bool = False
-) -> EngineFacts:
+def engine_facts(max_context: int, checkpoint: Checkpoint | None, report: StatusReport, gpus: Sequence[Gpu]) -> EngineFacts:
     """Facts of one engine; of one of them where a router speaks for several. `gpus`: those of this machine.
 
-    The peak is known only if every rank has a GPU that is here and tells its memory's clock; what a token reads is not where
-    the model `has_codes`.
+    The peak is known only if every rank has a GPU that is here and tells its memory's clock.
     """
-    if spec is None or not report.world_size or has_codes:
+    num_ranks = report.world_size // max(1, len(report.replica_names))
+    if checkpoint is None or not num_ranks or checkpoint.spec.num_lanes % num_ranks:
         return EngineFacts(max_context)
     places = report.rank_places  # only ranks on GPUs say theirs
-    bytes_per_token = spec.bytes_per_token(GPU_WEIGHT_BYTES if places else CPU_WEIGHT_BYTES)
-    num_ranks = report.world_size // max(1, len(report.replica_names))
+    bytes_per_token = weight_bytes.bytes_per_token(checkpoint) if places else cpu_weights.bytes_per_token(checkpoint, num_ranks)
     peaks = [gpu.peak_bytes_s for place in places for gpu in gpus if place.startswith(str(gpu))]
     if not places or len(peaks) != len(places) or not all(peaks):
         return EngineFacts(max_context, bytes_per_token)

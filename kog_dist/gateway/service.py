@@ -14,7 +14,7 @@ from kog_dist.gateway.args import GatewayArgs
 from kog_dist.gateway.body_reader import BodyReader
 from kog_dist.gateway.documents import handler_of
 from kog_dist.gateway.engine import EngineBridge
-from kog_dist.gateway.engine_facts import engine_facts, has_codes, read_format, read_spec
+from kog_dist.gateway.engine_facts import engine_facts, read_checkpoint
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.logs import Log
@@ -45,9 +45,8 @@ class Service:
         self._announced: HttpFile | None = None
         self.served: ServedModel | None = None  # None until the engine has said what it serves
         self.facts = EngineFacts()
-        self.spec, self._gpus = read_spec(args.model, args.quantize), read_inventory().gpus
-        self._has_codes = has_codes(args.model, args.quantize, args.quantize_head)
-        self.weights_format = read_format(args.model)
+        self.checkpoint, self._gpus = read_checkpoint(args.model, args.quantize, args.quantize_head), read_inventory().gpus
+        self.weights_format = None if self.checkpoint is None else self.checkpoint.stored_format
         self.metrics = Metrics(args.model_name or "unknown")
         self.answering: set[Exchange] = set()
         self.bodies_bytes = 0  # of request bodies that are in memory
@@ -86,7 +85,7 @@ class Service:
         if self._announced is not None and not self._announced.serves and self._serves():
             self.announce()
         if report is not None and self.welcome is not None and not self.facts.bytes_per_token:
-            self.facts = engine_facts(self.welcome.max_context, self.spec, report, self._gpus, has_codes=self._has_codes)
+            self.facts = engine_facts(self.welcome.max_context, self.checkpoint, report, self._gpus)
             self.metrics.engine_facts(self.facts)
 
     def count_response(self, path: str, status: int) -> None:

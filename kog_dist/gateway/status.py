@@ -35,7 +35,7 @@ def describe(service: Service) -> dict[str, Any]:
 
 def _model(service: Service, served: ServedModel) -> dict[str, Any]:
     """Size, lanes and format are the folder's, of which a gateway by itself may know nothing."""
-    spec = service.spec
+    spec = None if service.checkpoint is None else service.checkpoint.spec
     return {
         **served.card(), "vocab_size": served.vocab_size, "has_tokenizer": service.tokenizer is not None,
         "num_parameters": None if spec is None else spec.num_parameters, "num_lanes": None if spec is None else spec.num_lanes,

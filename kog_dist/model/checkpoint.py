@@ -28,7 +28,7 @@ from kog_dist.model.formats.quantisation import IGNORED, KEY, OF_CODES, Quantisa
 from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, form_in, with_matrices
 from kog_dist.model.formats.rounding import chosen_format
 from kog_dist.model.formats.weight_format import WeightFormat
-from kog_dist.model.gguf.folder import gguf_of
+from kog_dist.model.gguf.folder import gguf_of, main_format
 from kog_dist.model.hub_cache import check_blob
 from kog_dist.model.layout import EMBEDDING, TensorLayout, head_name, is_layer_matrix, tensor_layouts
 from kog_dist.model.manifest import (
@@ -150,6 +150,12 @@ class Checkpoint:
     head_rounding: WeightFormat | None = None
     cache: PartsCache | None = None  # of what was rounded
     note: str = ""  # what a log should say: names that are left out, types that differ from what config.json says
+
+    @property
+    def stored_format(self) -> str:
+        """How most values are stored: `dtype`, or of a GGUF file such as Q4_K. Raises CheckpointError."""
+        form = main_format(self.folder)
+        return self.dtype if form is None else DTYPES[form][0] if form in DTYPES else form
 
     @property
     def num_bytes(self) -> int:

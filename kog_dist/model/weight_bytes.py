@@ -18,8 +18,16 @@ _HALF: Final = 2  # bytes of a weight that is not quantised
 
 
 def formats(checkpoint: Checkpoint) -> str:
-    """`bfloat16`, or how matrices are quantised and what the others are: `FP8 (E4M3) ..., the rest bfloat16`."""
-    return quantised(checkpoint) or checkpoint.dtype
+    """`bfloat16`, or how matrices are quantised and what the others are: `FP8 (E4M3) ..., the rest bfloat16`.
+
+    Of a GGUF file what it has, and what that is read as: `Q4_1 (read as float16)`.
+    """
+    return quantised(checkpoint) or _stored(checkpoint)
+
+
+def _stored(checkpoint: Checkpoint) -> str:
+    form, dtype = checkpoint.stored_format, checkpoint.dtype
+    return dtype if form == dtype else f"{form} (read as {dtype})"
 
 
 def quantised(checkpoint: Checkpoint) -> str:
@@ -30,7 +38,7 @@ def quantised(checkpoint: Checkpoint) -> str:
             found[str(form)] = None
     head = "" if checkpoint.head_rounding is None else f", LM head rounded at the start to {checkpoint.head_rounding}"
     if not found:
-        return f"{checkpoint.dtype}{head}" if head else ""
+        return f"{_stored(checkpoint)}{head}" if head else ""
     source = "rounded at the start" if checkpoint.quantisation is None else f"as published ({checkpoint.quantisation.method})"
     return f"{'; '.join(found)}, {source}{head}, the rest {checkpoint.dtype}"
 

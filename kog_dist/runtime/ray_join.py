@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.errors import ConfigError, LaunchError, install
 from kog_dist.foreign_file import read_text
 from kog_dist.runtime.ray_token import auth_environment, token_refusal
 
@@ -30,7 +30,7 @@ def import_ray(environment: Mapping[str, str], needed_by: str) -> Any:
     try:
         import ray
     except ImportError:
-        raise LaunchError(f"{needed_by} needs Ray; install it with pip install 'kog-dist[ray]'") from None
+        raise LaunchError(f"{needed_by} needs Ray: {install('ray')}") from None
     return ray
 
 

@@ -88,7 +88,7 @@ class FirstHour:
 
     def check(self) -> str:
         """Whether it would run."""
-        return self._run([self._bin / "kog-launch", MODEL, "--check"]).partition(", float16")[0]
+        return self._run([self._bin / "kog-launch", MODEL, "--check"]).partition(" (read as float16)")[0]
 
     def launch(self) -> str:
         """Until it serves."""

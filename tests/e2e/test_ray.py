@@ -29,7 +29,7 @@ from tests.e2e.ray_daemons import BIN, RayDaemons, ray_daemons
 from tests.patience import slowness
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'kog-dist[ray]'"
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'ray[default]'"
 )
 RANKS = 2
 NUM_CPUS = 4  # of each node

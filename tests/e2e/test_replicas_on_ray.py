@@ -26,7 +26,7 @@ NUM_STREAMS, NUM_TOKENS, NUM_PROMPTS = 100, 100, 10
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray (pip install 'kog-dist[ray]')")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray (pip install 'ray[default]')")
 def test_node_dies_under_a_hundred_streams(session: EngineSession, tiny_model: Path) -> None:
     with ray_daemons(session) as cluster:
         for _ in range(2):  # one after the other: each looks for free ports

@@ -6,16 +6,18 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.validate import check as check_plan
-from kog_dist.errors import CheckpointError, ConfigError, KogError
+from kog_dist.errors import CheckpointError, ConfigError, KogError, LaunchError
 from kog_dist.gateway.model_files import read_model
 from kog_dist.launch import flags, inspection
 from kog_dist.model.chat_template import ChatTemplate
@@ -51,6 +53,7 @@ def template_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             raise CheckpointError(f"the model's chat template cannot be used: {error}") from None
 
     monkeypatch.setattr(ChatTemplate, "check", compile_it)
+    monkeypatch.setattr(ChatTemplate, "facts", property(compile_it))
 
 
 def start(folder: Path) -> None:
@@ -147,6 +150,12 @@ def test_the_deep_check_compares_hashes(tmp_path: Path) -> None:
     path.write_bytes(flipped)
     check(tmp_path)
     assert "differs from its SHA-256" in refuses(lambda: check(tmp_path, deep=True))
+
+
+def test_what_memory_rules_out_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert "CPU ranks would keep" in refuses(lambda: check(folder))
+    assert flags.run(["--device", "cpu", "--check", str(folder)]) == LaunchError.exit_code
 
 
 # ---- what was accepted without a manifest ----

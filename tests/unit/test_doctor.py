@@ -41,6 +41,7 @@ from kog_dist.doctor import (
 )
 from kog_dist.doctor.report import CheckResult, Finding, Level, as_json, as_text, exit_code, ok, problem, warning
 from kog_dist.doctor.runner import Check, run_checks
+from kog_dist.errors import install
 from kog_dist.runtime.instance import LEASE_FILE, Instance, is_stale
 from tests.unit.fake_nvml import FakeGpu, FakeNvml, node
 
@@ -289,10 +290,10 @@ def test_packages_are_compared_with_what_is_asked_for(monkeypatch: pytest.Monkey
     ))  # fmt: skip
     text = shown(software.packages())
     assert "problem: numpy 1.26.4 is too old; pip install 'numpy>=2.0'" in text
-    assert "problem: packages are missing: zebra; pip install kog-dist" in text
+    assert "problem: packages are missing: zebra; pip install . in a clone" in text
     assert "ok: kog-dist 0.1 with numpy 1.26.4, quagga 2.0.1+local" in text
     assert "ok: for GPUs: okapi 3.1" in text
-    assert "ok: for mpirun, where it is wanted: pip install 'kog-dist[mpi]' (not here: gnu)" in text
+    assert f"ok: for mpirun, where it is wanted: {install('mpi')} (not here: gnu)" in text
     versions["okapi"] = "2.9"
     assert "warning: for GPUs: okapi 2.9 is too old; pip install" in shown(software.packages())
 
@@ -306,7 +307,7 @@ def test_sources_that_are_not_installed_want_what_pyproject_says(tmp_path: Path,
     text = shown(software.packages())
     assert "problem: packages are missing: jinja2, " in text, "nothing can start here"
     assert text.splitlines()[0].endswith(", typer, uvicorn; pip install -e .")
-    assert "ok: for GPUs, where it is wanted: pip install 'kog-dist[cuda]' (not here: cupy-cuda13x, nvidia-cublas)" in text
+    assert f"ok: for GPUs, where it is wanted: {install('cuda')} (not here: cupy-cuda13x, nvidia-cublas)" in text
     monkeypatch.setattr(software, "_ROOT", tmp_path)
     assert shown(software.packages()).startswith("warning: kog-dist is not installed, so versions are not compared")
 

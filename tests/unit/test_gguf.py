@@ -191,7 +191,7 @@ def test_parts_are_one_model_whichever_is_given(path: Path, tmp_path: Path) -> N
             assert np.array_equal(other.tensor(name), whole.tensor(name)), name
         assert Tokenizer.from_folder(model) is not None
     assert model_folder(LaunchConfig(model=str(parts[1])))[1] == "big"
-    assert "float16, 3 files" in check(LaunchConfig(model=str(parts[2]), device="cpu", ranks=1), deep=True)
+    assert "Q8_0 (read as float16), 3 files" in check(LaunchConfig(model=str(parts[2]), device="cpu", ranks=1), deep=True)
 
 
 def test_parts_that_are_missing_or_of_another_file_are_refused(path: Path) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kog_dist.bench.fakes.tiny_model import TINY
 from kog_dist.decode import half_products
-from kog_dist.launch.target import cpu_matrix_bytes
+from kog_dist.decode.cpu_weights import matrix_bytes
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.safetensors_file import narrow, widen
 from kog_dist.model.weights import BFLOAT16
@@ -122,7 +122,7 @@ def test_without_a_compiler_weights_are_float32(fresh: None, tmp_path: Path, mon
     monkeypatch.setenv("PATH", str(tmp_path))
     write_checkpoint(tmp_path / "model", TINY, random_tensors(TINY, seed=1))
     assert half_products.library() is None
-    assert cpu_matrix_bytes(open_checkpoint(tmp_path / "model")) == 4
+    assert matrix_bytes(open_checkpoint(tmp_path / "model")) == 4
 
 
 @needs_library
@@ -171,4 +171,4 @@ def test_it_is_built_once(fresh: None, tmp_path: Path, monkeypatch: pytest.Monke
 
 def cpu_matrix_bytes_of_bfloat16(folder: Path) -> int:
     write_checkpoint(folder / "model", TINY, random_tensors(TINY, seed=1), dtype="bfloat16")
-    return cpu_matrix_bytes(open_checkpoint(folder / "model"))
+    return matrix_bytes(open_checkpoint(folder / "model"))

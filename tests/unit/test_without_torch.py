@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.errors import LaunchError, naming_extra
+from kog_dist.errors import LaunchError, install, naming_extra
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_training_without_torch_names_the_extra(without_torch: dict[str, str], t
     command += ["--tokenizer", DEMO / "tokenizer.json", "--model", DEMO]
     done = subprocess.run(command, env=without_torch, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == LaunchError.exit_code
-    assert done.stderr == "python -m kog_dist.train: this needs torch, which is not installed: pip install 'kog-dist[train]'\n"
+    assert done.stderr == f"python -m kog_dist.train: this needs torch, which is not installed: {install('train')}\n"
 
 
 def test_a_module_that_no_extra_brings_is_an_error_of_ours() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kog_dist.errors import LaunchError
+from kog_dist.errors import LaunchError, install
 from kog_dist.workers.engines.cuda_device import translated_errors
 
 
@@ -11,7 +11,7 @@ def gpu_name() -> str:
     try:
         import cupy
     except ImportError:
-        raise LaunchError("this benchmark needs a GPU and cupy, which is not installed: pip install 'kog-dist[cuda]'") from None
+        raise LaunchError(f"this benchmark needs a GPU and cupy, which is not installed: {install('cuda')}") from None
     with translated_errors("cuda"):
         return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.errors import CheckpointError
+from kog_dist.errors import CheckpointError, install
 from kog_dist.model.exact_file import file_identity, opened, read_exactly
 from kog_dist.model.gguf.config import ROPE_FACTORS
 from kog_dist.model.gguf.header import PLAIN, GgufHeader, GgufTensor
@@ -54,7 +54,7 @@ class GgufFile(SafetensorsFile):
         """Of a file, or a part, of a model of that architecture. Raises CheckpointError if a tensor cannot be read here."""
         kinds = {tensor.format.name for tensor in header.tensors.values()}
         if not kinds <= set(PLAIN) and importlib.util.find_spec("gguf") is None:
-            raise CheckpointError(f"{header.path} has quantised weights; to read them, pip install gguf")
+            raise CheckpointError(f"{header.path} has quantised weights; to read them, {install('gguf')}")
         is_permuted = architecture == "llama"
         tensors, sources = {}, {}
         for name, tensor in header.tensors.items():
