@@ -124,13 +124,15 @@ def of_device(file: str, source: str) -> Iterator[Drawn]:
 
 
 def _annotations(tree: ast.AST) -> Iterator[int]:
-    """Nodes within what only a type checker reads, and within messages."""
+    """Nodes within what a type checker looks after, and within messages."""
     for node in ast.walk(tree):
         found: list[ast.AST | None] = []
         if isinstance(node, ast.arg | ast.AnnAssign):
             found.append(node.annotation)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found.append(node.returns)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found += node.decorator_list  # slots, frozen: what a type checker looks after
         if isinstance(node, ast.JoinedStr | ast.Raise):
             found.append(node)
         for one in found:

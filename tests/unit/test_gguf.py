@@ -26,7 +26,7 @@ from kog_dist.launch.target import model_folder
 from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.generation_config import read_eos_ids, read_sampling_defaults
-from kog_dist.model.gguf.config import _vocab_size
+from kog_dist.model.gguf.config import ROPE_FACTORS, _vocab_size
 from kog_dist.model.gguf.folder import open_weights, published_file
 from kog_dist.model.gguf.header import FORMATS, PLAIN, Format, GgufHeader
 from kog_dist.model.gguf.pre_tokenizers import CUTS
@@ -681,3 +681,17 @@ def test_a_file_names_at_most_as_many_tokens_as_it_has_rows(named: int, rows: in
         return
     with pytest.raises(ValueError, match=f"it has {named} tokens, but only {rows} rows of token_embd.weight"):
         _vocab_size(cast(GgufHeader, header), {})
+
+
+@pytest.mark.parametrize(("kind", "is_read"), [("F16", True), ("F32", True), ("Q8_0", False)])
+def test_without_its_package_files_of_plain_weights_are_read_alone(
+    kind: str, is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    tensor = SimpleNamespace(format=SimpleNamespace(name=kind))
+    header = SimpleNamespace(path=Path("a.gguf"), tensors={ROPE_FACTORS: tensor}, sha256=None, identity=(0, 0, 0))
+    if is_read:
+        assert not GgufFile.from_header(cast(GgufHeader, header), "llama", 16).tensors
+        return
+    with pytest.raises(CheckpointError, match=r"a\.gguf has quantised weights; to read them, pip install gguf"):
+        GgufFile.from_header(cast(GgufHeader, header), "llama", 16)

@@ -47,3 +47,15 @@ def test_the_nearest_path_is_named(http: httpx.Client, asked: str, meant: str | 
     assert refused.status_code == 404
     message = refused.json()["error"]["message"]
     assert message.endswith(f"; use {meant}" if meant is not None else "; /openapi.json lists what there is"), message
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("/v1/chat/completions", "/v1/chat/completions"), ("/tokenize", "/tokenize"), ("/metrics", "/metrics"), ("/", "/"),
+        ("/v1/models/a/b", "/v1/models/{name}"), ("/static/chat.js", "/static/{name}"), ("/v1/model", "other"),
+        ("/nothing", "other"), ("/v1/chat/completions/x", "other"), ("", "other"),
+    ],
+)  # fmt: skip
+def test_nobody_can_make_up_labels_of_metrics(path: str, label: str) -> None:
+    assert documents.handler_of(path) == label

@@ -216,6 +216,13 @@ def test_prompts_of_a_completion(base_model: ServedModel) -> None:
 
 
 # ---- conversations ----
+def test_each_choice_has_a_conversation_of_its_own(base_model: ServedModel) -> None:
+    """So that replicas share them; that of the first one goes on."""
+    planned = plan_chat({"messages": [{"role": "user", "content": "a"}], "n": 3}, base_model)
+    first, *others = [generate.conversation for generate in planned.generates]
+    assert others == [f"{first}.1", f"{first}.2"]
+
+
 def test_a_chat_keeps_its_conversation_while_it_grows(base_model: ServedModel) -> None:
     first = {"role": "user", "content": "a"}
     more = [first, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
