@@ -47,6 +47,16 @@ class MessageReply:
         self._error: ApiError | None = None
 
     # ---- Reply ----
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """See Reply."""
+        return self._parser.num_reasoning_tokens
+
+    @property
+    def num_calls(self) -> int:
+        """See Reply."""
+        return self._parser.num_calls
+
     def on_event(self, choice: int, event: StreamEvent) -> bytes:
         """See Reply."""
         if self.is_over:

@@ -100,15 +100,14 @@ def begin_answer(
     if tokenizer is None or served.chat_template is None or not (is_enforced or thinking.budget is not None):
         return Begun(prompt_ids, begins)
     if style.has_channels:
-        opener, begin, end = f"{ANALYSIS}{MESSAGE}", ANALYSIS, MESSAGE_END
+        opener, end = f"{ANALYSIS}{MESSAGE}", MESSAGE_END
     elif style.thought_tags is not None:
-        begin, end = style.thought_tags
-        opener = f"{begin}\n"
+        opener, end = f"{style.thought_tags[0]}\n", style.thought_tags[1]
     else:
         return Begun(prompt_ids, begins)
     end_id = tokenizer.id_of(end)
     is_free = is_new and style.ends(tokenizer, prompt_ids) == "free"
-    thinks = begins == "open" or (is_free and begin in served.chat_template.source and not thinking.is_off)
+    thinks = begins == "open" or (is_free and style.thinks and not thinking.is_off)
     if not thinks:
         return Begun(prompt_ids, begins)
     if end_id is None:

@@ -149,7 +149,8 @@ def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | list
         or schema.get("additionalProperties") not in (None, False)
     ):
         return None
-    if not set(schema.get("required", ())) <= properties.keys():
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(key, str) and key in properties for key in required):
         return None
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     found: dict[str, Mapping[str, Any] | list[str] | None] = {}
@@ -165,8 +166,7 @@ def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | list
             found[key] = {**value, **shared}
         elif types <= {"string", "null"} and value.keys() <= _NOTES:
             words = value.get("enum", [value["const"]] if "const" in value else None)
-            plain = words is None or all(isinstance(word, str) and _is_plain(word) for word in words)
-            if not plain or not _are_plain(value):
+            if not _are_plain(value) or not _are_words(words):
                 return None
             found[key] = words
         else:
@@ -176,10 +176,18 @@ def _xml_values(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | list
 
 def _are_plain(value: Mapping[str, Any]) -> bool:
     """Whether branches say nothing but types."""
+    given = [value[key] for key in ("anyOf", "oneOf") if key in value]
     return all(
-        isinstance(branch, Mapping) and branch.keys() <= {"type", "title", "description"}
-        for key in ("anyOf", "oneOf")
-        for branch in value.get(key, ())
+        isinstance(branches, list)
+        and all(isinstance(branch, Mapping) and branch.keys() <= {"type", "title", "description"} for branch in branches)
+        for branches in given
+    )
+
+
+def _are_words(words: Any) -> bool:
+    """Whether an enum, if there is one, is of texts that are read again as they are."""
+    return words is None or (
+        isinstance(words, list) and bool(words) and all(isinstance(word, str) and _is_plain(word) for word in words)
     )
 
 

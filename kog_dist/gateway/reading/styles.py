@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Final
 
 from kog_dist.gateway.reading.channels import Channels
@@ -33,7 +34,7 @@ _CALL_TAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "mistral": (TOOL_CALLS, "[ARGS]", "[CALL_ID]"),
     "deepseek": DEEPSEEK_TAGS,
 }
-_TAIL: Final = 16  # tokens of a prompt that are looked at where a tag is letters
+_TAIL, _FAR = 16, 1 << 14  # tokens of a prompt that are looked at, where a tag is letters and where it is a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class Style:
         if end is None:
             tail = tokenizer.decode(prompt_ids[-_TAIL:]).rstrip()
             return "open" if tail.endswith(self.thought_tags[0]) else "closed" if tail.endswith(self.thought_tags[1]) else "free"
-        last = next((token_id for token_id in reversed(prompt_ids) if tokenizer.is_added(token_id)), None)
+        near = islice(reversed(prompt_ids), _FAR)
+        last = next((token_id for token_id in near if tokenizer.is_added(token_id)), None)
         return "free" if last is None else "open" if last == begin else "closed" if last == end else "free"
 
 

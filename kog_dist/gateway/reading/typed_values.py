@@ -54,8 +54,10 @@ def _type_of(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "boolean"
-    if isinstance(value, int | float):
-        return "integer" if value == int(value) else "number"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):  # also infinity, of digits that are too large
+        return "integer" if value.is_integer() else "number"
     return "string" if isinstance(value, str) else "object" if isinstance(value, dict) else "array"
 
 

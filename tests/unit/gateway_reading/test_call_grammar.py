@@ -113,6 +113,26 @@ def test_what_is_enforced_is_read(tools: str, source: str, names: bool) -> None:
     assert len(seen) > 2
 
 
+WRONG: list[dict[str, Any]] = [
+    {"required": None}, {"required": ["b"]}, {"required": [["a"]]}, {"minProperties": 2},
+    {"additionalProperties": {"type": "string"}},
+    *({"properties": {"a": value}} for value in (
+        True, {"enum": 5}, {"type": "string", "enum": []}, {"anyOf": {"type": "string"}}, {"$ref": "#/properties/a"},
+        {"enum": ["<"]}, {"type": "string", "format": "date"},
+    )),
+    {"properties": {"a>": {"type": "string"}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", WRONG, ids=str)
+def test_what_xml_cannot_enforce_is_json(schema: dict[str, Any]) -> None:
+    """Wrong schemas, too: who compiles them says what is wrong."""
+    given = {"type": "object", "properties": {"a": {"type": "string"}}} | schema
+    text = CallGrammar(None, behind_thought=False).calls("qwen3_coder", "", {"f": given}, several=False)
+    assert "arguments" in json.loads(text)["lark"]
+    assert json.loads(text)["schemas"] == [given]
+
+
 def test_text_of_a_parameter_is_free_up_to_its_tag() -> None:
     tokenizer, made = compiler(True)
     function = closed(text={"type": "string"}, maybe={"anyOf": [{"type": "string"}, {"type": "null"}]})

@@ -135,6 +135,8 @@ CALLS = {
         (xml(("label", "5"), ("level", "low"), ("path", "5")), made(label="5", level="low", path="5")),
         (xml(("mode", "many"), ("lines", "1, 2")), made(mode="many", lines="1, 2")),
         (xml(("any", "5"), ("unknown", "5")), made(any=5, unknown="5")),
+        (xml(("scale", "1e999"), ("mode", "2.0")), [("write", '{"scale": 1e999, "mode": 2.0}')]),
+        (xml(("mode", "1e999"), ("scale", "NaN")), made(mode="1e999", scale="NaN")),
         (xml(name="ping"), [("ping", "{}")]),
         (xml(("path", "a")) + "\n" + xml(("path", "b")), made(path="a") + made(path="b")),
         (xml(("path", "a")).removeprefix("<tool_call>\n"), made(path="a")),
