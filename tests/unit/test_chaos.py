@@ -13,7 +13,7 @@ import pytest
 from kog_dist.bench.chaos.cell import CellRun
 from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
 from kog_dist.bench.chaos.engine import ChaosEngine
-from kog_dist.bench.chaos.table import HELPERS, KINDS, ROLES, Cell, Harm, Layout, cells
+from kog_dist.bench.chaos.table import ENGINE_READY_S, HELPERS, KINDS, ROLES, Cell, Harm, Layout, cells
 from kog_dist.bench.engine.injection import FaultKind, Injected, Point
 from kog_dist.bench.engine.session import _role
 from kog_dist.runtime import python_child
@@ -165,3 +165,13 @@ def test_ends_are_judged_by_code_and_time(how: str, after_s: float, asked_for: b
     run = CellRun(cast(ChaosEngine, Silent), CELL, {QUESTION: ANSWER}, random.Random(1))
     run._judge_client_end(cast(Asking, Ended(how, after_s)), Injected(1, 100.0, 100.0), asked_for=asked_for)
     assert [found.partition(";")[0] for found in run.played.violations] == ([sentence] if sentence else [])
+
+
+@pytest.mark.parametrize("role", ["rank 0", "rank 1", "coordinator"])
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.STOP, FaultKind.TERM])
+def test_a_service_starts_its_engine_again_unless_it_drains_or_loads(role: str, kind: FaultKind) -> None:
+    for point in Point:
+        promise = Cell(Layout.SINGLE, role, kind, point).promise
+        assert promise.harm is Harm.ALL
+        assert bool(promise.codes) == (point in (Point.DRAIN, Point.LOAD))
+        assert (promise.ready_s == ENGINE_READY_S) == (not promise.codes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
 from kog_dist.bench.chaos.engine import CONSTRAINED, DRAINED, LONG, PROBE, SHORT, ChaosEngine
-from kog_dist.bench.chaos.table import CLEAN_S, DRAIN_S, HELPERS, READY_LIMIT_S, READY_S, Cell, Harm, Layout, Promise
+from kog_dist.bench.chaos.table import CLEAN_S, DRAIN_S, HELPERS, READY_LIMIT_S, Cell, Harm, Layout, Promise
 from kog_dist.bench.engine.injection import FaultKind, Injected, Point, fault_of_process, find
 from kog_dist.bench.engine.session import TimedOut, until
 from kog_dist.errors import KogError, LaunchError
@@ -228,7 +228,7 @@ class CellRun:
             engine.restarts[engine.component(self.cell)] += 1
             self.played.ready_s = time.monotonic() - begin_s
             if has_waited and self.cell.point is not Point.LOAD:
-                self._limit("all served again", self.played.ready_s, self.promise.limit_s + READY_S)
+                self._limit("all served again", self.played.ready_s, self.promise.limit_s + self.promise.ready_s)
 
     def _serves(self) -> bool:
         both = self.engine.answers(PROBE, over_http=False) and self.engine.answers(PROBE, over_http=True)

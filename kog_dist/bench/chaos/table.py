@@ -13,6 +13,7 @@ STALL_S = 1.0  # --stall-timeout
 KILLED_S, STOPPED_S = 0.25, STALL_S + 0.25  # until the client has its error
 CLEAN_S = 2.0  # from the end of that until nothing is left
 READY_S = 2.0  # from the error until what is restarted serves again
+ENGINE_READY_S = 3.0  # the same of an engine with its gateway
 READY_LIMIT_S = 60.0  # after which the judge gives it up
 STARTUP_S = 8.0  # --startup-timeout: a process that is stopped while it loads
 DRAIN_S = 6.0  # --shutdown-timeout
@@ -49,6 +50,7 @@ class Promise:
     limit_s: float = 0.0
     codes: frozenset[int] = frozenset()
     may_go_on: bool = False
+    ready_s: float = READY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def _of_single(role: str, kind: FaultKind, point: Point) -> Promise:
         is_late = kind is FaultKind.STOP
         return Promise(Harm.ALL, STARTUP_S if is_late else KILLED_S, _codes(_TIMED_OUT if is_late else _CANNOT_START))
     if point is not Point.DRAIN:  # a service starts its engine again
-        return Promise(Harm.ALL, _limit_s(kind))
+        return Promise(Harm.ALL, _limit_s(kind), ready_s=ENGINE_READY_S)
     return Promise(Harm.ALL, _limit_s(kind), _codes(_TIMED_OUT if kind is FaultKind.STOP else _DIED))
 
 
