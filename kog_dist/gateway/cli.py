@@ -14,7 +14,7 @@ from kog_dist.env import variable
 from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.rpc.field_flags import FlagsOf, Instance, KeyFile, Version, with_flags
 from kog_dist.rpc.help_examples import examples
-from kog_dist.rpc.output import quoted_streams
+from kog_dist.rpc.output import quoted_streams, write_error
 from kog_dist.runtime.python_child import harden
 from kog_dist.runtime.standard_streams import fill_closed
 
@@ -103,10 +103,10 @@ def main() -> None:
         with quoted_streams():
             app(prog_name="kog-gateway")
     except KogError as error:
-        print(f"kog-gateway: {error}", file=sys.stderr, flush=True)
+        write_error(f"kog-gateway: {error}")
         sys.exit(error.exit_code)
     except OSError as error:
-        print(f"kog-gateway: the system refused what is needed: {error}", file=sys.stderr, flush=True)
+        write_error(f"kog-gateway: the system refused what is needed: {error}")
         sys.exit(LaunchError.exit_code)
 
 
