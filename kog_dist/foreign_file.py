@@ -15,6 +15,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
+from kog_dist.errors import remedy_of
+
 TEXT_BYTES: Final = 1 << 28  # of a text, prompts or figures that a command is given
 _KINDS: Final = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _CHUNK_BYTES: Final = 1 << 20
@@ -26,12 +28,17 @@ def open_fd(path: Path, *, follows_link: bool = True) -> int:
     A read that would have to wait, as in a file of the kernel's that has nothing to say yet, fails.
     """
     link = 0 if follows_link else os.O_NOFOLLOW
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC | link)  # does not open it: nothing waits, and no device acts
     try:
-        _check(os.fstat(place).st_mode, path)
-        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    finally:
-        os.close(place)
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC | link)  # does not open it: nothing waits, and no device acts
+        try:
+            _check(os.fstat(place).st_mode, path)
+            return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        finally:
+            os.close(place)
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise OSError(errno.EMFILE, f"{error.strerror}; {remedy_of(error)}", str(path)) from None
+        raise
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.foreign_file import opened, read_rest
 from kog_dist.rpc.messages import MAX_MESSAGE_BYTES
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
-from kog_dist.strict_json import parse_object
+from kog_dist.strict_json import parse_json
 
 _MAX_ACCESS_BYTES, _MAX_ACCESS_ITEMS = 1 << 12, 16
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path that the kernel takes
@@ -57,7 +57,7 @@ class Access:
         try:
             with opened(path) as stream:
                 mode = os.fstat(stream.fileno()).st_mode
-                parsed = parse_object(read_rest(stream, path, _MAX_ACCESS_BYTES), _MAX_ACCESS_ITEMS)
+                parsed = parse_json(read_rest(stream, path, _MAX_ACCESS_BYTES), _MAX_ACCESS_ITEMS)
             access = cls(**_checked_access(parsed))
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error

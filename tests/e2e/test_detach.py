@@ -54,8 +54,8 @@ def test_it_returns_when_ready_and_the_engine_goes_on(session: EngineSession, ti
     assert "exit code 0: " in client(session, "logs", "--lines=1").stdout
     gone = client(session, "stop")
     assert (gone.returncode, gone.stderr) == (
-        3, f"kog-client: no engine of the name '{INSTANCE}' runs here; kog-doctor lists those that do, --ray ADDRESS looks on a "
-        "Ray cluster\n"
+        3, f"kog-client: no engine of the name '{INSTANCE}' runs here; kog-client list shows those that do, --ray ADDRESS "
+        "looks on a Ray cluster\n"
     )  # fmt: skip
 
 

@@ -69,7 +69,11 @@ WRONG: dict[str, list[Case]] = {
         (["status", "--endpoint=http://x"], 2, "--endpoint 'http://x' must be ipc://PATH, or tcp://HOST:PORT with --key-file"),
         (["status", "--key-file=no-such"], 3, f"no-such cannot be read as an engine's rpc-access.json: {NO_SUCH}"),
         (["cancel", "--instance=nobody"], 3, NO_ENGINE),
-        (["stop", "--instance=nobody"], 3, "no engine of the name 'nobody' runs here; kog-doctor lists those that do, --ray"),
+        (
+            ["stop", "--instance=nobody"],
+            3,
+            "no engine of the name 'nobody' runs here; kog-client list shows those that do, --ray",
+        ),
         (["stop", "--ray=127.0.0.1:1"], 3, "no Ray cluster answers at --ray 127.0.0.1:1; start it, or give that of another one"),
         (["logs", "--ray=x"], 2, "--ray must be HOST:PORT of a Ray cluster, auto or local; got 'x'"),
         (["logs", "--ray=local"], 2, "--ray 'local' names no cluster; give its HOST:PORT, or for a private one --instance alone"),

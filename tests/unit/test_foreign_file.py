@@ -24,7 +24,6 @@ OURS = {"SafetensorsFile.open", "HttpGateway.open", "file.open", "self.launcher.
 OWN: dict[str, set[str]] = {
     "collectives/heap.py": {"path"},  # a descriptor of a peer, below /proc
     "kog_dist/bench/engine/decode.py": {"task / 'schedstat'"},
-    "kog_dist/bench/engine/processes.py": {"entry / 'environ'", "entry / 'cmdline'"},
     "kog_dist/bench/engine/session.py": {  # in a folder that it has made for itself alone
         "self.folder / f'{name}.out'", "self.folder / f'{name}.err'", "self.folder / f'{name}.{stream}'", "path",
     },
