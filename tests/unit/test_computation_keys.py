@@ -197,3 +197,12 @@ def test_the_page_lists_them() -> None:
     section = page[page.index("## Keys that change the computation") :].split("\n## ")[0]
     listed = {name for line in section.splitlines() if line.startswith("| ") for name in re.findall(r"`(\w+)`", line)}
     assert listed == {*COMPUTATION, *OF_EXPERTS}
+
+
+def test_the_size_of_heads_is_the_model_s_own_where_it_says_one() -> None:
+    config = {"hidden_size": 32, "num_attention_heads": 4}
+    for key, own, computed in (("query_pre_attn_scalar", 16, 8), ("attention_multiplier", 0.25, 8**-0.5)):
+        values = COMPUTATION[key]
+        assert callable(values)
+        assert values(config | {"head_dim": 16}) == (own,)
+        assert values(config) == (computed,)

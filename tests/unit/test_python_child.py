@@ -70,3 +70,11 @@ def test_a_hardened_process_leaves_no_core_and_gets_no_more_rights(
     assert core == [0, 0]
     assert (no_new == "1") is is_kept_from_more
     assert resource.getrlimit(resource.RLIMIT_CORE) == before
+
+
+def test_a_process_whose_parent_is_gone_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(python_child, "die_with_parent", lambda _pid: False)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, _limits: limits.append(kind))
+    assert python_child.begin_helper(1, 1 << 30) is False
+    assert limits == []

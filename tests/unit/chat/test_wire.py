@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kog_dist.chat import wire
 from kog_dist.chat.wire import MAX_HEAD_BYTES, EventParser, ResponseParser, ServiceUrl, error_text, request_bytes
 from kog_dist.errors import ConfigError, ProtocolError
 
@@ -137,3 +138,12 @@ def test_a_request_is_complete_and_a_key_cannot_smuggle_fields() -> None:
 )  # fmt: skip
 def test_error_texts(body: bytes, shown: str) -> None:
     assert error_text(429, body) == shown
+
+
+def test_a_line_may_be_as_long_as_the_limit_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_LINE_BYTES", 10)
+    parser = EventParser()
+    assert parser.feed(b"data: 1234") == []
+    assert parser.feed(b"\n\n") == [b"1234"]
+    with pytest.raises(ProtocolError, match="more than 10 bytes without a line end"):
+        parser.feed(b"data: 12345")
