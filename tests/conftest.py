@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -28,6 +29,20 @@ settings.register_profile("mutants", settings.get_profile("suite"), phases=(Phas
 settings.load_profile(os.environ.get("TESTS_HYPOTHESIS_PROFILE", "suite"))
 
 
+UNIT = Path(__file__).parent / "unit"
+LONG = (
+    "_twin.py",
+    "_log.py",
+    "_tape.py",
+    "_tiles.py",
+    "_experts.py",
+    "_dense.py",
+    "_folders.py",
+    "_programs.py",
+    "_registers.py",
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CoreSeconds(), "core-seconds")
 
@@ -43,7 +58,10 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files of many seconds begin before those of few, which fill what is left of a worker's time at the end.
+    items.sort(key=lambda item: (item.path.is_relative_to(UNIT), not item.path.name.endswith(LONG)))
     needed = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu")) is not None]
     if not needed:
         return

@@ -10,7 +10,7 @@ import pytest
 
 from tests.core_seconds import used_s
 
-NUM_SLOWEST = 20
+NUM_SLOWEST, SLOW_S = 20, 1.0
 FEW = 50  # tests: nobody asks what so few of them cost
 
 
@@ -52,7 +52,7 @@ def lines_of(core_s: dict[str, float]) -> list[str]:
         folders[folder] = folders.get(folder, 0.0) + of_test_s
     num_tests = Counter(str(Path(test.partition("::")[0]).parent) for test in core_s)
     by_folder = sorted(folders.items(), key=lambda one: -one[1])
-    slowest = sorted(core_s.items(), key=lambda one: -one[1])[:NUM_SLOWEST]
+    slowest = sorted((one for one in core_s.items() if one[1] >= SLOW_S), key=lambda one: -one[1])[:NUM_SLOWEST]
     return [
         *(f"{of_folder_s:8.1f} {folder}: {num_tests[folder]} tests" for folder, of_folder_s in by_folder),
         f"{sum(folders.values()):8.1f} {len(core_s)} tests, without imports and collection",

@@ -24,6 +24,7 @@ from tests.unit import moe_models
 from tests.unit.moe_models import Reference
 from tests.unit.test_moe_families import MARGIN, SINGLE, Run, force_choices, is_clear, relative_error
 
+pytestmark = pytest.mark.sweep
 LAYERS, VOCABULARY = 2, 512
 CONTEXT = 160
 MXFP4_SCALES = (119, 120)  # 2^-8 and 2^-7: codes have a mean square of 8.6, so 2,880 products have that of what is multiplied
