@@ -210,7 +210,7 @@ class ChatRequest(SamplingFields):
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(default=None, discriminator="type")
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
-    parallel_tool_calls: bool | None = Field(default=None, description="An enforced answer has one call in either case.")
+    parallel_tool_calls: bool | None = Field(default=None, description="false: the first call, and no other.")
     chat_template_kwargs: TemplateValues | None = Field(
         default=None, description="Variables of the model's chat template, such as enable_thinking; see its model card."
     )
@@ -220,6 +220,6 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | None = Field(
         default=None, description="As in vLLM: the answer goes on with the last message, which is an assistant's."
     )
-    reasoning_effort: Any = Field(default=None, description="Of gpt-oss: low, medium or high. Else accepted and ignored.")
+    reasoning_effort: Any = Field(default=None, description="In the words of the model's template; docs/answers.md.")
     verbosity: Any = ignored("the model does not know it")
     prediction: Any = ignored("it would make the answer no other")

@@ -164,14 +164,14 @@ class ResponsesRequest(SamplingFields):
         default=None, description="Functions. Tools that OpenAI runs itself (web_search and others) are accepted and left out."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
-    parallel_tool_calls: bool | None = Field(default=None, description="An enforced answer has one call in either case.")
+    parallel_tool_calls: bool | None = Field(default=None, description="false: the first call, and no other.")
     top_logprobs: TopLogprobs | None = None
     include: Annotated[list[str], Field(max_length=32)] | None = Field(
         default=None, description=f"`{LOGPROBS_INCLUDED}` adds log-probabilities; the others ask for what does not exist here."
     )
     stream_options: ResponsesStreamOptions | None = None
     max_tool_calls: Any = ignored("it limits tools that OpenAI runs itself")
-    reasoning: Any = Field(default=None, description="Its effort, of gpt-oss: low, medium or high. Else accepted and ignored.")
+    reasoning: Any = Field(default=None, description="Its effort, in the words of the model's template; docs/answers.md.")
     client_metadata: Any = ignored("nothing is stored")
     access_programs: Any = ignored("there are none")
 
