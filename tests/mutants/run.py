@@ -118,6 +118,8 @@ class Tree:
         with self.mutated(mutant):
             code, printed = self.test(mutant.tests, limit_s)
         verdict = LATE if code is None else {0: SURVIVED, _TESTS_FAILED: KILLED, _NO_COLLECTION: KILLED}.get(code, BROKEN)
+        if code is not None and code < 0:  # a signal: the mutant has ended pytest itself
+            verdict = KILLED
         if verdict == KILLED and not tests_pass:
             failed = re.findall(r"^(?:FAILED|ERROR) ([^\s:]+)", printed, re.MULTILINE)  # files: names of tests may have blanks
             code, printed = self.test(list(dict.fromkeys(failed)) or mutant.tests, limit_s)

@@ -97,6 +97,7 @@ def test_a_test_that_fails_without_a_mutant_has_noticed_none(tmp_path: Path, mon
     (root / "test_bad.py").write_text("def test_bad():\n    assert False\n")
     noticed = Mutant("code.py", "a + b", "a - b", ("test_good.py",), "sums are wrong")
     by_chance = Mutant("code.py", "a + b", "b + a", ("test_bad.py",), "nothing")
+    ends_pytest = Mutant("code.py", "return a + b", "import os; os.abort()", ("test_good.py",), "nothing")
     survivor = Mutant("code.py", "a + b", "b + a", ("test_good.py",), "nothing")
-    found = dict(try_all([noticed, by_chance, survivor], root, num_at_once=1, tests_first=False))
-    assert found == {noticed: KILLED, by_chance: BROKEN, survivor: SURVIVED}
+    found = dict(try_all([noticed, by_chance, ends_pytest, survivor], root, num_at_once=1, tests_first=False))
+    assert found == {noticed: KILLED, by_chance: BROKEN, ends_pytest: KILLED, survivor: SURVIVED}
