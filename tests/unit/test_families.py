@@ -198,7 +198,7 @@ def test_published_configs_are_read(name: str) -> None:
         ("llama-3.2-1b", {"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm' is not supported"),
         ("llama-3.2-1b", {"num_experts": 8}, "config key num_experts is 8"),
         ("llama-3.2-1b", {"hidden_act": "gelu"}, "hidden_act"),
-        ("llama-3.2-1b", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic' is not supported"),
+        ("llama-3.2-1b", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "type 'longrope' is not supported"),
         ("llama-3.2-1b", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported; supported: laneformer_tp, laneformer"),
         ("llama-3.2-1b", {"attention_bias": 1}, "attention_bias"),
         ("qwen3-0.6b", {"layer_types": ["sliding_attention"] * 28}, "without use_sliding_window"),

@@ -169,6 +169,7 @@ OWN_FACTOR = 0.1 * float(np.log(4)) + 1
         ({"rope_scaling": YARN | {"rope_theta": 500.0}, "rope_parameters": YARN}, YARN | {"rope_theta": 500.0}),
         ({"rope_scaling": {"rope_type": "default", "factor": None, "mrope_section": [2, 1, 1], "beta_fast": 32}}, {}),
         ({"rope_scaling": {"factor": 1.0}}, {}),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, {"rope_type": "dynamic", "factor": 4.0}),
         ({"rope_scaling": {}}, {}),
         ({"rope_theta": 500, "rope_scaling": None, "rope_parameters": None}, {"rope_theta": 500.0}),
     ],
@@ -185,6 +186,7 @@ def test_scalings_as_people_write_them(folder: Path, changes: dict[str, Any], sa
     [
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor is 4.0, which type default does not have"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "attn_factor": 0.5}}, "rope_scaling.attn_factor is 0.5"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0, "alpha": 1000.0}}, "rope_scaling.alpha is 1000.0"),
         ({"rope_scaling": {"type": "linear", "factor": None}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": YARN | {"attn_factor": 0.5, "attention_factor": 2.0}}, "contradicts rope_scaling.attention_factor"),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "contradicts rope_parameters"),

@@ -131,7 +131,7 @@ def left_out(config: Config, read: frozenset[str]) -> list[str]:
     unknown = sorted(set(config) - read - INERT - set(COMPUTATION) - set(OF_EXPERTS))
     for name in unknown:
         for key in read - set(config):
-            if _differs_by_one(name, key):
+            if differs_by_one(name, key):
                 raise ConfigError(f"unknown config key {short(name)}; is it {key}, which is missing?")
     return unknown
 
@@ -143,7 +143,7 @@ def _is_same(value: object, neutral: object) -> bool:
     return value == neutral
 
 
-def _differs_by_one(name: str, key: str) -> bool:
+def differs_by_one(name: str, key: str) -> bool:
     """Whether one character is another, too many or missing."""
     if abs(len(name) - len(key)) > 1:
         return False

@@ -55,6 +55,7 @@ _NEUTRAL: Mapping[str, float | None] = {
     "mscale": 1.0, "mscale_all_dim": 1.0, "alpha": 1.0, "short_factor": None, "long_factor": None, "short_mscale": None,
     "long_mscale": None,
 }  # fmt: skip
+_PLAIN = ("default", "dynamic")  # the second stretches positions beyond max_position_embeddings alone, which nobody is given
 _ORIGINAL = "original_max_position_embeddings"
 _MORE_OF_YARN = frozenset(("attn_factor", "mscale", "mscale_all_dim"))
 
@@ -64,15 +65,15 @@ def read_scaling(key: str, raw: Mapping[str, Any], config: Mapping[str, Any], ma
     kind = _kind(raw)
     if raw.get("type") not in (None, kind):
         raise ConfigError(f"{key}.type {short(raw['type'])} contradicts {key}.rope_type {short(kind)}")
-    if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
-        raise ConfigError(f"{key} type {short(kind)} is not supported; supported: default, {', '.join(sorted(SCALINGS))}")
+    if not isinstance(kind, str) or kind not in (*_PLAIN, *SCALINGS):
+        raise ConfigError(f"{key} type {short(kind)} is not supported; supported: {', '.join((*_PLAIN, *sorted(SCALINGS)))}")
     read = _names_read(kind)
     for name, value in raw.items():
         if isinstance(value, Mapping):
             raise ConfigError(f"{key} has a scaling of its own for {short(name)}, which is not supported; supported: one for all")
         if name in _NEUTRAL and name not in read and value not in (None, [], _NEUTRAL[name]):
             raise ConfigError(f"{key}.{name} is {short(value)}, which type {kind} does not have; give the type that it is for")
-    if kind == "default":
+    if kind in _PLAIN:
         return None
     original = _original_context(key, raw, config)
     if kind == "yarn":
@@ -97,7 +98,7 @@ def _names_read(kind: object) -> frozenset[str]:
     """The keys of a type of scaling."""
     known = SCALINGS.get(kind) if isinstance(kind, str) else None
     names = () if known is None else (field.name for field in fields(known))
-    return frozenset(names) | (_MORE_OF_YARN if kind == "yarn" else frozenset())
+    return frozenset(names) | {"yarn": _MORE_OF_YARN, "dynamic": frozenset(("factor",))}.get(str(kind), frozenset())
 
 
 def _of(key: str, raw: Mapping[str, Any], name: str, default: Any, kind: type) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.model.families.computation import differs_by_one
 from kog_dist.model.gguf.header import GgufHeader
 from kog_dist.model.rope_scaling import Llama3Scaling
 from kog_dist.quoting import short
@@ -62,6 +63,10 @@ def read_config(header: GgufHeader, rope_factors: Callable[[], NDArray[np.float3
         if key in given and given[key] not in neutral:
             raise ValueError(f"{short(prefix + key)} {short(given[key])} is not supported")
     unread = sorted(set(given) - set(_SIZES) - _READ - set(_CHANGING))
+    missing = [prefix + key for key in {*_SIZES, *_READ} - set(given)]
+    for key in header.metadata:
+        if (meant := next((name for name in missing if differs_by_one(key, name)), None)) is not None:
+            raise ValueError(f"unknown key {short(key)}; is it {meant}, which is missing?")
     config: dict[str, Any] = {"model_type": architecture} | {prefix + key: given[key] for key in unread}  # to be left out
     given |= {key: _of_all_layers(given, key, prefix) for key in _OF_A_LAYER if isinstance(given.get(key), list)}
     config |= {name: _number(given, key, int, None, prefix) for key, name in _SIZES.items()}
