@@ -30,6 +30,7 @@ from tests.mutants.drawn import Drawn, Product
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutants.toml")
 WANTED_SHARE, WANTED_OF_DRAWN = 0.9, 0.8
+HANGS_S = "120"  # of a test; a mutant that makes one hang is noticed soon
 LIMIT_S = 300.0  # of the tests of one mutant; a mutant that makes them hang is noticed, too
 KILLED, SURVIVED, LATE, BROKEN = "killed", "survived", "timeout", "broken"
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".hypothesis", ".*_cache", "*.egg-info", "run")
@@ -100,6 +101,7 @@ class Tree:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         # Before the installed package, which is the checkout's, comes this one; what tests start gets it, too.
         environ = {**os.environ, "PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": ""}
+        environ["PYTEST_TIMEOUT"] = HANGS_S
         environ["TESTS_HYPOTHESIS_PROFILE"] = "mutants"  # KOG_ would be a setting, and refused
         process = subprocess.Popen(
             command, cwd=self._folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

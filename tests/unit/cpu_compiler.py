@@ -91,6 +91,6 @@ def _compiler() -> str:
 def _compile(arguments: list[str], folder: Path, kept: Path) -> None:
     unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
     command = [*COMMAND, "-o", str(unfinished), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     unfinished.rename(kept)

@@ -39,7 +39,6 @@ def test_abi_header_asserts_every_offset() -> None:
 
 
 @needs_nvcc
-@pytest.mark.timeout(200)
 def test_kernel_builds_once_and_keeps_its_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build(headers(), folder=tmp_path)
     assert "Compiling entry function 'kog_decode'" in first.log

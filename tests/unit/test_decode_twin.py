@@ -170,7 +170,7 @@ def answer(
     for options, unrest in RUNS[:num_runs]:
         command = [*command_of(shapes[0]), *options]
         done = subprocess.run(
-            command, cwd=folder, env={**os.environ, **unrest}, capture_output=True, text=True, timeout=100, check=False
+            command, cwd=folder, env={**os.environ, **unrest}, capture_output=True, text=True, timeout=250, check=False
         )
         assert done.returncode == 0, f"{options} {unrest} ended with {done.returncode} (see decode.cpp)"
         if not options:

@@ -33,7 +33,6 @@ def test_only_ptx_has_assembly() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.timeout(100)
 def test_kernels_build_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     built: dict[str, Cubin] = {

@@ -48,7 +48,7 @@ def built(folder: Path, kernel: str, shape: str, header: str) -> Path:
 
 def run(program: Path, *arguments: object) -> str:
     command = [str(program), *(str(argument) for argument in arguments)]
-    done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, (
         f"{command} ended with {done.returncode} (4: too slow, 5: a wait ran out, 6: all threads wait for each other): "
         f"{done.stderr}"
