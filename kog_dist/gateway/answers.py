@@ -21,9 +21,7 @@ from kog_dist.gateway.openai.reply import Planned
 if TYPE_CHECKING:
     from kog_dist.gateway.service import Service
 
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
-]  # fmt: skip
+_STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 class AnswerResponse(Response):
@@ -64,7 +62,8 @@ class AnswerResponse(Response):
             return exchange.refusal.status
         if exchange.is_abandoned:
             return CLIENT_GONE
-        await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *self._told(exchange)]})
+        headers = [(b"content-type", exchange.reply.media_type.encode()), *_STREAM_HEADERS, *self._told(exchange)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._service.metrics.stream_opened()
         exchange.write_now = write_now
         try:

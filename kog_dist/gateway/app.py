@@ -19,9 +19,9 @@ from kog_dist.gateway.errors import not_serving, on_api_error, on_http_exception
 from kog_dist.gateway.guard import KEY_SCOPE
 from kog_dist.gateway.intake import received
 from kog_dist.gateway.metrics import CONTENT_TYPE
+from kog_dist.gateway.ollama import facts
 from kog_dist.gateway.openai.errors import SERVER, ApiError
 from kog_dist.gateway.openai.planning import check_model
-from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import DEFAULT_ALIAS, ServedModel
 from kog_dist.gateway.pages import INDEX, Pages
 from kog_dist.gateway.readiness import RETRY_AFTER_S
@@ -33,7 +33,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 def make_app(service: Service) -> Starlette:
     """The application, without the guard around it."""
-    routes = [*_answers(service), *_models(service), *_tokens(service), *_state(service), *_pages()]
+    routes = [*_answers(service), *_models(service), *_tokens(service), *_ollama(service), *_state(service), *_pages()]
     app = Starlette(
         routes=routes, exception_handlers={HTTPException: on_http_exception, ApiError: on_api_error, Exception: on_mistake}
     )
@@ -68,7 +68,8 @@ def _answers(service: Service) -> Iterator[Route]:
             async with received(request, service) as raw:
                 scope = request.scope
                 planned = await service.bodies.read(path, raw, _served(service), client_of(scope), scope[KEY_SCOPE])
-            assert isinstance(planned, Planned)
+            if isinstance(planned, bytes):
+                return Response(planned, media_type="application/json")
             return AnswerResponse(planned, service, path)
 
         return answer
@@ -119,6 +120,25 @@ def _tokens(service: Service) -> Iterator[Route]:
     for path in TOKENS:
         yield _route("POST", path, endpoint(path))
     yield _route("GET", "/tokenizer_info", info)
+
+
+def _ollama(service: Service) -> Iterator[Route]:
+    def endpoint(describe: Callable[[ServedModel, facts.ModelSize], dict[str, Any]]) -> Endpoint:
+        async def answer(_request: Request) -> Response:
+            if service.served is None:
+                raise not_serving(service.readiness.health())
+            num_parameters = 0 if service.checkpoint is None else service.checkpoint.spec.num_parameters
+            size = facts.ModelSize(num_parameters, service.facts.bytes_per_token, service.weights_format or "")
+            return json_response(describe(service.served, size))
+
+        return answer
+
+    async def version(_request: Request) -> Response:
+        return json_response({"version": facts.API_LEVEL})
+
+    yield _route("GET", "/api/tags", endpoint(facts.tags))
+    yield _route("GET", "/api/ps", endpoint(facts.running))
+    yield _route("GET", "/api/version", version)
 
 
 def _state(service: Service) -> Iterator[Route]:

@@ -80,7 +80,7 @@ class BodyReader:
                 async with asyncio.timeout(READ_S):
                     self._child = child = self._child or _Child(self._model)
                     return await child.ask(head, raw)
-            except _Lost:
+            except _ReaderLost:
                 if await child.exit_code() in _COMPLEX:
                     reason = f"the body takes more than {CPU_S:g} s or too much memory to read; simplify it"
                     raise ApiError(400, INVALID_REQUEST, "body_too_complex", None, reason) from None
@@ -109,7 +109,7 @@ def is_small(raw: bytes) -> bool:
     return len(raw) <= SMALL_BYTES and raw.count(b"{") + raw.count(b"[") <= SMALL_CONTAINERS
 
 
-class _Lost(Exception):
+class _ReaderLost(Exception):
     """The process has ended."""
 
 
@@ -133,7 +133,7 @@ class _Child:
         self._watch = StopWatch(self._process.pid)
 
     async def ask(self, head: bytes, raw: bytes) -> dict[str, Any]:
-        """Its answer. Raises _Lost if it has ended, or was stopped and is killed for it."""
+        """Its answer. Raises _ReaderLost if it has ended, or was stopped and is killed for it."""
         self.is_idle = False
         exchange = asyncio.ensure_future(self._exchange(head, raw))
         try:
@@ -154,7 +154,7 @@ class _Child:
             (num_bytes,) = LENGTH.unpack(await self._received(LENGTH.size))
             answer: dict[str, Any] = msgpack.unpackb(await self._received(num_bytes), max_bin_len=num_bytes)
         except ConnectionError:
-            raise _Lost from None
+            raise _ReaderLost from None
         return answer
 
     async def _received(self, num_bytes: int) -> bytes:
@@ -162,7 +162,7 @@ class _Child:
         while len(pieces) < num_bytes:
             piece = await loop.sock_recv(self._channel, min(_RECEIVE_BYTES, num_bytes - len(pieces)))
             if not piece:
-                raise _Lost
+                raise _ReaderLost
             pieces += piece
         return bytes(pieces)
 

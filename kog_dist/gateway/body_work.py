@@ -8,6 +8,8 @@ from typing import Any, Final, TypeAlias
 
 from kog_dist.gateway import tokens
 from kog_dist.gateway.anthropic.messages import count_tokens, plan_messages
+from kog_dist.gateway.ollama import facts
+from kog_dist.gateway.ollama import plans as ollama
 from kog_dist.gateway.openai.body import read_body
 from kog_dist.gateway.openai.chat import plan_chat
 from kog_dist.gateway.openai.completions import plan_completion
@@ -15,25 +17,29 @@ from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.responses import plan_response
 from kog_dist.gateway.openai.served import ServedModel
 
-Plan: TypeAlias = Callable[[object, ServedModel, str], Planned]
+Plan: TypeAlias = Callable[[object, ServedModel, str], Planned | dict[str, Any]]
 Work: TypeAlias = Callable[[object, ServedModel], dict[str, Any]]
 PLANS: Final[Mapping[str, Plan]] = {
     "/v1/chat/completions": plan_chat,
     "/v1/completions": plan_completion,
     "/v1/responses": plan_response,
     "/v1/messages": plan_messages,
+    "/api/chat": ollama.plan_chat,
+    "/api/generate": ollama.plan_generate,
 }
 TOKENS: Final[Mapping[str, Work]] = {
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
     "/v1/messages/count_tokens": count_tokens,
+    "/api/show": facts.show,
 }
 
 
 def read(path: str, raw: bytes, served: ServedModel, key_scope: str = "") -> Planned | bytes:
     """A planned request, or the JSON of an answer that needs no engine. Raises ApiError. `key_scope`: see `planning.asked`."""
     body = read_body(raw)
-    return PLANS[path](body, served, key_scope) if path in PLANS else as_json(TOKENS[path](body, served))
+    found = PLANS[path](body, served, key_scope) if path in PLANS else TOKENS[path](body, served)
+    return found if isinstance(found, Planned) else as_json(found)
 
 
 def as_json(body: object) -> bytes:

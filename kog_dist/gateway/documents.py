@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from kog_dist import __version__
 from kog_dist.gateway.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from kog_dist.gateway.ollama.requests import ChatBody, GenerateBody, ShowBody
 from kog_dist.gateway.openai.chat_request import ChatRequest
 from kog_dist.gateway.openai.completion_request import CompletionRequest
 from kog_dist.gateway.openai.responses_request import ResponsesRequest
@@ -66,6 +67,8 @@ _ANSWERS: Final[dict[str, tuple[type[BaseModel], str]]] = {
     "/v1/chat/completions": (ChatRequest, "The next message of a conversation"),
     "/v1/completions": (CompletionRequest, "How a text goes on"),
     "/v1/responses": (ResponsesRequest, "An answer, in the form of OpenAI's newest API"),
+    "/api/chat": (ChatBody, "The next message of a conversation, in the form of Ollama's API"),
+    "/api/generate": (GenerateBody, "The answer to a prompt, in the form of Ollama's API"),
     "/v1/messages": (MessagesRequest, "The next message of a conversation, in the form of Anthropic's API"),
 }
 _TOKENS: Final[dict[str, tuple[type[BaseModel], str, dict[str, Any]]]] = {
@@ -84,6 +87,7 @@ _TOKENS: Final[dict[str, tuple[type[BaseModel], str, dict[str, Any]]]] = {
         DetokenizeRequest, "The text of token ids",
         {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
     ),
+    "/api/show": (ShowBody, "What clients of Ollama ask of a model", {"type": "object"}),
     "/v1/messages/count_tokens": (
         CountTokensRequest, "How many tokens a message's prompt has",
         {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": {"type": "integer"}}},
@@ -93,6 +97,9 @@ _GETS: Final[dict[str, tuple[str, str, Any]]] = {
     "/v1/models": ("The model that is served", "application/json", {"type": "object"}),
     "/v1/models/{name}": ("The same, by a name it has", "application/json", {"type": "object"}),
     "/tokenizer_info": ("Special tokens and chat template", "application/json", {"type": "object"}),
+    "/api/tags": ("The model, in the form of Ollama's API", "application/json", {"type": "object"}),
+    "/api/ps": ("The same", "application/json", {"type": "object"}),
+    "/api/version": ("Of Ollama's API", "application/json", {"type": "object"}),
     "/livez": ("Whether this process answers", "application/json", {"type": "object"}),
     "/readyz": ("Whether requests are taken, and why not", "application/json", HEALTH_SCHEMA),
     "/health": ("The same as /readyz", "application/json", HEALTH_SCHEMA),

@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kog_dist.gateway import documents
-from kog_dist.gateway.anthropic.errors import error_body
+from kog_dist.gateway.anthropic import errors as anthropic
 from kog_dist.gateway.nearest_path import nearest_path
+from kog_dist.gateway.ollama import reply as ollama
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 from kog_dist.gateway.readiness import RETRY_AFTER_S, Health
 
@@ -24,7 +25,11 @@ MISTAKE: Final = ApiError(500, SERVER, "internal_error", None, "the gateway made
 
 def error_response(error: ApiError, path: str) -> Response:
     """The response to an error, with the body that clients of this path expect."""
-    body = error_body(error) if path.startswith("/v1/messages") else error.body()
+    body = error.body()
+    if path.startswith("/v1/messages"):
+        body = anthropic.error_body(error)
+    elif path.startswith("/api/") and not path.startswith("/api/v1/"):
+        body = ollama.error_body(error)
     return Response(json.dumps(body), error.status, error_headers(error), "application/json")
 
 

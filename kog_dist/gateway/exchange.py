@@ -15,7 +15,7 @@ from kog_dist.gateway.engine import Call
 from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.metrics import Metrics, RequestMeter
 from kog_dist.gateway.openai.errors import SERVER, ApiError, from_rpc
-from kog_dist.gateway.openai.reply import Planned, place_comment, prompt_comment
+from kog_dist.gateway.openai.reply import EVENTS, Planned, place_comment, prompt_comment
 from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, FinishReason, PrefillProgress, PromptLogprobs, Tokens
 
 
@@ -100,7 +100,7 @@ class Exchange:
             self._decided(choice)
         elif isinstance(event, Accepted | Alive | PrefillProgress | Done):
             self._put(choice, self.reply.on_event(choice, event), is_growing=False)
-            if choice == 0 and isinstance(event, PrefillProgress):
+            if choice == 0 and isinstance(event, PrefillProgress) and self.reply.media_type == EVENTS:
                 self._put(0, prompt_comment(event.position, event.num_prompt_tokens), is_growing=False)
             elif isinstance(event, Alive | PrefillProgress) and time.monotonic() - self._written_s > self._limits.keepalive_s:
                 self._put(choice, self.reply.keepalive)
@@ -125,7 +125,8 @@ class Exchange:
             self.first_place = event.queue_position
         if event.queue_position != self._place:
             self._place = event.queue_position
-            self._put(0, place_comment(self._place), is_growing=False)
+            if self.reply.media_type == EVENTS:
+                self._put(0, place_comment(self._place), is_growing=False)
 
     def _decided(self, choice: int) -> None:
         self._undecided.discard(choice)

@@ -46,7 +46,7 @@ def check_message(number: int, constraint: Constraint, cpu_s: float) -> dict[str
 
 
 @dataclass
-class _Child:
+class _Checker:
     """One check. `message`: what was asked."""
 
     message: dict[str, Any]
@@ -63,7 +63,7 @@ class Checks:
 
     def __init__(self, channel: socket.socket, compiler: GrammarCompiler) -> None:
         self._channel, self._compiler = channel, compiler
-        self._children: dict[int, _Child] = {}  # by pidfd
+        self._children: dict[int, _Checker] = {}  # by pidfd
 
     def serve(self) -> None:
         """Until the coordinator closes its end."""
@@ -99,7 +99,7 @@ class Checks:
         if pid == 0:
             self._check(message, parent_pid)
         pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = _Child(message, pid, pidfd, StopWatch(pid), num_tries, time.monotonic() + CHECK_TIMEOUT_S)
+        self._children[pidfd] = _Checker(message, pid, pidfd, StopWatch(pid), num_tries, time.monotonic() + CHECK_TIMEOUT_S)
 
     def _check(self, message: dict[str, Any], parent_pid: int) -> NoReturn:
         """The child's life."""
@@ -118,7 +118,7 @@ class Checks:
         finally:
             os._exit(code)
 
-    def _ended(self, child: _Child) -> None:
+    def _ended(self, child: _Checker) -> None:
         """It has answered, or its end is the answer."""
         _, status = os.waitpid(child.pid, 0)
         os.close(child.pidfd)

@@ -10,7 +10,7 @@ from kog_dist.gateway.anthropic.errors import error_body
 from kog_dist.gateway.openai.chat import assembled
 from kog_dist.gateway.openai.errors import ApiError, cancelled, from_rpc
 from kog_dist.gateway.openai.logprobs import to_json
-from kog_dist.gateway.openai.reply import StreamEvent
+from kog_dist.gateway.openai.reply import EVENTS, StreamEvent
 from kog_dist.gateway.openai.tools import ToolUse
 from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore
 from kog_dist.model.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ class MessageReply:
     """See Reply. One choice."""
 
     keepalive = _PING
+    media_type = EVENTS
 
     def __init__(
         self, message_id: str, model: str, use: ToolUse, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], *, stream: bool

@@ -10,15 +10,15 @@ from kog_dist.gateway.anthropic.message_reply import MessageReply
 from kog_dist.gateway.anthropic.messages_request import (
     CountTokensRequest,
     MediaBlock,
-    Message,
     MessagesRequest,
     NamedChoice,
     RedactedThinkingBlock,
     TextBlock,
-    Thinking,
     ThinkingBlock,
+    ThinkingParam,
     ToolResultBlock,
     ToolUseBlock,
+    TurnParam,
 )
 from kog_dist.gateway.openai.body import parse
 from kog_dist.gateway.openai.chat import chat_plan
@@ -91,7 +91,7 @@ def as_chat(request: CountTokensRequest) -> dict[str, Any]:
     return chat
 
 
-def _thinking(asked_for: Thinking) -> dict[str, Any]:
+def _thinking(asked_for: ThinkingParam) -> dict[str, Any]:
     """Whether the model thinks, and how many tokens at most."""
     if asked_for.type == "disabled":
         return {"reasoning_effort": "none"}
@@ -114,7 +114,7 @@ def _system(request: CountTokensRequest) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _messages(message: Message, idx: int) -> Iterator[dict[str, Any]]:
+def _messages(message: TurnParam, idx: int) -> Iterator[dict[str, Any]]:
     """The messages of a chat that a turn stands for: results of calls are messages of their own."""
     blocks: Sequence[Any] = (
         [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content

@@ -87,7 +87,7 @@ Block = Annotated[
 ]
 
 
-class Message(RequestModel):
+class TurnParam(RequestModel):
     """A turn. An assistant's that is last is gone on with."""
 
     role: Literal["user", "assistant"]
@@ -123,7 +123,7 @@ class NamedChoice(RequestModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(RequestModel):
+class ThinkingParam(RequestModel):
     """Whether the model thinks before it answers, where its template lets one choose, and how many tokens at most."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -146,11 +146,11 @@ class CountTokensRequest(RequestModel):
     inert: ClassVar[frozenset[str]] = frozenset({"tool_choice", "max_tokens"})
 
     model: ModelName
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[TurnParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[AnyChoice | NamedChoice, Field(discriminator="type")] | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingParam | None = None
 
 
 class MessagesRequest(CountTokensRequest):

@@ -12,7 +12,7 @@ from kog_dist.gateway.openai.accounting import timings, usage, usage_of
 from kog_dist.gateway.openai.errors import ApiError, cancelled, from_rpc
 from kog_dist.gateway.openai.logprobs import to_json
 from kog_dist.gateway.openai.planning import Stamp
-from kog_dist.gateway.openai.reply import KEEPALIVE, StreamEvent
+from kog_dist.gateway.openai.reply import EVENTS, KEEPALIVE, StreamEvent
 from kog_dist.gateway.openai.request_model import StreamOptions
 from kog_dist.rpc.messages import Accepted, Done, Error, FinishReason, PromptLogprobs, Tokens
 
@@ -49,6 +49,7 @@ class ChunkReply(abc.ABC):
     """The part of both that is the same: frames, ends, errors, usage. A stream ends once, with `[DONE]` or with an error."""
 
     keepalive = KEEPALIVE
+    media_type = EVENTS
     object_whole: str
     object_chunk: str
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kog_dist.gateway.anthropic.message_reply import MessageReply
+from kog_dist.gateway.ollama.reply import OllamaReply
 from kog_dist.gateway.openai.chat import ChatReply
 from kog_dist.gateway.openai.chunks import ReplyForm
 from kog_dist.gateway.openai.completions import CompletionReply
@@ -41,6 +42,12 @@ def unpacked(
     left_out, unseen = tuple(told["left_out"]), tuple(told["unseen"])
     names = TokenNames(tokenizer) if recipe.get("has_names") else None
     messages = tuple(_generate(frame) for frame in generates)
+    if "is_chat" in recipe:
+        use, ids = _tool_use(recipe["use"]), messages[0].prompt_ids or ()
+        told_in_lines = OllamaReply(
+            recipe["model"], use, tokenizer, ids, stream=recipe["stream"], is_chat=recipe["is_chat"]
+        )  # fmt: skip
+        return Planned(messages, recipe["stream"], told_in_lines, left_out, unseen)
     if "model" in recipe:
         use, ids = _tool_use(recipe["use"]), messages[0].prompt_ids or ()
         message = MessageReply(recipe["id"], recipe["model"], use, tokenizer, ids, stream=recipe["stream"])
@@ -72,6 +79,8 @@ def _recipe(reply: Reply) -> dict[str, Any]:
     if isinstance(reply, ResponseReply):
         use, names = _parts(reply.use), reply.names is not None
         return {"outline": reply.outline, "use": use, "has_names": names, "stream": reply.stream}
+    if isinstance(reply, OllamaReply):
+        return {"model": reply.model, "use": _parts(reply.use), "stream": reply.stream, "is_chat": reply.is_chat}
     if isinstance(reply, MessageReply):
         return {"id": reply.id, "model": reply.model, "use": _parts(reply.use), "stream": reply.stream}
     assert isinstance(reply, ChatReply | CompletionReply)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Generate, PrefillProgress, PromptLogprobs, Tokens
 
 StreamEvent: TypeAlias = Accepted | Alive | PrefillProgress | PromptLogprobs | Tokens | Done
 
+EVENTS: Final = "text/event-stream; charset=utf-8"
 KEEPALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 
 
@@ -31,6 +32,7 @@ class Reply(Protocol):
     """
 
     keepalive: bytes
+    media_type: str  # of a stream; EVENTS may have comments between them
     satisfied: set[int]  # choices that have all that was asked for: cancel them, which is no error then
     is_over: bool  # an error or a cancelled choice has ended it: cancel the other choices, expect nothing more
 

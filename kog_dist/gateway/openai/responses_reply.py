@@ -10,7 +10,7 @@ from kog_dist.gateway.openai.chat import call_name
 from kog_dist.gateway.openai.chunks import quoted
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError, cancelled, from_rpc
 from kog_dist.gateway.openai.logprobs import TokenNames, entries, to_json
-from kog_dist.gateway.openai.reply import KEEPALIVE, StreamEvent
+from kog_dist.gateway.openai.reply import EVENTS, KEEPALIVE, StreamEvent
 from kog_dist.gateway.openai.tools import ToolUse
 from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore
 from kog_dist.gateway.reading.reader import PlainText
@@ -25,6 +25,7 @@ class ResponseReply:
     """`outline`: what the response says of its request. One choice. Every kind of event is described in docs/openai.md."""
 
     keepalive = KEEPALIVE
+    media_type = EVENTS
 
     def __init__(
         self, outline: Mapping[str, Any], use: ToolUse, names: TokenNames | None,

@@ -53,7 +53,7 @@ class _Finder:
     def look_at(self, model: RequestModel, path: Path) -> None:
         if extra := model.__pydantic_extra__:
             for name, value in extra.items():
-                self._judge(type(model), path, name, value, extra)
+                self._judge(type(model), path, name, value, model.__dict__ | extra)
             extra.clear()
         for name, value in model.__dict__.items():
             if isinstance(value, RequestModel):

@@ -33,11 +33,10 @@ def test_head_of_what_takes_a_body_is_refused(http: httpx.Client) -> None:
         ("/V1/Chat/Completions", "/v1/chat/completions"), ("//v1/models", "/v1/models"), ("/models", "/v1/models"),
         ("/openai/v1/chat/completions", "/v1/chat/completions"), ("/v1/completion", "/v1/completions"),
         ("/completions", "/v1/completions"), ("/api/v1/models", "/v1/models"), ("/v1/response", "/v1/responses"),
-        ("/responses", "/v1/responses"), ("/api/chat", "/v1/chat/completions"), ("/api/generate", "/v1/completions"),
-        ("/completion", "/v1/completions"), ("/api/tags", "/v1/models"), ("/healthz", "/health"), ("/v1/health", "/health"),
+        ("/responses", "/v1/responses"), ("/completion", "/v1/completions"), ("/healthz", "/health"), ("/v1/health", "/health"),
         ("/v1/metrics", "/metrics"), ("/v1/tokenize", "/tokenize"), ("/docs", "/openapi.json"), ("/metric", "/metrics"),
         ("/v1", "/v1/models"), ("/v1/", "/v1/models"), ("/info", "/kog/info"), ("/index.html", "/"),
-        ("/v1/api/chat", "/v1/chat/completions"),
+        ("/v1/api/chat", "/api/chat"), ("/messages", "/v1/messages"), ("/api/v1/messages", "/v1/messages"),
         ("/v1/embeddings", None), ("/favicon.ico", None), ("/wp-login.php", None), ("/v1/audio/speech", None),
     ],
 )  # fmt: skip
