@@ -21,10 +21,13 @@ _MAX_BUDGET: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """`variables`: of the template. `budget`: most tokens of a thought; None: any number. `is_off`: none is wanted."""
+    """`variables`: of the template. `budget`: most tokens of a thought; None: any number. `is_firm`: the request names it.
+    `is_off`: no thought is wanted.
+    """
 
     variables: Mapping[str, Any] = field(default_factory=dict)
     budget: int | None = None
+    is_firm: bool = False
     is_off: bool = False
 
 
@@ -36,8 +39,9 @@ def thinking_of(effort: object, given: Mapping[str, Any] | None, served: ServedM
     """
     word = effort if isinstance(effort, str) and effort in _EFFORTS else None
     variables, budget = dict(given or {}), _budget(given or {})
+    is_firm = budget is not None
     if served.chat_template is None:
-        return Thinking(variables, budget)
+        return Thinking(variables, budget, is_firm)
     known = _known(served)
     if BUDGET in variables and BUDGET not in known:
         del variables[BUDGET]
@@ -48,7 +52,7 @@ def thinking_of(effort: object, given: Mapping[str, Any] | None, served: ServedM
         variables = {switch: word != "none" for switch in _SWITCHES if switch in known} | variables
         if word in ("minimal", "low") and budget is None:
             budget = _SMALL_BUDGET
-    return Thinking(variables, budget, is_off=is_off and not any(variables.get(switch) for switch in _SWITCHES))
+    return Thinking(variables, budget, is_firm, is_off=is_off and not any(variables.get(switch) for switch in _SWITCHES))
 
 
 def _budget(given: Mapping[str, Any]) -> int | None:
@@ -73,13 +77,15 @@ def _known(served: ServedModel) -> frozenset[str]:
 @dataclass(frozen=True, slots=True)
 class Begun:
     """An answer that begins within a thought, behind one, or freely (`begins`), and the ids of its prompt. `thought_end`: the id
-    that ends the thought; `thought_tokens`: most tokens before it.
+    that ends the thought; `thought_tokens`: most tokens before it. `thought_letters`: what ends it where no single token does, in
+    front of a grammar.
     """
 
     prompt_ids: Sequence[int]
     begins: str
     thought_end: int | None = None
     thought_tokens: int | None = None
+    thought_letters: str | None = None
 
     def fields(self) -> dict[str, Any]:
         """Those of Generate."""
@@ -110,12 +116,12 @@ def begin_answer(
     thinks = begins == "open" or (is_free and style.thinks and not thinking.is_off)
     if not thinks:
         return Begun(prompt_ids, begins)
-    if end_id is None:
-        if thinking.budget is not None:
-            raise invalid(f"chat_template_kwargs.{BUDGET}", f"this model has no single token {end}, so no thought can be bounded")
-        if begins == "open":
-            return Begun((*prompt_ids, *tokenizer.encode(f"{end}\n\n", add_special_tokens=False)), "closed")
+    if end_id is None and thinking.is_firm:
+        raise invalid(f"chat_template_kwargs.{BUDGET}", f"this model has no single token {end}, so no thought can be bounded")
+    if end_id is None and (is_free or not is_enforced):
         return Begun(prompt_ids, begins)
     if is_free:
         prompt_ids = (*prompt_ids, *tokenizer.encode(opener, add_special_tokens=False))
+    if end_id is None:
+        return Begun(prompt_ids, "open", thought_letters=end)
     return Begun(prompt_ids, "open", end_id, thinking.budget)

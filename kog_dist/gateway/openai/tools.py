@@ -64,14 +64,17 @@ class ToolUse:
         if self.bare:
             names, schemas = self.bare, list(self.required.values())
             return {"json_schema": schema_text(schemas[0] if len(names) == 1 else _one_of(names, schemas), "tools")}
-        grammar = CallGrammar(served.tokenizer, behind_thought=begun.thought_end is not None)
+        grammar = CallGrammar(
+            served.tokenizer, behind_thought=begun.thought_end is not None, thought_end=begun.thought_letters
+        )  # fmt: skip
         if self.required:
             template = served.chat_template
             source = "" if template is None else template.tool_source
             style, several = self.reading.style.tools, not self.reading.has_one_call
             return {"grammar": bounded(grammar.calls(style, source, self.required, several=several), "tools")}
-        if answer_schema is not None and served.has_channels:
-            return {"grammar": bounded(grammar.answer(json.loads(answer_schema)), "response_format")}
+        if answer_schema is not None and (served.has_channels or begun.thought_letters is not None):
+            answer = grammar.answer(json.loads(answer_schema), in_channel=served.has_channels)
+            return {"grammar": bounded(answer, "response_format")}
         return {"json_schema": answer_schema}
 
     def parser(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> AnswerParser:

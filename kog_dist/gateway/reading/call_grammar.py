@@ -35,9 +35,11 @@ _OBJECT: Final = frozenset(
 class CallGrammar:
     """Rules and schemas of one grammar, in the form that workers/grammar/compiler.py takes."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, behind_thought: bool) -> None:
-        """`behind_thought`: a thought comes first, which the grammar does not see."""
-        self._tokenizer, self._behind_thought = tokenizer, behind_thought
+    def __init__(self, tokenizer: Tokenizer | None, *, behind_thought: bool, thought_end: str | None = None) -> None:
+        """`behind_thought`: a thought comes first, which the grammar does not see. `thought_end`: or it does, and these letters
+        end it.
+        """
+        self._tokenizer, self._behind_thought, self._thought_end = tokenizer, behind_thought, thought_end
         self._rules: list[str] = []
         self._schemas: list[Mapping[str, Any]] = []
 
@@ -67,11 +69,19 @@ class CallGrammar:
         begin, call, between, end = self._form(tools, source)
         one = self.rule(" | ".join(call(name, schema) for name, schema in functions.items()))
         more = f" ({between} {one})*" if several and between else ""
-        lead = _LINES if self._behind_thought and tools != "channels" else ""
+        lead = "" if tools == "channels" else self._lead()
         return self.text(f"{lead} {begin} {one}{more} {end}")
 
-    def answer(self, schema: Mapping[str, Any]) -> str:
-        """JSON as the message of gpt-oss that the user reads."""
+    def _lead(self) -> str:
+        """What comes before everything else."""
+        if self._thought_end is not None:
+            return f"{self.rule('/(?s:.*)/', f'[suffix={json.dumps(self._thought_end)}]')} {_LINES}"
+        return _LINES if self._behind_thought else ""
+
+    def answer(self, schema: Mapping[str, Any], *, in_channel: bool) -> str:
+        """JSON; `in_channel`: as the message of gpt-oss that the user reads."""
+        if not in_channel:
+            return self.text(f"{self._lead()} {self.schema(schema)}")
         return self.text(f'{self._channel()} "final" {self.tag(MESSAGE)} {self.schema(schema)}')
 
     def _form(self, tools: str, source: str) -> tuple[str, Callable[[str, Mapping[str, Any]], str], str, str]:

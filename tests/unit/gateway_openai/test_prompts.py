@@ -297,3 +297,17 @@ def test_schemas_have_a_limit(base_model: ServedModel) -> None:
     with pytest.raises(ApiError, match="65536") as caught:
         chat(base_model, response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
     assert caught.value.param == "response_format"
+
+
+def test_a_thought_that_the_prompt_begins_goes_before_a_grammar(base_model: ServedModel) -> None:
+    """Also of a vocabulary that has no token for its end; a low effort is no reason to refuse then, a budget is."""
+    source = "{{ messages[0].content }}<think>\n{# ends with </think> #}"
+    with ChatTemplate(source) as template:
+        served = dataclasses.replace(base_model, chat_template=template)
+        form = {"response_format": {"type": "json_object"}}
+        message = chat(served, **form, reasoning_effort="low")
+        assert "</think>" in json.loads(message.grammar or "{}")["lark"]
+        assert (message.json_schema, message.thought_end) == (None, None)
+        assert chat(served, reasoning_effort="low").thought_tokens is None
+        with pytest.raises(ApiError, match="no single token"):
+            chat(served, chat_template_kwargs={"thinking_budget": 5})

@@ -113,6 +113,18 @@ def test_what_is_enforced_is_read(tools: str, source: str, names: bool) -> None:
     assert len(seen) > 2
 
 
+def test_letters_may_end_a_thought() -> None:
+    """Of a vocabulary that has no token for it; also within a token that goes on."""
+    tokenizer, made = compiler(False)
+    grammar = CallGrammar(tokenizer, behind_thought=False, thought_end="</think>")
+    text = grammar.answer(closed(a={"type": "boolean"}), in_channel=False)
+    matcher = made.compile(Constraint(ConstraintKind.GRAMMAR, text))
+    for token_id in tokenizer.encode('Hm {"b</think>\n\n{"a":true}', add_special_tokens=False):
+        assert matcher.mask()[token_id // 32] >> token_id % 32 & 1, tokenizer.decode([token_id])
+        matcher.accept(token_id)
+    assert matcher.mask()[0] & 1, "it may end"
+
+
 WRONG: list[dict[str, Any]] = [
     {"required": None}, {"required": ["b"]}, {"required": [["a"]]}, {"minProperties": 2},
     {"additionalProperties": {"type": "string"}},
