@@ -21,6 +21,7 @@ HELP: Final = """\
 /save FILE           write the conversation as JSON; /load FILE goes on with one
 /model NAME          ask another model of the service
 /stats               how fast the answers were
+/thought             what the model thought before its last answer
 /system TEXT         instructions for the model; without TEXT: none
 /temperature NUMBER  0 takes the most likely token; also /top_p /seed /max_tokens; without NUMBER: the service's default
 /chat, /completion   talk to the model, or have it continue a text
@@ -114,6 +115,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     last_prompt: str | None = None
+    last_thought: str = ""  # in front of the last answer
 
     def request(self, prompt: str, *, counts_tokens: bool) -> tuple[str, dict[str, Any]]:
         """Path and body that ask for the answer to `prompt`. `counts_tokens`: each chunk is to say how many there are."""
@@ -155,6 +157,7 @@ class Conversation:
             "load": lambda: self._load(rest),
             "model": lambda: self._set_model(rest),
             "stats": lambda: str(self.stats),
+            "thought": lambda: self.last_thought.strip() or "there was no thought before the last answer",
             "system": lambda: self._set_system(rest),
             "chat": lambda: self._set_mode(is_completion=False),
             "completion": lambda: self._set_mode(is_completion=True),

@@ -35,10 +35,13 @@ class Meter:
     num_before: int | None = None
     prompt_read: tuple[int, int] | None = None
     queue_ms: float | None = None
+    is_thinking: bool = False
 
     def take(self, piece: Piece, now_s: float) -> None:
         """Count a piece."""
         has_text = bool(piece.text or piece.reasoning)
+        if has_text:
+            self.is_thinking = not piece.text
         if has_text:
             self.first_s = now_s if self.first_s is None else self.first_s
             self.last_s = now_s
@@ -71,7 +74,8 @@ class Meter:
         first = f"first after {(self.first_s - self.begin_s) * 1e3:.0f} ms"
         if self.queue_ms is not None and self.queue_ms >= _SHOWN_QUEUE_MS:
             first += f" ({self.queue_ms:.0f} in the queue)"
-        return ", ".join([*rate, f"{about if not rate else ''}{self.num_tokens} tokens", first, *ranks])
+        thinking = ["thinking"] if self.is_thinking else []
+        return ", ".join([*thinking, *rate, f"{about if not rate else ''}{self.num_tokens} tokens", first, *ranks])
 
 
 class Screen:
@@ -83,7 +87,7 @@ class Screen:
         self._pending: list[Verbatim] = []
         self._flushed_s = self._line_s = 0.0
         self._num_rows = 0
-        self._reasons = False  # whether reasoning was shown last
+        self._thought_s: float | None = None  # when a thought began that is going on
 
     @contextlib.contextmanager
     def answer(self) -> Iterator[None]:
@@ -94,28 +98,27 @@ class Screen:
         try:
             yield
         finally:
-            self._end_reasoning("\n")
+            self._fold_thought(now(), "\n")
             self.flush()
             if self._num_rows > 3:
                 self._out(Verbatim(f"\x1b7\x1b[r\x1b[{self._num_rows};1H\x1b[2K\x1b8"))
             self._num_rows = 0
 
     def write(self, piece: Piece, now_s: float) -> None:
-        """Text of the answer; shown with the next frame. On a terminal also the reasoning in front of it, less conspicuous."""
-        if piece.reasoning and self.is_terminal:
-            self._pending.append(self.dim(_harmless(piece.reasoning)))
-            self._reasons = True
+        """Text of the answer; shown with the next frame. On a terminal also how long a thought before it was, folded."""
+        if piece.reasoning and self.is_terminal and self._thought_s is None:
+            self._thought_s = now_s
         if piece.text:
-            self._end_reasoning("\n\n")
+            self._fold_thought(now_s, "\n\n")
             self._pending.append(_harmless(piece.text) if self.is_terminal else Verbatim(piece.text))
         if now_s - self._flushed_s >= _FRAME_S:
             self.flush()
             self._flushed_s = now_s
 
-    def _end_reasoning(self, end: str) -> None:
-        if self._reasons:
-            self._pending.append(Verbatim(end))
-        self._reasons = False
+    def _fold_thought(self, now_s: float, end: str) -> None:
+        if self._thought_s is not None:
+            took_s, self._thought_s = now_s - self._thought_s, None
+            self._pending += [self.dim(f"[thought for {took_s:.1f} s; /thought shows it]"), Verbatim(end)]
 
     def flush(self) -> None:
         """Show what is pending."""

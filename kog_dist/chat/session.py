@@ -50,14 +50,15 @@ class ChatSession:
         path, body = self._conversation.request(prompt, counts_tokens=self._facts.num_ranks is not None)
         answer, screen = ChatTurn("", Meter(now())), self._screen
         parts: list[str] = []
+        thoughts: list[str] = []
         try:
             with screen.answer(), self._interrupts.may_end(), closing(self._service.stream(path, body)) as pieces:
                 for piece in pieces:
                     now_s = now()
                     answer.meter.take(piece, now_s)
                     answer.finish_reason = piece.finish_reason or answer.finish_reason
-                    if piece.text:
-                        parts.append(piece.text)
+                    parts.append(piece.text)
+                    thoughts.append(piece.reasoning)
                     screen.write(piece, now_s)
                     if shows_rate:
                         screen.rate_line(answer.meter.line(now_s, self._facts.num_ranks), now_s)
@@ -67,7 +68,7 @@ class ChatSession:
             raise _no_output(error) from None
         except KogError as error:
             answer.error = error
-        answer.text = "".join(parts)
+        answer.text, self._conversation.last_thought = "".join(parts), "".join(thoughts)
         return answer
 
     # ---- on a terminal ----

@@ -192,7 +192,7 @@ def test_a_pipe_gets_the_answer_alone() -> None:
 
 
 def test_reasoning_is_no_part_of_the_answer(tmp_path: Path) -> None:
-    """A terminal shows it apart; the next question does not send it back, and a pipe has none of it."""
+    """A terminal folds it; the next question does not send it back, and a pipe has none of it."""
     answers = (
         Scripted(chat(["Good", " day"], usage=USAGE, reasoning=["They", " greet\x1b[2J."])),
         Scripted(chat([], usage=USAGE, reasoning=["Hm"], finish="length")),
@@ -202,10 +202,12 @@ def test_reasoning_is_no_part_of_the_answer(tmp_path: Path) -> None:
         shown.wait_for("> ")
         shown.type("hi\n")
         seen = shown.wait_for(r"Good day.*first after.*\].*> ")
-        assert re.search(r"They.* greet\N{REPLACEMENT CHARACTER}\[2J\..*\r\n\r\n.*Good day", seen, re.DOTALL)
-        assert "\x1b[2mThey" in seen
+        assert re.search(r"\x1b\[2m\[thought for \d+\.\d s; /thought shows it\].*\r\n\r\n.*Good day", seen, re.DOTALL)
+        assert "They" not in seen
+        shown.type("/thought\n")
+        shown.wait_for(r"They greet.{1,8}\[2J\.")
         shown.type("and\n")
-        shown.wait_for(r"Hm.*\r\n.*cut off at the most tokens allowed.*> ")
+        shown.wait_for(r"thought for.*cut off at the most tokens allowed.*> ")
         shown.type("you\n")
         shown.wait_for(r"fine.*first after.*> ")
         assert shown.end() == 0
