@@ -86,7 +86,7 @@ def configs(intact: dict[str, Any], first: int, last: int) -> Iterator[dict[str,
                 config[key[:at] + rng.choice("abz_") + key[at + rng.randrange(2) :]] = config.pop(key)
             case _:
                 kind = rng.choice(("yarn", "yarn", "yarn", "linear", "llama3", "dynamic", "default", "longrope", None))
-                own = {name: rng.choice(ROPE[name]) for name in OF_KIND.get(kind, ()) if rng.random() < 0.75}
+                own = {name: rng.choice(ROPE[name]) for name in OF_KIND.get(str(kind), ()) if rng.random() < 0.75}
                 foreign = {name: rng.choice(ROPE[name]) for name in ROPE if rng.random() < 0.03}
                 config.pop("rope_parameters", None)
                 config[rng.choice(["rope_scaling", "rope_parameters"])] = {"rope_type": kind, **own, **foreign}
