@@ -8,16 +8,19 @@ from typing import Any, NoReturn
 
 from kog_dist.quoting import short
 
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(raw: bytes, max_items: int) -> Any:
-    """The value of a document with at most `max_items` commas, colons and brackets. Raises ValueError with a sentence.
+    """The value of a document with at most `max_items` commas, colons and brackets outside of its strings.
+
+    Raises ValueError with a sentence.
 
     Refused besides what is no JSON: bytes that are no UTF-8, a key that stands twice (readers would disagree on its value), lone
     surrogates, NaN and infinities, numbers of thousands of digits, hundreds of levels.
     """
-    if sum(map(raw.count, (b",", b":", b"[", b"{"))) > max_items:
+    if _num_marks(raw) > max_items and _num_marks(_STRING.sub(b"", raw)) > max_items:
         raise ValueError(f"it has more than {max_items} items")
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=object_without_duplicates, parse_constant=_refuse_constant)
@@ -34,6 +37,10 @@ def parse_json(raw: bytes, max_items: int) -> Any:
             raise ValueError("it has a number of thousands of digits") from None
         raise
     return parsed
+
+
+def _num_marks(raw: bytes) -> int:
+    return sum(map(raw.count, (b",", b":", b"[", b"{")))
 
 
 def parse_object(raw: bytes, max_items: int) -> dict[str, Any]:

@@ -40,7 +40,10 @@ def test_what_readers_would_disagree_on_or_suffer_from_is_refused(raw: bytes, ca
         parse_json(raw, 100_000)
 
 
-@pytest.mark.parametrize(("raw", "num_items"), [(b"[1,2]", 2), (b'{"a":{"b":1}}', 4), (b"3", 0)])
+@pytest.mark.parametrize(
+    ("raw", "num_items"),
+    [(b"[1,2]", 2), (b'{"a":{"b":1}}', 4), (b"3", 0), (rb'["a,b:[{", "\"[", "\\"]', 3)],  # none of those in strings
+)
 def test_as_many_items_as_there_may_be_are_read(raw: bytes, num_items: int) -> None:
     parse_json(raw, num_items)
     with pytest.raises(ValueError, match=f"more than {num_items - 1} items"):
