@@ -224,7 +224,7 @@ def test_engine_is_unharmed_by_refused_requests(session: EngineSession, tiny_mod
     wrong = [
         ["--prompt-ids=999"],
         ["--prompt=text"],
-        ["--prompt-ids=1", "--temperature=1e-9"],
+        ["--prompt-ids=1", "--temperature=101"],
         ["--prompt-ids=1", "--max-tokens=33000"],
     ]
     with session.connect() as client:

@@ -25,7 +25,7 @@ def one_input(data: bytes) -> None:
             found = body_work.read(path, data, _SERVED)
             if isinstance(found, Planned):
                 parts = packed(found)
-                again = unpacked(parts["generates"], parts["reply"], parts["left_out"], _TOKENIZER)
+                again = unpacked(**parts, tokenizer=_TOKENIZER)
                 assert packed(again) == parts
         except ApiError as error:
             _look_at(error)
