@@ -116,7 +116,7 @@ class LaunchConfig:
         choices=("auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek", "channels", "none"),
     )  # fmt: skip
     unknown_fields: str = _setting("warn", "Of HTTP requests: {choices}.", choices=("refuse", "warn", "ignore"))
-    special_tokens_in_content: str = _setting("text", "In messages and tools they are text, or count.", choices=("text", "allow"))
+    special_tokens_in_content: str = _setting("text", "In messages: as text, or allow them.", choices=("text", "allow"))
     quiet: bool = _setting(False, "On a terminal, neither a banner nor a line for each request.")
 
     def __post_init__(self) -> None:

@@ -12,7 +12,6 @@ from kog_dist.errors import ConfigError
 _CONTEXT: Final = "is --context here"
 _GPUS: Final = "is --gpus here, or --ranks on CPUs"
 _MODEL: Final = "is not needed here: kog-launch MODEL"
-_NAME: Final = "is not there: the model has the name of its folder, and is `default` as well"
 _REPLICAS: Final = "is not there: one engine decodes one request at a time; more at once take --replicas"
 _MEMORY: Final = "is not needed: the weights are loaded, and the KV cache has what --context takes"
 _TYPE: Final = "is not there: weights stay as the files have them, but for --quantize"
@@ -24,7 +23,7 @@ _MEANINGS: Final[Mapping[str, str]] = {
     "--max-model-len --max-seq-len --max-total-tokens --context-length --ctx-size --ctx -c --n-ctx": _CONTEXT,
     "--tensor-parallel-size --tensor-parallel --tp-size --tp -tp --num-shard --n-gpu-layers --gpu-layers -ngl --num-gpus": _GPUS,
     "--model --model-path --model-id -m -hf --hf-repo": _MODEL,
-    "--served-model-name --alias -a": _NAME,
+    "--alias -a": "is --served-model-name here",
     "--data-parallel-size --dp --dp-size -dp --parallel -np --max-num-seqs --max-running-requests --max-batch-size": _REPLICAS,
     "--gpu-memory-utilization --mem-fraction-static --cuda-memory-fraction --swap-space": _MEMORY,
     "--dtype": _TYPE, "--quantization -q --quant": _QUANTIZE, "--kv-cache-dtype --cache-type-k -ctk --cache-type-v -ctv": _KV,

@@ -161,7 +161,7 @@ def test_what_cannot_be_written_is_refused_before(
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'kog-dist\[bench\]'"), writing(["a.png"]):
+    with pytest.raises(ConfigError, match=r"pip install matplotlib, or '\.\[bench\]' in a clone"), writing(["a.png"]):
         pass
 
 

@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("kog_dist", "workers", "collectives", "launch")
 WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
 SHOWN = {
-    "kog_dist/bench/service/serve.py", "kog_dist/gateway/logs.py", "kog_dist/gateway/openai/planning.py",
-    "kog_dist/gateway/service.py", "kog_dist/model/template_sandbox.py",
+    "kog_dist/bench/service/serve.py", "kog_dist/gateway/logs.py", "kog_dist/gateway/ollama/reply.py",
+    "kog_dist/gateway/openai/planning.py", "kog_dist/gateway/service.py", "kog_dist/model/template_sandbox.py",
     "kog_dist/model/formats/rounded_cache.py",  # the age of files that nobody finished, by the clock that dated them
 }  # fmt: skip
 

@@ -40,9 +40,10 @@ def tests_by_file() -> dict[str, list[str]]:
     parts = {word for step in STEPS.values() if "-k" in step.command for word in step.command if word.endswith(".py")}
     parts -= {"tests/gpu/test_train.py"}  # imports torch, and its steps go by names
     command = [sys.executable, "-m", "pytest", "--noconftest", "--collect-only", "-q", "-p", "no:cacheprovider", *sorted(parts)]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    quiet = os.environ | {"PYTEST_ADDOPTS": ""}  # a -v of whoever runs this would change what is read here
+    listed = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=60, check=True)
     found: dict[str, list[str]] = {}
-    for path, _, name in (line.partition("::") for line in lines if "::" in line):
+    for path, _, name in (line.partition("::") for line in listed.stdout.splitlines() if "::" in line):
         found.setdefault(path, []).append(name)
     for path in sorted({f"tests/gpu/{file.name}" for file in (ROOT / "tests/gpu").glob("test_*.py")} - parts):
         found[path] = re.findall(r"^def (test_\w+)\(", (ROOT / path).read_text(encoding="utf-8"), re.M)
