@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kog_dist.gateway import documents, status
+from kog_dist import __version__
+from kog_dist.gateway import documents, props, status
 from kog_dist.gateway.answers import AnswerResponse, client_of
 from kog_dist.gateway.body_work import PLANS, TOKENS, as_json
 from kog_dist.gateway.errors import not_serving, on_api_error, on_http_exception, on_mistake
@@ -27,15 +28,17 @@ from kog_dist.gateway.pages import INDEX, Pages
 from kog_dist.gateway.readiness import RETRY_AFTER_S
 from kog_dist.gateway.service import Service
 from kog_dist.gateway.tokens import tokenizer_info
+from kog_dist.rpc.messages import StatusReport
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(service: Service) -> Starlette:
     """The application, without the guard around it."""
-    routes = [*_answers(service), *_models(service), *_tokens(service), *_ollama(service), *_state(service), *_pages()]
+    routes = [*_answers(service), *_models(service), *_tokens(service), *_ollama(service), *_facts(service), *_state(service)]
     app = Starlette(
-        routes=routes, exception_handlers={HTTPException: on_http_exception, ApiError: on_api_error, Exception: on_mistake}
+        routes=[*routes, *_pages()],
+        exception_handlers={HTTPException: on_http_exception, ApiError: on_api_error, Exception: on_mistake},
     )
     app.router.redirect_slashes = False
     return app
@@ -139,6 +142,23 @@ def _ollama(service: Service) -> Iterator[Route]:
     yield _route("GET", "/api/tags", endpoint(facts.tags))
     yield _route("GET", "/api/ps", endpoint(facts.running))
     yield _route("GET", "/api/version", version)
+
+
+def _facts(service: Service) -> Iterator[Route]:
+    def endpoint(describe: Callable[[ServedModel, StatusReport | None], object]) -> Endpoint:
+        async def answer(_request: Request) -> Response:
+            if service.served is None:
+                raise not_serving(service.readiness.health())
+            return json_response(describe(service.served, service.readiness.report))
+
+        return answer
+
+    async def version(_request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    yield _route("GET", "/props", endpoint(props.props))
+    yield _route("GET", "/slots", endpoint(props.slots))
+    yield _route("GET", "/version", version)
 
 
 def _state(service: Service) -> Iterator[Route]:

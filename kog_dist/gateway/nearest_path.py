@@ -8,11 +8,11 @@ from typing import Final
 
 # What other servers call it: Ollama, llama.cpp, TGI, vLLM, SGLang, and the usual words of load balancers.
 _ELSEWHERE: Final = {
-    "/api/chat": "/v1/chat/completions", "/v1/chat": "/v1/chat/completions", "/chat": "/v1/chat/completions",
-    "/api/generate": "/v1/completions", "/generate": "/v1/completions", "/generate_stream": "/v1/completions",
-    "/completion": "/v1/completions", "/infill": "/v1/completions", "/v1/engines": "/v1/models", "/api/tags": "/v1/models",
-    "/api/models": "/v1/models", "/props": "/kog/info", "/slots": "/kog/info", "/info": "/kog/info",
-    "/get_model_info": "/kog/info", "/get_server_info": "/kog/info", "/version": "/kog/info", "/api/version": "/kog/info",
+    "/v1/chat": "/v1/chat/completions", "/chat": "/v1/chat/completions",
+    "/generate": "/v1/completions", "/generate_stream": "/v1/completions",
+    "/completion": "/v1/completions", "/infill": "/v1/completions", "/v1/engines": "/v1/models",
+    "/api/models": "/v1/models", "/info": "/kog/info",
+    "/get_model_info": "/kog/info", "/get_server_info": "/kog/info",
     "/healthz": "/health", "/ping": "/health", "/health_generate": "/health", "/ready": "/readyz", "/live": "/livez",
     "/docs": "/openapi.json", "/redoc": "/openapi.json", "/swagger": "/openapi.json", "/v1": "/v1/models", "/ui": "/",
     "/index.html": "/", "/stats": "/metrics",

@@ -16,6 +16,8 @@ from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.gateway.args import GatewayArgs
 from kog_dist.gateway.bind import check_exposure, is_loopback, listen
 from kog_dist.gateway.limits import Limits
+from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.props import slots
 from kog_dist.gateway.readiness import Readiness
 from kog_dist.rpc.messages import EngineState, FinishReason
 from kog_dist.runtime.http_file import HTTP_FILE
@@ -292,6 +294,23 @@ def test_tokens(http: httpx.Client) -> None:
 
 def test_what_is_said_of_the_tokenizer(http: httpx.Client) -> None:
     assert http.get("/tokenizer_info").json() == {"eos_token": "<|endoftext|>", "chat_template": None}
+
+
+def test_what_clients_of_llama_cpp_ask_first(http: httpx.Client) -> None:
+    until(lambda: http.get("/readyz").status_code == 200)
+    found = http.get("/props").json()
+    assert (found["model_alias"], found["total_slots"], found["chat_template"]) == ("demo", 1, "")
+    assert found["default_generation_settings"]["n_ctx"] == 2048
+    assert found["default_generation_settings"]["params"]["temperature"] == 0.2
+    assert http.get("/slots").json() == [{"id": 0, "n_ctx": 2048, "speculative": False, "is_processing": False}]
+    assert http.get("/version").json()["version"]
+
+
+def test_slots_are_engines() -> None:
+    served = ServedModel("demo", (), 2048, 10, None, None, 0)
+    report = dataclasses.replace(REPORT, replica_names=("a", "b"), replica_states=("ready", "ready"), replica_running=("", "7"))
+    assert [slot["is_processing"] for slot in slots(served, report)] == [False, True]
+    assert [slot["is_processing"] for slot in slots(served, None)] == [False]
 
 
 def test_a_gateway_without_the_model_s_folder(shared_engine: ScriptedEngine, folder: Path, engine: ScriptedEngine) -> None:
