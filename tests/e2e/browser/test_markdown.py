@@ -207,7 +207,10 @@ def test_no_text_holds_up_the_page(blank: Page, name: str) -> None:
         return [steps.sort((a, b) => a - b), performance.now() - began, element.textContent.replace(/[^a-z]/g, "").length];
     """, HOSTILE[name])  # fmt: skip
     print(f"{name}: longest step {steps[-1]:.0f} ms, p99 {steps[int(len(steps) * 0.99)]:.1f} ms, all {total / 1000:.1f} s")
-    assert steps[-1] < 1000  # below 150 when nothing else runs; what grows with the square takes many seconds
+    # The longest is below 150 when nothing else runs. What grows with the square takes many seconds, or many steps long; a
+    # loaded machine holds up one or two.
+    assert steps[-1] < 5000
+    assert steps[-4] < 1000
     assert letters >= sum(letter.isalpha() for letter in HOSTILE[name])
 
 
