@@ -8,13 +8,14 @@ from typing import Any, Final
 
 from kog_dist.gateway.anthropic.errors import error_body
 from kog_dist.gateway.openai.chat import assembled
-from kog_dist.gateway.openai.errors import ApiError, cancelled, from_rpc
+from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.gateway.openai.logprobs import to_json
+from kog_dist.gateway.openai.one_choice import OneChoiceReply
 from kog_dist.gateway.openai.reply import EVENTS, StreamEvent
 from kog_dist.gateway.openai.tools import ToolUse
 from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.rpc.messages import Accepted, Done, Error, FinishReason, Tokens
+from kog_dist.rpc.messages import Accepted, Done, FinishReason
 
 _SIGNATURE: Final = "none"  # thoughts are not signed; clients want to send one back
 _PING: Final = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -25,7 +26,7 @@ def event(kind: str, fields: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **fields}))
 
 
-class MessageReply:
+class MessageReply(OneChoiceReply):
     """See Reply. One choice."""
 
     keepalive = _PING
@@ -35,54 +36,20 @@ class MessageReply:
         self, message_id: str, model: str, use: ToolUse, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], *, stream: bool
     ) -> None:
         """`model`: as the client calls it."""
-        self.id, self.model, self.use, self.stream = message_id, model, use, stream
-        self.satisfied: set[int] = set()
-        self.is_over = False
-        self._parser = use.parser(tokenizer, prompt_ids)
+        super().__init__(use, tokenizer, prompt_ids, stream=stream)
+        self.id, self.model = message_id, model
         self._deltas: list[Delta] = []
         self._num_prompt = 0
         self._has_begun = False
         self._block: type[Delta] | int | None = None  # kind of the block that is open, or the index of its call
         self._num_blocks = 0
-        self._done: Done | None = None
-        self._error: ApiError | None = None
 
     # ---- Reply ----
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """See Reply."""
-        return self._parser.num_reasoning_tokens
-
-    @property
-    def num_calls(self) -> int:
-        """See Reply."""
-        return self._parser.num_calls
-
     def on_event(self, choice: int, event: StreamEvent) -> bytes:
         """See Reply."""
-        if self.is_over:
-            return b""
         if isinstance(event, Accepted):
             self._num_prompt = event.num_prompt_tokens
-        elif isinstance(event, Tokens):
-            deltas = self._parser.push(event.token_ids, event.text)
-            if self._parser.is_enough:
-                self.satisfied.add(choice)
-            return self._take(deltas)
-        elif isinstance(event, Done):
-            if event.finish_reason is FinishReason.CANCELLED:
-                return self.on_error(choice, cancelled())
-            self._done = event
-            return self._take(self._parser.finish())
-        return b""
-
-    def on_error(self, choice: int, error: Error | ApiError) -> bytes:
-        """See Reply."""
-        if self.is_over:
-            return b""
-        self.is_over = True
-        self._error = from_rpc(error) if isinstance(error, Error) else error
-        return b"event: error\ndata: %b\n\n" % to_json(error_body(self._error)) if self.stream else b""
+        return super().on_event(choice, event)
 
     def end(self) -> bytes:
         """See Reply."""
@@ -118,6 +85,9 @@ class MessageReply:
         return {**self._head(), "content": blocks, **ending, "usage": _usage(done)}
 
     # ---- frames ----
+    def _failed(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: %b\n\n" % to_json(error_body(error))
+
     def _take(self, deltas: Sequence[Delta]) -> bytes:
         if not self.stream:
             self._deltas += deltas
@@ -171,10 +141,6 @@ class MessageReply:
 
     def _call_id(self, idx: int) -> str:
         return f"toolu_{self.id.rpartition('_')[2][:22]}_{idx}"
-
-    def _finished(self) -> Done:
-        assert self._done is not None, "it is done before the end"
-        return self._done
 
     def _stop_reason(self, done: Done) -> str:
         if done.finish_reason is not FinishReason.STOP:

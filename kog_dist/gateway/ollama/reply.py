@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from kog_dist.gateway.openai.errors import ApiError, cancelled, from_rpc
-from kog_dist.gateway.openai.reply import StreamEvent
+from kog_dist.gateway.openai.errors import ApiError
+from kog_dist.gateway.openai.one_choice import OneChoiceReply
 from kog_dist.gateway.openai.tools import ToolUse
 from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.rpc.messages import Done, Error, FinishReason, Tokens
+from kog_dist.rpc.messages import FinishReason
 
 LINES: Final = "application/x-ndjson"
 
@@ -28,7 +28,7 @@ def loaded(model: str, *, is_chat: bool) -> dict[str, Any]:
     return {"model": model, "created_at": _now(), **said, "done": True, "done_reason": "load"}
 
 
-class OllamaReply:
+class OllamaReply(OneChoiceReply):
     """See Reply. One choice. Calls are told whole, as Ollama does."""
 
     keepalive = b""  # lines of JSON have no comments
@@ -38,52 +38,14 @@ class OllamaReply:
         self, model: str, use: ToolUse, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], *, stream: bool, is_chat: bool
     ) -> None:
         """`model`: as the client calls it."""
-        self.model, self.use, self.stream, self.is_chat = model, use, stream, is_chat
-        self.satisfied: set[int] = set()
-        self.is_over = False
-        self._parser = use.parser(tokenizer, prompt_ids)
+        super().__init__(use, tokenizer, prompt_ids, stream=stream)
+        self.model, self.is_chat = model, is_chat
         self._call: tuple[str, list[str]] | None = None  # name and arguments of the one that is being written
         self._text: list[str] = []
         self._thought: list[str] = []
         self._calls: list[dict[str, Any]] = []
-        self._done: Done | None = None
-        self._error: ApiError | None = None
 
     # ---- Reply ----
-    def on_event(self, choice: int, event: StreamEvent) -> bytes:
-        """See Reply."""
-        if self.is_over:
-            return b""
-        if isinstance(event, Tokens):
-            deltas = self._parser.push(event.token_ids, event.text)
-            if self._parser.is_enough:
-                self.satisfied.add(choice)
-            return self._take(deltas)
-        if isinstance(event, Done):
-            if event.finish_reason is FinishReason.CANCELLED:
-                return self.on_error(choice, cancelled())
-            self._done = event
-            return self._take(self._parser.finish()) + self._end_call()
-        return b""
-
-    @property
-    def num_calls(self) -> int:
-        """See Reply."""
-        return self._parser.num_calls
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """See Reply."""
-        return self._parser.num_reasoning_tokens
-
-    def on_error(self, choice: int, error: Error | ApiError) -> bytes:
-        """See Reply."""
-        if self.is_over:
-            return b""
-        self.is_over = True
-        self._error = from_rpc(error) if isinstance(error, Error) else error
-        return _line(error_body(self._error)) if self.stream else b""
-
     def end(self) -> bytes:
         """See Reply."""
         if self.is_over or not self.stream:
@@ -98,6 +60,12 @@ class OllamaReply:
         return {**self._chunk("".join(self._text), "".join(self._thought), self._calls), **self._figures()}
 
     # ---- lines ----
+    def _failed(self, error: ApiError) -> bytes:
+        return _line(error_body(error))
+
+    def _last(self) -> bytes:
+        return self._end_call()
+
     def _take(self, deltas: Sequence[Delta]) -> bytes:
         return b"".join(map(self._said, deltas))
 
@@ -139,8 +107,7 @@ class OllamaReply:
 
     def _figures(self) -> dict[str, Any]:
         """How it ended, and durations in nanoseconds."""
-        done = self._done
-        assert done is not None, "it is done before the end"
+        done = self._finished()
         gaps = max(0, done.num_generated_tokens - 1)
         return {
             "done": True,

@@ -8,20 +8,21 @@ from typing import Any, Final
 from kog_dist.gateway.openai.accounting import response_usage, timings
 from kog_dist.gateway.openai.chat import call_name
 from kog_dist.gateway.openai.chunks import quoted
-from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError, cancelled, from_rpc
+from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError
 from kog_dist.gateway.openai.logprobs import TokenNames, entries, to_json
+from kog_dist.gateway.openai.one_choice import OneChoiceReply
 from kog_dist.gateway.openai.reply import EVENTS, KEEPALIVE, StreamEvent
 from kog_dist.gateway.openai.tools import ToolUse
 from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, ReasoningDelta, TextDelta, ThoughtBefore
 from kog_dist.gateway.reading.reader import PlainText
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.rpc.messages import Accepted, Done, Error, FinishReason, Tokens
+from kog_dist.rpc.messages import Accepted, FinishReason, Tokens
 
 _DELTA: Final = b"response.output_text.delta"
 _REASONING: Final = "response.reasoning_text"
 
 
-class ResponseReply:
+class ResponseReply(OneChoiceReply):
     """`outline`: what the response says of its request. One choice. Every kind of event is described in docs/openai.md."""
 
     keepalive = KEEPALIVE
@@ -31,15 +32,11 @@ class ResponseReply:
         self, outline: Mapping[str, Any], use: ToolUse, names: TokenNames | None,
         tokenizer: Tokenizer | None = None, prompt_ids: Sequence[int] = (), *, stream: bool,
     ) -> None:  # fmt: skip
-        self.is_over = False
-        self.satisfied: set[int] = set()
-        self.outline, self.use, self.names, self.stream = dict(outline), use, names, stream
+        super().__init__(use, tokenizer, prompt_ids, stream=stream)
+        self.outline, self.names = dict(outline), names
         self._id: str = outline["id"]
-        self._parser = use.parser(tokenizer, prompt_ids)
         self._has_begun = False
         self._num_events = 0
-        self._done: Done | None = None
-        self._error: ApiError | None = None
         self._output: list[dict[str, Any]] = []  # finished items
         self._open: dict[str, Any] | None = None  # the item that grows
         self._pieces: list[str] = []  # its text or arguments
@@ -49,45 +46,13 @@ class ResponseReply:
         self._before_number = self._before_text = b""
 
     # ---- Reply ----
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """See Reply."""
-        return self._parser.num_reasoning_tokens
-
-    @property
-    def num_calls(self) -> int:
-        """See Reply."""
-        return self._parser.num_calls
-
     def on_event(self, choice: int, event: StreamEvent) -> bytes:
         """See Reply."""
-        if self.is_over:
-            return b""
-        kind = type(event)
-        if kind is Tokens:
-            return self._on_tokens(event)  # type: ignore[arg-type]
-        if isinstance(event, Accepted):
+        if type(event) is Tokens and not self.is_over:
+            return self._on_tokens(event)
+        if isinstance(event, Accepted) and not self.is_over:
             return self._begin()
-        if isinstance(event, Done):
-            if event.finish_reason is FinishReason.CANCELLED:
-                return self.on_error(choice, cancelled())
-            self._done = event
-            return self._begin() + self._finish()
-        return b""
-
-    def on_error(self, choice: int, error: Error | ApiError) -> bytes:
-        """See Reply."""
-        if self.is_over:
-            return b""
-        self._error = from_rpc(error) if isinstance(error, Error) else error
-        # The codes are OpenAI's and few; ours stands in the sentence.
-        code = "invalid_prompt" if self._error.type == INVALID_REQUEST else "server_error"
-        sentence = f"{self._error.message} ({self._error.code})" if self._error.code else self._error.message
-        failure = {"code": code, "message": sentence}
-        begun = self._begin()
-        failed = self._event("response.failed", {"response": self._response("failed", error=failure)})
-        self.is_over = True
-        return begun + failed
+        return super().on_event(choice, event)
 
     def end(self) -> bytes:
         """The terminal event. This API has no `[DONE]`."""
@@ -105,6 +70,12 @@ class ResponseReply:
         return self._response(self._status)
 
     # ---- the answer ----
+    def _failed(self, error: ApiError) -> bytes:
+        # The codes are OpenAI's and few; ours stands in the sentence.
+        code = "invalid_prompt" if error.type == INVALID_REQUEST else "server_error"
+        failure = {"code": code, "message": f"{error.message} ({error.code})" if error.code else error.message}
+        return self._begin() + self._event("response.failed", {"response": self._response("failed", error=failure)})
+
     def _on_tokens(self, event: Tokens) -> bytes:
         if self._is_plain and self._open is not None:  # the path of almost every token
             text = event.text
@@ -121,9 +92,12 @@ class ResponseReply:
         deltas = self._parser.push(event.token_ids, event.text)
         if self._parser.is_enough:
             self.satisfied.add(0)
-        return self._begin() + self._take(deltas, told)
+        return self._begin() + self._tell(deltas, told)
 
-    def _take(self, deltas: Sequence[Delta], told: list[dict[str, Any]]) -> bytes:
+    def _take(self, deltas: Sequence[Delta]) -> bytes:
+        return self._begin() + self._tell(deltas, [])
+
+    def _tell(self, deltas: Sequence[Delta], told: list[dict[str, Any]]) -> bytes:
         told = self._untold + told  # of tokens whose text was held back
         self._untold = []
         if told and not deltas:
@@ -152,11 +126,10 @@ class ResponseReply:
                 frames += self._add_arguments(delta)
         return frames
 
-    def _finish(self) -> bytes:
-        frames = self._take(self._parser.finish(), [])
-        if self._open is None and not self._output:
-            frames += self._open_message()  # an answer without text is an answer
-        return frames + self._close()
+    def _last(self) -> bytes:
+        is_empty = self._open is None and not self._output
+        opened = self._open_message() if is_empty else b""  # an answer without text is an answer
+        return opened + self._close()
 
     def _open_message(self) -> bytes:
         idx = len(self._output)
@@ -247,8 +220,7 @@ class ResponseReply:
     # ---- events ----
     @property
     def _status(self) -> str:
-        assert self._done is not None, "the answer is done before its end"
-        return "completed" if self._done.finish_reason is FinishReason.STOP else "incomplete"
+        return "completed" if self._finished().finish_reason is FinishReason.STOP else "incomplete"
 
     def _begin(self) -> bytes:
         if self._has_begun:
