@@ -22,9 +22,9 @@ from kog_dist.errors import KogError
 from kog_dist.gateway import body_work
 from kog_dist.gateway.model_files import read_model
 from kog_dist.gateway.openai.errors import ApiError
-from kog_dist.gateway.openai.packing import packed, packed_error
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.packing import packed, packed_error
 from kog_dist.runtime.python_child import begin_helper
 from kog_dist.sampling_params import SamplingParams
 

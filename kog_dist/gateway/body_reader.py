@@ -20,9 +20,9 @@ import msgpack  # type: ignore[import-untyped]
 from kog_dist.gateway import body_work
 from kog_dist.gateway.body_process import CPU_S, LENGTH, OUT_OF_MEMORY, BodyArgs, question
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
-from kog_dist.gateway.openai.packing import unpacked, unpacked_error
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.packing import unpacked, unpacked_error
 from kog_dist.gateway.turns import NoTurn, Turns
 from kog_dist.runtime import python_child
 from kog_dist.runtime.stopped_child import LOOK_EVERY_S, StopWatch

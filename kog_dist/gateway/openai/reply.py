@@ -1,4 +1,4 @@
-"""What the gateway's process does with a request of any of the three APIs: send `generates`, hand their events to `reply`."""
+"""What the gateway's process does with a request of any API: send `generates`, hand their events to `reply`."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from kog_dist.gateway import body_work
 from kog_dist.gateway.openai.errors import ApiError
-from kog_dist.gateway.openai.packing import packed, packed_error, unpacked, unpacked_error
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.packing import packed, packed_error, unpacked, unpacked_error
 from kog_dist.model.tokenizer import Tokenizer
 from tests.fuzz.json_mutation import fuzzed_json as mutate
 

@@ -15,10 +15,10 @@ from kog_dist.gateway.anthropic.messages import as_chat, count_tokens, plan_mess
 from kog_dist.gateway.anthropic.messages_request import MessagesRequest
 from kog_dist.gateway.openai.body import parse
 from kog_dist.gateway.openai.errors import ApiError
-from kog_dist.gateway.openai.packing import packed, unpacked
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.openai.thinking import BUDGET
+from kog_dist.gateway.packing import packed, unpacked
 from kog_dist.rpc.messages import Error, ErrorCode, FinishReason
 from tests.unit.gateway_openai.conftest import base_model, tagged_model
 from tests.unit.gateway_openai.engine_script import events_of, play

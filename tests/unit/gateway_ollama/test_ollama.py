@@ -14,9 +14,9 @@ from kog_dist.gateway.ollama.plans import plan_chat, plan_generate
 from kog_dist.gateway.openai.chat import plan_chat as plan_openai_chat
 from kog_dist.gateway.openai.completions import plan_completion
 from kog_dist.gateway.openai.errors import ApiError
-from kog_dist.gateway.openai.packing import packed, unpacked
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.packing import packed, unpacked
 from kog_dist.rpc.messages import Error, ErrorCode, FinishReason, Generate
 from tests.unit.gateway.conftest import engine, folder, http, running, shared_engine
 from tests.unit.gateway.scripted_engine import ScriptedEngine, says

@@ -9,8 +9,8 @@ import pytest
 
 from kog_dist.gateway.openai.completions import plan_completion
 from kog_dist.gateway.openai.errors import ApiError
-from kog_dist.gateway.openai.packing import packed, unpacked
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.packing import packed, unpacked
 from kog_dist.model.tokenizer import Tokenizer
 from tests.unit.gateway_openai.engine_script import data_of, play
 from tests.unit.test_tokenizer import library_like

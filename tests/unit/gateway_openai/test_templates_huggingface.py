@@ -14,10 +14,10 @@ import transformers
 
 from kog_dist.gateway.openai.chat import plan_chat
 from kog_dist.gateway.openai.errors import ApiError
-from kog_dist.gateway.openai.packing import packed, unpacked
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.responses import plan_response
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.packing import packed, unpacked
 from kog_dist.gateway.tokens import tokenize
 from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.tokenizer import Tokenizer

@@ -12,10 +12,10 @@ import pytest
 from kog_dist.gateway.openai.chat import ChatRequest, plan_chat
 from kog_dist.gateway.openai.completions import CompletionRequest
 from kog_dist.gateway.openai.errors import ApiError
-from kog_dist.gateway.openai.packing import packed, unpacked
 from kog_dist.gateway.openai.peer_fields import HARMLESS, REFUSED_EVERYWHERE
 from kog_dist.gateway.openai.responses import ResponsesRequest, plan_response
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.packing import packed, unpacked
 from tests.unit.gateway_openai.engine_script import TemplateTwin
 from tests.unit.gateway_openai.test_refusals import LEAST, PLANS, USER, refused
 

@@ -39,29 +39,9 @@ def unpacked(
 ) -> Planned:  # fmt: skip
     """The inverse. `tokenizer`: of the served model, for the names of tokens."""
     recipe: dict[str, Any] = json.loads(reply)
-    left_out, unseen = tuple(told["left_out"]), tuple(told["unseen"])
-    names = TokenNames(tokenizer) if recipe.get("has_names") else None
     messages = tuple(_generate(frame) for frame in generates)
-    if "is_chat" in recipe:
-        use, ids = _tool_use(recipe["use"]), messages[0].prompt_ids or ()
-        told_in_lines = OllamaReply(
-            recipe["model"], use, tokenizer, ids, stream=recipe["stream"], is_chat=recipe["is_chat"]
-        )  # fmt: skip
-        return Planned(messages, recipe["stream"], told_in_lines, left_out, unseen)
-    if "model" in recipe:
-        use, ids = _tool_use(recipe["use"]), messages[0].prompt_ids or ()
-        message = MessageReply(recipe["id"], recipe["model"], use, tokenizer, ids, stream=recipe["stream"])
-        return Planned(messages, recipe["stream"], message, left_out, unseen)
-    if "outline" in recipe:
-        use, ids = _tool_use(recipe["use"]), messages[0].prompt_ids or ()
-        made: Reply = ResponseReply(recipe["outline"], use, names, tokenizer, ids, stream=recipe["stream"])
-        return Planned(messages, recipe["stream"], made, left_out, unseen)
-    form = ReplyForm(**{**recipe["form"], "stamp": Stamp(**recipe["form"]["stamp"])})
-    if "use" in recipe:
-        made = ChatReply(form, _tool_use(recipe["use"]), names, tokenizer, messages[0].prompt_ids or ())
-    else:
-        made = CompletionReply(form, names, [Echo(**echo) for echo in recipe["echoes"]])
-    return Planned(messages, form.stream, made, left_out, unseen)
+    made = _reply(recipe, messages[0].prompt_ids or (), tokenizer)
+    return Planned(messages, recipe["stream"], made, tuple(told["left_out"]), tuple(told["unseen"]))
 
 
 def packed_error(error: ApiError) -> bytes:
@@ -75,19 +55,36 @@ def unpacked_error(packed: bytes) -> ApiError:
 
 
 def _recipe(reply: Reply) -> dict[str, Any]:
-    """What a new reply is made of; nothing has been handed to this one yet."""
+    """What `_reply` makes a new one of; nothing has been handed to this one yet."""
+    kind = {"kind": type(reply).__name__}
+    if isinstance(reply, ChatReply | CompletionReply):
+        kept = {"use": _parts(reply.use)} if isinstance(reply, ChatReply) else {"echoes": [asdict(echo) for echo in reply.echoes]}
+        return {**kind, **kept, "form": asdict(reply.form), "stream": reply.form.stream, "has_names": reply.has_names}
+    assert isinstance(reply, ResponseReply | OllamaReply | MessageReply), "there are no other replies"
+    common = {**kind, "use": _parts(reply.use), "stream": reply.stream}
     if isinstance(reply, ResponseReply):
-        use, names = _parts(reply.use), reply.names is not None
-        return {"outline": reply.outline, "use": use, "has_names": names, "stream": reply.stream}
-    if isinstance(reply, OllamaReply):
-        return {"model": reply.model, "use": _parts(reply.use), "stream": reply.stream, "is_chat": reply.is_chat}
-    if isinstance(reply, MessageReply):
-        return {"id": reply.id, "model": reply.model, "use": _parts(reply.use), "stream": reply.stream}
-    assert isinstance(reply, ChatReply | CompletionReply)
-    recipe = {"form": asdict(reply.form), "has_names": reply.has_names}
-    if isinstance(reply, ChatReply):
-        return recipe | {"use": _parts(reply.use)}
-    return recipe | {"echoes": [asdict(echo) for echo in reply.echoes]}
+        return {**common, "outline": reply.outline, "has_names": reply.names is not None}
+    own = {"is_chat": reply.is_chat} if isinstance(reply, OllamaReply) else {"id": reply.id}
+    return {**common, **own, "model": reply.model}
+
+
+def _reply(recipe: dict[str, Any], prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> Reply:
+    kind, stream = recipe["kind"], recipe["stream"]
+    names = TokenNames(tokenizer) if recipe.get("has_names") else None
+    if kind == CompletionReply.__name__:
+        return CompletionReply(_form(recipe["form"]), names, [Echo(**echo) for echo in recipe["echoes"]])
+    use = _tool_use(recipe["use"])
+    if kind == ChatReply.__name__:
+        return ChatReply(_form(recipe["form"]), use, names, tokenizer, prompt_ids)
+    if kind == ResponseReply.__name__:
+        return ResponseReply(recipe["outline"], use, names, tokenizer, prompt_ids, stream=stream)
+    if kind == OllamaReply.__name__:
+        return OllamaReply(recipe["model"], use, tokenizer, prompt_ids, stream=stream, is_chat=recipe["is_chat"])
+    return MessageReply(recipe["id"], recipe["model"], use, tokenizer, prompt_ids, stream=stream)
+
+
+def _form(parts: dict[str, Any]) -> ReplyForm:
+    return ReplyForm(**{**parts, "stamp": Stamp(**parts["stamp"])})
 
 
 def _parts(use: ToolUse) -> dict[str, Any]:
