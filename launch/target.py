@@ -73,9 +73,8 @@ def model_folder(settings: LaunchConfig) -> tuple[Path, str]:
     if settings.model is not None:
         folder = Path(settings.model)
         if is_gguf(folder):
-            return folder.parent.resolve() / folder.name, model_name(
-                folder
-            )  # a link of a cache leads to what is called otherwise
+            # A link of a cache leads to what is called otherwise.
+            return folder.parent.resolve() / folder.name, model_name(folder)
         if not os.path.isdir(folder):
             name, tag = hub_name_and_tag(settings.model)
             if os.path.exists(folder) or not is_hub_name(name):

@@ -42,7 +42,6 @@ class Meter:
         has_text = bool(piece.text or piece.reasoning)
         if has_text:
             self.is_thinking = not piece.text
-        if has_text:
             self.first_s = now_s if self.first_s is None else self.first_s
             self.last_s = now_s
         if piece.num_tokens is not None:

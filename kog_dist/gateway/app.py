@@ -65,6 +65,13 @@ def _served(service: Service) -> ServedModel:
     return service.served
 
 
+def _known(service: Service) -> ServedModel:
+    """The same for whoever asks about it, also while it does not serve. Raises ApiError."""
+    if service.served is None:
+        raise not_serving(service.readiness.health())
+    return service.served
+
+
 def _answers(service: Service) -> Iterator[Route]:
     def endpoint(path: str) -> Endpoint:
         async def answer(request: Request) -> Response:
@@ -82,23 +89,16 @@ def _answers(service: Service) -> Iterator[Route]:
 
 
 def _models(service: Service) -> Iterator[Route]:
-    def cards() -> list[dict[str, Any]]:
-        if service.served is None:
-            raise not_serving(service.readiness.health())
-        named = [name for name in service.served.names if name != DEFAULT_ALIAS]
-        return [service.served.card(name) for name in named]
-
     async def list_models(_request: Request) -> Response:
-        found = cards()
+        served = _known(service)
+        found = [served.card(name) for name in served.names if name != DEFAULT_ALIAS]
         ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"], "has_more": False}  # Anthropic's
         return json_response({"object": "list", "data": found, **ends})
 
     async def one_model(request: Request) -> Response:
-        cards()
-        assert service.served is not None
-        name = request.path_params["name"]
-        check_model(name, service.served)
-        return json_response(service.served.card(None if name == DEFAULT_ALIAS else name))
+        served, name = _known(service), request.path_params["name"]
+        check_model(name, served)
+        return json_response(served.card(None if name == DEFAULT_ALIAS else name))
 
     yield _route("GET", "/v1/models", list_models)
     yield _route("GET", "/v1/models/{name:path}", one_model)
@@ -108,17 +108,13 @@ def _tokens(service: Service) -> Iterator[Route]:
     def endpoint(path: str) -> Endpoint:
         async def answer(request: Request) -> Response:
             async with received(request, service) as raw:
-                if service.served is None:
-                    raise not_serving(service.readiness.health())
-                answer = await service.bodies.read(path, raw, service.served, client_of(request.scope), key_scope="")
+                answer = await service.bodies.read(path, raw, _known(service), client_of(request.scope), key_scope="")
                 return Response(answer, media_type="application/json")
 
         return answer
 
     async def info(_request: Request) -> Response:
-        if service.served is None:
-            raise not_serving(service.readiness.health())
-        return json_response(tokenizer_info(service.served))
+        return json_response(tokenizer_info(_known(service)))
 
     for path in TOKENS:
         yield _route("POST", path, endpoint(path))
@@ -128,11 +124,10 @@ def _tokens(service: Service) -> Iterator[Route]:
 def _ollama(service: Service) -> Iterator[Route]:
     def endpoint(describe: Callable[[ServedModel, facts.ModelSize], dict[str, Any]]) -> Endpoint:
         async def answer(_request: Request) -> Response:
-            if service.served is None:
-                raise not_serving(service.readiness.health())
+            served = _known(service)
             num_parameters = 0 if service.checkpoint is None else service.checkpoint.spec.num_parameters
             size = facts.ModelSize(num_parameters, service.facts.bytes_per_token, service.weights_format or "")
-            return json_response(describe(service.served, size))
+            return json_response(describe(served, size))
 
         return answer
 
@@ -147,9 +142,7 @@ def _ollama(service: Service) -> Iterator[Route]:
 def _facts(service: Service) -> Iterator[Route]:
     def endpoint(describe: Callable[[ServedModel, StatusReport | None], object]) -> Endpoint:
         async def answer(_request: Request) -> Response:
-            if service.served is None:
-                raise not_serving(service.readiness.health())
-            return json_response(describe(service.served, service.readiness.report))
+            return json_response(describe(_known(service), service.readiness.report))
 
         return answer
 
