@@ -21,6 +21,7 @@ from kog_dist.model.families.computation import COMPUTATION
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
 from tests.fuzz.json_mutation import mutate_json
 from tests.unit.gguf_files import random_tensors, write_gguf
+from tests.unit.small_llama import write_small_llama
 from tests.unit.test_families import TOLERANCE, interpreted_logits
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -47,16 +48,7 @@ how_many = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    write_small_llama(folder, 64)
     return folder
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import CheckpointError, ConfigError, KogError
@@ -20,6 +20,7 @@ from kog_dist.launch.target import plan_target
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.manifest import read_small_file
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
+from tests.unit.small_llama import write_small_llama
 from tests.unit.test_families import TOLERANCE, interpreted_logits
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -32,16 +33,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama, as transformers writes it."""
     folder = tmp_path_factory.mktemp("published")
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=128,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    model.to(torch.bfloat16).save_pretrained(folder)
+    write_small_llama(folder, 128, torch.bfloat16)
     return folder
 
 

@@ -38,10 +38,16 @@ def box(page: Page, selector: str) -> tuple[float, float, float, float]:
     return found["x"], found["y"], found["x"] + found["width"], found["y"] + found["height"]
 
 
+def assert_in_sight(page: Page, *selectors: str) -> None:
+    size = page.viewport_size
+    assert size is not None
+    for selector in selectors:
+        left, top, right, bottom = box(page, selector)
+        assert (left >= 0, top >= 0, right <= size["width"], bottom <= size["height"]) == (True,) * 4, selector
+
+
 @pytest.mark.parametrize("sized", SIZES, indirect=True, ids=NAMES)
 def test_answers_stand_above_the_message_in_one_column(sized: Page, server: ReplayServer) -> None:
-    size = sized.viewport_size
-    assert size is not None
     server.script = Script(pieces=LONG, tokens_per_s=4000.0)
     run(sized, "How?")
     ended(sized)
@@ -50,9 +56,7 @@ def test_answers_stand_above_the_message_in_one_column(sized: Page, server: Repl
             "scroll.", "document.getElementById('scroll')."
         )
     )
-    for selector in ("#engine", "#tab-speed", "#settings-button", ".exchange footer", "#prompt", "#run", "#context"):
-        left, top, right, bottom = box(sized, selector)
-        assert (left >= 0, top >= 0, right <= size["width"], bottom <= size["height"]) == (True,) * 4, selector
+    assert_in_sight(sized, "#engine", "#tab-speed", "#settings-button", ".exchange footer", "#prompt", "#run", "#context")
     answer, message = box(sized, ".exchange .prose"), box(sized, ".box")
     assert box(sized, ".exchange footer")[3] <= message[1]
     assert answer[2] - answer[0] <= 720.5
@@ -101,13 +105,9 @@ def test_on_a_phone_the_list_opens_over_the_chat(sized: Page, server: ReplayServ
 
 @pytest.mark.parametrize("sized", SIZES, indirect=True, ids=NAMES)
 def test_all_figures_are_in_sight(sized: Page, server: ReplayServer) -> None:
-    size = sized.viewport_size
-    assert size is not None
     server.script = Script(pieces=LONG, tokens_per_s=4000.0)
     run(sized, "How?")
     ended(sized)
     sized.click("#tab-speed")
-    for selector in ("#rate", "#ttft", "#itl-p99", "#num-tokens", "#verdict", "#track-live", "#track-replay"):
-        left, top, right, bottom = box(sized, selector)
-        assert (left >= 0, top >= 0, right <= size["width"], bottom <= size["height"]) == (True,) * 4, selector
+    assert_in_sight(sized, "#rate", "#ttft", "#itl-p99", "#num-tokens", "#verdict", "#track-live", "#track-replay")
     assert set(sized.evaluate(SCROLL)) <= {"speed-panel"}, "no frame that scrolls in a frame"
