@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -253,6 +252,8 @@ def _of_services(names: Sequence[str]) -> list[str]:
 
 def read_file(path: Path) -> dict[str, Any]:
     """Parse a TOML file of settings. Raises ConfigError when it cannot be read or parsed."""
+    import tomllib  # only who has such a file needs it
+
     try:
         raw = foreign_file.read_file(path, MAX_FILE_BYTES)
         _check_extent(raw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kog_dist.config import LaunchConfig, parse_gib
 from kog_dist.errors import ConfigError
+from kog_dist.runtime import memfd
 
 _CPU_BYTES = 64 << 20  # of a rank, unless told otherwise
 _MOST_GPU_BYTES, _SHARE_OF_FREE = 16 << 30, 4  # of a GPU, and of what is free there beside the model
@@ -21,7 +22,7 @@ def kept_on_cpu(settings: LaunchConfig, num_ranks: int) -> int:
         )
     if asked is None:
         return _CPU_BYTES
-    if asked * num_ranks > (free := _free_of_host()):
+    if asked * num_ranks > (free := memfd.available_bytes()):
         raise ConfigError(
             f"prefix_cache {settings.prefix_cache} does not fit: each of {num_ranks} CPU ranks would take as much, and "
             f"{free / 2**30:.1f} GiB of memory are free here; give less, off, or auto"
@@ -51,11 +52,5 @@ def kept_on_gpus(settings: LaunchConfig, spare_bytes: int, num_ranks: int, *, ha
             "the model; give less, off, or auto"
         )
     if asked_of_host is None:
-        asked_of_host = min(_HOST_BYTES, _free_of_host() // _SHARE_OF_HOST)
+        asked_of_host = min(_HOST_BYTES, memfd.available_bytes() // _SHARE_OF_HOST)
     return max(asked, 0), asked_of_host // num_ranks if asked > 0 else 0
-
-
-def _free_of_host() -> int:
-    import psutil  # type: ignore[import-untyped]
-
-    return int(psutil.virtual_memory().available)

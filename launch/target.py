@@ -22,6 +22,7 @@ from kog_dist.launch.progress import compilers_shown
 from kog_dist.model.gguf.folder import model_name, tagged_file
 from kog_dist.model.gguf.tensors import is_gguf
 from kog_dist.model.hub_cache import find_snapshot, hub_name, hub_name_and_tag, is_hub_name
+from kog_dist.runtime import memfd
 
 CPU_KV_CACHES = 4  # unless told otherwise
 _SHARE_OF_MEMORY = 80  # percent of what is free, for KV caches
@@ -188,9 +189,7 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
     Caches take memory as positions are written, and a full one must not be the moment when the system kills a rank. Also returns
     what cannot be had with any context.
     """
-    import psutil  # type: ignore[import-untyped]
-
-    spec, available = target.checkpoint.spec, int(psutil.virtual_memory().available)
+    spec, available = target.checkpoint.spec, memfd.available_bytes()
     embedding, width = spec.vocab_size * spec.hidden_size, matrix_bytes(target.checkpoint)
     weights = width * (spec.num_parameters + (target.world_size - 1) * embedding)  # every rank has the whole table
     dequantised = dequantised_bytes(target.checkpoint)

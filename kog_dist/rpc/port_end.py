@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Mapping
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kog_dist.errors import LaunchError, ProtocolError
 from kog_dist.rpc.transport import Access, open_dealer
@@ -32,6 +32,7 @@ _MEANINGS = {
     zmq.EVENT_DISCONNECTED: PortEvent.LOST,
     zmq.EVENT_CONNECT_RETRIED: PortEvent.RETRIED,
 }
+_EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): event and value; zmq's own reader of it imports asyncio
 
 
 class PortEnd:
@@ -59,7 +60,7 @@ class PortEnd:
         """What has become of the connection, in order; None if nothing new has come of it by then."""
         if self.closed or not self._monitor.poll(max(0, round(timeout_s * 1000))):
             return None
-        return _MEANINGS[zmq.Event(recv_monitor_message(self._monitor)["event"])]
+        return _MEANINGS[zmq.Event(_EVENT.unpack(self._monitor.recv_multipart()[0])[0])]
 
     def send(self, frame: bytes) -> bool:
         """Send a message, or keep it; False if the engine does not read any more."""

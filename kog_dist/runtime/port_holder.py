@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from kog_dist.runtime.command_line import command_of
-
 
 def holder_of_port(port: int) -> str | None:
     """`process PID (COMMAND)` that listens on a TCP port, as far as this user may know; secrets of its command are left out."""
@@ -29,5 +27,7 @@ def launcher_of(pid: int) -> int:
 
 def process_name(pid: int) -> str:
     """`process PID (COMMAND)`, without what may not be shown of the command, or all of it where it cannot be read."""
+    from kog_dist.runtime.command_line import command_of  # which imports all settings; rarely does anybody ask
+
     command = command_of(pid)
     return f"process {pid} ({command})" if command else f"process {pid}"

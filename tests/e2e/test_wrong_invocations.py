@@ -19,7 +19,7 @@ NO_ENGINE = "no engine listens at ipc://"
 NO_SUCH = "No such file or directory"
 WRONG: dict[str, list[Case]] = {
     "kog_dist.launch.cli": [
-        (["MODEL", "--ranks=two"], 2, "Invalid value for '--ranks': Input should be a valid integer"),
+        (["MODEL", "--ranks=two"], 2, "Invalid value for '--ranks': "),
         (["MODEL", "--ranks=8"], 2, "4 lanes cannot be spread over 8 ranks"),
         (["MODEL", "--launcher=slurm"], 2, "--launcher: launcher 'slurm' is not available"),
         (["MODEL", "--launcher=mpi"], 3, "no mpirun has started this process; start it as mpirun -n 4 kog-launch"),
@@ -92,7 +92,7 @@ WRONG: dict[str, list[Case]] = {
     "kog_dist.gateway.cli": [
         (["--frobnicate"], 2, "No such option: --frobnicate"),
         (["--instance=a/b"], 2, "instance name 'a/b' must be a name, not a path"),
-        (["--port=x"], 2, "Invalid value for '--port': Input should be a valid integer"),
+        (["--port=x"], 2, "Invalid value for '--port': "),
         (["--port=70000"], 2, "--port: port must be between 0 and 65535, got 70000"),
         (["--host=0.0.0.0"], 2, "--host 0.0.0.0 lets other machines in, and there is no API key"),
         (["--port=0", "--model=no-such"], 2, "--model no-such is not the folder of a model: it has no config.json"),

@@ -6,11 +6,9 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jinja2
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
@@ -25,6 +23,7 @@ from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_che
 from kog_dist.model.manifest import MANIFEST_NAME
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
 from kog_dist.model.template_sandbox import make_environment
+from kog_dist.runtime import memfd
 from kog_dist.workers.model_folder import ModelFolder
 from tests.fuzz.json_mutation import mutate_json
 
@@ -153,7 +152,7 @@ def test_the_deep_check_compares_hashes(tmp_path: Path) -> None:
 
 
 def test_what_memory_rules_out_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(memfd, "available_bytes", lambda: 1000)
     assert "CPU ranks would keep" in refuses(lambda: check(folder))
     assert flags.run(["--device", "cpu", "--check", str(folder)]) == LaunchError.exit_code
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -37,6 +35,7 @@ from kog_dist.launch.target import Target, plan_target
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.published_config import read_config
+from kog_dist.runtime import memfd
 from kog_dist.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 300
@@ -249,7 +248,7 @@ def test_specs_of_families_travel_as_configs(case: tuple[Path, Any]) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_a_dry_run_needs_config_json_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And says what it would take and reach: 16-bit weights over what an H200 was measured to read."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
+    monkeypatch.setattr(memfd, "available_bytes", lambda: 64 * 2**30)
     (tmp_path / "config.json").write_text(json.dumps(REAL[name]))
     spec = read_config(REAL[name])
     text = dry_run(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1))
@@ -287,8 +286,7 @@ def test_the_context_follows_the_memory_that_is_free(
     weights = (2 if library else 4) * spec.num_parameters
 
     def target(free_bytes: int, **settings: Any) -> tuple[Target, tuple[KogError, ...]]:
-        memory = SimpleNamespace(available=weights + free_bytes)
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+        monkeypatch.setattr(memfd, "available_bytes", lambda: weights + free_bytes)
         return plan_target(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1, **settings), needs_weights=False)
 
     short, obstacles = target(kept_prefixes + per_position * 10_000)

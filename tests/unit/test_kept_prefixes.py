@@ -6,16 +6,16 @@ import pytest
 
 from kog_dist.config import LaunchConfig, parse_gib
 from kog_dist.errors import ConfigError
-from kog_dist.launch import kept_prefixes
 from kog_dist.launch.kept_prefixes import kept_on_cpu, kept_on_gpus
 from kog_dist.launch.target import plan_target
+from kog_dist.runtime import memfd
 
 GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_prefixes, "_free_of_host", lambda: 16 * GIB)
+    monkeypatch.setattr(memfd, "available_bytes", lambda: 16 * GIB)
 
 
 @pytest.mark.parametrize(

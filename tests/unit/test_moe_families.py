@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from numpy.typing import DTypeLike, NDArray
@@ -26,7 +24,7 @@ from kog_dist.decode.plan import make_plan
 from kog_dist.decode.steps import Kind, Value
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.hardware.gpus import inventory_from
-from kog_dist.launch import gpu_choice, kept_prefixes
+from kog_dist.launch import gpu_choice
 from kog_dist.launch.inspection import check as inspection_check
 from kog_dist.launch.inspection import cpu_rank_bytes, dry_run
 from kog_dist.launch.prediction import kv_bytes
@@ -35,6 +33,7 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.published_config import read_config
 from kog_dist.model.weight_bytes import bytes_per_token, weight_bytes
+from kog_dist.runtime import memfd
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -215,7 +214,7 @@ PER_TOKEN_MB = {"qwen3-30b-a3b": 6_084, "gpt-oss-20b": 3_708, "gpt-oss-120b": 5_
 
 @pytest.mark.parametrize("name", MOE)
 def test_published_shapes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
+    monkeypatch.setattr(memfd, "available_bytes", lambda: 2**40)
     spec = read_config(MOE[name])
     assert (spec.num_parameters, spec.num_lanes) == (PARAMETERS[name], 4)
     assert named_spec(f"{name}:2@1024").num_lanes == 2
@@ -235,7 +234,7 @@ def test_published_shapes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_gpus_whose_choices_are_compared_take_prompts_token_by_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with --prefill off, in the memory plan as well; who asks for prefill, too, is told that it cannot be had."""
     monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
-    monkeypatch.setattr(kept_prefixes, "_free_of_host", lambda: 2**40)
+    monkeypatch.setattr(memfd, "available_bytes", lambda: 2**40)
     inventory = inventory_from(node(2))
     monkeypatch.setattr(gpu_choice, "read_inventory", lambda: inventory)
     (tmp_path / "config.json").write_text(json.dumps(MOE["gpt-oss-20b"]))
@@ -256,7 +255,7 @@ def test_gpus_whose_choices_are_compared_take_prompts_token_by_token(tmp_path: P
 def test_gpt_oss_120b_keeps_prefixes_on_one_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its whole context, and prefill; where 2.5 GiB are taken windowed layers keep a ring, and it is said."""
     monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
-    monkeypatch.setattr(kept_prefixes, "_free_of_host", lambda: 2**40)
+    monkeypatch.setattr(memfd, "available_bytes", lambda: 2**40)
     (tmp_path / "config.json").write_text(json.dumps(MOE["gpt-oss-120b"]))
     shown = {}
     for free in (78, 75.5):

@@ -6,9 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -21,6 +19,7 @@ from kog_dist.launch.inspection import check, cpu_rank_bytes, dry_run
 from kog_dist.launch.target import plan_target
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.weight_bytes import bytes_per_token, num_quantised
+from kog_dist.runtime import memfd
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda_device import kernel_shapes
@@ -47,7 +46,7 @@ def test_a_check_says_the_format_and_what_a_token_reads(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_of_config_json_alone_counts_codes_and_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
+    monkeypatch.setattr(memfd, "available_bytes", lambda: 64 * 2**30)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B_FP8))
     text = dry_run(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1))
     layers = 36 * (2560 * 128 * (2 * 32 + 2 * 8) + 3 * 2560 * 9728)
