@@ -26,6 +26,7 @@ _HOST = re.compile(r"(?P<name>[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{0,
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 _ALLOWED = b"GET, HEAD, POST, OPTIONS"
 _HEADERS = b"authorization, content-type, x-api-key, x-request-id"
+_OWN_SITES = ("none", "same-origin")  # what a browser says who asks: the user, a page of this service
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,4096}")
 _MAX_AGE_S = b"600"
 
@@ -113,6 +114,12 @@ class Guard:
                 f"pages of {origin[:100]!a} may not use this service; allow them with --cors-origin",
             )  # fmt: skip
         is_preflight = scope["method"] == "OPTIONS" and origin
+        site = headers.get(b"sec-fetch-site", b"none").decode("latin-1")
+        if scope["method"] == "POST" and not origin and site not in _OWN_SITES:  # a browser says so that hides the origin
+            return ApiError(
+                403, INVALID_REQUEST, "forbidden_origin", None,
+                f"pages of other origins (Sec-Fetch-Site: {site[:20]!a}) may not use this service; allow them with --cors-origin",
+            )  # fmt: skip
         if not self._keys or is_preflight or scope["path"] in OPEN_PATHS or scope["path"].startswith("/static/"):
             return None
         found = self._keys.scope_of(_given_key(headers))

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from kog_dist.gateway.content_encoding import decoded
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
+from kog_dist.gateway.protocols import Protocol, protocol_of
 
 if TYPE_CHECKING:
     from kog_dist.gateway.service import Service
@@ -21,11 +22,12 @@ async def received(request: Request, service: Service) -> AsyncIterator[bytes]:
     """The body; it counts against what all bodies may have together until the context is left.
 
     Raises ApiError: 415 for what is declared as something else than JSON, or has an encoding that is not read here, 413, 408, or
-    503 when too much is being read already.
+    503 when too much is being read already. Ollama takes JSON however it is declared, and its documents show `curl -d` alone.
     """
     service.bridge.deliver()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in ("application/json", ""):  # pages of other origins were refused before this
+    is_declared = media_type in ("application/json", "")
+    if not is_declared and protocol_of(request.url.path) is not Protocol.OLLAMA:  # forms of other sites were refused before this
         raise ApiError(
             415, INVALID_REQUEST, "unsupported_media_type", None,
             f"the body is declared as {media_type[:60]!a}; send JSON with the header Content-Type: application/json",

@@ -148,6 +148,8 @@ def test_a_key_is_asked_for(shared_engine: ScriptedEngine, folder: Path, engine:
         assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (204, "https://a.example")
         assert "authorization" in preflight.headers["access-control-allow-headers"]
         assert http.get("/v1/models", headers=page).headers["access-control-allow-origin"] == "https://a.example"
+        of_page = {**page, "sec-fetch-site": "cross-site", "x-api-key": "s3cret-s3cret"}
+        assert http.post("/v1/completions", json={"prompt": "x"}, headers=of_page).status_code == 200
         http.get("/v1/models?key=s3cret-s3cret", headers={"x-request-id": "s3cret-s3cret"})
     assert "s3cret-s3cret" not in made.log_path.read_text(encoding="utf-8")
 

@@ -194,6 +194,22 @@ def test_a_stream_is_lines_without_comments(http: httpx.Client, engine: Scripted
     assert (whole["response"], whole["done"]) == ("at once", True)
 
 
+@pytest.mark.parametrize("declared", ["application/x-www-form-urlencoded", "text/plain", "application/json", None])
+@pytest.mark.parametrize("site", [None, "none", "same-origin"])
+def test_json_is_read_however_it_is_declared(
+    http: httpx.Client, engine: ScriptedEngine, declared: str | None, site: str | None
+) -> None:
+    """Ollama's documents show `curl -d` alone, which declares a form."""
+    engine.on_generate = says("read")
+    given = {"content-type": declared, "sec-fetch-site": site}
+    headers = {name: value for name, value in given.items() if value is not None}
+    for path, body in (("/api/generate", {"prompt": "x"}), ("/api/chat", {"messages": [USER]}), ("/api/show", {})):
+        answer = http.post(path, content=json.dumps({"model": "demo", "stream": False, **body}), headers=headers)
+        assert answer.status_code == 200, answer.text
+    refused = http.post("/api/chat", content=b"{}", headers={**headers, "sec-fetch-site": "cross-site"})
+    assert (refused.status_code, set(refused.json())) == (403, {"error"}), "a form of another site is sent without being asked"
+
+
 def test_the_model_is_described(http: httpx.Client) -> None:
     (entry,) = http.get("/api/tags").json()["models"]
     assert entry["name"] == "demo"
