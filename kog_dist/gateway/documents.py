@@ -8,35 +8,30 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from kog_dist import __version__
+from kog_dist.gateway.anthropic import errors as anthropic
 from kog_dist.gateway.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from kog_dist.gateway.ollama import errors as ollama
+from kog_dist.gateway.ollama.reply import LINES
 from kog_dist.gateway.ollama.requests import ChatBody, GenerateBody, ShowBody
+from kog_dist.gateway.openai import errors as openai
 from kog_dist.gateway.openai.chat_request import ChatRequest
 from kog_dist.gateway.openai.completion_request import CompletionRequest
+from kog_dist.gateway.openai.reply import EVENTS
 from kog_dist.gateway.openai.responses_request import ResponsesRequest
+from kog_dist.gateway.protocols import Protocol, protocol_of
 from kog_dist.gateway.tokens import DetokenizeRequest, TokenizeRequest
 
-ABOUT: Final = "OpenAI's API and the state of a kog_dist engine. docs/http.md and docs/openai.md explain it."
+ABOUT: Final = "The APIs of OpenAI, Anthropic and Ollama, and the state of a kog_dist engine. docs/http.md explains it."
 _REF: Final = "#/components/schemas/{model}"
-_ERROR: Final = {"$ref": "#/components/schemas/Error"}
 
 _TEXT: Final = {"type": "string"}
-_SERVER_SENT_EVENT: Final = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}}  # of each event in a stream
+# What a stream is made of.
+_FRAMES: Final = {EVENTS: {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}}, LINES: {"type": "object"}}
 
-ERROR_SCHEMA: Final[dict[str, Any]] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string", "description": "One sentence: the cause and what to do."},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field that is wrong."},
-                "code": {"type": ["string", "null"], "description": "Stable; docs/http.md lists them."},
-            },
-        }
-    },
+_ERRORS: Final[dict[Protocol, tuple[str, dict[str, Any]]]] = {  # names and schemas
+    Protocol.OPENAI: ("Error", openai.ERROR_SCHEMA),
+    Protocol.ANTHROPIC: ("AnthropicError", anthropic.ERROR_SCHEMA),
+    Protocol.OLLAMA: ("OllamaError", ollama.ERROR_SCHEMA),
 }
 HEALTH_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -54,7 +49,7 @@ _ANYWHERE: Final = {
     500: "a mistake of ours",
 }
 _WITH_BODY: Final = {
-    400: "the body is wrong; `param` names the field", 404: "there is no such model", 408: "the body came too slowly",
+    400: "the body is wrong; the message names the field", 404: "there is no such model", 408: "the body came too slowly",
     413: "the body is too large", 415: "the body is not declared as JSON",
 }  # fmt: skip
 _OF_ENGINE: Final = {
@@ -118,7 +113,7 @@ _MODELS: Final = tuple(found[0] for table in (_ANSWERS, _TOKENS) for found in ta
 
 def document() -> dict[str, Any]:
     """The OpenAPI document (version 3.1)."""
-    schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
+    schemas: dict[str, Any] = dict(_ERRORS.values())
     for model in _MODELS:
         found = model.model_json_schema(ref_template=_REF)
         schemas |= found.pop("$defs", {})
@@ -141,8 +136,9 @@ def handler_of(path: str) -> str:
 
 def _operations() -> Iterator[tuple[str, dict[str, Any]]]:
     for path, (model, summary) in _ANSWERS.items():
-        content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": _SERVER_SENT_EVENT}}
-        ok = {"description": "The answer: one JSON object, or with `stream` server-sent events", "content": content}
+        stream = LINES if protocol_of(path) is Protocol.OLLAMA else EVENTS
+        content = {"application/json": {"schema": {"type": "object"}}, stream: {"schema": _FRAMES[stream]}}
+        ok = {"description": "The answer: one JSON object, or a stream", "content": content}
         yield path, {"post": _operation(path, summary, ok, _WITH_BODY | _OF_ENGINE) | _takes(model)}
     for path, (model, summary, schema) in _TOKENS.items():
         ok = {"description": summary, "content": {"application/json": {"schema": schema}}}
@@ -169,7 +165,7 @@ def _get(path: str, summary: str, media_type: str, schema: Any) -> dict[str, Any
 
 
 def _operation(path: str, summary: str, ok: dict[str, Any], errors: dict[int, str]) -> dict[str, Any]:
-    content = {"application/json": {"schema": _ERROR}}
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=_ERRORS[protocol_of(path)][0])}}}
     reasons = _ANYWHERE | errors
     responses = {"200": ok} | {str(status): {"description": reasons[status], "content": content} for status in sorted(reasons)}
     name = path.strip("/").replace("/", "_").replace("{name}", "name") or "index"

@@ -14,23 +14,27 @@ from starlette.responses import Response
 from kog_dist.gateway import documents
 from kog_dist.gateway.anthropic import errors as anthropic
 from kog_dist.gateway.nearest_path import nearest_path
-from kog_dist.gateway.ollama import reply as ollama
+from kog_dist.gateway.ollama import errors as ollama
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
+from kog_dist.gateway.protocols import Protocol, protocol_of
 from kog_dist.gateway.readiness import RETRY_AFTER_S, Health
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+_BODIES: Final[dict[Protocol, Callable[[ApiError], dict[str, Any]]]] = {
+    Protocol.OPENAI: ApiError.body, Protocol.ANTHROPIC: anthropic.error_body, Protocol.OLLAMA: ollama.error_body,
+}  # fmt: skip
 MISTAKE: Final = ApiError(500, SERVER, "internal_error", None, "the gateway made a mistake; its log says where")
 
 
+def error_body(error: ApiError, path: str) -> bytes:
+    """The JSON that clients of this path expect of an error; of an unknown path, "", OpenAI's."""
+    return json.dumps(_BODIES[protocol_of(path)](error)).encode()
+
+
 def error_response(error: ApiError, path: str) -> Response:
-    """The response to an error, with the body that clients of this path expect."""
-    body = error.body()
-    if path.startswith("/v1/messages"):
-        body = anthropic.error_body(error)
-    elif path.startswith("/api/") and not path.startswith("/api/v1/"):
-        body = ollama.error_body(error)
-    return Response(json.dumps(body), error.status, error_headers(error), "application/json")
+    """The response to an error."""
+    return Response(error_body(error, path), error.status, error_headers(error), "application/json")
 
 
 def error_headers(error: ApiError) -> dict[str, str]:

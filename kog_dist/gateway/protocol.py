@@ -1,12 +1,11 @@
 """HTTP/1.1 on a connection, by uvicorn and h11, with what they leave open: time limits for heads and for readers, a bound on
-connections whose refusal has an OpenAI body, and bodies with two ends."""
+connections whose refusal has a body that their clients read, and bodies with two ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +13,12 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from kog_dist.gateway.errors import error_body
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 
 _UNREAD_EVERY_S = 0.02
+_PATH = re.compile(rb"[A-Za-z]+ (/[!-\x3e\x40-~]*)")  # of a request line, up to a query
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # as h11 has it
 
 
@@ -68,6 +69,7 @@ class BoundedHttp(H11Protocol):
         self.conn = BoundedConnection(self.limits)
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._path = ""  # of the newest request, which may be none
         self._unread_bytes = -1  # that came after a refusal; -1: none was sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -76,7 +78,7 @@ class BoundedHttp(H11Protocol):
             error = ApiError(
                 503, SERVER, "too_many_connections", None, "this service has as many connections as it takes; try later"
             )
-            transport.write(plain_response(error, b"Service Unavailable", retry_after_s=1))
+            transport.write(plain_response(error, b"Service Unavailable", "", retry_after_s=1))
             transport.close()
             self.on_refusal(error.status)
             self.transport = transport
@@ -90,6 +92,7 @@ class BoundedHttp(H11Protocol):
             if timer is not None:
                 timer.cancel()
         self._head_timer = self._stall_timer = None
+        self._unset_keepalive_if_required()  # else it holds this object until it is over
         if self.flow is not None:
             super().connection_lost(exc)
 
@@ -101,9 +104,13 @@ class BoundedHttp(H11Protocol):
             self._take_unread(len(data))
             return
         self.before_work()
-        if self.conn.their_state is h11.IDLE and self._is_long_head(data):
-            self.send_400_response("")
-            return
+        if self.conn.their_state is h11.IDLE:
+            head = self.conn.trailing_data[0] + data
+            found = _PATH.match(head)
+            self._path = "" if found is None else found[1].decode("ascii")
+            if self._is_long(head):
+                self.send_400_response("")
+                return
         super().data_received(data)
         in_head = self.conn.their_state is h11.IDLE
         if not in_head and self._head_timer is not None:
@@ -125,19 +132,20 @@ class BoundedHttp(H11Protocol):
         if not self.transport.is_closing():
             self.transport.resume_reading()
 
-    def _is_long_head(self, data: bytes) -> bool:
+    def _is_long(self, head: bytes) -> bool:
         """Whether the head of these bytes is longer than it may be; h11 looks only at the length of incomplete ones."""
-        head, most = self.conn.trailing_data[0] + data, self.limits.head_bytes
+        most = self.limits.head_bytes
         end = _END_OF_HEAD.search(head, 0, most)
         if end is None and len(head) > most:
             return True
         return head.count(b"\n", 0, most if end is None else end.end()) > self.limits.head_lines
 
     def handle_events(self) -> None:
-        """Give each request the short way for the chunks of its answer."""
+        """Give each request the short way for the chunks of its answer, and an end that a client which still sends can read."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before and self.cycle is not None:
+            self.cycle.transport = _AnswerTransport(self)  # type: ignore[assignment]
             self.cycle.scope["kog.write_chunk"] = functools.partial(self._write_chunk, self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def _write_chunk(self, cycle: RequestResponseCycle, body: bytes) -> bool:
@@ -167,11 +175,18 @@ class BoundedHttp(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP at all gets an OpenAI error, too."""
+        """What is no HTTP at all gets an error, too, as its path has it."""
         error = ApiError(400, INVALID_REQUEST, "bad_http", None, "this is not an HTTP/1.1 request that can be read")
         self.on_refusal(error.status)
-        self.transport.write(plain_response(error, b"Bad Request"))
+        self.transport.write(plain_response(error, b"Bad Request", self._path))
         self._end_unread()
+
+    def end_answer(self) -> None:
+        """Close behind an answer."""
+        if self.conn.their_state is h11.SEND_BODY:
+            self._end_unread()
+        else:
+            self.transport.close()
 
     def _end_unread(self) -> None:
         """Close after an answer that came before the end of the request.
@@ -203,15 +218,27 @@ class BoundedHttp(H11Protocol):
         self.transport.abort()
 
 
+class _AnswerTransport:
+    """What uvicorn does with a connection when it answers."""
+
+    def __init__(self, protocol: BoundedHttp) -> None:
+        self._protocol = protocol
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+
+    def close(self) -> None:
+        self._protocol.end_answer()
+
+
 def bounded(limits: Limits, before_work: Callable[[], None], on_refusal: Callable[[int], None]) -> type[BoundedHttp]:
     """The protocol with these bounds. `on_refusal` hears the status of what was refused before a request could be read."""
     calls = {"before_work": staticmethod(before_work), "on_refusal": staticmethod(on_refusal)}
     return type("BoundedHttp", (BoundedHttp,), {"limits": limits, **calls})
 
 
-def plain_response(error: ApiError, phrase: bytes, retry_after_s: int | None = None) -> bytes:
+def plain_response(error: ApiError, phrase: bytes, path: str, retry_after_s: int | None = None) -> bytes:
     """A whole HTTP response that closes the connection."""
-    body = json.dumps(error.body()).encode()
+    body = error_body(error, path)
     head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % (
         error.status, phrase, len(body),
     )  # fmt: skip

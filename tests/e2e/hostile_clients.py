@@ -13,16 +13,33 @@ import signal
 import socket
 import sys
 from collections import Counter
+from typing import Any
 
 PAUSE_S = 4.0  # mean time between two acts of a client
-BODY = json.dumps({"prompt": "x = ", "max_tokens": 400, "stream": True}).encode()
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-REQUEST = HEAD % len(BODY) + BODY
+USER = [{"role": "user", "content": "x = "}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x = ", "max_tokens": 400, "stream": True},
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 400, "stream": True},
+    "/v1/responses": {"input": "x = ", "max_output_tokens": 400, "stream": True},
+    "/v1/messages": {"model": "default", "messages": USER, "max_tokens": 400, "stream": True},
+    "/api/chat": {"model": "default", "messages": USER, "options": {"num_predict": 400}},
+    "/api/generate": {"model": "default", "prompt": "x = ", "options": {"num_predict": 400}},
+}
+HEAD = "POST {} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
+
+
+def request_of(path: str) -> bytes:
+    body = json.dumps(BODIES[path]).encode()
+    return HEAD.format(path, len(body)).encode() + body
+
+
+REQUESTS = tuple(map(request_of, BODIES))
 
 
 async def act(port: int, done: Counter[str]) -> None:
     """One thing that a client should not do."""
     kind = random.choice(("vanish", "vanish_reading", "never_read", "half_head", "half_body", "garbage"))
+    request = random.choice(REQUESTS)
     connection = socket.socket()
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -30,7 +47,7 @@ async def act(port: int, done: Counter[str]) -> None:
     with connection, contextlib.suppress(OSError):
         async with asyncio.timeout(5.0):
             await loop.sock_connect(connection, ("127.0.0.1", port))
-        sent = {"half_head": REQUEST[:40], "half_body": REQUEST[:-5], "garbage": random.randbytes(200)}.get(kind, REQUEST)
+        sent = {"half_head": request[:40], "half_body": request[:-5], "garbage": random.randbytes(200)}.get(kind, request)
         await loop.sock_sendall(connection, sent)
         if kind == "vanish_reading":
             async with asyncio.timeout(5.0):

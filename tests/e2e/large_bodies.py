@@ -31,6 +31,7 @@ def _chat(messages: list[dict[str, str]]) -> bytes:
     return json.dumps({"messages": messages}).encode()
 
 
+TEXT = {"type": "text", "text": "word " * 40}
 # What a body is of, and where it goes.
 BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "lists": ("/v1/completions", lambda: _filled('{"prompt":[', "[],", "]}")),
@@ -48,6 +49,9 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "escapes": ("/v1/completions", lambda: _filled('{"prompt":"', "\\ud83d\\ude00", '"}')),
     "messages": ("/v1/chat/completions", lambda: _chat([{"role": "user", "content": "word " * 180}] * 4096)),
     "items": ("/v1/responses", lambda: json.dumps({"input": [{"role": "user", "content": "word"}] * 4096}).encode()),
+    "turns": ("/v1/messages", lambda: json.dumps({"messages": [{"role": "user", "content": [TEXT] * 4}] * 4096}).encode()),
+    "blocks": ("/v1/messages", lambda: _filled('{"system":[', '{"type":"text","text":"x"},', "]}")),
+    "lines": ("/api/chat", lambda: _chat([{"role": "user", "content": "word " * 180}] * 4096)),
     "tokenize": ("/tokenize", lambda: _filled('{"prompt":"', "def add(a, b): ", '"}', 1 << 20)),
     "detokenize": ("/detokenize", lambda: json.dumps({"tokens": list(range(100, 4196)) * 16}).encode()),
     "small lists": ("/v1/completions", lambda: _filled('{"prompt":[', "[],", "]}", SMALL_BYTES)),

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kog_dist.gateway.openai.errors import ApiError
+from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError
 
+_API_ERROR: Final = "api_error"
 _TYPES: Final = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    400: INVALID_REQUEST, 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
+ERROR_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "additionalProperties": False,
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "additionalProperties": False,
+            "properties": {
+                "type": {"enum": sorted({*_TYPES.values(), _API_ERROR})},
+                "message": {"type": "string", "description": "One sentence: the cause and what to do."},
+            },
+        },
+    },
+}
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON of an answer that is an error, also of the event that ends a stream."""
-    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    kind = _TYPES.get(error.status, INVALID_REQUEST if error.status < 500 else _API_ERROR)
     return {"type": "error", "error": {"type": kind, "message": error.message}}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from kog_dist.gateway.ollama.errors import error_body
 from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.gateway.openai.one_choice import OneChoiceReply
 from kog_dist.gateway.openai.tools import ToolUse
@@ -15,11 +16,6 @@ from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import FinishReason
 
 LINES: Final = "application/x-ndjson"
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an answer that is an error, also of the line that ends a stream."""
-    return {"error": error.message}
 
 
 def loaded(model: str, *, is_chat: bool) -> dict[str, Any]:

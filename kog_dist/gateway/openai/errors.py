@@ -11,6 +11,25 @@ INVALID_REQUEST: Final = "invalid_request_error"
 RATE_LIMIT: Final = "rate_limit_error"
 SERVER: Final = "server_error"
 
+ERROR_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["error"],
+    "additionalProperties": False,
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "additionalProperties": False,
+            "properties": {
+                "message": {"type": "string", "description": "One sentence: the cause and what to do."},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field that is wrong."},
+                "code": {"type": ["string", "null"], "description": "Stable; docs/http.md lists them."},
+            },
+        }
+    },
+}
+
 # Clients of OpenAI repeat what ended with 408, 409, 429 or 5xx: only what may go well the second time has such a status.
 _STATUS_OF: Final[dict[ErrorCode, tuple[int, str]]] = {
     ErrorCode.PROTOCOL_ERROR: (500, SERVER),  # the gateway's own mistake

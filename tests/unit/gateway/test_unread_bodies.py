@@ -6,6 +6,8 @@ import asyncio
 import socket
 import time
 
+import pytest
+
 from kog_dist.gateway.limits import LIMITS
 from kog_dist.gateway.protocol import bounded
 from tests.unit.gateway.scripted_engine import WAIT_S, RunningGateway
@@ -28,6 +30,24 @@ def test_a_body_of_small_chunks_gets_its_answer(running: RunningGateway) -> None
         answer = asyncio.run(answer_to(running.port, HEAD + b"1\r\nx\r\n" * 500_000))
         assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
         assert b'"bad_http"' in answer
+
+
+@pytest.mark.parametrize("field", ["host: evil.example", "host: localhost\r\ncontent-type: text/html"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/chat"])
+def test_who_sends_its_body_after_a_refusal_is_not_reset(running: RunningGateway, path: str, field: str) -> None:
+    """A reset may take the answer with it that the client has not read yet."""
+    if path == "/api/chat":
+        field = field.replace("content-type: text/html", "origin: null")
+    head = f"POST {path} HTTP/1.1\r\n{field}\r\ncontent-length: 4\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", running.port), timeout=WAIT_S) as connection:
+        connection.sendall(head.encode())
+        answer = b""
+        while chunk := connection.recv(1000):
+            answer += chunk
+        assert answer.startswith(b"HTTP/1.1 4")
+        for _ in range(4):
+            connection.sendall(b"{")
+            assert connection.recv(1) == b""
 
 
 def test_who_never_ends_is_cut(running: RunningGateway) -> None:
@@ -63,7 +83,8 @@ def test_who_is_gone_with_the_first_byte_of_the_answer_is_counted() -> None:
 
     protocol = object.__new__(bounded(LIMITS, lambda: None, counted.append))
     for name, value in {
-        "transport": Gone(), "loop": Loop(), "cycle": None, "_unread_bytes": -1, "_head_timer": None, "_stall_timer": None,
+        "transport": Gone(), "loop": Loop(), "cycle": None, "_path": "", "_unread_bytes": -1, "_head_timer": None,
+        "_stall_timer": None,
     }.items():  # fmt: skip
         setattr(protocol, name, value)
     protocol.send_400_response("")

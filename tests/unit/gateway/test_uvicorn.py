@@ -18,10 +18,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 ROOT = Path(__file__).parents[3]
 METHODS = {
     "connection_made", "connection_lost", "data_received", "handle_events", "pause_writing", "resume_writing",
-    "send_400_response", "handle_websocket_upgrade", "eof_received",
+    "send_400_response", "handle_websocket_upgrade", "eof_received", "_unset_keepalive_if_required",
 }  # fmt: skip
 OF_PROTOCOL = {"conn", "cycle", "flow", "loop", "transport", "connections"}
-OF_CYCLE = {"scope", "disconnected", "message_event", "response_started", "response_complete"}
+OF_CYCLE = {"scope", "transport", "disconnected", "message_event", "response_started", "response_complete"}
 
 
 def assigned(kind: type) -> set[str]:

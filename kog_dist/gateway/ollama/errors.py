@@ -1,0 +1,17 @@
+"""Errors as Ollama's clients expect them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kog_dist.gateway.openai.errors import ApiError
+
+ERROR_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object", "required": ["error"], "additionalProperties": False,
+    "properties": {"error": {"type": "string", "description": "One sentence: the cause and what to do."}},
+}  # fmt: skip
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON of an answer that is an error, also of the line that ends a stream."""
+    return {"error": error.message}
