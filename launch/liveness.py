@@ -3,6 +3,7 @@
 - one that the system has stopped (SIGSTOP, a debugger) is silent from the moment the launcher sees it so. The kernel says it: no
   Python can hold that up, and no load looks like it;
 - one whose loop does not go round is silent since its last heartbeat. A loop may be busy for a while, so it has a longer limit.
+  The time in which it waits for a core does not count: on a machine with more to do than it has cores, that is no fault.
 
 What the launcher misses while it is held up itself counts for nobody.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -46,6 +48,8 @@ class Vigil:
         self._stopped_s: float | None = None  # since when it is seen stopped
         self._held_up_until_s = -math.inf  # when this process was held up last, and how long altogether since the last beat
         self._held_up_s = 0.0
+        self._had_s = process.core_use().had_s  # seconds of cores, at the last look
+        self._waits: deque[tuple[float, float]] = deque()  # since the last beat: when a look found that it had waited for a core
 
     def look(self, beat_age_s: float = 0.0, beat_limit_s: float = math.inf) -> Silence | None:
         """Its silence once that has lasted too long. Of a loop that beats: the age of its beat, and what that may be."""
@@ -58,6 +62,7 @@ class Vigil:
         if was_held_up:
             self._held_up_s += min(missed_s, beat_age_s)
             self._held_up_until_s = now_s
+        self._see_core_use(now_s - beat_age_s, now_s, 0.0 if was_held_up else missed_s)
         if not self.process.is_stopped():
             self._stopped_s = None
         elif self._stopped_s is None:
@@ -68,8 +73,19 @@ class Vigil:
             return None
         if self._stopped_s is not None and now_s - self._stopped_s > self._stall_s:
             return Silence(now_s - self._stopped_s, is_stopped=True)
-        silent_s = beat_age_s - self._held_up_s
+        silent_s = beat_age_s - self._held_up_s - max(0.0, sum(waited_s for _, waited_s in self._waits))
         return Silence(silent_s, is_stopped=False) if silent_s > beat_limit_s else None
+
+    def _see_core_use(self, beat_s: float, now_s: float, seen_s: float) -> None:
+        """Note what it has waited for a core in the last `seen_s`. The system counts cores in steps of 10 ms, so that a single
+        look may find less than nothing; the sum is right.
+        """
+        use = self.process.core_use()
+        while self._waits and self._waits[0][0] <= beat_s:
+            self._waits.popleft()
+        if use.wants and seen_s:
+            self._waits.append((now_s, seen_s - (use.had_s - self._had_s)))
+        self._had_s = use.had_s
 
 
 class WatchedChild:

@@ -7,6 +7,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from kog_dist.launch.events import LogFile
@@ -16,7 +17,17 @@ from kog_dist.workers.notes import NOTE
 
 _TAIL_LINES = 20
 _LINE_BYTES = 2000
-_STATE_FIELD, _FLAGS_FIELD, _PF_EXITING = 0, 6, 0x4  # of /proc/PID/stat behind the name, and of the kernel's flags of a thread
+_STATE_FIELD, _FLAGS_FIELD, _USER_FIELD, _SYSTEM_FIELD = 0, 6, 11, 12  # of /proc/PID/stat behind the name
+_PF_EXITING = 0x4  # of the kernel's flags of a thread
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class CoreUse:
+    """Whether a process's main thread has a core or waits for one, and the seconds of cores that all its threads have had."""
+
+    wants: bool
+    had_s: float
 
 
 class EngineProcess(ABC):
@@ -56,6 +67,15 @@ class EngineProcess(ABC):
     def is_stopped(self) -> bool:
         """Whether the system lets it do nothing until somebody continues it: SIGSTOP, or a debugger. False when it has ended."""
         return self._stat()[_STATE_FIELD : _STATE_FIELD + 1] in ([b"T"], [b"t"])
+
+    def core_use(self) -> CoreUse:
+        """What it has of the machine's cores at this moment. As one that sleeps when it has ended."""
+        try:
+            fields = self._stat()
+            ticks = int(fields[_USER_FIELD]) + int(fields[_SYSTEM_FIELD])
+            return CoreUse(fields[_STATE_FIELD] == b"R", ticks / _TICKS_PER_S)
+        except (ValueError, IndexError):  # it was reaped, or the system does not tell
+            return CoreUse(wants=False, had_s=0.0)
 
     def _stat(self) -> list[bytes]:
         """What /proc/PID/stat says behind the name; nothing once the process was reaped, or where the system does not tell."""

@@ -24,7 +24,7 @@ from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.packing import unpacked, unpacked_error
 from kog_dist.gateway.turns import NoTurn, Turns
-from kog_dist.runtime import python_child
+from kog_dist.runtime import killed_child, python_child
 from kog_dist.runtime.stopped_child import LOOK_EVERY_S, StopWatch
 
 SMALL_BYTES: Final = 16 << 10
@@ -167,7 +167,7 @@ class _Child:
         return bytes(pieces)
 
     def kill(self) -> None:
-        """End it; `exit_code` or `end` waits for that."""
+        """End it; `exit_code` waits for that."""
         self._channel.close()
         self._process.kill()
 
@@ -178,8 +178,8 @@ class _Child:
         return None
 
     def end(self) -> None:
-        self.kill()
-        self._process.wait(END_S)
+        self._channel.close()
+        killed_child.kill(self._process)
 
 
 def _busy(reason: str) -> ApiError:

@@ -17,24 +17,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kog_dist.errors import CheckpointError, KogError, RequestError
+from kog_dist.errors import CheckpointError, RequestError
 from kog_dist.model.template_files import template_sources
 from kog_dist.model.template_trials import TemplateFacts, facts_of
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.runtime import python_child
+from kog_dist.runtime import killed_child, python_child
 from kog_dist.runtime.stopped_child import LOOK_EVERY_S, STOPPED_S, StopWatch
 
 Run: TypeAlias = tuple[int, int]  # of characters: where it begins, and where it has ended
 
 _START_S = 10.0  # for the child to start on a busy machine; not a bound on templates
-_GRACE_S = 0.4  # after its own alarm the child is killed from outside
+_ANSWER_S = 10.0  # for a child that gets a core seldom; what it takes of one is limited in itself
 _CLOSE_S = 2.0
 _MOST_TRIES = 2  # of a child that is lost
 
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """Bounds of one render. Memory is all address space of the child, which needs about 40 MiB of it to start."""
+    """Bounds of one render. `seconds`: of a core. Memory is all address space of the child, which needs about 40 MiB of it to
+    start.
+    """
 
     seconds: float = 1.0
     max_characters: int = 2 * 2**20
@@ -159,7 +161,7 @@ class ChatTemplate:
         for _ in range(_MOST_TRIES):
             try:
                 self._start()
-                return ("ready", "") if line is None else self._exchange(line, self._limits.seconds + _GRACE_S)
+                return ("ready", "") if line is None else self._exchange(line, _ANSWER_S)
             except _Lost as lost:
                 reason = str(lost)
         raise CheckpointError(f"the process that renders chat templates {reason}, {_MOST_TRIES} times; try again")
@@ -192,7 +194,7 @@ class ChatTemplate:
             raise CheckpointError(f"the process that renders chat templates did not start: {answer}")
         for name, source in (("default", self.source), ("tools", self.tool_source)):
             line = json.dumps({"name": name, "source": source}).encode() + b"\n"
-            kind, answer = self._exchange(line, limits.seconds + _GRACE_S)
+            kind, answer = self._exchange(line, _ANSWER_S)
             if kind != "text":
                 self._stop()
                 raise CheckpointError(f"the model's chat template cannot be used: {answer}")
@@ -243,13 +245,17 @@ class ChatTemplate:
         return str(kind), told
 
     def _cause_of_death(self) -> str:
-        child = self._child
+        """Of a child that has closed its output."""
+        assert self._child is not None
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._child.wait(_CLOSE_S)
         self._stop()
-        if child is not None and child.returncode == -signal.SIGALRM:
+        if code == -signal.SIGPROF:
             return f"it took more than {self._limits.seconds} s"
-        if child is not None and child.returncode in (-signal.SIGKILL, -signal.SIGTERM):
+        if code in (None, -signal.SIGKILL, -signal.SIGTERM):
             raise _Lost("was ended by somebody else")
-        return f"its process ended with status {child.returncode if child is not None else None}"
+        return f"its process ended with status {code}"
 
     def _stop(self) -> None:
         child, self._child = self._child, None
@@ -257,13 +263,9 @@ class ChatTemplate:
             return
         assert child.stdin is not None
         assert child.stdout is not None
-        child.kill()
+        killed_child.kill(child)
         child.stdin.close()
         child.stdout.close()
-        try:
-            child.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            raise KogError(f"the process {child.pid} that renders chat templates cannot be killed") from None
 
 
 class _Lost(Exception):

@@ -1,7 +1,8 @@
 """The process that renders a chat template: started by `chat_template`, one JSON object per line in and one per line out.
 
-The template runs in jinja2's immutable sandbox, the kernel limits memory, and an alarm whose default action ends the process
-bounds every render, even inside one long operation of the interpreter. Its parent starts another one if need be.
+The template runs in jinja2's immutable sandbox, and the kernel limits memory. A timer of the core's time, whose default
+action ends the process, bounds every render, even inside one long operation of the interpreter. The parent starts another
+process if need be.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def _serve() -> None:
     templates: dict[str, jinja2.Template] = {}
     _reply("ready", "")
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             request = json.loads(line)
             kind: str = "text"
@@ -237,7 +238,7 @@ def _serve() -> None:
             kind, answer = "limit", str(error)[:500]
         except Exception as error:  # whatever a template can provoke is an answer, not the end of this process
             kind, answer = "failed", f"{type(error).__name__}: {error}"[:500]
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         _reply(kind, answer)
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -295,7 +294,7 @@ def test_a_child_that_is_stopped_is_replaced_and_asked_the_same(
         template.check()
         child = stop(template)
         assert template.render([]) == "fine"
-        assert child.returncode == -signal.SIGKILL
+        assert child.wait(20) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("strike", [signal.SIGSTOP, signal.SIGKILL])
@@ -345,7 +344,7 @@ def test_closing_leaves_no_process(quick: RenderLimits) -> None:
     assert child is not None
     template.close()
     template.close()
-    assert not Path(f"/proc/{child.pid}").exists()
+    assert child.wait(20) == -signal.SIGKILL
 
 
 def test_a_child_whose_parent_is_gone_ends() -> None:
@@ -432,8 +431,15 @@ def test_template_files_that_are_no_text_or_huge_are_refused(tmp_path: Path) -> 
         ChatTemplate.from_folder(tmp_path)
 
 
-def test_trials_of_a_template_that_never_ends_are_few(quick: RenderLimits) -> None:
+def test_one_trial_of_a_template_that_never_ends_is_enough(quick: RenderLimits, monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[int] = []
+
+    class Started(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            children.append(self.pid)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
     with ChatTemplate("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", limits=quick) as template:
-        begin_s = time.monotonic()
         assert template.facts.takes_parts == frozenset()
-        assert time.monotonic() - begin_s < 8 * quick.seconds, "one of them was enough"
+    assert len(children) == 1

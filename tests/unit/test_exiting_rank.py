@@ -17,7 +17,7 @@ from kog_dist.config import LaunchConfig
 from kog_dist.launch import supervisor
 from kog_dist.launch.liveness import Vigil
 from kog_dist.launch.local import Child
-from kog_dist.launch.process import EngineProcess
+from kog_dist.launch.process import CoreUse, EngineProcess
 from kog_dist.launch.supervisor import Supervisor
 from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause, RankState
 from kog_dist.runtime.startup import StartReport, StartStage
@@ -58,6 +58,9 @@ class FakeRank(EngineProcess):
 
     def is_exiting(self) -> bool:
         return self.exiting and self.code is None
+
+    def core_use(self) -> CoreUse:
+        return CoreUse(wants=False, had_s=0.0)
 
     def is_stopped(self) -> bool:
         return self.stopped

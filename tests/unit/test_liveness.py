@@ -16,6 +16,7 @@ import pytest
 
 from kog_dist.launch.liveness import HELD_UP_S, LOOP_STALL_FACTOR, Silence, Vigil, WatchedChild
 from kog_dist.launch.local import Child
+from kog_dist.launch.process import CoreUse
 from kog_dist.launch.readiness_probe import ReadinessProbe
 from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.messages import EngineState, Status, StatusReport
@@ -33,7 +34,8 @@ class Watch:
     def __init__(self, stall_s: float = STALL_S) -> None:
         self.now_s = 100.0
         self.is_stopped = False
-        process: Any = SimpleNamespace(is_stopped=lambda: self.is_stopped)
+        self.core_use = CoreUse(wants=False, had_s=7.0)  # while it loaded
+        process: Any = SimpleNamespace(is_stopped=lambda: self.is_stopped, core_use=lambda: self.core_use)
         self.vigil = Vigil(process, stall_s, lambda: self.now_s)
 
     def look(self, after_s: float = TICK_S, beat_age_s: float = 0.0, beat_limit_s: float = math.inf) -> Silence | None:
@@ -112,6 +114,41 @@ def test_a_loop_is_silent_beyond_its_limit() -> None:
     assert watch.look(beat_age_s=5.01, beat_limit_s=5.0) == Silence(5.01, is_stopped=False)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_who_waits_for_a_core_is_silent_for_the_time_that_it_had_one(share: float) -> None:
+    """Beside others it gets a share of a core, in steps of 10 ms, as the system counts."""
+    watch, age_s, silence = Watch(), 0.0, None
+    while silence is None:
+        age_s += TICK_S
+        watch.core_use = CoreUse(wants=True, had_s=7.0 + round(share * age_s, 2))
+        silence = watch.look(beat_age_s=age_s, beat_limit_s=STALL_S)
+        assert age_s < 1.2 * STALL_S / share
+    assert silence.for_s == pytest.approx(share * age_s, abs=0.011)
+    assert silence.for_s < 1.1 * STALL_S
+
+
+def test_who_gets_no_core_at_all_is_not_silent() -> None:
+    watch = Watch()
+    watch.core_use = CoreUse(wants=True, had_s=7.0)
+    assert not any(watch.look(beat_age_s=look * TICK_S, beat_limit_s=STALL_S) for look in range(1, 400))
+
+
+def test_only_waits_behind_the_last_beat_count() -> None:
+    watch = Watch()
+    watch.core_use = CoreUse(wants=True, had_s=7.0)
+    assert not any(watch.look(beat_age_s=look * TICK_S, beat_limit_s=STALL_S) for look in range(1, 100))
+    watch.core_use = CoreUse(wants=False, had_s=7.0)
+    silent = [watch.look(beat_age_s=look * TICK_S, beat_limit_s=STALL_S) is not None for look in range(1, 25)]
+    assert silent.index(True) == STALL_S / TICK_S
+
+
+def test_who_sleeps_waits_for_nothing() -> None:
+    watch = Watch()
+    ages = [look * TICK_S for look in range(1, 30)]
+    found = [age_s for age_s in ages if watch.look(beat_age_s=age_s, beat_limit_s=STALL_S)]
+    assert found[0] == pytest.approx(STALL_S + TICK_S)
+
+
 def test_what_is_said() -> None:
     assert str(Silence(1.234, is_stopped=False)) == "gave no sign of life for 1.23 s"
     assert str(Silence(1.0, is_stopped=True)) == "gave no sign of life for 1.00 s (it was stopped, by SIGSTOP or a debugger)"
@@ -133,9 +170,9 @@ while True:
 """
 
 
-def start(pause_s: float, stall_s: float = 60.0) -> WatchedChild:
+def start(pause_s: float, stall_s: float = 60.0, program: str = _PROGRAM) -> WatchedChild:
     def spawn(page: ProcessPage) -> Child:
-        command = [sys.executable, "-c", _PROGRAM, str(page.fd), str(pause_s)]
+        command = [sys.executable, "-c", program, str(page.fd), str(pause_s)]
         process = subprocess.Popen(command, pass_fds=(page.fd,), process_group=0)
         return Child("router", process, -1, None)
 
@@ -175,6 +212,18 @@ def test_the_system_says_who_is_stopped(child: WatchedChild) -> None:
     os.kill(child.child.pid, signal.SIGCONT)
     until(lambda: not child.child.is_stopped())
     assert not child.look()
+
+
+def test_the_system_says_who_wants_a_core() -> None:
+    sleeper = start(600.0)
+    until(lambda: sleeper._page.beat_age_s() > 0 and not sleeper.child.core_use().wants)
+    sleeper.kill()
+    assert sleeper.child.core_use() == CoreUse(wants=False, had_s=0.0), "it is gone"
+    busy = start(-1.0, program=_PROGRAM.replace("time.sleep", "abs"))
+    until(lambda: busy.child.core_use().wants)
+    before = busy.child.core_use().had_s
+    until(lambda: busy.child.core_use().had_s > before)
+    busy.kill()
 
 
 @pytest.mark.parametrize("stops", [True, False])

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgpack  # type: ignore[import-untyped]
 
 from kog_dist.rpc.messages import ErrorCode
-from kog_dist.runtime import python_child
+from kog_dist.runtime import killed_child, python_child
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.rounds import Rounds
 from kog_dist.runtime.stopped_child import STOPPED_S, StopWatch, is_stopped
@@ -29,7 +29,6 @@ from kog_dist.workers.grammar.process import GrammarArgs, run_message
 
 HUNG_S = CHECK_TIMEOUT_S + 1.0  # of the checker, which sees to that limit itself
 START_TIMEOUT_S = 30.0  # of a process: reading a large vocabulary takes seconds
-END_TIMEOUT_S = 1.0
 SLOW_S = 5.0  # a process that was started ahead and is not ready by then has no processor: a question starts another one
 SILENT_S = STOPPED_S  # a request waits no longer for a mask, which takes milliseconds; the first is compiled before: above
 _MOST_LOSSES = 1  # of the checker, with one question
@@ -46,7 +45,7 @@ class Verdict(NamedTuple, Generic[Asker]):
 
 
 class GrammarProcess:
-    """One child process and the socket to it. Never blocks but to end it."""
+    """One child process and the socket to it. Never blocks."""
 
     def __init__(
         self, model: Path, control_fd: int, clock: Callable[[], float], *, checks: bool, is_ahead: bool = False
@@ -109,8 +108,7 @@ class GrammarProcess:
 
     def end(self) -> None:
         """Kill it and let go of it."""
-        self._child.kill()
-        self._child.wait(END_TIMEOUT_S)
+        killed_child.kill(self._child)
         self.channel.close()
 
 

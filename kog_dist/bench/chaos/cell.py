@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
 from kog_dist.bench.chaos.engine import CONSTRAINED, DRAINED, LONG, PROBE, SHORT, ChaosEngine
-from kog_dist.bench.chaos.table import CLEAN_S, DRAIN_S, HELPERS, READY_LIMIT_S, Cell, Harm, Layout, Promise
+from kog_dist.bench.chaos.table import CLEAN_S, DRAIN_S, HELPERS, KILLED_S, READY_LIMIT_S, Cell, Harm, Layout, Promise
 from kog_dist.bench.engine.injection import FaultKind, Injected, Point, fault_of_process, find
 from kog_dist.bench.engine.session import TimedOut, until
 from kog_dist.errors import KogError, LaunchError
@@ -157,7 +157,7 @@ class CellRun:
             return
         end_s = log.ends[0][0] - injected.begin_s
         if asked_for and log.how in _TOLD:
-            self._limit(f"a drain ended a request ({log.how})", end_s, DRAIN_S + self.promise.limit_s)
+            self._limit(f"a drain ended a request ({log.how})", end_s, DRAIN_S + max(self.promise.limit_s, KILLED_S))
             return
         if not self._may_be_harmed(client):
             self.played.false_aborts.append(f"a request ended with {log.how}; {self._said()}")

@@ -52,7 +52,7 @@ class ForkedChild:
         if self.poll() is None:
             os.kill(self.pid, 9)
 
-    def wait(self, _timeout: float) -> int:
+    def wait(self, _timeout: float = 0.0) -> int:
         """Its status."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

@@ -12,6 +12,7 @@ import pytest
 from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.rpc.messages import Accepted, Alive, Done, FinishReason, Tokens
 from kog_dist.runtime.wait import Deadline
+from tests.living_children import living_children
 
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py
 EOS_ID = 256
@@ -19,7 +20,7 @@ EOS_ID = 256
 
 def grammar_processes() -> list[psutil.Process]:
     """The runner, then the checker."""
-    found = [child for child in psutil.Process().children() if "kog_dist.workers.grammar.process" in child.cmdline()]
+    found = living_children("kog_dist.workers.grammar.process")
     return sorted(found, key=lambda child: (child.create_time(), child.pid))  # pids begin anew at their end
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from kog_dist.workers.grammar import service as service_module
 from kog_dist.workers.grammar.checks import CHECK_TIMEOUT_S
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind
 from kog_dist.workers.grammar.service import SILENT_S, GrammarService, Verdict
+from tests.living_children import living_children
 
 from .conftest import EOS_ID, PATIENCE_S, VOCAB_SIZE, write_model
 
@@ -61,9 +64,17 @@ def service(tmp_path: Path, control: ControlPage, clock: Clock) -> Iterator[Gram
 
 def children() -> list[psutil.Process]:
     """Grammar processes of this test, the checker last started last."""
-    modules = {"kog_dist.workers.grammar.process", "kog_dist.workers.grammar.ahead"}
-    found = [child for child in psutil.Process().children() if modules & set(child.cmdline())]
+    found = living_children("kog_dist.workers.grammar.process", "kog_dist.workers.grammar.ahead")
     return sorted(found, key=lambda child: (child.create_time(), child.pid))  # pids begin anew at their end
+
+
+def hurry(processes: Sequence[psutil.Process]) -> None:
+    """Let threads of the least priority have a core beside others' work, where this user may; not those that serve."""
+    for process in processes:
+        for thread in process.threads():
+            if thread.id != process.pid:
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, thread.id, 0)
 
 
 def suspend(process: psutil.Process) -> None:
@@ -96,6 +107,7 @@ def test_processes_that_were_started_ahead_serve_with_ordinary_priority(service:
     while service.start_ahead():
         assert service.verdicts() == []
         assert not deadline.expired()
+        hurry(children())
         time.sleep(0.002)
     started = children()
     assert [child.nice() for child in started] == [psutil.Process().nice()] * 2, "that of the thread which serves"
@@ -231,7 +243,7 @@ def test_a_stopped_runner_is_replaced_once_its_mask_is_late(
     assert (service.verdicts(), service.num_runners_lost) == ([], 1)
     assert service.loss.startswith("was silent for 1.0")
     assert f"grammar process {runner.pid} was silent" in capfd.readouterr().err
-    assert not runner.is_running()
+    assert runner not in children()
     follow(service, control)
 
 

@@ -16,6 +16,7 @@ from kog_dist.gateway import body_reader
 from kog_dist.gateway.body_reader import SMALL_BYTES, SMALL_CONTAINERS, is_small
 from kog_dist.gateway.limits import LIMITS
 from kog_dist.runtime import stopped_child
+from tests.living_children import living_children
 from tests.unit.gateway.scripted_engine import JSON, WAIT_S, Received, RunningGateway, ScriptedEngine
 
 PADDING = " " * SMALL_BYTES  # behind the value, where JSON allows it
@@ -23,7 +24,7 @@ BODY = json.dumps({"prompt": "x"}) + PADDING
 
 
 def processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "kog_dist.gateway.body_process" in child.cmdline()]
+    return living_children("kog_dist.gateway.body_process")
 
 
 def answered(engine: ScriptedEngine) -> None:
