@@ -102,7 +102,10 @@ def mask_of(control: ControlPage, epoch: int) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=VOCAB_SIZE, bitorder="little")).tolist())
 
 
-def test_processes_that_were_started_ahead_serve_with_ordinary_priority(service: GrammarService[str]) -> None:
+def test_processes_that_were_started_ahead_serve_with_ordinary_priority(
+    service: GrammarService[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(service_module, "SLOW_S", PATIENCE_S)
     deadline = Deadline.after(PATIENCE_S)
     while service.start_ahead():
         assert service.verdicts() == []
