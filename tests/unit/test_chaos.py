@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import subprocess
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +17,7 @@ from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
 from kog_dist.bench.chaos.engine import ChaosEngine
 from kog_dist.bench.chaos.table import ENGINE_READY_S, HELPERS, KINDS, ROLES, Cell, Harm, Layout, cells
 from kog_dist.bench.engine.injection import FaultKind, Injected, Point
-from kog_dist.bench.engine.session import _role
+from kog_dist.bench.engine.session import _role, engine_session
 from kog_dist.runtime import python_child
 
 ROOT = Path(__file__).parents[2]
@@ -175,3 +177,19 @@ def test_a_service_starts_its_engine_again_unless_it_drains_or_loads(role: str, 
         assert promise.harm is Harm.ALL
         assert bool(promise.codes) == (point in (Point.DRAIN, Point.LOAD))
         assert (promise.ready_s == ENGINE_READY_S) == (not promise.codes)
+
+
+def test_a_child_of_the_launcher_that_is_no_program_of_its_own_yet_is_not_the_reaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["python", "-m", "kog_dist.launch.cli", "--instance=engine"]
+    sleep = ["sleep", "60"]
+    with engine_session() as session, contextlib.ExitStack() as stack:
+        started = [stack.enter_context(subprocess.Popen(sleep, start_new_session=leads)) for leads in (False, False, True)]
+        for process in started:
+            stack.callback(process.kill)
+        marked = [(process.pid, command, dict[str, str]()) for process in started]
+        monkeypatch.setattr(session, "_marked", lambda: iter(marked))
+        assert session.processes() == {"launcher": started[0].pid, "reaper": started[2].pid}
+        started[2].kill()
+        started[2].wait()
+        assert session.processes() == {"launcher": started[0].pid}
+        monkeypatch.undo()

@@ -127,7 +127,9 @@ class EngineSession:
         started = [(process_start_time(pid), pid, command, environ) for pid, command, environ in self._marked()]
         alive = [(start, pid, command, environ) for start, pid, command, environ in started if start is not None]
         for _, pid, command, environ in sorted(alive, key=lambda process: process[:2]):
-            found.setdefault(_role(command, environ, found), pid)
+            role = _role(command, environ, found)
+            if not role.startswith("reaper") or _leads_session(pid):  # else a child that has still to become its own program
+                found.setdefault(role, pid)
         return found
 
     def survivors(self) -> list[str]:
@@ -208,6 +210,13 @@ def _is_free_lease(path: Path) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _leads_session(pid: int) -> bool:
+    """Whether a process has made a session of its own, as reapers do. False once it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid) == pid
+    return False
 
 
 def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str, int]) -> str:
