@@ -17,9 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+from tests.mutants.reached import Reach, function_at
+
 TABLE: Final = Path(__file__).with_name("tests_of.toml")
 MOST_TRIES: Final = 4  # for each that is drawn
-MOST_TESTS: Final = 5  # files, of those that import a module
 _COMPARISONS: Final[Mapping[type[ast.cmpop], tuple[str, str]]] = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
@@ -34,6 +35,8 @@ _DEVICE: Final = (
     (" - ", " + "), (" * ", " + "), (" / ", " * "), (" % ", " / "), (" && ", " || "), (" || ", " && "), ("min(", "max("),
     ("max(", "min("), (" += ", " -= "),
 )  # fmt: skip
+_TIMES: Final = ("_s", "_ms", "_us", "_ns", "timeout")
+_NO_MATTER: Final = frozenset({"strict", "flush", "repr", "compare", "slots"})  # arguments: invariants, and what is printed when
 _NOT_CODE: Final = re.compile(r"^\s*(#|//|template|static_assert|using|constexpr|struct|enum)|asm|printf")
 
 
@@ -68,7 +71,7 @@ def of_python(file: str, source: str) -> Iterator[Drawn]:
     """All mutants of a module."""
     lines = source.encode().split(b"\n")
     tree = ast.parse(source)
-    notes = set(_annotations(tree))
+    left_out = set(_left_out(tree))
 
     def between(left: ast.expr, right: ast.expr, old: str, instead: str) -> Iterator[Drawn]:
         """An operator between two operands, if all is in one line."""
@@ -84,7 +87,7 @@ def of_python(file: str, source: str) -> Iterator[Drawn]:
             yield Drawn(file, node.lineno, node.col_offset, old, instead)
 
     for node in ast.walk(tree):
-        if id(node) in notes:
+        if id(node) in left_out:
             continue
         match node:
             case ast.Compare(left=left, ops=[operator], comparators=[right]) if type(operator) in _COMPARISONS:
@@ -123,18 +126,33 @@ def of_device(file: str, source: str) -> Iterator[Drawn]:
                 yield Drawn(file, number, len(code[: found.start()].encode()), old, instead)
 
 
-def _annotations(tree: ast.AST) -> Iterator[int]:
-    """Nodes within what a type checker looks after, and within messages."""
+def _left_out(tree: ast.AST) -> Iterator[int]:
+    """Nodes that compute nothing: what a type checker looks after, messages, our own invariants, and times."""
     for node in ast.walk(tree):
         found: list[ast.AST | None] = []
-        if isinstance(node, ast.arg | ast.AnnAssign):
-            found.append(node.annotation)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.append(node.returns)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found += node.decorator_list  # slots, frozen: what a type checker looks after
-        if isinstance(node, ast.JoinedStr | ast.Raise):
-            found.append(node)
+        match node:
+            case ast.arg():
+                found.append(node.annotation)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                found += [node.returns, *node.decorator_list]  # cached, static: not what is computed
+            case ast.ClassDef():
+                found += node.decorator_list  # slots, frozen
+            case ast.JoinedStr() | ast.Raise() | ast.Assert():
+                found.append(node)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                found.append(node)
+            case ast.Call(func=ast.Attribute(attr="sleep" | "sched_yield")):
+                found.append(node)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(attr="sleep" | "sched_yield"))):
+                found.append(node)
+            case ast.keyword(arg=str(name)) if name in _NO_MATTER or name.endswith(_TIMES):
+                found.append(node)
+            case ast.Assign(targets=[ast.Name(id=name)]) if name.lower().endswith(_TIMES):
+                found.append(node)
+            case ast.AnnAssign(target=target):
+                found.append(node if isinstance(target, ast.Name) and target.id.lower().endswith(_TIMES) else node.annotation)
+            case _:
+                pass
         for one in found:
             yield from (id(inner) for inner in ast.walk(one)) if one is not None else ()
 
@@ -144,52 +162,31 @@ def _is_text(node: ast.expr) -> bool:
 
 
 class Product:
-    """The files of a checkout, and which tests each has."""
+    """The files of a checkout, and which tests each mutant of them has."""
 
-    def __init__(self, root: Path, table: Path = TABLE) -> None:
-        self._root, self._found = root, dict[str, list[Drawn]]()
+    def __init__(self, root: Path, reach: Reach, table: Path = TABLE) -> None:
+        self._root, self._reach, self._found = root, reach, dict[str, list[Drawn]]()
         parsed = tomllib.loads(table.read_text())
         self._folders, self._without = parsed["folders"], parsed["without"]
-        self._first: Mapping[str, Sequence[str]] = parsed["tests"]
-        self._otherwise: Mapping[str, Sequence[str]] = parsed["otherwise"]
+        self.table: Mapping[str, Sequence[str]] = parsed["tests"]
 
     @cached_property
-    def files(self) -> dict[str, tuple[str, ...]]:
-        """Every file of which mutants are drawn, and its tests; none where no test of the table or of tests/unit knows it."""
+    def files(self) -> list[str]:
+        """Every file of which mutants are drawn."""
         paths = [path for folder in self._folders for kind in ("*.py", "*.cuh") for path in (self._root / folder).rglob(kind)]
         names = sorted({str(path.relative_to(self._root)) for path in paths if not _is_linked(path, self._root)})
-        return {name: self._tests_of(name) for name in names if not any(fnmatch.fnmatch(name, one) for one in self._without)}
+        return [name for name in names if not any(fnmatch.fnmatch(name, one) for one in self._without)]
 
-    def _tests_of(self, name: str) -> tuple[str, ...]:
-        found = _of_pattern(self._first, name)
-        if not found and name.endswith(".py"):
-            module = name.removesuffix(".py").replace("/", ".")
-            importers = self._importers.get(module if module.startswith("kog_dist.") else f"kog_dist.{module}", {})
-            found = sorted(importers, key=lambda test: (Path(name).stem not in test, -importers[test], test))[:MOST_TESTS]
-        return tuple(found or _of_pattern(self._otherwise, name))
-
-    @cached_property
-    def _importers(self) -> dict[str, dict[str, int]]:
-        """By module: files of unit tests that import it, and how many names of it."""
-        found: dict[str, dict[str, int]] = {}
-        for path in sorted((self._root / "tests" / "unit").rglob("test_*.py")):
-            test = str(path.relative_to(self._root))
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
-                    counts = {node.module: len(node.names), **{f"{node.module}.{alias.name}": 1 for alias in node.names}}
-                elif isinstance(node, ast.Import):
-                    counts = {alias.name: 1 for alias in node.names}
-                else:
-                    continue
-                for module, count in counts.items():
-                    tests = found.setdefault(module, {})
-                    tests[test] = tests.get(test, 0) + count
-        return found
+    def tests_of(self, mutant: Drawn) -> tuple[str, ...]:
+        """Tests that call the function that it is in, and those that the table has for its file."""
+        function = function_at((self._root / mutant.file).read_text(), mutant.number) if mutant.file.endswith(".py") else ""
+        named = next((tests for pattern, tests in self.table.items() if fnmatch.fnmatch(mutant.file, pattern)), ())
+        return tuple(dict.fromkeys((*self._reach.tests_of(mutant.file, function), *named)))
 
     def draw(self, seed: int, count: int) -> list[Drawn]:
-        """So many mutants of files that have tests, of long files more than of short ones, no two of one line."""
+        """So many mutants, of long files more than of short ones, no two of one line."""
         chance, drawn = random.Random(seed), dict[tuple[str, int], Drawn]()
-        sizes = {file: (self._root / file).stat().st_size for file, tests in self.files.items() if tests}
+        sizes = {file: (self._root / file).stat().st_size for file in self.files}
         for _ in range(MOST_TRIES * count if sizes else 0):
             if len(drawn) == count:
                 break
@@ -197,7 +194,7 @@ class Product:
             found = self._all_of(file)
             mutant = chance.choice(found) if found else None
             if mutant is not None and (file, mutant.number) not in drawn and self._compiles(mutant):
-                drawn[file, mutant.number] = replace(mutant, tests=self.files[file])
+                drawn[file, mutant.number] = replace(mutant, tests=self.tests_of(mutant))
         return list(drawn.values())
 
     def _all_of(self, file: str) -> list[Drawn]:
@@ -215,11 +212,6 @@ class Product:
         except SyntaxError:
             return False
         return ast.dump(ast.parse(mutant.applied(source))) != ast.dump(ast.parse(source))
-
-
-def _of_pattern(rules: Mapping[str, Sequence[str]], name: str) -> Sequence[str]:
-    """Of the first pattern that fits."""
-    return next((tests for pattern, tests in rules.items() if fnmatch.fnmatch(name, pattern)), ())
 
 
 def _is_linked(path: Path, root: Path) -> bool:

@@ -9,26 +9,32 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import queue
-import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutants.drawn import Drawn, Product
+from tests.mutants.reached import VARIABLE, Measured, Reach
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutants.toml")
+WARM = Path(__file__).with_name("warm.py")
+COMPILED = ("_twin.py", "_registers.py", "_documents.py", "_commits.py")  # tests whose work is done by other processes
+SLOW = (  # to import, and no module of the product's
+    "numpy", "torch", "hypothesis", "hypothesis.strategies", "anyio", "httpx", "uvicorn", "starlette.applications", "pydantic",
+    "zmq", "tokenizers", "jinja2.sandbox", "safetensors", "pytest_timeout", "xdist.plugin",
+)  # fmt: skip
 WANTED_SHARE, WANTED_OF_DRAWN = 0.9, 0.8
 HANGS_S = "120"  # of a test; a mutant that makes one hang is noticed soon
 LIMIT_S = 300.0  # of the tests of one mutant; a mutant that makes them hang is noticed, too
@@ -71,14 +77,32 @@ def read_list(path: Path) -> list[Mutant]:
     ]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code of pytest, None if it took too long; the first test that failed, if one did; and what was printed."""
+
+    code: int | None
+    failed: str
+    printed: str
+
+
 class Tree:
-    """A copy of the checkout in which mutants are tried one by one."""
+    """A copy of the checkout in which mutants are tried one by one, with a process that runs its tests."""
 
     def __init__(self, folder: Path, root: Path) -> None:
         shutil.copytree(root, folder, symlinks=True, ignore=_LEFT_OUT)
         if (root / ".venv").exists():
             (folder / ".venv").symlink_to(root / ".venv")
         self._folder = folder
+        # Before the installed package, which is the checkout's, comes this one; what tests start gets it, too.
+        environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "", "PYTEST_TIMEOUT": HANGS_S}
+        environ["TESTS_HYPOTHESIS_PROFILE"] = "mutants"  # KOG_ would be a setting, and refused
+        command = [sys.executable, str(WARM), *(SLOW if (root / "kog_dist").exists() else ())]
+        self._warm = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def close(self) -> None:
+        """End the process."""
+        self._warm.communicate()
 
     @contextlib.contextmanager
     def mutated(self, mutant: Mutant | Drawn) -> Iterator[None]:
@@ -96,38 +120,30 @@ class Tree:
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             compiled.unlink()  # Python believes a time in seconds and a size, which may be those of the mutant
 
-    def test(self, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-        """Exit code of pytest, None if it took too long; and what it printed."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        # Before the installed package, which is the checkout's, comes this one; what tests start gets it, too.
-        environ = {**os.environ, "PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": ""}
-        environ["PYTEST_TIMEOUT"] = HANGS_S
-        environ["TESTS_HYPOTHESIS_PROFILE"] = "mutants"  # KOG_ would be a setting, and refused
-        process = subprocess.Popen(
-            command, cwd=self._folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            printed, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return None, process.communicate()[0].decode(errors="replace")
-        return process.returncode, printed.decode(errors="replace")
+    def test(self, tests: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None) -> Outcome:
+        """What pytest makes of some tests."""
+        assert self._warm.stdin is not None
+        assert self._warm.stdout is not None
+        self._warm.stdin.write(json.dumps({"arguments": tests, "limit_s": limit_s, "environ": environ or {}}) + "\n")
+        self._warm.stdin.flush()
+        return Outcome(**json.loads(self._warm.stdout.readline()))
 
-    def verdict(self, mutant: Mutant | Drawn, limit_s: float, *, tests_pass: bool = True) -> str:
-        """What the tests make of a mutant. `tests_pass` false: it is not known whether they do without one; then those that have
-        noticed it are asked.
-        """
+    def verdict(self, mutant: Mutant | Drawn, limit_s: float, passing: set[str]) -> str:
+        """What the tests make of a mutant. The one that has noticed it must pass without it: those of `passing` are known to."""
+        if not mutant.tests:
+            return SURVIVED
         with self.mutated(mutant):
-            code, printed = self.test(mutant.tests, limit_s)
-        verdict = LATE if code is None else {0: SURVIVED, _TESTS_FAILED: KILLED, _NO_COLLECTION: KILLED}.get(code, BROKEN)
-        if code is not None and code < 0:  # a signal: the mutant has ended pytest itself
+            found = self.test(["-x", *mutant.tests], limit_s)
+        verdict = {None: LATE, 0: SURVIVED, _TESTS_FAILED: KILLED, _NO_COLLECTION: KILLED}.get(found.code, BROKEN)
+        if found.code is not None and found.code < 0:  # a signal: the mutant has ended pytest itself
             verdict = KILLED
-        if verdict == KILLED and not tests_pass:
-            failed = re.findall(r"^(?:FAILED|ERROR) ([^\s:]+)", printed, re.MULTILINE)  # files: names of tests may have blanks
-            code, printed = self.test(list(dict.fromkeys(failed)) or mutant.tests, limit_s)
-            verdict = KILLED if code == 0 else BROKEN
+        noticed_by = [found.failed] if found.failed else list(mutant.tests)
+        if verdict == KILLED and not passing.issuperset(noticed_by):
+            found = self.test(noticed_by, limit_s)
+            verdict = KILLED if found.code == 0 else BROKEN
+            passing.update(noticed_by if found.code == 0 else ())
         if verdict == BROKEN:
-            print(f"{mutant.name}: pytest ended with {code}\n{printed[-2000:]}", file=sys.stderr, flush=True)
+            print(f"{mutant.name}: pytest ended with {found.code}\n{found.printed[-2000:]}", file=sys.stderr, flush=True)
         return verdict
 
 
@@ -144,25 +160,54 @@ def try_all(
     Raises RuntimeError with pytest's words if the tests fail without any mutant: then they would seem to notice all of them.
     `tests_first` false: of many tests those are tried without a mutant that have noticed one.
     """
-    with tempfile.TemporaryDirectory(prefix="kog-mutants-") as folder, ThreadPoolExecutor(num_at_once) as pool:
-        trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
-        for number in range(num_at_once):
-            trees.put(Tree(Path(folder) / f"tree{number}", root))
+    with forest(root, num_at_once) as trees, ThreadPoolExecutor(num_at_once) as pool:
         all_tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+        passing: set[str] = set()
 
-        def unmutated(tests: Sequence[str]) -> tuple[int | None, str]:
+        def unmutated(tests: Sequence[str]) -> Outcome:
             with borrowed(trees) as tree:
-                return tree.test(tests, len(tests) * LIMIT_S)
+                return tree.test(["-x", *tests], len(tests) * LIMIT_S)
 
         def mutated(mutant: Mutant | Drawn) -> str:
             with borrowed(trees) as tree:
-                return tree.verdict(mutant, limit_s, tests_pass=tests_first)
+                return tree.verdict(mutant, limit_s, passing)
 
         parts = [all_tests[number::num_at_once] for number in range(num_at_once)] if tests_first else []
-        for code, printed in pool.map(unmutated, filter(None, parts)):
-            if code != 0:
-                raise RuntimeError(f"the tests do not pass without a mutant:\n{printed}")
+        for found in pool.map(unmutated, filter(None, parts)):
+            if found.code != 0:
+                raise RuntimeError(f"the tests do not pass without a mutant:\n{found.printed}")
         yield from zip(mutants, pool.map(mutated, mutants), strict=True)
+
+
+def measured(root: Path, num_at_once: int) -> Reach:
+    """Which functions each test of tests/unit calls: of new and changed files of tests this is found out, which takes minutes."""
+    reach = Reach(root / "build" / "mutants" / "reached.json")
+    files = sorted(str(path.relative_to(root)) for path in (root / "tests" / "unit").rglob("test_*.py"))
+    if stale := reach.stale(root, [file for file in files if not file.endswith(COMPILED)]):
+        print(f"looking at what the tests of {len(stale)} files call", flush=True)
+        with forest(root, num_at_once) as trees, ThreadPoolExecutor(num_at_once) as pool:
+
+            def look(file: str) -> Measured:
+                with borrowed(trees) as tree, tempfile.NamedTemporaryFile("r", suffix=".json") as written:
+                    arguments = ["-p", "tests.mutants.reached", "-m", "not sweep and not gpu and not alone", file]
+                    tree.test(arguments, LIMIT_S, {VARIABLE: written.name})
+                    return json.loads(written.read() or "{}")  # type: ignore[no-any-return]
+
+            for file, found in zip(stale, pool.map(look, stale), strict=True):
+                reach.keep(root, file, found)
+        reach.save()
+    return reach
+
+
+@contextlib.contextmanager
+def forest(root: Path, size: int) -> Iterator[queue.SimpleQueue[Tree]]:
+    """Some trees."""
+    with tempfile.TemporaryDirectory(prefix="kog-mutants-") as folder, contextlib.ExitStack() as closing:
+        trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+        for number in range(size):
+            trees.put(tree := Tree(Path(folder) / f"tree{number}", root))
+            closing.callback(tree.close)
+        yield trees
 
 
 @contextlib.contextmanager
@@ -190,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mutants = [mutant for mutant in listed if options.only in mutant.name]
     seed = options.seed if options.seed is not None else secrets.randbelow(10**6)
     num_drawn = options.drawn if options.drawn is not None else 0 if options.only else len(mutants) // 2
-    drawn = Product(options.root).draw(seed, num_drawn) if num_drawn else []
+    drawn = Product(options.root, measured(options.root, options.at_once)).draw(seed, num_drawn) if num_drawn else []
     are_noticed = [
         report("listed", mutants, options, WANTED_SHARE),
         report(f"drawn from seed {seed}", drawn, options, WANTED_OF_DRAWN),
@@ -207,7 +252,8 @@ def report(kind: str, mutants: Sequence[Mutant | Drawn], options: argparse.Names
         verdicts.append(verdict)
         print(f"{verdict:9}{mutant.name}", flush=True)
         if verdict == SURVIVED:
-            print(f"{'':9}{mutant.breaks}; not noticed by {' '.join(mutant.tests)}", flush=True)
+            files = " ".join(dict.fromkeys(test.partition("::")[0] for test in mutant.tests))
+            print(f"{'':9}{mutant.breaks}; {f'not noticed by {files}' if files else 'no test calls it'}", flush=True)
     if not verdicts:
         return True
     num_killed = sum(verdict in (KILLED, LATE) for verdict in verdicts)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import fnmatch
-from functools import cache
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.mutants.drawn import Drawn, Product, of_device, of_python
-from tests.mutants.run import BROKEN, KILLED, ROOT, SURVIVED, Mutant, try_all
+from tests.mutants.reached import VARIABLE, Reach, function_at
+from tests.mutants.run import BROKEN, KILLED, ROOT, SURVIVED, Mutant, measured, try_all
 
 MODULE = '''"""A note: 3 < 4."""
 LIMIT: Final[int] = 5
@@ -62,13 +63,34 @@ def test_a_piece_is_found_by_its_bytes() -> None:
         mutant.applied("a = 1\n")
 
 
-@cache
-def product() -> Product:
-    return Product(ROOT)
+NOT_COMPUTED = """
+WAIT_S: Final = 3
+LATEST_MS = 4
+if TYPE_CHECKING:
+    import a
+assert f(1) > 2, "one"
+f(timeout=3, most_s=4.0, strict=True)
+time.sleep(0.5)
+if __name__ == "__main__":
+    pass
+"""
 
 
-def test_what_is_drawn_follows_from_the_seed() -> None:
-    first, again, other = product().draw(1, 4), product().draw(1, 4), product().draw(2, 4)
+def test_times_and_invariants_are_no_mutants() -> None:
+    assert changes(list(of_python("a.py", NOT_COMPUTED))) == {(7, "f(timeout=3, most_s=4.0, strict=True)", "pass")}
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory: pytest.TempPathFactory) -> Product:
+    """The checkout, of whose tests one is known."""
+    reach = Reach(tmp_path_factory.mktemp("reached") / "build" / "reached.json")
+    reach.keep(ROOT, "tests/unit/test_config.py", {"tests/unit/test_config.py::test_a": (0.1, ["kog_dist/config.py::f"])})
+    reach.save()
+    return Product(ROOT, reach)
+
+
+def test_what_is_drawn_follows_from_the_seed(product: Product) -> None:
+    first, again, other = product.draw(1, 4), product.draw(1, 4), product.draw(2, 4)
     assert first == again
     assert not {mutant.name for mutant in first} & {mutant.name for mutant in other}
     assert len({(mutant.file, mutant.number) for mutant in first}) == 4
@@ -76,28 +98,88 @@ def test_what_is_drawn_follows_from_the_seed() -> None:
         assert mutant.applied((ROOT / mutant.file).read_text()) != (ROOT / mutant.file).read_text()
 
 
-def test_nearly_all_of_the_product_has_tests_and_all_of_these_are_there() -> None:
-    files = product().files
-    assert all((ROOT / test).exists() for tests in files.values() for test in tests)
-    without = [file for file, tests in files.items() if not tests]
-    assert len(without) < 0.06 * len(files), without
-    for pattern in (*product()._first, *product()._otherwise):
-        assert any(fnmatch.fnmatch(file, pattern) for file in files), f"{pattern} fits nothing"
+def test_the_table_fits_the_tree(product: Product) -> None:
+    for pattern, tests in product.table.items():
+        assert any(fnmatch.fnmatch(file, pattern) for file in product.files), f"{pattern} fits nothing"
+        assert all((ROOT / test).exists() for test in tests)
+    headers = [file for file in product.files if file.endswith(".cuh")]
+    assert all(product.tests_of(Drawn(header, 1, 0, "", "")) for header in headers), "no test of the table compiles it"
+
+
+CALLED = """import functools
+
+LIMIT = 3
+
+class A:
+    @property
+    def size(self):
+        return [one + 1 for one in self]
+
+def f():
+    def g():
+        return 1
+    return g() + 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "function"), [(1, ""), (3, ""), (5, ""), (6, "A.size"), (8, "A.size"), (10, "f"), (12, "f.<locals>.g"), (13, "f")]
+)
+def test_a_line_belongs_to_the_innermost_function(number: int, function: str) -> None:
+    assert function_at(CALLED, number) == function
+
+
+def test_tests_that_call_least_are_first_and_take_no_more_than_their_time(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("")
+    (tmp_path / "b.py").write_text("")
+    reach = Reach(tmp_path / "build" / "reached.json")
+    assert reach.stale(tmp_path, ["a.py", "b.py"]) == ["a.py", "b.py"]
+    reach.keep(tmp_path, "a.py", {
+        "a.py::one": (1.0, ["m.py::f", "m.py::g"]), "a.py::two": (1.0, ["m.py::f"]), "a.py::long": (9.0, ["m.py::f"]),
+    })  # fmt: skip
+    reach.keep(
+        tmp_path, "b.py", {"b.py::one": (4.0, ["m.py::f"] * 3), **{f"b.py::{n}": (4.0, ["m.py::f"] * 4) for n in range(9)}}
+    )
+    reach.save()
+    assert reach.tests_of("m.py", "f") == ("a.py::two", "b.py::one", "b.py::0", "a.py::one", "b.py::1", "b.py::2")
+    assert reach.tests_of("m.py", "g") == ("a.py::one",)
+    assert len(reach.tests_of("m.py", "")) == 6
+    assert reach.tests_of("m.py", "h") == reach.tests_of("n.py", "") == ()
+    (tmp_path / "b.py").write_text("# changed")
+    again = Reach(tmp_path / "build" / "reached.json")
+    assert again.stale(tmp_path, ["a.py", "b.py"]) == ["b.py"]
+    assert again.tests_of("m.py", "f") == ("a.py::two", "a.py::one")
+
+
+def test_it_is_seen_what_tests_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    for folder in ("workers", "tests/unit", "tests/mutants"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "tests" / "mutants" / "reached.py").write_text((ROOT / "tests" / "mutants" / "reached.py").read_text())
+    (tmp_path / "workers" / "sums.py").write_text("def add(a, b):\n    return sum(x for x in (a, b))\n\n\ndef no():\n    pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    sweep: a\n    gpu: a\n    alone: a\n")
+    (tmp_path / "tests" / "unit" / "test_sums.py").write_text(
+        "from workers.sums import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n\n\ndef test_other():\n    pass\n"
+    )
+    reach = measured(tmp_path, 1)
+    assert reach.tests_of("workers/sums.py", "add") == ("tests/unit/test_sums.py::test_add",)
+    assert reach.tests_of("workers/sums.py", "no") == ()
+    assert VARIABLE not in os.environ
 
 
 def test_a_test_that_fails_without_a_mutant_has_noticed_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     root = tmp_path / "project"
     root.mkdir()
-    (root / "code.py").write_text("def add(a, b):\n    return a + b\n")
+    (root / "sums.py").write_text("def add(a, b):\n    return a + b\n")
     (root / "pytest.ini").write_text("[pytest]\n")
     (root / "test_good.py").write_text(
-        "from code import add\n\n\ndef test_add():\n    assert add(0, 0) == 0\n    assert add(1, 2) == 3\n"
+        "from sums import add\n\n\ndef test_add():\n    assert add(0, 0) == 0\n    assert add(1, 2) == 3\n"
     )
     (root / "test_bad.py").write_text("def test_bad():\n    assert False\n")
-    noticed = Mutant("code.py", "a + b", "a - b", ("test_good.py",), "sums are wrong")
-    by_chance = Mutant("code.py", "a + b", "b + a", ("test_bad.py",), "nothing")
-    ends_pytest = Mutant("code.py", "return a + b", "import os; os.abort()", ("test_good.py",), "nothing")
-    survivor = Mutant("code.py", "a + b", "b + a", ("test_good.py",), "nothing")
+    noticed = Mutant("sums.py", "a + b", "a - b", ("test_good.py",), "sums are wrong")
+    by_chance = Mutant("sums.py", "a + b", "b + a", ("test_bad.py",), "nothing")
+    ends_pytest = Mutant("sums.py", "return a + b", "import os; os.abort()", ("test_good.py",), "nothing")
+    survivor = Mutant("sums.py", "a + b", "b + a", ("test_good.py",), "nothing")
     found = dict(try_all([noticed, by_chance, ends_pytest, survivor], root, num_at_once=1, tests_first=False))
     assert found == {noticed: KILLED, by_chance: BROKEN, ends_pytest: KILLED, survivor: SURVIVED}

@@ -1,0 +1,147 @@
+"""Which functions of the product each test calls: what a drawn mutant is tried with are tests that call the function it is in.
+
+`python -m pytest -p tests.mutants.reached FILES` with `TESTS_REACHED` naming a file writes there, by test, its seconds and its
+functions, as `file::qualified name`. `Reach` keeps that in build/, under hashes of the files of tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Final
+
+import pytest
+
+FOLDERS: Final = ("kog_dist", "workers", "launch", "collectives")
+VARIABLE: Final = "TESTS_REACHED"
+MOST_S: Final = 20.0  # of the tests of one mutant, as measured
+MOST_OF_ONE_S: Final = 5.0
+_INNER: Final = re.compile(r"(\.<locals>)?\.?<(?!locals>)\w+>.*")  # lambdas and comprehensions belong to what they are in
+Measured = dict[str, tuple[float, list[str]]]
+
+
+class Tracer:
+    """A plugin that traces calls alone, which costs less than a microsecond each."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self._path, self._root, self._folders = path, root, tuple(f"{(root / folder).resolve()}/" for folder in FOLDERS)
+        self._tests: Measured = {}
+        self._names: dict[str, str | None] = {}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        called: dict[int, CodeType] = {}
+
+        def trace(frame: FrameType, event: str, argument: object) -> None:
+            called[id(frame.f_code)] = frame.f_code
+
+        begin_s = time.monotonic()
+        sys.settrace(trace)
+        threading.settrace(trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)
+            found = {name for code in list(called.values()) if (name := self._name(code)) is not None}
+            self._tests[item.nodeid] = round(time.monotonic() - begin_s, 3), sorted(found)
+
+    def _name(self, code: CodeType) -> str | None:
+        """Of a function of the product; None of any other."""
+        file = code.co_filename
+        if file not in self._names:
+            path = os.path.realpath(file)
+            self._names[file] = os.path.relpath(path, self._root) if path.startswith(self._folders) else None
+        return None if self._names[file] is None else f"{self._names[file]}::{_INNER.sub('', code.co_qualname)}"
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.write_text(json.dumps(self._tests))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := os.environ.get(VARIABLE):
+        config.pluginmanager.register(Tracer(Path(path), Path(config.rootpath)))
+
+
+def functions(source: str) -> list[tuple[int, int, str]]:
+    """First line, last line and qualified name of all functions, inner ones behind those that they are in."""
+    found: list[tuple[int, int, str]] = []
+
+    def look(node: ast.AST, within: str) -> None:
+        for inner in ast.iter_child_nodes(node):
+            name = within
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{within}{inner.name}"
+                if not isinstance(inner, ast.ClassDef):
+                    first = min([inner.lineno, *(one.lineno for one in inner.decorator_list)])
+                    found.append((first, inner.end_lineno or inner.lineno, name))
+                    name += ".<locals>"
+                name += "."
+            look(inner, name)
+
+    look(ast.parse(source), "")
+    return found
+
+
+def function_at(source: str, number: int) -> str:
+    """The qualified name of the innermost function that has a line, from 1; empty outside of all."""
+    return next((name for first, last, name in reversed(functions(source)) if first <= number <= last), "")
+
+
+class Reach:
+    """What was measured of the tests in some files."""
+
+    def __init__(self, kept: Path) -> None:
+        self._kept = kept
+        self._files: dict[str, tuple[str, Measured]] = json.loads(kept.read_text()) if kept.exists() else {}
+        self._index()
+
+    def stale(self, root: Path, files: Sequence[str]) -> list[str]:
+        """Which of all files of tests are new or changed; what is known of others is forgotten."""
+        self._files = {file: found for file, found in self._files.items() if file in files and _digest(root / file) == found[0]}
+        self._index()
+        return [file for file in files if file not in self._files]
+
+    def keep(self, root: Path, file: str, measured: Measured) -> None:
+        """What its tests call."""
+        self._files[file] = _digest(root / file), measured
+
+    def save(self) -> None:
+        """For the next run."""
+        self._kept.parent.mkdir(parents=True, exist_ok=True)
+        self._kept.write_text(json.dumps(self._files))
+        self._index()
+
+    def _index(self) -> None:
+        self._tests = {test: found for _, of_file in self._files.values() for test, found in of_file.items()}
+        self._callers: dict[str, list[str]] = {}  # by function, and by file
+        for test, (_, called) in self._tests.items():
+            for name in {*called, *(name.partition("::")[0] for name in called)}:
+                self._callers.setdefault(name, []).append(test)
+
+    def tests_of(self, file: str, function: str) -> tuple[str, ...]:
+        """Tests that call a function, or outside of all (empty) any of the file: those that call least first, files in turns."""
+        calling = self._callers.get(f"{file}::{function}" if function else file, ())
+        by_file: dict[str, list[str]] = {}
+        for test in sorted(calling, key=lambda test: len(self._tests[test][1])):
+            by_file.setdefault(test.partition("::")[0], []).append(test)
+        chosen, left_s = list[str](), MOST_S
+        for turn in range(max(map(len, by_file.values()), default=0)):
+            for of_file in by_file.values():
+                if turn < len(of_file) and (needed_s := self._tests[of_file[turn]][0]) <= min(left_s, MOST_OF_ONE_S):
+                    chosen.append(of_file[turn])
+                    left_s -= needed_s
+        return tuple(chosen)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
