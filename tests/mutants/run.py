@@ -40,7 +40,7 @@ HANGS_S = "120"  # of a test; a mutant that makes one hang is noticed soon
 LIMIT_S = 300.0  # of the tests of one mutant; a mutant that makes them hang is noticed, too
 KILLED, SURVIVED, LATE, BROKEN = "killed", "survived", "timeout", "broken"
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".hypothesis", ".*_cache", "*.egg-info", "run")
-_TESTS_FAILED, _NO_COLLECTION = 1, 2  # exit codes of pytest; others say that the list names tests that do not exist
+_NO_TESTS = 5  # exit code of pytest
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,8 @@ class Tree:
             return SURVIVED
         with self.mutated(mutant):
             found = self.test(["-x", *mutant.tests], limit_s)
-        verdict = {None: LATE, 0: SURVIVED, _TESTS_FAILED: KILLED, _NO_COLLECTION: KILLED}.get(found.code, BROKEN)
-        if found.code is not None and found.code < 0:  # a signal: the mutant has ended pytest itself
-            verdict = KILLED
-        noticed_by = [found.failed] if found.failed else list(mutant.tests)
+        verdict = {None: LATE, 0: SURVIVED, _NO_TESTS: BROKEN}.get(found.code, KILLED)  # signals and errors of pytest's, too
+        noticed_by = [found.failed or mutant.tests[0]]
         if verdict == KILLED and not passing.issuperset(noticed_by):
             found = self.test(noticed_by, limit_s)
             verdict = KILLED if found.code == 0 else BROKEN
