@@ -7,6 +7,8 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
 SECONDS ?= 3600
 WORKERS ?= 3
+PROCESSES := tests/e2e tests/multi tests/fuzz
+UNITS := tests/unit
 PROMPT ?= class Point:\n    """A point of the plane."""\n\n    def __init__(self, x, y):\n
 
 # Tests and commands start hundreds of processes: without bytecode each of them compiles all that it imports.
@@ -18,7 +20,7 @@ COUNTED := $(BIN)/python -m tests.core_seconds
 # An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
 .DELETE_ON_ERROR:
 
-.PHONY: demo model chat test lint types check together alone sweeps cluster service clients first-hour fuzz chaos mutants bench clean
+.PHONY: demo model chat test lint timed computed compiled types check processes units alone sweeps cluster service clients first-hour fuzz chaos mutants bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
@@ -48,37 +50,59 @@ chat: model  ## talk to it on CPU ranks; Ctrl-D ends it
 	$(BIN)/kog-client stop --instance chat; exit $$code
 
 test: $(VENV)/.installed-dev  ## everything that needs no GPU
-	$(MAKE) lint together
-	$(MAKE) --jobs 2 types alone
+	$(MAKE) lint compiled
+	$(MAKE) --jobs 2 timed computed
 	@$(COUNTED)
 
 lint: $(VENV)/.installed-dev
 	$(COUNTED) ruff-check $(BIN)/ruff check .
 	$(COUNTED) ruff-format $(BIN)/ruff format --check .
 
+# Tests of processes wait a third of their time, those that measure promised seconds more than half. What only computes takes what
+# they leave, behind them in priority, and says all that it has to say when it is done. ALSO: groups besides, such as sweeps.
+ALSO ?=
+
+timed:
+	$(MAKE) processes
+	$(MAKE) alone
+
+computed:
+	$(MAKE) --output-sync=target types
+	$(MAKE) --output-sync=target units
+	$(if $(ALSO),$(MAKE) --output-sync=target $(ALSO))
+
+check:  ## all tests that need no GPU, without lint and types
+	$(MAKE) compiled
+	$(MAKE) --jobs 2 timed units
+
 types: $(VENV)/.installed-dev
 	$(COUNTED) types nice -n 19 $(BIN)/mypy
 
-# Those that measure promised seconds (`alone`), and those of GPUs, run one by one. More than half of their time they wait: mypy runs
-# meanwhile, behind them in priority. The others wait a third of theirs: WORKERS is one more than the cores of a small machine. Files
-# begin in the order of their names: longest first by the number of their tests, pytest-xdist's own order, would leave the slowest for
-# the end.
+# Files begin in the order of their names: longest first by the number of their tests, pytest-xdist's own order, would leave the
+# slowest for the end.
 ASKED := not cluster and not service and not clients and not sweep
+TOGETHER := --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5 -m "$(ASKED) and not alone and not gpu"
 
-check:  ## all tests that need no GPU, without lint and types
-	$(MAKE) together
-	$(MAKE) alone
+processes: $(VENV)/.installed-dev
+	$(COUNTED) processes $(BIN)/python -m pytest --numprocesses $(WORKERS) $(TOGETHER) $(PROCESSES)
 
-together: $(VENV)/.installed-dev
-	$(COUNTED) together $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 \
-		-m "$(ASKED) and not alone and not gpu" tests
+units: $(VENV)/.installed-dev
+	$(COUNTED) units nice -n 5 $(BIN)/python -m pytest --numprocesses 2 $(TOGETHER) $(UNITS)
 
 alone: $(VENV)/.installed-dev
 	$(COUNTED) alone $(BIN)/python -m pytest --durations 15 --durations-min 5 -m "$(ASKED) and (alone or gpu)" tests/e2e tests/gpu
 
-sweeps: $(VENV)/.installed-dev  ## many shapes of what `make test` shows with a few: twins, and registers of builds by nvcc
-	$(COUNTED) sweeps $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 10 --durations-min 5 -m sweep tests/unit
-	@$(COUNTED)
+# Many shapes of what `make test` shows with a few: twins, and registers of builds by nvcc. Only files that have such tests are read.
+sweeps: $(VENV)/.installed-dev
+	$(COUNTED) sweeps nice -n 5 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 10 --durations-min 5 -m sweep \
+		$$(grep -rlE 'tests\.sweeps|mark\.sweep' tests/unit --include 'test_*.py')
+
+# All that tests import is compiled once, by one process for each half: five workers would do it side by side.
+compiled: $(VENV)/.compiled-dev
+
+$(VENV)/.compiled-dev: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --quiet --collect-only $(PROCESSES) > /dev/null & $(BIN)/python -m pytest --quiet --collect-only $(UNITS) > /dev/null; wait
+	touch $@
 
 cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluster, and is not part of `make test`
 	$(BIN)/python -m pytest -m cluster

@@ -1,7 +1,7 @@
 """g++ for device sources that tests run on a CPU, with a twin's header in the place of CUDA's.
 
 A program is compiled once, whoever asks for it: cases that differ in data alone, other files, other workers of pytest-xdist, and
-the next run. `build/twins` keeps each under a hash of all that it is made of.
+the next run, of another clone as well. The user's cache keeps each under a hash of all that it is made of.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from kog_dist.runtime.files import is_ours_alone, user_cache_folder
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 COMMAND = ("g++", "-std=c++20", "-O1", "-ffp-contract=off", "-mf16c", "-w")
 SYSTEM = "system.h"  # beside a source, if there is one: the system's headers that it includes, a quarter of the compiler's time
 BOTH_TWINS = Path(__file__).parent / "both_twins"  # what kccl_twin/ and decode_twin/ share
 SOURCES = (".cpp", ".cu", ".cuh", ".h")
-KEPT = Path(__file__).parents[2] / "build" / "twins"
 KEPT_S = 86400.0  # since it was used last
 
 
@@ -62,7 +63,7 @@ def _precompiled(text: str, flags: tuple[str, ...]) -> Path:
 def _kept(name: str, flags: tuple[str, ...], texts: dict[str, str]) -> Iterator[Path]:
     """Where it is kept, and nobody else compiles it meanwhile. It need not be there yet."""
     key = hashlib.sha256(repr((COMMAND, _compiler(), name, flags, sorted(texts.items()))).encode()).hexdigest()
-    kept, lock = KEPT / f"{name}-{key[:24]}", int(key[:8], 16)
+    kept, lock = _folder() / f"{name}-{key[:24]}", int(key[:8], 16)
     locks = _locks()
     fcntl.lockf(locks, fcntl.LOCK_EX, 1, lock)
     try:
@@ -74,13 +75,26 @@ def _kept(name: str, flags: tuple[str, ...], texts: dict[str, str]) -> Iterator[
 
 
 @cache
+def _folder() -> Path:
+    """`kog_dist_tests/twins` in the user's cache, or this clone's `build/twins` where others could write. Old files go."""
+    folder = Path(__file__).parents[2] / "build" / "twins"
+    with suppress(OSError):
+        own = user_cache_folder().with_name("kog_dist_tests") / "twins"
+        own.mkdir(parents=True, exist_ok=True)
+        if is_ours_alone(own):
+            folder = own
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # others look, too
+            if path.name != "locks" and path.stat().st_mtime < time.time() - KEPT_S:
+                path.unlink()
+    return folder
+
+
+@cache
 def _locks() -> int:
     """A file of which everyone locks a byte. It is never closed: that would end all locks of this process."""
-    KEPT.mkdir(parents=True, exist_ok=True)
-    for path in KEPT.iterdir():
-        if path.name != "locks" and path.stat().st_mtime < time.time() - KEPT_S:
-            path.unlink(missing_ok=True)
-    return os.open(KEPT / "locks", os.O_RDWR | os.O_CREAT, 0o644)
+    return os.open(_folder() / "locks", os.O_RDWR | os.O_CREAT, 0o644)
 
 
 @cache

@@ -27,11 +27,11 @@ def test_a_command_is_counted_with_its_children_and_its_exit_code_stays(tmp_path
 
 
 def test_the_table_has_the_most_expensive_group_first_and_is_printed_once(tmp_path: Path) -> None:
-    for group, core_s in (("types", 70.0), ("together", 700.0)):
+    for group, core_s in (("types", 70.0), ("processes", 700.0)):
         note = {"group": group, "core_s": core_s, "wall_s": core_s / 2, "code": 0}
         (tmp_path / f"{group}.json").write_text(json.dumps(note))
     assert [line.split() for line in table(tmp_path)[1:]] == [
-        ["700.0", "350.0", "s", "together"], ["70.0", "35.0", "s", "types"], ["770.0", "all"],
+        ["700.0", "350.0", "s", "processes"], ["70.0", "35.0", "s", "types"], ["770.0", "all"],
     ]  # fmt: skip
     assert len(table(tmp_path)) == 2
 

@@ -5,6 +5,7 @@ Those in ```console blocks also run: tests/e2e/test_documented_commands.py. docs
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shlex
@@ -69,9 +70,15 @@ COMMANDS = sorted(
 )
 
 
+@functools.cache
+def command_of(program: str) -> Any:
+    """Its tree of commands, which takes longer to make than to use."""
+    return get_command(APPS[program])
+
+
 def parse(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse the command, run nothing. Ends with SystemExit; its code is 0 when all is well."""
-    command: Any = get_command(APPS[program])
+    command = command_of(program)
     for one in getattr(command, "commands", {"": command}).values():
         monkeypatch.setattr(one, "callback", lambda **_: None)
     command(arguments, prog_name=program, standalone_mode=True)
@@ -92,7 +99,7 @@ def test_a_documented_command_parses(
 
 def test_every_help_has_examples_of_its_own_command() -> None:
     for program, app in APPS.items():
-        command: Any = get_command(app)
+        command = command_of(program)
         for name in ("", *getattr(command, "commands", {})):
             if program.startswith("python"):
                 continue  # training is described in docs/demo-model.md

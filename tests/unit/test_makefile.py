@@ -55,6 +55,7 @@ def test_ctrl_c_in_make_chat_is_for_kog_chat(clone: Path) -> None:
     called, binaries = clone / "called", clone / ".venv" / "bin"
     binaries.mkdir(parents=True)
     for name, script in (
+        ("python", ""),  # else an environment is made first, from a package index
         ("kog-launch", ""),
         ("kog-chat", "trap 'echo its answer is ended >> called' INT; kill -INT 0; sleep 0"),
         ("kog-client", ""),
