@@ -17,7 +17,7 @@ from kog_dist.errors import CheckpointError
 from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
-from kog_dist.launch.gpu_choice import gpu_rank_bytes
+from kog_dist.launch.gpu_choice import gpu_rank_bytes, gpu_rank_shape
 from kog_dist.launch.prediction import LAYER_S, architecture, most_tokens_per_s, predictions
 from kog_dist.launch.preflight import preflight
 from kog_dist.launch.target import (
@@ -32,6 +32,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised, weight_bytes
 
 if TYPE_CHECKING:
+    from kog_dist.decode.plan import Plan
     from kog_dist.model.checkpoint import Checkpoint
 
 _PROBE_BYTES = 128 << 20
@@ -44,7 +45,6 @@ def check(settings: LaunchConfig, *, deep: bool = False, serves: bool = True) ->
 
     `serves`: whether the start would be for no single prompt. Raises KogError.
     """
-    from kog_dist.decode.plan import make_plan
     from kog_dist.decode.validate import check as check_plan
     from kog_dist.gateway.model_files import read_model
     from kog_dist.workers.model_folder import ModelFolder
@@ -63,7 +63,7 @@ def check(settings: LaunchConfig, *, deep: bool = False, serves: bool = True) ->
     template = read_model(target.folder)[1]
     if template is not None:
         template.close()
-    check_plan(make_plan(opened.spec, target.world_size, staggered=target.device == "cuda"))
+    check_plan(plan_of(target))
     if deep:
         opened.verify_all()
     tokenizer = "with" if served.tokenizer is not None else "without"
@@ -96,19 +96,33 @@ def _per_token(target: Target) -> str:
     return f" ({read / _MIB:.1f} MiB read per token)"
 
 
+def plan_of(target: Target, *, checks_experts: bool = False) -> Plan:
+    """The plan that the ranks of a target make. Hosts of GPUs compare choices of experts between launches, which no plan has."""
+    from kog_dist.decode.plan import make_plan
+    from kog_dist.workers.cuda.kernel_plan import kernel_plan
+
+    checkpoint, world_size = target.checkpoint, target.world_size
+    if target.device == "cpu":
+        return make_plan(checkpoint.spec, world_size, checks_experts=checks_experts)
+    return kernel_plan(
+        [
+            gpu_rank_shape(checkpoint, rank, world_size, target.kv_dtype, whole_windows=target.whole_windows)
+            for rank in range(world_size)
+        ]
+    )
+
+
 def dry_run(settings: LaunchConfig) -> str:
     """Launcher, plan, places, bytes per rank and ceiling; also for GPUs that are not here, and then it says what is missing.
 
     Raises what is wrong with the configuration or the model wherever it is started.
     """
-    from kog_dist.decode.plan import make_plan
     from kog_dist.decode.validate import check as check_plan
 
     launcher = choose_launcher(settings, os.environ)
     target, obstacles = plan_target(settings, needs_weights=False)
     spec = target.checkpoint.spec
-    is_on_gpus = target.device == "cuda"  # whose hosts compare choices of experts, between launches
-    plan = make_plan(spec, target.world_size, staggered=is_on_gpus, checks_experts=settings.check_experts and not is_on_gpus)
+    plan = plan_of(target, checks_experts=settings.check_experts)
     check_plan(plan)
     steps = Counter(step.phase.name.lower() for step in plan.ranks[0].steps)
     sent = sum(step.publishes is not None for step in plan.ranks[0].steps)

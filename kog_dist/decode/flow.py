@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from kog_dist.decode.definition import Term, definition
 from kog_dist.decode.plan import Plan
+from kog_dist.decode.schedule import RankPlan
 from kog_dist.decode.step_rules import malformed, value_name
-from kog_dist.decode.steps import NONE, Kind, Message, Phase, RankPlan, Site, Step, Value, When
+from kog_dist.decode.steps import NONE, Kind, Message, Phase, Site, Step, Value, When
 from kog_dist.model.spec import HeadType
 
 TOKENS = (When.ALWAYS, When.SAMPLED, When.GATHERED, When.GATHERED, When.GATHERED)

@@ -17,15 +17,14 @@ DOWN of those ahead, which covers the way from that OUT to what comes next, the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """One matrix-vector product of a token."""
+class Turn(NamedTuple):
+    """A lane's turn at a product of its own, or at one that it has together with others (`products`)."""
 
     layer: int
     phase: Phase
@@ -36,8 +35,8 @@ _MIN_STAGGERED_LANES = 2
 _HALVES = ((Phase.QKV, Phase.OUT), (Phase.GATE_UP, Phase.DOWN))  # the products of an attention and of an MLP sublayer
 
 
-def product_order(spec: ModelSpec, lanes: range) -> list[Product]:
-    """The products of the layers for a rank that hosts `lanes`; each lane's own are in the order of its computation."""
+def product_order(spec: ModelSpec, lanes: range) -> list[Turn]:
+    """The turns of the lanes that a rank hosts; each lane's own are in the order of its computation."""
     if len(lanes) < _MIN_STAGGERED_LANES:
         return plain_order(lanes, spec.num_layers)
     first_free = next(layer for layer in range(spec.num_layers + 1) if _is_free(spec, layer))
@@ -51,26 +50,26 @@ def product_order(spec: ModelSpec, lanes: range) -> list[Product]:
         for i in range(2):
             for j in range(max(len(group) for _, group in groups)):
                 order += [
-                    Product(first_free + half // 2, _HALVES[half % 2][i], group[j]) for half, group in groups if j < len(group)
+                    Turn(first_free + half // 2, _HALVES[half % 2][i], group[j]) for half, group in groups if j < len(group)
                 ]
             groups.reverse()  # OUT comes as late as it can: it waits for attention
     if num_halves:
         last = spec.num_layers - 1
-        order = _moved(order, [Product(first_free, Phase.QKV, lane) for lane in behind], Product(first_free, Phase.OUT, ahead[0]))
-        order = _moved(order, [Product(last, Phase.OUT, lane) for lane in behind], Product(last, Phase.DOWN, ahead[0]))
+        order = _moved(order, [Turn(first_free, Phase.QKV, lane) for lane in behind], Turn(first_free, Phase.OUT, ahead[0]))
+        order = _moved(order, [Turn(last, Phase.OUT, lane) for lane in behind], Turn(last, Phase.DOWN, ahead[0]))
     return order
 
 
-def _moved(order: list[Product], products: list[Product], before: Product) -> list[Product]:
-    """The order with `products` together, in front of another one."""
-    rest = [product for product in order if product not in products]
+def _moved(order: list[Turn], turns: list[Turn], before: Turn) -> list[Turn]:
+    """The order with `turns` together, in front of another one."""
+    rest = [turn for turn in order if turn not in turns]
     place = rest.index(before)
-    return rest[:place] + products + rest[place:]
+    return rest[:place] + turns + rest[place:]
 
 
-def plain_order(lanes: range, num_layers: int) -> list[Product]:
-    """The products of the first layers phase by phase, and within a phase lane by lane."""
-    return [Product(layer, phase, lane) for layer in range(num_layers) for half in _HALVES for phase in half for lane in lanes]
+def plain_order(lanes: range, num_layers: int) -> list[Turn]:
+    """The turns in the first layers phase by phase, and within a phase lane by lane."""
+    return [Turn(layer, phase, lane) for layer in range(num_layers) for half in _HALVES for phase in half for lane in lanes]
 
 
 def _is_free(spec: ModelSpec, first_layer: int) -> bool:

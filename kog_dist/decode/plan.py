@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
-from kog_dist.decode.schedule import Scheduler
-from kog_dist.decode.steps import Message, PlannedMailbox, RankPlan, Value, place
+from kog_dist.decode.products import Product, Rows, undivided
+from kog_dist.decode.schedule import RankPlan, Scheduler
+from kog_dist.decode.steps import Message, PlannedMailbox, Value, place
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
 
@@ -21,7 +23,10 @@ LARGEST_VOCAB = 1 << 24  # candidates travel as float32, which counts exactly to
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does for one token. `token` numbers below count steps of the engine from 1 and never restart."""
+    """What every rank does for one token. `token` numbers below count steps of the engine from 1 and never restart.
+
+    `num_ctas`: thread blocks of each rank, among which products are divided; 1 on CPUs.
+    """
 
     spec: ModelSpec
     world_size: int
@@ -51,29 +56,33 @@ class Plan:
         content = [
             self.spec.to_config(), self.world_size, self.num_ctas,
             [[box.name, box.num_slots, box.length, box.per_token] for box in self.mailboxes],
-            [[part.rank, part.lanes, part.steps, part.splits] for part in self.ranks],
+            [[part.rank, part.lanes, part.steps, list(map(_described, part.products))] for part in self.ranks],
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def make_plan(
-    spec: ModelSpec, world_size: int, num_ctas: int = 128, *, staggered: bool = False, checks_experts: bool = False
-) -> Plan:
-    """The plan of `spec` on `world_size` ranks whose kernels have `num_ctas` compute CTAs.
+def _described(product: Product) -> tuple[object, ...]:
+    """A product for JSON."""
+    rows: Rows = product.rows
+    return (*product._replace(rows=rows[:3]), None if rows.form is None else astuple(rows.form))  # type: ignore[arg-type]
 
-    `staggered`: steps in the kernel's order (`order.product_order`); else phase by phase, which suits the interpreter, since it
-    joins neighbouring lanes. Both make the same values, and are the same order where a rank hosts few lanes.
+
+def make_plan(
+    spec: ModelSpec, world_size: int, products: Sequence[Sequence[Product]] | None = None, *, num_ctas: int = 1,
+    checks_experts: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan of `spec` on `world_size` ranks, each with its `products`, divided among `num_ctas` thread blocks.
+
+    Without them each rank multiplies phase by phase, undivided: that suits the interpreter, which joins neighbouring lanes. All
+    orders make the same values.
     `checks_experts`: in every layer with experts each rank compares its choice with those of all others.
-    Deterministic. Raises ConfigError if the lanes cannot be spread over the ranks or the sizes cannot be run.
+    Deterministic. Raises ConfigError if the lanes cannot be spread over the ranks or the sizes cannot be run, PlanError for
+    products with matrices that the model has not.
     """
-    if num_ctas < 1:
-        raise ConfigError(f"num_ctas must be at least 1, got {num_ctas}")
     if spec.vocab_size > LARGEST_VOCAB:
         raise ConfigError(f"vocab_size {spec.vocab_size} is not supported: token ids must stay below {LARGEST_VOCAB}")
     spec.lanes_of_rank(0, world_size)  # raises if they cannot be spread
-    schedulers = [
-        Scheduler(spec, rank, world_size, num_ctas, staggered=staggered, checks_experts=checks_experts)
-        for rank in range(world_size)
-    ]
+    lists = products or [undivided(spec, spec.lanes_of_rank(rank, world_size)) for rank in range(world_size)]
+    schedulers = [Scheduler(spec, rank, world_size, own, checks_experts=checks_experts) for rank, own in enumerate(lists)]
     ranks = tuple(scheduler.rank_plan() for scheduler in schedulers)
     return Plan(spec, world_size, num_ctas, schedulers[0].mailboxes(), ranks)

@@ -1,12 +1,14 @@
-"""Writes the steps of one rank in order, so that each lane's wait is covered by the other lanes' work (see `order`)."""
+"""Writes the steps of one rank around its products, whose order has one lane's wait covered by others' work (see `order`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from kog_dist.decode.order import plain_order, product_order
-from kog_dist.decode.steps import NONE, Kind, Message, Phase, PlannedMailbox, RankPlan, RowSplit, Site, Step, Value, When
+from kog_dist.decode.products import Product
+from kog_dist.decode.steps import NONE, Kind, Message, Phase, PlannedMailbox, Site, Step, Value, When
+from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 
 CANDIDATE_VALUES = 2  # a candidate travels as (value, token id)
@@ -14,18 +16,24 @@ STOP_VALUES = 1  # after a rank's candidates: whether it wants the request to en
 Values = tuple[Value, ...]
 
 
-class Scheduler:
-    """Makes the `RankPlan` of one rank: phase by phase, or `staggered`, in the kernel's order of products."""
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """All that one rank does for a token, in order. `steps` are in the order of `products`."""
 
-    def __init__(
-        self, spec: ModelSpec, rank: int, world_size: int, num_ctas: int, *, staggered: bool, checks_experts: bool
-    ) -> None:
-        self.spec, self.rank, self.world_size, self.num_ctas = spec, rank, world_size, num_ctas
-        hosted = spec.lanes_of_rank(rank, world_size)
-        self.lanes = tuple(hosted)
+    rank: int
+    lanes: tuple[int, ...]
+    steps: tuple[Step, ...]
+    products: tuple[Product, ...]
+
+
+class Scheduler:
+    """Makes the `RankPlan` of one rank, in the order of its products."""
+
+    def __init__(self, spec: ModelSpec, rank: int, world_size: int, products: Sequence[Product], *, checks_experts: bool) -> None:
+        self.spec, self.rank, self.world_size, self.products = spec, rank, world_size, tuple(products)
+        self.lanes = tuple(spec.lanes_of_rank(rank, world_size))
         self.checks_experts = checks_experts and spec.experts is not None and world_size > 1
         self.streams = (NONE,) if spec.has_one_stream else self.lanes  # by the lane that they belong to
-        self.products = product_order(spec, hosted) if staggered else plain_order(hosted, spec.num_layers)
         self.peers = tuple(peer for peer in range(world_size) if peer != rank)
         self.steps: list[Step] = []
         self.written: set[Value] = set()  # partials and totals, by the steps so far
@@ -35,15 +43,21 @@ class Scheduler:
             self.sequence |= {(sublayer, layer): sequence for sequence, layer in enumerate(summed)}
 
     def rank_plan(self) -> RankPlan:
-        """All steps of a token, and the rows of each compute CTA."""
+        """All steps of a token. Raises PlanError for a product with a matrix that the model has not."""
         self.steps, self.written = [], set()
         self._per_lane(Phase.EMBED, lambda lane: ((), (self._stream(0, lane),)), self.streams)
-        add = {Phase.QKV: self._add_qkv, Phase.OUT: self._add_out, Phase.GATE_UP: self._add_gate_up, Phase.DOWN: self._add_down}
-        for (phase, layer), products in groupby(self.products, key=lambda product: (product.phase, product.layer)):
-            add[phase](layer, [product.lane for product in products])
-        self._add_head()
+        add = {
+            Phase.QKV: self._add_qkv, Phase.OUT: self._add_out, Phase.ROUTE: self._add_route, Phase.GATE_UP: self._add_gate_up,
+            Phase.DOWN: self._add_down, Phase.HEAD: self._add_head,
+        }  # fmt: skip
+        for (op, layer), products in groupby(self.products, key=lambda product: (product.op, product.layer)):
+            if op not in add or (layer not in range(self.spec.num_layers)) != (op is Phase.HEAD):
+                raise PlanError(
+                    f"rank {self.rank} cannot multiply with a matrix of {op.name} in layer {layer}: the model has none"
+                )
+            add[op](layer, list(dict.fromkeys(lane for product in products for lane in product.lanes)))
         self._add_sampling()
-        return RankPlan(self.rank, self.lanes, tuple(self.steps), row_splits(self.spec, self.lanes, self.num_ctas))
+        return RankPlan(self.rank, self.lanes, tuple(self.steps), self.products)
 
     def mailboxes(self) -> tuple[PlannedMailbox, ...]:
         """What the ranks exchange; nothing if there is only one."""
@@ -88,13 +102,15 @@ class Scheduler:
         self._per_lane(Phase.OUT, lambda lane: (mixed(lane), (partial(Site.ATTENTION, layer, lane),)), lanes, layer)
         self._add_reduction(Site.ATTENTION, layer, lanes)
 
+    def _add_route(self, layer: int, _lanes: Sequence[int]) -> None:
+        """Which experts the layer has, and with `checks_experts` that all ranks have chosen the same."""
+        before, router_logits = self._stream(2 * layer + 1, NONE), Value(Kind.ROUTER_LOGITS, layer)
+        exchange = Message("experts", layer, self.peers) if self.checks_experts else None
+        self.steps.append(Step(Phase.ROUTE, layer, reads=(before,), writes=(router_logits,)))
+        self.steps.append(Step(Phase.SELECT, layer, NONE, NONE, (router_logits,), self._choice(layer), exchange, exchange))
+
     def _add_gate_up(self, layer: int, lanes: Sequence[int]) -> None:
         chosen = self._choice(layer)
-        if chosen:
-            before, router_logits = self._stream(2 * layer + 1, NONE), Value(Kind.ROUTER_LOGITS, layer)
-            exchange = Message("experts", layer, self.peers) if self.checks_experts else None
-            self.steps.append(Step(Phase.ROUTE, layer, reads=(before,), writes=(router_logits,)))
-            self.steps.append(Step(Phase.SELECT, layer, NONE, NONE, (router_logits,), chosen, exchange, exchange))
 
         def values(lane: int) -> tuple[Values, Values]:
             return (self._stream(2 * layer + 1, lane), *chosen), (activation(layer, lane),)
@@ -158,7 +174,8 @@ class Scheduler:
             return None
         return Message(site.name.lower(), 0 if site is Site.FINAL else self.sequence[site, layer], self.peers)
 
-    def _add_head(self) -> None:
+    def _add_head(self, _layer: int, lanes: Sequence[int]) -> None:
+        """Lane aggregation, and the logits of `lanes`."""
         spec, sampled = self.spec, When.SAMPLED
         last = 2 * spec.num_layers
         per_lane = spec.head_type is HeadType.VOCAB_PARALLEL
@@ -188,7 +205,7 @@ class Scheduler:
         def head_input(lane: int) -> Values:
             return (normed(lane) if per_lane else shared,)
 
-        self._per_lane(Phase.HEAD, lambda lane: (head_input(lane), (logits(lane),)), self.lanes, when=sampled)
+        self._per_lane(Phase.HEAD, lambda lane: (head_input(lane), (logits(lane),)), lanes, when=sampled)
 
     def _add_sampling(self) -> None:
         own = tuple(logits(lane) for lane in self.lanes)
@@ -199,42 +216,6 @@ class Scheduler:
         self.steps.append(Step(Phase.GATHER, NONE, NONE, NONE, own, writes, publishes, waits, When.GATHERED))
         exchange = Message("candidates", 0, self.peers) if several else None
         self.steps.append(Step(Phase.SAMPLE, NONE, NONE, NONE, own, (Value(Kind.TOKEN),), exchange, exchange))
-
-
-def row_splits(spec: ModelSpec, lanes: Iterable[int], num_ctas: int) -> tuple[RowSplit, ...]:
-    """Rows of each CTA for each weight phase and lane, balanced over the lanes of the rank.
-
-    OUT and DOWN rows (residual rows) have the same owner in all lanes and layers; where rows do not divide evenly, the extra rows
-    of the other phases continue where the last phase stopped.
-    """
-    hosted = tuple(lanes)
-    qkv_pairs = spec.lane_qkv_rows // 2
-    fixed_units = {Phase.QKV: qkv_pairs, Phase.GATE_UP: spec.lane_ffn}
-    next_cta = spec.hidden_size % num_ctas
-    splits = []
-    for phase in (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN, Phase.HEAD):
-        for lane in hosted:
-            if phase in (Phase.OUT, Phase.DOWN):
-                rows = balanced(spec.hidden_size, num_ctas, 0)
-            else:
-                first, last = spec.vocab_slice(lane)
-                units = fixed_units.get(phase, last - first)
-                rows = balanced(units, num_ctas, next_cta)
-                next_cta = (next_cta + units) % num_ctas
-            width = 2 if phase is Phase.QKV else 1
-            splits.append(RowSplit(phase, lane, tuple((width * start, width * count) for start, count in rows)))
-    return tuple(splits)
-
-
-def balanced(units: int, num_ctas: int, first_extra: int) -> list[tuple[int, int]]:
-    """Contiguous (start, count) by CTA; the remainder goes to the CTAs from `first_extra` on, round the circle."""
-    share, extra = divmod(units, num_ctas)
-    rows, start = [], 0
-    for cta in range(num_ctas):
-        count = share + ((cta - first_extra) % num_ctas < extra)
-        rows.append((start, count))
-        start += count
-    return rows
 
 
 def is_summed(spec: ModelSpec, layer: int, sublayer: Sublayer) -> bool:

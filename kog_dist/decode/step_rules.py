@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kog_dist.decode.steps import NONE, Kind, Phase, RankPlan, Site, Step, Value
+from kog_dist.decode.schedule import RankPlan
+from kog_dist.decode.steps import NONE, Kind, Phase, Site, Step, Value
 from kog_dist.model.spec import HeadType, ModelSpec
 
 

@@ -12,8 +12,8 @@ NONE = -1  # a value or step without this coordinate (no lane, no layer)
 class Phase(enum.IntEnum):
     """Stage of one decode step, numbered alike in device programs (`phase_enum`).
 
-    The first five read weights; the others only move or combine values. Device programs use that the first four fit into two
-    bits, and that OUT and DOWN, whose outputs go to the residual, are the odd ones.
+    The first five and ROUTE multiply with a matrix; the others only move or combine values. Device programs use that the first
+    four fit into two bits, and that OUT and DOWN, whose outputs go to the residual, are the odd ones.
     """
 
     QKV = 0
@@ -40,7 +40,8 @@ def phase_enum() -> str:
     return f"enum Phase : unsigned int {{ {', '.join(f'{name}Phase' for name in names)} }};"
 
 
-WEIGHT_PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN, Phase.HEAD)
+LAYER_OPS = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # what each lane multiplies with in a layer, in this order
+WEIGHT_PHASES = (*LAYER_OPS, Phase.HEAD, Phase.ROUTE)
 
 
 class Site(enum.IntEnum):
@@ -139,24 +140,3 @@ class Step(NamedTuple):
     publishes: Message | None = None
     waits: Message | None = None
     when: When = When.ALWAYS
-
-
-class RowSplit(NamedTuple):
-    """Which compute CTA owns which rows of a lane's matrix, the same in every layer: (first row, rows) by CTA.
-
-    QKV counts query, then key, then value rows, in pairs that turn together; GATE_UP counts columns (a gate and an up row each).
-    """
-
-    phase: Phase
-    lane: int
-    rows: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """All that one rank does for a token, in order."""
-
-    rank: int
-    lanes: tuple[int, ...]
-    steps: tuple[Step, ...]
-    splits: tuple[RowSplit, ...]

@@ -18,7 +18,7 @@ def generate(context: RankContext) -> list[tuple[int, str]]:
     """Feed the prompt, then generate. For each sampled token: its id, and on rank 0 the SHA-256 of its logits."""
     arguments = context.arguments
     checkpoint = open_checkpoint(Path(arguments["folder"]))
-    plan = make_plan(checkpoint.spec, context.info.world_size, num_ctas=4)
+    plan = make_plan(checkpoint.spec, context.info.world_size)
     comm = context.communicator([MailboxSpec(box.name, box.num_slots, box.length) for box in plan.mailboxes])
     weights = checkpoint.rank_weights(plan.ranks[context.info.rank].lanes)
     engine = Interpreter(plan, context.info.rank, weights, comm)

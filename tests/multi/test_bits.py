@@ -112,7 +112,7 @@ def run_ranks(world_size: int, work: Callable[[int, ThreadExchange], Any]) -> li
 def generate(folder: Path, world_size: int, sampling: SamplingParams, kv_dtype: str = "float32") -> list[StepOutput]:
     """Outputs of rank 0 for the prompt and the tokens that follow; all ranks must choose the same tokens."""
     checkpoint = open_checkpoint(folder)
-    plan = make_plan(checkpoint.spec, world_size, num_ctas=4)
+    plan = make_plan(checkpoint.spec, world_size)
 
     def work(rank: int, exchange: ThreadExchange) -> list[StepOutput]:
         weights = checkpoint.rank_weights(plan.ranks[rank].lanes)
@@ -214,7 +214,7 @@ def generate_with_processors(
 ) -> list[tuple[int, TokenLogprobs]]:
     """Tokens of rank 0 and their log-probabilities; all ranks must take its choice, which only rank 0 knows."""
     checkpoint = open_checkpoint(folder)
-    plan = make_plan(checkpoint.spec, world_size, num_ctas=4)
+    plan = make_plan(checkpoint.spec, world_size)
 
     def work(rank: int, exchange: ThreadExchange) -> list[tuple[int, TokenLogprobs | None]]:
         engine = Interpreter(plan, rank, checkpoint.rank_weights(plan.ranks[rank].lanes), exchange)
@@ -261,7 +261,7 @@ def test_processed_choices_and_logprobs_do_not_depend_on_the_world_size(
 
 def test_rank_0_alone_chooses_and_only_from_all_logits(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
-    plan = make_plan(BASE, 2, num_ctas=4)
+    plan = make_plan(BASE, 2)
 
     def work(rank: int, exchange: ThreadExchange) -> list[tuple[int, bool, bool]]:
         engine = Interpreter(plan, rank, open_checkpoint(tmp_path).rank_weights(plan.ranks[rank].lanes), exchange)
@@ -283,7 +283,7 @@ def test_rank_0_alone_chooses_and_only_from_all_logits(tmp_path: Path) -> None:
 
 def test_a_logit_that_is_not_finite_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
-    plan = make_plan(BASE, 4, num_ctas=4)
+    plan = make_plan(BASE, 4)
 
     def work(rank: int, exchange: ThreadExchange) -> list[tuple[bool, int]]:
         weights = open_checkpoint(tmp_path).rank_weights(plan.ranks[rank].lanes)

@@ -26,7 +26,7 @@ TOKENS = (3, 17, 4)
 def logits_of(folder: Path, world_size: int, *, planted: tuple[int, int] | None = None) -> list[bytes]:
     """Logits of rank 0 for TOKENS, compared in every layer. `planted`: a rank and a layer that chooses wrongly at the end."""
     checkpoint = open_checkpoint(folder)
-    plan = make_plan(SPEC, world_size, num_ctas=4, checks_experts=True)
+    plan = make_plan(SPEC, world_size, checks_experts=True)
     check(plan)  # in one thread; an Interpreter then finds it done
 
     def work(rank: int, exchange: ThreadExchange) -> list[bytes]:
@@ -75,7 +75,7 @@ def test_every_rank_sees_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
             choice[0] = np.sort((choice[0] + 1) % len(logits))
 
     monkeypatch.setattr(lane_math, "select", selected)
-    plan, errors = make_plan(SPEC, 2, num_ctas=4, checks_experts=True), list[str]()
+    plan, errors = make_plan(SPEC, 2, checks_experts=True), list[str]()
     check(plan)
 
     def work(rank: int, exchange: ThreadExchange) -> None:

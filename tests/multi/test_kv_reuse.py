@@ -52,7 +52,7 @@ def decode(engine: Interpreter, prompt: tuple[int, ...], use: KvUse) -> Answer:
 def make_engine(
     checkpoint: Checkpoint, world_size: int, rank: int, exchange: ThreadExchange | None, kv_dtype: str
 ) -> Interpreter:
-    plan = make_plan(checkpoint.spec, world_size, num_ctas=4)
+    plan = make_plan(checkpoint.spec, world_size)
     weights = checkpoint.rank_weights(plan.ranks[rank].lanes)
     return Interpreter(plan, rank, weights, exchange, kv_dtype=kv_dtype, num_kv_caches=NUM_CACHES)
 

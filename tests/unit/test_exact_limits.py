@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import LARGEST_VOCAB, Plan, make_plan
+from kog_dist.decode.plan import LARGEST_VOCAB, make_plan
 from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance, select
-from kog_dist.decode.steps import Phase, RankPlan, RowSplit
 from kog_dist.decode.validate import validate
 from kog_dist.errors import ConfigError, PlanError, RequestError
 from kog_dist.model import limits
@@ -97,38 +96,13 @@ def test_token_ids_of_a_plan_are_exact_as_float32(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(limits, "MAX_VOCAB_SIZE", LARGEST_VOCAB + 1)  # a model folder has a smaller one
     assert int(np.float32(LARGEST_VOCAB - 1)) == LARGEST_VOCAB - 1
     assert int(np.float32(LARGEST_VOCAB)) == int(np.float32(LARGEST_VOCAB + 1)), "the next one is not"
-    make_plan(replace(SPEC, vocab_size=LARGEST_VOCAB), 1, num_ctas=1)
+    make_plan(replace(SPEC, vocab_size=LARGEST_VOCAB), 1)
     with pytest.raises(ConfigError, match="token ids must stay below 16777216"):
-        make_plan(replace(SPEC, vocab_size=LARGEST_VOCAB + 1), 1, num_ctas=1)
-    with pytest.raises(ConfigError, match="num_ctas must be at least 1, got 0"):
-        make_plan(SPEC, 1, num_ctas=0)
-
-
-def with_rows(plan: Plan, phases: set[Phase], rows: tuple[tuple[int, int], ...]) -> Plan:
-    """The plan with other rows on the tapes of these phases, of all lanes of all ranks."""
-
-    def split(old: RowSplit) -> RowSplit:
-        return old._replace(rows=rows) if old.phase in phases else old
-
-    parts: list[RankPlan] = [replace(part, splits=tuple(map(split, part.splits))) for part in plan.ranks]
-    return replace(plan, ranks=tuple(parts))
-
-
-def test_rows_may_differ_by_one_unit_between_thread_blocks() -> None:
-    """A thread block with more than its share makes all others wait in every phase."""
-    plan = make_plan(SPEC, 1, num_ctas=3)
-    assert validate(with_rows(plan, {Phase.GATE_UP}, ((0, 2), (2, 3), (5, 3)))) == []
-    found = validate(with_rows(plan, {Phase.GATE_UP}, ((0, 2), (2, 2), (4, 4))))
-    assert found[0] == "rank 0, GATE_UP of lane 0: rows are not balanced over the CTAs (from 2 to 4)"
-    assert validate(with_rows(plan, {Phase.QKV}, ((0, 8), (8, 8), (16, 8)))) == []
-    pair_split = validate(with_rows(plan, {Phase.QKV}, ((0, 7), (7, 9), (16, 8))))
-    assert "rank 0, QKV of lane 0: rows are not balanced" in pair_split[0], "rotary embedding turns pairs of rows"
-    assert "rows 4 .. 5 are on no tape" in validate(with_rows(plan, {Phase.GATE_UP}, ((0, 2), (2, 2), (5, 3))))[0]
-    assert "7 rows on the tapes, the matrix has 8" in validate(with_rows(plan, {Phase.GATE_UP}, ((0, 2), (2, 2), (4, 3))))[0]
+        make_plan(replace(SPEC, vocab_size=LARGEST_VOCAB + 1), 1)
 
 
 def test_a_mailbox_has_the_slots_of_two_tokens_at_most() -> None:
-    plan = make_plan(SPEC, 2, num_ctas=1)
+    plan = make_plan(SPEC, 2)
     for box in plan.mailboxes:
         most = 2 * box.per_token
         for num_slots, finding in ((most, False), (most + 1, True), (0, True)):
@@ -143,7 +117,7 @@ def test_a_cache_goes_on_behind_what_it_holds_and_no_further(tmp_path: Path) -> 
     folder = tmp_path / "model"
     write_checkpoint(folder, SPEC, random_tensors(SPEC, seed=3))
     weights = open_checkpoint(folder).rank_weights(range(2))
-    model = Interpreter(make_plan(SPEC, 1, 2), 0, weights, None, num_kv_caches=2)
+    model = Interpreter(make_plan(SPEC, 1), 0, weights, None, num_kv_caches=2)
     for position in range(5):
         model.step(7, position, GREEDY)
     assert model.num_positions == 5

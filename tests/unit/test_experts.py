@@ -24,6 +24,7 @@ from kog_dist.model.formats.weight_format import CodedMatrix
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weights import BFLOAT16, aligned_empty
 from kog_dist.runtime.abi import WaitOp, WaitRecord
+from tests.unit.staggered import staggered_plan
 from tests.unit.test_validate import moved, swapped, with_part, with_step
 
 SPEC = ModelSpec(
@@ -178,7 +179,7 @@ def test_configs_of_experts_come_back() -> None:
 @pytest.mark.parametrize("checks_experts", [False, True])
 @pytest.mark.parametrize("staggered", [False, True])
 def test_plans_with_experts_are_accepted(world_size: int, checks_experts: bool, staggered: bool) -> None:
-    plan = make_plan(SPEC, world_size, num_ctas=3, staggered=staggered, checks_experts=checks_experts)
+    plan = (staggered_plan if staggered else make_plan)(SPEC, world_size, checks_experts=checks_experts)
     assert validate(plan) == []
     for part in plan.ranks:
         phases = [step.phase for step in part.steps]
@@ -193,8 +194,8 @@ def test_the_check_changes_the_plan_and_nothing_of_models_without() -> None:
     assert make_plan(dense, 2).digest() == make_plan(dense, 2, checks_experts=True).digest()
 
 
-PLAN = make_plan(SPEC, 2, num_ctas=3)
-CHECKED = make_plan(SPEC, 4, num_ctas=3, checks_experts=True)
+PLAN = make_plan(SPEC, 2)
+CHECKED = make_plan(SPEC, 4, checks_experts=True)
 ALL_BUT_2 = Message("experts", 1, (0, 1))
 WRONG: dict[str, tuple[Plan, str]] = {
     "the stream before attention": (
@@ -243,7 +244,7 @@ def test_the_mailbox_must_hold_a_choice() -> None:
 
 
 def test_models_without_experts_route_nothing() -> None:
-    dense = make_plan(replace(SPEC, experts=None), 2, num_ctas=3)
+    dense = make_plan(replace(SPEC, experts=None), 2)
     route = next(step for step in PLAN.ranks[0].steps if step.phase is Phase.ROUTE)
     part = dense.ranks[0]
     assert "the model has no experts" in validate(with_part(dense, replace(part, steps=(*part.steps, route))))[0]

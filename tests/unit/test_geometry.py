@@ -77,7 +77,7 @@ def test_padding_is_small_and_the_ring_holds_more_than_is_under_way(key: tuple[s
     assert shape.geometry == choose(spec, 128), "K is divided alike on every number of ranks"
     assert shape.num_pieces * shape.num_slots > shape.in_flight + 1
     if shape.geometry is EIGHT_WARPS:
-        ops = (shape.qkv, shape.out, shape.gate_up, shape.down)
+        ops = shape.layer_ops.values()
         assert (
             shape.in_flight * max(2 * op.tile_values for op in ops) <= 1.7 * EIGHT_WARPS.in_flight_bytes
         )  # counted in mean tiles

@@ -21,6 +21,7 @@ from kog_dist.model.rope_scaling import Llama3Scaling
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.model.weights import RankWeights
 from kog_dist.sampling_params import SamplingParams
+from tests.unit.staggered import staggered_plan
 
 Array = NDArray[Any]
 GREEDY = SamplingParams()
@@ -126,7 +127,7 @@ def save(spec: ModelSpec, folder: Path, seed: int = 5) -> Path:
 def engine(folder: Path, *, dtype: Any = np.float32, kv_dtype: str = "float32") -> Interpreter:
     checkpoint = open_checkpoint(folder)
     weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), dtype=dtype)
-    return Interpreter(make_plan(checkpoint.spec, 1, 4), 0, weights, None, dtype=dtype, kv_dtype=kv_dtype)
+    return Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def logits_of(model: Interpreter, tokens: list[int], start: int = 0) -> Array:
@@ -230,7 +231,7 @@ def test_the_same_request_twice_has_the_same_bits(tmp_path: Path) -> None:
 def test_a_staggered_plan_has_the_same_bits(name: str, tmp_path: Path) -> None:
     spec = SPECS[name]
     weights, tokens = weights_of(spec, tmp_path / "model"), tokens_of(spec, 8)
-    plans = [make_plan(spec, 1, 4, staggered=staggered) for staggered in (False, True)]
+    plans = [make_plan(spec, 1), staggered_plan(spec, 1)]
     assert plans[0] != plans[1]
     plain, staggered = (logits_of(Interpreter(plan, 0, weights, None), tokens) for plan in plans)
     assert plain.tobytes() == staggered.tobytes()
@@ -263,7 +264,7 @@ def test_prompt_tokens_have_no_logits_and_change_nothing(tmp_path: Path) -> None
 def test_logits_that_are_not_finite_are_reported(value: float, tmp_path: Path) -> None:
     spoilt = weights_of(BASE, tmp_path / "model")
     spoilt.heads[3][-1, 0] = value
-    broken = Interpreter(make_plan(BASE, 1, 4), 0, spoilt, None)
+    broken = Interpreter(make_plan(BASE, 1), 0, spoilt, None)
     for sampling in (GREEDY, SamplingParams(1.0, 3)):
         broken.use_cache(0, 0, 0)
         assert not broken.step(1, 0, sampling).finite
@@ -328,7 +329,7 @@ def test_every_dependency_is_checked_while_it_runs(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(interpreter_module, "check", lambda plan: None)
     spec = replace(BASE, num_lanes=2, num_layers=3, window_layers=(0,))
     weights = weights_of(spec, tmp_path / "model")
-    plan = make_plan(spec, 1, num_ctas=2)
+    plan = make_plan(spec, 1)
     right = Interpreter(plan, 0, weights, None)
     wanted = [right.step(3, 0, GREEDY).token_id, right.step(4, 1, GREEDY).token_id]
     refused = 0
@@ -347,7 +348,7 @@ def test_a_step_left_out_or_done_twice_is_noticed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(interpreter_module, "check", lambda plan: None)
     spec = replace(BASE, num_lanes=2, num_layers=2, window_layers=())
     weights = weights_of(spec, tmp_path / "model")
-    plan = make_plan(spec, 1, num_ctas=2)
+    plan = make_plan(spec, 1)
     part = plan.ranks[0]
     for at, step in enumerate(part.steps):
         without = (*part.steps[:at], *part.steps[at + 1 :])

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.decode.plan import Plan, make_plan
 from kog_dist.decode.steps import Phase
-from kog_dist.decode.tape import tape
 from kog_dist.decode.tape_packing import OpShape, take_off_tape, unpack
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
 from kog_dist.workers.cuda import load, staging
 from kog_dist.workers.cuda.device_weights import DeviceWeights, pack_tape
@@ -140,15 +139,15 @@ def test_every_word_arrives_in_its_place(tmp_path: Path, variant: str, dtype: st
         def found(op: OpShape, matrix: np.ndarray[Any, Any], tapes: Tapes = tapes) -> bool:
             return np.array_equal(tapes.next(op, *matrix.shape), stored_words(matrix, dtype))
 
-        for product in shape.products:
-            layer = wanted.lanes[product.lane].layers[product.layer]
-            op, matrix = {
-                Phase.QKV: (shape.qkv, layer.wqkv),
-                Phase.OUT: (shape.out, layer.wo),
-                Phase.GATE_UP: (shape.gate_up, np.stack([layer.w1, layer.w3], 1).reshape(-1, spec.hidden_size)),
-                Phase.DOWN: (shape.down, layer.w2),
-            }[product.phase]
-            assert found(op, matrix), product
+        for product in shape.layer_products:
+            layer = wanted.lanes[product.first_lane].layers[product.layer]
+            matrix = {
+                Phase.QKV: layer.wqkv,
+                Phase.OUT: layer.wo,
+                Phase.GATE_UP: np.stack([layer.w1, layer.w3], 1).reshape(-1, spec.hidden_size),
+                Phase.DOWN: layer.w2,
+            }[product.op]
+            assert found(shape.ops[product.op], matrix), product
         norms = []
         for i in range(spec.num_layers):
             layers = [wanted.lanes[lane].layers[i] for lane in (hosted[:1] if spec.shared_norm_scale else hosted)]
@@ -208,13 +207,6 @@ def test_a_file_that_was_replaced_meanwhile_is_refused(tmp_path: Path) -> None:
 def packed_products(shape: KernelShape) -> list[tuple[Phase, int, int]]:
     """What `pack_tape` puts on the tapes, in order: (phase, layer, hosted lane)."""
     asked: list[tuple[Phase, int, int]] = []
-    ops = {
-        Phase.QKV: shape.qkv,
-        Phase.OUT: shape.out,
-        Phase.GATE_UP: shape.gate_up,
-        Phase.DOWN: shape.down,
-        Phase.HEAD: shape.head,
-    }
 
     def source(phase: Phase, layer: int, lane: int) -> Any:
         asked.append((phase, layer, lane))
@@ -229,37 +221,28 @@ def packed_products(shape: KernelShape) -> list[tuple[Phase, int, int]]:
         number = int(tapes[position * shape.num_ctas])
         assert number, f"no product begins at value {position}"
         found.append(asked[number - 1])
-        position += ops[found[-1][0]].num_values
+        position += shape.ops[found[-1][0]].num_values
     assert position == shape.tape_values
     return found
 
 
-def plan_of(shape: KernelShape) -> tuple[Plan, int]:
-    """The plan of the engine that the shape is a rank of, and the rank."""
-    hosted = len(shape.hosted_lanes)
-    plan = make_plan(shape.spec, shape.spec.num_lanes // hosted, shape.num_ctas, staggered=True)
-    return plan, shape.hosted_lanes[0] // hosted
-
-
 @pytest.mark.parametrize("hosted", [range(8), range(4, 8), range(2, 4), range(7, 8)], ids=str)
-def test_tape_has_the_order_of_the_plan(hosted: range) -> None:
-    spec = ModelSpec(128, 3, 8, 8, 256, 100, max_context=64, num_lanes=8, delay=1)
+@pytest.mark.parametrize("changes", [{}, {"delay": 0}, {"delay": 0, "experts": ExpertsSpec(6, 2)}], ids=str)
+def test_tape_has_the_order_of_the_products(hosted: range, changes: dict[str, Any]) -> None:
+    """Those of the plan. Experts stand elsewhere, with a router on the tape."""
+    spec = replace(ModelSpec(128, 3, 8, 8, 256, 100, max_context=64, num_lanes=8, delay=1), **changes)
     shape = KernelShape(spec, hosted, max_ctas=4)
-    wanted: list[tuple[Phase, int, int]] = []
-    for segment in tape(*plan_of(shape), cta=0):
-        if segment.phase is not Phase.HEAD:
-            wanted.append((segment.phase, segment.layer, segment.lane - hosted[0]))
-        elif wanted[-1] != (Phase.HEAD, 0, 0):  # the hosted lanes' slices of the vocabulary are one product here
-            wanted.append((Phase.HEAD, 0, 0))
+    wanted = []
+    for product in shape.products:
+        if spec.experts is None or product.op not in (Phase.GATE_UP, Phase.DOWN):
+            lane = 0 if product.op is Phase.ROUTE else product.first_lane - hosted[0]
+            wanted.append((product.op, max(product.layer, 0), lane))
     assert packed_products(shape) == wanted
 
 
 @pytest.mark.parametrize("hosted", [range(8), range(4, 6), range(7, 8)], ids=str)
-def test_rows_of_the_2b_shape_have_the_owner_of_the_plan(hosted: range) -> None:
+def test_rows_of_the_2b_shape_divide_evenly(hosted: range) -> None:
+    """Over 128 thread blocks, for the layers' products."""
     shape = KernelShape(laneformer_2b(), hosted)
-    plan, rank = plan_of(shape)
-    ops = {Phase.QKV: shape.qkv, Phase.OUT: shape.out, Phase.GATE_UP: shape.gate_up, Phase.DOWN: shape.down}
-    for split in plan.ranks[rank].splits:
-        if split.phase in ops:  # the LM head is cut once for all hosted lanes here, lane by lane in the plan
-            rows = ops[split.phase].cta_rows // (2 if split.phase is Phase.GATE_UP else 1)
-            assert split.rows == tuple((cta * rows, rows) for cta in range(shape.num_ctas)), split.phase
+    rows = {product.op: (product.rows.num_rows, product.rows.per_cta) for product in shape.layer_products}
+    assert rows == {Phase.QKV: (768, 6), Phase.OUT: (3072, 24), Phase.GATE_UP: (3072, 24), Phase.DOWN: (3072, 24)}

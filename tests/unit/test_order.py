@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 
 import pytest
 
-from kog_dist.decode.order import Product, product_order
+from kog_dist.decode.order import Turn, product_order
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
-from kog_dist.workers.cuda.kernel_header import shape_header
-from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 SMALL = ModelSpec(
     hidden_size=16, num_layers=7, num_heads=8, num_kv_heads=8, intermediate_size=16, vocab_size=24, num_lanes=8, delay=2
@@ -33,7 +30,7 @@ def test_each_lane_computes_its_own_in_order(lanes: range) -> None:
     for spec in VARIANTS:
         order = product_order(spec, lanes)
         for lane in lanes:
-            wanted = [Product(layer, phase, lane) for layer in range(spec.num_layers) for phase in CHAIN]
+            wanted = [Turn(layer, phase, lane) for layer in range(spec.num_layers) for phase in CHAIN]
             assert [product for product in order if product.lane == lane] == wanted, spec
         assert len(order) == 4 * spec.num_layers * len(lanes)
 
@@ -74,7 +71,7 @@ def test_the_mlp_of_half_of_the_lanes_covers_the_attention_of_the_others(lanes: 
     order, half = product_order(SMALL, lanes), len(lanes) // 2
     inner = order[4 * len(lanes) * SMALL.delay + 3 * half : -4 * half]  # without the ends, where half of the lanes are alone
     for number, product in enumerate(inner):
-        if product.phase is Phase.OUT and (queries := Product(product.layer, Phase.QKV, product.lane)) in inner:
+        if product.phase is Phase.OUT and (queries := Turn(product.layer, Phase.QKV, product.lane)) in inner:
             between = inner[inner.index(queries) + 1 : number]
             others = {other.phase for other in between if (other.lane in lanes[:half]) != (product.lane in lanes[:half])}
             assert others >= {Phase.GATE_UP, Phase.DOWN}, product
@@ -95,18 +92,18 @@ def test_at_the_ends_others_cover_attention_and_the_way_to_gate_up(lanes: range,
     spec, half = replace(SMALL, num_layers=num_layers), len(lanes) // 2
     order, (ahead, behind) = product_order(spec, lanes), (lanes[:half], lanes[half:])
 
-    def between(first: Product, last: Product) -> list[Product]:
+    def between(first: Turn, last: Turn) -> list[Turn]:
         return order[order.index(first) + 1 : order.index(last)]
 
     first_free, last = spec.delay, num_layers - 1
     for lane in ahead:
-        covering = between(Product(first_free, Phase.QKV, lane), Product(first_free, Phase.OUT, lane))
+        covering = between(Turn(first_free, Phase.QKV, lane), Turn(first_free, Phase.OUT, lane))
         assert {product for product in covering if product.phase is Phase.QKV} >= {
-            Product(first_free, Phase.QKV, other) for other in behind
+            Turn(first_free, Phase.QKV, other) for other in behind
         }
     for lane in behind:
-        covering = between(Product(last, Phase.OUT, lane), Product(last, Phase.GATE_UP, lane))
-        assert set(covering) >= {Product(last, Phase.DOWN, other) for other in ahead}
+        covering = between(Turn(last, Phase.OUT, lane), Turn(last, Phase.GATE_UP, lane))
+        assert set(covering) >= {Turn(last, Phase.DOWN, other) for other in ahead}
 
 
 def test_the_whole_order_of_four_lanes() -> None:
@@ -119,17 +116,3 @@ def test_the_whole_order_of_four_lanes() -> None:
         "Q30 G22 Q31 G23 D22 O30 D23 O31 Q32 G30 Q33 G31 O32 O33 D30 D31 "
         "G32 G33 D32 D33"
     )
-
-
-@pytest.mark.parametrize("lanes", [range(8), range(4, 6)], ids=str)
-def test_the_generated_table_has_this_order(lanes: range) -> None:
-    """Read as `Place` in layout.cuh reads it: lanes from 0, and at the end the place of the LM head."""
-    spec = replace(SMALL, hidden_size=128, intermediate_size=256)
-    tables = dict(re.findall(r"short (k\w+)\[\] = \{([\d, ]+)\}", shape_header(KernelShape(spec, lanes, max_ctas=4))))
-    *codes, end, after = map(int, tables["kProducts"].split(", "))
-    order = product_order(spec, lanes)
-    phases = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)
-    assert [Product(code >> 8, phases[code & 3], lanes[code >> 2 & 63]) for code in codes] == order
-    assert end == after == spec.num_layers << 8
-    queries = [int(number) for number in tables["kQkvProducts"].split(", ")]
-    assert queries == [number for number, product in enumerate(order) if product.phase is Phase.QKV]

@@ -1,21 +1,20 @@
-"""Plans and tapes: what is published when, where rows go, and that a plan is a pure function of its arguments."""
+"""Plans: what is published when, what is multiplied, and that a plan is a pure function of its arguments."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.steps import NONE, WEIGHT_PHASES, Kind, Message, Phase, Site, Step, Value, When
-from kog_dist.decode.tape import segment_weights, tape, tape_values
+from kog_dist.decode.products import Product
+from kog_dist.decode.steps import LAYER_OPS, NONE, WEIGHT_PHASES, Kind, Message, Phase, Site, Step, Value, When
+from kog_dist.decode.tape_packing import OpShape
 from kog_dist.errors import ConfigError
-from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
+from tests.unit.staggered import staggered_plan
 
 SMALL = ModelSpec(
     hidden_size=48, num_layers=5, num_heads=8, num_kv_heads=4, intermediate_size=40, vocab_size=50, num_lanes=4, delay=2
@@ -41,7 +40,7 @@ def test_lanes_of_a_phase_stand_together() -> None:
 
 
 def test_staggered_lanes_are_half_a_layer_apart_behind_the_blocking_layers() -> None:
-    plan = make_plan(SMALL, 1, staggered=True)
+    plan = staggered_plan(SMALL, 1)
     order = [(s.phase, s.layer, s.lane) for s in plan.ranks[0].steps if s.phase in WEIGHT_PHASES and s.layer != NONE]
     phases = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)
     assert order[:32] == [(phase, layer, lane) for layer in (0, 1) for phase in phases for lane in range(4)]
@@ -55,7 +54,7 @@ def test_staggered_lanes_are_half_a_layer_apart_behind_the_blocking_layers() -> 
 
 def test_a_staggered_sum_waits_for_the_lanes_behind() -> None:
     """Published once the last own lane has its part; the total comes once, before the first lane that needs it."""
-    ordered = make_plan(replace(SMALL, delay=1), 1, staggered=True).ranks[0].steps
+    ordered = staggered_plan(replace(SMALL, delay=1), 1).ranks[0].steps
     at = {(s.phase, s.site, s.layer, s.lane): k for k, s in enumerate(ordered)}
     for site, phase in ((Site.ATTENTION, Phase.OUT), (Site.MLP, Phase.DOWN)):
         for layer in (1, 2, 3):
@@ -68,11 +67,11 @@ def test_a_staggered_sum_waits_for_the_lanes_behind() -> None:
 
 
 def test_ranks_of_one_lane_have_one_order() -> None:
-    assert make_plan(SMALL, 4, staggered=True) == make_plan(SMALL, 4)
+    assert staggered_plan(SMALL, 4) == make_plan(SMALL, 4)
     for ranks in (1, 2):
-        assert make_plan(SMALL, ranks, staggered=True).digest() != make_plan(SMALL, ranks).digest()
+        assert staggered_plan(SMALL, ranks).digest() != make_plan(SMALL, ranks).digest()
     blocking = replace(SMALL, delay=0)
-    assert make_plan(blocking, 1, staggered=True) == make_plan(blocking, 1)
+    assert staggered_plan(blocking, 1) == make_plan(blocking, 1)
 
 
 def test_early_layers_block_later_layers_look_back_and_the_last_publish_nothing() -> None:
@@ -156,7 +155,7 @@ def test_epochs_grow_and_slots_follow_them() -> None:
 
 
 def test_the_plan_depends_only_on_its_arguments() -> None:
-    digests = {make_plan(spec, world_size, ctas).digest() for spec, world_size, ctas in VARIANTS}
+    digests = {make_plan(spec, world_size).digest() for spec, world_size in VARIANTS}
     assert len(digests) == len(VARIANTS)
     assert make_plan(*VARIANTS[0]).digest() == make_plan(*VARIANTS[0]).digest()
     other_process = (
@@ -168,18 +167,25 @@ def test_the_plan_depends_only_on_its_arguments() -> None:
 
 
 VARIANTS = [
-    (SMALL, 1, 8), (SMALL, 2, 8), (SMALL, 2, 9), (replace(SMALL, delay=1), 2, 8), (replace(SMALL, norm_eps=1e-6), 2, 8),
+    (SMALL, 1), (SMALL, 2), (replace(SMALL, delay=1), 2), (replace(SMALL, norm_eps=1e-6), 2),
 ]  # fmt: skip
 
 
 def test_every_part_of_a_plan_is_in_its_digest() -> None:
-    plan = make_plan(SMALL, 2, 4)
+    plan = make_plan(SMALL, 2)
     part = plan.ranks[1]
+
+    def with_form(form: OpShape) -> Product:
+        return part.products[0]._replace(rows=part.products[0].rows._replace(form=form))
+
     changed = [
         replace(plan, mailboxes=(replace(plan.mailboxes[0], num_slots=9), *plan.mailboxes[1:])),
         replace(plan, ranks=(plan.ranks[0], replace(part, steps=part.steps[:-1]))),
         replace(plan, ranks=(plan.ranks[0], replace(part, steps=(*part.steps[:-1], part.steps[-1]._replace(when=When.SAMPLED))))),
-        replace(plan, ranks=(plan.ranks[0], replace(part, splits=part.splits[1:]))),
+        replace(plan, ranks=(plan.ranks[0], replace(part, products=part.products[1:]))),
+        replace(plan, ranks=(plan.ranks[0], replace(part, products=(with_form(OpShape(2, 1, 1, 1, 8)), *part.products[1:])))),
+        replace(plan, ranks=(plan.ranks[0], replace(part, products=(with_form(OpShape(2, 1, 1, 1, 9)), *part.products[1:])))),
+        replace(plan, num_ctas=2),
         replace(plan, ranks=(plan.ranks[0], replace(part, lanes=(3, 2)))),
     ]
     assert len({plan.digest(), *(other.digest() for other in changed)}) == len(changed) + 1
@@ -188,69 +194,24 @@ def test_every_part_of_a_plan_is_in_its_digest() -> None:
 def test_sizes_that_cannot_be_run_are_refused() -> None:
     with pytest.raises(ConfigError, match="4 lanes cannot be spread over 3 ranks; use one of 1, 2, 4"):
         make_plan(SMALL, 3)
-    with pytest.raises(ConfigError, match="num_ctas must be at least 1"):
-        make_plan(SMALL, 1, 0)
     with pytest.raises(ConfigError, match="vocab_size must be at most 1048576"):
         make_plan(replace(SMALL, vocab_size=(1 << 20) + 1), 1)
 
 
-# ---- tapes ----
-@pytest.mark.parametrize("num_ctas", [1, 3, 128])
-@pytest.mark.parametrize("head_type", [HeadType.REPLICATE, HeadType.LANE])
-def test_every_weight_is_on_exactly_one_tape(num_ctas: int, head_type: HeadType, tmp_path: Path) -> None:
-    """Weights are numbered; the tapes of all CTAs of all ranks together must hold every number once."""
-    spec = replace(SMALL, head_type=head_type)
-    write_checkpoint(tmp_path, spec, random_tensors(spec, 1), dtype="float32")
-    found: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = []
-    plan = make_plan(spec, 2, num_ctas)
-    expected = 0
+# ---- products ----
+@pytest.mark.parametrize("plan", [make_plan(SMALL, 2), staggered_plan(SMALL, 2)], ids=["plain", "staggered"])
+def test_products_are_the_steps_that_multiply(plan: Plan) -> None:
     for part in plan.ranks:
-        weights = open_checkpoint(tmp_path).rank_weights(part.lanes)
-        matrices = [
-            m for lane in part.lanes for layer in weights.lanes[lane].layers for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)
-        ]
-        for matrix in (*matrices, *(weights.heads[lane] for lane in part.lanes)):
-            matrix.ravel()[:] = np.arange(expected, expected + matrix.size)
-            expected += matrix.size
-        for cta in range(num_ctas):
-            segments = list(tape(plan, part.rank, cta))
-            found += [rows.ravel().copy() for segment in segments for rows in segment_weights(segment, weights)]
-            assert tape_values(plan, part.rank, cta, weights) == sum(
-                rows.size for segment in segments for rows in segment_weights(segment, weights)
-            )
-    assert expected < 1 << 24, "float32 must count exactly"
-    assert (np.sort(np.concatenate(found)) == np.arange(expected)).all()
+        used = [(step.phase, step.layer, step.lane) for step in part.steps if step.phase in WEIGHT_PHASES]
+        assert [(product.op, product.layer, lane) for product in part.products for lane in product.lanes] == used
 
 
-def test_a_tape_follows_the_order_of_use() -> None:
-    plan = make_plan(SMALL, 2, num_ctas=4)
-    used = [
-        (s.phase, s.layer, s.lane)
-        for s in plan.ranks[1].steps
-        if s.phase in (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN, Phase.HEAD)
+def test_undivided_rows_have_one_owner() -> None:
+    rows = [(product.op, product.first_lane, product.rows[:3]) for product in make_plan(SMALL, 2).ranks[1].products]
+    assert rows[: 2 * len(LAYER_OPS)] == [
+        (op, lane, (count, 1, 1))
+        for op, count in ((Phase.QKV, 24), (Phase.OUT, 48), (Phase.GATE_UP, 20), (Phase.DOWN, 48))
+        for lane in (2, 3)
     ]
-    assert [segment[:3] for segment in tape(plan, 1, 0)] == used
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_the_published_shape_divides_evenly_over_128_ctas(world_size: int) -> None:
-    """D = 128 x 24, FFN of a lane = 128 x 12, QKV of a lane = 128 x 6; only the vocabulary's rows do not divide."""
-    plan = make_plan(laneformer_2b(), world_size, 128)
-    for cta in range(128):
-        rows = {segment.phase: segment.num_rows for segment in tape(plan, 0, cta)}
-        assert (rows[Phase.QKV], rows[Phase.OUT], rows[Phase.GATE_UP], rows[Phase.DOWN]) == (6, 24, 12, 24)
-    head_rows = [sum(s.num_rows for s in tape(plan, 0, cta) if s.phase is Phase.HEAD) for cta in range(128)]
-    assert max(head_rows) - min(head_rows) <= 1
-    assert sum(head_rows) == 32000 // world_size
-
-
-def test_rows_of_the_residual_have_one_owner_and_pairs_stay_together() -> None:
-    spec = replace(SMALL, hidden_size=72, num_heads=4, num_kv_heads=4, intermediate_size=44)
-    for part in make_plan(spec, 2, num_ctas=5).ranks:
-        owners = {split.rows for split in part.splits if split.phase in (Phase.OUT, Phase.DOWN)}
-        assert len(owners) == 1
-        for split in part.splits:
-            counts = [count for _, count in split.rows]
-            assert max(counts) - min(counts) <= (2 if split.phase is Phase.QKV else 1)
-            if split.phase is Phase.QKV:
-                assert all(first % 2 == 0 and count % 2 == 0 for first, count in split.rows)
+    assert rows[-2:] == [(Phase.HEAD, 2, (13, 1, 1)), (Phase.HEAD, 3, (11, 1, 1))]
+    assert {product.rows.form for part in make_plan(SMALL, 2).ranks for product in part.products} == {None}

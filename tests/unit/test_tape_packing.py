@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import (
     STEP_COLUMNS,
     OpShape,
@@ -93,7 +94,7 @@ def test_a_matrix_that_is_too_large_is_refused() -> None:
 def test_2b_shape_divides_without_rounding_loss() -> None:
     shape = KernelShape(laneformer_2b(), range(8))
     assert (shape.num_ctas, shape.num_slots) == (128, 10)
-    assert [op.cta_rows for op in (shape.qkv, shape.out, shape.gate_up, shape.down)] == [6, 24, 24, 24]
+    assert [op.cta_rows for op in shape.layer_ops.values()] == [6, 24, 24, 24]
     tape_bytes = 2 * shape.tape_values * shape.num_ctas
     assert laneformer_2b().bytes_per_token() <= tape_bytes < 1.001 * laneformer_2b().bytes_per_token()
 
@@ -124,8 +125,8 @@ def test_every_thread_block_owns_a_row_of_the_residual() -> None:
     for hidden, heads in ((64, 4), (192, 12), (256, 16), (960, 20), (4096, 32)):
         spec = ModelSpec(hidden, 2, heads, heads, 4 * hidden, 1000, num_lanes=4, delay=1)
         shape = KernelShape(spec, range(4))
-        owned = shape.out.cta_rows
-        assert shape.down.cta_rows == owned
+        owned = shape.ops[Phase.OUT].cta_rows
+        assert shape.ops[Phase.DOWN].cta_rows == owned
         assert (shape.num_ctas - 1) * owned < hidden <= shape.num_ctas * owned
         assert shape.num_ctas * shape.head.cta_rows >= spec.vocab_size
 

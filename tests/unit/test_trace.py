@@ -10,7 +10,6 @@ import pytest
 
 from kog_dist.bench.kernel.trace import Trace
 from kog_dist.bench.kernel.trace_picture import bars_of, draw
-from kog_dist.decode.order import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -30,7 +29,7 @@ def made_up(shape: KernelShape = SHAPE) -> np.ndarray[tuple[int, ...], np.dtype[
     for kind, later in (("fetched", 0), ("multiplied", 30), ("published", 40)):
         raw[:, STAMP_KINDS.index(kind)] = at + np.uint64(later)
     raw[:, STAMP_KINDS.index("published"), -1] = 0
-    queries = [index for index, product in enumerate(shape.products) if product.phase is QKV]
+    queries = [index for index, product in enumerate(shape.layer_products) if product.op is QKV]
     for number, kind in enumerate(("query_seen", "scored", "mixed", "merged", "attended")):
         raw[:2, STAMP_KINDS.index(kind), queries] = at[:2, queries] + np.uint64(60 + 10 * number)  # two blocks have items
     return raw * np.uint64(10)
@@ -42,7 +41,8 @@ def test_inputs_are_those_of_the_model(shape: KernelShape) -> None:
     last_block = 0.01 * (BLOCKS - 1)
 
     def number(layer: int, phase: Phase, lane: int) -> int:
-        return shape.products.index(Product(layer, phase, lane))
+        found = [(product.layer, product.op, product.first_lane) for product in shape.layer_products]
+        return found.index((layer, phase, lane))
 
     def when(layer: int, phase: Phase, lane: int) -> float:
         return trace.last_published(trace.products[number(layer, phase, lane)])

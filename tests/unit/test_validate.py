@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 
 from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.steps import Message, Phase, PlannedMailbox, RankPlan, Step
+from kog_dist.decode.schedule import RankPlan
+from kog_dist.decode.steps import Message, Phase, PlannedMailbox, Step
 from kog_dist.decode.validate import check, validate
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
+from tests.unit.staggered import staggered_plan
 
 SMALL = ModelSpec(
     hidden_size=16, num_layers=4, num_heads=8, num_kv_heads=8, intermediate_size=16, vocab_size=20, num_lanes=8, delay=2
@@ -39,12 +41,12 @@ def test_every_plan_that_is_made_is_accepted(head: str, delay: int) -> None:
             head_type=head_type, pre_norm_lane_agg=pre_norm, vocab_size=24,
         )  # fmt: skip
         world_size, staggered = rng.choice(((1, False), (2, False), (4, False), (8, False), (1, True), (2, True)))
-        assert validate(make_plan(spec, world_size, num_ctas=3, staggered=staggered)) == [], (spec, world_size, staggered)
+        assert validate((staggered_plan if staggered else make_plan)(spec, world_size)) == [], (spec, world_size, staggered)
 
 
 @pytest.mark.parametrize(("world_size", "staggered"), [(1, False), (1, True), (2, False), (2, True), (4, True), (8, True)])
 def test_plans_of_the_published_shape_are_accepted(world_size: int, staggered: bool) -> None:
-    assert validate(make_plan(laneformer_2b(), world_size, staggered=staggered)) == []
+    assert validate((staggered_plan if staggered else make_plan)(laneformer_2b(), world_size)) == []
 
 
 # ---- what findings say ----
@@ -83,10 +85,10 @@ def moved(plan: Plan, rank: int, phase: Phase, nth: int, by: int) -> Plan:
     return with_part(plan, replace(plan.ranks[rank], steps=tuple(steps)))
 
 
-PLAN = make_plan(SMALL, 4, num_ctas=3)
-STAGGERED = make_plan(replace(SMALL, delay=1), 2, num_ctas=3, staggered=True)
+PLAN = make_plan(SMALL, 4)
+STAGGERED = staggered_plan(replace(SMALL, delay=1), 2)
 TWO_LANES = replace(SMALL, num_lanes=2, num_heads=2, num_kv_heads=2)
-TWO_RANKS = make_plan(replace(TWO_LANES, delay=0), 2, num_ctas=3)
+TWO_RANKS = make_plan(replace(TWO_LANES, delay=0), 2)
 FINDINGS = {
     "missing producer": (with_step(PLAN, 1, Phase.SUM, 0, publishes=None), "from rank 1, which never publishes it"),
     "not sent here": (
@@ -109,8 +111,9 @@ FINDINGS = {
     "ranks": (replace(PLAN, ranks=PLAN.ranks[::-1]), "the ranks are [3, 2, 1, 0]"),
     "no logits": (with_step(PLAN, 3, Phase.GATHER, 0), "from rank 3, which never publishes it"),
     "unread": (with_step(PLAN, 0, Phase.GATHER, 0), "to rank 0, which never reads it"),
-    "rows": (
-        with_part(PLAN, replace(PLAN.ranks[0], splits=PLAN.ranks[0].splits[1:])), "the row splits are not one for each phase",
+    "a product that is missing": (
+        with_part(PLAN, replace(PLAN.ranks[0], products=PLAN.ranks[0].products[1:])),
+        "rank 0, QKV of layer 0, lane 1: stands where the steps have QKV of layer 0, lane 0",
     ),
 }  # fmt: skip
 
@@ -143,7 +146,7 @@ def delayed_only(delay: int, world_size: int) -> Plan:
     """A plan that exchanges nothing but the delayed sums of one block per layer, in a ring of slots that is to be chosen."""
     num_layers = 5 * delay + 8
     spec = replace(SMALL, num_lanes=world_size, delay=delay, num_layers=num_layers, mlp_comm=False, early_comm=False)
-    return make_plan(spec, world_size, num_ctas=1)
+    return make_plan(spec, world_size)
 
 
 def explore(world_size: int, delay: int, num_slots: int) -> bool:
@@ -203,7 +206,7 @@ def test_the_rule_agrees_with_every_order_of_events(delay: int, world_size: int)
 def test_the_hand_off_needs_two_slots() -> None:
     """Without any other exchange that every token has, a fast rank would write the next token's candidates too early."""
     spec = replace(SMALL, attention_comm=False, mlp_comm=False)
-    plan = make_plan(spec, 2, num_ctas=1)
+    plan = make_plan(spec, 2)
     assert next(box for box in plan.mailboxes if box.name == "candidates").num_slots == 2
     assert any("slot 0 of candidates" in finding for finding in validate(with_mailbox(plan, "candidates", num_slots=1)))
 
@@ -211,7 +214,7 @@ def test_the_hand_off_needs_two_slots() -> None:
 def test_without_the_hand_off_of_prompt_tokens_slots_are_not_safe() -> None:
     """The exchange after a prompt token looks useless; it is what keeps a fast rank from the next token's slots."""
     spec = replace(SMALL, early_comm=False)
-    plan = make_plan(spec, 2, num_ctas=1)
+    plan = make_plan(spec, 2)
     parts = []
     for part in plan.ranks:
         steps = tuple(s._replace(when=1) if s.phase is Phase.SAMPLE else s for s in part.steps)  # type: ignore[arg-type]

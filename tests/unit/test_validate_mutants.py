@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 
 from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.steps import NONE, Kind, Message, Phase, PlannedMailbox, RankPlan, RowSplit, Site, Step, Value, When
+from kog_dist.decode.products import Product
+from kog_dist.decode.schedule import RankPlan
+from kog_dist.decode.steps import NONE, Kind, Message, Phase, PlannedMailbox, Site, Step, Value, When
 from kog_dist.decode.validate import validate
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
+from tests.unit.staggered import staggered_plan
 
 PRIME = (1 << 61) - 1
 SQRT_LANES = 12345  # stands for sqrt(L)
@@ -493,61 +496,53 @@ def lose_rank(plan: Plan, rng: random.Random) -> Plan | None:
     return replace(plan, ranks=plan.ranks[:at] + plan.ranks[at + 1 :])
 
 
-def change_split(plan: Plan, rng: random.Random, change: Callable[[RowSplit], RowSplit | None]) -> Plan | None:
+def change_product(plan: Plan, rng: random.Random, change: Callable[[Product], Product]) -> Plan:
+    """Change one random product of one random rank. How lists of GPUs may be damaged is in test_products.py."""
     part = rng.choice(plan.ranks)
-    splits = list(part.splits)
-    at = rng.randrange(len(splits))
-    changed = change(splits[at])
-    if changed is None or changed == splits[at]:
-        return None
-    splits[at] = changed
-    return with_part(plan, replace(part, splits=tuple(splits)))
+    at = rng.randrange(len(part.products))
+    return with_part(plan, replace(part, products=(*part.products[:at], change(part.products[at]), *part.products[at + 1 :])))
 
 
 @always_wrong
-def rows_missing_or_twice(plan: Plan, rng: random.Random) -> Plan | None:
-    cta, first_by, count_by = rng.randrange(plan.num_ctas), rng.choice((-1, 0, 1)), rng.choice((-1, 0, 1))
-
-    def change(split: RowSplit) -> RowSplit | None:
-        first, count = split.rows[cta]
-        rows = list(split.rows)
-        rows[cta] = (first + first_by, count + count_by)
-        return split._replace(rows=tuple(rows)) if count or count_by > 0 else None
-
-    return change_split(plan, rng, change)
+def lose_product(plan: Plan, rng: random.Random) -> Plan | None:
+    part = rng.choice(plan.ranks)
+    at = rng.randrange(len(part.products))
+    return with_part(plan, replace(part, products=part.products[:at] + part.products[at + 1 :]))
 
 
 @always_wrong
-def lose_cta(plan: Plan, rng: random.Random) -> Plan | None:
-    return change_split(plan, rng, lambda split: split._replace(rows=split.rows[:-1]))
+def repeat_product(plan: Plan, rng: random.Random) -> Plan | None:
+    part = rng.choice(plan.ranks)
+    at, later = sorted(rng.choices(range(len(part.products)), k=2))
+    return with_part(plan, replace(part, products=(*part.products[: later + 1], part.products[at], *part.products[later + 1 :])))
 
 
 @always_wrong
-def wrong_split(plan: Plan, rng: random.Random) -> Plan | None:
-    phase, lane = rng.choice(list(Phase)), rng.randrange(plan.spec.num_lanes)
-    return change_split(plan, rng, lambda split: split._replace(phase=phase, lane=lane))
+def exchange_products(plan: Plan, rng: random.Random) -> Plan | None:
+    """Weights in another order than that in which steps use them."""
+    part = rng.choice(plan.ranks)
+    products = list(part.products)
+    a, b = rng.choices(range(len(products)), k=2)
+    products[a], products[b] = products[b], products[a]
+    return with_part(plan, replace(part, products=tuple(products)))
 
 
 @always_wrong
-def other_residual_owner(plan: Plan, rng: random.Random) -> Plan | None:
-    """Rows of OUT or DOWN are all there, but one lane's have other owners: the residual would change places."""
-
-    def change(split: RowSplit) -> RowSplit | None:
-        if split.phase not in (Phase.OUT, Phase.DOWN):
-            return None
-        return split._replace(rows=split.rows[1:] + split.rows[:1])
-
-    return change_split(plan, rng, change)
+def label_product_otherwise(plan: Plan, rng: random.Random) -> Plan | None:
+    op, lane, by = rng.choice(list(Phase)), rng.randrange(-1, plan.spec.num_lanes + 1), rng.choice((-1, 1))
+    return change_product(plan, rng, lambda product: rng.choice((
+        product._replace(op=op), product._replace(layer=product.layer + by), product._replace(first_lane=lane),
+        product._replace(num_lanes=product.num_lanes + by),
+    )))  # fmt: skip
 
 
 @always_wrong
-def lose_vocabulary_rows(plan: Plan, rng: random.Random) -> Plan | None:
-    def change(split: RowSplit) -> RowSplit | None:
-        if split.phase is not Phase.HEAD:
-            return None
-        return split._replace(rows=tuple((first, max(0, count - 1)) for first, count in split.rows))
-
-    return change_split(plan, rng, change)
+def rows_missing_or_too_many(plan: Plan, rng: random.Random) -> Plan | None:
+    by = rng.choice((-2, -1, 1, 2))
+    return change_product(plan, rng, lambda product: product._replace(rows=rng.choice((
+        product.rows._replace(num_rows=product.rows.num_rows + by), product.rows._replace(num_ctas=1 + by),
+        product.rows._replace(num_groups=1 + by),
+    ))))  # fmt: skip
 
 
 @always_wrong
@@ -587,10 +582,8 @@ BASES = [
 
 @pytest.mark.parametrize(("spec", "world_size"), BASES)
 def test_the_unchecked_engine_runs_good_plans(spec: ModelSpec, world_size: int) -> None:
-    plan = make_plan(spec, world_size, num_ctas=3, staggered=True, checks_experts=True)
-    assert (plan != make_plan(spec, world_size, num_ctas=3, checks_experts=True)) == (
-        spec.num_lanes > world_size and spec.delay > 0
-    )
+    plan = staggered_plan(spec, world_size, checks_experts=True)
+    assert (plan != make_plan(spec, world_size, checks_experts=True)) == (spec.num_lanes > world_size and spec.delay > 0)
     assert validate(plan) == []
     assert not goes_wrong(plan, wanted_results(spec, world_size), random.Random(1))
 
@@ -598,7 +591,7 @@ def test_the_unchecked_engine_runs_good_plans(spec: ModelSpec, world_size: int) 
 def test_no_wrong_plan_is_accepted() -> None:
     rng = random.Random(2026)
     plans = [
-        (make_plan(spec, ranks, num_ctas=3, staggered=True, checks_experts=checks), wanted_results(spec, ranks))
+        (staggered_plan(spec, ranks, checks_experts=checks), wanted_results(spec, ranks))
         for spec, ranks in BASES
         for checks in ((False, True) if spec.experts is not None else (False,))
     ]

@@ -51,7 +51,7 @@ def stalled(silence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tu
 
 def test_all_leave_when_a_thread_block_never_publishes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, shape = stalled(LAST_DOWN, tmp_path, monkeypatch)
-    rows = shape.out.cta_rows
+    rows = shape.ops[Phase.OUT].cta_rows
     assert (record.phase, record.layer, record.num_missing) == (Phase.HEAD, NONE, rows // 2)
     assert LIMIT_US * 1000 < record.elapsed_ns < LIMIT_US * 1000 * 9 // 8
 
@@ -59,6 +59,6 @@ def test_all_leave_when_a_thread_block_never_publishes_its_rows(tmp_path: Path, 
 def test_the_record_names_phase_layer_and_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, shape = stalled("kind == 0 && layer == 1 && lane_idx == 1", tmp_path, monkeypatch)
     assert record.cta in range(shape.num_ctas)
-    num_words = shape.out.cta_rows // 2
+    num_words = shape.ops[Phase.OUT].cta_rows // 2
     what = f"GATE_UP of layer 1, lane 1 waited 0.0 s for {num_words} words of rank 0"
     assert str(record).startswith(f"rank 0, thread block {record.cta}: {what} (epoch "), str(record)

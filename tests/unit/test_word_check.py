@@ -190,6 +190,7 @@ def test_what_is_planted_is_found(fault: str) -> None:
 def test_a_product_in_front_of_the_one_that_it_waits_for_is_found() -> None:
     shape = replace(DENSE, max_slots=15)  # no shape that other tests have looked at
     order = list(shape.products)
-    order[0], order[-1] = order[-1], order[0]
-    shape.__dict__["products"] = order
+    last = len(shape.layer_products) - 1
+    order[0], order[last] = order[last], order[0]
+    vars(shape)["products"] = tuple(order)
     assert any("which nobody has written by then: nothing was written there" in finding for finding in word_findings(shape))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kog_dist.decode.coded_packing import Codes, below_each_other, in_turn, put_codes, put_row_scales
-from kog_dist.decode.order import Product
+from kog_dist.decode.products import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.errors import CheckpointError
@@ -23,7 +23,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 GpuArray = Any  # cupy.ndarray; cupy has no types
 
 # Matrix (rows, K) of a phase as 16-bit words on the GPU: (phase, layer, hosted lane counted from 0, or the first of
-# `KernelShape.lanes_of`, whose matrices stand one below the other). GATE_UP is interleaved.
+# `KernelShape.lanes_of`, whose matrices stand one below the other). GATE_UP is interleaved, ROUTE has no lane (0).
 # HEAD: all vocabulary rows of the rank; with `vocab_parallel` the lane's, with `lane` the columns of one of `shape.head_lanes`.
 MatrixSource = Callable[[Phase, int, int], GpuArray]
 # A tensor of a checkpoint as 16-bit words on the GPU, only the rows that `needed_rows` names.
@@ -91,19 +91,18 @@ def needed_rows(shape: KernelShape, name: str) -> tuple[int, int]:
 def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray, coded: ProductCodes | None = None) -> None:
     """Fill `tape` (weight_words,) with all thread blocks' weights, in the order in which the kernel's loaders read.
 
-    That is the order of the plan (decode/tape.py), but for the LM head: there it is one product for each lane's slice of the
-    vocabulary, here see `KernelShape.head`. `coded`: the matrices of the layers, where they are quantised.
+    That is the order of the plan's products. `coded`: the matrices of the layers, where they are quantised.
     """
     position = 0
-    ops = shape.tape_ops
-    places: list[tuple[Product, int, int]] = []
-    for number, product in enumerate(shape.products):
-        if product.phase not in ops:
-            continue
-        places.append((product, position, number))
-        position += ops[product.phase].num_values
-    for product, start, number in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
-        op, place = ops[product.phase], (product.phase, product.layer, product.lane - shape.hosted_lanes[0])
+    numbers = {product: number for number, product in enumerate(shape.layer_products)}  # those that may have scales of rows
+    places: list[tuple[Product, int]] = []
+    for product in shape.taped_products:
+        if product.op is not Phase.HEAD:
+            places.append((product, position))
+            position += shape.ops[product.op].num_values
+    for product, start in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
+        op = shape.ops[product.op]
+        place = product.op, product.layer, 0 if product.op is Phase.ROUTE else product.first_lane - shape.hosted_lanes[0]
         if op.coding is None:
             put_on_tape(tape, start, op, pack(source(*place), op, shape.num_ctas))
             continue
@@ -111,7 +110,7 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray, coded: P
         matrix = coded(*place)
         put_codes(tape, start, op, shape.num_ctas, matrix)
         if shape.scale_rows:
-            put_row_scales(_row_scales(shape, tape)[number], op, matrix.scales)
+            put_row_scales(_row_scales(shape, tape)[numbers[product]], op, matrix.scales)
     for index in range(shape.num_head_products):
         if shape.head_coding is None:
             put_on_tape(tape, position, shape.head, _packed_head(shape, source, index))
@@ -123,7 +122,7 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray, coded: P
 def _row_scales(shape: KernelShape, tape: GpuArray) -> GpuArray:
     """View (products, num_ctas, scale_rows) of what lies behind the tapes, float32."""
     behind = tape[shape.num_ctas * shape.tape_values : shape.head_scales_place].view(np.float32)
-    return behind.reshape(len(shape.products), shape.num_ctas, shape.scale_rows)
+    return behind.reshape(len(shape.layer_products), shape.num_ctas, shape.scale_rows)
 
 
 def _packed_head(shape: KernelShape, source: MatrixSource, index: int) -> GpuArray:
@@ -214,7 +213,8 @@ class _LayerTensors:
             return self._head_matrix(lane)
         if layer != self._layer:
             self._load(layer)
-        if phase is Phase.GATE_UP and self.experts is not None:
+        if phase is Phase.ROUTE:
+            assert self.experts is not None
             return self.experts.router
         lanes = range(lane, lane + self.shape.lanes_of(phase))
         by_lane = [[tensor[one] for tensor in self._matrices[phase]] for one in lanes]

@@ -160,11 +160,8 @@ class ExpertShape:
         clamp = experts.clamp
         floats = {"kClampAlpha": clamp.alpha if clamp else 1.0, "kClampLimit": clamp.limit if clamp else 1.0}
         floats |= {"kRouterScale": self.router_scale}
-        op = self.route
         return [
             "#define KOG_EXPERTS 1",
-            f"#define KOG_ROUTE_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
-            f"{op.rows}",
             "namespace kog {",
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
             *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),

@@ -52,7 +52,7 @@ def shape_header(shape: KernelShape) -> str:
         "kMaxPer": shape.x_steps,
         "kQkvLanes": shape.lanes_of(Phase.QKV), "kGateUpLanes": shape.lanes_of(Phase.GATE_UP),
         "kGatheredAttended": shape.gathered_lanes(Phase.OUT), "kGatheredActivations": shape.gathered_lanes(Phase.DOWN),
-        "kNumProducts": len(shape.products),
+        "kNumProducts": len(shape.layer_products),
         "kNormLanes": 1 if spec.shared_norm_scale else shape.num_lanes,
         "kFinalNormLanes": shape.final_norm_lanes,
         "kHeadProducts": shape.num_head_products, "kHeadCtas": shape.head_ctas, "kLaneVocab": shape.lane_vocab,
@@ -84,10 +84,10 @@ def shape_header(shape: KernelShape) -> str:
     if shape.head_coding is not None:
         floats |= {"kHeadXScale": shape.head_coding.x_scale, "kHeadFactor": shape.head_coding.factor * x_scale}
     lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
-    codes = [p.phase | (p.lane - shape.hosted_lanes[0]) << 2 | p.layer << 8 for p in shape.products]
+    codes = [p.op | (p.first_lane - shape.hosted_lanes[0]) << 2 | p.layer << 8 for p in shape.layer_products]
     end = spec.num_layers << 8  # the LM head's place, and what comes after it
     heads = [end | index << 2 for index in range(shape.num_head_products)]
-    queries = [i for i, p in enumerate(shape.products) if p.phase is Phase.QKV for _ in range(shape.lanes_of(Phase.QKV))]
+    queries = [i for i, p in enumerate(shape.layer_products) if p.op is Phase.QKV for _ in p.lanes]
     for name, values in (("kProducts", [*codes, *heads, end]), ("kQkvProducts", queries)):
         lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
     flags = {
@@ -106,11 +106,10 @@ def shape_header(shape: KernelShape) -> str:
         lines += [f"constexpr u32 k{name}Offset = {offset}, k{name}Stride = {words};"]
         offset += words * count
     lines += ["}  // namespace kog"]
-    ops = {"QKV": shape.qkv, "OUT": shape.out, "GATE_UP": shape.gate_up, "DOWN": shape.down, "HEAD": shape.head}
     lines += [
-        f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
+        f"#define KOG_{phase.name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
         f"{op.rows_of(op.blocks - 1)}"
-        for name, op in ops.items()
+        for phase, op in sorted(shape.ops.items())
     ]
     lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, shape.delays))}"]
     if shape.coding is not None:

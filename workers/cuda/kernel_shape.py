@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from kog_dist.decode.coding import CODED_COLUMNS, Coding
-from kog_dist.decode.order import Product, product_order
-from kog_dist.decode.steps import Phase
-from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
+from kog_dist.decode.coding import Coding
+from kog_dist.decode.order import product_order
+from kog_dist.decode.products import Product, product_list
+from kog_dist.decode.steps import LAYER_OPS, NONE, Phase
+from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.cache_shape import CacheShape
+from kog_dist.workers.cuda.division import Divider, stream_steps
 from kog_dist.workers.cuda.expert_shape import ExpertShape
-from kog_dist.workers.cuda.geometry import EIGHT_WARPS, SPLITS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
+from kog_dist.workers.cuda.geometry import EIGHT_WARPS, SPLITS, TWELVE_WARPS, Geometry, choose, splits_for
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
 from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings
 from kog_dist.workers.cuda.model_limits import unsupported
@@ -121,11 +124,47 @@ class KernelShape:
         owned = self.geometry.op_shape(owned_rows(self.spec.hidden_size, self.max_ctas, 2), self.spec.hidden_size, 2).cta_rows
         return -(-self.spec.hidden_size // owned)
 
-    def lanes_of(self, phase: Phase) -> int:
-        """Hosted lanes whose rows one product of this phase has: several where they share its input and have few rows each."""
-        if phase is Phase.GATE_UP and self.spec.experts is not None:
-            return self.num_lanes
-        return lanes_together(self.spec, phase, self.num_lanes, self.num_ctas)
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """The products of a token in the order of the tape, those of the plan (`kernel_plan`).
+
+        All that is compiled or packed of products is made of this list.
+        """
+        divider = Divider(
+            self.spec, self.hosted_lanes, self.geometry, self.num_ctas, self.coding, self.attention_coding, self.head_coding,
+            self.experts,
+        )  # fmt: skip
+        sources = self.head_lanes if self.spec.head_type is HeadType.LANE else (NONE,)
+        return product_list(product_order(self.spec, self.hosted_lanes), self.hosted_lanes, divider.divisions(), sources)
+
+    @cached_property
+    def layer_products(self) -> tuple[Product, ...]:
+        """Those that the kernel's table lists before the LM head's: without routers, whose input is GATE_UP's."""
+        return tuple(product for product in self.products if product.op in LAYER_OPS)
+
+    @cached_property
+    def _of_op(self) -> dict[Phase, Product]:
+        """A product of each op: an op is divided alike wherever it stands."""
+        return {product.op: product for product in reversed(self.products)}
+
+    def lanes_of(self, op: Phase) -> int:
+        """Hosted lanes whose rows one product has: several where they share its input and have few rows each."""
+        return self._of_op[op].num_lanes
+
+    @cached_property
+    def ops(self) -> dict[Phase, OpShape]:
+        """What a thread block has of each op."""
+        return {op: product.rows.form for op, product in self._of_op.items() if product.rows.form is not None}
+
+    @cached_property
+    def layer_ops(self) -> dict[Phase, OpShape]:
+        """The same of those of `layer_products`."""
+        return {op: self.ops[op] for op in LAYER_OPS}
+
+    @property
+    def head(self) -> OpShape:
+        """The same of the LM head: one of `num_head_products`."""
+        return self.ops[Phase.HEAD]
 
     @cached_property
     def experts(self) -> ExpertShape | None:
@@ -134,7 +173,7 @@ class KernelShape:
             return None
         return ExpertShape(
             self.spec, self.geometry, self.num_lanes, self.num_ctas, self._residual_rows, self.coding, self.weight_dtype,
-            self._stream_steps,
+            stream_steps(self.coding, self.head_coding),
         )  # fmt: skip
 
     @property
@@ -143,67 +182,9 @@ class KernelShape:
         return None if self.coding is None or self.coding.is_of_experts else self.coding
 
     @property
-    def _stream_steps(self) -> int:
-        """Steps of 32 columns that a matrix warp's part of the stream is a multiple of, in all products alike."""
-        if self.coding is not None:
-            return CODED_COLUMNS // STEP_COLUMNS
-        return 1 if self.head_coding is None else self.head_coding.columns // STEP_COLUMNS
-
-    def _slice_steps(self, coding: Coding | None) -> int:
-        """The same in steps of a matrix that is coded so."""
-        return max(self._stream_steps * STEP_COLUMNS // (STEP_COLUMNS if coding is None else coding.columns), 1)
-
-    @cached_property
-    def qkv(self) -> OpShape:
-        """Query, key and value rows of `lanes_of` lanes, in pairs that rotate together."""
-        rows = self.lanes_of(Phase.QKV) * self.spec.lane_qkv_rows
-        return self.geometry.op_shape(
-            owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2, coding=self.attention_coding,
-            slice_steps=self._slice_steps(self.attention_coding),
-        )  # fmt: skip
-
-    @cached_property
-    def out(self) -> OpShape:
-        """Rows of the attention's output projection: those of the residual that the thread block owns."""
-        return self.geometry.op_shape(
-            self._residual_rows, self.spec.lane_heads * self.spec.head_dim, 2, coding=self.attention_coding
-        )
-
-    @cached_property
-    def gate_up(self) -> OpShape:
-        """Gate and up rows of the same FFN columns of `lanes_of` lanes, one after the other; two columns at least."""
-        if self.experts is not None:
-            return self.experts.gate_up
-        columns = self.lanes_of(Phase.GATE_UP) * self.spec.lane_ffn
-        rows = 2 * owned_rows(columns, self.num_ctas, 2)
-        return self.geometry.op_shape(
-            rows, self.spec.hidden_size, 4, has_last=True, coding=self.coding, slice_steps=self._slice_steps(self.coding)
-        )
-
-    @cached_property
-    def down(self) -> OpShape:
-        """Rows of the FFN's output projection; the same rows as `out`."""
-        if self.experts is not None:
-            return self.experts.down
-        return self.geometry.op_shape(self._residual_rows, self.spec.lane_ffn, 2, coding=self.coding)
-
-    @cached_property
-    def head(self) -> OpShape:
-        """Vocabulary rows of this rank, over the columns of one stream: one of `num_head_products`.
-
-        A matrix warp has the same columns of a stream as in the layers' products.
-        """
-        first, last = self.vocab_rows
-        num_rows = self.lane_vocab if self.spec.head_type is HeadType.VOCAB_PARALLEL else last - first
-        return self.geometry.op_shape(
-            owned_rows(num_rows, self.head_ctas, 1), self.spec.hidden_size, 1, coding=self.head_coding,
-            slice_steps=self._slice_steps(self.head_coding),
-        )  # fmt: skip
-
-    @property
     def head_ctas(self) -> int:
         """Thread blocks that share the vocabulary rows of this rank, or with `vocab_parallel` those of each hosted lane."""
-        return max(self.num_ctas // self.num_lanes, 1) if self.spec.head_type is HeadType.VOCAB_PARALLEL else self.num_ctas
+        return self._of_op[Phase.HEAD].rows.num_ctas
 
     @property
     def num_sums(self) -> int:
@@ -248,7 +229,7 @@ class KernelShape:
     @property
     def num_head_products(self) -> int:
         """Products of the LM head: with `lane` one for each stream, which are summed, else one."""
-        return len(self.head_lanes) if self.spec.head_type is HeadType.LANE else 1
+        return sum(product.op is Phase.HEAD for product in self.products)
 
     @property
     def lane_vocab(self) -> int:
@@ -265,16 +246,6 @@ class KernelShape:
     def _residual_rows(self) -> int:
         return owned_rows(self.spec.hidden_size, self.num_ctas, 2)
 
-    @cached_property
-    def products(self) -> list[Product]:
-        """The products of a token in the order of the tape; those of the LM head come after them.
-
-        One of several lanes (`lanes_of`) stands where that of the first of them would.
-        """
-        first = self.hosted_lanes[0]
-        order = product_order(self.spec, self.hosted_lanes)
-        return [product for product in order if (product.lane - first) % self.lanes_of(product.phase) == 0]
-
     @property
     def vocab_rows(self) -> tuple[int, int]:
         """First and one-past-last vocabulary row of the hosted lanes."""
@@ -288,15 +259,14 @@ class KernelShape:
     @property
     def tape_values(self) -> int:
         """Weights on the tape of one thread block: 16-bit words."""
-        layer = sum(self._products_of_layer(phase) * op.num_values for phase, op in self.tape_ops.items())
-        return self.spec.num_layers * layer + self.num_head_products * self.head.num_values
+        return sum(count * self.ops[op].num_values for op, count in self._num_taped.items())
 
     @property
     def scale_rows(self) -> int:
         """Scales of a product in a thread block that lie behind all tapes: where each row of a quantised matrix has one."""
         if self.coding is None or self.coding.scales:
             return 0
-        return max(op.cta_rows for op in self.ops.values())
+        return max(op.cta_rows for op in self.layer_ops.values())
 
     @property
     def weight_words(self) -> int:
@@ -311,28 +281,22 @@ class KernelShape:
     @property
     def head_scales_place(self) -> int:
         """Where they begin, in 16-bit words from that of all tapes."""
-        return self.num_ctas * (self.tape_values + 2 * len(self.products) * self.scale_rows)
+        return self.num_ctas * (self.tape_values + 2 * len(self.layer_products) * self.scale_rows)
 
     @property
     def tape_tiles(self) -> int:
         """Tiles on the tape of one thread block."""
-        layer = sum(self._products_of_layer(phase) * op.num_tiles for phase, op in self.tape_ops.items())
-        return self.spec.num_layers * layer + self.num_head_products * self.head.num_tiles
+        return sum(count * self.ops[op].num_tiles for op, count in self._num_taped.items())
 
-    def _products_of_layer(self, phase: Phase) -> int:
-        return self.num_lanes // self.lanes_of(phase)
+    @cached_property
+    def taped_products(self) -> tuple[Product, ...]:
+        """Those whose weights lie on the tape: all but experts', which lie where the choice finds them."""
+        apart = () if self.experts is None else (Phase.GATE_UP, Phase.DOWN)
+        return tuple(product for product in self.products if product.op not in apart)
 
-    @property
-    def ops(self) -> dict[Phase, OpShape]:
-        """The shapes of the layers' products."""
-        return {Phase.QKV: self.qkv, Phase.OUT: self.out, Phase.GATE_UP: self.gate_up, Phase.DOWN: self.down}
-
-    @property
-    def tape_ops(self) -> dict[Phase, OpShape]:
-        """The shapes of what products have on the tape: those of experts the router, in front of GATE_UP, and nothing of DOWN."""
-        if self.experts is None:
-            return self.ops
-        return {Phase.QKV: self.qkv, Phase.OUT: self.out, Phase.GATE_UP: self.experts.route}
+    @cached_property
+    def _num_taped(self) -> Counter[Phase]:
+        return Counter(product.op for product in self.taped_products)
 
     @property
     def read_bytes(self) -> int:
@@ -342,7 +306,7 @@ class KernelShape:
     @property
     def num_products(self) -> int:
         """Products of a token, those of the LM head included: `kTokenVectors`."""
-        return len(self.products) + self.num_head_products
+        return len(self.layer_products) + self.num_head_products
 
     @property
     def num_pieces(self) -> int:
@@ -364,7 +328,7 @@ class KernelShape:
         if self.pieces_in_flight:
             return (self.pieces_in_flight,) * 2
         if self.geometry.in_flight_bytes:
-            ops = self.ops.values()
+            ops = self.layer_ops.values()
             mean_bytes = 2 * sum(op.num_values for op in ops) / sum(op.num_tiles for op in ops) / self.num_pieces
             most = self.num_pieces * self.num_slots - 2  # with a full ring nothing would tell which copy has landed
             most = min(most, int(_MOST_UNEVEN * self.geometry.in_flight_bytes / max(2 * op.tile_values for op in ops)))
@@ -478,7 +442,7 @@ class KernelShape:
         as many of the smallest tile."""
         free = SHARED_BYTES - self.shared_bytes_besides
         if self.is_packed:
-            smallest = 2 * min(min(op.tile_sizes) for op in (*self.ops.values(), *self.tape_ops.values(), self.head))
+            smallest = 2 * min(min(op.tile_sizes) for op in self.ops.values())
             return min(min(self.max_slots * self.geometry.slot_bytes, free) // (smallest + _PACKED_TILE_BYTES), _MOST_TILES)
         slot_bytes = self.geometry.slot_bytes + 2 * 8 * self.num_pieces  # pieces have barriers of their own
         return min(self.max_slots, free // slot_bytes)
@@ -499,7 +463,7 @@ class KernelShape:
     @property
     def x_steps(self) -> int:
         """Steps of 32 columns of each matrix warp that `Shared` has room for: the longest input, of all lanes of a gather."""
-        streams = [self.head.x_steps, self.qkv.x_steps, self.gate_up.x_steps]
+        streams = [self.ops[op].x_steps for op in (Phase.HEAD, Phase.QKV, Phase.GATE_UP)]
         if self.experts is not None and self.coding is not None and self.coding.is_integer:
             streams[-1] *= 2  # digits, and what the router takes
         return max(*streams, *(self.gathered_lanes(phase) * self.ops[phase].x_steps for phase in _OUTPUTS))
@@ -518,7 +482,7 @@ class KernelShape:
     @property
     def shared_bytes_besides(self) -> int:
         """Bytes of `Shared` (phases/layout.cuh) of the build with processors, but for ring slots, and at most so much padding."""
-        spec, lanes, rows, warps = self.spec, self.num_lanes, self.out.cta_rows, self.geometry.matrix_warps
+        spec, lanes, rows, warps = self.spec, self.num_lanes, self.ops[Phase.OUT].cta_rows, self.geometry.matrix_warps
         max_per = self.x_steps
         attended = 2 * 4 * self.warp_sets * self.set_heads * spec.head_dim
         scores = 2 * self.head.cta_rows

@@ -37,7 +37,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kog_dist.decode.order import Product
+from kog_dist.decode.products import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.word_check import Event, Read, Scope, Version, WordCheck, WordKind, Write
 from kog_dist.errors import PlanError
@@ -100,7 +100,8 @@ class TokenEvents:
                 if kept_apart is not None:
                     yield kept_apart
                 for product in self.shape.products:
-                    yield from self._product(product, token)
+                    if product.op is not Phase.HEAD:
+                        yield from self._product(product, token)
             if token.has_head:
                 yield from self._head(token)
             yield from self._end(token, kept_apart)
@@ -157,13 +158,17 @@ class TokenEvents:
 
     # ---- a layer ----
     def _product(self, product: Product, token: CheckedToken) -> Iterator[Event]:
-        layer, lane = product.layer, product.lane - self.shape.hosted_lanes[0]
-        if product.phase is Phase.QKV:
-            yield from self._qkv(layer, lane, token)
-        elif product.phase is Phase.GATE_UP:
-            yield from self._gate_up(layer, lane)
-        else:
-            yield from self._residual(Sublayer.ATTENTION if product.phase is Phase.OUT else Sublayer.MLP, layer, lane)
+        layer, lane = product.layer, product.first_lane - self.shape.hosted_lanes[0]
+        match product.op:
+            case Phase.QKV:
+                yield from self._qkv(layer, lane, token)
+            case Phase.ROUTE:
+                logits = self._of_some(self._by_layer(ROUTER_LOGIT, layer), self.places.router_logits())
+                yield self._finalised(f"router of layer {layer}", self._stream_read(Sublayer.ATTENTION, layer, 0), [logits])
+            case Phase.GATE_UP:
+                yield from self._gate_up(layer, lane)
+            case _:
+                yield from self._residual(Sublayer.ATTENTION if product.op is Phase.OUT else Sublayer.MLP, layer, lane)
 
     def _stream_read(self, sublayer: Sublayer, layer: int, lane: int) -> list[Read]:
         """The stream behind a sublayer, for the next product: the first lane's gather is for all that share it."""
@@ -230,10 +235,8 @@ class TokenEvents:
     def _gate_up(self, layer: int, first: int) -> Iterator[Event]:
         lanes = range(first, first + self.shape.lanes_of(Phase.GATE_UP))
         name, reads = f"GATE_UP of layer {layer}, lane {first}", self._stream_read(Sublayer.ATTENTION, layer, first)
-        if self.shape.experts is not None:
-            logits = self._by_layer(ROUTER_LOGIT, layer)
-            yield self._finalised(f"router of layer {layer}", reads, [self._of_some(logits, self.places.router_logits())])
-            name, reads = f"choice of experts and {name}", [Read(logits)]
+        if Phase.ROUTE in self.shape.ops:  # which has read the stream
+            name, reads = f"choice of experts and {name}", [Read(self._by_layer(ROUTER_LOGIT, layer))]
         yield self._finalised(name, reads, [Write(self._by_layer(ACTIVATION, layer, lane), by_all=False) for lane in lanes])
 
     def _residual(self, sublayer: Sublayer, layer: int, lane: int) -> Iterator[Event]:
@@ -336,8 +339,8 @@ def tokens_to_check(shape: KernelShape) -> list[CheckedToken]:
 @lru_cache(maxsize=16)
 def word_findings(shape: KernelShape) -> tuple[str, ...]:
     """What is wrong with the words of a shape, in words; none accepts it."""
-    findings = []
-    if not (shape.num_ctas - 1) * shape.out.cta_rows < shape.spec.hidden_size <= shape.num_ctas * shape.out.cta_rows:
+    findings, owned = [], shape.ops[Phase.OUT].cta_rows
+    if not (shape.num_ctas - 1) * owned < shape.spec.hidden_size <= shape.num_ctas * owned:
         findings.append(
             f"not every one of {shape.num_ctas} thread blocks owns rows of the residual, on which the reuse of words rests"
         )

@@ -59,16 +59,21 @@ class WordPlaces:
             readers = frozenset(range(copy, num_ctas, replicas))
             yield Word(offset + (index * replicas + copy) * stride + place, writer, readers, is_value)
 
+    @property
+    def _owned_rows(self) -> int:
+        """Of the residual, by each thread block."""
+        return self.shape.ops[Phase.OUT].cta_rows
+
     # ---- the finaliser's ----
     def stream(self, stream: int, *, is_middle: bool = False) -> Iterator[Word]:
         """A residual stream behind the FFN, or behind attention: the owner of two rows writes their word."""
         for place in range(self.shape.spec.hidden_size // 2):
-            yield from self._copies("Middle" if is_middle else "Stream", stream, place, 2 * place // self.shape.out.cta_rows)
+            yield from self._copies("Middle" if is_middle else "Stream", stream, place, 2 * place // self._owned_rows)
 
     def activations(self, lane: int) -> Iterator[Word]:
         """What GATE_UP makes for a lane. The k-th chosen expert has thread blocks of its own, whichever expert that is."""
         shape, columns = self.shape, self.shape.spec.lane_ffn
-        owned = shape.gate_up.cta_rows // 2
+        owned = shape.ops[Phase.GATE_UP].cta_rows // 2
         for place in range(columns // 2):
             if shape.experts is None:
                 column = lane % shape.lanes_of(Phase.GATE_UP) * columns + 2 * place
@@ -80,9 +85,8 @@ class WordPlaces:
 
     def router_logits(self) -> Iterator[Word]:
         """A word for each expert."""
-        assert self.shape.experts is not None
-        for expert in range(self.shape.experts.num_experts):
-            yield from self._copies("RouterLogits", 0, expert, expert // self.shape.experts.route.cta_rows)
+        for expert in range(self.shape.spec.num_ffns):
+            yield from self._copies("RouterLogits", 0, expert, expert // self.shape.ops[Phase.ROUTE].cta_rows)
 
     # ---- between ranks: collectives/device/peers.cuh, kernel_boxes.py ----
     def _to_all(self, name: str, slot: int, begin: int, copies: int, copy_words: int, writers: Sequence[int]) -> Iterator[Word]:
@@ -99,7 +103,7 @@ class WordPlaces:
     @property
     def _row_owners(self) -> list[int]:
         """Of each word of a stream."""
-        return [2 * word // self.shape.out.cta_rows for word in range(self.shape.spec.hidden_size // 2)]
+        return [2 * word // self._owned_rows for word in range(self.shape.spec.hidden_size // 2)]
 
     def last_stream(self, lane: int) -> Iterator[Word]:
         """The last stream of a lane of each rank, for the LM head of all."""
@@ -113,7 +117,7 @@ class WordPlaces:
     def sums(self, sublayer: str, layer: int) -> Iterator[Word]:
         """Sums of each rank for the owners of the same rows on its peers: a word for each row."""
         slot = self.shape.boxes.summed_layers(Sublayer[sublayer]).index(layer)
-        owners = [row // self.shape.out.cta_rows for row in range(self.shape.spec.hidden_size)]
+        owners = [row // self._owned_rows for row in range(self.shape.spec.hidden_size)]
         for word in self._to_all(sublayer.lower(), slot, 0, 1, 0, owners):
             yield replace(word, readers=frozenset({word.writer}), is_value=True, is_own_too=False)
 
@@ -146,7 +150,7 @@ class WordPlaces:
         offset, stride = self._lists["Qkv"]
         first = lane % self.shape.lanes_of(Phase.QKV) * self.shape.spec.lane_qkv_rows
         for row in rows:
-            yield Word(offset + lane * stride + row // 2, (first + row) // self.shape.qkv.cta_rows, readers)
+            yield Word(offset + lane * stride + row // 2, (first + row) // self.shape.ops[Phase.QKV].cta_rows, readers)
 
     # ---- attention's ----
     def num_partitions(self, layer: int, position: int) -> int:

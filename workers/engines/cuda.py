@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from numpy.typing import NDArray
 
-from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs
@@ -30,6 +29,7 @@ from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import kv_blocks
+from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.choice_check import ChoiceCheck
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
@@ -83,11 +83,11 @@ class CudaEngine:
         self._start.begin(StartStage.CHECKPOINT)
         checkpoint = opened(args, self._control.max_context)
         spec = checkpoint.spec
-        plan = make_plan(spec, world_size, staggered=True)  # the kernel's order
-        check(plan)
         shapes = kernel_shapes(
             checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows, checks_experts=args.check_experts
         )
+        plan = kernel_plan(shapes)
+        check(plan)
         with translated_errors(args.device), self._start.hearing_compilers():
             self._start.begin(StartStage.DEVICE)
             use_device(args.device)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from kog_dist.bench.report import finish, machine
-from kog_dist.decode.order import Product
+from kog_dist.decode.products import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
@@ -69,7 +69,7 @@ def _kernel(spec: ModelSpec, num_lanes: int) -> tuple[KernelShape, list[_Work]]:
         return _Work(product, op.num_tiles, 2 * op.tile_values / 1000)
 
     heads = [work(None, shape.head)] * shape.num_head_products
-    return shape, [*(work(product, ops[product.phase]) for product in shape.products), *heads]
+    return shape, [*(work(product, ops[product.op]) for product in shape.layer_products), *heads]
 
 
 class _Simulation:
@@ -94,14 +94,13 @@ class _Simulation:
             if product is None:  # the streams go to all ranks
                 finished = self._multiply(work, max(ready.values()) - costs.hop_us + max(costs.hop_us, self.exchange_us))
                 continue
-            finished = self._multiply(work, ready[product.lane])
-            own = range(product.lane, product.lane + self.shape.lanes_of(product.phase))
-            if product.phase is Phase.QKV:
-                ready |= dict.fromkeys(own, finished + 2 * costs.hop_us + costs.attention_us)
-            elif product.phase is Phase.GATE_UP:
-                ready |= dict.fromkeys(own, finished + costs.hop_us)
+            finished = self._multiply(work, ready[product.first_lane])
+            if product.op is Phase.QKV:
+                ready |= dict.fromkeys(product.lanes, finished + 2 * costs.hop_us + costs.attention_us)
+            elif product.op is Phase.GATE_UP:
+                ready |= dict.fromkeys(product.lanes, finished + costs.hop_us)
             else:
-                sublayer = Sublayer.ATTENTION if product.phase is Phase.OUT else Sublayer.MLP
+                sublayer = Sublayer.ATTENTION if product.op is Phase.OUT else Sublayer.MLP
                 self._residual(sublayer, product, finished, ready, partial)
         self.begin_us = finished + max(costs.hop_us, self.exchange_us) + costs.token_end_us
         self.begin_us += costs.peers_us if self.exchange_us else 0.0
@@ -121,8 +120,8 @@ class _Simulation:
         if mode is ReduceMode.DELAYED:
             finished = max(finished, partial[sublayer, layer - spec.delay] + self.exchange_us)
         if mode is not ReduceMode.BLOCKING:
-            ready[product.lane] = finished + self.costs.hop_us
-        elif product.lane == self.shape.num_lanes - 1:
+            ready[product.first_lane] = finished + self.costs.hop_us
+        elif product.first_lane == self.shape.num_lanes - 1:
             for lane in ready:
                 ready[lane] = partial[sublayer, layer] + self.exchange_us + self.costs.hop_us
 

@@ -1,8 +1,9 @@
 """The time stamps of one traced token: what they say per phase, and the same as a Chrome trace, which Perfetto opens.
 
-A product is a matrix-vector product of one phase, layer and lane, numbered in the kernel's order (`KernelShape.products`); the LM
-head is the last one. For every product each thread block notes when its vector was there (the slice of its first matrix warp, in
-shared memory), when the sums were, and when its rows were published; attention notes its stages at those of qkv.
+A product is a matrix-vector product of one phase, layer and lane, numbered as in the kernel's table
+(`KernelShape.layer_products`); the LM head is the last one. For every product each thread block notes when its vector was there
+(the slice of its first matrix warp, in shared memory), when the sums were, and when its rows were published; attention notes its
+stages at those of qkv.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ class Trace:
         first = raw[stamped].min()
         self.stamps: Stamps = np.where(stamped, (raw - np.where(stamped, first, raw)) / 1000.0, np.nan)
         self.products = [
-            Traced(index, product.phase.name.lower(), product.layer, product.lane) for index, product in enumerate(shape.products)
+            Traced(index, product.op.name.lower(), product.layer, product.first_lane)
+            for index, product in enumerate(shape.layer_products)
         ]
         self._index = {  # one of several lanes stands for each of them
-            (made.phase.name.lower(), made.layer, made.lane + i): index
-            for index, made in enumerate(shape.products)
-            for i in range(shape.lanes_of(made.phase))
+            (made.op.name.lower(), made.layer, lane): index
+            for index, made in enumerate(shape.layer_products)
+            for lane in made.lanes
         }
         for _ in range(shape.num_head_products):
             self.products.append(Traced(len(self.products), "head", shape.spec.num_layers, shape.hosted_lanes[0]))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import Kernel
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.steps import LAYER_OPS, Phase
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
@@ -68,7 +68,7 @@ class ExpandedMatrices:
         _, lane_rows, columns = self._sizes[phase]
         tape = address(self._tape)
         params["tape_ptr"], params["scales_ptr"] = tape, tape + 2 * shape.num_ctas * shape.tape_values
-        params["places_ptr"] = address(self.places[layer, list(shape.ops).index(phase)])
+        params["places_ptr"] = address(self.places[layer, LAYER_OPS.index(phase)])
         params["out_ptr"] = address(self._memory)
         if factors is not None:
             params["factor_ptr"] = address(factors[layer])
@@ -189,13 +189,12 @@ def matrix_shapes(shape: KernelShape) -> dict[Phase, tuple[int, int, int]]:
 
 def places_on_tape(shape: KernelShape) -> Any:
     """int64 (layers, phases, lanes, 2): the first byte of each product on the tape, and its number among all."""
-    places = np.zeros((shape.spec.num_layers, len(shape.ops), shape.num_lanes, 2), np.int64)
-    position, ops = 0, shape.tape_ops
-    for number, product in enumerate(shape.products):  # as `device_weights.pack_tape` writes them
-        if product.phase not in ops:
-            continue
-        lane = product.lane - shape.hosted_lanes[0]
-        index = product.layer, list(shape.ops).index(product.phase), lane // shape.lanes_of(product.phase)
-        places[index] = 2 * shape.num_ctas * position, number
-        position += ops[product.phase].num_values
+    places = np.zeros((shape.spec.num_layers, len(LAYER_OPS), shape.num_lanes, 2), np.int64)
+    position, numbers = 0, {product: number for number, product in enumerate(shape.layer_products)}
+    for product in shape.taped_products:  # as `device_weights.pack_tape` writes them
+        if product in numbers:
+            lane = product.first_lane - shape.hosted_lanes[0]
+            index = product.layer, LAYER_OPS.index(product.op), lane // product.num_lanes
+            places[index] = 2 * shape.num_ctas * position, numbers[product]
+        position += shape.ops[product.op].num_values
     return places

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import Kernel, tensor_map
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.steps import LAYER_OPS, Phase
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
@@ -47,7 +47,7 @@ class TapeProducts:
         self, shape: KernelShape, weights: DeviceWeights, places: Array, last_position: Array, launchers: Launchers,
         make_map: MakeMap,
     ) -> None:  # fmt: skip
-        self._tiles, self._phases = tiles(shape), list(shape.ops)
+        self._tiles = tiles(shape)
         self._tape, self._places = weights.tape, places
         self._num_products = {phase: shape.num_lanes // shape.lanes_of(phase) for phase in PHASES}
         self._across = {phase: num * pairs_across(shape, phase) for phase, num in self._num_products.items()}
@@ -63,7 +63,7 @@ class TapeProducts:
         params: Any = np.zeros((), TAPE_PARAMS.dtype)
         params["rows_map"] = self._map(x if x.ndim == 3 else x[None], tile)
         params["tape_ptr"], params["scales_ptr"] = address(self._tape), self._scales_ptr
-        params["places_ptr"] = address(self._places[layer, self._phases.index(phase)])
+        params["places_ptr"] = address(self._places[layer, LAYER_OPS.index(phase)])
         params["place_ptr"], params["last_position_ptr"] = address(place), address(self._last_position)
         params["out_ptr"], params["size"], params["tile_rows"] = address(out), size, tile_rows
         num_pairs = self._across[phase] * -(-size // tile_rows)
