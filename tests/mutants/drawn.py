@@ -179,9 +179,28 @@ class Product:
 
     def tests_of(self, mutant: Drawn) -> tuple[str, ...]:
         """Tests that call the function that it is in, and those that the table has for its file."""
-        function = function_at((self._root / mutant.file).read_text(), mutant.number) if mutant.file.endswith(".py") else ""
         named = next((tests for pattern, tests in self.table.items() if fnmatch.fnmatch(mutant.file, pattern)), ())
-        return tuple(dict.fromkeys((*self._reach.tests_of(mutant.file, function), *named)))
+        if not mutant.file.endswith(".py"):
+            return tuple(named)
+        function = function_at((self._root / mutant.file).read_text(), mutant.number)
+        calling = self._reach.tests_of(mutant.file, function)
+        # What only runs while modules are imported is called by no test: a file's own tests may see it, or those of its users.
+        calling = (
+            calling or self._reach.tests_of(mutant.file, "") or self._reach.tests_of_any(self._importers.get(mutant.file, ()))
+        )
+        return tuple(dict.fromkeys((*calling, *named)))
+
+    @cached_property
+    def _importers(self) -> dict[str, list[str]]:
+        """By file of the product: files of it that import from it."""
+        found: dict[str, list[str]] = {}
+        for file in self.files:
+            for node in ast.walk(ast.parse((self._root / file).read_text())) if file.endswith(".py") else ():
+                if isinstance(node, ast.ImportFrom) and node.module is not None:
+                    imported = f"{node.module.replace('.', '/')}.py"
+                    ours = imported if (self._root / imported).resolve() == self._root.resolve() / imported else imported[9:]
+                    found.setdefault(ours, []).append(file)
+        return found
 
     def draw(self, seed: int, count: int) -> list[Drawn]:
         """So many mutants, of long files more than of short ones, no two of one line."""

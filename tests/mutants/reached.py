@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
@@ -143,7 +143,13 @@ class Reach:
 
     def tests_of(self, file: str, function: str) -> tuple[str, ...]:
         """Tests that call a function, or outside of all (empty) any of the file: those that call least first, files in turns."""
-        calling = self._callers.get(f"{file}::{function}" if function else file, ())
+        return self._chosen(self._callers.get(f"{file}::{function}" if function else file, ()))
+
+    def tests_of_any(self, files: Iterable[str]) -> tuple[str, ...]:
+        """The same of any function of any of these files."""
+        return self._chosen(dict.fromkeys(test for file in files for test in self._callers.get(file, ())))
+
+    def _chosen(self, calling: Iterable[str]) -> tuple[str, ...]:
         by_file: dict[str, list[str]] = {}
         for test in sorted(calling, key=lambda test: len(self._tests[test][1])):
             by_file.setdefault(test.partition("::")[0], []).append(test)

@@ -30,6 +30,7 @@ from tests.mutants.reached import VARIABLE, Measured, Reach
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutants.toml")
 WARM = Path(__file__).with_name("warm.py")
+FOLDERS = ("tests/unit", "tests/multi")  # of tests
 COMPILED = ("_twin.py", "_registers.py", "_documents.py", "_commits.py")  # tests whose work is done by other processes
 SLOW = (  # to import, and no module of the product's
     "numpy", "torch", "hypothesis", "hypothesis.strategies", "anyio", "httpx", "uvicorn", "starlette.applications", "pydantic",
@@ -178,9 +179,9 @@ def try_all(
 
 
 def measured(root: Path, num_at_once: int) -> Reach:
-    """Which functions each test of tests/unit calls: of new and changed files of tests this is found out, which takes minutes."""
+    """Which functions each test of `FOLDERS` calls: of new and changed files of tests this is found out, which takes minutes."""
     reach = Reach(root / "build" / "mutants" / "reached.json")
-    files = sorted(str(path.relative_to(root)) for path in (root / "tests" / "unit").rglob("test_*.py"))
+    files = sorted(str(path.relative_to(root)) for folder in FOLDERS for path in (root / folder).rglob("test_*.py"))
     if stale := reach.stale(root, [file for file in files if not file.endswith(COMPILED)]):
         print(f"looking at what the tests of {len(stale)} files call", flush=True)
         with forest(root, num_at_once) as trees, ThreadPoolExecutor(num_at_once) as pool:
@@ -193,7 +194,7 @@ def measured(root: Path, num_at_once: int) -> Reach:
 
             for file, found in zip(stale, pool.map(look, stale), strict=True):
                 reach.keep(root, file, found)
-        reach.save()
+                reach.save()
     return reach
 
 

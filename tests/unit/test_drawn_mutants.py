@@ -151,7 +151,7 @@ def test_tests_that_call_least_are_first_and_take_no_more_than_their_time(tmp_pa
 
 def test_it_is_seen_what_tests_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    for folder in ("workers", "tests/unit", "tests/mutants"):
+    for folder in ("workers", "tests/unit", "tests/multi", "tests/mutants"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "tests" / "mutants" / "reached.py").write_text((ROOT / "tests" / "mutants" / "reached.py").read_text())
     (tmp_path / "workers" / "sums.py").write_text("def add(a, b):\n    return sum(x for x in (a, b))\n\n\ndef no():\n    pass\n")
