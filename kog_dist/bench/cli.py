@@ -20,6 +20,7 @@ from kog_dist.bench.commands.gateway import gateway
 from kog_dist.bench.commands.inspect import inspect
 from kog_dist.bench.commands.latency import latency
 from kog_dist.bench.commands.load import load
+from kog_dist.bench.commands.make_model import make_model
 from kog_dist.bench.commands.prefill import prefill
 from kog_dist.bench.commands.quality import quality
 from kog_dist.bench.commands.replay import replay
@@ -75,6 +76,7 @@ for _command in (
     scaling,
     endurance,
     quality,
+    make_model,
 ):
     app.command(epilog=examples(f"kog-bench {_command.__name__.replace('_', '-')}"))(_command)
 

@@ -77,6 +77,10 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "kog-bench collectives": (("kog-bench collectives --gpus 2 --out results", "table, collectives.json and a picture"),),
     "kog-bench scaling": (("kog-bench scaling --gpus 2,1 --spec qwen3-4b@9216 --contexts 512,8000", ""),),
     "kog-bench endurance": (("kog-bench endurance --gpus 2,1 --tokens 100000", ""),),
+    "kog-bench make-model": (
+        ("kog-bench make-model --spec llama-3.1-8b --out made", "random weights"),
+        ("kog-bench make-model --spec qwen3-4b --chain answer.txt --out made", "it writes answer.txt, whatever it is asked"),
+    ),
     "kog-bench quality": (("kog-bench quality MODEL --text docs/architecture.md -o quality.md", "every format; minutes"),),
 }
 

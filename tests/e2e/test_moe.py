@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.engine.session import EngineSession, running, until
+from kog_dist.bench.made_models.chain import Chain
+from kog_dist.bench.made_models.published import write_published
 from kog_dist.errors import RequestFailed
-from kog_dist.rpc.messages import ErrorCode
+from kog_dist.rpc.messages import ErrorCode, Tokens
 from tests.e2e.conftest import without_progress
 from tests.e2e.test_quantised import NUM_TOKENS, PROMPT_IDS, ask
 from tests.unit import moe_models
+from tests.unit.made_models.test_published import CODE, SHAPES
 
 
 @pytest.mark.timeout(300)
@@ -42,6 +45,14 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
             answers.append(ask(client))
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0][1])) == NUM_TOKENS
+
+
+@pytest.mark.timeout(300)
+def test_a_made_model_in_mxfp4_writes_its_text(tmp_path: Path) -> None:
+    write_published(tmp_path, SHAPES["gpt_oss"], chain=Chain.of([CODE]))
+    with running(str(tmp_path), "--device=cpu", "--ranks=2") as (_, client):
+        told = [event.text for event in client.generate(prompt="What is it?", max_tokens=100) if isinstance(event, Tokens)]
+    assert "".join(told) == CODE
 
 
 # Started by the Python of every process; in that of rank 1 the thirty-eighth choice, one of layer 1, is a wrong one.

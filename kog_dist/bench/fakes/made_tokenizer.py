@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
 
+from kog_dist.errors import ConfigError
+
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 
-def write_tokenizer(folder: Path, vocab_size: int) -> int:
+def write_tokenizer(folder: Path, vocab_size: int, whole: Sequence[str] = ()) -> int:
     """Write tokenizer.json and generation_config.json. Returns the id that ends an answer, the last; 257 ids at least.
 
-    Ids below 256 are the bytes. The others are words' pieces with a space before every second one: what a JSON text may hold.
+    Ids below 256 are the bytes. Then come the texts `whole`, each of which is one token wherever a prompt has it. The others are
+    words' pieces with a space before every second one: what a JSON text may hold.
     """
     alphabet = _byte_alphabet()
     vocabulary = {alphabet[byte]: byte for byte in range(256)}
-    for piece in itertools.islice(_pieces(alphabet[ord(" ")]), vocab_size - 1 - len(vocabulary)):
+    for text in whole:
+        vocabulary[text] = len(vocabulary)
+    num_free = vocab_size - 1 - len(vocabulary)
+    if num_free < 0:
+        raise ConfigError(f"a vocabulary of {vocab_size} has no room for {len(whole)} tokens besides the bytes")
+    for piece in itertools.islice((one for one in _pieces(alphabet[ord(" ")]) if one not in vocabulary), num_free):
         vocabulary[piece] = len(vocabulary)
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    library.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in whole])
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens(["<eos>"])

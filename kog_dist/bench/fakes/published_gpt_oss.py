@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +22,23 @@ _VALUES: Final = 1 << 22  # that are made of 16 bit; larger tensors repeat them
 Stored = tuple[str, tuple[int, ...], NDArray[Any]]
 
 
-def write_gpt_oss(folder: Path, config: Mapping[str, Any], *, seed: int = 1) -> None:
+class Ends(NamedTuple):
+    """What is not of a layer, as bits of bfloat16: tables (vocabulary, hidden), and the weights of the last norm."""
+
+    embedding: NDArray[Any]
+    head: NDArray[Any]
+    norm: NDArray[Any]
+
+
+def write_gpt_oss(
+    folder: Path, config: Mapping[str, Any], *, seed: int = 1, branch_exponent: int = 0,
+    ends: Ends | None = None,
+) -> None:  # fmt: skip
     """config.json and a file for each layer, and one for the rest. All layers have the same values.
 
-    `config` is one of gpt-oss with MXFP4. Takes the memory of a layer and of the embedding. Raises CheckpointError where
-    a file cannot be written.
+    `config` is one of gpt-oss with MXFP4. `branch_exponent`: of two, by which what attention and experts add is multiplied.
+    Takes the memory of a layer, of the embedding and of the LM head. Raises CheckpointError where a file cannot be
+    written.
     """
     spec, made = read_config(config), _Made(seed)
     assert spec.experts is not None
@@ -37,18 +49,26 @@ def write_gpt_oss(folder: Path, config: Mapping[str, Any], *, seed: int = 1) -> 
         "self_attn.sinks": made.values(spec.num_heads),
         "mlp.router.weight": made.values(num_experts, d), "mlp.router.bias": made.values(num_experts),
         "mlp.experts.gate_up_proj_bias": made.values(num_experts, 2 * ffn),
-        "mlp.experts.down_proj_bias": made.values(num_experts, d),
+        "mlp.experts.down_proj_bias": made.values(num_experts, d, exponent=branch_exponent),
     }  # fmt: skip
     for name, rows, columns in (("q", queries, d), ("k", keys, d), ("v", keys, d), ("o", d, queries)):
-        layer |= {f"self_attn.{name}_proj.weight": made.values(rows, columns), f"self_attn.{name}_proj.bias": made.values(rows)}
+        exponent = branch_exponent if name == "o" else 0
+        layer |= {
+            f"self_attn.{name}_proj.weight": made.values(rows, columns, exponent=exponent),
+            f"self_attn.{name}_proj.bias": made.values(rows, exponent=exponent),
+        }
     for name, rows, columns in (("gate_up_proj", 2 * ffn, d), ("down_proj", d, ffn)):
-        groups = num_experts, rows, columns // _GROUP
+        groups, exponent = (num_experts, rows, columns // _GROUP), branch_exponent if name == "down_proj" else 0
         layer |= {
             f"mlp.experts.{name}_blocks": made.codes(*groups, _GROUP // 2),
-            f"mlp.experts.{name}_scales": made.scales(*groups),
+            f"mlp.experts.{name}_scales": made.scales(*groups, exponent=exponent),
         }
-    embedding = made.values(spec.vocab_size, d)
-    rest = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding, "model.norm.weight": made.ones(d)}
+    shape = spec.vocab_size, d
+    norm = made.ones(d)
+    embedding, head = made.values(*shape), made.values(*shape)
+    if ends is not None:
+        embedding, head, norm = (("BF16", values.shape, values) for values in ends)
+    rest = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": norm}
     names = [f"model-{number:05}-of-{spec.num_layers:05}.safetensors" for number in range(spec.num_layers + 1)]
     held = [rest, *({f"model.layers.{i}.{name}": one for name, one in layer.items()} for i in range(spec.num_layers))]
     with ThreadPoolExecutor(_WRITERS) as pool:
@@ -76,14 +96,14 @@ class _Made:
     def ones(self, *shape: int) -> Stored:
         return "BF16", shape, narrow(np.ones(shape, np.float32), "BF16")
 
-    def values(self, *shape: int) -> Stored:
-        """Of a deviation of one by the root of the last dimension."""
+    def values(self, *shape: int, exponent: int = 0) -> Stored:
+        """Of a deviation of one by the root of the last dimension, times two to the exponent."""
         size = int(np.prod(shape))
-        some = self._random.standard_normal(min(size, _VALUES), np.float32) * shape[-1] ** -0.5
+        some = self._random.standard_normal(min(size, _VALUES), np.float32) * (shape[-1] ** -0.5 * 2.0**exponent)
         return "BF16", shape, np.resize(narrow(some, "BF16"), shape)
 
     def codes(self, *shape: int) -> Stored:
         return "U8", shape, np.frombuffer(self._random.bytes(int(np.prod(shape))), np.uint8)
 
-    def scales(self, *shape: int) -> Stored:
-        return "U8", shape, self._random.integers(*_SCALES, shape, np.uint8)
+    def scales(self, *shape: int, exponent: int = 0) -> Stored:
+        return "U8", shape, self._random.integers(_SCALES[0] + exponent, _SCALES[1] + exponent, shape, np.uint8)

@@ -1,0 +1,1 @@
+"""Model folders of published shapes, whose weights nobody has trained."""
