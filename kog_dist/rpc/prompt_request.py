@@ -106,7 +106,7 @@ def read_schema(given: str | None) -> str | None:
 
 def flags_of_one_request(**flags: Any) -> Sequence[str]:
     """The flags that were given; for a command that needs none of them."""
-    return [f"--{name.replace('_', '-')}" for name, value in flags.items() if value not in (None, False, (), [])]
+    return [f"--{name.replace('_', '-')}" for name, value in flags.items() if value not in (None, (), []) and value is not False]
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
