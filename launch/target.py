@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.decode.cpu_weights import SINGLE_BYTES, dequantised_bytes, kept_as, matrix_bytes
 from kog_dist.errors import CheckpointError, ConfigError, KogError, LaunchError
 from kog_dist.hardware.cpu_lists import format_cpu_list
@@ -119,7 +119,7 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
     choice = choose_gpus(settings, checkpoint, os.environ)
     if choice is None:
         with compilers_shown():
-            half_products.library()  # says what CPU ranks can keep
+            host_library.library()  # says what CPU ranks can keep
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kog_dist.bench.files import read_text_of
 from kog_dist.bench.report import finish, machine
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.plan import make_plan
@@ -33,7 +33,7 @@ def run(model: Path, text: Path, *, num_tokens: int) -> None:
     if tokenizer is None:
         raise ConfigError(f"{model} has no tokenizer, and quality is measured on texts; give a folder with one")
     ids = list(tokenizer.encode(read_text_of(text)))[:num_tokens]
-    weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=half_products.library() is not None)
+    weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=host_library.library() is not None)
     plan = make_plan(checkpoint.spec, 1)
     engines = {name: Interpreter(plan, 0, weights, None, kv_dtype=name) for name in _TYPES}
     scores: dict[str, list[tuple[float, float, float, bool]]] = {name: [] for name in _TYPES}

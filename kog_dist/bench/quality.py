@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kog_dist.bench.files import read_text_of
 from kog_dist.bench.report import finish, machine
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.errors import ConfigError
@@ -96,7 +96,7 @@ def _measure(
     checkpoint: Checkpoint, name: str, texts: _Texts, plain: _Outputs | None, answer_tokens: int
 ) -> tuple[dict[str, Any], _Outputs]:
     """The figures of one form, and its outputs: greedy choices of its own answers, or after each token of `plain`'s."""
-    weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=half_products.library() is not None)
+    weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=host_library.library() is not None)
     engine = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None)
     scores = [_scores(engine, chunk) for chunk in texts.chunks]
     losses = [loss for chunk, of_chunk in zip(texts.chunks, scores, strict=True) for loss in _losses(of_chunk, chunk)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.model.weight_bytes import num_kept_coded, num_quantised, quantised
 
@@ -18,7 +18,7 @@ def matrix_bytes(checkpoint: Checkpoint) -> int:
 
     Quantised matrices are float32 whatever the others are, or codes; see `dequantised_bytes`.
     """
-    is_whole = checkpoint.dtype == "float32" or half_products.library() is None
+    is_whole = checkpoint.dtype == "float32" or host_library.library() is None
     return SINGLE_BYTES if is_whole else _HALF_BYTES
 
 
@@ -43,7 +43,7 @@ def kept_as(checkpoint: Checkpoint) -> str:
 
 def _keeps_codes(checkpoint: Checkpoint) -> bool:
     """Whether experts are kept in MXFP4: those that are published so, where products of them can be had."""
-    return checkpoint.spec.experts is not None and half_products.library() is not None and num_kept_coded(checkpoint)[0] > 0
+    return checkpoint.spec.experts is not None and host_library.library() is not None and num_kept_coded(checkpoint)[0] > 0
 
 
 def kept_and_read_bytes(checkpoint: Checkpoint, lanes: Sequence[int]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from kog_dist.decode import choices, lane_math
 from kog_dist.decode.cursor import Cursor
 from kog_dist.decode.exchange_calls import ExchangeCalls
 from kog_dist.decode.groups import Array, Finder, Group
-from kog_dist.decode.half_products import CodedOperands, bound_to_coded_experts
+from kog_dist.decode.matrix_products import CodedOperands, bound_to_coded_experts
 from kog_dist.decode.steps import Kind, Phase
 from kog_dist.errors import PlanError
 from kog_dist.model.weights import MXFP4_CODES, ExpertWeights, LayerWeights, RankWeights

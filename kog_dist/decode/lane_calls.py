@@ -9,8 +9,11 @@ from functools import partial
 import numpy as np
 
 from kog_dist.decode import lane_math
+from kog_dist.decode.attention import AttentionOperands, num_scratch
+from kog_dist.decode.attention import bound as bound_attention
 from kog_dist.decode.cursor import Cursor
 from kog_dist.decode.groups import Array, Finder, Group
+from kog_dist.decode.host_library import library
 from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.steps import Kind, Phase, Site
 from kog_dist.errors import PlanError
@@ -29,6 +32,7 @@ class LaneCalls:
         spec, memory = self.spec, self.memory
         self.normed = memory.empty(len(memory.lanes), spec.hidden_size)
         self.inverse = memory.empty(len(memory.lanes), 1)
+        self.attention_scratch: Array | None = None
         cos, sin = (table.astype(memory.dtype) for table in rope_table(spec, spec.max_context))
         self.cos, self.sin = np.stack((cos, cos), axis=2), np.stack((-sin, sin), axis=2)
         self.makers: dict[Phase, Callable[[Group], Run]] = {
@@ -154,10 +158,15 @@ class LaneCalls:
             raise PlanError(f"rank {self.rank}: step {group.steps[0]} attends to the cache of another layer or lane")
         keys, values = ([cache[own] for cache in caches[layer]] for caches in (self.memory.keys, self.memory.values))
         window = min(spec.window(layer) or spec.max_context, spec.max_context)
+        sinks = np.stack(self.lane_weights(group, "sinks")) if spec.attention_sinks else None
+        if self.memory.dtype == np.float32 and library() is not None:
+            operands = AttentionOperands(queries[:, None], keys, values, sinks, mixed[:, None])
+            call = bound_attention(operands, window, self._attention_scratch())
+            return lambda: call(cursor.kv_cache, cursor.position)
         heads = (len(group.steps), spec.lane_kv_heads, spec.lane_heads // spec.lane_kv_heads)
         queries, mixed = queries.reshape(*heads, spec.head_dim), mixed.reshape(*heads, spec.head_dim)
         scores, peaks, sums = (self.memory.empty(*heads, width) for width in (window, 1, 1))
-        sinks = np.stack(self.lane_weights(group, "sinks")).reshape(sums.shape) if spec.attention_sinks else None
+        sinks = None if sinks is None else sinks.reshape(sums.shape)
         ones = self.memory.empty(window)
         ones[:] = 1
 
@@ -169,6 +178,13 @@ class LaneCalls:
             lane_math.attend(queries, seen_keys, seen_values, scores[..., :n], ones[:n], peaks, sums, mixed, sinks)
 
         return run
+
+    def _attention_scratch(self) -> Array:
+        """One for all layers: they attend one after the other."""
+        if self.attention_scratch is None:
+            spec = self.spec
+            self.attention_scratch = self.memory.empty(num_scratch(1, spec.lane_heads // spec.lane_kv_heads, spec.head_dim))
+        return self.attention_scratch
 
     def _out(self, group: Group) -> Run:
         (mixed,), (partials,) = self.find.of(group, (Kind.MIXED,), (Kind.PARTIAL,))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.decode import half_products
+from kog_dist.decode import matrix_products
 
 Array = NDArray[Any]  # float32; float64 for checks
 
@@ -37,10 +37,10 @@ def rms_norm(streams: Array, weight: Array, eps: float, inverse: Array, normed: 
 def products(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
     """A call that does product (rows,) = matrix (rows, K) @ vector (K,) for each lane's (matrix, vector, product).
 
-    One BLAS call for each; matrices of 16 bit by `half_products`.
+    One BLAS call for each; matrices of 16 bit by `matrix_products`.
     """
     if triples and triples[0][0].dtype.itemsize == 2:
-        return half_products.bound(triples)
+        return matrix_products.bound(triples)
 
     def run() -> None:
         for matrix, vector, product in triples:
@@ -145,7 +145,7 @@ def chosen_products(operands: Sequence[tuple[Array, Array, Array]]) -> Callable[
     Each lane's (matrices (E, rows, columns), vectors (K, columns), products (K, rows)); otherwise as `products`.
     """
     if operands[0][0].dtype.itemsize == 2:
-        return half_products.bound_to_experts(operands)
+        return matrix_products.bound_to_experts(operands)
 
     def run(chosen: Sequence[int]) -> None:
         for matrices, vectors, results in operands:

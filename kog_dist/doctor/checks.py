@@ -31,7 +31,7 @@ def all_checks() -> list[Check]:
             "fabric": links.fabric,
         },
         "CPUs": {"cpus": processors.cpus, "numa": processors.numa, "huge pages": processors.huge_pages,
-                 "16-bit products": compilers.half_products},
+                 "16-bit products": compilers.host_library},
         "Memory": {
             "available": memory.available, "memfd": memory.unnamed_shared, "/dev/shm": memory.named_shared,
             "locked memory": memory.locked,

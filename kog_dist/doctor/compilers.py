@@ -67,11 +67,11 @@ def cubin_cache() -> Iterator[Finding]:
         yield graded(inventory, f"built kernels cannot be kept in {folder}: {existing} cannot be written; set XDG_CACHE_HOME")
 
 
-def half_products() -> Iterator[Finding]:
-    """What CPU ranks multiply 16-bit weights with."""
-    from kog_dist.decode import half_products as products
+def host_library() -> Iterator[Finding]:
+    """What CPU ranks compute with."""
+    from kog_dist.decode.host_library import library
 
-    path, instead = products.library(), "CPU ranks widen weights to float32, twice the memory and half as fast"
+    path, instead = library(), "CPU ranks widen weights to float32, twice the memory and half as fast"
     if path is not None:
         yield ok("CPU ranks multiply 16-bit weights as they are", library=str(path))
     elif shutil.which("cc") is None:

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kog_dist.bench import quality
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.model.checkpoint import open_checkpoint
@@ -67,7 +67,7 @@ def test_greedy_tokens_are_those_of_transformers(capsys: pytest.CaptureFixture[s
     checkpoint = open_checkpoint(FOLDER)
     tokenizer = Tokenizer.from_folder(FOLDER)
     assert tokenizer is not None
-    weights = checkpoint.rank_weights([0], keeps_halves=half_products.library() is not None)  # as CPU ranks do
+    weights = checkpoint.rank_weights([0], keeps_halves=host_library.library() is not None)  # as CPU ranks do
     engine = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None)
     model = with_transformers(checkpoint)
     num_ties, our_s, their_s = 0, 0.0, 0.0
@@ -132,7 +132,7 @@ def test_quantised_weights_lose_what_docs_formats_says() -> None:
     losses = {}
     for choice, head in (("none", "none"), ("fp8", "none"), ("int4", "none"), ("none", "int8")):
         checkpoint = open_checkpoint(FOLDER, quantize=choice, quantize_head=head)
-        weights = checkpoint.rank_weights([0], keeps_halves=half_products.library() is not None)
+        weights = checkpoint.rank_weights([0], keeps_halves=host_library.library() is not None)
         scores = quality._scores(Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None), ids)
         losses[choice, head] = sum(quality._losses(scores, ids)) / len(scores)
     lost = {key: loss - losses["none", "none"] for key, loss in losses.items()}

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.doctor import (
     cgroups,
     cli,
@@ -240,13 +240,13 @@ def test_links_that_are_down(machine: Callable[[FakeNvml], None]) -> None:
 
 
 def test_products_of_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_products, "library", lambda: Path("/cache/half_products.so"))
-    assert shown(compilers.half_products()) == "ok: CPU ranks multiply 16-bit weights as they are"
-    monkeypatch.setattr(half_products, "library", lambda: None)
+    monkeypatch.setattr(host_library, "library", lambda: Path("/cache/matrix_products.so"))
+    assert shown(compilers.host_library()) == "ok: CPU ranks multiply 16-bit weights as they are"
+    monkeypatch.setattr(host_library, "library", lambda: None)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert shown(compilers.half_products()).startswith("warning: the C compiler (cc) cannot build")
+    assert shown(compilers.host_library()).startswith("warning: the C compiler (cc) cannot build")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert shown(compilers.half_products()).startswith("warning: no C compiler (cc)")
+    assert shown(compilers.host_library()).startswith("warning: no C compiler (cc)")
 
 
 def test_compilers(machine: Callable[[FakeNvml], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

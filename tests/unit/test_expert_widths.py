@@ -19,7 +19,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3M
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kog_dist.bench.kernel.shapes import MOE
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from tests.unit import moe_models
 from tests.unit.moe_models import Reference
 from tests.unit.test_moe_families import MARGIN, SINGLE, Run, force_choices, is_clear, relative_error
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.sweep
 LAYERS, VOCABULARY = 2, 512
 CONTEXT = 160
 MXFP4_SCALES = (119, 120)  # 2^-8 and 2^-7: codes have a mean square of 8.6, so 2,880 products have that of what is multiplied
-needs_library = pytest.mark.skipif(half_products.library() is None, reason="needs a C compiler")
+needs_library = pytest.mark.skipif(host_library.library() is None, reason="needs a C compiler")
 # Changes of a real shape, and how many tokens: in one case more than gpt-oss's window of 128 has.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "Qwen3-30B-A3B, 12 experts": ("qwen3-30b-a3b", {"num_experts": 12}, 12),

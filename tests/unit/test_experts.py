@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist.decode import half_products, lane_math
+from kog_dist.decode import host_library, lane_math, matrix_products
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import Plan, make_plan
 from kog_dist.decode.steps import Kind, Message, Phase, PlannedMailbox, Value
@@ -82,7 +82,7 @@ def test_the_clamped_activation() -> None:
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16), np.dtype(np.float32)])
 def test_products_take_the_matrices_of_the_chosen_experts(dtype: np.dtype[Any]) -> None:
-    if dtype.itemsize == 2 and half_products.library() is None:
+    if dtype.itemsize == 2 and host_library.library() is None:
         pytest.skip("needs a C compiler")
     rng = np.random.default_rng(5)
     operands = []
@@ -101,7 +101,7 @@ def test_products_take_the_matrices_of_the_chosen_experts(dtype: np.dtype[Any]) 
 @pytest.mark.parametrize(("columns", "skew"), [(32, 0), (64, 0), (16, 0), (16, 16), (48, 0), (48, 16), (32, 16), (80, 16)])
 def test_products_of_codes_are_those_of_their_values(columns: int, skew: int) -> None:
     """All codes and the ends of scales, in every place of a group; sums of few terms are exact."""
-    if half_products.library() is None:
+    if host_library.library() is None:
         pytest.skip("needs a C compiler")
     rng = np.random.default_rng(7)
     experts, rows, groups = 4, 32, -(-(columns + skew) // 32)
@@ -113,21 +113,23 @@ def test_products_of_codes_are_those_of_their_values(columns: int, skew: int) ->
     kept_codes, kept_scales = (np.stack(parts) for parts in zip(*(kept(matrix, skew) for matrix in coded), strict=True))
     vectors = rng.integers(-8, 9, (2, columns)).astype(np.float32)
     out = np.empty((2, rows), np.float32)
-    multiply = half_products.bound_to_coded_experts([half_products.CodedOperands(kept_codes, kept_scales, skew, vectors, out)])
+    multiply = matrix_products.bound_to_coded_experts(
+        [matrix_products.CodedOperands(kept_codes, kept_scales, skew, vectors, out)]
+    )
     for ids in ([0, 3], [1, 2], [2, 2]):
         multiply(ids)
         assert np.array_equal(out, np.stack([values[expert] @ vector for expert, vector in zip(ids, vectors, strict=True)]))
 
 
 def test_scales_at_their_ends() -> None:
-    if half_products.library() is None:
+    if host_library.library() is None:
         pytest.skip("needs a C compiler")
     scales = np.array([1, 2, 126, 254], np.uint8).reshape(4, 1)
     coded = CodedMatrix(MXFP4, np.full((4, 32), 2, np.uint8), e8m0_values(scales), np.zeros(32, np.intp))  # codes of 1.0
     codes, kept_scales = kept(coded, 0)
     out = np.empty((1, 4), np.float32)
-    operands = half_products.CodedOperands(codes[None], kept_scales[None], 0, np.eye(1, 32, dtype=np.float32), out)
-    half_products.bound_to_coded_experts([operands])([0])
+    operands = matrix_products.CodedOperands(codes[None], kept_scales[None], 0, np.eye(1, 32, dtype=np.float32), out)
+    matrix_products.bound_to_coded_experts([operands])([0])
     assert np.array_equal(out[0], e8m0_values(scales[:, 0]))
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.validate import check
@@ -282,7 +282,7 @@ def test_the_context_follows_the_memory_that_is_free(
     spec = read_config(REAL["llama-3.2-1b"])
     per_position = 2 * 16 * 8 * 64 * 4 * 4  # float32, four caches
     kept_prefixes = 64 << 20
-    monkeypatch.setattr(half_products, "library", lambda: library)
+    monkeypatch.setattr(host_library, "library", lambda: library)
     weights = (2 if library else 4) * spec.num_parameters
 
     def target(free_bytes: int, **settings: Any) -> tuple[Target, tuple[KogError, ...]]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kog_dist.bench.kernel.shapes import MOE, QUANTISED, named_shape, named_spec
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import half_products, lane_math
+from kog_dist.decode import host_library, lane_math
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
@@ -109,7 +109,7 @@ def is_clear(router: NDArray[Any], num_chosen: int) -> bool:
 def test_in_float32_choices_are_the_same_where_the_margin_exceeds_rounding(
     case: tuple[Path, Any, Reference], keeps_halves: bool
 ) -> None:
-    if keeps_halves and half_products.library() is None:
+    if keeps_halves and host_library.library() is None:
         pytest.skip("needs a C compiler")
     folder, _, expected = case
     clear = 0
@@ -195,7 +195,7 @@ def test_memory_is_what_all_experts_take_and_tokens_read_fewer(case: tuple[Path,
     target = plan_target(LaunchConfig(model=str(folder), device="cpu", ranks=2))[0]
     checkpoint, spec = target.checkpoint, target.checkpoint.spec
     assert spec.num_parameters == sum(layout.num_values for layout in checkpoint.layouts.values())
-    keeps_halves = half_products.library() is not None
+    keeps_halves = host_library.library() is not None
     for rank in range(2):
         kept = checkpoint.rank_weights(spec.lanes_of_rank(rank, 2), keeps_halves=keeps_halves).num_bytes
         small = 8 * sum(layout.num_values for layout in checkpoint.layouts.values() if len(layout.shape) < 2)  # biases, norms

@@ -12,7 +12,7 @@ import torch
 from transformers import GptOssForCausalLM
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.errors import CheckpointError
 from kog_dist.launch.inspection import cpu_rank_bytes, dry_run
 from kog_dist.launch.target import plan_target
@@ -50,7 +50,7 @@ def test_logits_and_choices_are_those_of_transformers(case: Case) -> None:
 
 def test_experts_that_are_kept_as_codes_are_multiplied_as_well(case: Case) -> None:
     """What CPU ranks run: a lane's columns begin and end within groups."""
-    if half_products.library() is None:
+    if host_library.library() is None:
         pytest.skip("needs a C compiler")
     same = 0
     for position, (logits, _, chosen) in enumerate(Run(case.folder, np.float32, keeps_halves=True).tokens(PROMPT)):
@@ -63,8 +63,8 @@ def test_experts_that_are_kept_as_codes_are_multiplied_as_well(case: Case) -> No
 @pytest.mark.parametrize("has_library", [True, False])
 def test_memory_is_said_as_it_is(case: Case, has_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_library:
-        monkeypatch.setattr(half_products, "library", lambda: None)
-    elif half_products.library() is None:
+        monkeypatch.setattr(host_library, "library", lambda: None)
+    elif host_library.library() is None:
         pytest.skip("needs a C compiler")
     settings = LaunchConfig(model=str(case.folder), device="cpu", ranks=4)
     target = plan_target(settings)[0]

@@ -12,7 +12,7 @@ import pytest
 
 from kog_dist.bench.kernel.shapes import DENSE, MOE, QUANTISED
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.errors import KogError
 from kog_dist.hardware.gpus import inventory_from
 from kog_dist.launch import gpu_choice, inspection
@@ -96,7 +96,7 @@ def test_starts_need_what_they_needed(name: str, tmp_path: Path, monkeypatch: py
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16", **config}))
     monkeypatch.setattr(memfd, "available_bytes", lambda: 200 * 2**30)
-    monkeypatch.setattr(half_products, "library", lambda: None)
+    monkeypatch.setattr(host_library, "library", lambda: None)
     monkeypatch.setattr(inspection, "_read_bandwidth", lambda: 1.25e10)
     monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
     monkeypatch.setattr(gpu_choice, "read_inventory", lambda: inventory_from(node(8)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kog_dist.cuda import build
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.launch.progress import RankStart, StartupProgress, bar, starts_of, waiting_for
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
@@ -73,18 +73,18 @@ def test_only_what_has_to_be_built_is_said_to_be(tmp_path: Path, monkeypatch: py
 
 
 def test_the_host_compiler_is_heard_at_the_first_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if half_products.library() is None:
+    if host_library.library() is None:
         pytest.skip("there is no C compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for stages in ([COMPILING, StartStage.INTERPRETER], []):
         told: list[StartReport] = []
-        half_products.library.cache_clear()
+        host_library.library.cache_clear()
         with StartTeller(told.append).hearing_compilers():
-            built = half_products.library()
+            built = host_library.library()
         if built is None:
             pytest.skip("others may write to the folder of this test")
         assert [report.stage for report in told] == stages
-    half_products.library.cache_clear()
+    host_library.library.cache_clear()
 
 
 @pytest.mark.parametrize("lanes", [[0, 1, 2, 3], [2]])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.places import with_place
@@ -63,7 +63,7 @@ class CpuEngine:
         checkpoint = opened(args, self._control.max_context)
         spec = checkpoint.spec
         with self._start.hearing_compilers():
-            products = half_products.library()
+            products = host_library.library()
         lanes = spec.lanes_of_rank(rank, self._world_size)
         self._start.begin(StartStage.WEIGHTS)
         weights = checkpoint.rank_weights(lanes, keeps_halves=products is not None, on_share=self._start.share)

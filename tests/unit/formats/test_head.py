@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.decode.coding import HEAD_CODING
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
@@ -140,7 +140,7 @@ def test_the_head_is_rounded_and_nothing_else(tmp_path: Path, name: str, dtype: 
     assert np.array_equal(plain.tensor(EMBEDDING), checkpoint.tensor(EMBEDDING))
 
 
-@pytest.mark.skipif(half_products.library() is None, reason="needs a C compiler")
+@pytest.mark.skipif(host_library.library() is None, reason="needs a C compiler")
 def test_cpu_ranks_multiply_the_values_of_codes(tmp_path: Path) -> None:
     _, checkpoint = written(tmp_path, SPECS["tied"], "float16")
     found = []
@@ -177,7 +177,7 @@ def test_check_says_what_is_rounded(tmp_path: Path) -> None:
 def test_cpu_ranks_are_said_to_keep_a_rounded_head_in_16_bit(tmp_path: Path) -> None:
     written(tmp_path, SPEC)
     target = plan_target(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1, quantize_head="int8"))[0]
-    kept = target.checkpoint.rank_weights(range(2), keeps_halves=half_products.library() is not None).num_bytes
+    kept = target.checkpoint.rank_weights(range(2), keeps_halves=host_library.library() is not None).num_bytes
     assert cpu_rank_bytes(target, 0)["weights"] <= kept <= cpu_rank_bytes(target, 0)["weights"] + 10_000
 
 

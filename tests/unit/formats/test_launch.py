@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.decode.coding import Coding
 from kog_dist.errors import ConfigError
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
@@ -69,7 +69,7 @@ def test_cpu_ranks_are_said_to_keep_float32(tmp_path: Path) -> None:
     weights = [target.checkpoint.rank_weights(range(2 * rank, 2 * rank + 2), keeps_halves=True) for rank in range(2)]
     for rank, kept in enumerate(weights):
         assert cpu_rank_bytes(target, rank)["weights"] <= kept.num_bytes <= cpu_rank_bytes(target, rank)["weights"] + 10_000
-    width = 4 if half_products.library() is None else 2
+    width = 4 if host_library.library() is None else 2
     assert num_quantised(target.checkpoint) * 4 < sum(kept.num_bytes for kept in weights)
     assert width * num_quantised(target.checkpoint) < sum(kept.num_bytes for kept in weights)
 

@@ -11,7 +11,7 @@ import pytest
 
 from kog_dist.bench.kernel.shapes import DENSE
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library
 from kog_dist.gateway.engine_facts import devices, engine_facts, read_checkpoint
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.hardware.gpus import Gpu
@@ -43,7 +43,7 @@ def laneformer(tmp_path: Path) -> Checkpoint:
 def test_cpu_ranks_read_what_they_keep_and_have_no_known_peak(
     library: Path | None, laneformer: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(half_products, "library", lambda: library)
+    monkeypatch.setattr(host_library, "library", lambda: library)
     spec, width = laneformer.spec, 2 if library else 4
     norms = (2 * spec.num_layers + 1) * spec.hidden_size
     read = spec.num_parameters - spec.vocab_size * spec.hidden_size - norms
@@ -99,7 +99,7 @@ def test_what_a_token_reads_of_quantised_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("form", "said"), [("Q4_1", "Q4_1 (read as float16)"), ("F16", "float16"), ("BF16", "bfloat16")])
 def test_all_say_the_same_of_a_gguf_file(tmp_path: Path, form: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Banner, --check, --dry-run, page and /kog/info: how it is stored, and what a token reads."""
-    monkeypatch.setattr(half_products, "library", lambda: Path("x.so"))
+    monkeypatch.setattr(host_library, "library", lambda: Path("x.so"))
     path = tmp_path / "model.gguf"
     write_gguf(path, "llama", random_tensors("llama"), form=form)
     settings = LaunchConfig(model=str(path), device="cpu", ranks=1)

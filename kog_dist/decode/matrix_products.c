@@ -1,13 +1,6 @@
 /* Products of 16-bit and MXFP4 matrices and float32 vectors, for CPU ranks. A row's sum has an order that its length alone decides, so
-   its bits depend neither on the other rows nor on how many there are. */
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-enum { kWidth = 16 }; /* values of a vector register */
-
-typedef float floats __attribute__((vector_size(4 * kWidth)));
-typedef uint32_t words __attribute__((vector_size(4 * kWidth)));
+   its bits depend neither on the other rows nor on how many there are, nor on the instruction set. */
+#include "vectors.h"
 
 /* `product` (rows) = `matrix` (rows, columns) times `vector` (columns). */
 struct half_product {
@@ -16,19 +9,6 @@ struct half_product {
     float *product;
     uint64_t rows, columns;
 };
-
-static inline floats loaded(const float *at) {
-    floats values;
-    memcpy(&values, at, sizeof values);
-    return values;
-}
-
-static inline float total(floats v) {
-    v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    return v[0] + v[1];
-}
 
 enum format { kBfloat16, kFloat16 };
 
@@ -42,35 +22,40 @@ static inline __attribute__((always_inline)) floats upper(words pairs, enum form
 }
 static inline float scale_of(enum format format) { return format == kBfloat16 ? 1.0f : 0x1p56f; } /* of vectors, and of sums */
 
+static inline __attribute__((always_inline)) void add_pairs(
+    const uint16_t *pairs, const float *even, const float *odd, sixteen *lows, sixteen *highs, enum format format) {
+    for (unsigned int part = 0; part < kParts; ++part) {
+        words these;
+        memcpy(&these, pairs + part * 2 * kWidth, sizeof these);
+        lows->part[part] = fused(lower(these, format), loaded(even + part * kWidth), lows->part[part]);
+        highs->part[part] = fused(upper(these, format), loaded(odd + part * kWidth), highs->part[part]);
+    }
+}
+
 /* The product of a row and a vector. `even` and `odd` have the vector's values, times the scale, and zeros behind the last ones.
    One row after the other reads memory in order, which is what it does fastest. */
 static inline __attribute__((always_inline)) float row_times(
     const uint16_t *row, const float *even, const float *odd, size_t columns, enum format format) {
-    floats lows = {}, highs = {};
+    sixteen lows = {}, highs = {};
     size_t at = 0;
-    for (; at + 2 * kWidth <= columns; at += 2 * kWidth) {
-        words pairs;
-        memcpy(&pairs, row + at, sizeof pairs);
-        lows += lower(pairs, format) * loaded(even + at / 2);
-        highs += upper(pairs, format) * loaded(odd + at / 2);
-    }
+    for (; at + 2 * kSums <= columns; at += 2 * kSums) add_pairs(row + at, even + at / 2, odd + at / 2, &lows, &highs, format);
     if (at < columns) {
-        words pairs = {};
-        memcpy(&pairs, row + at, (columns - at) * sizeof *row);
-        lows += lower(pairs, format) * loaded(even + at / 2);
-        highs += upper(pairs, format) * loaded(odd + at / 2);
+        uint16_t last[2 * kSums] = {};
+        memcpy(last, row + at, (columns - at) * sizeof *row);
+        add_pairs(last, even + at / 2, odd + at / 2, &lows, &highs, format);
     }
-    return total(lows + highs) * scale_of(format);
+    for (unsigned int part = 0; part < kParts; ++part) lows.part[part] += highs.part[part];
+    return total(lows) * scale_of(format);
 }
 
-/* `scratch` has room for the longest vector and 2 * (kWidth + 1) values more. */
+/* `scratch` has room for the longest vector and 2 * (kSums + 1) values more. */
 static inline __attribute__((always_inline)) void multiply(
     const struct half_product *products, size_t count, float *scratch, enum format format) {
     for (const struct half_product *one = products; one < products + count; ++one) {
-        const size_t columns = one->columns, half = columns / 2 + kWidth + 1;
+        const size_t columns = one->columns, half = columns / 2 + kSums + 1;
         float *even = scratch, *odd = scratch + half;
-        memset(even + columns / 2, 0, (kWidth + 1) * sizeof *even);
-        memset(odd + columns / 2, 0, (kWidth + 1) * sizeof *odd);
+        memset(even + columns / 2, 0, (kSums + 1) * sizeof *even);
+        memset(odd + columns / 2, 0, (kSums + 1) * sizeof *odd);
         for (size_t at = 0; at < columns; ++at) (at & 1 ? odd : even)[at / 2] = one->vector[at] * scale_of(format);
         for (size_t row = 0; row < one->rows; ++row)
             one->product[row] = row_times(one->matrix + row * columns, even, odd, columns, format);
@@ -94,8 +79,7 @@ struct mxfp4_product {
     uint64_t rows, columns, skew, steps;
 };
 
-enum { kPerWord = 8, kStep = kPerWord * kWidth };
-typedef int32_t integers __attribute__((vector_size(4 * kWidth)));
+enum { kPerWord = 8, kStep = kPerWord * kSums };
 
 /* Twice the values of codes 0 to 7 are 0, 1, 2, 3, 4, 6, 8 and 12: a hexadecimal digit each. */
 static inline floats doubled_values(words codes) {
@@ -106,20 +90,22 @@ static inline floats doubled_values(words codes) {
 
 /* `halves` has, of every step, half of the vector's values of columns 0, 8, ..., 120, then of 1, 9, ..., 121, and so on. */
 static inline float coded_row_times(const uint8_t *codes, const uint8_t *scales, const float *halves, size_t steps) {
-    const words places = {0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24};
-    floats sums = {};
-    for (size_t step = 0; step < steps; ++step, halves += kStep) {
-        words eights;
-        uint32_t four;
-        memcpy(&eights, codes + step * sizeof eights, sizeof eights);
-        memcpy(&four, scales + step * sizeof four, sizeof four);
-        floats lows = {}, highs = {};
-        for (unsigned int column = 0; column < kPerWord; column += 2) {
-            lows += doubled_values(eights >> 4 * column) * loaded(halves + column * kWidth);
-            highs += doubled_values(eights >> (4 * column + 4)) * loaded(halves + (column + 1) * kWidth);
+    sixteen sums = {};
+    for (size_t step = 0; step < steps; ++step, halves += kStep)
+        for (unsigned int part = 0; part < kParts; ++part) {
+            words eights, places;
+            uint32_t four;
+            memcpy(&eights, codes + (step * kParts + part) * sizeof eights, sizeof eights);
+            memcpy(&four, scales + step * sizeof four, sizeof four);
+            for (unsigned int i = 0; i < kWidth; ++i) places[i] = (part * kWidth + i) / 4 * 8;
+            floats lows = {}, highs = {};
+            for (unsigned int column = 0; column < kPerWord; column += 2) {
+                const float *at = halves + column * kSums + part * kWidth;
+                lows = fused(doubled_values(eights >> 4 * column), loaded(at), lows);
+                highs = fused(doubled_values(eights >> (4 * column + 4)), loaded(at + kSums), highs);
+            }
+            sums.part[part] = fused(lows + highs, (floats)((((words){} + four) >> places & 255u) << 23), sums.part[part]);
         }
-        sums += (lows + highs) * (floats)((((words){} + four) >> places & 255u) << 23);
-    }
     return total(sums);
 }
 
@@ -129,7 +115,7 @@ void kog_mxfp4_products(const struct mxfp4_product *products, size_t count, floa
         memset(scratch, 0, one->steps * kStep * sizeof *scratch);
         for (size_t at = 0; at < one->columns; ++at) {
             const size_t column = at + one->skew, step = column / kStep, inner = column % kStep;
-            scratch[step * kStep + inner % kPerWord * kWidth + inner / kPerWord] = 0.5f * one->vector[at];
+            scratch[step * kStep + inner % kPerWord * kSums + inner / kPerWord] = 0.5f * one->vector[at];
         }
         for (size_t row = 0; row < one->rows; ++row)
             one->product[row] = coded_row_times(

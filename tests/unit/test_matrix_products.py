@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kog_dist.bench.fakes.tiny_model import TINY
-from kog_dist.decode import half_products
+from kog_dist.decode import host_library, matrix_products
 from kog_dist.decode.cpu_weights import matrix_bytes
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.safetensors_file import narrow, widen
@@ -21,7 +21,7 @@ from kog_dist.model.weights import BFLOAT16
 from kog_dist.runtime.files import is_ours_alone
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16"}
-needs_library = pytest.mark.skipif(half_products.library() is None, reason="needs a C compiler, and a cache of one's own")
+needs_library = pytest.mark.skipif(host_library.library() is None, reason="needs a C compiler, and a cache of one's own")
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def fresh(tmp_path: Path) -> Iterator[None]:
     """What is known of the library is forgotten before and after."""
     if not is_ours_alone(tmp_path):
         pytest.skip("others can write to the folders of tests")
-    half_products.library.cache_clear()
+    host_library.library.cache_clear()
     yield
-    half_products.library.cache_clear()
+    host_library.library.cache_clear()
 
 
 def drawn(dtype: str, rows: int, columns: int) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
@@ -46,7 +46,7 @@ def drawn(dtype: str, rows: int, columns: int) -> tuple[NDArray[np.generic], NDA
 
 def product(matrix: NDArray[np.generic], vector: NDArray[np.float32]) -> NDArray[np.float32]:
     out = np.full(len(matrix), np.nan, np.float32)
-    half_products.bound([(matrix, vector, out)])()
+    matrix_products.bound([(matrix, vector, out)])()
     return out
 
 
@@ -88,7 +88,7 @@ def test_several_products_are_one_call() -> None:
     matrices = [drawn("bfloat16", rows, 40)[0] for rows in (3, 1, 8)]
     vectors = [np.random.default_rng(i).standard_normal(40).astype(np.float32) for i in range(3)]
     outs = [np.empty(len(matrix), np.float32) for matrix in matrices]
-    half_products.bound(list(zip(matrices, vectors, outs, strict=True)))()
+    matrix_products.bound(list(zip(matrices, vectors, outs, strict=True)))()
     for matrix, vector, out in zip(matrices, vectors, outs, strict=True):
         assert out.tobytes() == product(matrix, vector).tobytes()
 
@@ -121,7 +121,7 @@ def test_matrices_are_kept_as_they_are_stored(dtype: str, is_tied: bool, tmp_pat
 def test_without_a_compiler_weights_are_float32(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     write_checkpoint(tmp_path / "model", TINY, random_tensors(TINY, seed=1))
-    assert half_products.library() is None
+    assert host_library.library() is None
     assert matrix_bytes(open_checkpoint(tmp_path / "model")) == 4
 
 
@@ -143,28 +143,28 @@ def test_what_cannot_be_built_or_kept_is_done_without(
         (tmp_path / "cc").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert half_products.library() is None
+    assert host_library.library() is None
 
 
 @needs_library
 @pytest.mark.parametrize("what", ["folder", "parent", "library"])
 def test_what_others_can_write_is_not_run(what: str, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = half_products.library()
+    path = host_library.library()
     assert path is not None
-    half_products.library.cache_clear()
+    host_library.library.cache_clear()
     {"folder": path.parent, "parent": path.parent.parent, "library": path}[what].chmod(0o777)
-    assert half_products.library() is None
+    assert host_library.library() is None
 
 
 @needs_library
 def test_it_is_built_once(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = half_products.library()
+    first = host_library.library()
     assert first is not None
     stamp = first.stat().st_mtime_ns
-    half_products.library.cache_clear()
-    assert half_products.library() == first
+    host_library.library.cache_clear()
+    assert host_library.library() == first
     assert first.stat().st_mtime_ns == stamp
     assert cpu_matrix_bytes_of_bfloat16(tmp_path) == 2
 

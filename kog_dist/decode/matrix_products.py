@@ -1,36 +1,23 @@
-"""Products of 16-bit and MXFP4 matrices for CPU ranks: C (half_products.c), built for this machine at the first use and kept.
+"""Products of 16-bit and MXFP4 matrices for CPU ranks, in C (matrix_products.c).
 
 A decode step is bounded by the bytes of the weights, and NumPy multiplies nothing narrower than float32. Values are widened to
-float32 as they are read, so results differ from NumPy's by the order of additions alone. Without a C compiler weights are
-float32 (`library` is None), and slower.
+float32 as they are read, so results differ from NumPy's by the order of additions alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
-from importlib import resources
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.decode.host_library import loaded
 from kog_dist.model.formats.mxfp4 import GROUP, STEP
 from kog_dist.model.weights import BFLOAT16
-from kog_dist.runtime.files import is_ours_alone, user_cache_folder, write_at_once
-from kog_dist.runtime.startup import compiling
 
 Array = NDArray[Any]
-_SOURCE: Final = "half_products.c"
-_OPTIONS: Final = ("-O3", "-march=native", "-std=gnu17", "-ffp-contract=fast", "-shared", "-fPIC")
-_BUILD_S: Final = 60.0
 _SCRATCH: Final = 34  # values that the library wants beside the longest vector: 2 * (kWidth + 1)
 
 
@@ -99,9 +86,7 @@ def bound_to_experts(operands: Sequence[tuple[Array, Array, Array]]) -> Callable
 
 def bound_to_coded_experts(operands: Sequence[CodedOperands]) -> Callable[[Sequence[int]], None]:
     """`bound_to_experts` of MXFP4."""
-    path = library()
-    assert path is not None, "nobody keeps codes where there is no library"
-    function = ctypes.CDLL(str(path)).kog_mxfp4_products
+    function = loaded().kog_mxfp4_products
     function.restype = None
     chosen_count = len(operands[0].vectors)
     table = (_CodedProduct * (len(operands) * chosen_count))()
@@ -131,10 +116,8 @@ def bound_to_coded_experts(operands: Sequence[CodedOperands]) -> Callable[[Seque
 
 def _bound(triples: Sequence[tuple[Array, Array, Array]]) -> tuple[Callable[[], None], ctypes.Array[_Product]]:
     """The call, and its table: an entry for each triple, whose matrix may be replaced by another of the same shape."""
-    dtype, path = triples[0][0].dtype, library()
-    assert path is not None, "nobody has such matrices where there is no library"
-    loaded = ctypes.CDLL(str(path))
-    function = loaded.kog_bfloat16_products if dtype == BFLOAT16 else loaded.kog_float16_products
+    dtype = triples[0][0].dtype
+    function = loaded().kog_bfloat16_products if dtype == BFLOAT16 else loaded().kog_float16_products
     function.restype, count = None, ctypes.c_size_t(len(triples))
     table = (_Product * len(triples))()
     for entry, (matrix, vector, product) in zip(table, triples, strict=True):
@@ -152,45 +135,3 @@ def _bound(triples: Sequence[tuple[Array, Array, Array]]) -> tuple[Callable[[], 
         function(table, count, at)
 
     return run, table
-
-
-@functools.cache
-def library() -> Path | None:
-    """The built library, None where it cannot be had: no C compiler, nowhere to keep it, or a folder that runs nothing.
-
-    A folder that somebody else can write to is not used: what lies there would run as this user.
-    """
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return None
-    source = (resources.files("kog_dist.decode") / _SOURCE).read_text(encoding="utf-8")
-    try:
-        folder = user_cache_folder() / "host"
-        version = _output(compiler, "--version")
-        key = hashlib.sha256("\0".join([source, *_OPTIONS, version, _processor()]).encode()).hexdigest()[:32]
-        path = folder / f"half_products-{key}.so"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not is_ours_alone(folder):
-            return None
-        if not path.exists():
-            with compiling(), tempfile.TemporaryDirectory(prefix="kog-build-") as made:
-                (Path(made) / _SOURCE).write_text(source, encoding="utf-8")
-                _output(compiler, *_OPTIONS, "-o", f"{made}/out.so", f"{made}/{_SOURCE}")
-                write_at_once(path, (Path(made) / "out.so").read_bytes(), is_private=True)
-        if not is_ours_alone(path):
-            return None
-        ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return path
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_S, stdin=subprocess.DEVNULL).stdout
-
-
-def _processor() -> str:
-    """What `-march=native` stands for: a home folder may be that of several machines."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    told = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return "\n".join([platform.machine(), *sorted(told)])
