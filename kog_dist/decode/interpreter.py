@@ -23,9 +23,10 @@ from kog_dist.decode.lane_calls import LaneCalls
 from kog_dist.decode.memory import Memory
 from kog_dist.decode.plan import Plan
 from kog_dist.decode.step_rules import value_name
-from kog_dist.decode.steps import Phase, Value, When
+from kog_dist.decode.steps import NONE, Phase, Value, When
 from kog_dist.decode.validate import check
 from kog_dist.errors import ConfigError, PlanError
+from kog_dist.model.layers import Experts
 from kog_dist.model.weights import RankWeights
 from kog_dist.sampling_params import SamplingParams
 
@@ -45,6 +46,9 @@ class StepOutput:
     finite: bool
     stopped: bool
 
+
+Maker = Callable[[Group], Callable[[], None]]
+_OF_KINDS: dict[type, type[ExpertCalls]] = {Experts: ExpertCalls}  # FFNs that have calls of their own
 
 Write = tuple[slice, list[int]]  # neighbouring cells, and the identities of the values written there
 Gate = tuple[Callable[[list[int]], Any], Any, Callable[[], None], tuple[Write, ...]]
@@ -113,11 +117,19 @@ class Interpreter:
         makers = LaneCalls(find, weights, self._cursor, kv_dtype).makers
         exchange = ExchangeCalls(find, weights, self._cursor, comm)
         makers |= exchange.makers
-        if plan.spec.experts is not None:
-            makers |= ExpertCalls(find, weights, self._cursor, exchange).makers
+        kinds = {type(layer.ffn) for layer in plan.spec.layers}
+        of_kinds = {
+            kind: calls(find, weights, self._cursor, exchange).makers for kind, calls in _OF_KINDS.items() if kind in kinds
+        }
+
+        def maker(group: Group) -> Maker:
+            layer = group.steps[0].layer
+            own = {} if layer == NONE else of_kinds.get(type(plan.spec.layers[layer].ffn), {})
+            return own.get(group.phase) or makers[group.phase]
+
         self._cells: dict[tuple[int, ...], int] = {}
         self._idents: dict[Value, int] = {}
-        calls = [(group.when, self._compile(group, makers[group.phase])) for group in group_steps(part.steps)]
+        calls = [(group.when, self._compile(group, maker(group))) for group in group_steps(part.steps)]
         self._calls = {when: [call for at, call in calls if at <= when] for when in When}
         # A prompt token has no logits for SAMPLE to read; it exchanges empty candidates all the same.
         self._programs = {
@@ -143,7 +155,7 @@ class Interpreter:
                 found = "none" if comm is None else f"that of rank {comm.rank} of {comm.world_size}"
                 raise PlanError(f"rank {rank} of {plan.world_size} needs its own communicator, got {found}")
 
-    def _compile(self, group: Group, maker: Callable[[Group], Callable[[], None]]) -> _Call:
+    def _compile(self, group: Group, maker: Maker) -> _Call:
         reads = [value for step in group.steps for value in step.reads]
         # By value first, then by lane: what a phase writes for its lanes then stands side by side.
         writes = [value for values in zip(*(step.writes for step in group.steps), strict=True) for value in values]

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.decode.recipes import ByPosition, recipes, stream_lanes
 from kog_dist.decode.steps import NONE, Kind, Value, place
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weights import aligned_empty
 
 Array = NDArray[Any]
-_PER_LANE = (Kind.QUERY, Kind.CACHE, Kind.MIXED, Kind.ACTIVATION, Kind.PARTIAL, Kind.LOGITS)
 
 
 class Memory:
@@ -27,11 +27,15 @@ class Memory:
 
     def __init__(self, spec: ModelSpec, lanes: tuple[int, ...], dtype: np.dtype[Any], num_kv_caches: int = 1) -> None:
         self.spec, self.lanes, self.dtype = spec, lanes, dtype
-        self._arrays: dict[tuple[int, ...], Array] = {}
-        kv_shape = (len(lanes), spec.lane_kv_heads, spec.max_context, spec.head_dim)
+        self._arrays: dict[tuple[object, ...], Array] = {}
         self.keys, self.values = (
-            [[self._zeros(kv_shape) for _ in range(num_kv_caches)] for _ in range(spec.num_layers)] for _ in ("keys", "values")
+            [[self._cache(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)] for _ in ("keys", "values")
         )
+
+    def _cache(self, state: ByPosition | None) -> Array:
+        """Keys or values of all positions of a layer; nothing where its mixer keeps none."""
+        shape = (0, 0) if state is None else (state.num_heads, state.head_dim)
+        return self._zeros((len(self.lanes), shape[0], self.spec.max_context, shape[1]))
 
     def _zeros(self, shape: tuple[int, ...]) -> Array:
         """Zeros at the beginning of a page; the system hands out small pages, and only when a position is written.
@@ -51,9 +55,9 @@ class Memory:
 
     def rows(self, value: Value) -> Array:
         """The array of all lanes (own lanes, ...) that `value` is a row of; the array itself if the value has no lane."""
-        key = (*place(value, self.spec.delay), value.lane != NONE)
+        shape = self._shape(value)
+        key = (*place(value, self.spec.delay), value.lane != NONE, shape)
         if key not in self._arrays:
-            shape = self._shape(value)
             self._arrays[key] = self.empty(*shape) if value.lane == NONE else self.empty(len(self.lanes), *shape)
         return self._arrays[key]
 
@@ -69,26 +73,33 @@ class Memory:
         return lane - self.lanes[0]
 
     def _shape(self, value: Value) -> tuple[int, ...]:
-        spec, d = self.spec, self.spec.hidden_size
-        shared_input = d * (spec.num_lanes if spec.head_type is HeadType.LANE else 1)
-        shapes = {
+        spec, d, kind = self.spec, self.spec.hidden_size, value.kind
+        of_layer = recipes(spec)[value.number] if 0 <= value.number < spec.num_layers else ()
+        recipe = next((recipe for recipe in of_layer if kind in recipe.shapes), None)
+        if recipe is not None:
+            shape, has_lane = recipe.shapes[kind], kind not in recipe.of_rank
+        else:
+            shape, has_lane = self._common_shapes(d).get(kind, ()), kind in (Kind.PARTIAL, Kind.LOGITS)
+            if kind is Kind.STREAM:
+                has_lane = NONE not in stream_lanes(spec, self.lanes)
+            elif kind is Kind.HEAD_INPUT:
+                has_lane = value.lane != NONE  # of each lane, or of all
+        if not shape or has_lane != (value.lane != NONE):
+            raise PlanError(f"the plan keeps {value} in an array, which it has not")
+        return shape
+
+    def _common_shapes(self, d: int) -> dict[Kind, tuple[int, ...]]:
+        """Of what is of no recipe."""
+        spec = self.spec
+        return {
             Kind.STREAM: (d,),
-            Kind.QUERY: (spec.lane_heads, spec.head_dim),
-            Kind.MIXED: (spec.lane_heads, spec.head_dim),
-            Kind.ACTIVATION: (spec.lane_ffn,) if spec.experts is None else (spec.experts.per_token, spec.lane_ffn),
-            Kind.ROUTER_LOGITS: (spec.num_ffns,),
-            Kind.CHOICE: (2, spec.num_ffns_read),
             Kind.PARTIAL: (d,),
             Kind.OWN_SUM: (d,),
             Kind.TOTAL: (d,),
-            Kind.HEAD_INPUT: (shared_input,),
+            Kind.HEAD_INPUT: (d * (spec.num_lanes if spec.head_type is HeadType.LANE else 1),),
             Kind.LOGITS: (spec.vocab_slice(0)[1],),
             Kind.ALL_LOGITS: (spec.vocab_size,),
         }
-        per_lane = value.kind in _PER_LANE or (value.kind is Kind.STREAM and not spec.has_one_stream)
-        if value.kind not in shapes or per_lane != (value.lane != NONE and value.kind is not Kind.HEAD_INPUT):
-            raise PlanError(f"the plan keeps {value} in an array, which it has not")
-        return shapes[value.kind]
 
     def num_bytes(self) -> int:
         """Memory of all arrays, the KV caches counted whole."""

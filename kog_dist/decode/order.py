@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kog_dist.decode.recipes import recipes
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 
@@ -32,31 +33,33 @@ class Turn(NamedTuple):
 
 
 _MIN_STAGGERED_LANES = 2
-_HALVES = ((Phase.QKV, Phase.OUT), (Phase.GATE_UP, Phase.DOWN))  # the products of an attention and of an MLP sublayer
 
 
 def product_order(spec: ModelSpec, lanes: range) -> list[Turn]:
     """The turns of the lanes that a rank hosts; each lane's own are in the order of its computation."""
     if len(lanes) < _MIN_STAGGERED_LANES:
-        return plain_order(lanes, spec.num_layers)
+        return plain_order(spec, lanes, spec.num_layers)
     first_free = next(layer for layer in range(spec.num_layers + 1) if _is_free(spec, layer))
-    order = plain_order(lanes, first_free)
+    order = plain_order(spec, lanes, first_free)
     ahead, behind = lanes[: len(lanes) // 2], lanes[len(lanes) // 2 :]
     num_halves = 2 * (spec.num_layers - first_free)
     for turn in range(num_halves + 1 if num_halves else 0):
         # The lanes ahead are in half `turn`, the others in the one before; attention first, since it has the longest way.
         groups = [(half, group) for half, group in ((turn, ahead), (turn - 1, behind)) if 0 <= half < num_halves]
         groups.sort(key=lambda item: item[0] % 2)
-        for i in range(2):
+        ops = {half: recipes(spec)[first_free + half // 2][half % 2].lane_ops for half, _ in groups}
+        for i in range(max(map(len, ops.values()))):
             for j in range(max(len(group) for _, group in groups)):
                 order += [
-                    Turn(first_free + half // 2, _HALVES[half % 2][i], group[j]) for half, group in groups if j < len(group)
-                ]
+                    Turn(first_free + half // 2, ops[half][i], group[j])
+                    for half, group in groups if j < len(group) and i < len(ops[half])
+                ]  # fmt: skip
             groups.reverse()  # OUT comes as late as it can: it waits for attention
     if num_halves:
-        last = spec.num_layers - 1
-        order = _moved(order, [Turn(first_free, Phase.QKV, lane) for lane in behind], Turn(first_free, Phase.OUT, ahead[0]))
-        order = _moved(order, [Turn(last, Phase.OUT, lane) for lane in behind], Turn(last, Phase.DOWN, ahead[0]))
+        last, (first_op, *_, last_op) = spec.num_layers - 1, recipes(spec)[first_free][0].lane_ops
+        order = _moved(order, [Turn(first_free, first_op, lane) for lane in behind], Turn(first_free, last_op, ahead[0]))
+        of_mixer, of_ffn = (recipe.lane_ops[-1] for recipe in recipes(spec)[last])
+        order = _moved(order, [Turn(last, of_mixer, lane) for lane in behind], Turn(last, of_ffn, ahead[0]))
     return order
 
 
@@ -67,9 +70,10 @@ def _moved(order: list[Turn], turns: list[Turn], before: Turn) -> list[Turn]:
     return rest[:place] + turns + rest[place:]
 
 
-def plain_order(lanes: range, num_layers: int) -> list[Turn]:
+def plain_order(spec: ModelSpec, lanes: range, num_layers: int) -> list[Turn]:
     """The turns in the first layers phase by phase, and within a phase lane by lane."""
-    return [Turn(layer, phase, lane) for layer in range(num_layers) for half in _HALVES for phase in half for lane in lanes]
+    halves = [(layer, recipe) for layer in range(num_layers) for recipe in recipes(spec)[layer]]
+    return [Turn(layer, phase, lane) for layer, recipe in halves for phase in recipe.lane_ops for lane in lanes]
 
 
 def _is_free(spec: ModelSpec, first_layer: int) -> bool:

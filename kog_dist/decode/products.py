@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kog_dist.decode.order import Turn, plain_order, product_order
+from kog_dist.decode.recipes import all_recipes, recipe_of
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.model.spec import ModelSpec
@@ -63,17 +64,20 @@ class Division(NamedTuple):
 
 
 def product_list(
-    turns: Iterable[Turn], lanes: range, division: Mapping[Phase, Division], sources: Sequence[int] = (NONE,)
+    spec: ModelSpec, turns: Iterable[Turn], lanes: range, division: Mapping[Phase, Division], sources: Sequence[int] = (NONE,)
 ) -> tuple[Product, ...]:
-    """The list of a rank that hosts `lanes`. A product of several lanes stands where that of the first of them would, ROUTE in
-    front of its layer's first GATE_UP. The LM head comes last: one product of all lanes for each of `sources`.
+    """The list of a rank that hosts `lanes`.
+
+    A product of several lanes stands where that of the first of them would, one of the rank (ROUTE) in front of the first lane's
+    that comes behind it. The LM head comes last: one product of all lanes for each of `sources`.
     """
     made = []
     for turn in turns:
         num_lanes, rows = division[turn.phase]
         place = turn.lane - lanes[0]
-        if turn.phase is Phase.GATE_UP and place == 0 and Phase.ROUTE in division:
-            made.append(Product(Phase.ROUTE, turn.layer, NONE, 1, division[Phase.ROUTE].rows))
+        recipe = recipe_of(spec, turn.layer, turn.phase)
+        if recipe is not None and place == 0:
+            made += [Product(one.phase, turn.layer, NONE, *division[one.phase]) for one in recipe.in_front(turn.phase)]
         if place % num_lanes == 0:
             made.append(Product(turn.phase, turn.layer, turn.lane, num_lanes, rows))
     if Phase.HEAD in division:
@@ -83,11 +87,9 @@ def product_list(
 
 def undivided(spec: ModelSpec, lanes: range, *, staggered: bool = False) -> tuple[Product, ...]:
     """Each lane's products by themselves, as CPU ranks multiply: phase by phase, or `staggered` as on GPUs (`order`)."""
-    hidden, columns = spec.hidden_size, spec.lane_ffn
-    num_rows = {Phase.QKV: spec.lane_qkv_rows, Phase.OUT: hidden, Phase.GATE_UP: 2 * columns, Phase.DOWN: hidden}
-    if spec.experts is not None:
-        num_rows[Phase.ROUTE] = spec.experts.num_experts
-    turns = product_order(spec, lanes) if staggered else plain_order(lanes, spec.num_layers)
-    layers = product_list(turns, lanes, {op: Division(1, Rows(count)) for op, count in num_rows.items()})
+    stages = [stage for recipe in all_recipes(spec) for stage in recipe.stages if stage.num_rows]
+    num_rows = {stage.phase: stage.num_rows for stage in stages}
+    turns = product_order(spec, lanes) if staggered else plain_order(spec, lanes, spec.num_layers)
+    layers = product_list(spec, turns, lanes, {op: Division(1, Rows(count)) for op, count in num_rows.items()})
     slices = {lane: spec.vocab_slice(lane) for lane in lanes}
     return (*layers, *(Product(Phase.HEAD, NONE, lane, 1, Rows(last - first)) for lane, (first, last) in slices.items()))

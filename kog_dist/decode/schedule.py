@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kog_dist.decode.products import Product
+from kog_dist.decode.recipes import Recipe, Stage, all_recipes, recipe_of, recipes, stream_lanes
 from kog_dist.decode.steps import NONE, Kind, Message, Phase, PlannedMailbox, Site, Step, Value, When
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
@@ -32,11 +33,15 @@ class Scheduler:
     def __init__(self, spec: ModelSpec, rank: int, world_size: int, products: Sequence[Product], *, checks_experts: bool) -> None:
         self.spec, self.rank, self.world_size, self.products = spec, rank, world_size, tuple(products)
         self.lanes = tuple(spec.lanes_of_rank(rank, world_size))
-        self.checks_experts = checks_experts and spec.experts is not None and world_size > 1
-        self.streams = (NONE,) if spec.has_one_stream else self.lanes  # by the lane that they belong to
+        self.streams = stream_lanes(spec, self.lanes)  # by the lane that they belong to
         self.peers = tuple(peer for peer in range(world_size) if peer != rank)
+        self.compared: dict[str, list[int]] = {}  # by mailbox: layers in which ranks compare what they made
+        if checks_experts and world_size > 1:
+            for layer, of_layer in enumerate(recipes(spec)):
+                for stage in (stage for recipe in of_layer for stage in recipe.stages if stage.compared_in):
+                    self.compared.setdefault(stage.compared_in, []).append(layer)
         self.steps: list[Step] = []
-        self.written: set[Value] = set()  # partials and totals, by the steps so far
+        self.written: set[Value] = set()  # what stages wrote, and totals, by the steps so far
         self.sequence: dict[tuple[int, int], int] = {}  # of the message of (site, layer)
         for sublayer in Sublayer:
             summed = [layer for layer in range(spec.num_layers) if is_summed(spec, layer, sublayer)]
@@ -46,16 +51,12 @@ class Scheduler:
         """All steps of a token. Raises PlanError for a product with a matrix that the model has not."""
         self.steps, self.written = [], set()
         self._per_lane(Phase.EMBED, lambda lane: ((), (self._stream(0, lane),)), self.streams)
-        add = {
-            Phase.QKV: self._add_qkv, Phase.OUT: self._add_out, Phase.ROUTE: self._add_route, Phase.GATE_UP: self._add_gate_up,
-            Phase.DOWN: self._add_down, Phase.HEAD: self._add_head,
-        }  # fmt: skip
         for (op, layer), products in groupby(self.products, key=lambda product: (product.op, product.layer)):
-            if op not in add or (layer not in range(self.spec.num_layers)) != (op is Phase.HEAD):
-                raise PlanError(
-                    f"rank {self.rank} cannot multiply with a matrix of {op.name} in layer {layer}: the model has none"
-                )
-            add[op](layer, list(dict.fromkeys(lane for product in products for lane in product.lanes)))
+            lanes = list(dict.fromkeys(lane for product in products for lane in product.lanes))
+            if op is Phase.HEAD and layer == NONE:
+                self._add_head(lanes)
+            else:
+                self._add_product(op, layer, lanes)
         self._add_sampling()
         return RankPlan(self.rank, self.lanes, tuple(self.steps), self.products)
 
@@ -69,8 +70,9 @@ class Scheduler:
             count = sum(key[0] == site for key in self.sequence)
             if count:  # one slot per layer: a slot is rewritten one token later
                 boxes.append(PlannedMailbox(site.name.lower(), count, spec.hidden_size, count))
-        if self.checks_experts and spec.experts is not None:
-            boxes.append(PlannedMailbox("experts", spec.num_layers, spec.experts.per_token, spec.num_layers))
+        boxes += [
+            PlannedMailbox(name, len(layers), self._num_compared(name), len(layers)) for name, layers in self.compared.items()
+        ]
         if spec.gathers_streams:
             lanes_in_row = num_lanes if spec.head_type is HeadType.LANE else 1
             boxes.append(PlannedMailbox("final", 1, spec.hidden_size * lanes_in_row, 1))
@@ -80,7 +82,7 @@ class Scheduler:
         return tuple(boxes)
 
     def _stream(self, revision: int, lane: int) -> Value:
-        return stream(revision, NONE if self.spec.has_one_stream else lane)
+        return stream(revision, lane if lane in self.streams else NONE)
 
     def _per_lane(
         self, phase: Phase, values: Callable[[int], tuple[Values, Values]], lanes: Iterable[int], layer: int = NONE,
@@ -91,42 +93,35 @@ class Scheduler:
             reads, writes = values(lane)
             self.steps.append(Step(phase, layer, lane, site, reads, writes, when=when))
 
-    def _add_qkv(self, layer: int, lanes: Sequence[int]) -> None:
-        self._per_lane(Phase.QKV, lambda lane: ((self._stream(2 * layer, lane),), appended(layer, lane)), lanes, layer)
+    def _add_product(self, op: Phase, layer: int, lanes: Sequence[int]) -> None:
+        """The stage with a matrix, what runs with it, and behind a sublayer's last what becomes of its outputs."""
+        recipe = recipe_of(self.spec, layer, op)
+        if recipe is None or not recipe.up_to(op)[-1].num_rows:
+            raise PlanError(f"rank {self.rank} cannot multiply with a matrix of {op.name} in layer {layer}: the model has none")
+        for stage in recipe.up_to(op):
+            self._add_stage(recipe, stage, layer, lanes if stage.is_by_lane else (NONE,))
+        if recipe.stages[-1].phase is op:
+            self._add_reduction(recipe.site, layer, lanes)
 
-    def _add_out(self, layer: int, lanes: Sequence[int]) -> None:
-        def mixed(lane: int) -> Values:
-            return (Value(Kind.MIXED, layer, lane),)
+    def _add_stage(self, recipe: Recipe, stage: Stage, layer: int, lanes: Sequence[int]) -> None:
+        """Of each lane, or once for the rank."""
+        for lane in lanes:
+            reads, writes = (tuple(recipe.value(kind, layer, lane) for kind in kinds) for kinds in (stage.reads, stage.writes))
+            if lane == NONE and self.written.issuperset(writes):
+                continue
+            exchange = None
+            if stage.compared_in in self.compared:
+                exchange = Message(stage.compared_in, self.compared[stage.compared_in].index(layer), self.peers)
+            self.steps.append(Step(stage.phase, layer, lane, NONE, reads, writes, exchange, exchange))
+            self.written |= set(writes)
 
-        self._per_lane(Phase.ATTEND, lambda lane: (appended(layer, lane), mixed(lane)), lanes, layer)
-        self._per_lane(Phase.OUT, lambda lane: (mixed(lane), (partial(Site.ATTENTION, layer, lane),)), lanes, layer)
-        self._add_reduction(Site.ATTENTION, layer, lanes)
-
-    def _add_route(self, layer: int, _lanes: Sequence[int]) -> None:
-        """Which experts the layer has, and with `checks_experts` that all ranks have chosen the same."""
-        before, router_logits = self._stream(2 * layer + 1, NONE), Value(Kind.ROUTER_LOGITS, layer)
-        exchange = Message("experts", layer, self.peers) if self.checks_experts else None
-        self.steps.append(Step(Phase.ROUTE, layer, reads=(before,), writes=(router_logits,)))
-        self.steps.append(Step(Phase.SELECT, layer, NONE, NONE, (router_logits,), self._choice(layer), exchange, exchange))
-
-    def _add_gate_up(self, layer: int, lanes: Sequence[int]) -> None:
-        chosen = self._choice(layer)
-
-        def values(lane: int) -> tuple[Values, Values]:
-            return (self._stream(2 * layer + 1, lane), *chosen), (activation(layer, lane),)
-
-        self._per_lane(Phase.GATE_UP, values, lanes, layer)
-
-    def _add_down(self, layer: int, lanes: Sequence[int]) -> None:
-        def values(lane: int) -> tuple[Values, Values]:
-            return (activation(layer, lane), *self._choice(layer)), (partial(Site.MLP, layer, lane),)
-
-        self._per_lane(Phase.DOWN, values, lanes, layer)
-        self._add_reduction(Site.MLP, layer, lanes)
-
-    def _choice(self, layer: int) -> Values:
-        """What says which experts a token has; nothing in a model without."""
-        return () if self.spec.experts is None else (Value(Kind.CHOICE, layer),)
+    def _num_compared(self, mailbox: str) -> int:
+        """Values that a rank compares in a layer: the last dimension of what is written."""
+        found = [
+            recipe.shapes[stage.writes[0]][-1]
+            for recipe in all_recipes(self.spec) for stage in recipe.stages if stage.compared_in == mailbox
+        ]  # fmt: skip
+        return max(found)
 
     def _add_reduction(self, site: Site, layer: int, lanes: Sequence[int]) -> None:
         """What follows the outputs of `lanes`: the own lanes' sum if anybody needs it and it is whole now, and the streams' next
@@ -135,7 +130,6 @@ class Scheduler:
         spec, sublayer, past = self.spec, Sublayer(site), layer - self.spec.delay
         mode = spec.reduce_mode(layer, sublayer)
         own = [partial(site, layer, lane) for lane in self.lanes]
-        self.written |= {partial(site, layer, lane) for lane in lanes}
         is_whole = self.written.issuperset(own)
         if is_whole and (site, layer) in self.sequence:
             self._add_sum(site, layer, own)
@@ -174,15 +168,15 @@ class Scheduler:
             return None
         return Message(site.name.lower(), 0 if site is Site.FINAL else self.sequence[site, layer], self.peers)
 
-    def _add_head(self, _layer: int, lanes: Sequence[int]) -> None:
+    def _add_head(self, lanes: Sequence[int]) -> None:
         """Lane aggregation, and the logits of `lanes`."""
-        spec, sampled = self.spec, When.SAMPLED
+        spec, sampled, one_stream = self.spec, When.SAMPLED, NONE in self.streams
         last = 2 * spec.num_layers
         per_lane = spec.head_type is HeadType.VOCAB_PARALLEL
         shared = Value(Kind.HEAD_INPUT)
 
         def normed(lane: int) -> Value:
-            if spec.has_one_stream:
+            if one_stream:
                 return shared
             return Value(Kind.HEAD_INPUT, lane=lane) if per_lane else partial(Site.FINAL, NONE, lane)
 
@@ -192,7 +186,7 @@ class Scheduler:
         if not spec.pre_norm_lane_agg:
             self._per_lane(Phase.FINAL_NORM, final_norm, self.streams, when=sampled)
         terms = tuple(self._stream(last, lane) if spec.pre_norm_lane_agg else normed(lane) for lane in self.lanes)
-        if spec.has_one_stream:
+        if one_stream:
             pass  # its norm is what the head multiplies
         elif spec.head_type is HeadType.REPLICATE:
             self._add_sum(Site.FINAL, NONE, terms, sampled)
@@ -226,16 +220,6 @@ def is_summed(spec: ModelSpec, layer: int, sublayer: Sublayer) -> bool:
 def stream(revision: int, lane: int) -> Value:
     """The residual stream of a lane, or NONE's which all share, after `revision` sublayers."""
     return Value(Kind.STREAM, revision, lane)
-
-
-def appended(layer: int, lane: int) -> Values:
-    """What QKV writes and ATTEND reads: the query, and the cache with the position's key and value."""
-    return Value(Kind.QUERY, layer, lane), Value(Kind.CACHE, layer, lane)
-
-
-def activation(layer: int, lane: int) -> Value:
-    """silu(gate) * up of a lane."""
-    return Value(Kind.ACTIVATION, layer, lane)
 
 
 def partial(site: Site, layer: int, lane: int) -> Value:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
+from kog_dist.model.layers import Attention, Experts, Ffn
 from kog_dist.model.spec import HeadType, ModelSpec
 
 EMBEDDING = "model.tok_embeddings.weight"
@@ -50,10 +51,10 @@ def layer_prefix(layer_idx: int) -> str:
 
 def ffn_prefixes(spec: ModelSpec, layer_idx: int) -> list[str]:
     """Start of the names of the tensors of a layer's FFN, or of each of its experts."""
-    prefix = layer_prefix(layer_idx).rstrip(".")
-    if spec.experts is None:
-        return [f"{prefix}.feed_forward."]
-    return [f"{prefix}{EXPERTS}{expert}." for expert in range(spec.experts.num_experts)]
+    prefix, ffn = layer_prefix(layer_idx).rstrip("."), spec.layers[layer_idx].ffn
+    if isinstance(ffn, Experts):
+        return [f"{prefix}{EXPERTS}{expert}." for expert in range(ffn.choice.num_experts)]
+    return [f"{prefix}.feed_forward."]
 
 
 def norm_name(spec: ModelSpec, stem: str) -> str:
@@ -82,54 +83,73 @@ def tensor_layouts(spec: ModelSpec) -> Mapping[str, TensorLayout]:
 
 def _layouts(spec: ModelSpec) -> Iterator[tuple[str, TensorLayout]]:
     lanes, d, vocab = spec.num_lanes, spec.hidden_size, spec.vocab_size
-    q_rows, kv_rows, ffn = spec.lane_heads * spec.head_dim, spec.lane_kv_heads * spec.head_dim, spec.lane_ffn
-    one_row_per_lane = tuple((lane, lane + 1) for lane in range(lanes))
-    vocab_parts = tuple(spec.vocab_slice(lane) for lane in range(lanes))
-
-    def lane_first(rows: int, columns: int) -> TensorLayout:
-        return TensorLayout((lanes, rows, columns), one_row_per_lane)
-
-    def norm(stem: str) -> tuple[str, TensorLayout]:
-        name = norm_name(spec, stem)
-        if name.endswith(".scale"):
-            return name, TensorLayout((lanes, d), one_row_per_lane)
-        return name, TensorLayout((d,), ((0, d),))
-
-    yield EMBEDDING, TensorLayout((vocab, d), vocab_parts)
-    for layer_idx in range(spec.num_layers):
+    yield EMBEDDING, TensorLayout((vocab, d), tuple(spec.vocab_slice(lane) for lane in range(lanes)))
+    for layer_idx, layer in enumerate(spec.layers):
         prefix = layer_prefix(layer_idx)
-        yield norm(f"{prefix}attention_norm")
-        yield f"{prefix}attention.wq.weight", lane_first(q_rows, d)
-        yield f"{prefix}attention.wk.weight", lane_first(kv_rows, d)
-        yield f"{prefix}attention.wv.weight", lane_first(kv_rows, d)
-        yield f"{prefix}attention.wo.weight", lane_first(d, q_rows)
-        if spec.qkv_bias:
-            for name, rows in (("wq", q_rows), ("wk", kv_rows), ("wv", kv_rows)):
-                yield f"{prefix}attention.{name}.bias", TensorLayout((lanes, rows), one_row_per_lane)
-        if spec.out_bias:
-            yield f"{prefix}attention.wo.bias", TensorLayout((d,), ((0, d),))
-        if spec.attention_sinks:
-            yield f"{prefix}attention.sinks", TensorLayout((lanes, spec.lane_heads), one_row_per_lane)
-        if spec.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                yield f"{prefix}attention.{name}.weight", TensorLayout((spec.head_dim,), ((0, spec.head_dim),))
-        yield norm(f"{prefix}ffn_norm")
-        if spec.experts is not None:
-            num_experts = spec.experts.num_experts
-            yield f"{prefix}feed_forward.router.weight", TensorLayout((num_experts, d), ((0, num_experts),))
-            if spec.experts.router_bias:
-                yield f"{prefix}feed_forward.router.bias", TensorLayout((num_experts,), ((0, num_experts),))
-        for ffn_prefix in ffn_prefixes(spec, layer_idx):
-            yield f"{ffn_prefix}w1.weight", lane_first(ffn, d)
-            yield f"{ffn_prefix}w3.weight", lane_first(ffn, d)
-            yield f"{ffn_prefix}w2.weight", lane_first(d, ffn)
-            if spec.experts is not None and spec.experts.bias:
-                for name in ("w1", "w3"):
-                    yield f"{ffn_prefix}{name}.bias", TensorLayout((lanes, ffn), one_row_per_lane)
-                yield f"{ffn_prefix}w2.bias", TensorLayout((d,), ((0, d),))
-    yield norm("model.norm")
+        yield _norm(spec, f"{prefix}attention_norm")
+        yield from _attention(spec, layer.mixer, f"{prefix}attention.")
+        yield _norm(spec, f"{prefix}ffn_norm")
+        if isinstance(layer.ffn, Experts):
+            yield from _experts(spec, layer.ffn, f"{prefix}feed_forward.")
+        else:
+            yield from _ffn(spec, layer.ffn, f"{prefix}feed_forward.")
+    yield _norm(spec, "model.norm")
     if spec.head_type is HeadType.VOCAB_PARALLEL:
-        yield head_name(spec), lane_first(vocab // lanes, d)
+        yield head_name(spec), _lane_first(spec, vocab // lanes, d)
     elif not spec.tied_embeddings:
         columns = d * (lanes if spec.head_type is HeadType.LANE else 1)
-        yield head_name(spec), TensorLayout((vocab, columns), vocab_parts)
+        yield head_name(spec), TensorLayout((vocab, columns), tuple(spec.vocab_slice(lane) for lane in range(lanes)))
+
+
+def _lane_first(spec: ModelSpec, *shape: int) -> TensorLayout:
+    """Of a tensor whose first dimension is lanes."""
+    return TensorLayout((spec.num_lanes, *shape), tuple((lane, lane + 1) for lane in range(spec.num_lanes)))
+
+
+def _shared(*shape: int) -> TensorLayout:
+    """Of one that is not divided."""
+    return TensorLayout(shape, ((0, shape[0]),))
+
+
+def _norm(spec: ModelSpec, stem: str) -> tuple[str, TensorLayout]:
+    name = norm_name(spec, stem)
+    return name, _lane_first(spec, spec.hidden_size) if name.endswith(".scale") else _shared(spec.hidden_size)
+
+
+def _attention(spec: ModelSpec, mixer: Attention, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
+    d, heads, kv_heads = spec.hidden_size, mixer.num_heads // spec.num_lanes, mixer.num_kv_heads // spec.num_lanes
+    rows = {"wq": heads * mixer.head_dim, "wk": kv_heads * mixer.head_dim, "wv": kv_heads * mixer.head_dim}
+    for name, count in rows.items():
+        yield f"{prefix}{name}.weight", _lane_first(spec, count, d)
+    yield f"{prefix}wo.weight", _lane_first(spec, d, heads * mixer.head_dim)
+    if mixer.qkv_bias:
+        for name, count in rows.items():
+            yield f"{prefix}{name}.bias", _lane_first(spec, count)
+    if mixer.out_bias:
+        yield f"{prefix}wo.bias", _shared(d)
+    if mixer.sinks:
+        yield f"{prefix}sinks", _lane_first(spec, heads)
+    if mixer.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield f"{prefix}{name}.weight", _shared(mixer.head_dim)
+
+
+def _ffn(spec: ModelSpec, ffn: Ffn | Experts, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
+    d, columns = spec.hidden_size, ffn.width // spec.num_lanes
+    for name in ("w1", "w3"):
+        yield f"{prefix}{name}.weight", _lane_first(spec, columns, d)
+    yield f"{prefix}w2.weight", _lane_first(spec, d, columns)
+
+
+def _experts(spec: ModelSpec, experts: Experts, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
+    choice = experts.choice
+    yield f"{prefix}router.weight", _shared(choice.num_experts, spec.hidden_size)
+    if choice.router_bias:
+        yield f"{prefix}router.bias", _shared(choice.num_experts)
+    for expert in range(choice.num_experts):
+        start = f"{prefix.removesuffix('.feed_forward.')}{EXPERTS}{expert}."
+        yield from _ffn(spec, experts, start)
+        if choice.bias:
+            for name in ("w1", "w3"):
+                yield f"{start}{name}.bias", _lane_first(spec, experts.width // spec.num_lanes)
+            yield f"{start}w2.bias", _shared(spec.hidden_size)

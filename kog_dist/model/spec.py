@@ -6,11 +6,13 @@ import enum
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model import limits
 from kog_dist.model.experts import ExpertsSpec
+from kog_dist.model.layers import Attention, Experts, Ffn, LayerSpec, Norm
 from kog_dist.model.rope_scaling import RopeScaling, YarnScaling
 from kog_dist.quoting import short
 
@@ -193,31 +195,23 @@ class ModelSpec:
         return 1 if self.experts is None else self.experts.per_token
 
     @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer is. All are of one kind but for the window of their attention."""
+        return _layers(self)
+
+    @property
     def num_parameters(self) -> int:
         """All parameters of the checkpoint; tied embeddings count once."""
-        return self._num_values(self.num_ffns)
+        return self._num_values(sum(layer.ffn.num_values(self.hidden_size) for layer in self.layers))
 
-    @property
-    def _ffn_values(self) -> int:
-        biases = 2 * self.intermediate_size + self.hidden_size if self.experts is not None and self.experts.bias else 0
-        return 3 * self.hidden_size * self.intermediate_size + biases
-
-    @property
-    def _router_values(self) -> int:
-        return 0 if self.experts is None else self.experts.num_experts * (self.hidden_size + self.experts.router_bias)
-
-    def _num_values(self, num_ffns: int) -> int:
-        """All parameters, with so many FFNs in each layer."""
+    def _num_values(self, of_ffns: int) -> int:
+        """All parameters, with so many in FFNs."""
         d, v, lanes = self.hidden_size, self.vocab_size, self.num_lanes
         norm_rows = 1 if self.shared_norm_scale else lanes
         final_norm_rows = 1 if self.pre_norm_lane_agg else norm_rows
-        attention = 2 * d * self.num_heads * self.head_dim + 2 * d * self.num_kv_heads * self.head_dim
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        biases += (d if self.out_bias else 0) + (self.num_heads if self.attention_sinks else 0)
-        head_norms = 2 * self.head_dim if self.qk_norm else 0
-        layer = attention + biases + head_norms + self._router_values + num_ffns * self._ffn_values + 2 * norm_rows * d
+        layers = sum(layer.mixer.num_values(d) + 2 * norm_rows * d for layer in self.layers) + of_ffns
         head = 0 if self.tied_embeddings else v * d * (lanes if self.head_type is HeadType.LANE else 1)
-        return v * d + self.num_layers * layer + final_norm_rows * d + head
+        return v * d + layers + final_norm_rows * d + head
 
     def bytes_per_token(self, weight_bytes: int = 2) -> int:
         """Weight bytes that one decode step must read: all but the embedding table and the experts that are not chosen.
@@ -225,7 +219,8 @@ class ModelSpec:
         The KV cache is not counted.
         """
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
-        return (self._num_values(self.num_ffns_read) - embedding) * weight_bytes
+        of_ffns = sum(layer.ffn.num_read(self.hidden_size) for layer in self.layers)
+        return (self._num_values(of_ffns) - embedding) * weight_bytes
 
     # ---- behaviour per layer ----
     def reduce_mode(self, layer_idx: int, sublayer: Sublayer) -> ReduceMode:
@@ -337,6 +332,24 @@ class ModelSpec:
         if self.experts is not None:
             config["experts"] = self.experts.to_config()
         return config
+
+
+@lru_cache(maxsize=64)
+def _layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    ffn = Ffn(spec.intermediate_size) if spec.experts is None else Experts(spec.intermediate_size, spec.experts)
+    norm = Norm(spec.norm_eps, by_lane=not spec.shared_norm_scale)
+    windows = (spec.window(layer_idx) for layer_idx in range(spec.num_layers))
+    of_window = {
+        window: LayerSpec(
+            Attention(
+                spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.qkv_bias, spec.out_bias, spec.qk_norm,
+                spec.attention_sinks,
+            ),
+            ffn, norm,
+        )
+        for window in {None, spec.sliding_window}
+    }  # fmt: skip
+    return tuple(of_window[window] for window in windows)
 
 
 def laneformer_2b() -> ModelSpec:

@@ -249,7 +249,7 @@ def test_models_without_experts_route_nothing() -> None:
     dense = make_plan(replace(SPEC, experts=None), 2)
     route = next(step for step in PLAN.ranks[0].steps if step.phase is Phase.ROUTE)
     part = dense.ranks[0]
-    assert "the model has no experts" in validate(with_part(dense, replace(part, steps=(*part.steps, route))))[0]
+    assert "the model has no layer with ROUTE" in validate(with_part(dense, replace(part, steps=(*part.steps, route))))[0]
 
 
 def test_a_wait_for_choices_names_the_layer() -> None:

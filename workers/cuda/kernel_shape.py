@@ -135,7 +135,8 @@ class KernelShape:
             self.experts,
         )  # fmt: skip
         sources = self.head_lanes if self.spec.head_type is HeadType.LANE else (NONE,)
-        return product_list(product_order(self.spec, self.hosted_lanes), self.hosted_lanes, divider.divisions(), sources)
+        turns = product_order(self.spec, self.hosted_lanes)
+        return product_list(self.spec, turns, self.hosted_lanes, divider.divisions(), sources)
 
     @cached_property
     def layer_products(self) -> tuple[Product, ...]:
