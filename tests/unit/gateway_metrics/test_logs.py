@@ -231,3 +231,20 @@ def test_clients_are_told_by_class(host: str | None, expected: str) -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="log_format must be text or json, got 'xml'"):
         Log(log_format="xml")
+
+
+def test_each_window_begins_anew_and_says_what_the_last_one_left_out() -> None:
+    bound = RepeatBound(2, 10.0)
+    assert [bound.admit("a", now_s) for now_s in (0.0, 1.0, 2.0, 9.9)] == [0, 0, None, None]
+    assert [bound.admit("a", now_s) for now_s in (10.0, 11.0, 12.0)] == [2, 0, None], "four came, two were let through"
+    assert [bound.admit("a", now_s) for now_s in (20.0, 30.0, 31.0)] == [1, 0, 0], "one, and then none, was left out"
+    assert bound.admit("b", 31.0) == 0
+
+
+def test_kinds_are_bounded() -> None:
+    bound = RepeatBound(1, 10.0)
+    for number in range(MAX_KINDS):
+        assert bound.admit(f"kind {number}", 0.0) == 0
+    assert bound.admit("one more", 0.0) == 0
+    assert bound.admit("and another", 0.0) is None, "they count as one kind"
+    assert bound.admit("kind 0", 10.0) == 0
