@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.families.stored import Names
 from kog_dist.model.formats.head import head_format
-from kog_dist.model.formats.lanes import PartsCache, rounded_codes
+from kog_dist.model.formats.lanes import PartsCache, rounded_codes, weight_format
 from kog_dist.model.formats.quantisation import IGNORED, KEY, OF_CODES, Quantisation
 from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, form_in, with_matrices
 from kog_dist.model.formats.rounding import chosen_format
@@ -156,6 +157,12 @@ class Checkpoint:
         """How most values are stored: `dtype`, or of a GGUF file such as Q4_K. Raises CheckpointError."""
         form = main_format(self.folder)
         return self.dtype if form is None else DTYPES[form][0] if form in DTYPES else form
+
+    @cached_property
+    def forms(self) -> Mapping[str, WeightFormat]:
+        """How those tensors are quantised that are. Plans ask again and again, and experts have tens of thousands."""
+        found = ((name, weight_format(self, name)) for name in self.layouts)
+        return {name: form for name, form in found if form is not None}
 
     @property
     def num_bytes(self) -> int:

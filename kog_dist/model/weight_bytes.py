@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from kog_dist.model.formats.lanes import weight_format
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
 from kog_dist.model.formats.mxfp4 import GROUP, kept_shapes
 from kog_dist.model.layout import EXPERTS, head_name
@@ -32,10 +32,7 @@ def _stored(checkpoint: Checkpoint) -> str:
 
 def quantised(checkpoint: Checkpoint) -> str:
     """`formats` of a model with quantised matrices; empty if it has none."""
-    found: dict[str, None] = {}
-    for name in checkpoint.layouts:
-        if (form := weight_format(checkpoint, name)) is not None:
-            found[str(form)] = None
+    found = dict.fromkeys(map(str, dict.fromkeys(checkpoint.forms.values())))
     head = "" if checkpoint.head_rounding is None else f", LM head rounded at the start to {checkpoint.head_rounding}"
     if not found:
         return f"{_stored(checkpoint)}{head}" if head else ""
@@ -45,22 +42,23 @@ def quantised(checkpoint: Checkpoint) -> str:
 
 def num_quantised(checkpoint: Checkpoint, *, of_token: bool = False) -> int:
     """Values of all matrices that are quantised; or `of_token`, of those that a token reads."""
-    layouts = checkpoint.layouts
-    return _sum(
-        checkpoint, {name: layouts[name].num_values for name in layouts if weight_format(checkpoint, name) is not None}, of_token
-    )
+    return _sum(checkpoint, {name: checkpoint.layouts[name].num_values for name in checkpoint.forms}, of_token)
 
 
 def num_kept_coded(checkpoint: Checkpoint, *, of_token: bool = False) -> tuple[int, int]:
     """Of experts in MXFP4, which CPU ranks keep so: values, and bytes that they keep. `of_token` as above."""
-    names = [name for name in checkpoint.layouts if EXPERTS in name and weight_format(checkpoint, name) == MXFP4]
-    values = {name: checkpoint.layouts[name].num_values for name in names}
-    num_bytes = dict.fromkeys(names, 0)
-    for name in names:
-        lanes, rows, columns = checkpoint.layouts[name].shape
-        splits = name.endswith(".w2.weight")  # by columns
-        num_bytes[name] = sum(rows * sum(kept_shapes(columns * lane % GROUP if splits else 0, columns)) for lane in range(lanes))
+    layouts = checkpoint.layouts
+    names = [name for name, form in checkpoint.forms.items() if EXPERTS in name and form == MXFP4]
+    values = {name: layouts[name].num_values for name in names}
+    num_bytes = {name: _kept_bytes(layouts[name].shape, splits_columns=name.endswith(".w2.weight")) for name in names}
     return _sum(checkpoint, values, of_token), _sum(checkpoint, num_bytes, of_token)
+
+
+@cache
+def _kept_bytes(shape: tuple[int, ...], *, splits_columns: bool) -> int:
+    lanes, rows, columns = shape
+    firsts = (columns * lane % GROUP if splits_columns else 0 for lane in range(lanes))
+    return rows * sum(sum(kept_shapes(first, columns)) for first in firsts)
 
 
 def bytes_per_token(checkpoint: Checkpoint) -> int:
@@ -86,10 +84,8 @@ def _sum(checkpoint: Checkpoint, of_tensors: Mapping[str, int], of_token: bool) 
 def _differences(checkpoint: Checkpoint) -> dict[str, int]:
     """Of quantised matrices the bytes, less those in 16 bit."""
     found = {}
-    for name, layout in checkpoint.layouts.items():
-        form = weight_format(checkpoint, name)
-        if form is None:
-            continue
+    for name, form in checkpoint.forms.items():
+        layout = checkpoint.layouts[name]
         if checkpoint.is_rounded(name):
             lanes, rows, columns = layout.shape
             num_bytes = lanes * form.num_bytes(rows, columns)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import HEAD_CODING, Coding, Codings
 from kog_dist.errors import ConfigError
-from kog_dist.model.formats.lanes import lane_codes, weight_format
+from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.model.formats.weight_format import CodedMatrix
 from kog_dist.model.layout import EXPERTS, TensorLayout, is_layer_matrix
 
@@ -27,8 +27,8 @@ def coding_of(checkpoint: Checkpoint) -> Coding | None:
     Raises ConfigError where they are quantised in several ways, or in one that the kernel does not read.
     """
     layouts = checkpoint.layouts
-    forms = {name: weight_format(checkpoint, name) for name in layouts}
-    others = [name for name, form in forms.items() if form is not None and not is_layer_matrix(layouts, name)]
+    forms = {name: checkpoint.forms.get(name) for name in layouts}
+    others = [name for name in checkpoint.forms if not is_layer_matrix(layouts, name)]
     if others:
         raise ConfigError(f"GPUs run quantised weights of layers alone, and {others[0]} is quantised, too; use --device cpu")
     of_experts = {form for name, form in forms.items() if is_layer_matrix(layouts, name) and EXPERTS in name}
