@@ -87,15 +87,16 @@ processes: $(VENV)/.installed-dev
 	$(COUNTED) processes $(BIN)/python -m pytest --numprocesses $(WORKERS) $(TOGETHER) $(PROCESSES)
 
 units: $(VENV)/.installed-dev
-	$(COUNTED) units nice -n 5 $(BIN)/python -m pytest --numprocesses 2 $(TOGETHER) $(UNITS)
+	$(COUNTED) units nice -n 3 $(BIN)/python -m pytest --numprocesses 2 $(TOGETHER) $(UNITS)
 
 alone: $(VENV)/.installed-dev
 	$(COUNTED) alone $(BIN)/python -m pytest --durations 15 --durations-min 5 -m "$(ASKED) and (alone or gpu)" tests/e2e tests/gpu
 
-# Many shapes of what `make test` shows with a few: twins, and registers of builds by nvcc. Only files that have such tests are read.
+# Many shapes of what `make test` shows with a few: twins, and registers of builds by nvcc; what the bundled model says to examples.
+# Only files that have such tests are read.
 sweeps: $(VENV)/.installed-dev
-	$(COUNTED) sweeps nice -n 5 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 10 --durations-min 5 -m sweep \
-		$$(grep -rlE 'tests\.sweeps|mark\.sweep' tests/unit --include 'test_*.py')
+	$(COUNTED) sweeps nice -n 3 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 10 --durations-min 5 -m sweep \
+		$$(grep -rlE 'tests\.sweeps|mark\.sweep' tests/unit tests/e2e --include 'test_*.py')
 
 # All that tests import is compiled once, by one process for each half: five workers would do it side by side.
 compiled: $(VENV)/.compiled-dev

@@ -13,6 +13,7 @@ from playwright.sync_api import CDPSession, Page
 
 from tests.e2e.browser.replay_server import ReplayServer, Script
 from tests.e2e.browser.test_playground import ANSWER_JS, answer
+from tests.patience import slowness
 
 pytestmark = pytest.mark.alone
 TOKENS_PER_S = 4000.0
@@ -46,10 +47,13 @@ class Smoothness:
     longest_task: float
     busy: float  # CPU time of the main thread over the time that passed
 
-    @property
-    def is_smooth(self) -> bool:
-        """The bounds leave room for other work on two cores; docs/playground.md has the figures of a run."""
-        return self.gap_p50 < 40 and self.gap_p99 < 150 and self.gap_max < 400 and self.longest_task < 200
+    def is_smooth(self, slowness: float) -> bool:
+        """The bounds leave room for other work on two cores, and are as much wider as the machine is slower just now.
+
+        docs/playground.md has the figures of a run.
+        """
+        limits = ((self.gap_p50, 40), (self.gap_p99, 150), (self.gap_max, 400), (self.longest_task, 200))
+        return self.tokens_per_s * slowness > 0.9 * TOKENS_PER_S and all(ms < limit * slowness for ms, limit in limits)
 
 
 def markdown_pieces(count: int) -> list[str]:
@@ -119,10 +123,11 @@ def test_4000_tokens_per_second_stay_smooth_and_exact(page: Page, server: Replay
     pieces = code_pieces(NUM_TOKENS) if mode == "Complete text" else markdown_pieces(NUM_TOKENS)
     runs = []
     for _ in range(3):
+        slow = slowness()
         runs.append(one_run(page, server, pieces, mode))
         print({name: round(value, 2) for name, value in asdict(runs[-1]).items()})
         assert runs[-1].busy < 0.6
-        if runs[-1].is_smooth and runs[-1].tokens_per_s > 0.9 * TOKENS_PER_S:
+        if runs[-1].is_smooth(max(slow, slowness())):
             return
     pytest.fail(f"not smooth, three times: {runs}")
 

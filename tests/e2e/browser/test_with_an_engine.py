@@ -69,6 +69,7 @@ def test_the_page_of_a_real_engine(browser: Browser, session: EngineSession) -> 
         page.close()
 
 
+@pytest.mark.sweep  # 1,800 tokens of the bundled model, which seldom changes
 def test_examples_are_long_enough_for_a_speed(page: Page, session: EngineSession) -> None:
     """With the page's own settings: any number of CPU ranks gives the same tokens each time."""
     examples = page.evaluate("async () => (await import('/static/examples.js')).COMPLETIONS")
