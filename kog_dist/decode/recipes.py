@@ -21,14 +21,19 @@ Shape = tuple[int, ...]
 class Stage(NamedTuple):
     """One phase of a sublayer: each lane's, or once for the rank.
 
-    `num_rows`: of the matrix that it multiplies with, a lane's if it is each lane's; 0: none, and then it runs with the next
-    stage that has one. `compared_in`: the mailbox in which ranks may compare what it writes, which must be alike on all.
+    `num_rows`, `num_columns`: of the matrix that it multiplies with, a lane's if it is each lane's; no rows: none, and then it
+    runs with the next stage that has one.
+    `together`: rows that have one owner wherever rows are divided: those that rotate together, gate and up of a column; and as
+    words of thread blocks carry two values, two of what is written.
+    `compared_in`: the mailbox in which ranks may compare what it writes, which must be alike on all.
     """
 
     phase: Phase
     reads: tuple[Kind, ...]
     writes: tuple[Kind, ...]
     num_rows: int = 0
+    num_columns: int = 0
+    together: int = 1
     is_by_lane: bool = True
     compared_in: str = ""
 
@@ -103,9 +108,9 @@ def _attention(spec: ModelSpec, mixer: Attention) -> Recipe:
     lanes, d = spec.num_lanes, spec.hidden_size
     heads = (mixer.num_heads // lanes, mixer.head_dim)
     stages = (
-        Stage(Phase.QKV, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE), mixer.num_rows // lanes),
+        Stage(Phase.QKV, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE), mixer.num_rows // lanes, d, 2),
         Stage(Phase.ATTEND, (Kind.QUERY, Kind.CACHE), (Kind.MIXED,)),
-        Stage(Phase.OUT, (Kind.MIXED,), (Kind.PARTIAL,), d),
+        Stage(Phase.OUT, (Kind.MIXED,), (Kind.PARTIAL,), d, heads[0] * heads[1], 2),
     )
     shapes = {Kind.QUERY: heads, Kind.MIXED: heads}
     state = ByPosition(mixer.num_kv_heads // lanes, mixer.head_dim)
@@ -115,8 +120,8 @@ def _attention(spec: ModelSpec, mixer: Attention) -> Recipe:
 def _ffn(spec: ModelSpec, ffn: Ffn) -> Recipe:
     columns, d = ffn.width // spec.num_lanes, spec.hidden_size
     stages = (
-        Stage(Phase.GATE_UP, (Kind.STREAM,), (Kind.ACTIVATION,), 2 * columns),
-        Stage(Phase.DOWN, (Kind.ACTIVATION,), (Kind.PARTIAL,), d),
+        Stage(Phase.GATE_UP, (Kind.STREAM,), (Kind.ACTIVATION,), 2 * columns, d, 4),
+        Stage(Phase.DOWN, (Kind.ACTIVATION,), (Kind.PARTIAL,), d, columns, 2),
     )
     return Recipe(Site.MLP, stages, {Kind.ACTIVATION: (columns,)}, spec.has_one_stream)
 
@@ -125,10 +130,10 @@ def _experts(spec: ModelSpec, experts: Experts) -> Recipe:
     columns, d, choice = experts.width // spec.num_lanes, spec.hidden_size, experts.choice
     logits, chosen = Kind.ROUTER_LOGITS, Kind.CHOICE
     stages = (
-        Stage(Phase.ROUTE, (Kind.STREAM,), (logits,), choice.num_experts, is_by_lane=False),
+        Stage(Phase.ROUTE, (Kind.STREAM,), (logits,), choice.num_experts, d, is_by_lane=False),
         Stage(Phase.SELECT, (logits,), (chosen,), is_by_lane=False, compared_in="experts"),
-        Stage(Phase.GATE_UP, (Kind.STREAM, chosen), (Kind.ACTIVATION,), 2 * columns),
-        Stage(Phase.DOWN, (Kind.ACTIVATION, chosen), (Kind.PARTIAL,), d),
+        Stage(Phase.GATE_UP, (Kind.STREAM, chosen), (Kind.ACTIVATION,), 2 * columns, d, 4),
+        Stage(Phase.DOWN, (Kind.ACTIVATION, chosen), (Kind.PARTIAL,), d, choice.per_token * columns, 2),
     )
     shapes: dict[Kind, Shape] = {
         logits: (choice.num_experts,), chosen: (2, choice.per_token), Kind.ACTIVATION: (choice.per_token, columns),

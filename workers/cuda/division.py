@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.products import Division, Rows
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.recipes import Recipe, Stage, all_recipes
+from kog_dist.decode.steps import Kind, Phase, Site
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.expert_shape import ExpertShape
-from kog_dist.workers.cuda.geometry import Geometry, lanes_together
+from kog_dist.workers.cuda.geometry import GATE_AND_UP, Geometry, lanes_together
 
 
 def stream_steps(coding: Coding | None, head_coding: Coding | None) -> int:
@@ -45,56 +46,53 @@ class Divider:
         return dict(self._divisions())
 
     def _divisions(self) -> Iterator[tuple[Phase, Division]]:
-        yield Phase.QKV, self._qkv()
-        yield Phase.OUT, self._residual(self.spec.lane_heads * self.spec.head_dim, self.attention_coding)
-        if self.experts is None:
-            yield Phase.GATE_UP, self._gate_up()
-            yield Phase.DOWN, self._residual(self.spec.lane_ffn, self.coding)
-        else:
-            yield from self._of_experts(self.experts)
+        for recipe in all_recipes(self.spec):
+            if recipe.site is Site.MLP and self.experts is not None:
+                yield from self._of_experts(self.experts, recipe)
+                continue
+            coding = self.coding if recipe.site is Site.MLP else self.attention_coding
+            for stage in recipe.stages:
+                if stage.num_rows:
+                    divide = self._of_residual if Kind.PARTIAL in stage.writes else self._of_stream
+                    yield stage.phase, divide(stage, coding)
         yield Phase.HEAD, self._head()
-
-    def _lanes_together(self, phase: Phase) -> int:
-        return lanes_together(self.spec, phase, len(self.hosted_lanes), self.num_ctas)
 
     def _slice_steps(self, coding: Coding | None) -> int:
         """`stream_steps`, in steps of a matrix that is coded so."""
         steps = stream_steps(self.coding, self.head_coding)
         return max(steps * STEP_COLUMNS // (STEP_COLUMNS if coding is None else coding.columns), 1)
 
-    def _of_stream(self, cta_rows: int, multiple: int, coding: Coding | None, *, has_last: bool = False) -> OpShape:
+    def _form(self, cta_rows: int, multiple: int, coding: Coding | None, *, has_last: bool = False) -> OpShape:
         """Of a product with a stream: a matrix warp has the same columns of it in all of them."""
         return self.geometry.op_shape(
             cta_rows, self.spec.hidden_size, multiple, has_last=has_last, coding=coding, slice_steps=self._slice_steps(coding)
         )
 
-    def _qkv(self) -> Division:
-        """Query, key and value rows, in pairs that rotate together."""
-        num_lanes = self._lanes_together(Phase.QKV)
-        num_rows = num_lanes * self.spec.lane_qkv_rows
-        form = self._of_stream(owned_rows(num_rows, self.num_ctas, 2), 2, self.attention_coding)
+    def _of_stream(self, stage: Stage, coding: Coding | None) -> Division:
+        """What is multiplied with a stream: of several lanes, where all have one input."""
+        num_lanes = lanes_together(self.spec, stage, len(self.hosted_lanes), self.num_ctas)
+        num_rows = num_lanes * stage.num_rows
+        owned = owned_rows(num_rows, self.num_ctas, stage.together)
+        form = self._form(owned, stage.together, coding, has_last=stage.together == GATE_AND_UP)
         return Division(num_lanes, Rows(num_rows, self.num_ctas, form=form))
 
-    def _residual(self, num_columns: int, coding: Coding | None) -> Division:
-        """OUT or DOWN: the rows of the residual that the thread block owns."""
-        hidden = self.spec.hidden_size
-        form = self.geometry.op_shape(owned_rows(hidden, self.num_ctas, 2), num_columns, 2, coding=coding)
-        return Division(1, Rows(hidden, self.num_ctas, form=form))
+    def _of_residual(self, stage: Stage, coding: Coding | None) -> Division:
+        """What goes to the residual: the rows of it that the thread block owns."""
+        owned = owned_rows(stage.num_rows, self.num_ctas, stage.together)
+        form = self.geometry.op_shape(owned, stage.num_columns, stage.together, coding=coding)
+        return Division(1, Rows(stage.num_rows, self.num_ctas, form=form))
 
-    def _gate_up(self) -> Division:
-        """Gate and up rows of the same FFN columns, one after the other; two columns at least."""
-        num_lanes = self._lanes_together(Phase.GATE_UP)
-        columns = num_lanes * self.spec.lane_ffn
-        form = self._of_stream(2 * owned_rows(columns, self.num_ctas, 2), 4, self.coding, has_last=True)
-        return Division(num_lanes, Rows(2 * columns, self.num_ctas, form=form))
-
-    def _of_experts(self, experts: ExpertShape) -> Iterator[tuple[Phase, Division]]:
+    def _of_experts(self, experts: ExpertShape, recipe: Recipe) -> Iterator[tuple[Phase, Division]]:
         """Router, gate and up rows of all hosted lanes, of which each chosen expert has thread blocks of its own, and `down`."""
         num_lanes = len(self.hosted_lanes)
-        yield Phase.ROUTE, Division(1, Rows(experts.num_experts, self.num_ctas, form=experts.route))
-        gate_up = Rows(2 * num_lanes * self.spec.lane_ffn, experts.ctas, experts.per_token, experts.gate_up)
-        yield Phase.GATE_UP, Division(num_lanes, gate_up)
-        yield Phase.DOWN, Division(1, Rows(self.spec.hidden_size, self.num_ctas, form=experts.down))
+        owners = {
+            Phase.ROUTE: (1, self.num_ctas, 1, experts.route), Phase.DOWN: (1, self.num_ctas, 1, experts.down),
+            Phase.GATE_UP: (num_lanes, experts.ctas, experts.per_token, experts.gate_up),
+        }  # fmt: skip
+        for stage in recipe.stages:
+            if stage.num_rows:
+                lanes, num_ctas, num_groups, form = owners[stage.phase]
+                yield stage.phase, Division(lanes, Rows(lanes * stage.num_rows, num_ctas, num_groups, form))
 
     def _head(self) -> Division:
         """Vocabulary rows of this rank, over the columns of one stream; with `vocab_parallel` each lane has its thread blocks."""
@@ -102,5 +100,5 @@ class Divider:
         num_rows, num_ctas, num_groups = slices[-1][1] - slices[0][0], self.num_ctas, 1
         if self.spec.head_type is HeadType.VOCAB_PARALLEL:
             num_rows, num_ctas, num_groups = slices[0][1] - slices[0][0], max(self.num_ctas // num_lanes, 1), num_lanes
-        form = self._of_stream(owned_rows(num_rows, num_ctas, 1), 1, self.head_coding)
+        form = self._form(owned_rows(num_rows, num_ctas, 1), 1, self.head_coding)
         return Division(num_lanes, Rows(num_rows, num_ctas, num_groups, form))

@@ -7,14 +7,17 @@ in tests/unit/test_geometry.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.recipes import Stage, recipes
+from kog_dist.decode.steps import Kind
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_rows
 from kog_dist.model.spec import ModelSpec
 
 _LITTLE = 0.01  # of the weights
+GATE_AND_UP = 4  # rows that belong together: gate and up of two columns, a word's; thread blocks may own fewer in the last block
 SPLITS = (8, 15, 16, 32)
 _WHOLE_ROWS = 18  # of a thread block, in a product of lanes with one input
 _ADDRESS_REGISTERS = 24  # of attention; found by compiling
@@ -96,20 +99,19 @@ def attention_registers(head_dim: int) -> int:
     return head_dim + head_dim // 8 + head_dim // 4 + _ADDRESS_REGISTERS
 
 
-def lanes_together(spec: ModelSpec, phase: Phase, num_lanes: int, num_ctas: int) -> int:
-    """How many of a rank's lanes make one product of a phase: where all have one input, until a thread block has a whole tile.
+def lanes_together(spec: ModelSpec, stage: Stage, num_lanes: int, num_ctas: int) -> int:
+    """How many of a rank's lanes make one product of a stage: where all have one input, until a thread block has a whole tile.
 
-    A product of few rows costs as much besides its weights as one of many. For GATE_UP also until FFN columns come in pairs,
+    A product of few rows costs as much besides its weights as one of many. For gate and up also until FFN columns come in pairs,
     which thread blocks publish as words, without many that are padding.
     """
-    lane_rows = {Phase.QKV: spec.lane_qkv_rows, Phase.GATE_UP: 2 * spec.lane_ffn}.get(phase)
-    if lane_rows is None or not spec.has_one_stream:
+    if Kind.STREAM not in stage.reads or not spec.has_one_stream:
         return 1
-    multiple = 4 if phase is Phase.GATE_UP else 2
 
     def suffices(n: int) -> bool:
-        wasted = owned_rows(n * lane_rows, num_ctas, multiple) * num_ctas - n * lane_rows
-        return n * lane_rows >= _WHOLE_ROWS * num_ctas and (phase is Phase.QKV or wasted <= _LITTLE * n * lane_rows)
+        wasted = owned_rows(n * stage.num_rows, num_ctas, stage.together) * num_ctas - n * stage.num_rows
+        few_wasted = stage.together != GATE_AND_UP or wasted <= _LITTLE * n * stage.num_rows
+        return n * stage.num_rows >= _WHOLE_ROWS * num_ctas and few_wasted
 
     return next((n for n in (1, 2, 4, 8) if n < num_lanes and suffices(n)), num_lanes)
 
@@ -124,15 +126,15 @@ def splits_for(spec: ModelSpec, num_ctas: int) -> int:
 
 def padding(spec: ModelSpec, geometry: Geometry, max_ctas: int) -> float:
     """Weights on the tape that are no weights of the model, as a share of these, where one rank hosts all lanes."""
-    hidden, heads = spec.hidden_size, spec.lane_heads * spec.head_dim
-    qkv, gate_up = (lanes_together(spec, phase, spec.num_lanes, max_ctas) for phase in (Phase.QKV, Phase.GATE_UP))
-    products = [  # how many, rows, columns, what the rows of a block are a multiple of
-        (spec.num_lanes // qkv, qkv * spec.lane_qkv_rows, hidden, 2), (spec.num_lanes, hidden, heads, 2),
-        (spec.num_lanes // gate_up, gate_up * 2 * spec.lane_ffn, hidden, 4), (spec.num_lanes, hidden, spec.lane_ffn, 2),
-    ]  # fmt: skip
-    counted = [(spec.num_layers * count, *rest) for count, *rest in products]
+    counted = [(1, spec.vocab_size, spec.hidden_size, 1)]  # how many, rows, columns, what the rows of a block are a multiple of
+    for stage, num_layers in Counter(stage for layer in recipes(spec) for recipe in layer for stage in recipe.stages).items():
+        if stage.num_rows:
+            lanes = lanes_together(spec, stage, spec.num_lanes, max_ctas)
+            count = num_layers * spec.num_lanes // lanes
+            counted.append((count, lanes * stage.num_rows, stage.num_columns, stage.together))
     real = stored = 0
-    for count, num_rows, num_columns, multiple in (*counted, (1, spec.vocab_size, hidden, 1)):
-        shape = geometry.op_shape(owned_rows(num_rows, max_ctas, multiple), num_columns, multiple, has_last=multiple == 4)
-        real, stored = real + count * num_rows * num_columns, stored + count * shape.num_values * max_ctas
+    for count, num_rows, num_columns, multiple in counted:
+        cta_rows, has_last = owned_rows(num_rows, max_ctas, multiple), multiple == GATE_AND_UP
+        form = geometry.op_shape(cta_rows, num_columns, multiple, has_last=has_last)
+        real, stored = real + count * num_rows * num_columns, stored + count * form.num_values * max_ctas
     return stored / real - 1

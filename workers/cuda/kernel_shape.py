@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.order import product_order
 from kog_dist.decode.products import Product, product_list
-from kog_dist.decode.steps import LAYER_OPS, NONE, Phase
+from kog_dist.decode.recipes import all_recipes
+from kog_dist.decode.steps import LAYER_OPS, NONE, Kind, Phase
 from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -401,17 +403,18 @@ class KernelShape:
         spec, lanes = self.spec, self.num_lanes
         query_rows = spec.lane_heads * spec.head_dim
         copies, stream_copies = lanes * self.replicas, self.num_streams * self.replicas
+        sizes_of = {kind: prod(shape) for recipe in all_recipes(spec) for kind, shape in recipe.shapes.items()}
         sizes = {
             "Stream": (spec.hidden_size // 2, stream_copies),
             "Middle": (spec.hidden_size // 2, stream_copies),
-            "Activation": (spec.num_ffns_read * spec.lane_ffn // 2, copies),
+            "Activation": (sizes_of[Kind.ACTIVATION] // 2, copies),
             "Qkv": (spec.lane_qkv_rows // 2, lanes),
             "Part": (self.cache.num_partitions * query_rows * self.splits // 2, lanes),
             "LogSum": (self.cache.num_partitions * self.log_sum_words, lanes),
             "Attended": (query_rows // 2, copies),
             "Candidate": (2 * self.num_ctas, self.replicas),
             "Choice": (self.boxes.choice_words, 2 if self.num_ranks == 1 else 0),  # else they lie in the heap
-            "RouterLogits": (spec.num_ffns, 0 if spec.experts is None else self.replicas),
+            "RouterLogits": (sizes_of.get(Kind.ROUTER_LOGITS, 1), self.replicas if Kind.ROUTER_LOGITS in sizes_of else 0),
             "Report": (self.boxes.report_words, 1 if self.num_ranks == 1 else 0),
         }
         return {name: (-(-words // 16) * 16, count) for name, (words, count) in sizes.items()}

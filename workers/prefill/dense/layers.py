@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kog_dist.model.layers import Experts, Ffn
 from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
@@ -62,11 +63,12 @@ class DenseLayers:
         do, matrices = self.operations, self.matrices[layer]
         do.project(rows, do.attend(rows, layer, matrices.sinks), matrices)
         self._add(rows, Sublayer.ATTENTION, layer, 1.0, matrices.ffn_norm, matrices.out_bias)
-        if self.spec.experts is not None:
-            do.mix(rows, matrices, layer)
-        else:
-            do.gate(rows, matrices)
-            do.lower(rows, matrices)
+        match self.spec.layers[layer].ffn:
+            case Experts():
+                do.mix(rows, matrices, layer)
+            case Ffn():
+                do.gate(rows, matrices)
+                do.lower(rows, matrices)
         is_last = layer == self.spec.num_layers - 1
         self._add(rows, Sublayer.MLP, layer, 1 / ACTIVATION_SCALE, None if is_last else self.matrices[layer + 1].attention_norm)
 
