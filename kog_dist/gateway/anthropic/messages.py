@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from kog_dist.gateway.anthropic.message_reply import MessageReply
 from kog_dist.gateway.anthropic.messages_request import (
+    ClearThinking,
     CountTokensRequest,
     MediaBlock,
     MessagesRequest,
@@ -16,6 +17,9 @@ from kog_dist.gateway.anthropic.messages_request import (
     TextBlock,
     ThinkingBlock,
     ThinkingParam,
+    ThinkingTurns,
+    ToolDefinition,
+    ToolReference,
     ToolResultBlock,
     ToolUseBlock,
     TurnParam,
@@ -31,6 +35,8 @@ from kog_dist.gateway.openai.thinking import BUDGET
 from kog_dist.gateway.tokens import MAX_TEXT_BYTES
 
 HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search_tool", "mcp_toolset")  # kinds of tools that Anthropic runs
+_SEARCH: Final = "tool_search_tool"  # the one of them that finds deferred tools
+_BILLING: Final = "x-anthropic-billing-header:"  # begins a block of Claude Code that is none of the prompt's text
 
 
 def plan_messages(body: object, served: ServedModel, key_scope: str = "") -> Planned:
@@ -43,7 +49,8 @@ def plan_messages(body: object, served: ServedModel, key_scope: str = "") -> Pla
     reply = MessageReply(
         plan.stamp.id, request.model, plan.use, served.tokenizer, plan.prompt_ids, stream=bool(request.stream)
     )  # fmt: skip
-    return Planned(plan.generates, bool(request.stream), reply, (*request.left_out, *hosted), plan.unseen)
+    left_out = (*request.left_out, *hosted, *(f"system[{idx}]" for idx in _billing(request)))
+    return Planned(plan.generates, bool(request.stream), reply, left_out, plan.unseen)
 
 
 def count_tokens(body: object, served: ServedModel) -> dict[str, Any]:
@@ -57,12 +64,17 @@ def count_tokens(body: object, served: ServedModel) -> dict[str, Any]:
 
 
 def without_hosted_tools(body: object) -> tuple[object, tuple[str, ...]]:
-    """The body without tools that Anthropic would run, and their places: the model is not told of them, so it calls none."""
+    """The body without tools that Anthropic would run, and their places: the model is not told of them, so it calls none.
+
+    Where a search would find deferred tools, they are deferred no more.
+    """
     tools = body.get("tools") if isinstance(body, dict) else None
     if not isinstance(body, dict) or not isinstance(tools, list):
         return body, ()
     is_hosted = [isinstance(tool, dict) and str(tool.get("type")).startswith(HOSTED) for tool in tools]
     kept = [tool for tool, hosted in zip(tools, is_hosted, strict=True) if not hosted]
+    if any(hosted and str(tool["type"]).startswith(_SEARCH) for tool, hosted in zip(tools, is_hosted, strict=True)):
+        kept = [{**tool, "defer_loading": None} if isinstance(tool, dict) else tool for tool in kept]
     return {**body, "tools": kept}, tuple(f"tools[{idx}]" for idx, hosted in enumerate(is_hosted) if hosted)
 
 
@@ -70,18 +82,20 @@ def without_hosted_tools(body: object) -> tuple[object, tuple[str, ...]]:
 def as_chat(request: CountTokensRequest) -> dict[str, Any]:
     """The body of a chat that means the same. Raises ApiError naming a block that cannot be read."""
     messages = [*_system(request), *(chat for idx, message in enumerate(request.messages) for chat in _messages(message, idx))]
+    _clear_thoughts(messages, request)
+    tools = _shown_tools(request)
     chat: dict[str, Any] = {"model": request.model, "messages": messages}
     if messages[-1]["role"] == "assistant" and messages[-1].get("content") and not messages[-1].get("tool_calls"):
         chat["continue_final_message"] = True
-    if request.tools:
+    if tools:
         chat["tools"] = [
             {
                 "type": "function",
                 "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
             }
-            for tool in request.tools
+            for tool in tools
         ]
-    if request.tools and request.tool_choice is not None:
+    if tools and request.tool_choice is not None:
         chat |= _choice(request)
     if request.thinking is not None:
         chat |= _thinking(request.thinking)
@@ -99,6 +113,35 @@ def _thinking(asked_for: ThinkingParam) -> dict[str, Any]:
     return budget | ({"reasoning_effort": "medium"} if asked_for.type == "enabled" else {})
 
 
+def _clear_thoughts(messages: Sequence[dict[str, Any]], request: CountTokensRequest) -> None:
+    """Take thoughts of earlier turns out of the messages where that is asked for."""
+    edits = request.context_management.edits if request.context_management is not None else None
+    for place, edit in enumerate(edits or ()):
+        where = f"context_management.edits[{place}]"
+        if not isinstance(edit, ClearThinking):
+            raise unsupported(where, f"{where}: {edit.type} is not supported: send the messages that count")
+        if edit.keep is not None and not isinstance(edit.keep, ThinkingTurns):
+            continue
+        num_kept = 1 if edit.keep is None else edit.keep.value
+        num_turns, is_counted = 0, False
+        for message in reversed(messages):
+            if message["role"] == "user":
+                is_counted = False
+            elif "reasoning_content" in message:
+                num_turns += not is_counted
+                is_counted = True
+                if num_turns > num_kept:
+                    del message["reasoning_content"]
+
+
+def _shown_tools(request: CountTokensRequest) -> list[ToolDefinition]:
+    """All but those that are deferred and that no result has referred to yet."""
+    blocks = (block for message in request.messages if not isinstance(message.content, str) for block in message.content)
+    results = (block.content for block in blocks if isinstance(block, ToolResultBlock) and not isinstance(block.content, str))
+    found = {part.tool_name for parts in results for part in parts or () if isinstance(part, ToolReference)}
+    return [tool for tool in request.tools or () if not tool.defer_loading or tool.name in found]
+
+
 def _choice(request: CountTokensRequest) -> dict[str, Any]:
     choice = request.tool_choice
     assert choice is not None
@@ -109,9 +152,18 @@ def _choice(request: CountTokensRequest) -> dict[str, Any]:
 
 
 def _system(request: CountTokensRequest) -> list[dict[str, Any]]:
-    system = request.system
-    text = system if isinstance(system, str) else "\n".join(block.text for block in system or ())
+    system, left_out = request.system, _billing(request)
+    blocks = () if system is None or isinstance(system, str) else system
+    text = system if isinstance(system, str) else "\n".join(block.text for idx, block in enumerate(blocks) if idx not in left_out)
     return [{"role": "system", "content": text}] if text else []
+
+
+def _billing(request: CountTokensRequest) -> list[int]:
+    """Places of system blocks that are for Anthropic's accounts. They change with every request, and stand before all that could
+    be kept.
+    """
+    blocks = () if request.system is None or isinstance(request.system, str) else request.system
+    return [idx for idx, block in enumerate(blocks) if block.text.startswith(_BILLING)]
 
 
 def _messages(message: TurnParam, idx: int) -> Iterator[dict[str, Any]]:
@@ -154,8 +206,14 @@ def _result(block: ToolResultBlock, where: str) -> str:
     if not isinstance(parts, str):
         for place, part in enumerate(parts or ()):
             _check_block(part, "user", f"{where}.content[{place}]")
-        parts = "\n".join(part.text for part in parts or () if isinstance(part, TextBlock))
+        parts = "\n".join(map(_result_text, parts or ()))
     return f"Error: {parts}" if block.is_error and not parts.lower().startswith("error") else parts
+
+
+def _result_text(part: object) -> str:
+    if isinstance(part, ToolReference):
+        return f"The tool {part.tool_name} can be called now."
+    return part.text if isinstance(part, TextBlock) else ""
 
 
 def _check_block(block: object, role: str, where: str) -> None:

@@ -69,7 +69,15 @@ class ToolUseBlock(RequestModel):
     cache_control: Any = ignored(CACHE_CONTROL)
 
 
-ResultBlock = Annotated[TextBlock | MediaBlock, Field(discriminator="type")]
+class ToolReference(RequestModel):
+    """A deferred tool that was found: from then on the model is shown it."""
+
+    type: Literal["tool_reference"]
+    tool_name: Annotated[str, Field(max_length=MAX_NAME)]
+    cache_control: Any = ignored(CACHE_CONTROL)
+
+
+ResultBlock = Annotated[TextBlock | MediaBlock | ToolReference, Field(discriminator="type")]
 
 
 class ToolResultBlock(RequestModel):
@@ -103,6 +111,7 @@ class ToolDefinition(RequestModel):
     description: str | None = None
     input_schema: Schema
     type: Literal["custom"] | None = None
+    defer_loading: bool | None = Field(default=None, description="The model is shown it from when a result refers to it.")
     cache_control: Any = ignored(CACHE_CONTROL)
     strict: Any = ignored("where arguments are enforced they follow the schema")
     eager_input_streaming: Any = ignored("arguments are always streamed as they come")
@@ -131,10 +140,41 @@ class ThinkingParam(RequestModel):
     display: Any = ignored("thoughts are shown")
 
 
+class ThinkingTurns(RequestModel):
+    """Those of so many turns, counted from the last; a turn goes on over its calls."""
+
+    type: Literal["thinking_turns"]
+    value: Annotated[int, Field(ge=1)]
+
+
+class AllTurns(RequestModel):
+    """Those of all turns."""
+
+    type: Literal["all"]
+
+
+class ClearThinking(RequestModel):
+    """Thoughts of earlier turns are left out. Without `keep` those of the last turn stay."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | Annotated[ThinkingTurns | AllTurns, Field(discriminator="type")] | None = None
+
+
+class OtherEdit(RequestModel):
+    """What is refused by its name."""
+
+    type: Literal["clear_tool_uses_20250919", "compact_20260112"]
+
+
+class ContextManagement(RequestModel):
+    """What of the conversation the model is not shown."""
+
+    edits: list[Annotated[ClearThinking | OtherEdit, Field(discriminator="type")]] | None = None
+
+
 _REFUSED: Mapping[str, Refusal] = {
     "container": Refusal("nothing is run here"),
     "mcp_servers": Refusal("the client talks to MCP servers", (None, [])),
-    "context_management": Refusal("send the messages that count", (None, {}, {"edits": []}), of_harmless=True),
     "output_format": Refusal("use /v1/chat/completions with response_format", (None, {})),
     "n": Refusal("there is one answer", (None, 1)),
 }
@@ -151,6 +191,7 @@ class CountTokensRequest(RequestModel):
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[AnyChoice | NamedChoice, Field(discriminator="type")] | None = None
     thinking: ThinkingParam | None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesRequest(CountTokensRequest):

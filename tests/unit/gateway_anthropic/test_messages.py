@@ -126,6 +126,57 @@ def test_tools_that_anthropic_runs_are_left_out_and_named(tagged_model: ServedMo
     assert "tools[1]" in plan_messages({**ASK, "tools": [TOOLS[0], hosted]}, tagged_model).left_out
 
 
+def turn_with(thought: str, *more: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A turn of an assistant that has thought, and the user's next."""
+    answer = blocks({**THOUGHT, "thinking": thought}, *more, role="assistant")
+    results = [{"type": "tool_result", "tool_use_id": USE["id"], "content": "rain"}] if more else []
+    return [answer, blocks(*results) if results else {"role": "user", "content": "And then?"}]
+
+
+ALL = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "kept"),
+    [
+        ({"keep": "all"}, ALL), ({}, ["b", "c"]), ({"keep": None}, ["b", "c"]),
+        ({"keep": {"type": "thinking_turns", "value": 1}}, ["b", "c"]),
+        ({"keep": {"type": "thinking_turns", "value": 2}}, ALL), ({"keep": {"type": "all"}}, ALL),
+    ],
+)  # fmt: skip
+def test_thoughts_of_earlier_turns_are_cleared_where_asked_for(edit: Mapping[str, Any], kept: list[str]) -> None:
+    """A turn goes on over its calls: what it thought before and after them is of one turn."""
+    turns = [*ASK["messages"], *turn_with("a"), *turn_with("b", USE), *turn_with("c")]  # type: ignore[misc]
+    management = {"edits": [{"type": "clear_thinking_20251015", **edit}]}
+    messages = chat_of(messages=turns, context_management=management)["messages"]
+    assert [message["reasoning_content"] for message in messages if "reasoning_content" in message] == kept
+    assert len(messages) == len(chat_of(messages=turns)["messages"]), "nothing else is left out"
+
+
+def test_deferred_tools_are_shown_from_when_they_are_found() -> None:
+    tools = [TOOLS[0], {**TOOLS[0], "name": "tide", "defer_loading": True}, {**TOOLS[0], "name": "moon", "defer_loading": True}]
+    assert [tool["function"]["name"] for tool in chat_of(tools=tools)["tools"]] == ["weather"]
+    found = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "tool_reference", "tool_name": "moon"}]}
+    chat = chat_of(tools=tools, messages=[*ASK["messages"], blocks(USE, role="assistant"), blocks(found)])  # type: ignore[misc]
+    assert [tool["function"]["name"] for tool in chat["tools"]] == ["weather", "moon"]
+    assert chat["messages"][-1]["content"] == "The tool moon can be called now."
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    kept, _ = without_hosted_tools({**ASK, "tools": [search, *tools]})
+    assert len(as_chat(parse(MessagesRequest, kept))["tools"]) == 3, "nobody would find them"
+    assert "tools" not in chat_of(tools=tools[1:], tool_choice={"type": "auto"})
+
+
+def test_claude_codes_header_of_bills_is_no_text(tagged_model: ServedModel) -> None:
+    """It changes with every request, and stands before all that could be kept."""
+    headers = [text(f"x-anthropic-billing-header: cc_version=2.1.332; cch={count};") for count in range(2)]
+    plans = [plan_messages({**ASK, "system": [header, text("Be brief.")]}, tagged_model) for header in headers]
+    assert [plan.generates[0].prompt_ids for plan in plans] == [
+        plan_messages({**ASK, "system": "Be brief."}, tagged_model).generates[0].prompt_ids
+    ] * 2
+    assert plans[0].left_out == ("system[0]",)
+    assert count_tokens({**ASK, "system": [headers[0]]}, tagged_model) == count_tokens(ASK, tagged_model)
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [blocks(text("x"), IMAGE)]}, "messages[0].content[1]", "a block of type image is not supported"),
@@ -137,6 +188,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [blocks(USE)]}, "messages[0].content[0]", "only an assistant's message"),
     ({"max_tokens": None}, "max_tokens", "max_tokens"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "is not supported"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management.edits[0]",
+        "is not supported",
+    ),
+    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0]", "is not supported"),
     ({"model": "other"}, "model", "there is no model"),
     ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role", "must be"),
 ]
