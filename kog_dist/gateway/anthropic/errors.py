@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError
+from kog_dist.rpc.messages import ErrorCode
 
+_LENGTHS: Final = re.compile(r"the prompt has (?:over )?(\d+) tokens, at most (\d+) ")
 _API_ERROR: Final = "api_error"
 _TYPES: Final = {
     400: INVALID_REQUEST, 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -33,4 +36,12 @@ ERROR_SCHEMA: Final[dict[str, Any]] = {
 def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON of an answer that is an error, also of the event that ends a stream."""
     kind = _TYPES.get(error.status, INVALID_REQUEST if error.status < 500 else _API_ERROR)
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": _message(error)}}
+
+
+def _message(error: ApiError) -> str:
+    """Its own sentence, but for a prompt that is too long: Claude Code looks for Anthropic's words, and shortens it then."""
+    if error.code != ErrorCode.CONTEXT_LENGTH_EXCEEDED.value:
+        return error.message
+    found = _LENGTHS.match(error.message)
+    return f"prompt is too long: {error.message if found is None else f'{found[1]} tokens > {found[2]} maximum'}"

@@ -183,11 +183,11 @@ def _messages(message: TurnParam, idx: int) -> Iterator[dict[str, Any]]:
             texts.append(block.text)
         elif isinstance(block, ToolResultBlock):
             if texts:
-                yield {"role": "user", "content": "\n".join(texts)}
+                yield {"role": message.role, "content": "\n".join(texts)}
                 texts = []
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, f"{where}[{place}]")}
     if texts or not blocks:
-        yield {"role": "user", "content": "\n".join(texts)}
+        yield {"role": message.role, "content": "\n".join(texts)}
 
 
 def _answer(blocks: Sequence[Any]) -> dict[str, Any]:

@@ -96,9 +96,9 @@ Block = Annotated[
 
 
 class TurnParam(RequestModel):
-    """A turn. An assistant's that is last is gone on with."""
+    """A turn, or what the system says between two. An assistant's that is last is gone on with."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,12 @@ HIDDEN = {"type": "redacted_thinking", "data": "x"}
 CALL = {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 CHATS: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
     ([blocks(text("a"), text("b"))], [{"role": "user", "content": "a\nb"}]),
+    (
+        [{"role": "user", "content": "q"}, blocks(text("Be brief."), text("Be kind."), role="system"),
+         {"role": "assistant", "content": "a"}, {"role": "system", "content": "Be loud."}],
+        [{"role": "user", "content": "q"}, {"role": "system", "content": "Be brief.\nBe kind."},
+         {"role": "assistant", "content": "a"}, {"role": "system", "content": "Be loud."}],
+    ),
     (
         [{"role": "user", "content": "q"}, blocks(THOUGHT, text("I look."), USE, role="assistant"),
          blocks({"type": "tool_result", "tool_use_id": "toolu_1", "content": [text("rain")]}, text("And tomorrow?"))],
@@ -195,7 +202,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0]", "is not supported"),
     ({"model": "other"}, "model", "there is no model"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role", "must be"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be"),
+    (
+        {"messages": [blocks({"type": "tool_result", "tool_use_id": "1"}, role="system")]},
+        "messages[0].content[0]",
+        "only a user's",
+    ),
 ]
 
 
@@ -217,6 +229,16 @@ def test_errors_have_anthropics_form() -> None:
         "invalid_request_error", "authentication_error", "not_found_error", "request_too_large", "rate_limit_error", "api_error",
         "overloaded_error",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_words", [3000, 8000, 150_000])
+def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(tagged_model: ServedModel, num_words: int) -> None:
+    """Claude Code shortens a conversation when it reads them."""
+    with pytest.raises(ApiError) as caught:
+        plan_messages({**ASK, "messages": [{"role": "user", "content": "word " * num_words}]}, tagged_model)
+    message = error_body(caught.value)["error"]["message"]
+    numbers = r"[0-9]+ tokens > 2047 maximum" if num_words < 150_000 else r"the prompt has [0-9]+ bytes, .*"
+    assert re.fullmatch(rf"prompt is too long: {numbers}", message), message
 
 
 # ---- answers ----
