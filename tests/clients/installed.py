@@ -27,13 +27,14 @@ def python_client(name: str) -> Path:
     return folder / "bin"
 
 
-def node_client(name: str) -> Path:
-    """`node_modules/.bin` with the client; skips like `python_client`."""
+def node_client(*names: str) -> Path:
+    """`node_modules/.bin` with a client, which may be several packages; skips like `python_client`."""
     if (npm := shutil.which("npm")) is None:
         pytest.skip("npm is not installed")
-    folder = _folder(f"{name.rpartition('/')[2]}-{NODE[name]}")
+    folder = _folder(f"{names[0].rpartition('/')[2]}-{NODE[names[0]]}")
     if not _is_there(folder):
-        _run([npm, "install", "--no-fund", "--no-audit", "--loglevel=error", "--prefix", str(folder), f"{name}@{NODE[name]}"])
+        install = [npm, "install", "--no-fund", "--no-audit", "--loglevel=error", "--prefix", str(folder)]
+        _run([*install, *(f"{name}@{NODE[name]}" for name in names)])
         _done(folder)
     return folder / "node_modules" / ".bin"
 
