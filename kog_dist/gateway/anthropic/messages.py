@@ -100,6 +100,7 @@ def as_chat(request: CountTokensRequest) -> dict[str, Any]:
     if request.thinking is not None:
         chat |= _thinking(request.thinking)
     if isinstance(request, MessagesRequest):
+        chat |= _output(request, chat.get("reasoning_effort"))
         chat |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences, "stream": request.stream}
         chat |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
     return chat
@@ -111,6 +112,18 @@ def _thinking(asked_for: ThinkingParam) -> dict[str, Any]:
         return {"reasoning_effort": "none"}
     budget = {"chat_template_kwargs": {BUDGET: asked_for.budget_tokens}} if asked_for.budget_tokens is not None else {}
     return budget | ({"reasoning_effort": "medium"} if asked_for.type == "enabled" else {})
+
+
+def _output(request: MessagesRequest, effort: str | None) -> dict[str, Any]:
+    """How much the model thinks where it does, and what its answer follows. `effort`: what `thinking` says of it."""
+    config = request.output_config
+    found: dict[str, Any] = {}
+    if config is not None and config.effort is not None and effort != "none":
+        found["reasoning_effort"] = config.effort
+    form = request.output_format if config is None or config.format is None else config.format
+    if form is not None:
+        found["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
+    return found
 
 
 def _clear_thoughts(messages: Sequence[dict[str, Any]], request: CountTokensRequest) -> None:

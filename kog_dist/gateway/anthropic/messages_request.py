@@ -172,10 +172,24 @@ class ContextManagement(RequestModel):
     edits: list[Annotated[ClearThinking | OtherEdit, Field(discriminator="type")]] | None = None
 
 
+class OutputFormat(RequestModel):
+    """What the answer follows."""
+
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+
+class OutputConfig(RequestModel):
+    """How much the model thinks, in the words of its template, and what its answer follows."""
+
+    effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    format: OutputFormat | None = None
+    task_budget: Any = ignored("the model does not know it")
+
+
 _REFUSED: Mapping[str, Refusal] = {
     "container": Refusal("nothing is run here"),
     "mcp_servers": Refusal("the client talks to MCP servers", (None, [])),
-    "output_format": Refusal("use /v1/chat/completions with response_format", (None, {})),
     "n": Refusal("there is one answer", (None, 1)),
 }
 
@@ -209,5 +223,6 @@ class MessagesRequest(CountTokensRequest):
     metadata: Any = ignored("nobody is reported")
     service_tier: Any = ignored("there is one")
     inference_geo: Any = ignored("there is one place")
-    output_config: Any = ignored("the model does not know it")
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(default=None, description="The same as output_config.format.")
     speed: Any = ignored("there is one")

@@ -119,6 +119,29 @@ def test_thoughts_are_asked_for_as_in_chats(thinking: Mapping[str, Any], wanted:
     assert {name: chat[name] for name in ("reasoning_effort", "chat_template_kwargs") if name in chat} == wanted
 
 
+@pytest.mark.parametrize(
+    ("fields", "effort"),
+    [
+        ({"output_config": {"effort": "low"}}, "low"),
+        ({"output_config": {"effort": "max"}, "thinking": {"type": "adaptive"}}, "max"),
+        ({"output_config": {"effort": "high"}, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "high"),
+        ({"output_config": {"effort": "high"}, "thinking": {"type": "disabled"}}, "none"),
+        ({"output_config": {}}, None), ({"output_config": {"effort": None, "task_budget": {"total": 9}}}, None),
+    ],
+)  # fmt: skip
+def test_effort_is_that_of_chats(fields: Mapping[str, Any], effort: str | None) -> None:
+    assert chat_of(**fields).get("reasoning_effort") == effort
+
+
+def test_the_form_of_an_answer_is_followed(tagged_model: ServedModel) -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+        assert chat_of(**fields)["response_format"] == wanted
+        assert json.loads(plan_messages({**ASK, **fields}, tagged_model).generates[0].json_schema or "") == SCHEMA
+    assert "response_format" not in chat_of(output_config={"format": None}, output_format=None)
+
+
 def test_an_answer_that_has_begun_is_gone_on_with() -> None:
     begun = [*ASK["messages"], {"role": "assistant", "content": "It"}]  # type: ignore[misc]
     assert chat_of(messages=begun)["continue_final_message"] is True
@@ -202,6 +225,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0]", "is not supported"),
     ({"model": "other"}, "model", "there is no model"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "must be"),
+    ({"output_config": {"effort": 3}}, "output_config.effort", "must be"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be"),
     (
         {"messages": [blocks({"type": "tool_result", "tool_use_id": "1"}, role="system")]},
