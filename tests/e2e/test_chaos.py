@@ -20,6 +20,7 @@ from kog_dist.rpc.messages import Tokens
 from tests.patience import slowness
 
 SLACK_S = 0.75  # for a loaded machine, on top of what is promised
+LONGEST_S = 3.25  # of the promises: by so much more as the machine is slower just now
 READY_S = 60.0
 
 
@@ -37,7 +38,7 @@ def sample() -> list[Cell]:
 def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
     model = tmp_path_factory.mktemp("chaos") / "model"
     write_model(model)
-    made = Chaos(model, 2, right_answers(model), seed=1, slack_s=SLACK_S * slowness())
+    made = Chaos(model, 2, right_answers(model), seed=1)
     yield made
     made.retire()
     assert not made.figures()["found"]
@@ -46,7 +47,7 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
 @pytest.mark.alone
 @pytest.mark.parametrize("cell", sample(), ids=str)
 def test_promises_hold(chaos: Chaos, cell: Cell) -> None:
-    played = chaos.play(cell)
+    played = chaos.play(cell, SLACK_S + LONGEST_S * (slowness() - 1))
     assert played.violations == []
     assert played.false_aborts == []
 

@@ -21,7 +21,7 @@ from kog_dist.rpc.messages import ErrorCode, Tokens
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.runtime.instance import LEASE_FILE
 from tests.e2e.conftest import NUM_ENDLESS, without_progress
-from tests.patience import in_time
+from tests.patience import in_time, slowness
 
 RANKS = 4
 TOLD_S = 1.25 + 0.5  # the promise for one that is stopped; a loaded machine is slow
@@ -144,7 +144,8 @@ def test_a_client_that_is_behind_learns_of_the_loss(session: EngineSession, tiny
         before = other.status().num_tokens
         events = stream(client, NUM_ENDLESS)
         received = token_ids(events, 5)
-        until(lambda: other.status().num_tokens - before > NUM_BEHIND, ENDED_S, lambda: f"{other.status().num_tokens} tokens")
+        come_s = ENDED_S * slowness()
+        until(lambda: other.status().num_tokens - before > NUM_BEHIND, come_s, lambda: f"{other.status().num_tokens} tokens")
         os.kill(session.processes()["rank 0"], signal.SIGKILL)
         with pytest.raises(RequestFailed) as caught:
             token_ids(events, NUM_ENDLESS, received)

@@ -61,7 +61,7 @@ def test_interrupting_one_prompt(session: EngineSession, tiny_model: Path, momen
 
 
 def test_sigterm_drains(session: EngineSession, tiny_model: Path) -> None:
-    launcher = session.launch(str(tiny_model), "--ranks=2")
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--shutdown-timeout=60")
     with session.connect() as client, Client(Access.from_folder(session.instance_folder)) as other:
         events = client.generate(prompt_ids=[1, 2, 3], max_tokens=600, ignore_eos=True)
         while not isinstance(next(events), Tokens):
@@ -77,7 +77,7 @@ def test_sigterm_drains(session: EngineSession, tiny_model: Path) -> None:
     assert launcher.wait(ENDED_S) == 0
     assert_clean(session)
     assert without_progress(session.output()) == ""
-    assert session.output(stream="out").splitlines()[-1] == "kog-launch: SIGTERM: draining, at most 10 s"
+    assert session.output(stream="out").splitlines()[-1] == "kog-launch: SIGTERM: draining, at most 60 s"
 
 
 def test_drain_has_a_limit(session: EngineSession, tiny_model: Path) -> None:

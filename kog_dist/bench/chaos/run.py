@@ -26,8 +26,8 @@ _LATE_S = 0.1  # of this process: beyond it a violation may be the machine's
 class Chaos:
     """The engine of the moment, and what came of all cells so far."""
 
-    def __init__(self, model: Path, ranks: int, answers: Answers, seed: int, slack_s: float = 0.0) -> None:
-        self._model, self._ranks, self._answers, self._slack_s = model, ranks, answers, slack_s
+    def __init__(self, model: Path, ranks: int, answers: Answers, seed: int) -> None:
+        self._model, self._ranks, self._answers = model, ranks, answers
         self._chance = random.Random(seed)
         self._engine: ChaosEngine | None = None
         self.played: list[tuple[Played, float]] = []  # with how late this process was meanwhile
@@ -48,8 +48,8 @@ class Chaos:
     def _exists(self, cell: Cell) -> bool:
         return cell.role != "rank 1" or self._ranks > 1
 
-    def play(self, cell: Cell) -> Played:
-        """One cell, on the engine that is there if it can be used for it."""
+    def play(self, cell: Cell, slack_s: float = 0.0) -> Played:
+        """One cell, on the engine that is there if it can be used for it. `slack_s` is added to every limit."""
         begin_s = time.monotonic()
         is_another = self._engine is not None and self._engine.layout is not cell.layout
         if self._engine is not None and (is_another or cell.point is Point.LOAD or self._engine.is_worn(cell)):
@@ -60,7 +60,7 @@ class Chaos:
             )
             startup = {"startup_s": STARTUP_S} if is_held_up and cell.layout is Layout.SINGLE else {}
             self._engine = ChaosEngine(cell.layout, self._model, self._ranks, **startup)
-        run = CellRun(self._engine, cell, self._answers, self._chance, self._slack_s)
+        run = CellRun(self._engine, cell, self._answers, self._chance, slack_s)
         try:
             played = run.play()
         except (KogError, AssertionError) as error:
