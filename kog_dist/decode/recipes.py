@@ -25,6 +25,8 @@ class Stage(NamedTuple):
     runs with the next stage that has one.
     `together`: rows that have one owner wherever rows are divided: those that rotate together, gate and up of a column; and as
     words of thread blocks carry two values, two of what is written.
+    `tensors`: of which the matrix is made, by their names within a layer (`layout`) without `.weight`; none of experts, each of
+    which has some.
     `compared_in`: the mailbox in which ranks may compare what it writes, which must be alike on all.
     """
 
@@ -34,6 +36,7 @@ class Stage(NamedTuple):
     num_rows: int = 0
     num_columns: int = 0
     together: int = 1
+    tensors: tuple[str, ...] = ()
     is_by_lane: bool = True
     compared_in: str = ""
 
@@ -107,10 +110,11 @@ class Recipe:
 def _attention(spec: ModelSpec, mixer: Attention) -> Recipe:
     lanes, d = spec.num_lanes, spec.hidden_size
     heads = (mixer.num_heads // lanes, mixer.head_dim)
+    of_qkv = ("attention.wq", "attention.wk", "attention.wv")
     stages = (
-        Stage(Phase.QKV, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE), mixer.num_rows // lanes, d, 2),
+        Stage(Phase.QKV, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE), mixer.num_rows // lanes, d, 2, of_qkv),
         Stage(Phase.ATTEND, (Kind.QUERY, Kind.CACHE), (Kind.MIXED,)),
-        Stage(Phase.OUT, (Kind.MIXED,), (Kind.PARTIAL,), d, heads[0] * heads[1], 2),
+        Stage(Phase.OUT, (Kind.MIXED,), (Kind.PARTIAL,), d, heads[0] * heads[1], 2, ("attention.wo",)),
     )
     shapes = {Kind.QUERY: heads, Kind.MIXED: heads}
     state = ByPosition(mixer.num_kv_heads // lanes, mixer.head_dim)
@@ -120,8 +124,8 @@ def _attention(spec: ModelSpec, mixer: Attention) -> Recipe:
 def _ffn(spec: ModelSpec, ffn: Ffn) -> Recipe:
     columns, d = ffn.width // spec.num_lanes, spec.hidden_size
     stages = (
-        Stage(Phase.GATE_UP, (Kind.STREAM,), (Kind.ACTIVATION,), 2 * columns, d, 4),
-        Stage(Phase.DOWN, (Kind.ACTIVATION,), (Kind.PARTIAL,), d, columns, 2),
+        Stage(Phase.GATE_UP, (Kind.STREAM,), (Kind.ACTIVATION,), 2 * columns, d, 4, ("feed_forward.w1", "feed_forward.w3")),
+        Stage(Phase.DOWN, (Kind.ACTIVATION,), (Kind.PARTIAL,), d, columns, 2, ("feed_forward.w2",)),
     )
     return Recipe(Site.MLP, stages, {Kind.ACTIVATION: (columns,)}, spec.has_one_stream)
 

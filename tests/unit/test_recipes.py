@@ -11,6 +11,7 @@ from kog_dist.decode.recipes import Recipe, Stage, all_recipes, recipe_of, recip
 from kog_dist.decode.steps import NONE, Kind, Phase, Site, Value
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.layers import Attention, Experts, Ffn, LayerSpec, Norm
+from kog_dist.model.layout import layer_prefix, tensor_layouts
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 
 LANEFORMER = ModelSpec(32, 3, 8, 4, 64, 50, num_lanes=4, delay=1, sliding_window=8, window_layers=(0, 2), norm_eps=1e-6)
@@ -55,6 +56,16 @@ def test_a_recipe_leads_from_the_stream_to_the_partial_outputs(spec: ModelSpec) 
             assert all(recipe_of(spec, layer, stage.phase) is recipe for stage in recipe.stages)
         assert mixer.state is not None
         assert ffn.state is None
+
+
+@pytest.mark.parametrize("spec", MODELS, ids=["Laneformer", "dense", "experts"])
+def test_matrices_of_stages_are_those_of_the_layout(spec: ModelSpec) -> None:
+    layouts = tensor_layouts(spec)
+    for layer, of_layer in enumerate(recipes(spec)):
+        for stage in (stage for recipe in of_layer for stage in recipe.stages if stage.tensors):
+            shapes = [layouts[f"{layer_prefix(layer)}{name}.weight"].shape for name in stage.tensors]
+            assert {shape[::2] for shape in shapes} == {(spec.num_lanes, stage.num_columns)}
+            assert sum(shape[1] for shape in shapes) == stage.num_rows
 
 
 def test_layers_of_one_kind_share_a_recipe() -> None:

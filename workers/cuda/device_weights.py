@@ -10,6 +10,7 @@ import numpy as np
 
 from kog_dist.decode.coded_packing import Codes, below_each_other, in_turn, put_codes, put_row_scales
 from kog_dist.decode.products import Product
+from kog_dist.decode.recipes import Recipe, Stage, recipes
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.errors import CheckpointError
@@ -33,12 +34,6 @@ CodesSource = Callable[[str, int], Codes]
 # The experts of a layer, several at once; asked for in the order of layers.
 StackedExperts = Callable[[int], Iterator[ExpertsBatch]]
 ProductCodes = Callable[[Phase, int, int], Codes]  # like MatrixSource
-
-_MATRICES = {
-    Phase.QKV: ("attention.wq", "attention.wk", "attention.wv"), Phase.OUT: ("attention.wo",),
-    Phase.GATE_UP: ("feed_forward.w1", "feed_forward.w3"), Phase.DOWN: ("feed_forward.w2",),
-}  # fmt: skip
-
 
 _LARGEST_BINARY16 = 65504.0
 
@@ -228,7 +223,7 @@ class _LayerTensors:
         if layer != self._layer:
             self._load(layer)
         assert self.codes_of is not None
-        names = [f"{layer_prefix(layer)}{name}.weight" for name in _MATRICES[phase]]
+        names = [f"{layer_prefix(layer)}{name}.weight" for name in self._stages(layer)[phase].tensors]
         by_lane = [[self.codes_of(name, one) for name in names] for one in range(lane, lane + self.shape.lanes_of(phase))]
         if phase is Phase.GATE_UP:
             return below_each_other([in_turn(gate, up) for gate, up in by_lane])
@@ -238,13 +233,14 @@ class _LayerTensors:
         self._matrices.clear()  # the memory of the layer before
         prefix, tensors = layer_prefix(layer), self.tensors
 
-        def matrices(phase: Phase) -> tuple[GpuArray, ...]:
-            if self.shape.ops[phase].coding is not None:
-                return ()
-            return tuple(tensors(f"{prefix}{name}.weight") for name in _MATRICES[phase])
+        mixer, ffn = recipes(self.shape.spec)[layer]
+
+        def matrices(recipe: Recipe) -> dict[Phase, tuple[GpuArray, ...]]:
+            stages = [stage for stage in recipe.stages if stage.tensors and self.shape.ops[stage.phase].coding is None]
+            return {stage.phase: tuple(tensors(f"{prefix}{name}.weight") for name in stage.tensors) for stage in stages}
 
         self.norms.append(self._norm(f"{prefix}attention_norm"))
-        self._matrices |= {phase: matrices(phase) for phase in (Phase.QKV, Phase.OUT)}
+        self._matrices |= matrices(mixer)
         if self.shape.spec.qkv_bias:
             parts = [tensors(f"{prefix}attention.{name}.bias") for name in ("wq", "wk", "wv")]
             self.biases.append(np.concatenate(parts, axis=1))
@@ -255,11 +251,13 @@ class _LayerTensors:
         if self.shape.spec.qk_norm:
             self.head_norms.append(np.stack([tensors(f"{prefix}attention.{name}.weight") for name in ("q_norm", "k_norm")]))
         self.norms.append(self._norm(f"{prefix}ffn_norm"))
+        self._matrices |= matrices(ffn)
         if self.experts is not None:
             self.experts.load(layer)
-        else:
-            self._matrices |= {phase: matrices(phase) for phase in (Phase.GATE_UP, Phase.DOWN)}
         self._layer = layer
+
+    def _stages(self, layer: int) -> dict[Phase, Stage]:
+        return {stage.phase: stage for recipe in recipes(self.shape.spec)[layer] for stage in recipe.stages}
 
     def _head_matrix(self, lane: int) -> GpuArray:
         spec = self.shape.spec

@@ -9,17 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from kog_dist.decode.recipes import all_recipes
+from kog_dist.decode.steps import LAYER_OPS, Phase
 from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.arrays import Array, library_of, on_host, put_scaled
 
 _NORMS = ("attention_norm", "ffn_norm")
-_MATRICES = {
-    "wqkv": ("attention.wq", "attention.wk", "attention.wv"),
-    "wo": ("attention.wo",),
-    "w13": ("feed_forward.w1", "feed_forward.w3"),
-    "w2": ("feed_forward.w2",),
-}
 _BIASES = ("attention.wq.bias", "attention.wk.bias", "attention.wv.bias")
 _HEAD_NORMS = ("attention.q_norm", "attention.k_norm")
 _OUT_BIAS, _SINKS = "attention.wo.bias", "attention.sinks"
@@ -80,8 +76,9 @@ class Matrices:
         self, spec: ModelSpec, dtype: DTypeLike, *, has_first_lane: bool = True, routers_only: bool = False
     ) -> None:  # fmt: skip
         self._spec, self._dtype = spec, dtype
-        names = _MATRICES if spec.experts is None else ("wqkv", "wo")
-        self._parts = [*_NORMS, *(part for name in names for part in _MATRICES[name])]
+        stages = (stage for recipe in all_recipes(spec) for stage in recipe.stages if stage.tensors)
+        self._tensors = {stage.phase: stage.tensors for stage in stages}  # by op
+        self._parts = [*_NORMS, *(part for parts in self._tensors.values() for part in parts)]
         self._parts += _BIASES if spec.qkv_bias else ()
         self._parts += _HEAD_NORMS if spec.qk_norm else ()
         self._parts += [_OUT_BIAS] if spec.out_bias and has_first_lane else []
@@ -132,14 +129,14 @@ class Matrices:
         norm = on_host(parts["attention_norm"]).reshape(-1, self._spec.hidden_size)
         scale = stream_scale(norm)
         there = library_of(parts["attention_norm"]).asarray
-        wo, w2 = (self._matrix(parts, name) for name in ("wo", "w2"))
+        wo, w2 = (self._matrix(parts, op) for op in (Phase.OUT, Phase.DOWN))
         return LayerMatrices(
-            self._matrix(parts, "wqkv", norm / scale), wo, self._matrix(parts, "w13", on_host(parts["ffn_norm"])), w2,
+            self._matrix(parts, Phase.QKV, norm / scale), wo, self._matrix(parts, Phase.GATE_UP, on_host(parts["ffn_norm"])), w2,
             there(scale), there(1 / scale),
         )  # fmt: skip
 
     def _make_dense(self, parts: dict[str, Array]) -> DenseMatrices:
-        wqkv, wo, w13, w2 = (self._matrix(parts, name) if _MATRICES[name][0] in parts else None for name in _MATRICES)
+        wqkv, wo, w13, w2 = (self._matrix(parts, op) if op in self._tensors else None for op in LAYER_OPS)
         assert wqkv is not None
         assert wo is not None
         spec, there = self._spec, library_of(wqkv).asarray
@@ -162,9 +159,9 @@ class Matrices:
         put_scaled(router, parts[_ROUTER], None)
         return router
 
-    def _matrix(self, by_part: dict[str, Array], name: str, norm: NDArray[np.float32] | None = None) -> Array:
+    def _matrix(self, by_part: dict[str, Array], op: Phase, norm: NDArray[np.float32] | None = None) -> Array:
         """The parts of a matrix below each other, by lane, times `norm` column by column."""
-        parts = [by_part[part] for part in _MATRICES[name]]
+        parts = [by_part[part] for part in self._tensors[op]]
         lanes, _, columns = parts[0].shape
         xp = library_of(parts[0])
         matrix: Array = xp.empty((lanes, sum(part.shape[1] for part in parts), columns), self._dtype)
