@@ -21,11 +21,15 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class MailboxSpec:
-    """One mailbox of the plan: `num_slots` slots, each with room for `length` float32 values from every rank."""
+    """One mailbox of the plan: `num_slots` slots, each with room for `length` float32 values from every rank.
+
+    `most`: a message is so many vectors of that length at most, one after the other.
+    """
 
     name: str
     num_slots: int
     length: int
+    most: int = 1
 
 
 class Communicator(Protocol):
@@ -38,7 +42,9 @@ class Communicator(Protocol):
         """Push `values` into this rank's row of the slot on every peer. Does not wait."""
 
     def collect(self, mailbox: str, slot: int, epoch: int, own: Vector) -> NDArray[np.float32]:
-        """Wait for the slot's rows of every peer at `epoch`; returns (world_size, length) with `own` as this rank's row."""
+        """Wait for the slot's rows of every peer at `epoch`, as long as `own` each; returns (world_size, length of `own`) with
+        `own` as this rank's row.
+        """
 
     def delayed_reduce(self, mailbox: str, slot: int, epoch: int, own: Vector) -> Vector:
         """Sum over ranks of what each published to the slot at `epoch`, in the fixed binary tree (`reference.tree_sum`)."""

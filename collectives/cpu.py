@@ -31,20 +31,25 @@ class _Box:
 
     def __init__(self, heap: SymmetricHeap, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
-        self.length = mailbox.spec.length
+        self.length = mailbox.spec.length * mailbox.spec.most
         rank, world_size = heap.rank, mailbox.world_size
         peers = [(rank + step) % world_size for step in range(1, world_size)]  # everybody starts with another peer
         slot_words = world_size * mailbox.row_words
         self.outgoing: list[list[words.Words]] = []
         self.incoming: list[words.Words] = []
-        self.last_words: list[list[int]] = []
+        self.first_words: list[list[int]] = []
         for slot in range(mailbox.spec.num_slots):
             row = mailbox.row(slot, rank)
             self.outgoing.append([heap.peer_view(peer, row * words.WORD_BYTES, self.length) for peer in peers])
             rows = heap.peer_view(rank, mailbox.row(slot, 0) * words.WORD_BYTES, slot_words)
             self.incoming.append(rows.reshape(world_size, mailbox.row_words)[:, : self.length])
-            self.last_words.append([mailbox.row(slot, peer) + self.length - 1 for peer in peers])
+            self.first_words.append([mailbox.row(slot, peer) for peer in peers])
         self.stripped = np.zeros((world_size, self.length), np.uint64)
+
+    def views(self, slot: int, length: int) -> tuple[words.Words, words.Words]:
+        """Of messages of this length: where they arrive, and where their words go without tags."""
+        incoming, stripped = self.incoming[slot], self.stripped
+        return (incoming, stripped) if length == self.length else (incoming[:, :length], stripped[:, :length])
 
 
 class CpuCommunicator:
@@ -151,19 +156,19 @@ class CpuCommunicator:
             self._fault.stop(f"publishing epoch {epoch} to mailbox {box.mailbox.spec.name!r}")
         packed = words.pack(values, tag)
         for row in box.outgoing[slot]:
-            words.store(row, packed)
+            words.store(row if len(packed) == box.length else row[: len(packed)], packed)
 
     def _collect(self, box: _Box, slot: int, epoch: int, own: Vector, op: WaitOp) -> NDArray[np.float32]:
         box.mailbox.check(slot, own)
         tag = self._tag.of(epoch)
-        arrived = self._arrival(box, slot, tag)
+        arrived = self._arrival(box, slot, tag, len(own))
         if not arrived():
-            self._wait(arrived, box, slot, epoch, op)
-        values = words.payload(box.stripped)
+            self._wait(arrived, box, slot, epoch, op, len(own))
+        values = words.payload(box.views(slot, len(own))[1])
         values[self.rank] = own
         return values
 
-    def _wait(self, arrived: Callable[[], bool], box: _Box, slot: int, epoch: int, op: WaitOp) -> None:
+    def _wait(self, arrived: Callable[[], bool], box: _Box, slot: int, epoch: int, op: WaitOp, length: int) -> None:
         """Wait for what was not there at the first look, and count it."""
         started_ns = time.monotonic_ns()
         result = wait(
@@ -177,7 +182,7 @@ class CpuCommunicator:
         if result is WaitResult.ABORT:
             self._fault.stop(f"waiting for epoch {epoch} of mailbox {box.mailbox.spec.name!r}")
         if result is WaitResult.TIMEOUT:
-            record = self.explain(self._record(box, slot, self._tag.of(epoch), op, elapsed_ns))
+            record = self.explain(self._record(box, slot, self._tag.of(epoch), op, elapsed_ns, length))
             self._fault.text = "a wait had run out of time"
             self._control.request_abort(self.rank, record)
             raise DeviceError(record)
@@ -185,10 +190,10 @@ class CpuCommunicator:
             self.waits.num_epochs += 1
             self.waits.waited_ns += elapsed_ns
 
-    def _arrival(self, box: _Box, slot: int, tag: int) -> Callable[[], bool]:
+    def _arrival(self, box: _Box, slot: int, tag: int, length: int) -> Callable[[], bool]:
         """A poll that looks at one word per peer until all have come, and only then takes and checks everything."""
-        local, incoming, stripped, rank = self._local, box.incoming[slot], box.stripped, self.rank
-        pending = box.last_words[slot].copy()
+        local, rank, (incoming, stripped) = self._local, self.rank, box.views(slot, length)
+        pending = [first + length - 1 for first in box.first_words[slot]]
 
         def arrived() -> bool:
             while pending:
@@ -201,8 +206,8 @@ class CpuCommunicator:
 
         return arrived
 
-    def _record(self, box: _Box, slot: int, tag: int, op: WaitOp, elapsed_ns: int) -> WaitRecord:
-        seen = words.tags(box.incoming[slot])
+    def _record(self, box: _Box, slot: int, tag: int, op: WaitOp, elapsed_ns: int, length: int) -> WaitRecord:
+        seen = words.tags(box.views(slot, length)[0])
         missing = seen != tag
         missing[self.rank] = False
         places = np.argwhere(missing)

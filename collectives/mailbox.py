@@ -34,9 +34,12 @@ class Mailbox:
 
     def check(self, slot: int, values: NDArray[Any]) -> None:
         """ValueError or IndexError for a vector or a slot that this mailbox does not have."""
-        if values.shape != (self.spec.length,) or values.dtype != np.float32 or not values.flags.c_contiguous:
+        num_vectors, rest = divmod(values.size, self.spec.length)
+        is_whole = values.ndim == 1 and rest == 0 and 1 <= num_vectors <= self.spec.most
+        if not is_whole or values.dtype != np.float32 or not values.flags.c_contiguous:
+            at_once = f", {self.spec.most} at most," if self.spec.most > 1 else ""
             raise ValueError(
-                f"mailbox {self.spec.name!r} carries contiguous float32 vectors of {self.spec.length} values, "
+                f"mailbox {self.spec.name!r} carries contiguous float32 vectors{at_once} of {self.spec.length} values, "
                 f"got {values.dtype} of shape {values.shape}"
             )
         if not 0 <= slot < self.spec.num_slots:
@@ -54,10 +57,10 @@ def place(mailboxes: Sequence[MailboxSpec], world_size: int) -> list[Mailbox]:
     first_word = 0
     names: set[str] = set()
     for index, spec in enumerate(mailboxes):
-        if spec.name in names or spec.num_slots < 1 or spec.length < 1:
+        if spec.name in names or min(spec.num_slots, spec.length, spec.most) < 1:
             raise PlanError(f"mailbox {spec} is declared twice or is empty")
         names.add(spec.name)
-        row_words = -(-spec.length // _LINE_WORDS) * _LINE_WORDS
+        row_words = -(-spec.length * spec.most // _LINE_WORDS) * _LINE_WORDS
         placed.append(Mailbox(spec, index, first_word, row_words, world_size))
         first_word += placed[-1].num_words
     return placed
@@ -69,5 +72,5 @@ BARRIER = MailboxSpec("barrier", num_slots=2, length=1)
 
 def fingerprint(mailboxes: Sequence[MailboxSpec], world_size: int, epoch_bits: int) -> bytes:
     """32 bytes that are equal on two ranks only when they lay the heap out alike."""
-    text = repr((world_size, epoch_bits, [(spec.name, spec.num_slots, spec.length) for spec in mailboxes]))
+    text = repr((world_size, epoch_bits, [(spec.name, spec.num_slots, spec.length, spec.most) for spec in mailboxes]))
     return hashlib.sha256(text.encode()).digest()

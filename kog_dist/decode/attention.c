@@ -21,20 +21,6 @@ static inline size_t padded(size_t count, size_t unit) { return (count + unit - 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 static inline size_t most(size_t a, size_t b) { return a > b ? a : b; }
 
-/* exp of what is not above 0, to about one unit in the last place; 0 below 2^-126. */
-static inline floats exponential(floats x) {
-    const floats magic = all(0x1.8p23f), shifted = fused(x, all(0x1.715476p0f), magic), n = shifted - magic;
-    const floats rest = fused(n, all(0x1.bd0106p-13f), fused(n, all(-0x1.63p-1f), x));
-    floats p = fused(all(1.9875691500e-4f), rest, all(1.3981999507e-3f));
-    p = fused(p, rest, all(8.3334519073e-3f));
-    p = fused(p, rest, all(4.1665795894e-2f));
-    p = fused(p, rest, all(1.6666665459e-1f));
-    p = fused(p, rest, all(5.0000001201e-1f));
-    p = fused(p, rest * rest, rest) + 1.0f;
-    const floats power = (floats)(((words)shifted - (words)magic + 127u) << 23);
-    return chosen(x < all(-87.3f), all(0), p * power);
-}
-
 static inline float exponential_of(float x) { return exponential(all(x))[0]; }
 
 /* `sums` (rows, columns) = a (rows, from .. to) times b (from .. to, columns), term by term; with `decay` of each row, that is added

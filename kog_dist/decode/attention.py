@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.decode.host_library import loaded
+from kog_dist.decode.host_library import Scratch, loaded
 
 Array = NDArray[Any]
 
@@ -34,31 +34,23 @@ class AttentionOperands(NamedTuple):
     mixed: Array
 
 
-def num_scratch(num_tokens: int, group: int, dim: int) -> int:
-    """Values of scratch that attention of so many tokens wants, with `group` query heads to a KV head."""
-    function = loaded().kog_attention_scratch
-    function.argtypes, function.restype = (ctypes.c_size_t,) * 3, ctypes.c_size_t
-    return int(function(num_tokens, group, dim))
-
-
-def bound(operands: AttentionOperands, window: int, scratch: Array) -> Callable[[int, int], None]:
+def bound(operands: AttentionOperands, window: int, scratch: Scratch | None = None) -> Callable[[int, int], None]:
     """A call with the number of a KV cache and the first token's position: softmax attention of following tokens.
 
-    Each sees `window` positions at most, its own the last. All arrays are float32, C-contiguous, and stay where they are;
-    `scratch` has `num_scratch` values and begins at a multiple of 64 bytes.
+    Each sees `window` positions at most, its own the last. All arrays are float32, C-contiguous, and stay where they are.
     """
     tables = [_table(operands, cache) for cache in range(len(operands.keys))]
     num_lanes, num_tokens, heads, dim = operands.queries.shape
-    assert scratch.size >= num_scratch(num_tokens, heads // operands.keys[0].shape[1], dim)
-    assert scratch.ctypes.data % 64 == 0
+    room = scratch or Scratch()
+    room.reserve(_num_scratch(num_tokens, heads // operands.keys[0].shape[1], dim))
     function = loaded().kog_attend
     function.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t,) * 4, ctypes.c_void_p)
     function.restype = None
-    at, kept = scratch.ctypes.data, (operands, scratch)  # tables know addresses alone
+    kept = operands  # tables know addresses alone
 
     def run(cache: int, position: int) -> None:
         assert kept
-        function(tables[cache], num_lanes, position, num_tokens, window, at)
+        function(tables[cache], num_lanes, position, num_tokens, window, room.address)
 
     return run
 
@@ -78,3 +70,9 @@ def _table(operands: AttentionOperands, cache: int) -> ctypes.Array[_Lane]:
         entry.mixed = operands.mixed[lane].ctypes.data
         entry.kv_heads, entry.group, entry.dim, entry.capacity = kv_heads, heads // kv_heads, dim, capacity
     return table
+
+
+def _num_scratch(num_tokens: int, group: int, dim: int) -> int:
+    function = loaded().kog_attention_scratch
+    function.argtypes, function.restype = (ctypes.c_size_t,) * 3, ctypes.c_size_t
+    return int(function(num_tokens, group, dim))

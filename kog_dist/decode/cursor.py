@@ -1,8 +1,8 @@
-"""Where the engine of a rank is: the token being run, what the caller asked for, and what came out."""
+"""Where the engine of a rank is: the pass being run, what the caller asked for, and what came out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
@@ -22,10 +22,11 @@ class Cursor:
 
     def __init__(self, plan: Plan, num_lanes: int, num_kv_caches: int = 1) -> None:
         self.plan = plan
-        self.token = 0  # steps of the engine so far; never restarts, since epochs grow with it
+        self.token = 0  # passes of the engine so far; never restarts, since epochs grow with it
         self.held = [0] * num_kv_caches  # positions in each KV cache
         self.kv_cache = 0  # the one in use
-        self.token_id = self.position = 0
+        self.token_ids: Sequence[int] = (0,)  # of the pass, at following positions
+        self.position = 0  # of the first of them
         self.sampling: SamplingParams | None = None
         self.lengths = [[0] * num_lanes for _ in range(plan.spec.num_layers)]  # of the KV cache, by layer and own lane
         self.next_token, self.finite = NONE, True
@@ -34,18 +35,20 @@ class Cursor:
         self.choose: Choose | None = None
 
     def begin(
-        self, token_id: int, position: int, sampling: SamplingParams | None, stop: bool, choose: Choose | None = None
+        self, token_ids: Sequence[int], position: int, sampling: SamplingParams | None, stop: bool, choose: Choose | None = None
     ) -> None:
-        """Start the next token. Raises PlanError if the caller asks for a token or position that cannot follow."""
+        """Start the next pass. Raises PlanError if the caller asks for a token or position that cannot follow."""
         spec = self.plan.spec
-        if not 0 <= token_id < spec.vocab_size:
-            raise PlanError(f"token id {token_id} is outside the vocabulary of {spec.vocab_size}")
+        for token_id in token_ids:
+            if not 0 <= token_id < spec.vocab_size:
+                raise PlanError(f"token id {token_id} is outside the vocabulary of {spec.vocab_size}")
         if not 0 <= position <= self.held[self.kv_cache]:
             raise PlanError(f"position {position} cannot follow: the KV cache holds {self.held[self.kv_cache]} positions")
-        if position >= spec.max_context:
-            raise PlanError(f"position {position} exceeds the model's context of {spec.max_context}")
+        last = position + len(token_ids) - 1
+        if last >= spec.max_context:
+            raise PlanError(f"position {last} exceeds the model's context of {spec.max_context}")
         self.token += 1
-        self.token_id, self.position, self.sampling = token_id, position, sampling
+        self.token_ids, self.position, self.sampling = token_ids, position, sampling
         self.next_token, self.finite, self.stopped, self.all_logits = NONE, True, stop, None
         self.choose = choose
         for layer in self.lengths:  # shorter after a reset or a step back; longer if the last token was not finished

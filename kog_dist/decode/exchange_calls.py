@@ -44,7 +44,7 @@ class ExchangeCalls:
     def __init__(self, find: Finder, weights: RankWeights, cursor: Cursor, comm: RankExchange | None) -> None:
         self.find, self.memory, self.weights = find, find.memory, weights
         self.plan, self.spec, self.cursor, self.comm = cursor.plan, cursor.plan.spec, cursor, comm
-        self.tree = self.memory.empty(max(1, self.spec.num_lanes // 2), self.spec.hidden_size)
+        self.tree = self.memory.empty(max(1, self.spec.num_lanes // 2), find.num_tokens, self.spec.hidden_size)
         self.makers: dict[Phase, Callable[[Group], Run]] = {
             Phase.SUM: self._sum, Phase.TOTAL: self._total, Phase.HEAD_INPUT: self._head_input, Phase.GATHER: self._gather,
             Phase.SAMPLE: self._sample,
@@ -53,12 +53,12 @@ class ExchangeCalls:
     def _sum(self, group: Group) -> Run:
         step = group.steps[0]
         terms = self.find.own_rows(step, Kind.STREAM if self.spec.pre_norm_lane_agg and step.site == Site.FINAL else Kind.PARTIAL)
-        own_sum, scratch = self.memory.rows(step.writes[0]), self.tree
-        publish = self.publisher(step.publishes)
+        own_sum, scratch = self.memory.rows(step.writes[0], self.find.num_tokens), self.tree
+        publish, flat = self.publisher(step.publishes), own_sum.reshape(-1)
 
         def run() -> None:
             lane_math.tree_sum(terms, scratch, own_sum)
-            publish(own_sum)
+            publish(flat)
 
         return run
 
@@ -67,11 +67,11 @@ class ExchangeCalls:
         message, comm = group.steps[0].waits, self.comm
         if message is None or comm is None:
             return lambda: np.copyto(total, own_sum)
-        address = self._address(message)
+        address, flat_sum, flat_total = self._address(message), own_sum.reshape(-1), total.reshape(-1)
 
         def run() -> None:
             slot, epoch = address()
-            np.copyto(total, comm.delayed_reduce(message.mailbox, slot, epoch, own_sum))
+            np.copyto(flat_total, comm.delayed_reduce(message.mailbox, slot, epoch, flat_sum))
 
         return run
 
@@ -81,11 +81,11 @@ class ExchangeCalls:
             (total,), (target,) = self.find.of(group, (Kind.TOTAL,), (Kind.HEAD_INPUT,))
             if self.spec.pre_norm_lane_agg:
                 weight, eps, inverse = self.weights.norms[0], self.spec.norm_eps, self.memory.empty(1, 1)
-                return lambda: lane_math.rms_norm(total[None], weight, eps, inverse, target[None])
+                return lambda: lane_math.rms_norm(total, weight, eps, inverse, target)
             share = self.memory.dtype.type(1.0 / self.spec.num_lanes)  # exact: a power of two
             return lambda: _scale_into(total, share, target)
         own = self.find.own_rows(step, Kind.PARTIAL).reshape(-1)
-        target = self.memory.rows(step.writes[0])
+        target = self.memory.row(step.writes[0])
         publish, collect = self.publisher(step.publishes), self.collector(step.waits)
 
         def run() -> None:
@@ -110,10 +110,10 @@ class ExchangeCalls:
 
     def _sample(self, group: Group) -> Run:
         step, cursor = group.steps[0], self.cursor
-        rows = self.find.own_rows(step, Kind.LOGITS)
+        rows = self.find.own_rows(step, Kind.LOGITS, 1)  # a pass of several tokens has none
         publish, collect = self.publisher(step.publishes), self.collector(step.waits)
         bounds = [self.spec.vocab_slice(lane) for lane in self.memory.lanes]
-        slices = [row[: last - first] for row, (first, last) in zip(rows, bounds, strict=True)]
+        slices = [row[0, : last - first] for row, (first, last) in zip(rows, bounds, strict=True)]
         own = np.zeros(2 * len(slices) + 1, np.float32)
         single = step.waits is None
 

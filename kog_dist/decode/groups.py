@@ -66,10 +66,13 @@ class Operands(NamedTuple):
 
 
 class Finder:
-    """Finds the arrays of a group in the memory of a rank. Raises PlanError if the steps are not what their phase allows."""
+    """Finds the arrays of a group in the memory of a rank, for passes of `num_tokens` tokens.
 
-    def __init__(self, rank: int, memory: Memory) -> None:
-        self.rank, self.memory = rank, memory
+    Raises PlanError if the steps are not what their phase allows.
+    """
+
+    def __init__(self, rank: int, memory: Memory, num_tokens: int = 1) -> None:
+        self.rank, self.memory, self.num_tokens = rank, memory, num_tokens
 
     def own(self, group: Group) -> slice:
         """Own lanes of a group as rows of the arrays in memory."""
@@ -77,25 +80,25 @@ class Finder:
         return slice(first, first + len(group.steps))
 
     def of(self, group: Group, reads: Sequence[Kind], writes: Sequence[Kind]) -> Operands:
-        """Arrays of a group's values: rows of its lanes, or whole for values without a lane. Checks their kinds."""
+        """Arrays of a group's values: (lanes, tokens, ...), or (tokens, ...) of values without a lane. Checks their kinds."""
         step = group.steps[0]
         if [v.kind for v in step.reads] != list(reads) or [v.kind for v in step.writes] != list(writes):
             raise PlanError(f"rank {self.rank}: step {step} does not read {list(reads)} and write {list(writes)}")
 
         def array(value: Value) -> Array:
             if value.lane == NONE:
-                return self.memory.rows(value)
+                return self.memory.rows(value, self.num_tokens)
             if value.lane != step.lane:
                 raise PlanError(f"rank {self.rank}: step {step} of lane {step.lane} uses {value} of another lane")
-            return self.memory.rows(value)[self.own(group)]
+            return self.memory.rows(value, self.num_tokens)[self.own(group)]
 
         return Operands(
             tuple(array(v) for v in step.reads if v.kind is not Kind.CACHE),
             tuple(array(v) for v in step.writes if v.kind not in (Kind.CACHE, Kind.TOKEN)),
         )
 
-    def own_rows(self, step: Step, kind: Kind) -> Array:
-        """The array of a kind that has a row for each own lane, all of which the step must read, in order."""
+    def own_rows(self, step: Step, kind: Kind, num_tokens: int | None = None) -> Array:
+        """The array (own lanes, tokens, ...) of a kind of which the step must read each own lane's, in order."""
         if [(v.kind, v.lane) for v in step.reads] != [(kind, lane) for lane in self.memory.lanes]:
             raise PlanError(f"rank {self.rank}: step {step} does not read {kind.name} of each lane of {self.memory.lanes}")
-        return self.memory.rows(step.reads[0])
+        return self.memory.rows(step.reads[0], num_tokens or self.num_tokens)

@@ -1,4 +1,4 @@
-"""The C of CPU ranks (matrix_products.c, attention.c), built for this machine at the first use and kept.
+"""The C of CPU ranks (matrix_products.c, attention.c, activation.c), built for this machine at the first use and kept.
 
 Without a C compiler there is none (`library` is None): weights are float32 then, and NumPy computes all.
 """
@@ -16,10 +16,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
+from kog_dist.model.weights import aligned_empty
 from kog_dist.runtime.files import is_ours_alone, user_cache_folder, write_at_once
 from kog_dist.runtime.startup import compiling
 
-SOURCES: Final = ("matrix_products.c", "attention.c")
+SOURCES: Final = ("matrix_products.c", "attention.c", "activation.c")
 HEADERS: Final = ("vectors.h",)
 OPTIONS: Final = ("-O3", "-std=gnu17", "-ffp-contract=off", "-shared", "-fPIC")
 _BUILD_S: Final = 60.0
@@ -61,6 +64,20 @@ def loaded() -> ctypes.CDLL:
     path = library()
     assert path is not None, "nobody asks for what needs the library where there is none"
     return ctypes.CDLL(str(path))
+
+
+class Scratch:
+    """Memory that calls of the library work in, one after the other. It grows before they are made."""
+
+    def __init__(self) -> None:
+        self._array = aligned_empty((0,), np.dtype(np.float32))
+        self.address = 0
+
+    def reserve(self, num_values: int) -> None:
+        """Have room for so many float32 at least."""
+        if num_values > self._array.size:
+            self._array = aligned_empty((num_values,), np.dtype(np.float32))
+            self.address = self._array.ctypes.data
 
 
 def texts() -> dict[str, str]:

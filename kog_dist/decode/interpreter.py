@@ -6,7 +6,7 @@ compared with what the plan says they must be (value and token): a wrong plan en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -19,7 +19,7 @@ from kog_dist.decode.exchange_calls import ExchangeCalls, RankExchange
 from kog_dist.decode.expert_calls import ExpertCalls
 from kog_dist.decode.groups import Finder, Group, group_steps
 from kog_dist.decode.kv_formats import KV_FORMATS
-from kog_dist.decode.lane_calls import LaneCalls
+from kog_dist.decode.lane_calls import LaneCalls, rotation_angles
 from kog_dist.decode.memory import Memory
 from kog_dist.decode.plan import Plan
 from kog_dist.decode.step_rules import value_name
@@ -74,6 +74,19 @@ class _Call:
         return getter, wanted, self.run, self.writes
 
 
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """The calls of a pass, and their gates."""
+
+    calls: list[_Call]
+    gates: list[Gate]
+
+    @classmethod
+    def of(cls, calls: list[_Call], when: When) -> _Program:
+        """A prompt token has no logits for SAMPLE to read; it exchanges empty candidates all the same."""
+        return cls(calls, [call.gate(reads=call.phase is not Phase.SAMPLE or when is not When.ALWAYS) for call in calls])
+
+
 def _runs(cells: list[tuple[int, int]]) -> Iterator[Write]:
     """Join (cell, identity) pairs whose cells are neighbours."""
     start = 0
@@ -110,33 +123,16 @@ class Interpreter:
         check(plan)
         self._check_options(plan, rank, comm, np.dtype(dtype), kv_dtype)
         self.plan, self.rank = plan, rank
-        part = plan.ranks[rank]
-        self.memory = Memory(plan.spec, part.lanes, np.dtype(dtype), num_kv_caches)
-        self._cursor = Cursor(plan, len(part.lanes), num_kv_caches)
-        find = Finder(rank, self.memory)
-        makers = LaneCalls(find, weights, self._cursor, kv_dtype).makers
-        exchange = ExchangeCalls(find, weights, self._cursor, comm)
-        makers |= exchange.makers
-        kinds = {type(layer.ffn) for layer in plan.spec.layers}
-        of_kinds = {
-            kind: calls(find, weights, self._cursor, exchange).makers for kind, calls in _OF_KINDS.items() if kind in kinds
-        }
-
-        def maker(group: Group) -> Maker:
-            layer = group.steps[0].layer
-            own = {} if layer == NONE else of_kinds.get(type(plan.spec.layers[layer].ffn), {})
-            return own.get(group.phase) or makers[group.phase]
-
+        lanes = plan.ranks[rank].lanes
+        self.memory = Memory(plan.spec, lanes, np.dtype(dtype), num_kv_caches)
+        self._cursor = Cursor(plan, len(lanes), num_kv_caches)
+        self._weights, self._comm, self._kv_dtype = weights, comm, kv_dtype
+        self._angles = rotation_angles(plan.spec, self.memory.dtype)
         self._cells: dict[tuple[int, ...], int] = {}
         self._idents: dict[Value, int] = {}
-        calls = [(group.when, self._compile(group, maker(group))) for group in group_steps(part.steps)]
-        self._calls = {when: [call for at, call in calls if at <= when] for when in When}
-        # A prompt token has no logits for SAMPLE to read; it exchanges empty candidates all the same.
-        self._programs = {
-            when: [call.gate(reads=call.phase is not Phase.SAMPLE or when is not When.ALWAYS) for call in self._calls[when]]
-            for when in When
-        }
-        self._tags: list[int] = []  # by cell: identity of the value that it holds; 0 = none of this token
+        self._programs: dict[tuple[When, int], _Program] = {}
+        self._compile(1, When.GATHERED)
+        self._tags: list[int] = []  # by cell: identity of the value that it holds; 0 = none of this pass
 
     @staticmethod
     def _check_options(plan: Plan, rank: int, comm: RankExchange | None, dtype: np.dtype[Any], kv_dtype: str) -> None:
@@ -155,7 +151,29 @@ class Interpreter:
                 found = "none" if comm is None else f"that of rank {comm.rank} of {comm.world_size}"
                 raise PlanError(f"rank {rank} of {plan.world_size} needs its own communicator, got {found}")
 
-    def _compile(self, group: Group, maker: Maker) -> _Call:
+    def _compile(self, num_tokens: int, most: When) -> None:
+        """Make the programs for passes of so many tokens, up to the one that runs all steps until `most`."""
+        find, weights, spec = Finder(self.rank, self.memory, num_tokens), self._weights, self.plan.spec
+        makers = LaneCalls(find, weights, self._cursor, self._kv_dtype, self._angles).makers
+        exchange = ExchangeCalls(find, weights, self._cursor, self._comm)
+        makers |= exchange.makers
+        kinds = {type(layer.ffn) for layer in spec.layers}
+        of_kinds = {
+            kind: calls(find, weights, self._cursor, exchange).makers for kind, calls in _OF_KINDS.items() if kind in kinds
+        }
+
+        def maker(group: Group) -> Maker:
+            layer = group.steps[0].layer
+            own = {} if layer == NONE else of_kinds.get(type(spec.layers[layer].ffn), {})
+            return own.get(group.phase) or makers[group.phase]
+
+        groups = [group for group in group_steps(self.plan.ranks[self.rank].steps) if group.when <= most]
+        calls = [(group.when, self._call(group, maker(group))) for group in groups]
+        for when in When:
+            if when <= most:
+                self._programs[when, num_tokens] = _Program.of([call for at, call in calls if at <= when], when)
+
+    def _call(self, group: Group, maker: Maker) -> _Call:
         reads = [value for step in group.steps for value in step.reads]
         # By value first, then by lane: what a phase writes for its lanes then stands side by side.
         writes = [value for values in zip(*(step.writes for step in group.steps), strict=True) for value in values]
@@ -210,20 +228,33 @@ class Interpreter:
         `position` may be at most the number of positions in the cache: a smaller one drops those from it on.
         Raises PlanError if a value is not what the plan says; AbortedError or DeviceError from a wait that did not end well.
         """
-        cursor = self._cursor
         if choose is not None and (self.rank != 0 or sampling is None or not gather_logits):
             raise PlanError(f"rank {self.rank} cannot choose by itself: only rank 0 does, for a sampled token with all logits")
-        cursor.begin(token_id, position, sampling, stop, choose)
-        when = When.ALWAYS if sampling is None else When.GATHERED if gather_logits else When.SAMPLED
+        self._cursor.begin((token_id,), position, sampling, stop, choose)
+        return self._run(When.ALWAYS if sampling is None else When.GATHERED if gather_logits else When.SAMPLED)
+
+    def read(self, token_ids: Sequence[int], position: int, *, stop: bool = False) -> StepOutput:
+        """Run following prompt tokens through the model in one pass of the weights: what `step` does with each, bit by bit.
+
+        A number of tokens is compiled when it is first asked for. `stop`, `position` and errors as of `step`.
+        """
+        if (When.ALWAYS, len(token_ids)) not in self._programs:
+            self._compile(len(token_ids), When.ALWAYS)
+        self._cursor.begin(token_ids, position, None, stop)
+        return self._run(When.ALWAYS)
+
+    def _run(self, when: When) -> StepOutput:
+        cursor = self._cursor
+        program = self._programs[when, len(cursor.token_ids)]
         tags = self._tags = [0] * len(self._cells)
         with np.errstate(all="ignore"):  # what overflows ends in logits that are not finite, and is reported so
-            for number, (getter, wanted, run, writes) in enumerate(self._programs[when]):
+            for number, (getter, wanted, run, writes) in enumerate(program.gates):
                 if getter(tags) != wanted:
-                    raise PlanError(self._complaint(self._calls[when][number]))
+                    raise PlanError(self._complaint(program.calls[number]))
                 run()
                 for cells, idents in writes:
                     tags[cells] = idents
-        cursor.held[cursor.kv_cache] = position + 1
+        cursor.held[cursor.kv_cache] = cursor.position + len(cursor.token_ids)
         logits = cursor.all_logits if when is When.GATHERED else None
         return StepOutput(cursor.next_token, logits, cursor.finite, cursor.stopped)
 

@@ -5,36 +5,43 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from kog_dist.decode import lane_math
-from kog_dist.decode.attention import AttentionOperands, num_scratch
-from kog_dist.decode.attention import bound as bound_attention
+from kog_dist.decode import attention, host_library, lane_math
 from kog_dist.decode.cursor import Cursor
 from kog_dist.decode.groups import Array, Finder, Group
-from kog_dist.decode.host_library import library
 from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.steps import Kind, Phase, Site
 from kog_dist.errors import PlanError
 from kog_dist.model.rope import rope_table
+from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import RankWeights, widened
 
 Run = Callable[[], None]
 
 
-class LaneCalls:
-    """Makes the calls of the phases that exchange nothing. All arrays are allocated here, none while a token runs."""
+def rotation_angles(spec: ModelSpec, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """By position, cosines (positions, 1, head_dim / 2, 2), and sines with the signs that a turn has."""
+    cos, sin = (table.astype(dtype)[:, None] for table in rope_table(spec, spec.max_context))
+    return np.stack((cos, cos), axis=3), np.stack((-sin, sin), axis=3)
 
-    def __init__(self, find: Finder, weights: RankWeights, cursor: Cursor, kv_dtype: str) -> None:
+
+class LaneCalls:
+    """Makes the calls of the phases that exchange nothing, for passes of `find.num_tokens` tokens.
+
+    All arrays are allocated here, none while a pass runs. `angles`: `rotation_angles` of the model.
+    """
+
+    def __init__(self, find: Finder, weights: RankWeights, cursor: Cursor, kv_dtype: str, angles: tuple[Array, Array]) -> None:
         self.find, self.memory, self.rank, self.weights = find, find.memory, find.rank, weights
         self.spec, self.cursor, self.kv_dtype = cursor.plan.spec, cursor, kv_dtype
         spec, memory = self.spec, self.memory
-        self.normed = memory.empty(len(memory.lanes), spec.hidden_size)
-        self.inverse = memory.empty(len(memory.lanes), 1)
-        self.attention_scratch: Array | None = None
-        cos, sin = (table.astype(memory.dtype) for table in rope_table(spec, spec.max_context))
-        self.cos, self.sin = np.stack((cos, cos), axis=2), np.stack((-sin, sin), axis=2)
+        self.num_tokens = find.num_tokens
+        self.normed = memory.empty(len(memory.lanes), self.num_tokens, spec.hidden_size)
+        self.inverse = memory.empty(len(memory.lanes), self.num_tokens, 1)
+        self.cos, self.sin = angles
         self.makers: dict[Phase, Callable[[Group], Run]] = {
             Phase.EMBED: self._embed, Phase.QKV: self._qkv, Phase.ATTEND: self._attend, Phase.OUT: self._out,
             Phase.GATE_UP: self._gate_up, Phase.DOWN: self._down, Phase.RESIDUAL: self._residual,
@@ -42,9 +49,9 @@ class LaneCalls:
         }  # fmt: skip
 
     def _norm_weight(self, arrays: Sequence[Array]) -> Array:
-        """(D,) if all lanes share the weight, else (n, D)."""
+        """(D,) if all lanes share the weight, else (n, 1, D)."""
         shared = all(array is arrays[0] for array in arrays)
-        return arrays[0] if shared else np.stack(arrays)
+        return arrays[0] if shared else np.stack(arrays)[:, None]
 
     def lane_weights(self, group: Group, name: str) -> list[Array]:
         """What each lane of a group has under a name of `LayerWeights`."""
@@ -55,16 +62,16 @@ class LaneCalls:
         table, cursor = self.weights.embedding, self.cursor
 
         def run() -> None:
-            streams[...] = widened(table[cursor.token_id])
+            streams[...] = widened(table[list(cursor.token_ids)])
 
         return run
 
     def _normed_product(self, group: Group, streams: Array, norm: str, matrix: str, products: Array) -> Run:
-        """Norm of the streams (n, D), or of the one that the lanes share (D,), then one product per lane."""
+        """Norm of the streams (n, m, D), or of the one that the lanes share (m, D), then one product per lane."""
         weight, eps = self._norm_weight(self.lane_weights(group, norm)), self.spec.norm_eps
         inverse, normed = self._scratch(group, streams)
-        inputs = normed if streams.ndim > 1 else [normed] * len(group.steps)
-        multiply = lane_math.products(list(zip(self.lane_weights(group, matrix), inputs, products, strict=True)))
+        inputs = normed if streams.ndim > 2 else [normed] * len(group.steps)
+        multiply = self._products(self.lane_weights(group, matrix), inputs, products)
 
         def run() -> None:
             lane_math.rms_norm(streams, weight, eps, inverse, normed)
@@ -72,44 +79,48 @@ class LaneCalls:
 
         return run
 
+    def _products(self, matrices: Sequence[Array], vectors: Sequence[Array] | Array, results: Sequence[Array] | Array) -> Run:
+        return lane_math.products(list(zip(matrices, vectors, results, strict=True)), self.memory.scratch)
+
     def _scratch(self, group: Group, streams: Array) -> tuple[Array, Array]:
         """`inverse` and `normed` for a norm of the streams of a group, or of the one that all lanes share."""
-        own = self.find.own(group) if streams.ndim > 1 else 0
+        own = self.find.own(group) if streams.ndim > 2 else 0
         return self.inverse[own], self.normed[own]
 
     def _qkv(self, group: Group) -> Run:
         operands = self.find.of(group, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE))
         spec, cursor = self.spec, self.cursor
-        n, dim, kv = len(group.steps), spec.head_dim, spec.lane_kv_heads
+        n, m, dim, kv = len(group.steps), self.num_tokens, spec.head_dim, spec.lane_kv_heads
         turned_heads = spec.lane_heads + kv
-        projected = self.memory.empty(n, turned_heads + kv, dim)
-        product = self._normed_product(group, operands.reads[0], "attention_norm", "wqkv", projected.reshape(n, -1))
-        bias, norm_heads = self._qkv_bias(group, projected), self._qk_norm(group, projected[:, :turned_heads])
-        pairs = projected[:, :turned_heads].reshape(n, turned_heads, dim // 2, 2)
-        rotated = self.memory.empty(n, turned_heads, dim // 2, 2)
-        scratch = self.memory.empty(n, turned_heads, dim // 2, 2)
-        new_query, new_key = (part.reshape(n, -1, dim) for part in (rotated[:, : spec.lane_heads], rotated[:, spec.lane_heads :]))
-        new_value = projected[:, turned_heads:]
+        projected = self.memory.empty(n, m, turned_heads + kv, dim)
+        product = self._normed_product(group, operands.reads[0], "attention_norm", "wqkv", projected.reshape(n, m, -1))
+        bias, norm_heads = self._qkv_bias(group, projected), self._qk_norm(group, projected[:, :, :turned_heads])
+        pairs = projected[:, :, :turned_heads].reshape(n, m, turned_heads, dim // 2, 2)
+        rotated = self.memory.empty(n, m, turned_heads, dim // 2, 2)
+        scratch = self.memory.empty(n, m, turned_heads, dim // 2, 2)
+        parts = rotated[:, :, : spec.lane_heads], rotated[:, :, spec.lane_heads :]
+        new_query, new_key = (part.reshape(n, m, -1, dim) for part in parts)
+        new_value = projected[:, :, turned_heads:]
         assert all(np.shares_memory(a, b) for a, b in ((pairs, projected), (new_query, rotated), (new_key, rotated)))
         queries = operands.writes[0]
         scale, cos, sin = self.memory.dtype.type(dim**-0.5), self.cos, self.sin
         append = self._append(group, new_key, new_value)
 
         def run() -> None:
-            position = cursor.position
+            seen = slice(cursor.position, cursor.position + m)
             product()
             if bias is not None:
                 np.add(projected, bias, out=projected)
             if norm_heads is not None:
                 norm_heads()
-            lane_math.rotate_pairs(pairs, cos[position], sin[position], scratch, rotated)
+            lane_math.rotate_pairs(pairs, cos[seen], sin[seen], scratch, rotated)
             np.multiply(new_query, scale, out=queries)
             append()
 
         return run
 
     def _append(self, group: Group, new_key: Array, new_value: Array) -> Run:
-        """The call that puts the lanes' new keys and values (n, kv_heads, head_dim) into the KV cache, as its type keeps them."""
+        """The call that puts new keys and values (n, m, kv_heads, head_dim) into the KV cache, as its type keeps them."""
         layer, cursor, own, rank = group.steps[0].layer, self.cursor, self.find.own(group), self.rank
         keys, values = ([cache[own] for cache in caches[layer]] for caches in (self.memory.keys, self.memory.values))
         form = KV_FORMATS.get(self.kv_dtype)
@@ -118,10 +129,11 @@ class LaneCalls:
         rounds = self.kv_dtype != str(self.memory.dtype)
         rounded = self.memory.empty(2, *new_key.shape)
         key, value = (rounded[0], rounded[1]) if rounds else (new_key, new_value)
-        lengths = cursor.lengths[layer]
+        lengths, num_tokens = cursor.lengths[layer], self.num_tokens
 
         def run() -> None:
             position, cache = cursor.position, cursor.kv_cache
+            stop = position + num_tokens
             if rounds:
                 rounded[0], rounded[1] = new_key, new_value
                 enter_keys(key)
@@ -129,25 +141,25 @@ class LaneCalls:
             for lane in range(own.start, own.stop):
                 if lengths[lane] != position:
                     raise PlanError(f"rank {rank}: the cache of layer {layer} is appended to twice at position {position}")
-                lengths[lane] = position + 1
-            keys[cache][:, :, position] = key
-            values[cache][:, :, position] = value
+                lengths[lane] = stop
+            keys[cache][:, :, position:stop] = key.swapaxes(1, 2)
+            values[cache][:, :, position:stop] = value.swapaxes(1, 2)
 
         return run
 
     def _qkv_bias(self, group: Group, projected: Array) -> Array | None:
-        """What is added to the lanes' projected heads (n, heads, head_dim); None in a model without."""
+        """What is added to the lanes' projected heads (n, m, heads, head_dim); None in a model without."""
         if not self.spec.qkv_bias:
             return None
-        return np.stack(self.lane_weights(group, "qkv_bias")).reshape(projected.shape)
+        return np.stack(self.lane_weights(group, "qkv_bias")).reshape(len(projected), 1, *projected.shape[2:])
 
     def _qk_norm(self, group: Group, heads: Array) -> Run | None:
-        """The call that norms the lanes' query and key heads (n, heads, head_dim) in place; None in a model without."""
+        """The call that norms the lanes' query and key heads (n, m, heads, head_dim) in place; None in a model without."""
         if not self.spec.qk_norm:
             return None
         q_norm, k_norm = (self.lane_weights(group, name)[0] for name in ("q_norm", "k_norm"))
         weight = np.stack([q_norm] * self.spec.lane_heads + [k_norm] * self.spec.lane_kv_heads)
-        inverse, eps = self.memory.empty(*heads.shape[:2], 1), self.spec.norm_eps
+        inverse, eps = self.memory.empty(*heads.shape[:3], 1), self.spec.norm_eps
         return lambda: lane_math.rms_norm(heads, weight, eps, inverse, heads)
 
     def _attend(self, group: Group) -> Run:
@@ -159,52 +171,46 @@ class LaneCalls:
         keys, values = ([cache[own] for cache in caches[layer]] for caches in (self.memory.keys, self.memory.values))
         window = min(spec.window(layer) or spec.max_context, spec.max_context)
         sinks = np.stack(self.lane_weights(group, "sinks")) if spec.attention_sinks else None
-        if self.memory.dtype == np.float32 and library() is not None:
-            operands = AttentionOperands(queries[:, None], keys, values, sinks, mixed[:, None])
-            call = bound_attention(operands, window, self._attention_scratch())
+        if self.memory.dtype == np.float32 and host_library.library() is not None:
+            operands = attention.AttentionOperands(queries, keys, values, sinks, mixed)
+            call = attention.bound(operands, window, self.memory.scratch)
             return lambda: call(cursor.kv_cache, cursor.position)
-        heads = (len(group.steps), spec.lane_kv_heads, spec.lane_heads // spec.lane_kv_heads)
-        queries, mixed = queries.reshape(*heads, spec.head_dim), mixed.reshape(*heads, spec.head_dim)
+        heads, m = (len(group.steps), spec.lane_kv_heads, spec.lane_heads // spec.lane_kv_heads), self.num_tokens
+        queries, mixed = (array.reshape(heads[0], m, *heads[1:], spec.head_dim).swapaxes(0, 1) for array in (queries, mixed))
         scores, peaks, sums = (self.memory.empty(*heads, width) for width in (window, 1, 1))
         sinks = None if sinks is None else sinks.reshape(sums.shape)
         ones = self.memory.empty(window)
         ones[:] = 1
 
         def run() -> None:
-            stop = cursor.position + 1
-            start = max(0, stop - window)
-            seen, n = slice(start, stop), stop - start
-            seen_keys, seen_values = keys[cursor.kv_cache][:, :, seen], values[cursor.kv_cache][:, :, seen]
-            lane_math.attend(queries, seen_keys, seen_values, scores[..., :n], ones[:n], peaks, sums, mixed, sinks)
+            for stop, query, out in zip(range(cursor.position + 1, cursor.position + m + 1), queries, mixed, strict=True):
+                start = max(0, stop - window)
+                seen, n = slice(start, stop), stop - start
+                seen_keys, seen_values = keys[cursor.kv_cache][:, :, seen], values[cursor.kv_cache][:, :, seen]
+                lane_math.attend(query, seen_keys, seen_values, scores[..., :n], ones[:n], peaks, sums, out, sinks)
 
         return run
 
-    def _attention_scratch(self) -> Array:
-        """One for all layers: they attend one after the other."""
-        if self.attention_scratch is None:
-            spec = self.spec
-            self.attention_scratch = self.memory.empty(num_scratch(1, spec.lane_heads // spec.lane_kv_heads, spec.head_dim))
-        return self.attention_scratch
-
     def _out(self, group: Group) -> Run:
         (mixed,), (partials,) = self.find.of(group, (Kind.MIXED,), (Kind.PARTIAL,))
-        flat = mixed.reshape(len(mixed), -1)
-        return lane_math.products(list(zip(self.lane_weights(group, "wo"), flat, partials, strict=True)))
+        return self._products(self.lane_weights(group, "wo"), mixed.reshape(*mixed.shape[:2], -1), partials)
 
     def _gate_up(self, group: Group) -> Run:
         (streams,), (activations,) = self.find.of(group, (Kind.STREAM,), (Kind.ACTIVATION,))
-        gate_up = self.memory.empty(len(group.steps), 2 * self.spec.lane_ffn)
+        width = self.spec.lane_ffn
+        gate_up = self.memory.empty(len(group.steps), self.num_tokens, 2 * width)
         product = self._normed_product(group, streams, "ffn_norm", "w13", gate_up)
+        activate = lane_math.activation(gate_up.reshape(-1, 2 * width), activations.reshape(-1, width))
 
         def run() -> None:
             product()
-            lane_math.swiglu(gate_up, activations)
+            activate()
 
         return run
 
     def _down(self, group: Group) -> Run:
         (activations,), (partials,) = self.find.of(group, (Kind.ACTIVATION,), (Kind.PARTIAL,))
-        return lane_math.products(list(zip(self.lane_weights(group, "w2"), activations, partials, strict=True)))
+        return self._products(self.lane_weights(group, "w2"), activations, partials)
 
     def _residual(self, group: Group) -> Run:
         kinds = tuple(value.kind for value in group.steps[0].reads)
@@ -241,7 +247,7 @@ class LaneCalls:
     def _final_norm(self, group: Group) -> Run:
         target = group.steps[0].writes[0].kind
         (streams,), (normed,) = self.find.of(group, (Kind.STREAM,), (target,))
-        lanes = self.memory.lanes if streams.ndim == 1 else [step.lane for step in group.steps]
+        lanes = self.memory.lanes if streams.ndim == 2 else [step.lane for step in group.steps]
         weight, eps = self._norm_weight([self.weights.norms[lane] for lane in lanes]), self.spec.norm_eps
         inverse, _ = self._scratch(group, streams)
         return lambda: lane_math.rms_norm(streams, weight, eps, inverse, normed)
@@ -251,11 +257,12 @@ class LaneCalls:
         for step in group.steps:
             if [v.kind for v in (*step.reads, *step.writes)] != [Kind.HEAD_INPUT, Kind.LOGITS]:
                 raise PlanError(f"rank {self.rank}: step {step} does not make logits of a head input")
-            inputs.append(self.memory.row(step.reads[0]))
+            inputs.append(self.memory.row(step.reads[0])[None])
             first, last = self.spec.vocab_slice(step.lane)
-            targets.append(self.memory.row(step.writes[0])[: last - first])
+            targets.append(self.memory.row(step.writes[0])[None, : last - first])
         heads = [self.weights.heads[step.lane] for step in group.steps]
-        return lane_math.products([triple for triple in zip(heads, inputs, targets, strict=True) if len(triple[0])])
+        triples = [triple for triple in zip(heads, inputs, targets, strict=True) if len(triple[0])]
+        return lane_math.products(triples, self.memory.scratch)
 
 
 def _add_in_place(streams: Array, *terms: Array) -> None:

@@ -1,21 +1,26 @@
 """The arithmetic of a decode step in NumPy, lane by lane, so that its bits never depend on how many lanes a rank hosts.
 
-What NumPy and BLAS do not round exactly (matrix products, sums along a vector, exp) is done once per lane, with shapes that
-the model alone decides; vecdot and matmul do that in a loop of their own. What IEEE defines exactly (+, -, *, /, sqrt, maximum)
-may run over several lanes at once: `n` below.
+What NumPy and BLAS do not round exactly (matrix products, sums along a vector, exp) is done once per lane and token, with shapes
+that the model alone decides; vecdot and matmul do that in a loop of their own. What IEEE defines exactly (+, -, *, /, sqrt,
+maximum) may run over several lanes and tokens at once: `n` below. What is in C has an order of its own (`matrix_products`,
+`attention`).
 BLAS must run on one thread (OPENBLAS_NUM_THREADS=1, set by the launcher): it is faster so, and the same everywhere.
 All results go to arrays that the caller allocated.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.decode import matrix_products
+from kog_dist.decode import host_library, matrix_products
+from kog_dist.decode.host_library import Scratch
+from kog_dist.model.experts import ClampedSwiglu
 
 Array = NDArray[Any]  # float32; float64 for checks
 
@@ -34,26 +39,32 @@ def rms_norm(streams: Array, weight: Array, eps: float, inverse: Array, normed: 
     np.multiply(normed, weight, out=normed)
 
 
-def products(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
-    """A call that does product (rows,) = matrix (rows, K) @ vector (K,) for each lane's (matrix, vector, product).
+def products(triples: Sequence[tuple[Array, Array, Array]], scratch: Scratch | None = None) -> Callable[[], None]:
+    """A call that does products (m, rows) = vectors (m, K) @ matrix (rows, K).T for each lane's (matrix, vectors, products).
 
-    One BLAS call for each; matrices of 16 bit by `matrix_products`.
+    By `matrix_products` where that can be, else one BLAS call for each vector.
     """
-    if triples and triples[0][0].dtype.itemsize == 2:
-        return matrix_products.bound(triples)
+    if triples and is_in_c(triples[0][0], triples[0][1]):
+        return matrix_products.bound(triples, scratch)
 
     def run() -> None:
-        for matrix, vector, product in triples:
-            np.dot(matrix, vector, out=product)
+        for matrix, vectors, results in triples:
+            for vector, result in zip(vectors, results, strict=True):
+                np.dot(matrix, vector, out=result)
 
     return run
 
 
-def rotate_pairs(pairs: Array, cos: Array, sin: Array, scratch: Array, rotated: Array) -> None:
-    """Turn adjacent pairs: `pairs` and `rotated` are (n, heads, head_dim / 2, 2), (x, y) -> (x cos - y sin, y cos + x sin).
+def is_in_c(matrix: Array, vectors: Array) -> bool:
+    """Whether products of such a matrix are computed in C."""
+    return vectors.dtype == np.float32 and (matrix.dtype != np.float32 or host_library.library() is not None)
 
-    cos, sin: (head_dim / 2, 2), one angle's (cos, cos) and (-sin, sin). Products are rounded before they are added: a complex
-    multiplication may use fused operations, whose bits depend on the place in the array.
+
+def rotate_pairs(pairs: Array, cos: Array, sin: Array, scratch: Array, rotated: Array) -> None:
+    """Turn adjacent pairs: `pairs` and `rotated` are (n, m, heads, head_dim / 2, 2), (x, y) -> (x cos - y sin, y cos + x sin).
+
+    cos, sin: (m, 1, head_dim / 2, 2), one angle's (cos, cos) and (-sin, sin). Products are rounded before they are added: a
+    complex multiplication may use fused operations, whose bits depend on the place in the array.
     """
     np.multiply(pairs, cos, out=rotated)
     np.multiply(pairs[..., ::-1], sin, out=scratch)
@@ -95,31 +106,58 @@ def attend(
     np.divide(mixed, sums, out=mixed)
 
 
-def swiglu(gate_up: Array, activation: Array) -> None:
-    """`activation` (n, F) = silu(gate) * up, with `gate_up` (n, 2F) = gate columns, then up columns. Overwrites `gate_up`."""
-    width = activation.shape[1]
-    gate, up = gate_up[:, :width], gate_up[:, width:]
-    np.negative(gate, out=activation)
-    for lane_row in activation:
-        np.exp(lane_row, out=lane_row)
-    np.add(activation, 1, out=activation)
-    np.divide(gate, activation, out=activation)
-    np.multiply(activation, up, out=activation)
+def activation(gate_up: Array, activations: Array, clamp: ClampedSwiglu | None = None) -> Callable[[], None]:
+    """A call that does `activations` (n, F) = silu(gate) * up, with `gate_up` (n, 2F) = gate columns, then up columns.
+
+    With a clamp (u + 1) * g / (1 + exp(-alpha * g)), g at most `limit` and u within -limit .. limit. May overwrite `gate_up`.
+    In C where there is a library and values are float32.
+    """
+    if gate_up.dtype == np.float32 and host_library.library() is not None:
+        return _activation_in_c(gate_up, activations, clamp)
+    return partial(_swiglu, gate_up, activations) if clamp is None else partial(_clamped_swiglu, gate_up, activations, clamp)
 
 
-def clamped_swiglu(gate_up: Array, activation: Array, alpha: float, limit: float) -> None:
-    """`swiglu` of (u + 1) * g / (1 + exp(-alpha * g)), with g at most `limit` and u within -limit .. limit."""
-    width = activation.shape[1]
+def _activation_in_c(gate_up: Array, activations: Array, clamp: ClampedSwiglu | None) -> Callable[[], None]:
+    assert gate_up.flags.c_contiguous
+    assert activations.flags.c_contiguous
+    rows, width = activations.shape
+    function = host_library.loaded().kog_activate
+    function.argtypes = (*(ctypes.c_void_p,) * 2, *(ctypes.c_size_t,) * 2, ctypes.c_int, *(ctypes.c_float,) * 2)
+    function.restype = None
+    alpha, limit = (1.0, 0.0) if clamp is None else (clamp.alpha, clamp.limit)
+    arguments = gate_up.ctypes.data, activations.ctypes.data, rows, width, int(clamp is not None), alpha, limit
+    kept = gate_up, activations
+
+    def run() -> None:
+        assert kept
+        function(*arguments)
+
+    return run
+
+
+def _swiglu(gate_up: Array, activations: Array) -> None:
+    width = activations.shape[1]
     gate, up = gate_up[:, :width], gate_up[:, width:]
-    np.minimum(gate, limit, out=gate)
-    np.clip(up, -limit, limit, out=up)
-    np.multiply(gate, -alpha, out=activation)
-    for lane_row in activation:
-        np.exp(lane_row, out=lane_row)
-    np.add(activation, 1, out=activation)
-    np.divide(gate, activation, out=activation)
+    np.negative(gate, out=activations)
+    for row in activations:
+        np.exp(row, out=row)
+    np.add(activations, 1, out=activations)
+    np.divide(gate, activations, out=activations)
+    np.multiply(activations, up, out=activations)
+
+
+def _clamped_swiglu(gate_up: Array, activations: Array, clamp: ClampedSwiglu) -> None:
+    width = activations.shape[1]
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    np.minimum(gate, clamp.limit, out=gate)
+    np.clip(up, -clamp.limit, clamp.limit, out=up)
+    np.multiply(gate, -clamp.alpha, out=activations)
+    for row in activations:
+        np.exp(row, out=row)
+    np.add(activations, 1, out=activations)
+    np.divide(gate, activations, out=activations)
     np.add(up, 1, out=up)
-    np.multiply(activation, up, out=activation)
+    np.multiply(activations, up, out=activations)
 
 
 def select(logits: Array, scores: Array, is_normalised: bool, choice: Array) -> None:
@@ -139,18 +177,21 @@ def select(logits: Array, scores: Array, is_normalised: bool, choice: Array) -> 
     np.divide(scores[chosen], total, out=choice[1])
 
 
-def chosen_products(operands: Sequence[tuple[Array, Array, Array]]) -> Callable[[Sequence[int]], None]:
-    """A call with the numbers of K experts, which does product (rows,) = matrix (rows, columns) @ vector (columns,) for each.
+def chosen_products(
+    operands: Sequence[matrix_products.ExpertOperands], scratch: Scratch | None = None
+) -> Callable[[Array], None]:
+    """A call with the numbers (m, K) of the experts of m tokens: for each lane the products of these with their vectors.
 
-    Each lane's (matrices (E, rows, columns), vectors (K, columns), products (K, rows)); otherwise as `products`.
+    Otherwise as `products`.
     """
-    if operands[0][0].dtype.itemsize == 2:
-        return matrix_products.bound_to_experts(operands)
+    if is_in_c(operands[0].matrices, operands[0].vectors):
+        return matrix_products.bound_to_experts(operands, scratch)
 
-    def run(chosen: Sequence[int]) -> None:
-        for matrices, vectors, results in operands:
-            for expert, vector, result in zip(chosen, vectors, results, strict=True):
-                np.dot(matrices[expert], vector, out=result)
+    def run(chosen: Array) -> None:
+        for one in operands:
+            per_vector = len(one.products) // len(one.vectors)
+            for slot, expert in enumerate(chosen.reshape(-1).tolist()):
+                np.dot(one.matrices[expert], one.vectors[slot // per_vector], out=one.products[slot])
 
     return run
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.decode.host_library import Scratch
 from kog_dist.decode.recipes import ByPosition, recipes, stream_lanes
 from kog_dist.decode.steps import NONE, Kind, Value, place
 from kog_dist.errors import PlanError
@@ -20,7 +21,7 @@ Array = NDArray[Any]
 
 
 class Memory:
-    """Arrays of one rank, one for each `steps.place`. Values that all lanes have are rows of one array (own lanes, ...).
+    """Arrays of one rank, one for each `steps.place` and number of tokens of a pass. All lanes' values are one array.
 
     `keys` and `values` are lists over layers of lists over the KV caches.
     """
@@ -28,6 +29,7 @@ class Memory:
     def __init__(self, spec: ModelSpec, lanes: tuple[int, ...], dtype: np.dtype[Any], num_kv_caches: int = 1) -> None:
         self.spec, self.lanes, self.dtype = spec, lanes, dtype
         self._arrays: dict[tuple[object, ...], Array] = {}
+        self.scratch = Scratch()
         self.keys, self.values = (
             [[self._cache(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)] for _ in ("keys", "values")
         )
@@ -53,18 +55,22 @@ class Memory:
         array[...] = 0
         return array
 
-    def rows(self, value: Value) -> Array:
-        """The array of all lanes (own lanes, ...) that `value` is a row of; the array itself if the value has no lane."""
+    def rows(self, value: Value, num_tokens: int = 1) -> Array:
+        """The array of all lanes (own lanes, tokens, ...) that `value` is a row of, in passes of so many tokens.
+
+        Without the first axis if the value has no lane.
+        """
         shape = self._shape(value)
-        key = (*place(value, self.spec.delay), value.lane != NONE, shape)
+        key = (*place(value, self.spec.delay), value.lane != NONE, num_tokens, shape)
         if key not in self._arrays:
-            self._arrays[key] = self.empty(*shape) if value.lane == NONE else self.empty(len(self.lanes), *shape)
+            lanes = () if value.lane == NONE else (len(self.lanes),)
+            self._arrays[key] = self.empty(*lanes, num_tokens, *shape)
         return self._arrays[key]
 
     def row(self, value: Value) -> Array:
-        """The array of one value."""
-        rows = self.rows(value)
-        return rows if value.lane == NONE else rows[self.local(value.lane)]
+        """The array of one value of a pass of one token."""
+        row: Array = self.rows(value)[0 if value.lane == NONE else (self.local(value.lane), 0)]
+        return row
 
     def local(self, lane: int) -> int:
         """Place of a lane among those of this rank. Raises PlanError if it is not hosted here."""

@@ -82,6 +82,23 @@ static inline floats chosen(integers mask, floats yes, floats no) {
     return (floats)((mask & (integers)yes) | (~mask & (integers)no));
 }
 
+/* exp, to about one unit in the last place; 0 below 2^-126. */
+static inline floats exponential(floats x) {
+    const floats magic = all(0x1.8p23f), least = all(-87.3f), most = all(89);
+    const floats bounded = chosen(x > most, most, x); /* exp(89) is infinite */
+    const floats shifted = fused(bounded, all(0x1.715476p0f), magic), n = shifted - magic;
+    const floats rest = fused(n, all(0x1.bd0106p-13f), fused(n, all(-0x1.63p-1f), bounded));
+    floats p = fused(all(1.9875691500e-4f), rest, all(1.3981999507e-3f));
+    p = fused(p, rest, all(8.3334519073e-3f));
+    p = fused(p, rest, all(4.1665795894e-2f));
+    p = fused(p, rest, all(1.6666665459e-1f));
+    p = fused(p, rest, all(5.0000001201e-1f));
+    p = fused(p, rest * rest, rest) + 1.0f;
+    const integers power = (integers)((words)shifted - (words)magic), half = power >> 1; /* 2^128 is no float: two factors */
+    const floats scaled = p * (floats)((half + 127) << 23) * (floats)((power - half + 127) << 23);
+    return chosen(x < least, all(0), scaled);
+}
+
 /* The sum of 16 values as a tree: those 8 apart first. */
 static inline float total(sixteen sum) {
 #if defined __AVX512F__

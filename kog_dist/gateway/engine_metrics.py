@@ -116,7 +116,7 @@ def _kept(report: StatusReport, labels: list[str]) -> Iterator[Metric]:
 
 def _ranks(report: StatusReport, labels: list[str]) -> Iterator[Metric]:
     yield _gauge("kog:num_ranks", "Rank processes of the engine.", labels, report.world_size)
-    text = "1: prompts go through prefill on all ranks, in blocks of many tokens; 0: token by token."
+    text = "1: prompts go through prefill on all ranks, in blocks of many tokens; 0: by the decoder."
     yield _gauge("kog:prefill", text, labels, report.prefill)
     names = (*LABELS, "rank")
     ages = GaugeMetricFamily("kog:rank_heartbeat_age_seconds", "Seconds since a rank's last heartbeat.", labels=names)

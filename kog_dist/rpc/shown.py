@@ -38,7 +38,7 @@ def describe(report: StatusReport) -> str:
             headline(report),
             f"ranks    {states}{' (of all replicas, one after the other)' if is_router else ''}",
             *(f"rank {rank:<4}on {place}" for rank, place in enumerate(report.rank_places)),
-            f"prompts  {'in blocks, through prefill' if report.prefill else 'token by token'}",
+            f"prompts  {'in blocks, through prefill' if report.prefill else 'by the decoder'}",
             *([f"sampling {report.own_sampling} by default over HTTP"] if report.own_sampling else []),
             *([f"kept     {_kept(report)}"] if report.kept_slots or report.kept_ring else []),
             f"running  {_running(report)}",

@@ -185,7 +185,7 @@ RANK_CONTROL = Struct(
         Field("waited_ns", "u64", "how long it waited for them, all together"),
         Field("heeds_rousing", "u64", "1: when idle it watches the doorbell for a moment once roused", align=LINE_BYTES),
         Field("stages_ns", "u64", "CLOCK_MONOTONIC of each RankStage, of the newest request with it", count=6),
-        Field("has_prefill", "u64", "1: prompts go through prefill, in blocks of many tokens; 0: token by token"),
+        Field("has_prefill", "u64", "1: prompts go through prefill, in blocks of many tokens; 0: by the decoder"),
         Field("startup", "u64", "StartReport of a rank that is not ready yet", align=LINE_BYTES),
         Field("device_beat", "u64", "steps begun by the device program; 0 on CPU ranks", align=LINE_BYTES),
         Field("abort_req", "u64", "0, or generation << 32 | 2 * has_record | 1; written after the record", align=LINE_BYTES),

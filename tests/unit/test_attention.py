@@ -12,7 +12,6 @@ import pytest
 from numpy.typing import NDArray
 
 from kog_dist.decode import attention, host_library, matrix_products
-from kog_dist.model.weights import aligned_empty
 from tests.unit.host_builds import MARCHES, has_instructions
 
 Array = NDArray[Any]
@@ -63,9 +62,7 @@ def attended(case: Case, inputs: Inputs, sizes: list[int] | None = None) -> Arra
         out = np.full_like(queries, np.nan)
         sinks = None if inputs.sinks is None else inputs.sinks[None]
         operands = attention.AttentionOperands(queries, [inputs.keys[None]], [inputs.values[None]], sinks, out)
-        scratch = aligned_empty((attention.num_scratch(size, case.group, case.dim),), np.dtype(np.float32))
-        scratch[:] = np.nan
-        attention.bound(operands, case.window, scratch)(0, case.first + last - size)
+        attention.bound(operands, case.window)(0, case.first + last - size)
         mixed.append(out[0])
     return np.concatenate(mixed)
 
@@ -104,9 +101,8 @@ def test_lanes_and_caches_are_apart() -> None:
     lanes = [drawn(case, seed) for seed in range(3)]
     queries, keys, values = (np.stack([getattr(lane, name) for lane in lanes]) for name in ("queries", "keys", "values"))
     out = np.empty_like(queries)
-    scratch = aligned_empty((attention.num_scratch(3, 2, 16),), np.dtype(np.float32))
     caches = (np.zeros_like(keys), keys), (np.zeros_like(values), values)
-    run = attention.bound(attention.AttentionOperands(queries, *caches, None, out), 10**6, scratch)
+    run = attention.bound(attention.AttentionOperands(queries, *caches, None, out), 10**6)
     run(1, case.first)
     for lane, mixed in zip(lanes, out, strict=True):
         assert mixed.tobytes() == attended(case, lane).tobytes()
@@ -150,13 +146,13 @@ def test_all_instruction_sets_give_the_same_bits(march: str, tmp_path: Path, mon
     if not has_instructions(march):
         pytest.skip(f"this processor has less than {march}")
     inputs = [drawn(case) for case in CASES]
-    operands = [products_of(dtype) for dtype in ("bfloat16", "float16")]
+    operands = [products_of(dtype, count) for dtype in ("bfloat16", "float16", "float32") for count in (1, 7)]
 
     def results() -> list[bytes]:
         found = [attended(case, drawn).tobytes() for case, drawn in zip(CASES, inputs, strict=True)]
-        for matrix, vector in operands:
-            out = np.empty(len(matrix), np.float32)
-            matrix_products.bound([(matrix, vector, out)])()
+        for matrix, vectors in operands:
+            out = np.empty((len(vectors), len(matrix)), np.float32)
+            matrix_products.bound([(matrix, vectors, out)])()
             found.append(out.tobytes())
         return found
 
@@ -167,7 +163,7 @@ def test_all_instruction_sets_give_the_same_bits(march: str, tmp_path: Path, mon
     assert results() == native
 
 
-def products_of(dtype: str) -> tuple[Array, Array]:
+def products_of(dtype: str, count: int) -> tuple[Array, Array]:
     from tests.unit.test_matrix_products import drawn as drawn_matrix
 
-    return drawn_matrix(dtype, 9, 331)[0], np.random.default_rng(4).standard_normal(331).astype(np.float32)
+    return drawn_matrix(dtype, 9, 331)[0], np.random.default_rng(4).standard_normal((count, 331)).astype(np.float32)

@@ -204,7 +204,7 @@ def test_an_engine_in_lines() -> None:
     assert describe(REPORT).splitlines() == [
         "one: ready, demo on 2 ranks, up 61 s",
         "ranks    0: ready, 1: lost",
-        "prompts  token by token",
+        "prompts  by the decoder",
         "running  -",
         "waiting  - (at most 4)",
         "requests 5 completed, 6 cancelled, 12 expired, 7 failed, 8 refused; 11 tokens",

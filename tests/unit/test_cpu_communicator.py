@@ -73,7 +73,7 @@ def test_a_vector_counts_only_when_its_last_word_is_there(pair: Pair) -> None:
     for epoch in (1, 3, 5, 255, 256, 257):
         tag = epoch & 255
         packed = words.pack(theirs, tag)
-        arrived = comm._arrival(comm._boxes["b"], 1, tag)
+        arrived = comm._arrival(comm._boxes["b"], 1, tag, LENGTH)
         order = random.permutation(LENGTH)
         for place in order:
             assert not arrived()
@@ -237,3 +237,37 @@ def test_views_stay_inside_the_heap() -> None:
         with pytest.raises(IndexError, match="not inside the heap"):
             heap.peer_view(0, offset, num_words)
     heap.close()
+
+
+def test_a_message_may_be_several_vectors(page: ControlPage) -> None:
+    """Shorter ones behind longer ones, and the other way round; what is left of longer ones is not read."""
+    meeting = LocalRendezvous.create(2)
+
+    def work(rank: int) -> list[bytes]:
+        rendezvous = LocalRendezvous.from_fd(os.dup(meeting.fd), rank, aborted=page.aborted)
+        boxes = [MailboxSpec("a", 1, 3, most=5), MailboxSpec("b", 1, 2)]
+        deadline = Deadline.after(30)
+        comm = CpuCommunicator.create(boxes, rendezvous=rendezvous, control=page, deadline=deadline, timeout_s=30)
+        found = []
+        for epoch, count in enumerate((5, 1, 3, 2, 5), start=1):
+            values = np.arange(3 * count, dtype=np.float32) + 100 * rank + 1000 * epoch
+            found.append(comm.all_gather("a", 0, epoch, values).tobytes())
+            comm.barrier()  # one slot
+        for wrong in (2, 4, 18, 0):
+            with pytest.raises(ValueError, match="carries contiguous float32 vectors, 5 at most, of 3 values"):
+                comm.publish("a", 0, 9, np.zeros(wrong, np.float32))
+        with pytest.raises(ValueError, match="carries contiguous float32 vectors of 2 values"):
+            comm.publish("b", 0, 9, np.zeros(4, np.float32))
+        comm.close()
+        rendezvous.close()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(work, range(2))
+    meeting.close()
+    assert first == second
+    wanted = [
+        np.stack([np.arange(3 * count) + 100 * rank + 1000 * epoch for rank in range(2)])
+        for epoch, count in enumerate((5, 1, 3, 2, 5), start=1)
+    ]
+    assert first == [rows.astype(np.float32).tobytes() for rows in wanted]

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kog_dist.decode import host_library, lane_math, matrix_products
+from kog_dist.decode.matrix_products import ExpertOperands
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import Plan, make_plan
 from kog_dist.decode.steps import Kind, Message, Phase, PlannedMailbox, Value
@@ -72,30 +74,48 @@ def test_logits_that_are_not_finite_show_in_every_weight(value: float) -> None:
         assert all(np.isnan(chosen([1.0, 2.0, value, 0.0], 3)[1]))
 
 
-def test_the_clamped_activation() -> None:
-    gate, up = np.array([[-9.0, 0.5, 3.0, 9.0]]), np.array([[9.0, -9.0, 0.25, -0.5]])
-    out = np.empty((1, 4))
-    lane_math.clamped_swiglu(np.concatenate((gate, up), axis=1), out, 1.702, 7.0)
-    g, u = np.minimum(gate, 7), np.clip(up, -7, 7)
-    assert np.allclose(out, (u + 1) * g / (1 + np.exp(-1.702 * g)), rtol=1e-14)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-14), (np.float32, 2e-5)])
+def test_activations(dtype: Any, tolerance: float) -> None:
+    """Of every size, and with what is not finite as IEEE has it. float32 rounds exponents, of which 100 count as 1e-5."""
+    rng = np.random.default_rng(2)
+    gate, up = (rng.standard_normal((3, 41)).astype(dtype) * scale for scale in (40, 9))
+    gate[0, :6] = -90, -88.6, 88.6, 95, 0, -1e30
+    gate[1, :2] = np.nan, np.inf
+    for clamp in (None, ClampedSwiglu(1.702, 7.0)):
+        out = np.empty_like(gate)
+        with np.errstate(over="ignore"):
+            lane_math.activation(np.concatenate((gate, up), axis=1), out, clamp)()
+            g, u, alpha = gate.astype(np.float64), up.astype(np.float64), 1.0
+            if clamp is not None:
+                g, u, alpha = np.minimum(g, clamp.limit), np.clip(u, -clamp.limit, clamp.limit) + 1, clamp.alpha
+            wanted = u * g / (1 + np.exp(-alpha * g))
+        assert np.allclose(out, wanted, rtol=tolerance, atol=1e-30, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16), np.dtype(np.float32)])
-def test_products_take_the_matrices_of_the_chosen_experts(dtype: np.dtype[Any]) -> None:
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)])
+def test_products_take_the_matrices_of_the_chosen_experts(dtype: np.dtype[Any], is_shared: bool) -> None:
     if dtype.itemsize == 2 and host_library.library() is None:
         pytest.skip("needs a C compiler")
     rng = np.random.default_rng(5)
-    operands = []
-    for _ in range(2):  # lanes
-        matrices = aligned_empty((5, 7, 33), dtype)
-        exact = rng.integers(-4, 5, matrices.shape).astype(np.float32)
-        matrices[...] = (exact.view(np.uint32) >> 16).astype(np.uint16) if dtype == BFLOAT16 else exact.astype(dtype)
-        operands.append((matrices, rng.integers(-3, 4, (3, 33)).astype(np.float32), np.empty((3, 7), np.float32), exact))
-    multiply = lane_math.chosen_products([(matrices, vectors, out) for matrices, vectors, out, _ in operands])
-    for ids in ([0, 2, 4], [1, 2, 3], [0, 1, 2]):
-        multiply(ids)
-        for _, vectors, out, exact in operands:
-            assert np.array_equal(out, np.stack([exact[expert] @ vector for expert, vector in zip(ids, vectors, strict=True)]))
+    kind = np.float64 if dtype == np.float64 else np.float32
+    for choices in (((0, 2, 4),), ((1, 2, 3), (0, 1, 2)), tuple((token % 3, 3, 4) for token in range(20))):
+        operands, exacts = list[ExpertOperands](), list[NDArray[Any]]()
+        for _ in range(2):  # lanes
+            matrices = aligned_empty((5, 7, 33), dtype)
+            exact = rng.integers(-4, 5, matrices.shape).astype(np.float32)
+            matrices[...] = (exact.view(np.uint32) >> 16).astype(np.uint16) if dtype == BFLOAT16 else exact.astype(dtype)
+            exacts.append(exact)
+            slots = 3 * len(choices)
+            vectors = rng.integers(-3, 4, (len(choices) if is_shared else slots, 33)).astype(kind)
+            operands.append(ExpertOperands(matrices, vectors, np.full((slots, 7), np.nan, kind)))
+        multiply = lane_math.chosen_products(operands)
+        for ids in (np.array(choices), np.array(choices[::-1])):
+            multiply(ids)
+            for one, exact in zip(operands, exacts, strict=True):
+                vectors = np.repeat(one.vectors, 3, axis=0) if is_shared else one.vectors
+                wanted = [exact[expert] @ vector for expert, vector in zip(ids.reshape(-1), vectors, strict=True)]
+                assert np.array_equal(one.products, np.stack(wanted))
 
 
 @pytest.mark.parametrize(("columns", "skew"), [(32, 0), (64, 0), (16, 0), (16, 16), (48, 0), (48, 16), (32, 16), (80, 16)])
@@ -111,14 +131,12 @@ def test_products_of_codes_are_those_of_their_values(columns: int, skew: int) ->
     coded = [CodedMatrix(MXFP4, codes[idx], e8m0_values(scales[idx]), group_of) for idx in range(experts)]
     values = [matrix.values() for matrix in coded]
     kept_codes, kept_scales = (np.stack(parts) for parts in zip(*(kept(matrix, skew) for matrix in coded), strict=True))
-    vectors = rng.integers(-8, 9, (2, columns)).astype(np.float32)
-    out = np.empty((2, rows), np.float32)
-    multiply = matrix_products.bound_to_coded_experts(
-        [matrix_products.CodedOperands(kept_codes, kept_scales, skew, vectors, out)]
-    )
-    for ids in ([0, 3], [1, 2], [2, 2]):
-        multiply(ids)
-        assert np.array_equal(out, np.stack([values[expert] @ vector for expert, vector in zip(ids, vectors, strict=True)]))
+    for choices in ([[0, 3]], [[1, 2]], [[2, 2]], [[0, 1], [1, 3], [1, 2], [1, 3], [0, 1]]):
+        vectors = rng.integers(-8, 9, (2 * len(choices), columns)).astype(np.float32)
+        out = np.empty((len(vectors), rows), np.float32)
+        matrix_products.bound_to_experts([ExpertOperands(kept_codes, vectors, out, kept_scales, skew)])(np.array(choices))
+        wanted = [values[expert] @ vector for expert, vector in zip(np.array(choices).reshape(-1), vectors, strict=True)]
+        assert np.array_equal(out, np.stack(wanted))
 
 
 def test_scales_at_their_ends() -> None:
@@ -128,8 +146,8 @@ def test_scales_at_their_ends() -> None:
     coded = CodedMatrix(MXFP4, np.full((4, 32), 2, np.uint8), e8m0_values(scales), np.zeros(32, np.intp))  # codes of 1.0
     codes, kept_scales = kept(coded, 0)
     out = np.empty((1, 4), np.float32)
-    operands = matrix_products.CodedOperands(codes[None], kept_scales[None], 0, np.eye(1, 32, dtype=np.float32), out)
-    matrix_products.bound_to_coded_experts([operands])([0])
+    operands = ExpertOperands(codes[None], np.eye(1, 32, dtype=np.float32), out, kept_scales[None])
+    matrix_products.bound_to_experts([operands])(np.zeros((1, 1), np.intp))
     assert np.array_equal(out[0], e8m0_values(scales[:, 0]))
 
 

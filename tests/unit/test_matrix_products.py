@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices: their values, their bits, and what happens where they cannot be built."""
+"""Products in C: their values, their bits, and what happens where the library cannot be built."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kog_dist.model.weights import BFLOAT16
 from kog_dist.runtime.files import is_ours_alone
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16"}
+ALL_DTYPES = (*DTYPES, "float32")
 needs_library = pytest.mark.skipif(host_library.library() is None, reason="needs a C compiler, and a cache of one's own")
 
 
@@ -38,6 +39,8 @@ def drawn(dtype: str, rows: int, columns: int) -> tuple[NDArray[np.generic], NDA
     """A matrix as it is kept, and the same in float32: of all sizes that float16 has, subnormal ones among them."""
     rng = np.random.default_rng(rows * 1000 + columns)
     values = rng.standard_normal((rows, columns)) * 2.0 ** rng.integers(-18, 14, (rows, columns))
+    if dtype == "float32":
+        return (single := values.astype(np.float32)), single
     words = narrow(values.astype(np.float32), DTYPES[dtype]).reshape(rows, columns)
     exact = np.empty(rows * columns, np.float32)
     widen(words.reshape(-1).view(np.uint8), DTYPES[dtype], exact)
@@ -45,14 +48,16 @@ def drawn(dtype: str, rows: int, columns: int) -> tuple[NDArray[np.generic], NDA
 
 
 def product(matrix: NDArray[np.generic], vector: NDArray[np.float32]) -> NDArray[np.float32]:
-    out = np.full(len(matrix), np.nan, np.float32)
-    matrix_products.bound([(matrix, vector, out)])()
-    return out
+    """Of one vector, (rows,), or of several, (vectors, rows)."""
+    vectors = vector.reshape(-1, vector.shape[-1])
+    out = np.full((len(vectors), len(matrix)), np.nan, np.float32)
+    matrix_products.bound([(matrix, vectors, out)])()
+    return out.reshape(*vector.shape[:-1], len(matrix))
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [1, 2, 31, 32, 33, 95, 576])
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("columns", [1, 2, 31, 32, 33, 95, 576, 800])
 def test_products_are_those_of_the_widened_matrix(dtype: str, columns: int) -> None:
     matrix, exact = drawn(dtype, 7, columns)
     vector = (np.random.default_rng(1).standard_normal(columns) * 2.0 ** np.arange(columns).clip(0, 30)).astype(np.float32)
@@ -74,7 +79,7 @@ def test_one_value_times_one_is_itself(dtype: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype: str) -> None:
     matrix, _ = drawn(dtype, 9, 100)
     vector = np.random.default_rng(2).standard_normal(100).astype(np.float32)
@@ -84,11 +89,23 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: str) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 6, 50])
+@pytest.mark.parametrize("columns", [1, 32, 95, 800, 1700])
+def test_a_vector_has_the_same_bits_alone_and_among_others(dtype: str, rows: int, columns: int) -> None:
+    matrix, _ = drawn(dtype, rows, columns)
+    vectors = np.random.default_rng(3).standard_normal((33, columns)).astype(np.float32)
+    alone = [product(matrix, vector) for vector in vectors]
+    for count in (1, 2, 3, 4, 5, 16, 17, 33):
+        assert product(matrix, vectors[:count]).tobytes() == np.stack(alone[:count]).tobytes()
+
+
+@needs_library
 def test_several_products_are_one_call() -> None:
     matrices = [drawn("bfloat16", rows, 40)[0] for rows in (3, 1, 8)]
     vectors = [np.random.default_rng(i).standard_normal(40).astype(np.float32) for i in range(3)]
-    outs = [np.empty(len(matrix), np.float32) for matrix in matrices]
-    matrix_products.bound(list(zip(matrices, vectors, outs, strict=True)))()
+    outs = [np.empty((1, len(matrix)), np.float32) for matrix in matrices]
+    matrix_products.bound([(matrix, vector[None], out) for matrix, vector, out in zip(matrices, vectors, outs, strict=True)])()
     for matrix, vector, out in zip(matrices, vectors, outs, strict=True):
         assert out.tobytes() == product(matrix, vector).tobytes()
 

@@ -74,7 +74,7 @@ class Run:
             output = self.engine.step(token, position, SamplingParams(), gather_logits=True)
             assert output.logits is not None
             router, choice = (
-                np.stack([memory.rows(Value(kind, layer)) for layer in range(self.num_layers)])
+                np.stack([memory.row(Value(kind, layer)) for layer in range(self.num_layers)])
                 for kind in (Kind.ROUTER_LOGITS, Kind.CHOICE)
             )
             yield output.logits.copy(), router, choice[:, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.decode import host_library
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
+from kog_dist.decode.passes import most_tokens, pass_mailboxes, pass_sizes
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import DecodeRequest, KvUse
@@ -49,6 +51,7 @@ class CpuEngine:
         self._rendezvous: LocalRendezvous | None = None
         self._comm: CpuCommunicator | None = None
         self._interpreter: Interpreter | None = None
+        self._pass_tokens = 1  # of a prompt, at most
         self._blocks: CpuBlocks | None = None
         self._start = StartTeller(partial(control.set_startup, self._rank))
         self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
@@ -73,13 +76,18 @@ class CpuEngine:
         self._start.begin(StartStage.PEERS)
         aborted = self._control.aborted
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, rank, aborted=aborted)
+        self._pass_tokens = 1 if products is None else most_tokens(plan)
         terms = common_terms(args, checkpoint, plan.digest()) | {
             "numpy": np.__version__,
             "products": products.name if products else "",
         }
         agree(self._rendezvous, terms, deadline)
+        by_token = pass_mailboxes(plan)
         self._comm = CpuCommunicator.create(
-            [MailboxSpec(box.name, box.num_slots, box.length) for box in plan.mailboxes],
+            [
+                MailboxSpec(box.name, box.num_slots, box.length, self._pass_tokens if box.name in by_token else 1)
+                for box in plan.mailboxes
+            ],
             rendezvous=self._rendezvous, control=self._control, deadline=deadline, timeout_s=args.step_timeout_s,
         )  # fmt: skip
         self._comm.explain = partial(with_place, spec)
@@ -128,8 +136,12 @@ class CpuEngine:
 
     def _prefill(self, seq: int, request: DecodeRequest) -> bool:
         """Fill the KV cache with the prompt up to its last token; False when the request was cancelled meanwhile."""
-        missing = range(request.kv.num_cached, len(request.prompt) - 1)
-        return not any(self._step(seq, request.prompt[position], position, None).stopped for position in missing)
+        position = request.kv.num_cached
+        for size in pass_sizes(len(request.prompt) - 1 - position, self._pass_tokens):
+            if self._read(seq, request.prompt[position : position + size], position).stopped:
+                return False
+            position += size
+        return True
 
     def _decode(self, seq: int, request: DecodeRequest) -> Finish:
         sampling = request.sampling
@@ -174,17 +186,34 @@ class CpuEngine:
         self, seq: int, token_id: int, position: int, sampling: SamplingParams | None, *, gather_logits: bool = False,
         choose: Choose | None = None,
     ) -> StepOutput:  # fmt: skip
-        """One token. Rank 0 alone looks for a cancel; its decision reaches the others with the candidates of this step."""
+        """One token."""
         assert self._interpreter is not None
-        assert self._comm is not None
+        stop = self._begin(seq)
+        output = self._interpreter.step(token_id, position, sampling, gather_logits, stop=stop, choose=choose)
+        self._end(seq, position + 1)
+        return output
+
+    def _read(self, seq: int, token_ids: Sequence[int], position: int) -> StepOutput:
+        """One pass of prompt tokens."""
+        assert self._interpreter is not None
+        stop = self._begin(seq)
+        output = self._interpreter.read(token_ids, position, stop=stop)
+        self._end(seq, position + len(token_ids))
+        return output
+
+    def _begin(self, seq: int) -> bool:
+        """Of a pass: whether to stop after it. Rank 0 alone looks for a cancel; its decision reaches the others with the
+        candidates of this pass.
+        """
         if self._control.aborted():
             raise AbortedError(f"rank {self._rank} left request {seq} because the engine is being stopped")
         self._heartbeat.progress()
-        stop = self._rank == 0 and self._control.cancelled(seq)
-        output = self._interpreter.step(token_id, position, sampling, gather_logits, stop=stop, choose=choose)
-        self._control.set_progress(self._rank, seq, position + 1)
+        return self._rank == 0 and self._control.cancelled(seq)
+
+    def _end(self, seq: int, num_positions: int) -> None:
+        assert self._comm is not None
+        self._control.set_progress(self._rank, seq, num_positions)
         self._control.set_epoch_waits(self._rank, self._comm.waits)
-        return output
 
     def _put(
         self, seq: int, index: int, token_id: int, digested: NDArray[Any] | None, logprobs: TokenLogprobs | None, finish: Finish

@@ -1,0 +1,46 @@
+"""How CPU ranks divide a prompt into passes of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kog_dist.decode.plan import Plan
+from kog_dist.decode.steps import Phase, When
+
+MOST_TOKENS = 64
+_LEAST_TOKENS = 8
+_WORK = 50e9  # multiplications of a rank in a pass, about a second: cancels are looked for between passes
+_BOX_BYTES = 64 << 20  # of a rank, for all that it hears in a pass
+_WORD_BYTES = 8
+
+
+def most_tokens(plan: Plan) -> int:
+    """Of a prompt, in one pass: a power of two, the same on all ranks."""
+    spec = plan.spec
+    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
+    ffn = 3 * spec.hidden_size * spec.intermediate_size * spec.num_ffns_read
+    work = spec.num_layers * (attention + ffn) / plan.world_size
+    names = pass_mailboxes(plan) if plan.world_size > 1 else frozenset()
+    words = sum(box.num_slots * plan.world_size * box.length for box in plan.mailboxes if box.name in names)
+    tokens = MOST_TOKENS
+    while tokens > _LEAST_TOKENS and tokens * work > _WORK:
+        tokens //= 2
+    while tokens > 1 and tokens * words * _WORD_BYTES > _BOX_BYTES:
+        tokens //= 2
+    return tokens
+
+
+def pass_mailboxes(plan: Plan) -> frozenset[str]:
+    """Those that carry something of each token of a pass, rather than one thing of the pass."""
+    steps = [step for part in plan.ranks for step in part.steps if step.when is When.ALWAYS and step.phase is not Phase.SAMPLE]
+    return frozenset(message.mailbox for step in steps for message in (step.publishes, step.waits) if message is not None)
+
+
+def pass_sizes(num_tokens: int, most: int) -> Iterator[int]:
+    """Passes for so many tokens: as many of `most` as there are, then ever smaller powers of two."""
+    size = most
+    while num_tokens:
+        while size > num_tokens:
+            size //= 2
+        yield size
+        num_tokens -= size
