@@ -160,6 +160,11 @@ def all_recipes(spec: ModelSpec) -> list[Recipe]:
     return list({id(recipe): recipe for layer in recipes(spec) for recipe in layer}.values())
 
 
+def matrix_stages(spec: ModelSpec) -> dict[Phase, Stage]:
+    """The stages with a matrix that is a lane's own, which those of experts are not."""
+    return {stage.phase: stage for recipe in all_recipes(spec) for stage in recipe.stages if stage.tensors}
+
+
 def recipe_of(spec: ModelSpec, layer: int, phase: Phase) -> Recipe | None:
     """The recipe that has a phase in a layer; None: the layer has no such phase, or the model no such layer."""
     if not 0 <= layer < spec.num_layers:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import Kernel
+from kog_dist.decode.recipes import matrix_stages
 from kog_dist.decode.steps import LAYER_OPS, Phase
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -176,15 +177,7 @@ def expanded_layers(
 
 def matrix_shapes(shape: KernelShape) -> dict[Phase, tuple[int, int, int]]:
     """Hosted lanes, rows and columns of the matrices of a layer, but for those of experts."""
-    spec, lanes = shape.spec, shape.num_lanes
-    attention = {
-        Phase.QKV: (lanes, spec.lane_qkv_rows, spec.hidden_size),
-        Phase.OUT: (lanes, spec.hidden_size, spec.lane_heads * spec.head_dim),
-    }
-    if spec.experts is not None:
-        return attention
-    ffn = {Phase.GATE_UP: (lanes, 2 * spec.lane_ffn, spec.hidden_size), Phase.DOWN: (lanes, spec.hidden_size, spec.lane_ffn)}
-    return attention | ffn
+    return {op: (shape.num_lanes, stage.num_rows, stage.num_columns) for op, stage in matrix_stages(shape.spec).items()}
 
 
 def places_on_tape(shape: KernelShape) -> Any:

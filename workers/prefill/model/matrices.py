@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kog_dist.decode.recipes import all_recipes
+from kog_dist.decode.recipes import matrix_stages
 from kog_dist.decode.steps import LAYER_OPS, Phase
 from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
@@ -76,8 +76,7 @@ class Matrices:
         self, spec: ModelSpec, dtype: DTypeLike, *, has_first_lane: bool = True, routers_only: bool = False
     ) -> None:  # fmt: skip
         self._spec, self._dtype = spec, dtype
-        stages = (stage for recipe in all_recipes(spec) for stage in recipe.stages if stage.tensors)
-        self._tensors = {stage.phase: stage.tensors for stage in stages}  # by op
+        self._tensors = {op: stage.tensors for op, stage in matrix_stages(spec).items()}
         self._parts = [*_NORMS, *(part for parts in self._tensors.values() for part in parts)]
         self._parts += _BIASES if spec.qkv_bias else ()
         self._parts += _HEAD_NORMS if spec.qk_norm else ()

@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from kog_dist.decode.coding import Coding
+from kog_dist.decode.recipes import matrix_stages
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
@@ -50,9 +51,8 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
 
 def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
     """Of `Matrices` in 16 bit, which experts are not in."""
-    columns = spec.lane_qkv_rows + spec.lane_heads * spec.head_dim + (3 * spec.lane_ffn if spec.experts is None else 0)
-    matrices = 2 * num_lanes * spec.hidden_size * spec.num_layers * columns
-    return matrices + _router_bytes(spec) + _vector_bytes(spec, num_lanes)
+    of_layer = sum(stage.num_rows * stage.num_columns for stage in matrix_stages(spec).values())
+    return 2 * num_lanes * spec.num_layers * of_layer + _router_bytes(spec) + _vector_bytes(spec, num_lanes)
 
 
 def expanded_bytes(shape: KernelShape) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
+from kog_dist.decode.recipes import matrix_stages
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.runtime.abi import Field, Struct
@@ -84,9 +85,7 @@ def pairs_across(shape: KernelShape, phase: Phase) -> int:
 
 def matrix_rows(shape: KernelShape, phase: Phase) -> int:
     """Of a product."""
-    spec = shape.spec
-    rows = {Phase.QKV: spec.lane_qkv_rows, Phase.GATE_UP: 2 * spec.lane_ffn}
-    return shape.lanes_of(phase) * rows.get(phase, spec.hidden_size)
+    return shape.lanes_of(phase) * matrix_stages(shape.spec)[phase].num_rows
 
 
 def is_multiplied_on_tape(shape: KernelShape) -> bool:
