@@ -103,7 +103,7 @@ def test_ollama(url: str, tmp_path: Path) -> None:
     assert {"completion", "tools"} <= set(found["capabilities"])
     assert found["prompt"] == "".join(found["pieces"]) == "Rain and wind, they say."
     assert found["done"] == [False] * (len(found["done"]) - 1) + [True]
-    assert (found["num_tokens"], found["reason"]) == (len(found["pieces"]), "stop"), "the last piece is that of the end"
+    assert (found["num_tokens"], found["reason"]) == (4, "stop"), "three of the text, and the end"
     assert (found["missing"][0], "no model" in found["missing"][1]) == (404, True)
 
 

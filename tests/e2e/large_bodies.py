@@ -14,6 +14,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from kog_dist.gateway.limits import MAX_BODY_BYTES
 
@@ -27,8 +28,8 @@ def _filled(head: str, item: str, tail: str, num_bytes: int = MAX_BODY_BYTES) ->
     return (head + item * (room // len(item)) + item.rstrip(",") + tail).encode()
 
 
-def _chat(messages: list[dict[str, str]]) -> bytes:
-    return json.dumps({"messages": messages}).encode()
+def _chat(messages: list[dict[str, Any]], **fields: Any) -> bytes:
+    return json.dumps({"model": "default", "messages": messages, **fields}).encode()
 
 
 TEXT = {"type": "text", "text": "word " * 40}
@@ -49,7 +50,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "escapes": ("/v1/completions", lambda: _filled('{"prompt":"', "\\ud83d\\ude00", '"}')),
     "messages": ("/v1/chat/completions", lambda: _chat([{"role": "user", "content": "word " * 180}] * 4096)),
     "items": ("/v1/responses", lambda: json.dumps({"input": [{"role": "user", "content": "word"}] * 4096}).encode()),
-    "turns": ("/v1/messages", lambda: json.dumps({"messages": [{"role": "user", "content": [TEXT] * 4}] * 4096}).encode()),
+    "turns": ("/v1/messages", lambda: _chat([{"role": "user", "content": [TEXT] * 4}] * 4096, max_tokens=1)),
     "blocks": ("/v1/messages", lambda: _filled('{"system":[', '{"type":"text","text":"x"},', "]}")),
     "lines": ("/api/chat", lambda: _chat([{"role": "user", "content": "word " * 180}] * 4096)),
     "tokenize": ("/tokenize", lambda: _filled('{"prompt":"', "def add(a, b): ", '"}', 1 << 20)),
