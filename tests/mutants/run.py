@@ -34,8 +34,9 @@ FOLDERS = ("tests/unit", "tests/multi")  # of tests
 COMPILED = ("_twin.py", "_registers.py", "_documents.py", "_commits.py")  # tests whose work is done by other processes
 SLOW = (  # to import, and no module of the product's
     "numpy", "torch", "hypothesis", "hypothesis.strategies", "anyio", "httpx", "uvicorn", "starlette.applications", "pydantic",
-    "zmq", "tokenizers", "jinja2.sandbox", "safetensors", "pytest_timeout", "xdist.plugin",
+    "zmq", "tokenizers", "transformers", "jinja2.sandbox", "safetensors", "pytest_timeout", "xdist.plugin",
 )  # fmt: skip
+FIRST_FILES = 3
 WANTED_SHARE, WANTED_OF_DRAWN = 0.9, 0.8
 HANGS_S = "120"  # of a test; a mutant that makes one hang is noticed soon
 LIMIT_S = 300.0  # of the tests of one mutant; a mutant that makes them hang is noticed, too
@@ -134,9 +135,12 @@ class Tree:
         if not mutant.tests:
             return SURVIVED
         with self.mutated(mutant):
-            found = self.test(["-x", *mutant.tests], limit_s)
+            for tests in in_turn(mutant.tests):
+                found = self.test(["-x", *tests], limit_s)
+                if found.code != 0:
+                    break
         verdict = {None: LATE, 0: SURVIVED, _NO_TESTS: BROKEN}.get(found.code, KILLED)  # signals and errors of pytest's, too
-        noticed_by = [found.failed or mutant.tests[0]]
+        noticed_by = [found.failed or tests[0]]
         if verdict == KILLED and not passing.issuperset(noticed_by):
             found = self.test(noticed_by, limit_s)
             verdict = KILLED if found.code == 0 else BROKEN
@@ -144,6 +148,13 @@ class Tree:
         if verdict == BROKEN:
             print(f"{mutant.name}: pytest ended with {found.code}\n{found.printed[-2000:]}", file=sys.stderr, flush=True)
         return verdict
+
+
+def in_turn(tests: Sequence[str]) -> Iterator[list[str]]:
+    """Those of the first few files, then all others: most mutants are noticed by the first, and files take time to import."""
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+    for part in filter(None, (files[:FIRST_FILES], files[FIRST_FILES:])):
+        yield [test for test in tests if test.partition("::")[0] in part]
 
 
 def try_all(
@@ -186,15 +197,16 @@ def measured(root: Path, num_at_once: int) -> Reach:
         print(f"looking at what the tests of {len(stale)} files call", flush=True)
         with forest(root, num_at_once) as trees, ThreadPoolExecutor(num_at_once) as pool:
 
-            def look(file: str) -> Measured:
+            def look(file: str) -> Measured | None:
                 with borrowed(trees) as tree, tempfile.NamedTemporaryFile("r", suffix=".json") as written:
                     arguments = ["-p", "tests.mutants.reached", "-m", "not sweep and not gpu and not alone", file]
-                    tree.test(arguments, LIMIT_S, {VARIABLE: written.name})
-                    return json.loads(written.read() or "{}")  # type: ignore[no-any-return]
+                    outcome = tree.test(arguments, 4 * LIMIT_S, {VARIABLE: written.name})
+                    return None if outcome.code is None else json.loads(written.read() or "{}")
 
             for file, found in zip(stale, pool.map(look, stale), strict=True):
-                reach.keep(root, file, found)
-                reach.save()
+                if found is not None:  # else it took too long, and is tried again next time
+                    reach.keep(root, file, found)
+                    reach.save()
     return reach
 
 
