@@ -32,6 +32,8 @@ LAUNCH = ["/usr/bin/python3", "-P", "-s", "/opt/venv/bin/kog-launch"]
         (["--json", "--prompt", f"--instance={KEY}"], "..."),
         (["--api-kye", KEY, KEY], "..."),
         (["m", KEY, "--no-http"], "m ..."),
+        (["m", "--no-http", "--no-pin", "--ranks", "1"], "m --no-http --no-pin --ranks 1"),
+        (["m", "--no-ranks", "1"], "m ..."),
         (["--instance", "a\nb\x1b[31m"], "--instance a b\\x1b[31m"),
         ([], ""),
     ],

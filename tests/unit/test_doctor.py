@@ -390,6 +390,8 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(limits.open_files()).startswith("problem: only 64 files may be open")
     assert shown(limits.processes()).startswith("warning: this container may start only 10 more processes")
     assert shown(limits.address_space()).startswith("problem: a process may map only 1.0 GiB")
+    values[resource.RLIMIT_AS] = (2**50, -1)
+    assert shown(limits.address_space()).startswith("warning: a process may map 1048576.0 GiB, and CUDA maps all GPUs' memory")
     values |= {resource.RLIMIT_NOFILE: (256, 4096), resource.RLIMIT_NPROC: (10, 10), resource.RLIMIT_AS: (-1, -1)}
     monkeypatch.setattr(limits, "limit", lambda name: ["max"])
     assert shown(limits.open_files()).startswith("warning: only 256 files")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kog_dist.config import MAX_TIMEOUT_S
 from kog_dist.doctor.instances import instances
 from kog_dist.errors import KogError
 from kog_dist.rpc import instance_commands
@@ -123,3 +125,11 @@ def test_a_holder_is_alive_as_that_very_process_alone() -> None:
     assert started is not None
     assert LeaseHolder(os.getpid(), started, "kog-launch").alive()
     assert not LeaseHolder(os.getpid(), started + 1, "kog-launch").alive()
+
+
+def test_a_launcher_ends_within_the_longest_time_that_a_setting_may_name() -> None:
+    for shutdown_s in (0.0, 1.5, MAX_TIMEOUT_S):
+        assert LauncherFile.of_this_process("a", shutdown_s, None).shutdown_timeout_s == shutdown_s
+    for shutdown_s in (-0.1, MAX_TIMEOUT_S + 0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="to end"):
+            LauncherFile.of_this_process("a", shutdown_s, None)

@@ -20,10 +20,10 @@ from kog_dist.gateway.packing import packed, unpacked
 from kog_dist.rpc.messages import Error, ErrorCode, FinishReason, Generate
 from tests.unit.gateway.conftest import engine, folder, http, running, shared_engine
 from tests.unit.gateway.scripted_engine import ScriptedEngine, says
-from tests.unit.gateway_openai.conftest import base_model, tagged_model
+from tests.unit.gateway_openai.conftest import base_model, channels_model, tagged_model
 from tests.unit.gateway_openai.engine_script import events_of, play
 
-__all__ = ["base_model", "engine", "folder", "http", "running", "shared_engine", "tagged_model"]
+__all__ = ["base_model", "channels_model", "engine", "folder", "http", "running", "shared_engine", "tagged_model"]
 USER = {"role": "user", "content": "Weather in Oslo?"}
 ASK = {"model": "demo:latest", "messages": [USER]}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -77,6 +77,16 @@ CHATS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_a_chat_is_openais(tagged_model: ServedModel, fields: dict[str, Any], meant: dict[str, Any]) -> None:
     wanted = plan_openai_chat({"messages": [USER], **meant}, tagged_model)
     assert same(asked({**ASK, **fields}, tagged_model), wanted)
+
+
+@pytest.mark.parametrize(("think", "effort"), [(None, None), (True, "medium"), (False, "none"), ("high", "high"), ("low", "low")])
+def test_thinking_is_an_effort(channels_model: ServedModel, think: object, effort: str | None) -> None:
+    """Of a model whose prompt says how long it thinks."""
+    wanted = plan_openai_chat({"messages": [USER], **({} if effort is None else {"reasoning_effort": effort})}, channels_model)
+    others = plan_openai_chat({"messages": [USER], "reasoning_effort": "high" if effort != "high" else "low"}, channels_model)
+    found = asked({**ASK, "think": think}, channels_model)
+    assert same(found, wanted)
+    assert not same(found, others)
 
 
 def test_results_follow_their_calls(tagged_model: ServedModel) -> None:
