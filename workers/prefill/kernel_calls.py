@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.runtime.abi import Struct
 from kog_dist.workers.prefill.arrays import Array, address
@@ -25,10 +26,15 @@ class KernelCalls:
             self._params[f"{name}_ptr"] = address(array)
 
     def __call__(
-        self, kernel: str, num_ctas: int, num_threads: int, *, early: bool = False, **fields: Array | float | None
-    ) -> None:
-        """`fields`: arrays are for the pointers of their names; None: there is none. `early`: see `Kernel.launch_grid`."""
+        self, kernel: str, num_ctas: int, num_threads: int, *, early: bool = False,
+        rows_map: NDArray[np.uint64] | None = None, **fields: Array | float | None,
+    ) -> None:  # fmt: skip
+        """`fields`: arrays are for the pointers of their names; None: there is none. `early`: see `Kernel.launch_grid`.
+        `rows_map`: a tensor map, of kernels that have one.
+        """
         params = self._params.copy()
+        if rows_map is not None:
+            params["rows_map"] = rows_map
         for name, value in fields.items():
             if isinstance(value, (int, float)):
                 params[name] = value

@@ -22,7 +22,7 @@ from kog_dist.workers.prefill.arrays import float32_of
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_bytes
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.experts import device, experts_abi
-from kog_dist.workers.prefill.experts.device import GroupedExperts, kernel_bytes
+from kog_dist.workers.prefill.experts.device import OF_ROWS, GroupedExperts, kernel_bytes
 from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, constants, tile_for, tiles
 from kog_dist.workers.prefill.experts.plain import plain_experts
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
@@ -30,9 +30,10 @@ from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Chunk, Work, chunks
 from kog_dist.workers.prefill.model.matrices import DenseMatrices, matrices_of
 from kog_dist.workers.prefill.model.memory import matrix_bytes, obstacle_to_prefill
 from kog_dist.workers.prefill.tape import tile_abi
+from kog_dist.workers.prefill.tape.tile_abi import PAIR
 from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.cpu_compiler import needs_compiler
-from tests.unit.prefill.emulated import compiled, launcher
+from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 from tests.unit.prefill.models import SMALL, Rank, interpreter, relative_error, token_ids
 from tests.unit.prefill.test_expand import widened
 from tests.unit.prefill.test_prefill import check_ranks, last_logits
@@ -182,25 +183,28 @@ def test_memory_is_counted_beforehand(tmp_path: Path, name: str) -> None:
 
 
 def test_tiles_are_filled_and_have_room() -> None:
-    for name, largest in (("qwen3-30b-a3b", 128), ("gpt-oss-120b", 96), ("qwen3-30b-a3b+fp8", 64), ("qwen3-30b-a3b+int4", 96)):
+    for name in ("qwen3-30b-a3b", "gpt-oss-120b", "qwen3-30b-a3b+fp8", "qwen3-30b-a3b+int4"):
         spec, codings = named_shape(name)
         own = KernelShape(spec, range(spec.num_lanes), **codings).experts
         assert own is not None
         found = tiles(own)
-        assert [tile.rows for tile in found] == ([32, largest] if largest == 64 else [32, 64, largest])
-        pairs = (8, 2048, 4096, 8192, 32768)
-        wanted = [32, 32, 64, largest, largest]
-        assert [tile_for(count, 128, found).rows for count in pairs] == wanted
+        large, small = 192 if "gpt-oss" in name or "int4" in name else 256, 64 if "fp8" in name else 96
+        pairs = (8, 4096, 8192, 16384, 32768)
+        assert [tile_for(count, 128, found).rows for count in pairs] == [small, small, 96, large, large]
         for tile in found:
             assert tile.stages >= 3
             assert tile.ctas * (tile.shared_bytes + 1024) <= 228 << 10
+            assert tile.rows % tile.least == 0
 
 
 NUM_TOKENS, MANY_TOKENS = 19, 160  # of a chunk; tiles of all widths have pairs where there are many
+ALONE = dict.fromkeys(OF_ROWS, 1)  # thread blocks of a cluster
+# As `experts_abi` has tiles.
+FEW_PAIRS, MORE_PAIRS = {32: (2, 16, 128, 2, False)}, {96: (1, 32, 64, 3, False), 128: (1, 32, 64, 2, True)}
 FEW = replace(VARIANTS["qwen3_moe"], num_lanes=2, experts=ExpertsSpec(3, 2, is_normalised=False))
-SHAPES: dict[str, tuple[ModelSpec, str, int, int]] = {  # dtype, how many tiles, how many tokens
-    "qwen3_moe": (replace(FEW, hidden_size=224), "float16", 3, MANY_TOKENS),
-    "gpt_oss": (replace(VARIANTS["gpt_oss"], num_lanes=2, num_layers=2, window_layers=(0,)), "bfloat16", 1, NUM_TOKENS),
+SHAPES: dict[str, tuple[ModelSpec, str, dict[int, Any], int]] = {  # dtype, tiles, how many tokens
+    "qwen3_moe": (replace(FEW, hidden_size=224), "float16", FEW_PAIRS | MORE_PAIRS, MANY_TOKENS),
+    "gpt_oss": (replace(VARIANTS["gpt_oss"], num_lanes=2, num_layers=2, window_layers=(0,)), "bfloat16", FEW_PAIRS, NUM_TOKENS),
 }
 
 
@@ -227,10 +231,11 @@ class Case:
         self.twin = PlainDenseOperations(self.buffers, np.zeros((1, 1)), cache, experts)
         kernels = kernel_bytes(shape)
         library = ctypes.CDLL(
-            str(compiled(folder, "experts", constants(shape), kernels, "KogExpertsParams", "-O1"))
+            str(compiled(folder, "experts", constants(shape), kernels, "ExpertsLaunch", "-O1", cluster=PAIR, clusters=ALONE))
         )  # fmt: skip
         launchers = {name: launcher(library, name, EXPERTS_PARAMS.size_bytes) for name in kernels}
-        self.experts = GroupedExperts(shape, weights, self.buffers.last_position, launchers)
+        at_once = dict.fromkeys(kernels, 2)  # so that they take tiles in turn
+        self.experts = GroupedExperts(shape, weights, self.buffers.last_position, launchers, at_once, map_on_cpu)
 
     def check(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every tile gives the twin's values, and all the same bits."""
@@ -245,7 +250,8 @@ class Case:
         wanted, chosen, weights = rows.partial.astype(np.float32), own.chosen.copy(), own.weights.copy()
         found = []
         for tile in self.tiles:
-            outputs = own.chosen, own.places, own.pair_rows, own.offsets, own.weights, own.activation, own.result, rows.partial
+            outputs = (own.chosen, own.places, own.offsets, own.tiles, own.weights, own.activation, own.result,
+                       rows.partial)  # fmt: skip
             for part in outputs:
                 part.fill(0 if part is own.activation else 77)  # beside a lane's columns it stays 0
             monkeypatch.setattr(device, "tile_for", lambda *_, tile=tile: tile)
@@ -259,28 +265,27 @@ class Case:
             assert np.array_equal(np.diff(own.offsets), counts)
             places = own.places[:num_tokens]
             assert np.array_equal(np.sort(places, axis=None), np.arange(pairs))
-            assert np.array_equal(own.pair_rows[places], np.arange(num_tokens)[:, None] + 0 * places)
             assert relative_error(rows.partial, wanted) < 1e-3
             assert not rows.partial[:, num_tokens:].any()
             found.append(rows.partial.tobytes())
         assert len(set(found)) == 1
 
 
-def set_sizes(monkeypatch: pytest.MonkeyPatch, num_tiles: int) -> None:
+def set_sizes(monkeypatch: pytest.MonkeyPatch, made: dict[int, Any]) -> None:
     """Threads and programs are expensive here. Two slots of the ring are used again in each of these models."""
     monkeypatch.setattr(device, "ROW_THREADS", 32)
     monkeypatch.setattr(tile_abi, "_MOST_STAGES", 2)
-    monkeypatch.setattr(experts_abi, "_FEWEST_STAGES", 2)
+    monkeypatch.setattr(experts_abi, "_TILES", made)
+    monkeypatch.setattr(experts_abi, "_TILES_OF_BITS", dict.fromkeys((4, 8, 16), tuple(made)))
     for module in (device, experts_abi):
         monkeypatch.setattr(module, "SORT_THREADS", 64)
-        monkeypatch.setattr(module, "tiles", lambda own: tiles(own)[:num_tiles])
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    spec, dtype, num_tiles, num_tokens = SHAPES[name]
-    set_sizes(monkeypatch, num_tiles)
+    spec, dtype, made, num_tokens = SHAPES[name]
+    set_sizes(monkeypatch, made)
     shape = KernelShape(spec, range(spec.num_lanes), dtype, max_ctas=4)
     Case(tmp_path, Model(spec, dtype, monkeypatch), shape, num_tokens).check(monkeypatch)
 
@@ -288,7 +293,7 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 @needs_compiler
 def test_kernels_are_the_twin_of_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two ranks, whose lane begins in the middle of a group of 32 columns."""
-    set_sizes(monkeypatch, 1)
+    set_sizes(monkeypatch, FEW_PAIRS)
     model = CodedExperts(monkeypatch)
     hosted = model.spec.lanes_of_rank(1, 2)
     shape = KernelShape(model.spec, hosted, model.dtype, num_ranks=2, max_ctas=4, coding=Coding.of(MXFP4, is_of_experts=True))
@@ -298,7 +303,7 @@ def test_kernels_are_the_twin_of_codes(tmp_path: Path, monkeypatch: pytest.Monke
 @needs_compiler
 @pytest.mark.parametrize("form", [name for name in FORMS if "a scale for" not in name])
 def test_kernels_are_the_twin_of_quantised_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    set_sizes(monkeypatch, 1)
+    set_sizes(monkeypatch, FEW_PAIRS if form != "FP8, blocks" else MORE_PAIRS)
     model = CodedModel(replace(QUANTISED, hidden_size=288), "bfloat16", FORMS[form], monkeypatch)
     shape = KernelShape(model.spec, range(model.spec.num_lanes), model.dtype, max_ctas=4, coding=Coding.of(FORMS[form]))
     Case(tmp_path, model, shape, NUM_TOKENS).check(monkeypatch)

@@ -1,8 +1,9 @@
-// The FFN of a layer with experts: a choice for each row, pairs of rows and experts in the order of experts, grouped products, and their sums.
+// The FFN of a layer with experts: a choice for each row, pairs of rows and experts in the order of experts, products of each expert's pairs, and
+// their sums.
 // `workers/prefill/experts/plain.py` defines it.
 #include "experts_shape.cuh"
 #include "number_bits.cuh"
-#include "expert_product.cuh"
+#include "tape_product.cuh"
 #include "unit.cuh"
 
 namespace kog {
@@ -10,21 +11,15 @@ namespace kog {
 using Params = KogExpertsParams;
 constexpr u32 kLogits = (kNumExperts + 31) / 32;  // of a thread: experts laneid + 32 i
 constexpr u32 kUnits = kHidden / kUnit;
-static_assert(kNumExperts <= kTileThreads, "a thread looks at each expert");
 
-// A row of x in the order of products, a warp's.
-__device__ __forceinline__ void order_row(const Params& params, u32 row) {
-    const u32 *from = reinterpret_cast<const u32*>(params.x_ptr) + row * (kHidden / 2);
-    u32* to = reinterpret_cast<u32*>(params.operands_ptr) + row * (kHidden / 2);
-#pragma unroll 4
-    for (u32 pair = laneid(); pair < kHidden / 2; pair += 32) to[product_place(pair)] = __ldg(from + pair);
-}
+struct alignas(64) ExpertsLaunch {  // as tensor maps want it
+    Params params;
+};
 
 // The logits of a row, a warp's: the experts with the largest, of equal ones those with the smaller number, in ascending order.
 __device__ __forceinline__ void choose_row(const Params& params) {
     const u32 row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = laneid();
     if (row >= params.size) return;
-    order_row(params, row);
     const float* const logits = reinterpret_cast<const float*>(params.logits_ptr) + row * kNumExperts;
     u32 keys[kLogits];
 #pragma unroll
@@ -102,12 +97,57 @@ __device__ __forceinline__ void sort_expert(const Params& params) {
         const u32 i = from + laneid();
         const bool is_mine = i < end && chosen[i] == expert;
         const u32 others = __ballot_sync(kFullWarp, is_mine);
-        if (is_mine) {
-            const u32 at = place + __popc(others & ((1u << laneid()) - 1));
-            reinterpret_cast<u32*>(params.places_ptr)[i] = at;
-            reinterpret_cast<u32*>(params.pair_rows_ptr)[at] = i / kChosen;
-        }
+        if (is_mine) reinterpret_cast<u32*>(params.places_ptr)[i] = place + __popc(others & ((1u << laneid()) - 1));
         place += __popc(others);
+    }
+}
+
+// The row `row` of x for each of its pairs, in the order of products; a thread block's.
+__device__ __forceinline__ void gather_row(const Params& params, u32 row) {
+    if (reinterpret_cast<const int*>(params.chosen_ptr)[row * kChosen] < 0) return;
+    u32 places[kChosen];
+#pragma unroll
+    for (u32 k = 0; k < kChosen; ++k) places[k] = reinterpret_cast<const u32*>(params.places_ptr)[row * kChosen + k];
+    const u32* const x = reinterpret_cast<const u32*>(params.x_ptr) + row * (kHidden / 2);
+    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
+        const u32* const from = x + unit / 4 * 16 + place_of_pair(unit % 4);  // `product_place` backwards
+        const uint4 values = make_uint4(from[0], from[4], from[8], from[12]);
+#pragma unroll
+        for (u32 k = 0; k < kChosen; ++k) reinterpret_cast<uint4*>(params.operands_ptr)[static_cast<u64>(places[k]) * kUnits + unit] = values;
+    }
+}
+
+// Tiles of pairs, a thread block's: an expert's have a common width, as small as its pairs allow, and wide ones come first. In front of them is
+// their number.
+struct PairsTile {
+    u32 first;               // pair
+    u16 expert;
+    unsigned char last, end;  // pairs that are there, less one; and those that are multiplied, too
+};
+static_assert(sizeof(PairsTile) == 8, "rows.TILE_BYTES");
+__device__ __forceinline__ void cut_pairs(const Params& params) {
+    __shared__ u32 counts[kNumExperts], widths[kNumExperts];
+    const u32* const offsets = reinterpret_cast<const u32*>(params.offsets_ptr);
+    for (u32 e = threadIdx.x; e < kNumExperts; e += blockDim.x) {
+        const u32 pairs = offsets[e + 1] - offsets[e], count = (pairs + params.tile_rows - 1) / params.tile_rows;
+        counts[e] = count;
+        widths[e] = count ? ((pairs + count - 1) / count + params.least - 1) / params.least * params.least : 0;
+    }
+    __syncthreads();
+    PairsTile* const tiles = reinterpret_cast<PairsTile*>(params.tiles_ptr) + 1;
+    for (u32 e = threadIdx.x; e < kNumExperts; e += blockDim.x) {
+        u32 before = 0;
+        for (u32 other = 0; other < kNumExperts; ++other)
+            before += widths[other] > widths[e] || (widths[other] == widths[e] && other < e) ? counts[other] : 0;
+        for (u32 i = 0; i < counts[e]; ++i) {
+            const u32 first = offsets[e] + i * widths[e], count = min(offsets[e + 1] - first, widths[e]);
+            tiles[before + i] = {first, static_cast<u16>(e), static_cast<unsigned char>(count - 1), static_cast<unsigned char>(widths[e] - 1)};
+        }
+    }
+    if (threadIdx.x == 0) {
+        u32 all = 0;
+        for (u32 e = 0; e < kNumExperts; ++e) all += counts[e];
+        *reinterpret_cast<u32*>(params.tiles_ptr) = all;
     }
 }
 
@@ -120,89 +160,75 @@ __device__ __forceinline__ float activation_of(float gate, float up) {
 // Columns in front of the lane's own, of a group of quantised weights that the lane before has, too: their codes are 0.
 __device__ __forceinline__ u32 skew(const Params& params, u32 lane) { return kExpertSkew == 0 ? 0 : (params.first_lane + lane) * kExpertSkew % 32; }
 
-// What a thread block has of a launch. Pairs lie in the order of experts, and which those of an expert are is only known on the device: there
-// are as many thread blocks as could be needed, and those without pairs leave at once.
+// Of an expert's pairs `count` from `first` on; `width` are multiplied. `product`: lane.
 struct PairsShare {
-    u32 expert, first, count, room, block;
+    u32 first, count, room, width, line, product, expert;
 };
-// None: `count` is 0. Barriers are made, too.
-template <class Tile, class Form>
-__device__ __forceinline__ PairsShare find_share(const Params& params) {
-    __shared__ u32 found[3];
-    const u32 slot = blockIdx.x / WholeBlocks<Form>::kAcross, block = blockIdx.x % WholeBlocks<Form>::kAcross * WholeBlocks<Form>::kOfTile;
-    if (threadIdx.x == 0) {
-        found[2] = 0;
-        make_barriers<Tile>();
-    }
-    __syncthreads();
-    if (threadIdx.x < kNumExperts) {  // tiles of expert e begin at slot floor(its first pair / rows) + e: there is room for all
-        const u32 e = threadIdx.x;
-        const u32 begin = reinterpret_cast<const u32*>(params.offsets_ptr)[e], end = reinterpret_cast<const u32*>(params.offsets_ptr)[e + 1];
-        const u32 from = begin / Tile::kRows + e, pair = begin + (slot - from) * Tile::kRows;
-        if (slot >= from && slot <= end / Tile::kRows + e && pair < end) found[0] = e, found[1] = pair, found[2] = min(end - pair, Tile::kRows);
-    }
-    __syncthreads();
-    return {found[0], found[1], found[2], found[2], block};
-}
+// Neighbouring pairs of tiles have the same pairs of rows and experts. What others of this chunk have written is not read by `__ldg`: the compiler
+// takes that for constant, and moves it in front of the wait for them.
+template <class Form, u32 kProducts>
 struct OfExperts {
     using Params = KogExpertsParams;
     using Share = PairsShare;
+    static constexpr bool kAwaitsTiles = true;
+    template <class Tile>
+    static __device__ __forceinline__ u32 num_pairs(const Params& params) {
+        return *reinterpret_cast<const u32*>(params.tiles_ptr) * kProducts * TileLines<Tile, Form>::kPairsAcross;
+    }
+    template <class Tile>
+    static __device__ __forceinline__ PairsShare share(const Params& params, u32 pair) {
+        constexpr u32 kAcross = TileLines<Tile, Form>::kPairsAcross, kOfTile = kProducts * kAcross;
+        const uint2 words = *(reinterpret_cast<const uint2*>(params.tiles_ptr) + 1 + pair / kOfTile);  // a PairsTile
+        const u32 count = (words.y >> 16 & 0xff) + 1, width = (words.y >> 24) + 1, at = pair % kOfTile;
+        return {words.x, count, count, width, (at % kAcross * kPair + blockIdx.x % kPair) * Tile::kLines, at / kAcross, words.y & 0xffff};
+    }
+    static __device__ __forceinline__ const TensorMap* rows_map(const Params& params) { return reinterpret_cast<const TensorMap*>(params.rows_map); }
+    static __device__ __forceinline__ u32 lane_of_rows(const PairsShare& share) { return share.product; }
     static __device__ __forceinline__ constexpr float factor(const Params&, const Share&, u32) { return 1.0f / kWeightScale; }
     static __device__ __forceinline__ const unsigned char* expert(const Params& params, const Share& share) {
         return reinterpret_cast<const unsigned char*>(params.experts_ptr) + static_cast<u64>(share.expert) * kExpertBytes;
     }
+    template <class Tile>
+    static __device__ __forceinline__ void clear_from(const Params&, const Share&, u32) {}
 };
 
 // Those of all hosted lanes are below each other.
-struct Gated : OfExperts, GatedRows<GateUp> {
-    static constexpr u32 kLanesOfTile = 1, kWidth = kHidden, kColumnsOfLane = kHidden;
-    static __device__ __forceinline__ u32 row_at(const Params& params, u32 pair) {
-        return reinterpret_cast<const u32*>(params.pair_rows_ptr)[pair] * kHidden;
-    }
-    static __device__ __forceinline__ const u16* rows_from(const Params& params, const Share&, u32) { return reinterpret_cast<const u16*>(params.operands_ptr); }
-    static __device__ __forceinline__ const unsigned char* matrix(const Params& params, const Share& share, u32) { return expert(params, share); }
+struct Gated : OfExperts<GateUp, 1>, GatedRows<GateUp> {
+    static constexpr u32 kWidth = kHidden;
+    static __device__ __forceinline__ const unsigned char* matrix(const Params& params, const Share& share) { return expert(params, share); }
 
     template <class Product>
-    static __device__ __forceinline__ void put(const Product& tile, u32) {
-        const u32 row = gate_row(tile.share.block);
+    static __device__ __forceinline__ void put(const Product& tile) {
         [[maybe_unused]] float gate_bias = 0, up_bias = 0;
-        if (kExpertBias && row != kNowhere) {
-            const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.share.expert * GateUp::kMatrixRows + row) / 2];
+        const u32 own = tile.row_at(gate_of(laneid() / 4) * 2);  // this thread's gate
+        if (kExpertBias && own != kNowhere) {
+            const u32 pair = reinterpret_cast<const u32*>(tile.params.gate_up_bias_ptr)[(tile.share.expert * GateUp::kMatrixRows + own) / 2];
             gate_bias = WeightFormat::low(pair), up_bias = WeightFormat::high(pair);
         }
         GatedRows<GateUp>::put(
             tile, [&](float gate, float up) { return activation_of(gate + gate_bias, up + up_bias); },
-            [&](u32 pair, u32 row) {
-                const u32 lane = row / 2 / kFfn, column = skew(tile.params, lane) + row / 2 % kFfn;
+            [&](u32 pair, u32 gate) {
+                const u32 lane = gate / 2 / kFfn, column = skew(tile.params, lane) + gate / 2 % kFfn;
                 return reinterpret_cast<u16*>(tile.params.activation_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + lane) * kPadded +
                        product_place(column / 2) * 2 + column % 2;
             });
     }
 };
 
-// Of all lanes.
-struct Lowered : OfExperts, PlainRows<Down> {
-    static constexpr u32 kLanesOfTile = kLanes, kWidth = kPadded, kColumnsOfLane = kDownColumns;
-    static __device__ __forceinline__ u32 row_at(const Params&, u32 pair) { return pair * (kLanes * kPadded); }
-    static __device__ __forceinline__ const u16* rows_from(const Params& params, const Share&, u32 lane) {
-        return reinterpret_cast<const u16*>(params.activation_ptr) + lane * kPadded;
-    }
-    static __device__ __forceinline__ const unsigned char* matrix(const Params& params, const Share& share, u32 lane) {
-        return expert(params, share) + kGateUpBytes + lane * kDownBytes;
+// A product is a lane's.
+struct Lowered : OfExperts<Down, kLanes>, PlainRows<Down> {
+    static constexpr u32 kWidth = kDownColumns;
+    static __device__ __forceinline__ const unsigned char* matrix(const Params& params, const Share& share) {
+        return expert(params, share) + kGateUpBytes + share.product * kDownBytes;
     }
 
     template <class Product>
-    static __device__ __forceinline__ void put(const Product& tile, u32 lane) {
+    static __device__ __forceinline__ void put(const Product& tile) {
         PlainRows<Down>::put(tile, [&](u32 pair) {
-            return reinterpret_cast<u16*>(tile.params.result_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + lane) * kHidden;
+            return reinterpret_cast<u16*>(tile.params.result_ptr) + (static_cast<u64>(tile.share.first + pair) * kLanes + tile.share.product) * kHidden;
         });
     }
 };
-template <class Tile, class Form, class Tail>
-__device__ __forceinline__ void run_pairs(const Params& params) {
-    const PairsShare share = find_share<Tile, Form>(params);
-    if (share.count > 0) run_product<Tile, Form, Tail, (kLeastWidth < Tile::kRows ? kLeastWidth : Tile::kRows)>(params, share);
-}
 
 // The sum of a row's experts in each lane, a thread block's.
 __device__ __forceinline__ void combine_row(const Params& params) {
@@ -242,20 +268,27 @@ __device__ __forceinline__ void combine_row(const Params& params) {
 
 using namespace kog;
 
-#define KOG_KERNEL(name, bounds, body)                                               \
-    __global__ void __launch_bounds__ bounds name(const __grid_constant__ Params params) { \
-        await_predecessors();                                                         \
-        let_successors_begin();                                                       \
-        body;                                                                         \
+#define KOG_KERNEL(name, bounds, body)                                                              \
+    __global__ void __launch_bounds__ bounds name(const __grid_constant__ ExpertsLaunch launch) { \
+        const Params& params = launch.params;                                                        \
+        await_predecessors();                                                                        \
+        let_successors_begin();                                                                      \
+        body;                                                                                        \
     }
-#define KOG_TILE(rows)                                                                                             \
-    KOG_KERNEL(gate_up_##rows, (kTileThreads, Tile##rows::kCtas), (run_pairs<Tile##rows, GateUp, Gated>(params))) \
-    KOG_KERNEL(down_##rows, (kTileThreads, Tile##rows::kCtas), (run_pairs<Tile##rows, Down, Lowered>(params)))
+#define KOG_PRODUCT(name, form, tail, rows)                                                                          \
+    __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Tile##rows::kThreads + kGroupThreads, Tile##rows::kCtas) \
+        name##_##rows(const __grid_constant__ ExpertsLaunch launch) {                                            \
+        run_tiles<Tile##rows, form, tail>(launch.params);                                                         \
+    }
+#define KOG_TILE(rows)                       \
+    KOG_PRODUCT(gate_up, GateUp, Gated, rows) \
+    KOG_PRODUCT(down, Down, Lowered, rows)
 
 extern "C" {
 
 KOG_KERNEL(choose, (256), choose_row(params))
 KOG_KERNEL(sort, (kSortThreads), sort_expert(params))
+KOG_KERNEL(gather, (256), if (blockIdx.x == 0) cut_pairs(params); else gather_row(params, blockIdx.x - 1))
 KOG_KERNEL(combine, (256), combine_row(params))
 KOG_TILES
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kog_dist.collectives.cuda_abi import device_header
+from kog_dist.decode.coding import CODED_COLUMNS
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -13,36 +14,37 @@ from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.experts.rows import padded_columns
 from kog_dist.workers.prefill.model.buffers import UNIT
 from kog_dist.workers.prefill.tape.tile_abi import (
+    PANEL,
     TapeTile,
     code_lines,
     constant_lines,
     form,
     product_lines,
     stage_bytes,
-    stage_columns,
     weight_constants,
 )
 
 SORT_THREADS = 1024
-_FEWEST_STAGES = 3
-_TILE_ROWS = (32, 64, 96, 128)
-_CTAS_OF_FEW = 3
-_MOST_TILES = 3
+# By rows, pairs here: thread blocks of a multiprocessor, what widths are multiples of, columns of codes of 8 bit at a time,
+# groups of warps that multiply, and whether these expand ahead.
+_TILES = {64: (2, 16, 128, 2, False), 96: (2, 16, 64, 2, False), 192: (1, 16, 64, 3, False), 256: (1, 32, 64, 2, True)}
+_TILES_OF_BITS = {4: (96, 192), 8: (64, 96, 256), 16: (96, 256)}
 EXPERTS_PARAMS = Struct(
     "ExpertsParams",
     "Parameters of one launch; passed by value. Pointers are device addresses, of what `ExpertRows` has.",
     (
+        Field("rows_map", "u64", "CUtensorMap of what is multiplied, in the order of products: columns, pairs, lanes", count=16),
         Field("place_ptr", "u64", "int32: position of the chunk's first row"),
         Field("last_position_ptr", "u64", "int32: position of the prompt's last token"),
         Field("x_ptr", "u64", "binary16 (size, hidden)"),
-        Field("operands_ptr", "u64", "binary16 (size, hidden): x in the order of products, here and below"),
+        Field("operands_ptr", "u64", "binary16 (size * chosen, hidden): x of each pair"),
         Field("logits_ptr", "u64", "float32 (2, size, experts)"),
         Field("router_bias_ptr", "u64", "float32 (experts); read where the model has it"),
         Field("chosen_ptr", "u64", "int32 (size, chosen)"),
         Field("weights_ptr", "u64", "float32 (size, chosen)"),
         Field("places_ptr", "u64", "int32 (size, chosen)"),
-        Field("pair_rows_ptr", "u64", "int32 (size * chosen)"),
         Field("offsets_ptr", "u64", "int32 (experts + 1)"),
+        Field("tiles_ptr", "u64", "a number, and as many tiles of pairs: PairsTile"),
         Field("experts_ptr", "u64", "the layer's, as the monokernel has them"),
         Field("gate_up_bias_ptr", "u64", "16-bit (experts, gate and up rows of the hosted lanes in turn), of the weights' type"),
         Field("down_bias_ptr", "u64", "16-bit (experts, hidden); 0 where the first lane is not hosted"),
@@ -51,21 +53,22 @@ EXPERTS_PARAMS = Struct(
         Field("partial_ptr", "u64", "binary16 (lanes, size, hidden)"),
         Field("size", "u32", "rows of the chunk"),
         Field("first_lane", "u32", "the first hosted lane"),
+        Field("tile_rows", "u32", "pairs of a tile, at most"),
+        Field("least", "u32", "of which those that are multiplied are a multiple"),
     ),
+    size_multiple=64,
 )
 
 
 def tiles(own: ExpertShape) -> tuple[TapeTile, ...]:
-    """Those that kernels are made for: few rows, and as many as shared memory holds three stages of."""
-    columns = stage_columns(own.coding)
-    used = {rows: stage_bytes(own.coding, rows, columns, (own.gate_up, own.down_of_one)) for rows in _TILE_ROWS}
-    has_few_bits = own.coding is not None and own.coding.bits == 4  # threads do more for each byte that memory gives
-    found = [
-        TapeTile(rows, num_bytes, columns, _CTAS_OF_FEW if has_few_bits and rows == min(_TILE_ROWS) else 2)
-        for rows, num_bytes in used.items()
-    ]
-    fitting = [tile for tile in found if tile.stages >= _FEWEST_STAGES]
-    return (*fitting[: _MOST_TILES - 1], *fitting[_MOST_TILES - 1 :][-1:])
+    """Those that kernels are made for."""
+    coding, ops, found = own.coding, (own.gate_up, own.down_of_one), []
+    bits = 16 if coding is None else coding.bits
+    for rows in _TILES_OF_BITS[bits]:
+        ctas, least, columns_of_8_bit, groups, is_ahead = _TILES[rows]
+        columns = {4: CODED_COLUMNS, 8: columns_of_8_bit, 16: PANEL}[bits]
+        found.append(TapeTile(rows, stage_bytes(coding, rows, columns, ops, groups), columns, ctas, least, is_ahead, groups))
+    return tuple(found)
 
 
 def tile_for(num_pairs: int, num_experts: int, found: Sequence[TapeTile]) -> TapeTile:
@@ -106,7 +109,7 @@ def constants(shape: KernelShape) -> str:
     lines = [device_header("kog_dist.workers.prefill.experts.experts_abi", (EXPERTS_PARAMS,)), '#include "ptx.cuh"']
     lines += ["namespace kog {", *constant_lines(numbers, flags, floats)]
     lines += [f"constexpr u64 kExpertBytes = {2 * own.num_values}ull;", f"using WeightFormat = {FORMATS[shape.weight_dtype]};"]
-    lines += [*_forms(own), *(line for tile in tiles(own) for line in tile.lines())]
+    lines += [*_forms(own), *(line for tile in tiles(own) for line in tile.header())]
     kernels = " ".join(f"KOG_TILE({tile.rows})" for tile in tiles(own))
     return "\n".join([*lines, "}  // namespace kog", f"#define KOG_TILES {kernels}", *code_lines(coding), ""])
 

@@ -13,15 +13,6 @@ __device__ __forceinline__ unsigned char* at_shared(u32 address) { return all_sh
 inline unsigned char* at_shared(u32 address) { return own(address); }
 #endif
 
-// 16 bytes to `to`, or as many zeros.
-__device__ __forceinline__ void copy_async(u32 to, const unsigned char* from, bool is_there) {
-#ifdef __CUDA_ARCH__
-    const u32 num_bytes = is_there ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(num_bytes) : "memory");
-#else
-    for (int i = 0; i < 16; ++i) at_shared(to)[i] = is_there ? from[i] : 0;
-#endif
-}
 // `bytes` (a multiple of 16) by the copy engine, of which barrier `bar` is told.
 __device__ __forceinline__ void copy_bulk(u32 to, const unsigned char* from, u32 bytes, u32 bar) {
 #ifdef __CUDA_ARCH__
@@ -32,21 +23,6 @@ __device__ __forceinline__ void copy_bulk(u32 to, const unsigned char* from, u32
     update(cluster_address(bar, my_rank), 0, -static_cast<int>(bytes));
 #endif
 }
-// What this thread has queued is a group.
-__device__ __forceinline__ void copies_commit() {
-#ifdef __CUDA_ARCH__
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-// All but the kPending newest groups are there, also for products; for other threads behind a barrier.
-template <int kPending>
-__device__ __forceinline__ void copies_wait() {
-#ifdef __CUDA_ARCH__
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 // The compiler may not move what uses it over this place, nor use its register otherwise before.
 __device__ __forceinline__ void kept(u32& value) {
 #ifdef __CUDA_ARCH__

@@ -1,5 +1,4 @@
-// What products with matrices as the monokernel has them have in common (tape_product.cuh, expert_product.cuh): weights as operands in
-// registers, the products of 64 columns, and results that are binary16 as they are.
+// Parts of tape_product.cuh: weights as operands in registers, the products of 64 columns, and what becomes of results.
 #pragma once
 
 #include "panels.cuh"
@@ -9,9 +8,8 @@
 
 namespace kog {
 
-constexpr u32 kGroupThreads = 128, kGroups = kTileThreads / kGroupThreads;
+constexpr u32 kGroupThreads = 128, kGroupLines = 64;
 constexpr u32 kPanel = 64;
-static_assert(kColumns == 64 * kGroups && kTileThreads == 256, "a group has 64 columns");
 
 __device__ __forceinline__ u32 aligned_memory() { return (shared_memory() + 1023) & ~1023u; }
 template <class Tile>
@@ -37,7 +35,8 @@ __device__ __forceinline__ Words words_at(u32 address) {
     return {{words.x, words.y, words.z, words.w}};
 }
 constexpr u32 kGroupsOfStep = kScales > 0 ? kScales : 1;  // with a scale each
-template <u32 kStepBytes>
+constexpr u32 kOfSection = 4 / Code::kWords;    // operands: a section has their 64 bytes
+// `half`: 64 columns of a step of 128, or of two pairs of steps of 32. `first_section`: of these, that the stage has.
 __device__ __forceinline__ void expand_row(u32 weights, const OperandRow& row, u32 half, u32 first_section, u32 (&even)[4], u32 (&odd)[4]) {
     uint4 given[2];
     u32 factor = 0;
@@ -45,19 +44,17 @@ __device__ __forceinline__ void expand_row(u32 weights, const OperandRow& row, u
 #pragma unroll
     for (u32 n = 0; n < 2; ++n) {
         const u32 operand = half * 2 + n;  // of a stage
-        if constexpr (kIsCoded) {
-            constexpr u32 kOfSection = 4 / Code::kWords, kOfScale = 4 / kGroupsOfStep;  // operands
-            if (kScales > 0 && (operand % kOfScale == 0 || n == 0)) {
+        if constexpr (kIsCoded && kScales > 0) {
+            constexpr u32 kOfScale = 4 / kGroupsOfStep;  // operands
+            if (operand % kOfScale == 0 || n == 0) {
                 const u32 group = operand / kOfScale;
                 const float scale = Scale::get(at_shared(weights + row.scales + group * (kScaleBytes / kGroupsOfStep))) * (Code::kFactor * kWeightScale);
                 factor = Fp16::pack(scale, scale);
                 if constexpr (kZeroBytes > 0) zero = Int4::zero(*at_shared(weights + row.zeros + group));
             }
-            const Words words = words_at(weights + row.codes + (operand / kOfSection - first_section) * row.section);
-            given[n] = Code::operands(words.all + operand % kOfSection * Code::kWords, factor, zero);
-        } else {
-            given[n] = Code::operands(words_at(weights + operand * kStepBytes + row.codes).all, factor, zero);
         }
+        const Words words = words_at(weights + row.codes + (operand / kOfSection - first_section) * row.section);
+        given[n] = Code::operands(words.all + operand % kOfSection * Code::kWords, factor, zero);
     }
     even[0] = given[0].x, even[1] = given[0].y, even[2] = given[0].z, even[3] = given[0].w;
     odd[0] = given[1].x, odd[1] = given[1].y, odd[2] = given[1].z, odd[3] = given[1].w;
@@ -103,6 +100,48 @@ struct PlainRows {
                     const u32 at = tile.row_at(own + k);
                     if (at != kNowhere) there[at] = static_cast<u16>((k < 2 ? first : last) >> k % 2 * 16);
                 }
+            }
+        }
+    }
+};
+
+// Tails of products whose matrix has gates and ups in turn. A thread has a gate and the up that belongs to it: neighbours, of which every other
+// thread has the upper one first, so that eight threads read 128 bytes that do not lie in the same banks. A warp has the two gates of the same
+// place in four units of 8: they stand together in the order of products.
+template <class Form>
+struct GatedRows {
+    static constexpr bool kAreTogether = Blocks<Form>::kIsEven && Form::kRows % 4 == 0 && Form::kMatrixRows % 4 == 0 && kFfn % 2 == 0;  // two neighbouring gates
+    static_assert(Form::kRows % 2 == 0 && Form::kLastRows % 2 == 0, "a gate and its up are in one block");
+    static __device__ __forceinline__ u32 gate_of(u32 i) {  // of the eight of this warp
+        const u32 warp = threadIdx.x / 32;
+        return warp / 4 * 32 + i / 2 * 8 + warp % 4 * 2 + i % 2;
+    }
+    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return gate_of(laneid() / 4) * 2 + (which ^ laneid() / 4 % 2); }
+
+    // `activation`: of this thread's gate and its up. `to`: where that of a row of what is multiplied goes, and of a gate's row of the matrix.
+    template <class Product, class Activation, class To>
+    static __device__ __forceinline__ void put(const Product& tile, Activation activation, To to) {
+        const bool is_up_first = laneid() / 4 % 2;
+        const float upper = tile.factor(0), lower = tile.factor(1);
+        u32 gates[2];
+#pragma unroll
+        for (u32 k = 0; k < 2; ++k) gates[k] = tile.row_at(gate_of(laneid() % 4 * 2 + k) * 2);
+#pragma unroll
+        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
+            float values[2];
+#pragma unroll
+            for (u32 k = 0; k < 2; ++k) {
+                const float one = tile.sums[i + k] * upper, other = tile.sums[i + 2 + k] * lower;
+                values[k] = activation(is_up_first ? other : one, is_up_first ? one : other);
+            }
+            const u32 both = transposed(Fp16::pack(values[0], values[1])), row = i * 2 + laneid() / 4;
+            if (row >= tile.share.count) continue;
+            if constexpr (kAreTogether) {
+                if (gates[0] != kNowhere) *reinterpret_cast<u32*>(to(row, gates[0])) = both;
+            } else {
+#pragma unroll
+                for (u32 k = 0; k < 2; ++k)
+                    if (gates[k] != kNowhere) *to(row, gates[k]) = static_cast<u16>(both >> k * 16);
             }
         }
     }

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.decode.steps import LAYER_OPS, Phase
@@ -17,12 +15,10 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.arrays import Array, address
 from kog_dist.workers.prefill.kernel_calls import Launchers
-from kog_dist.workers.prefill.tape.tape_abi import COPY_THREADS, PAIR, PHASES, TAPE_PARAMS, pairs_across, tape_header, tiles
-from kog_dist.workers.prefill.tape.tile_abi import TILE_THREADS, TapeTile
+from kog_dist.workers.prefill.tape.tape_abi import PHASES, TAPE_PARAMS, pairs_of, tape_header, tiles
+from kog_dist.workers.prefill.tape.tile_abi import PAIR, MakeMap, TapeTile
 
 _BESIDE = 128  # see `_time`
-PANEL = 64  # columns that stand together in shared memory
-MakeMap = Callable[[int, Sequence[int], Sequence[int], Sequence[int]], NDArray[np.uint64]]
 
 
 def kernel_bytes(shape: KernelShape) -> dict[str, int]:
@@ -50,7 +46,7 @@ class TapeProducts:
         self._tiles = tiles(shape)
         self._tape, self._places = weights.tape, places
         self._num_products = {phase: shape.num_lanes // shape.lanes_of(phase) for phase in PHASES}
-        self._across = {phase: num * pairs_across(shape, phase) for phase, num in self._num_products.items()}
+        self._across = {phase: num * pairs_of(shape, phase) for phase, num in self._num_products.items()}
         self._pairs_at_once = max(shape.num_ctas // PAIR, 1)  # of one thread block on a multiprocessor
         self._launchers, self._make_map, self._last_position = launchers, make_map, last_position
         self._scales_ptr = address(self._tape) + 2 * shape.num_ctas * shape.tape_values
@@ -61,7 +57,7 @@ class TapeProducts:
         """
         tile, tile_rows = self.tile_for(phase, size)
         params: Any = np.zeros((), TAPE_PARAMS.dtype)
-        params["rows_map"] = self._map(x if x.ndim == 3 else x[None], tile)
+        params["rows_map"] = tile.rows_map(x if x.ndim == 3 else x[None], self._make_map)
         params["tape_ptr"], params["scales_ptr"] = address(self._tape), self._scales_ptr
         params["places_ptr"] = address(self._places[layer, LAYER_OPS.index(phase)])
         params["place_ptr"], params["last_position_ptr"] = address(place), address(self._last_position)
@@ -69,13 +65,7 @@ class TapeProducts:
         num_pairs = self._across[phase] * -(-size // tile_rows)
         params["num_pairs"], params["products"] = num_pairs, self._num_products[phase]
         num_ctas = PAIR * (min(num_pairs, self._pairs_at_once) if tile.ctas == 1 else num_pairs)
-        self._launchers[f"{PHASES[phase][0]}_{tile.rows}"](num_ctas, TILE_THREADS + COPY_THREADS, params.tobytes(), True)
-
-    def _map(self, x: Array, tile: TapeTile) -> NDArray[np.uint64]:
-        lanes, size, columns = x.shape
-        row_bytes, lane_bytes = x.strides[1], x.strides[0] if lanes > 1 else size * x.strides[1]
-        strides = (row_bytes, lane_bytes, lanes * lane_bytes)
-        return self._make_map(address(x), (columns, size, lanes, 1), strides, (PANEL, tile.least // PAIR, 1, 1))
+        self._launchers[f"{PHASES[phase][0]}_{tile.rows}"](num_ctas, tile.num_threads, params.tobytes(), True)
 
     def tile_for(self, phase: Phase, size: int) -> tuple[TapeTile, int]:
         """Tiles for a chunk's product, and rows of each but the last. They do not decide about bits.

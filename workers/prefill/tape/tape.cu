@@ -2,7 +2,6 @@
 // output gives; gates and ups with the activation; what `down` gives. Rows are in the order of products (weights.cuh). Rows behind the prompt's
 // last token have results of 0, and activations that nobody reads.
 #include "tape_shape.cuh"
-#include "pdl.cuh"
 #include "tape_product.cuh"
 
 namespace kog {
@@ -17,23 +16,25 @@ struct alignas(64) TapeLaunch {  // as tensor maps want it
 struct RowsShare {
     u32 first, count, room, width, line, product;
 };
-template <class Tile, class Form>
-__device__ __forceinline__ RowsShare find_share(const KogTapeParams& params, u32 pair) {
-    constexpr u32 kAcross = (Lines<Form>::kAcross + kPair - 1) / kPair;
-    const u32 rows = params.tile_rows, num_others = (params.size - 1) / rows, last_from = kAcross * params.products * num_others;
-    const bool is_last = pair >= last_from;
-    const u32 tile = (is_last ? pair - last_from : pair / num_others) * kPair + blockIdx.x % kPair;
-    const u32 first = (is_last ? num_others : pair % num_others) * rows, room = min(params.size - first, rows);
-    const int num_known = *reinterpret_cast<const int*>(params.last_position_ptr) + 1 - *reinterpret_cast<const int*>(params.place_ptr);
-    const u32 count = max(min(num_known - static_cast<int>(first), static_cast<int>(room)), 0);
-    const u32 width = is_last ? (count + Tile::kLeast - 1) / Tile::kLeast * Tile::kLeast : rows;
-    return {first, count, room, width, tile % (kAcross * kPair) * kColumns, tile / (kAcross * kPair)};
-}
-
 template <class Form>
 struct OfLayers {
     using Params = KogTapeParams;
     using Share = RowsShare;
+    static constexpr bool kAwaitsTiles = false;
+    template <class Tile>
+    static __device__ __forceinline__ u32 num_pairs(const Params& params) { return params.num_pairs; }
+    template <class Tile>
+    static __device__ __forceinline__ RowsShare share(const Params& params, u32 pair) {
+        constexpr u32 kAcross = TileLines<Tile, Form>::kPairsAcross;
+        const u32 rows = params.tile_rows, num_others = (params.size - 1) / rows, last_from = kAcross * params.products * num_others;
+        const bool is_last = pair >= last_from;
+        const u32 tile = (is_last ? pair - last_from : pair / num_others) * kPair + blockIdx.x % kPair;
+        const u32 first = (is_last ? num_others : pair % num_others) * rows, room = min(params.size - first, rows);
+        const int num_known = *reinterpret_cast<const int*>(params.last_position_ptr) + 1 - *reinterpret_cast<const int*>(params.place_ptr);
+        const u32 count = max(min(num_known - static_cast<int>(first), static_cast<int>(room)), 0);
+        const u32 width = is_last ? (count + Tile::kLeast - 1) / Tile::kLeast * Tile::kLeast : rows;
+        return {first, count, room, width, tile % (kAcross * kPair) * Tile::kLines, tile / (kAcross * kPair)};
+    }
     static __device__ __forceinline__ const TensorMap* rows_map(const Params& params) { return reinterpret_cast<const TensorMap*>(params.rows_map); }
     static __device__ __forceinline__ u32 lane_of_rows(const Share&) { return 0; }
     static __device__ __forceinline__ u64 place(const Params& params, const Share& share, u32 which) {
@@ -53,11 +54,11 @@ struct OfLayers {
 };
 
 // Results of rows from `from` on, of all rows of the matrix that the tile has, are 0. `to`: where those of a row begin.
-template <class Form, class To>
+template <class Tile, class Form, class To>
 __device__ __forceinline__ void clear(const RowsShare& share, u32 from, To to) {
-    const u32 row = Lines<Form>::row_at(share.line + threadIdx.x % kColumns);
+    const u32 row = Lines<Form>::row_at(share.line + threadIdx.x % Tile::kLines);
     if (row == kNowhere) return;
-    for (u32 i = from + threadIdx.x / kColumns; i < share.room; i += kTileThreads / kColumns) to(i)[row] = 0;
+    for (u32 i = from + threadIdx.x / Tile::kLines; i < share.room; i += Tile::kThreads / Tile::kLines) to(i)[row] = 0;
 }
 
 // Float32, a row for each row.
@@ -67,8 +68,9 @@ struct Projected : OfLayers<Qkv> {
     static __device__ __forceinline__ float* results(const Params& params, const Share& share, u32 row) {
         return reinterpret_cast<float*>(params.out_ptr) + static_cast<u64>(share.first + row) * kQkvRows + share.product * Qkv::kMatrixRows;
     }
+    template <class Tile>
     static __device__ __forceinline__ void clear_from(const Params& params, const Share& share, u32 from) {
-        clear<Qkv>(share, from, [&](u32 row) { return results(params, share, row); });
+        clear<Tile, Qkv>(share, from, [&](u32 row) { return results(params, share, row); });
     }
 
     template <class Product>
@@ -93,8 +95,9 @@ struct Partial : OfLayers<Form>, PlainRows<Form> {
     static __device__ __forceinline__ u16* results(const KogTapeParams& params, const RowsShare& share, u32 row) {
         return reinterpret_cast<u16*>(params.out_ptr) + (static_cast<u64>(share.product) * params.size + share.first + row) * kHidden;
     }
+    template <class Tile>
     static __device__ __forceinline__ void clear_from(const KogTapeParams& params, const RowsShare& share, u32 from) {
-        clear<Form>(share, from, [&](u32 row) { return results(params, share, row); });
+        clear<Tile, Form>(share, from, [&](u32 row) { return results(params, share, row); });
     }
 
     template <class Product>
@@ -108,104 +111,30 @@ struct Mixed : Partial<Out> {
 struct Lowered : Partial<Down> {
     static constexpr u32 kWidth = kFfn;
 };
-// A thread has a gate and the up that belongs to it: neighbours, of which every other thread has the upper one first, so that eight threads read
-// 128 bytes that do not lie in the same banks. A warp has the two gates of the same place in four units of 8: they stand together in the order of
-// products.
-struct Gated : OfLayers<GateUp> {
+struct Gated : OfLayers<GateUp>, GatedRows<GateUp> {
     static constexpr u32 kWidth = kHidden;
-    static constexpr bool kAreTogether = Lines<GateUp>::kIsEven && GateUp::kRows % 4 == 0 && GateUp::kMatrixRows % 4 == 0;  // two neighbouring gates
-    static_assert(GateUp::kRows % 2 == 0 && GateUp::kLastRows % 2 == 0, "a gate and its up are in one block");
-    static __device__ __forceinline__ u32 gate_of(u32 i) {  // of the eight of this warp
-        const u32 warp = threadIdx.x / 32;
-        return warp / 4 * 32 + i / 2 * 8 + warp % 4 * 2 + i % 2;
-    }
-    static __device__ __forceinline__ u32 row_of_operand(u32 which) { return gate_of(laneid() / 4) * 2 + (which ^ laneid() / 4 % 2); }
     static __device__ __forceinline__ u16* result(const Params& params, const Share& share, u32 row, u32 gate) {
         const u32 column = (share.product * GateUp::kMatrixRows + gate) / 2;  // of those of all lanes
         return binary16(params.out_ptr) + static_cast<u64>(share.first + row) * (kLanes * kFfn) + product_place(column / 2) * 2 + column % 2;
     }
     static __device__ __forceinline__ float activation(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * (up * kActivationScale); }
+    template <class Tile>
     static __device__ __forceinline__ void clear_from(const Params&, const Share&, u32) {}
 
     template <class Product>
     static __device__ __forceinline__ void put(const Product& tile) {
-        const bool is_up_first = laneid() / 4 % 2;
-        const float upper = tile.factor(0), lower = tile.factor(1);
-        u32 gates[2];
-#pragma unroll
-        for (u32 k = 0; k < 2; ++k) gates[k] = tile.row_at(gate_of(laneid() % 4 * 2 + k) * 2);
-#pragma unroll
-        for (u32 i = 0; i < sizeof(tile.sums) / sizeof(float); i += 4) {
-            float values[2];
-#pragma unroll
-            for (u32 k = 0; k < 2; ++k) {
-                const float one = tile.sums[i + k] * upper, other = tile.sums[i + 2 + k] * lower;
-                values[k] = activation(is_up_first ? other : one, is_up_first ? one : other);
-            }
-            const u32 both = transposed(Fp16::pack(values[0], values[1])), row = i * 2 + laneid() / 4;
-            if (row >= tile.share.count) continue;
-            if constexpr (kAreTogether) {
-                if (gates[0] != kNowhere) *reinterpret_cast<u32*>(result(tile.params, tile.share, row, gates[0])) = both;
-            } else {
-#pragma unroll
-                for (u32 k = 0; k < 2; ++k)
-                    if (gates[k] != kNowhere) *result(tile.params, tile.share, row, gates[k]) = static_cast<u16>(both >> k * 16);
-            }
-        }
+        GatedRows<GateUp>::put(tile, activation, [&](u32 row, u32 gate) { return result(tile.params, tile.share, row, gate); });
     }
 };
-
-// The products of a thread block's tiles, from pair `pair` on: those of each width have a loop of their own, since in a common one the compiler
-// gives each registers of its own for sums.
-template <class Tile, class Form, class Tail, u32 kWidth = Tile::kRows>
-__device__ __forceinline__ void multiply_tiles(const KogTapeParams& params, u32 pair, SlotRing<Tile::kStages>& ring) {
-    for (; pair < params.num_pairs; pair += gridDim.x / kPair) {
-        const RowsShare share = find_share<Tile, Form>(params, pair);
-        if (share.width != kWidth) break;
-        if constexpr (kWidth > 0) TapeProduct<Tile, kWidth, Form, Tail>{params, share}.run(ring);
-        Tail::clear_from(params, share, kWidth);
-    }
-    if constexpr (kWidth > 0) multiply_tiles<Tile, Form, Tail, kWidth - Tile::kLeast>(params, pair, ring);
-}
-
-// Of a thread that multiplies, and of one that copies: together what they are launched with.
-template <class Tile>
-constexpr int kRegisters = Tile::kCtas == 1 ? 224 : 96;
-template <class Tile>
-constexpr int kCopyRegisters = Tile::kCtas == 1 ? 56 : 48;
-
-template <class Tile, class Form, class Tail>
-__device__ __forceinline__ void run_rows(const KogTapeParams& params) {
-    let_successors_begin();
-    const u32 is_copying = __shfl_sync(kFullWarp, threadIdx.x / kTileThreads, 0);  // one register for the whole warp
-    if (threadIdx.x == 0) make_barriers<Tile>();
-    __syncthreads();
-    cluster_sync();
-    const u32 first = blockIdx.x / kPair;
-    if (is_copying) {
-        drop_registers<kCopyRegisters<Tile>>();
-        SlotRing<Tile::kStages> ring{0, 1};
-        for (u32 pair = first; pair < params.num_pairs; pair += gridDim.x / kPair) {
-            const RowsShare share = find_share<Tile, Form>(params, pair);
-            if (share.width > 0) TapeCopies<Tile, Form, Tail>{params, share}.run(ring, pair == first);
-        }
-    } else {
-        raise_registers<kRegisters<Tile>>();  // the compiler believes in them if no branch in front of here leaves the kernel
-        await_predecessors();  // who may still read what results overwrite
-        SlotRing<Tile::kStages> ring;
-        multiply_tiles<Tile, Form, Tail>(params, first, ring);
-    }
-    cluster_sync();  // nobody leaves whose barriers the other one tells
-}
 
 }  // namespace kog
 
 using namespace kog;
 
 #define KOG_KERNEL(name, form, tail, rows)                                                                                              \
-    __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kTileThreads + kGroupThreads, Tile##rows::kCtas)                     \
+    __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Tile##rows::kThreads + kGroupThreads, Tile##rows::kCtas)             \
         name##_##rows(const __grid_constant__ TapeLaunch launch) {                                                                   \
-        run_rows<Tile##rows, form, tail>(launch.params);                                                                                    \
+        run_tiles<Tile##rows, form, tail>(launch.params);                                                                                   \
     }
 #define KOG_TILE(rows)                       \
     KOG_KERNEL(qkv, Qkv, Projected, rows)    \

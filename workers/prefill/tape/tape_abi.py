@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kog_dist.collectives.cuda_abi import device_header
-from kog_dist.decode.coding import CODED_COLUMNS, Coding
+from kog_dist.decode.coding import CODED_COLUMNS
 from kog_dist.decode.recipes import matrix_stages
 from kog_dist.decode.steps import Phase
-from kog_dist.decode.tape_packing import OpShape
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import FORMATS
 from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.tape.tile_abi import (
-    COLUMNS,
     TapeTile,
     code_lines,
     constant_lines,
     form,
+    pairs_across,
     product_lines,
+    stage_bytes,
     weight_constants,
 )
 
@@ -29,8 +27,6 @@ PHASES = {
     Phase.GATE_UP: ("gate_up", "GateUp"),
     Phase.DOWN: ("down", "Down"),
 }
-PAIR = 2  # thread blocks that share their rows
-COPY_THREADS = 128  # beside TILE_THREADS
 ORDERED_COLUMNS = 32  # that the order of products rearranges
 # By rows: thread blocks of a multiprocessor, rows that widths are multiples of, columns of codes of 8 bit at a time.
 _TILES = {64: (2, 32, 128), 256: (1, 128, 64)}
@@ -65,22 +61,9 @@ def tiles(shape: KernelShape) -> tuple[TapeTile, ...]:
     return tuple(found)
 
 
-def stage_bytes(coding: Coding, rows: int, columns: int, ops: Sequence[OpShape]) -> int:
-    """Of a stage of a tile of `rows` rows and COLUMNS lines (tape_product.cuh), for matrices of all these shapes."""
-    others = max(blocks_of_tile(op.rows) * (coding.part_bytes(op.rows) - op.rows * coding.row_bytes) for op in ops)
-    return -(-(2 * rows * columns + COLUMNS * columns * coding.bits // 8 + others) // 1024) * 1024
-
-
-def blocks_of_tile(rows: int) -> int:
-    """Blocks of so many rows that a tile has lines of, at most (`Lines` in tape_product.cuh)."""
-    return (COLUMNS + 2 * rows - 1 - (rows & -rows)) // rows
-
-
-def pairs_across(shape: KernelShape, phase: Phase) -> int:
-    """Pairs of tiles that the rows of a product take."""
-    op = shape.ops[phase]
-    lines = -(-matrix_rows(shape, phase) // op.cta_rows) * op.blocks * op.rows
-    return -(-lines // (PAIR * COLUMNS))
+def pairs_of(shape: KernelShape, phase: Phase) -> int:
+    """Pairs of tiles that the rows of a product take: tiles of all sizes have as many rows of a matrix."""
+    return pairs_across(shape.ops[phase], matrix_rows(shape, phase), tiles(shape)[0])
 
 
 def matrix_rows(shape: KernelShape, phase: Phase) -> int:
@@ -119,6 +102,6 @@ def constants(shape: KernelShape) -> str:
     lines = [device_header("kog_dist.workers.prefill.tape.tape_abi", (TAPE_PARAMS,)), '#include "ptx.cuh"', "namespace kog {"]
     lines += [*constant_lines(numbers, flags, floats), f"using WeightFormat = {FORMATS[shape.weight_dtype]};"]
     lines += [form(name, shape.ops[phase], shape.num_ctas, matrix_rows(shape, phase)) for phase, (_, name) in PHASES.items()]
-    lines += [line for tile in tiles(shape) for line in tile.lines()]
+    lines += [line for tile in tiles(shape) for line in tile.header()]
     kernels = " ".join(f"KOG_TILE({tile.rows})" for tile in tiles(shape))
     return "\n".join([*lines, "}  // namespace kog", f"#define KOG_TILES {kernels}", *code_lines(coding), ""])

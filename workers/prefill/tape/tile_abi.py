@@ -1,38 +1,55 @@
-"""What tape_product.cuh and expert_product.cuh are compiled for: tiles, and where matrices lie."""
+"""What tape_product.cuh is compiled for: tiles, and where matrices lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kog_dist.decode.coding import CODED_COLUMNS, Coding
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape
 from kog_dist.workers.cuda.code_names import CODES, SCALES
+from kog_dist.workers.prefill.arrays import Array, address
 from kog_dist.workers.prefill.hopper_abi import SHARED_BYTES, product
 
-TILE_THREADS = 256  # that multiply
-LEAST_WIDTH = 32  # of what is multiplied of a tile of experts: rows, of which it may have fewer than it has room for
-STAGE_COLUMNS = 64  # of 16 bit that are multiplied at a time
-COLUMNS = 128  # of a tile: rows of a matrix, at most
+_GROUP_THREADS, _GROUP_LINES = 128, 64  # a group of warps, and the rows of a matrix that it multiplies
+PAIR = 2  # thread blocks that share their rows
+PANEL = 64  # columns that stand together in shared memory
 _ALIGNMENT, _BARRIER_BYTES = 1024, 128
 _OTHER_BYTES = 1088 + _ALIGNMENT + _BARRIER_BYTES  # of shared memory: static memory and what the system takes, too
 _MOST_STAGES = 6
 _WEIGHT_SCALES = {"E4M3": 2.0**8, "E2M1": 1.0, "INT4": 2.0**4}  # scales of some 1e-4 become normal numbers of binary16
+MakeMap = Callable[[int, Sequence[int], Sequence[int], Sequence[int]], NDArray[np.uint64]]
 
 
 @dataclass(frozen=True)
 class TapeTile:
-    """A size of tiles: up to so many rows, and COLUMNS rows of a matrix.
+    """A size of tiles: up to so many rows, and `lines` rows of a matrix.
 
     `stage_bytes`: of shared memory for the part of both that is multiplied at a time, `stage_columns` of each row. `ctas`: thread
-    blocks that share a multiprocessor. `least`: rows that are multiplied in any case; above, multiples of it.
+    blocks that share a multiprocessor. `least`: those that are multiplied are a multiple of it.
+    `is_ahead`: operands are expanded beside the group's own products. `groups`: of warps, that multiply.
     """
 
     rows: int
     stage_bytes: int
     stage_columns: int
     ctas: int
-    least: int = LEAST_WIDTH
+    least: int
+    is_ahead: bool = True
+    groups: int = 2
+
+    @property
+    def lines(self) -> int:
+        """Rows of a matrix."""
+        return _GROUP_LINES * self.groups
+
+    @property
+    def num_threads(self) -> int:
+        """Of a thread block; those of one more group copy."""
+        return _GROUP_THREADS * (self.groups + 1)
 
     @property
     def stages(self) -> int:
@@ -44,18 +61,21 @@ class TapeTile:
         """Of a thread block, what alignment takes included."""
         return _ALIGNMENT + self.stages * self.stage_bytes + _BARRIER_BYTES
 
-    def lines(self) -> list[str]:
-        """Of a header: the struct `Tile` with its number of rows."""
+    def rows_map(self, x: Array, make_map: MakeMap) -> NDArray[np.uint64]:
+        """Of what is multiplied, (lanes, rows, columns), in the boxes that a thread block copies. `make_map`: as `tensor_map`."""
+        lanes, size, columns = x.shape
+        row_bytes, lane_bytes = x.strides[1], x.strides[0] if lanes > 1 else size * x.strides[1]
+        strides = (row_bytes, lane_bytes, lanes * lane_bytes)
+        return make_map(address(x), (columns, size, lanes, 1), strides, (PANEL, self.least // PAIR, 1, 1))
+
+    def header(self) -> list[str]:
+        """Lines: the struct `Tile` with its number of rows."""
         numbers = {
             "kRows": self.rows, "kStages": self.stages, "kStageBytes": self.stage_bytes,
             "kStage": self.stage_columns, "kCtas": self.ctas, "kLeast": self.least,
+            "kIsAhead": int(self.is_ahead), "kLines": self.lines, "kThreads": _GROUP_THREADS * self.groups,
         }  # fmt: skip
         return [struct(f"Tile{self.rows}", numbers)]
-
-
-def stage_columns(coding: Coding | None) -> int:
-    """Columns that are multiplied at a time: whole steps."""
-    return STAGE_COLUMNS if coding is None else CODED_COLUMNS
 
 
 def part_bytes(coding: Coding | None, rows: int) -> int:
@@ -63,22 +83,28 @@ def part_bytes(coding: Coding | None, rows: int) -> int:
     return 2 * rows * STEP_COLUMNS if coding is None else coding.part_bytes(rows)
 
 
-def stage_bytes(coding: Coding | None, rows: int, columns: int, ops: Iterable[OpShape]) -> int:
-    """Of a stage of a tile of `rows` rows and whole blocks (expert_product.cuh), for matrices of all these shapes."""
-    steps = columns // (STEP_COLUMNS if coding is None else CODED_COLUMNS)
-    of_weights = max(COLUMNS // op.rows * part_bytes(coding, op.rows) for op in ops)
-    return -(-(2 * rows * columns + steps * of_weights) // 1024) * 1024
+def stage_bytes(coding: Coding | None, rows: int, columns: int, ops: Iterable[OpShape], groups: int = 2) -> int:
+    """Of a stage of a tile of `rows` rows, for `groups` groups of warps and matrices of all these shapes (tape_product.cuh)."""
+    lines = _GROUP_LINES * groups
+    row_bytes, bits = (coding.row_bytes, coding.bits) if coding else (2 * STEP_COLUMNS, 16)
+    others = max(blocks_of_tile(op.rows, lines) * (part_bytes(coding, op.rows) - op.rows * row_bytes) for op in ops)
+    return -(-(2 * rows * columns + lines * columns * bits // 8 + others) // 1024) * 1024
 
 
-def num_across(op: OpShape, num_rows: int) -> int:
-    """Tiles that the rows of a matrix take (`WholeBlocks` in expert_product.cuh)."""
-    return -(-(-(-num_rows // op.cta_rows) * op.blocks) // (COLUMNS // op.rows))
+def blocks_of_tile(rows: int, lines: int) -> int:
+    """Blocks of so many rows that a tile has some of, at most (`TileLines` in tape_product.cuh)."""
+    return (lines + 2 * rows - 1 - (rows & -rows)) // rows
+
+
+def pairs_across(op: OpShape, num_rows: int, tile: TapeTile) -> int:
+    """Pairs of tiles that so many rows of a matrix take."""
+    all_lines = -(-num_rows // op.cta_rows) * op.blocks * op.rows
+    return -(-all_lines // (PAIR * tile.lines))
 
 
 def weight_constants(coding: Coding | None, weight_dtype: str) -> tuple[dict[str, int], dict[str, bool], dict[str, float]]:
     """Of a header: numbers, flags and fractions that operands.cuh and weights.cuh read."""
     numbers = {
-        "kTileThreads": TILE_THREADS, "kColumns": COLUMNS, "kLeastWidth": LEAST_WIDTH, "kFirstWideTile": 96,
         "kRowBytes": coding.row_bytes if coding else 2 * STEP_COLUMNS,
         "kScales": coding.scales if coding else 1, "kScaleBytes": coding.scale_bytes if coding else 0,
         "kZeroBytes": coding.zero_bytes if coding else 0,
