@@ -109,6 +109,22 @@ enum { kRows = 3, kVectors = 2, kGroup = 6 };
 #endif
 enum { kBlock = 24 }; /* steps of a row that are widened at a time */
 
+/* Lower and upper sums of `vectors` vectors are added. Of four vectors, AVX-512 adds up 16 values to 4 each at once: then they fill one
+   register, which is to be written and read but once. */
+static inline __attribute__((always_inline)) void end(unsigned int vectors, floats *low, floats *high, float *sums) {
+    floats v[4];
+    for (unsigned int i = 0; i < 4; ++i) v[i] = i < vectors ? low[i] + high[i] : all(0);
+#if defined __AVX512F__
+    for (unsigned int i = 0; i < 2; ++i)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    store(sums, __builtin_shufflevector(v[0], v[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                    __builtin_shufflevector(v[0], v[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+#else
+    for (unsigned int i = 0; i < vectors; ++i) store(sums + i * kPair, v[i]);
+#endif
+}
+
 /* kRows rows (stride `row_stride`) and `vectors` packed vectors meet in `steps` steps. Sums so far are those of `sums` (rows, vectors,
    kPair) unless `is_first`, and go there; if `is_last`, lower and upper ones are added. */
 static inline __attribute__((always_inline)) void meet(
@@ -136,12 +152,13 @@ static inline __attribute__((always_inline)) void meet(
                 for (unsigned int row = 0; row < kRows; ++row) high[row][v] = fused(values[row], other, high[row][v]);
             }
         }
-        for (unsigned int row = 0; row < kRows; ++row)
-            for (unsigned int v = 0; v < vectors; ++v) {
-                float *at = sums + row * sums_stride + v * kPair + part * kWidth;
-                if (is_last) store(at, low[row][v] + high[row][v]);
-                else store(at, low[row][v]), store(at + kSums, high[row][v]);
-            }
+        for (unsigned int row = 0; row < kRows; ++row) {
+            float *at = sums + row * sums_stride + part * kWidth;
+            if (is_last)
+                end(vectors, low[row], high[row], at);
+            else
+                for (unsigned int v = 0; v < vectors; ++v, at += kPair) store(at, low[row][v]), store(at + kSums, high[row][v]);
+        }
     }
 }
 
@@ -162,7 +179,7 @@ static void meet_all(
 }
 
 /* `totals[i]` = the total of 16 sums at sums + i * kPair, for 16 of them. */
-static inline void totals(const float *sums, float *totals) {
+static inline void totals_of_sums(const float *sums, float *totals) {
 #if defined __AVX512F__
     floats v[16];
     for (unsigned int i = 0; i < 16; ++i) v[i] = loaded(sums + i * kPair);
@@ -199,9 +216,27 @@ static inline void totals(const float *sums, float *totals) {
 #endif
 }
 
+/* `totals[i]` = the total of the sums that `end` left of vector i, of 16 from the first on. */
+static inline void totals_of_ends(const float *sums, float *totals) {
+#if defined __AVX512F__
+    floats v[4];
+    for (unsigned int i = 0; i < 4; ++i) v[i] = loaded(sums + i * kVectors * kPair);
+    for (unsigned int i = 0; i < 2; ++i)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    const floats mixed = __builtin_shufflevector(v[0], v[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+                         __builtin_shufflevector(v[0], v[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+    store(totals, __builtin_shufflevector(mixed, mixed, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+#else
+    totals_of_sums(sums, totals);
+#endif
+}
+
 /* A row's products are kept for kKept rows: vector by vector they are then written to memory side by side. */
 enum { kKept = 48 };
-static void collect(const struct matrix_product *one, size_t row, const float *sums, float scale, float *results) {
+static inline __attribute__((always_inline)) void collect(
+    const struct matrix_product *one, size_t row, const float *sums, void (*totals)(const float *, float *), float scale,
+    float *results) {
     const size_t count = one->count, stride = padded(count, 16), kept = row % kKept, first = row - kept;
     for (size_t i = 0; i < count; i += 16) totals(sums + i * kPair, results + kept * stride + i);
     if (kept + 1 < kKept && row + 1 < one->rows) return;
@@ -210,7 +245,6 @@ static void collect(const struct matrix_product *one, size_t row, const float *s
         for (size_t at = 0; at <= kept; ++at) product[at] = results[at * stride + i] * scale;
     }
 }
-
 
 static inline __attribute__((always_inline)) void multiply_many(
     const struct matrix_product *one, enum format format, float *scratch) {
@@ -237,7 +271,7 @@ static inline __attribute__((always_inline)) void multiply_many(
                     wide + row * row_stride, row_stride, packed + from * kPair, stride, count, to - from, from == 0, to == steps,
                     sums + row * sums_stride, sums_stride);
         }
-        for (size_t row = 0; row < rows; ++row) collect(one, first + row, sums + row * sums_stride, scale_of(format), results);
+        for (size_t row = 0; row < rows; ++row) collect(one, first + row, sums + row * sums_stride, totals_of_ends, scale_of(format), results);
     }
 }
 
@@ -365,7 +399,7 @@ static void multiply_coded(const struct matrix_product *one, float *scratch) {
                     meet_coded(2, values, row_stride, packed + v * stride, stride, steps, sums + v * kPair, sums_stride);
                 else
                     meet_coded(1, values, row_stride, packed + v * stride, stride, steps, sums + v * kPair, sums_stride);
-            for (size_t row = 0; row < rows; ++row) collect(one, first + row, sums + row * sums_stride, 1.0f, results);
+            for (size_t row = 0; row < rows; ++row) collect(one, first + row, sums + row * sums_stride, totals_of_sums, 1.0f, results);
         }
 }
 
