@@ -10,16 +10,20 @@ from kog_dist.gateway.anthropic.message_reply import MessageReply
 from kog_dist.gateway.anthropic.messages_request import (
     ClearThinking,
     CountTokensRequest,
+    DefinedTool,
     MediaBlock,
     MessagesRequest,
     NamedChoice,
+    NamedTool,
     RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ThinkingParam,
     ThinkingTurns,
+    ToolAdditionBlock,
     ToolDefinition,
     ToolReference,
+    ToolRemovalBlock,
     ToolResultBlock,
     ToolUseBlock,
     TurnParam,
@@ -81,7 +85,9 @@ def without_hosted_tools(body: object) -> tuple[object, tuple[str, ...]]:
 # ---- to a chat ----
 def as_chat(request: CountTokensRequest) -> dict[str, Any]:
     """The body of a chat that means the same. Raises ApiError naming a block that cannot be read."""
-    messages = [*_system(request), *(chat for idx, message in enumerate(request.messages) for chat in _messages(message, idx))]
+    messages = [*_system(request), *_turns(request)]
+    if not messages:
+        raise invalid("messages", "messages: there is nothing to answer")
     _clear_thoughts(messages, request)
     tools = _shown_tools(request)
     chat: dict[str, Any] = {"model": request.model, "messages": messages}
@@ -118,8 +124,10 @@ def _output(request: MessagesRequest, effort: str | None) -> dict[str, Any]:
     """How much the model thinks where it does, and what its answer follows. `effort`: what `thinking` says of it."""
     config = request.output_config
     found: dict[str, Any] = {}
-    if config is not None and config.effort is not None and effort != "none":
-        found["reasoning_effort"] = config.effort
+    configs = (config, *(message.output_config for message in request.messages))
+    efforts = [one.effort for one in configs if one is not None and one.effort is not None]
+    if efforts and effort != "none":
+        found["reasoning_effort"] = efforts[-1]
     form = request.output_format if config is None or config.format is None else config.format
     if form is not None:
         found["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
@@ -148,11 +156,23 @@ def _clear_thoughts(messages: Sequence[dict[str, Any]], request: CountTokensRequ
 
 
 def _shown_tools(request: CountTokensRequest) -> list[ToolDefinition]:
-    """All but those that are deferred and that no result has referred to yet."""
-    blocks = (block for message in request.messages if not isinstance(message.content, str) for block in message.content)
-    results = (block.content for block in blocks if isinstance(block, ToolResultBlock) and not isinstance(block.content, str))
-    found = {part.tool_name for parts in results for part in parts or () if isinstance(part, ToolReference)}
-    return [tool for tool in request.tools or () if not tool.defer_loading or tool.name in found]
+    """Those that the model may call at the end: deferred ones when a result has referred to them, or as the system has said."""
+    tools = list(request.tools or ())
+    shown = {tool.name for tool in tools if not tool.defer_loading}
+    for idx, message in enumerate(request.messages):
+        for place, block in enumerate(message.content if not isinstance(message.content, str) else ()):
+            if isinstance(block, ToolResultBlock) and not isinstance(block.content, str):
+                shown |= {part.tool_name for part in block.content or () if isinstance(part, ToolReference)}
+            elif isinstance(block, ToolAdditionBlock) and isinstance(block.tool, DefinedTool):
+                added = block.tool.definition
+                tools = [*(tool for tool in tools if tool.name != added.name), added]
+                shown.add(added.name)
+            elif isinstance(block, ToolAdditionBlock | ToolRemovalBlock) and isinstance(block.tool, NamedTool):
+                where, name = f"messages[{idx}].content[{place}]", block.tool.name
+                if not any(tool.name == name for tool in tools):
+                    raise invalid(where, f"{where}: there is no tool {name!r}")
+                (shown.add if isinstance(block, ToolAdditionBlock) else shown.discard)(name)
+    return [tool for tool in tools if tool.name in shown]
 
 
 def _choice(request: CountTokensRequest) -> dict[str, Any]:
@@ -179,6 +199,14 @@ def _billing(request: CountTokensRequest) -> list[int]:
     return [idx for idx, block in enumerate(blocks) if block.text.startswith(_BILLING)]
 
 
+def _turns(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
+    """The messages of all turns but those that were for an earlier turn alone."""
+    last_user_idx = max((idx for idx, message in enumerate(request.messages) if message.role == "user"), default=-1)
+    for idx, message in enumerate(request.messages):
+        if message.clear_at != "next_user_message" or idx > last_user_idx:
+            yield from _messages(message, idx)
+
+
 def _messages(message: TurnParam, idx: int) -> Iterator[dict[str, Any]]:
     """The messages of a chat that a turn stands for: results of calls are messages of their own."""
     blocks: Sequence[Any] = (
@@ -199,7 +227,7 @@ def _messages(message: TurnParam, idx: int) -> Iterator[dict[str, Any]]:
                 yield {"role": message.role, "content": "\n".join(texts)}
                 texts = []
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, f"{where}[{place}]")}
-    if texts or not blocks:
+    if texts or (not blocks and message.role != "system"):
         yield {"role": message.role, "content": "\n".join(texts)}
 
 
@@ -235,5 +263,7 @@ def _check_block(block: object, role: str, where: str) -> None:
     of_answers = isinstance(block, ToolUseBlock | ThinkingBlock | RedactedThinkingBlock)
     if of_answers and role != "assistant":
         raise invalid(where, f"{where}: only an assistant's message has a block of this type")
+    if isinstance(block, ToolAdditionBlock | ToolRemovalBlock) and role != "system":
+        raise invalid(where, f"{where}: only a system's message changes tools")
     if isinstance(block, ToolResultBlock) and role != "user":
         raise invalid(where, f"{where}: only a user's message has results of calls")

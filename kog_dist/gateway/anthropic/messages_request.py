@@ -90,18 +90,6 @@ class ToolResultBlock(RequestModel):
     cache_control: Any = ignored(CACHE_CONTROL)
 
 
-Block = Annotated[
-    TextBlock | MediaBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
-]
-
-
-class TurnParam(RequestModel):
-    """A turn, or what the system says between two. An assistant's that is last is gone on with."""
-
-    role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(fail_fast=True)]
-
-
 class ToolDefinition(RequestModel):
     """A function of the client's."""
 
@@ -115,6 +103,64 @@ class ToolDefinition(RequestModel):
     cache_control: Any = ignored(CACHE_CONTROL)
     strict: Any = ignored("where arguments are enforced they follow the schema")
     eager_input_streaming: Any = ignored("arguments are always streamed as they come")
+
+
+class NamedTool(RequestModel):
+    """A tool of the request, or one that an earlier message has defined."""
+
+    type: Literal["tool_reference"]
+    name: Annotated[str, Field(max_length=MAX_NAME)]
+
+
+class DefinedTool(RequestModel):
+    """A tool that is defined where it is added."""
+
+    type: Literal["tool_definition"]
+    definition: ToolDefinition
+
+
+class ToolAdditionBlock(RequestModel):
+    """From here on the model may call a tool."""
+
+    type: Literal["tool_addition"]
+    tool: Annotated[NamedTool | DefinedTool, Field(discriminator="type")]
+    cache_control: Any = ignored(CACHE_CONTROL)
+
+
+class ToolRemovalBlock(RequestModel):
+    """From here on it may not."""
+
+    type: Literal["tool_removal"]
+    tool: NamedTool
+    cache_control: Any = ignored(CACHE_CONTROL)
+
+
+Block = Annotated[
+    TextBlock
+    | MediaBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ToolAdditionBlock
+    | ToolRemovalBlock,
+    Field(discriminator="type"),
+]
+
+
+class TurnConfig(RequestModel):
+    """How much the model thinks from here on, in the words of its template."""
+
+    effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+
+
+class TurnParam(RequestModel):
+    """A turn, or what the system says between two. An assistant's that is last is gone on with."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
+    clear_at: Literal["next_user_message", "never"] | None = Field(default=None, description="When its text is left out.")
+    output_config: TurnConfig | None = None
 
 
 class AnyChoice(RequestModel):

@@ -196,6 +196,45 @@ def test_deferred_tools_are_shown_from_when_they_are_found() -> None:
     assert "tools" not in chat_of(tools=tools[1:], tool_choice={"type": "auto"})
 
 
+def change(kind: str, **tool: Any) -> dict[str, Any]:
+    return {"type": kind, "tool": {"type": "tool_definition" if "definition" in tool else "tool_reference", **tool}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ([change("tool_addition", name="tide")], ["weather", "tide"]),
+        ([change("tool_removal", name="weather")], []),
+        ([change("tool_removal", name="weather"), change("tool_addition", name="weather")], ["weather"]),
+        ([change("tool_addition", definition={**TOOLS[0], "name": "moon"})], ["weather", "moon"]),
+        ([change("tool_addition", definition={**TOOLS[0], "name": "moon"}), change("tool_removal", name="moon")], ["weather"]),
+    ],
+)  # fmt: skip
+def test_the_system_changes_tools_between_turns(changes: list[Any], shown: list[str]) -> None:
+    tools = [TOOLS[0], {**TOOLS[0], "name": "tide", "defer_loading": True}]
+    chat = chat_of(tools=tools, messages=[*ASK["messages"], blocks(*changes, role="system")])  # type: ignore[misc]
+    assert [tool["function"]["name"] for tool in chat.get("tools", ())] == shown
+    assert chat["messages"] == ASK["messages"], "there is no text in it"
+
+
+SAID = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("message", "is_shown"),
+    [
+        (SAID, True), ({**SAID, "clear_at": "never"}, True), ({**SAID, "clear_at": "next_user_message"}, False),
+        ({**SAID, "content": []}, False), ({**SAID, "content": [], "output_config": {"effort": "low"}}, False),
+    ],
+)  # fmt: skip
+def test_what_the_system_says_for_a_turn(message: dict[str, Any], is_shown: bool) -> None:
+    before, behind = [*ASK["messages"], message], [{"role": "assistant", "content": "a"}, *ASK["messages"]]  # type: ignore[misc]
+    assert (SAID in chat_of(messages=[*before, *behind])["messages"]) is is_shown
+    assert (SAID in chat_of(messages=before)["messages"]) is bool(message["content"]), "it is the turn's own"
+    effort = message.get("output_config", {}).get("effort", "high")
+    assert chat_of(messages=[*before, *behind], output_config={"effort": "high"})["reasoning_effort"] == effort
+
+
 def test_claude_codes_header_of_bills_is_no_text(tagged_model: ServedModel) -> None:
     """It changes with every request, and stands before all that could be kept."""
     headers = [text(f"x-anthropic-billing-header: cc_version=2.1.332; cch={count};") for count in range(2)]
@@ -226,6 +265,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0]", "is not supported"),
     ({"model": "other"}, "model", "there is no model"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "must be"),
+    ({"messages": [blocks(change("tool_addition", name="x"))]}, "messages[0].content[0]", "only a system's"),
+    ({"messages": [SAID, blocks(change("tool_addition", name="x"), role="system")]}, "messages[1].content[0]", "no tool 'x'"),
+    ({"messages": [blocks(role="system")]}, "messages", "nothing to answer"),
     ({"output_config": {"effort": 3}}, "output_config.effort", "must be"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be"),
     (
