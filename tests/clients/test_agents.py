@@ -33,6 +33,8 @@ CUES = (
     Cue(("weather in Lima",), CODE.format('print(weather("Lima"))')),
     Cue(("the number is 4711",), "I have read that it is 4711."),
     Cue(("number is in note.txt",), "I look.\n" + call("Bash", command="cat note.txt", description="Show the note")),
+    Cue(("tool WebFetch can be called now",), "It has been loaded."),
+    Cue(("tool that fetches pages",), call("ToolSearch", query="select:WebFetch", max_results=1)),
     Cue(("number does note.txt hold",), "I look.\n" + call("bash", command="cat note.txt", description="Show the note")),
     Cue(("greeting into hello.py",), 'hello.py\n```\nprint("hello")\n```\n'),
 )
@@ -61,6 +63,13 @@ def test_claude_code(url: str, tmp_path: Path) -> None:
     assert (found["result"], found["is_error"], found["num_turns"]) == (READ, False, 2)
     assert found["usage"]["cache_read_input_tokens"] > 8192
     assert not found["permission_denials"]
+
+
+def test_claude_code_loads_a_deferred_tool(url: str, tmp_path: Path) -> None:
+    """It sends no definitions of most of its tools until its own search has referred to them."""
+    asked = block("Claude Code", "sh", url).replace("Which number is in note.txt?", "Look for a tool that fetches pages.")
+    found = json.loads(run_shell(asked, node_client("@anthropic-ai/claude-code"), tmp_path))
+    assert (found["result"], found["is_error"], found["num_turns"]) == ("It has been loaded.", False, 2)
 
 
 def test_opencode(url: str, tmp_path: Path) -> None:
