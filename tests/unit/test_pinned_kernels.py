@@ -66,6 +66,13 @@ def numbers_of(name: str, made: object) -> Iterator[str]:
             yield f"{name}.{attribute} = {text}"
 
 
+def numbers_in(header: str) -> Iterator[str]:
+    """What a header says of a model: no structs and no instructions."""
+    return (
+        line for line in header.splitlines() if line.startswith(("constexpr", "#define", "__constant__", "using", "namespace"))
+    )
+
+
 def lines_of(name: str, rank: int, num_ranks: int, kv_dtype: str) -> Iterator[str]:
     spec, codings = named_shape(name)
     shape = KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, kv_dtype=kv_dtype, **codings)
@@ -75,14 +82,14 @@ def lines_of(name: str, rank: int, num_ranks: int, kv_dtype: str) -> Iterator[st
     if shape.experts is not None:
         yield from numbers_of("experts", shape.experts)
     for header, text in headers(shape).items():
-        yield from (f"{header}: {line}" for line in text.splitlines() if header != "abi.cuh")
+        yield from (f"{header}: {line}" for line in numbers_in(text) if header != "abi.cuh")
     for one in builds(shape, name):
         for argument in one.args:
             if isinstance(argument, str) and "\n" in argument:
-                yield from (f"{one.args[0]}: {line}" for line in argument.splitlines())
+                yield from (f"{one.args[0]}: {line}" for line in numbers_in(argument))
             elif hasattr(argument, "header"):
                 yield from numbers_of(type(argument).__name__, argument)
-                yield from (f"{type(argument).__name__}: {line}" for line in argument.header().splitlines())
+                yield from (f"{type(argument).__name__}: {line}" for line in numbers_in(argument.header()))
             if isinstance(argument, AttentionShape):
                 for size, window, end in CHUNKS:
                     cut = plan(argument, size, window, end, MULTIPROCESSORS)
