@@ -112,10 +112,12 @@ class ReplayServer:
 
     async def _shut(self) -> None:
         self._server.close()
+        await asyncio.sleep(0)  # connections that were just taken begin, so that their end closes them
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0)  # a socket is closed a turn after its writer
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
