@@ -17,7 +17,7 @@ from kog_dist.rpc.messages import Done, PrefillProgress, Tokens
 from tests.patience import in_time
 
 OBEYED_S = 0.25  # the promise
-LONG_PROMPT = [1 + idx % 300 for idx in range(8000)]  # several seconds of prefill
+LONG_PROMPT = [1 + idx % 300 for idx in range(32_000)]  # seconds of prefill
 
 
 @pytest.fixture(scope="module")
