@@ -24,7 +24,7 @@ from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 
 
-class Turn(NamedTuple):
+class LaneTurn(NamedTuple):
     """A lane's turn at a product of its own, or at one that it has together with others (`products`)."""
 
     layer: int
@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 _MIN_STAGGERED_LANES = 2
 
 
-def product_order(spec: ModelSpec, lanes: range) -> list[Turn]:
+def product_order(spec: ModelSpec, lanes: range) -> list[LaneTurn]:
     """The turns of the lanes that a rank hosts; each lane's own are in the order of its computation."""
     if len(lanes) < _MIN_STAGGERED_LANES:
         return plain_order(spec, lanes, spec.num_layers)
@@ -51,29 +51,29 @@ def product_order(spec: ModelSpec, lanes: range) -> list[Turn]:
         for i in range(max(map(len, ops.values()))):
             for j in range(max(len(group) for _, group in groups)):
                 order += [
-                    Turn(first_free + half // 2, ops[half][i], group[j])
+                    LaneTurn(first_free + half // 2, ops[half][i], group[j])
                     for half, group in groups if j < len(group) and i < len(ops[half])
                 ]  # fmt: skip
             groups.reverse()  # OUT comes as late as it can: it waits for attention
     if num_halves:
         last, (first_op, *_, last_op) = spec.num_layers - 1, recipes(spec)[first_free][0].lane_ops
-        order = _moved(order, [Turn(first_free, first_op, lane) for lane in behind], Turn(first_free, last_op, ahead[0]))
+        order = _moved(order, [LaneTurn(first_free, first_op, lane) for lane in behind], LaneTurn(first_free, last_op, ahead[0]))
         of_mixer, of_ffn = (recipe.lane_ops[-1] for recipe in recipes(spec)[last])
-        order = _moved(order, [Turn(last, of_mixer, lane) for lane in behind], Turn(last, of_ffn, ahead[0]))
+        order = _moved(order, [LaneTurn(last, of_mixer, lane) for lane in behind], LaneTurn(last, of_ffn, ahead[0]))
     return order
 
 
-def _moved(order: list[Turn], turns: list[Turn], before: Turn) -> list[Turn]:
+def _moved(order: list[LaneTurn], turns: list[LaneTurn], before: LaneTurn) -> list[LaneTurn]:
     """The order with `turns` together, in front of another one."""
     rest = [turn for turn in order if turn not in turns]
     place = rest.index(before)
     return rest[:place] + turns + rest[place:]
 
 
-def plain_order(spec: ModelSpec, lanes: range, num_layers: int) -> list[Turn]:
+def plain_order(spec: ModelSpec, lanes: range, num_layers: int) -> list[LaneTurn]:
     """The turns in the first layers phase by phase, and within a phase lane by lane."""
     halves = [(layer, recipe) for layer in range(num_layers) for recipe in recipes(spec)[layer]]
-    return [Turn(layer, phase, lane) for layer, recipe in halves for phase in recipe.lane_ops for lane in lanes]
+    return [LaneTurn(layer, phase, lane) for layer, recipe in halves for phase in recipe.lane_ops for lane in lanes]
 
 
 def _is_free(spec: ModelSpec, first_layer: int) -> bool:

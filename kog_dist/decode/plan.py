@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
-from kog_dist.decode.products import Product, Rows, undivided
+from kog_dist.decode.products import Product, RowShare, undivided
 from kog_dist.decode.schedule import RankPlan, Scheduler
 from kog_dist.decode.steps import Message, PlannedMailbox, Value, place
 from kog_dist.errors import ConfigError
@@ -63,7 +63,7 @@ class Plan:
 
 def _described(product: Product) -> tuple[object, ...]:
     """A product for JSON."""
-    rows: Rows = product.rows
+    rows: RowShare = product.rows
     return (*product._replace(rows=rows[:3]), None if rows.form is None else astuple(rows.form))  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from kog_dist.decode.products import Product, Rows
+from kog_dist.decode.products import Product, RowShare
 from kog_dist.decode.schedule import RankPlan
 from kog_dist.decode.steps import LAYER_OPS, NONE, WEIGHT_PHASES, Phase, Value
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -131,7 +131,7 @@ def _row_findings(plan: Plan, product: Product) -> Iterator[str]:
     yield from _form_findings(rows, matrix, _TOGETHER.get(product.op, 1))
 
 
-def _form_findings(rows: Rows, matrix: _Matrix, together: int) -> Iterator[str]:
+def _form_findings(rows: RowShare, matrix: _Matrix, together: int) -> Iterator[str]:
     form = rows.form
     if form is None:
         if rows.num_ctas > 1:

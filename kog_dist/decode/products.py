@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kog_dist.decode.order import Turn, plain_order, product_order
+from kog_dist.decode.order import LaneTurn, plain_order, product_order
 from kog_dist.decode.recipes import all_recipes, recipe_of
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.model.spec import ModelSpec
 
 
-class Rows(NamedTuple):
+class RowShare(NamedTuple):
     """Who owns the `num_rows` rows of a product: thread block c those from c * `per_cta` on, the last ones fewer, or none.
 
     QKV counts query, then key, then value rows, GATE_UP a gate and an up row for each column, lane by lane. `num_ctas` thread
@@ -47,7 +47,7 @@ class Product(NamedTuple):
     layer: int
     first_lane: int
     num_lanes: int
-    rows: Rows
+    rows: RowShare
     source: int = NONE
 
     @property
@@ -60,11 +60,11 @@ class Division(NamedTuple):
     """How the products of an op are made: of so many neighbouring lanes each, with these rows."""
 
     num_lanes: int
-    rows: Rows
+    rows: RowShare
 
 
 def product_list(
-    spec: ModelSpec, turns: Iterable[Turn], lanes: range, division: Mapping[Phase, Division], sources: Sequence[int] = (NONE,)
+    spec: ModelSpec, turns: Iterable[LaneTurn], lanes: range, division: Mapping[Phase, Division], sources: Sequence[int] = (NONE,)
 ) -> tuple[Product, ...]:
     """The list of a rank that hosts `lanes`.
 
@@ -90,6 +90,6 @@ def undivided(spec: ModelSpec, lanes: range, *, staggered: bool = False) -> tupl
     stages = [stage for recipe in all_recipes(spec) for stage in recipe.stages if stage.num_rows]
     num_rows = {stage.phase: stage.num_rows for stage in stages}
     turns = product_order(spec, lanes) if staggered else plain_order(spec, lanes, spec.num_layers)
-    layers = product_list(spec, turns, lanes, {op: Division(1, Rows(count)) for op, count in num_rows.items()})
+    layers = product_list(spec, turns, lanes, {op: Division(1, RowShare(count)) for op, count in num_rows.items()})
     slices = {lane: spec.vocab_slice(lane) for lane in lanes}
-    return (*layers, *(Product(Phase.HEAD, NONE, lane, 1, Rows(last - first)) for lane, (first, last) in slices.items()))
+    return (*layers, *(Product(Phase.HEAD, NONE, lane, 1, RowShare(last - first)) for lane, (first, last) in slices.items()))

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from kog_dist.decode.steps import NONE, Kind, Phase, Site, Value
-from kog_dist.model.layers import Attention, Experts, Ffn
+from kog_dist.model.layers import AttentionMixer, Experts, Ffn
 from kog_dist.model.spec import ModelSpec
 
 Shape = tuple[int, ...]
@@ -107,7 +107,7 @@ class Recipe:
         return () if stage is None else tuple(self.value(kind, layer, lane) for kind in stage.writes)
 
 
-def _attention(spec: ModelSpec, mixer: Attention) -> Recipe:
+def _attention(spec: ModelSpec, mixer: AttentionMixer) -> Recipe:
     lanes, d = spec.num_lanes, spec.hidden_size
     heads = (mixer.num_heads // lanes, mixer.head_dim)
     of_qkv = ("attention.wq", "attention.wk", "attention.wv")
@@ -145,7 +145,7 @@ def _experts(spec: ModelSpec, experts: Experts) -> Recipe:
     return Recipe(Site.MLP, stages, shapes, spec.has_one_stream)
 
 
-_RECIPES: dict[type, Callable[[ModelSpec, Any], Recipe]] = {Attention: _attention, Ffn: _ffn, Experts: _experts}
+_RECIPES: dict[type, Callable[[ModelSpec, Any], Recipe]] = {AttentionMixer: _attention, Ffn: _ffn, Experts: _experts}
 
 
 @lru_cache(maxsize=64)

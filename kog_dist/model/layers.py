@@ -8,7 +8,7 @@ from kog_dist.model.experts import ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionMixer:
     """Causal softmax attention over keys and values of all positions, or of a window.
 
     `window`: positions that a token sees, itself included; None: all before it. `qkv_bias` is added to queries, keys and values,
@@ -85,6 +85,6 @@ class Norm:
 class LayerSpec:
     """One layer. Equal layers are equal values: few kinds make a model."""
 
-    mixer: Attention
+    mixer: AttentionMixer
     ffn: Ffn | Experts
     norm: Norm

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from kog_dist.model.layers import Attention, Experts, Ffn
+from kog_dist.model.layers import AttentionMixer, Experts, Ffn
 from kog_dist.model.spec import HeadType, ModelSpec
 
 EMBEDDING = "model.tok_embeddings.weight"
@@ -116,7 +116,7 @@ def _norm(spec: ModelSpec, stem: str) -> tuple[str, TensorLayout]:
     return name, _lane_first(spec, spec.hidden_size) if name.endswith(".scale") else _shared(spec.hidden_size)
 
 
-def _attention(spec: ModelSpec, mixer: Attention, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
+def _attention(spec: ModelSpec, mixer: AttentionMixer, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
     d, heads, kv_heads = spec.hidden_size, mixer.num_heads // spec.num_lanes, mixer.num_kv_heads // spec.num_lanes
     rows = {"wq": heads * mixer.head_dim, "wk": kv_heads * mixer.head_dim, "wv": kv_heads * mixer.head_dim}
     for name, count in rows.items():

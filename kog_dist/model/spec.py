@@ -12,7 +12,7 @@ from typing import Any
 from kog_dist.errors import ConfigError
 from kog_dist.model import limits
 from kog_dist.model.experts import ExpertsSpec
-from kog_dist.model.layers import Attention, Experts, Ffn, LayerSpec, Norm
+from kog_dist.model.layers import AttentionMixer, Experts, Ffn, LayerSpec, Norm
 from kog_dist.model.rope_scaling import RopeScaling, YarnScaling
 from kog_dist.quoting import short
 
@@ -341,7 +341,7 @@ def _layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
     windows = (spec.window(layer_idx) for layer_idx in range(spec.num_layers))
     of_window = {
         window: LayerSpec(
-            Attention(
+            AttentionMixer(
                 spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.qkv_bias, spec.out_bias, spec.qk_norm,
                 spec.attention_sinks,
             ),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.engine.session import EngineSession, running, until
-from kog_dist.bench.made_models.chain import Chain
+from kog_dist.bench.made_models.chain import TextChain
 from kog_dist.bench.made_models.published import write_published
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.messages import ErrorCode, Tokens
@@ -49,7 +49,7 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_made_model_in_mxfp4_writes_its_text(tmp_path: Path) -> None:
-    write_published(tmp_path, SHAPES["gpt_oss"], chain=Chain.of([CODE]))
+    write_published(tmp_path, SHAPES["gpt_oss"], chain=TextChain.of([CODE]))
     with running(str(tmp_path), "--device=cpu", "--ranks=2") as (_, client):
         told = [event.text for event in client.generate(prompt="What is it?", max_tokens=100) if isinstance(event, Tokens)]
     assert "".join(told) == CODE

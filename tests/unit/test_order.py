@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kog_dist.decode.order import Turn, product_order
+from kog_dist.decode.order import LaneTurn, product_order
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 
@@ -30,7 +30,7 @@ def test_each_lane_computes_its_own_in_order(lanes: range) -> None:
     for spec in VARIANTS:
         order = product_order(spec, lanes)
         for lane in lanes:
-            wanted = [Turn(layer, phase, lane) for layer in range(spec.num_layers) for phase in CHAIN]
+            wanted = [LaneTurn(layer, phase, lane) for layer in range(spec.num_layers) for phase in CHAIN]
             assert [product for product in order if product.lane == lane] == wanted, spec
         assert len(order) == 4 * spec.num_layers * len(lanes)
 
@@ -71,7 +71,7 @@ def test_the_mlp_of_half_of_the_lanes_covers_the_attention_of_the_others(lanes: 
     order, half = product_order(SMALL, lanes), len(lanes) // 2
     inner = order[4 * len(lanes) * SMALL.delay + 3 * half : -4 * half]  # without the ends, where half of the lanes are alone
     for number, product in enumerate(inner):
-        if product.phase is Phase.OUT and (queries := Turn(product.layer, Phase.QKV, product.lane)) in inner:
+        if product.phase is Phase.OUT and (queries := LaneTurn(product.layer, Phase.QKV, product.lane)) in inner:
             between = inner[inner.index(queries) + 1 : number]
             others = {other.phase for other in between if (other.lane in lanes[:half]) != (product.lane in lanes[:half])}
             assert others >= {Phase.GATE_UP, Phase.DOWN}, product
@@ -92,18 +92,18 @@ def test_at_the_ends_others_cover_attention_and_the_way_to_gate_up(lanes: range,
     spec, half = replace(SMALL, num_layers=num_layers), len(lanes) // 2
     order, (ahead, behind) = product_order(spec, lanes), (lanes[:half], lanes[half:])
 
-    def between(first: Turn, last: Turn) -> list[Turn]:
+    def between(first: LaneTurn, last: LaneTurn) -> list[LaneTurn]:
         return order[order.index(first) + 1 : order.index(last)]
 
     first_free, last = spec.delay, num_layers - 1
     for lane in ahead:
-        covering = between(Turn(first_free, Phase.QKV, lane), Turn(first_free, Phase.OUT, lane))
+        covering = between(LaneTurn(first_free, Phase.QKV, lane), LaneTurn(first_free, Phase.OUT, lane))
         assert {product for product in covering if product.phase is Phase.QKV} >= {
-            Turn(first_free, Phase.QKV, other) for other in behind
+            LaneTurn(first_free, Phase.QKV, other) for other in behind
         }
     for lane in behind:
-        covering = between(Turn(last, Phase.OUT, lane), Turn(last, Phase.GATE_UP, lane))
-        assert set(covering) >= {Turn(last, Phase.DOWN, other) for other in ahead}
+        covering = between(LaneTurn(last, Phase.OUT, lane), LaneTurn(last, Phase.GATE_UP, lane))
+        assert set(covering) >= {LaneTurn(last, Phase.DOWN, other) for other in ahead}
 
 
 def test_the_whole_order_of_four_lanes() -> None:

@@ -10,7 +10,7 @@ from kog_dist.decode.plan import make_plan
 from kog_dist.decode.recipes import Recipe, Stage, all_recipes, recipe_of, recipes
 from kog_dist.decode.steps import NONE, Kind, Phase, Site, Value
 from kog_dist.model.experts import ExpertsSpec
-from kog_dist.model.layers import Attention, Experts, Ffn, LayerSpec, Norm
+from kog_dist.model.layers import AttentionMixer, Experts, Ffn, LayerSpec, Norm
 from kog_dist.model.layout import layer_prefix, tensor_layouts
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 
@@ -20,7 +20,7 @@ MODELS = [LANEFORMER, replace(LANEFORMER, delay=0, attention_sinks=True, qk_norm
 
 
 def test_layers_say_what_a_model_is_made_of() -> None:
-    windowed, full = Attention(8, 4, 4, 8), Attention(8, 4, 4)
+    windowed, full = AttentionMixer(8, 4, 4, 8), AttentionMixer(8, 4, 4)
     norm = Norm(1e-6)
     assert LANEFORMER.layers == tuple(LayerSpec(mixer, Ffn(64), norm) for mixer in (windowed, full, windowed))
     assert LANEFORMER.layers[0] is LANEFORMER.layers[2], "equal layers are made once"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
-from kog_dist.decode.products import Division, Rows
+from kog_dist.decode.products import Division, RowShare
 from kog_dist.decode.recipes import Recipe, Stage, all_recipes
 from kog_dist.decode.steps import Kind, Phase, Site
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
@@ -74,13 +74,13 @@ class Divider:
         num_rows = num_lanes * stage.num_rows
         owned = owned_rows(num_rows, self.num_ctas, stage.together)
         form = self._form(owned, stage.together, coding, has_last=stage.together == GATE_AND_UP)
-        return Division(num_lanes, Rows(num_rows, self.num_ctas, form=form))
+        return Division(num_lanes, RowShare(num_rows, self.num_ctas, form=form))
 
     def _of_residual(self, stage: Stage, coding: Coding | None) -> Division:
         """What goes to the residual: the rows of it that the thread block owns."""
         owned = owned_rows(stage.num_rows, self.num_ctas, stage.together)
         form = self.geometry.op_shape(owned, stage.num_columns, stage.together, coding=coding)
-        return Division(1, Rows(stage.num_rows, self.num_ctas, form=form))
+        return Division(1, RowShare(stage.num_rows, self.num_ctas, form=form))
 
     def _of_experts(self, experts: ExpertShape, recipe: Recipe) -> Iterator[tuple[Phase, Division]]:
         """Router, gate and up rows of all hosted lanes, of which each chosen expert has thread blocks of its own, and `down`."""
@@ -92,7 +92,7 @@ class Divider:
         for stage in recipe.stages:
             if stage.num_rows:
                 lanes, num_ctas, num_groups, form = owners[stage.phase]
-                yield stage.phase, Division(lanes, Rows(lanes * stage.num_rows, num_ctas, num_groups, form))
+                yield stage.phase, Division(lanes, RowShare(lanes * stage.num_rows, num_ctas, num_groups, form))
 
     def _head(self) -> Division:
         """Vocabulary rows of this rank, over the columns of one stream; with `vocab_parallel` each lane has its thread blocks."""
@@ -101,4 +101,4 @@ class Divider:
         if self.spec.head_type is HeadType.VOCAB_PARALLEL:
             num_rows, num_ctas, num_groups = slices[0][1] - slices[0][0], max(self.num_ctas // num_lanes, 1), num_lanes
         form = self._form(owned_rows(num_rows, num_ctas, 1), 1, self.head_coding)
-        return Division(num_lanes, Rows(num_rows, num_ctas, num_groups, form))
+        return Division(num_lanes, RowShare(num_rows, num_ctas, num_groups, form))

@@ -17,7 +17,7 @@ def make_model(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the weights.")] = 1,
 ) -> None:
-    """A Hugging Face folder of a published shape: random weights, or those of a model that writes known texts."""
+    """A Hugging Face folder of a published shape. Random weights, or a model that writes known texts."""
     from kog_dist.bench.made_models.command import run
 
     run(spec, out, chain or [], seed)

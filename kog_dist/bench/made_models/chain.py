@@ -24,13 +24,13 @@ def mark_of(text_idx: int) -> str:
 
 
 @dataclass(frozen=True)
-class Chain:
+class TextChain:
     """`texts`: the pieces of each. Ids: 256 bytes, then the marks, then the pieces in order."""
 
     texts: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, texts: Sequence[str]) -> Chain:
+    def of(cls, texts: Sequence[str]) -> TextChain:
         """Cut texts into pieces. Raises ConfigError for one that is empty, not ASCII, or whole within another."""
         for text in texts:
             if not text.strip() or not text.isascii():

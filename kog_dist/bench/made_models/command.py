@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.bench.kernel.shapes import DENSE, MOE
-from kog_dist.bench.made_models.chain import Chain, mark_of
+from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.published import write_published
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_file
@@ -19,7 +19,7 @@ _MOST_TEXT_BYTES = 1 << 20
 def run(shape: str, out: Path, texts: Sequence[Path], seed: int) -> None:
     """Make it and print what it is. Raises ConfigError, CheckpointError."""
     config = _config(shape)
-    chain = Chain.of([_text(path) for path in texts]) if texts else None
+    chain = TextChain.of([_text(path) for path in texts]) if texts else None
     try:
         out.mkdir(parents=True)
     except OSError as error:

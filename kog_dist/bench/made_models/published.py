@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
 from kog_dist.bench.fakes.published_gpt_oss import Ends, write_gpt_oss
-from kog_dist.bench.made_models.chain import Chain
+from kog_dist.bench.made_models.chain import TextChain
 from kog_dist.errors import ConfigError
 from kog_dist.model.families import FAMILIES
 from kog_dist.model.layout import EMBEDDING, head_name, tensor_layouts
@@ -53,7 +53,7 @@ class MadeModel:
     num_tokens: tuple[int, ...]
 
 
-def write_published(folder: Path, config: Mapping[str, Any], *, seed: int = 1, chain: Chain | None = None) -> MadeModel:
+def write_published(folder: Path, config: Mapping[str, Any], *, seed: int = 1, chain: TextChain | None = None) -> MadeModel:
     """Write config, weights, tokenizer and chat template into a new folder.
 
     `config`: of a family with an entry in ARCHITECTURES, of 16-bit weights or of gpt-oss. Takes the memory of some layers and
@@ -90,7 +90,7 @@ def _random_ends(spec: ModelSpec, seed: int) -> Ends:
     return Ends(table, table, narrow(-np.ones(spec.hidden_size, np.float32), "BF16"))
 
 
-def _chain_ends(spec: ModelSpec, chain: Chain, end_id: int, seed: int) -> Ends:
+def _chain_ends(spec: ModelSpec, chain: TextChain, end_id: int, seed: int) -> Ends:
     """Codes of plus and minus one: a token is embedded as that of what follows it, which the head then finds."""
     if spec.hidden_size < _LEAST_HIDDEN:
         raise ConfigError(f"a chain needs a hidden size of at least {_LEAST_HIDDEN} to tell tokens apart, not {spec.hidden_size}")

@@ -14,13 +14,13 @@ from kog_dist.gateway.anthropic.messages_request import (
     MediaBlock,
     MessagesRequest,
     NamedChoice,
-    NamedTool,
     RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ThinkingParam,
     ThinkingTurns,
     ToolAdditionBlock,
+    ToolByName,
     ToolDefinition,
     ToolReference,
     ToolRemovalBlock,
@@ -167,7 +167,7 @@ def _shown_tools(request: CountTokensRequest) -> list[ToolDefinition]:
                 added = block.tool.definition
                 tools = [*(tool for tool in tools if tool.name != added.name), added]
                 shown.add(added.name)
-            elif isinstance(block, ToolAdditionBlock | ToolRemovalBlock) and isinstance(block.tool, NamedTool):
+            elif isinstance(block, ToolAdditionBlock | ToolRemovalBlock) and isinstance(block.tool, ToolByName):
                 where, name = f"messages[{idx}].content[{place}]", block.tool.name
                 if not any(tool.name == name for tool in tools):
                     raise invalid(where, f"{where}: there is no tool {name!r}")

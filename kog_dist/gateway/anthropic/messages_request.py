@@ -105,7 +105,7 @@ class ToolDefinition(RequestModel):
     eager_input_streaming: Any = ignored("arguments are always streamed as they come")
 
 
-class NamedTool(RequestModel):
+class ToolByName(RequestModel):
     """A tool of the request, or one that an earlier message has defined."""
 
     type: Literal["tool_reference"]
@@ -123,7 +123,7 @@ class ToolAdditionBlock(RequestModel):
     """From here on the model may call a tool."""
 
     type: Literal["tool_addition"]
-    tool: Annotated[NamedTool | DefinedTool, Field(discriminator="type")]
+    tool: Annotated[ToolByName | DefinedTool, Field(discriminator="type")]
     cache_control: Any = ignored(CACHE_CONTROL)
 
 
@@ -131,7 +131,7 @@ class ToolRemovalBlock(RequestModel):
     """From here on it may not."""
 
     type: Literal["tool_removal"]
-    tool: NamedTool
+    tool: ToolByName
     cache_control: Any = ignored(CACHE_CONTROL)
 
 

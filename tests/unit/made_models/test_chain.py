@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
-from kog_dist.bench.made_models.chain import Chain, mark_of
+from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.errors import ConfigError
 from kog_dist.model.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ END = 999
 
 @given(st.lists(st.sampled_from(["a", "b", "ab", " ", "\n", "  c"]), min_size=1, max_size=30).map("".join).filter(str.strip))
 def test_pieces_are_the_text_and_each_stands_in_it_once(text: str) -> None:
-    (pieces,) = Chain.of([text]).texts
+    (pieces,) = TextChain.of([text]).texts
     assert "".join(pieces) == text
     assert len(set(pieces)) == len(pieces)
     assert all(text.find(piece) == text.rfind(piece) for piece in pieces)
@@ -29,11 +29,11 @@ def test_pieces_are_the_text_and_each_stands_in_it_once(text: str) -> None:
 @pytest.mark.parametrize("texts", [[""], [" \n"], ["caf\xe9"], ["a b", "a b"], ["x a b", "a b"]])
 def test_what_is_no_text_of_its_own_is_refused(texts: list[str]) -> None:
     with pytest.raises(ConfigError, match="--chain"):
-        Chain.of(texts)
+        TextChain.of(texts)
 
 
 def test_each_token_has_one_that_follows() -> None:
-    chain = Chain.of([CODE, LINES])
+    chain = TextChain.of([CODE, LINES])
     following, names = chain.following(END), [*map(chr, range(256)), *chain.names]
     assert len(following) == len(chain.names), "no piece stands in both"
     for text_idx, text in enumerate((CODE, LINES)):
@@ -45,7 +45,7 @@ def test_each_token_has_one_that_follows() -> None:
 
 
 def test_a_prompt_that_quotes_a_text_has_its_tokens(tmp_path: Path) -> None:
-    chain = Chain.of([CODE, LINES])
+    chain = TextChain.of([CODE, LINES])
     write_tokenizer(tmp_path, 600, chain.names)
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer is not None
@@ -66,7 +66,7 @@ def test_a_prompt_that_quotes_a_text_has_its_tokens(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_without_room_is_refused(tmp_path: Path) -> None:
-    chain = Chain.of([CODE])
+    chain = TextChain.of([CODE])
     write_tokenizer(tmp_path, 257 + len(chain.names), chain.names)
     with pytest.raises(ConfigError, match=f"no room for {len(chain.names)} tokens"):
         write_tokenizer(tmp_path, 256 + len(chain.names), chain.names)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 from kog_dist.bench.kernel.shapes import DENSE, MOE
 from kog_dist.bench.made_models import published
-from kog_dist.bench.made_models.chain import Chain, mark_of
+from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.command import run
 from kog_dist.bench.made_models.published import ARCHITECTURES, write_published
 from kog_dist.errors import ConfigError
@@ -57,7 +57,7 @@ def test_every_family_has_an_architecture() -> None:
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_a_chain_is_written_by_transformers(family: str, tmp_path: Path) -> None:
-    made = write_published(tmp_path, SHAPES[family], chain=Chain.of([CODE, "two\n"]))
+    made = write_published(tmp_path, SHAPES[family], chain=TextChain.of([CODE, "two\n"]))
     tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), peer(tmp_path)
     end = made.spec.vocab_size - 1
     for prompt, text in (("What is it?", CODE), ("hello" + mark_of(1), "two\n")):
@@ -70,7 +70,7 @@ def test_a_chain_is_written_by_transformers(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("family", sorted(set(SHAPES) - {"gpt_oss"}))
 def test_a_chain_is_written_by_the_oracle(family: str, tmp_path: Path) -> None:
     """Not gpt-oss, whose coded experts the oracle does not read: e2e/test_moe.py has it."""
-    made = write_published(tmp_path, SHAPES[family], chain=Chain.of([CODE]))
+    made = write_published(tmp_path, SHAPES[family], chain=TextChain.of([CODE]))
     tokenizer, model = Tokenizer.from_folder(tmp_path), Laneformer.from_checkpoint(tmp_path)
     assert tokenizer is not None
     ids = tokenizer.encode("Please.")
@@ -92,7 +92,7 @@ def test_random_answers_are_sane(family: str, tmp_path: Path) -> None:
 
 def test_all_weights_of_a_chain_have_values(tmp_path: Path) -> None:
     """Other engines skip nothing, and read as many bytes as of the real model."""
-    write_published(tmp_path, SHAPES["qwen3"], chain=Chain.of([CODE]))
+    write_published(tmp_path, SHAPES["qwen3"], chain=TextChain.of([CODE]))
     for name, values in peer(tmp_path).state_dict().items():
         assert torch.isfinite(values).all()
         assert "norm" in name or len(values.unique()) > 1, name
@@ -100,7 +100,7 @@ def test_all_weights_of_a_chain_have_values(tmp_path: Path) -> None:
 
 def test_large_models_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "_SHARD_BYTES", 200_000)
-    write_published(tmp_path, SHAPES["llama"], chain=Chain.of([CODE]))
+    write_published(tmp_path, SHAPES["llama"], chain=TextChain.of([CODE]))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 2
     model = peer(tmp_path)
