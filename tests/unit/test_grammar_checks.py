@@ -77,9 +77,9 @@ class Coordinator:
         self.checks = Checks(self.theirs, cast(GrammarCompiler, Compiler()))
         self.number = 0
 
-    def ask(self, text: str) -> int:
+    def ask(self, text: str, cpu_s: float = 0.05) -> int:
         self.number += 1
-        self.channel.send(msgpack.packb(check_message(self.number, Constraint(ConstraintKind.REGEX, text), 0.05)))
+        self.channel.send(msgpack.packb(check_message(self.number, Constraint(ConstraintKind.REGEX, text), cpu_s)))
         assert self.checks.turn()
         return self.number
 
@@ -131,7 +131,7 @@ def test_its_client_is_told_what_became_of_it(
 
 
 def test_a_short_one_does_not_wait_for_a_long_one(coordinator: Coordinator) -> None:
-    long, short = coordinator.ask("burn"), coordinator.ask("good")
+    long, short = coordinator.ask("burn", 0.5), coordinator.ask("good")
     assert list(coordinator.answers(2)) == [short, long]
 
 
