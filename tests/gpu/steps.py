@@ -230,6 +230,7 @@ STEPS = {
     **{f"long_2_{kv_dtype}": _long_on_2(kv_dtype) for kv_dtype in _KV_FORMATS},
     # ---- four GPUs ----
     "ranks_4": _tests(4, 120, 220, "test_ranks", "4]", builds="ranks:1,4 benchmarks:1,4"),
+    "checked_4": _tests(4, 60, 240, "test_check_experts", "4]", builds="checked:4"),
     "prefill_ranks_4": _tests(4, 215, 400, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4"),
     "kccl_4": _tests(4, 60, 150, "test_kccl", "3] or 4] or missing_epoch or dead_rank", alone=True),
     "answers": _engines(4, 30, 90, "answers and off-4"),

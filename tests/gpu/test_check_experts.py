@@ -1,4 +1,4 @@
-"""`kog-launch --check-experts` on one GPU and on two: answers are as without it, and a planted wrong choice is found."""
+"""`kog-launch --check-experts` on one GPU, two and four: answers are as without it, and a planted wrong choice is found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kog_dist.rpc.messages import ErrorCode
 from tests.gpu.test_engine_ranks import READY_S, answer, first_tokens, stop
 
 pytestmark = pytest.mark.timeout(220)
-COUNTS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 2)]
+COUNTS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 2, 4)]
 PROMPT = [(7 * number + 3) % 256 for number in range(30)]
 LAYER, BLOCK, FOUR = 2, 5, r"(\d+(, )?){4}"
 
