@@ -1,7 +1,7 @@
 """A first token of agents that take turns, next to one alone: `python -m tests.gpu.agents`, one GPU, over HTTP.
 
-An engine of random weights serves `kog-bench serve`: requests of some 500 tokens, then 16 agents in turns, whose requests begin
-with 20,600 shared tokens and what each had before.
+An engine of random weights serves `kog-bench serve`: chats of some 500 tokens, then 16 agents in turns, whose chats begin with
+20,600 shared tokens and the turns that each had before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ _LIMIT_S = 90.0
 
 def serve(session: EngineSession, url: str, arguments: tuple[str, ...]) -> dict[str, Any]:
     """Ask and print what `kog-bench serve` says; returns its JSON object."""
-    words = ["serve", f"--url={url}", "--ignore-eos", "--output-len=32", "--each", "--input-len=85", *arguments]
+    words = [
+        "serve",
+        f"--url={url}",
+        "--backend=openai-chat",
+        "--ignore-eos",
+        "--output-len=32",
+        "--each",
+        "--input-len=85",
+        *arguments,
+    ]
     print(f"$ kog-bench {' '.join(words)}", flush=True)
     done = session.run("kog_dist.bench.cli", words, timeout_s=_LIMIT_S)
     *lines, last = done.stdout.splitlines() or [""]

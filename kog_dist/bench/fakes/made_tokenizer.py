@@ -12,13 +12,18 @@ import tokenizers
 from kog_dist.errors import ConfigError
 
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + '\\n' + message.content + '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+)
 
 
-def write_tokenizer(folder: Path, vocab_size: int, whole: Sequence[str] = ()) -> int:
+def write_tokenizer(folder: Path, vocab_size: int, whole: Sequence[str] = (), *, chats: bool = False) -> int:
     """Write tokenizer.json and generation_config.json. Returns the id that ends an answer, the last; 257 ids at least.
 
     Ids below 256 are the bytes. Then come the texts `whole`, each of which is one token wherever a prompt has it. The others are
-    words' pieces with a space before every second one: what a JSON text may hold.
+    words' pieces with a space before every second one: what a JSON text may hold. `chats`: with a chat template, too, which ends
+    every message with that last id.
     """
     alphabet = _byte_alphabet()
     vocabulary = {alphabet[byte]: byte for byte in range(256)}
@@ -36,6 +41,9 @@ def write_tokenizer(folder: Path, vocab_size: int, whole: Sequence[str] = ()) ->
     library.add_special_tokens(["<eos>"])
     library.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": vocab_size - 1}))
+    if chats:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": _CHAT_TEMPLATE}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return vocab_size - 1
 
 

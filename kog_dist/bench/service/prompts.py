@@ -21,12 +21,17 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked: a text, or the messages of a chat and its tools. `max_tokens`: of this prompt alone."""
+    """What is asked: a text, or the messages of a chat and its tools. `max_tokens`: of this prompt alone.
+
+    `turns`: the text again as a chat would have it, behind a `beginning` that is the system's.
+    """
 
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     max_tokens: int | None = None
     tools: tuple[dict[str, Any], ...] = ()
+    turns: tuple[str, ...] = ()
+    beginning: str = ""
 
     @property
     def num_words(self) -> int:
@@ -41,7 +46,10 @@ class Prompt:
 
     def as_messages(self) -> list[dict[str, Any]]:
         """For the chat endpoint."""
-        return list(self.messages) or [{"role": "user", "content": self.text}]
+        if self.messages:
+            return list(self.messages)
+        first = [{"role": "system", "content": self.beginning}] if self.beginning else []
+        return [*first, *({"role": "user", "content": turn} for turn in self.turns or (self.text,))]
 
 
 def random_prompts(count: int, num_words: int, seed: int) -> list[Prompt]:
@@ -50,14 +58,19 @@ def random_prompts(count: int, num_words: int, seed: int) -> list[Prompt]:
 
 
 def prompts_of_agents(count: int, num_agents: int, shared_words: int, num_words: int, seed: int) -> list[Prompt]:
-    """`count` prompts of agents that take turns: what all of them begin with, and `num_words` more of its own in each turn."""
+    """`count` prompts of agents that take turns: what all of them begin with, and `num_words` more of its own in each turn.
+
+    As a chat the beginning is a system message, and each turn one of the user.
+    """
     source = random.Random(f"{seed} agents")
     shared = " ".join(source.choices(_WORDS, k=shared_words))
-    held, prompts = [shared] * num_agents, list[Prompt]()
+    held: list[tuple[str, ...]] = [()] * num_agents
+    prompts: list[Prompt] = []
     for idx in range(count):
         agent = idx % num_agents
-        held[agent] += " " + " ".join(source.choices(_WORDS, k=num_words))
-        prompts.append(Prompt(held[agent].lstrip()))
+        held[agent] += (" ".join(source.choices(_WORDS, k=num_words)),)
+        turns = [part for part in (shared, *held[agent]) if part]
+        prompts.append(Prompt(" ".join(turns), turns=held[agent], beginning=shared))
     return prompts
 
 

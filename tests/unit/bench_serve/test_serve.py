@@ -15,6 +15,7 @@ import pytest
 from kog_dist.bench.service import serve
 from kog_dist.bench.service.figures import DETAILS
 from kog_dist.bench.service.options import settings_of
+from kog_dist.bench.service.prompts import prompts_of_agents
 from kog_dist.errors import ConfigError, LaunchError, RequestFailed
 from tests.unit.openai_stub import DONE, OpenAiStub, Scripted, chat, completion, event, openai_stub
 
@@ -229,3 +230,17 @@ def test_the_report_loads_nothing_and_escapes_what_the_server_said(tmp_path: Pat
     assert "<script" not in page
     assert "http://www" not in page
     assert page.count("<svg") >= 3, "two distributions and the timeline; a curve if it took a tenth of a second"
+
+
+def test_agents_chats_grow_by_a_message() -> None:
+    """Their texts begin alike, and so do their chats: the shared part is the system's, each turn the user's."""
+    first, other, again = prompts_of_agents(3, 2, shared_words=4, num_words=3, seed=1)
+    shared = {"role": "system", "content": first.beginning}
+    assert len(first.beginning.split()) == 4
+    assert first.as_messages()[0] == other.as_messages()[0] == shared
+    assert again.as_messages()[:-1] == first.as_messages()
+    assert again.as_messages()[-1]["role"] == "user"
+    assert again.text.startswith(first.text)
+    assert len(again.text.split()) == 4 + 3 + 3
+    alone = prompts_of_agents(1, 1, shared_words=0, num_words=2, seed=1)[0]
+    assert alone.as_messages() == [{"role": "user", "content": alone.text}]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
 from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.errors import ConfigError
+from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.tokenizer import Tokenizer
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
@@ -70,3 +71,19 @@ def test_a_vocabulary_without_room_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 257 + len(chain.names), chain.names)
     with pytest.raises(ConfigError, match=f"no room for {len(chain.names)} tokens"):
         write_tokenizer(tmp_path, 256 + len(chain.names), chain.names)
+
+
+def test_a_made_tokenizer_with_a_chat_template(tmp_path: Path) -> None:
+    """Each message ends with the last id; that text in a message is letters."""
+    end = write_tokenizer(tmp_path, 300, chats=True)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    template = ChatTemplate.from_folder(tmp_path, tokenizer)
+    assert template is not None
+    try:
+        shown = template.render([{"role": "system", "content": "go"}, {"role": "user", "content": "on <eos>"}])
+    finally:
+        template.close()
+    assert shown == "system\ngo<eos>user\non <eos><eos>assistant\n"
+    ids = tokenizer.encode_chat(shown, "", shown.request_runs)
+    assert [place for place, token_id in enumerate(ids) if token_id == end] == [9, 9 + 13 + 1]
