@@ -100,16 +100,16 @@ def _source_table(sources: dict[str, Any]) -> list[str]:
         "",
         f"{sources['num_train_bytes']:,} bytes of Python source from installed packages whose own metadata names only",
         "permissive licences, without tests, generated files, tables, vendored copies and duplicates, near ones included.",
-        "Projects marked as held out are kept from training whole.",
+        "In brackets are the bytes of each. Projects in bold are held out: kept from training whole.",
         "",
-        "| project | version | licence | files | bytes | |",
-        "|---|---|---|---:|---:|---|",
+        "| licence | projects |",
+        "|---|---|",
     ]
+    projects: dict[str, list[str]] = {}
     for source in sources["sources"]:
-        use = "held out" if source["held_out"] else ""
-        lines.append(
-            f"| {source['name']} | {source['version']} | {source['licence']} | {source['files']} | {source['bytes']} | {use} |"
-        )
+        name = f"**{source['name']}**" if source["held_out"] else source["name"]
+        projects.setdefault(source["licence"], []).append(f"{name} {source['version']} ({source['bytes']})")
+    lines += [f"| {licence} | {', '.join(of_licence)} |" for licence, of_licence in sorted(projects.items())]
     return lines
 
 
