@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from tests.mutants.reached import Reach, function_at
+from tests.mutants.reached import FUNCTIONS, Reach, function_at, functions, lines_of
 
 TABLE: Final = Path(__file__).with_name("tests_of.toml")
 MOST_TRIES: Final = 4  # for each that is drawn
@@ -161,11 +161,32 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
 
 
+def _names_in(node: ast.AST) -> Iterator[str]:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            yield inner.id
+        elif isinstance(inner, ast.Attribute):
+            yield inner.attr
+        elif isinstance(inner, ast.keyword) and inner.arg is not None:
+            yield inner.arg
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """Lines of an assignment outside of functions, the names that it gives a value, and those that it uses."""
+
+    first: int
+    last: int
+    names: set[str]
+    used: set[str]
+
+
 class Product:
     """The files of a checkout, and which tests each mutant of them has."""
 
     def __init__(self, root: Path, reach: Reach, table: Path = TABLE) -> None:
         self._root, self._reach, self._found = root, reach, dict[str, list[Drawn]]()
+        self._trees, self._used = dict[str, ast.Module](), dict[str, dict[str, set[str]]]()
         parsed = tomllib.loads(table.read_text())
         self._folders, self._without = parsed["folders"], parsed["without"]
         self.table: Mapping[str, Sequence[str]] = parsed["tests"]
@@ -183,24 +204,70 @@ class Product:
         if not mutant.file.endswith(".py"):
             return tuple(named)
         function = function_at((self._root / mutant.file).read_text(), mutant.number)
-        calling = self._reach.tests_of(mutant.file, function)
-        # What only runs while modules are imported is called by no test: a file's own tests may see it, or those of its users.
+        # What only runs while modules are imported is called by no test: those of its users may see it, or a file's own.
         calling = (
-            calling or self._reach.tests_of(mutant.file, "") or self._reach.tests_of_any(self._importers.get(mutant.file, ()))
+            self._reach.tests_of(mutant.file, function)
+            if function
+            else self._reach.tests_of_any(self._users(mutant), mutant.file)
         )
+        importers = self._importers.get(mutant.file, ())
+        calling = calling or self._reach.tests_of(mutant.file, "") or self._reach.tests_of_any(importers, mutant.file)
         return tuple(dict.fromkeys((*calling, *named)))
+
+    def _users(self, mutant: Drawn) -> set[str]:
+        """Functions that use what is defined in a line outside of all functions, or what is made of that."""
+        files = [mutant.file, *self._importers.get(mutant.file, ())]
+        defined = [one for file in files for one in self._definitions(file)]
+        names = {name for one in self._definitions(mutant.file) if one.first <= mutant.number <= one.last for name in one.names}
+        while more := {name for one in defined if names & one.used for name in one.names} - names:
+            names |= more
+        return {
+            f"{file}::{name}"
+            for file in files
+            for name, used in self._used_by_functions(file).items()
+            if not names.isdisjoint(used)
+        }
+
+    def _tree(self, file: str) -> ast.Module:
+        if file not in self._trees:
+            self._trees[file] = ast.parse((self._root / file).read_text() if file.endswith(".py") else "")
+        return self._trees[file]
+
+    def _definitions(self, file: str) -> list[_Definition]:
+        """Assignments outside of functions."""
+        found, bodies = list[_Definition](), [self._tree(file).body]
+        while bodies:
+            for node in bodies.pop():
+                if isinstance(node, ast.ClassDef):
+                    bodies.append(node.body)
+                elif isinstance(node, ast.Assign | ast.AnnAssign):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    names = {inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)}
+                    found.append(_Definition(node.lineno, node.end_lineno or node.lineno, names, set(_names_in(node)) - names))
+        return found
+
+    def _used_by_functions(self, file: str) -> dict[str, set[str]]:
+        """Names in each function, those of inner ones included."""
+        if file not in self._used:
+            self._used[file] = used = {}
+            nodes = {lines_of(node): node for node in ast.walk(self._tree(file)) if isinstance(node, FUNCTIONS)}
+            for first, last, name in functions((self._root / file).read_text()) if nodes else ():
+                used[name] = set(_names_in(nodes[first, last]))
+        return self._used[file]
 
     @cached_property
     def _importers(self) -> dict[str, list[str]]:
-        """By file of the product: files of it that import from it."""
-        found: dict[str, list[str]] = {}
+        """By file of the product: files of it that import from it, or from the package that it is in."""
+        found: dict[str, set[str]] = {}
         for file in self.files:
-            for node in ast.walk(ast.parse((self._root / file).read_text())) if file.endswith(".py") else ():
+            for node in ast.walk(self._tree(file)):
                 if isinstance(node, ast.ImportFrom) and node.module is not None:
-                    imported = f"{node.module.replace('.', '/')}.py"
-                    ours = imported if (self._root / imported).resolve() == self._root.resolve() / imported else imported[9:]
-                    found.setdefault(ours, []).append(file)
-        return found
+                    path = self._root / node.module.replace(".", "/")
+                    module = path.with_suffix(".py")
+                    imported = path.glob("*.py") if path.is_dir() else [module] if module.exists() else []
+                    for one in imported:
+                        found.setdefault(str(one.resolve().relative_to(self._root.resolve())), set()).add(file)
+        return {file: sorted(importers) for file, importers in found.items()}
 
     def draw(self, seed: int, count: int) -> list[Drawn]:
         """So many mutants, of long files more than of short ones, no two of one line."""

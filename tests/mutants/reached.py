@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -24,8 +25,9 @@ import pytest
 FOLDERS: Final = ("kog_dist", "workers", "launch", "collectives")
 VARIABLE: Final = "TESTS_REACHED"
 CHILDREN: Final = Path(__file__).with_name("in_children")  # to be found by Python where it starts
-MOST_S: Final = 8.0  # of a processor, of the tests of one mutant
-MOST_OF_ONE_S: Final = 3.0
+MOST_S: Final = 20.0  # of a processor, of the tests of one mutant
+MOST_OF_ONE_S: Final = 6.0
+FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _INNER: Final = re.compile(r"(\.<locals>)?\.?<(?!locals>)\w+>.*")  # lambdas and comprehensions belong to what they are in
 Measured = dict[str, tuple[float, list[str]]]
 
@@ -40,6 +42,7 @@ class Tracer:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CHILDREN), os.environ.get("PYTHONPATH"))))
         self._path, self._root, self._folders = path, root, tuple(f"{(root / folder).resolve()}/" for folder in FOLDERS)
         self._tests: Measured = {}
+        self._not_passed: set[str] = set()
         self._names: dict[str, str | None] = {}
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -60,7 +63,12 @@ class Tracer:
             calls = [(code.co_filename, code.co_qualname) for code in list(called.values())]
             calls += [(file, name) for file, _, name in (line.partition("\t") for line in self._of_children())]
             found = {name for call in calls if (name := self._name(*call)) is not None}
-            self._tests[item.nodeid] = round(_used_s() - begin_s, 3), sorted(found)
+            if item.nodeid not in self._not_passed:
+                self._tests[item.nodeid] = round(_used_s() - begin_s, 3), sorted(found)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.passed:  # it would seem to notice everything, or nothing
+            self._not_passed.add(report.nodeid)
 
     def _of_children(self) -> list[str]:
         """What processes have written that this test, or one before, has started; once."""
@@ -95,14 +103,18 @@ def functions(source: str) -> list[tuple[int, int, str]]:
             if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 name = f"{within}{inner.name}"
                 if not isinstance(inner, ast.ClassDef):
-                    first = min([inner.lineno, *(one.lineno for one in inner.decorator_list)])
-                    found.append((first, inner.end_lineno or inner.lineno, name))
+                    found.append((*lines_of(inner), name))
                     name += ".<locals>"
                 name += "."
             look(inner, name)
 
     look(ast.parse(source), "")
     return found
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, int]:
+    """The first, of a decorator, and the last."""
+    return min([function.lineno, *(one.lineno for one in function.decorator_list)]), function.end_lineno or function.lineno
 
 
 def function_at(source: str, number: int) -> str:
@@ -142,24 +154,38 @@ class Reach:
                 self._callers.setdefault(name, []).append(test)
 
     def tests_of(self, file: str, function: str) -> tuple[str, ...]:
-        """Tests that call a function, or outside of all (empty) any of the file: those that call least first, files in turns."""
-        return self._chosen(self._callers.get(f"{file}::{function}" if function else file, ()))
+        """Tests that call a function, or outside of all (empty) any of the file.
 
-    def tests_of_any(self, files: Iterable[str]) -> tuple[str, ...]:
-        """The same of any function of any of these files."""
-        return self._chosen(dict.fromkeys(test for file in files for test in self._callers.get(file, ())))
+        Files in turns: first those that call little else, then those that call most of the file, who see what a function leaves
+        to others.
+        """
+        return self._chosen(self._callers.get(f"{file}::{function}" if function else file, ()), file)
 
-    def _chosen(self, calling: Iterable[str]) -> tuple[str, ...]:
-        by_file: dict[str, list[str]] = {}
-        for test in sorted(calling, key=lambda test: len(self._tests[test][1])):
-            by_file.setdefault(test.partition("::")[0], []).append(test)
-        chosen, left_s = list[str](), MOST_S
-        for turn in range(max(map(len, by_file.values()), default=0)):
-            for of_file in by_file.values():
-                if turn < len(of_file) and (needed_s := self._tests[of_file[turn]][0]) <= min(left_s, MOST_OF_ONE_S):
-                    chosen.append(of_file[turn])
+    def tests_of_any(self, names: Iterable[str], file: str = "") -> tuple[str, ...]:
+        """The same of any of these functions (`file::qualified name`), or of any function of these files."""
+        return self._chosen(dict.fromkeys(test for name in names for test in self._callers.get(name, ())), file)
+
+    def _chosen(self, calling: Iterable[str], file: str) -> tuple[str, ...]:
+        def num_of_file(test: str) -> int:
+            return sum(name.startswith(f"{file}::") for name in self._tests[test][1])
+
+        calling, chosen, left_s = list(calling), dict[str, None](), MOST_S
+        least = self._in_turns(sorted(calling, key=lambda test: len(self._tests[test][1])))
+        most = self._in_turns(sorted(calling, key=lambda test: (-num_of_file(test), len(self._tests[test][1]))))
+        for order, most_s in ((least, MOST_S / 2), (most, MOST_S), (least, MOST_S)):
+            for test in order:
+                needed_s = self._tests[test][0]
+                if test not in chosen and needed_s <= min(MOST_OF_ONE_S, left_s - (MOST_S - most_s)):
+                    chosen[test] = None
                     left_s -= needed_s
         return tuple(chosen)
+
+    def _in_turns(self, tests: Iterable[str]) -> list[str]:
+        """The first of each file, then the second of each, and so on."""
+        by_file: dict[str, list[str]] = {}
+        for test in tests:
+            by_file.setdefault(test.partition("::")[0], []).append(test)
+        return [test for turn in itertools.zip_longest(*by_file.values()) for test in turn if test is not None]
 
 
 def _used_s() -> float:

@@ -20,7 +20,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +30,9 @@ from tests.mutants.reached import VARIABLE, Measured, Reach
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutants.toml")
 WARM = Path(__file__).with_name("warm.py")
-FOLDERS = ("tests/unit", "tests/multi")  # of tests
+FOLDERS = ("tests/unit", "tests/multi", "tests/e2e")  # of tests
 COMPILED = ("_twin.py", "_registers.py", "_documents.py", "_commits.py")  # tests whose work is done by other processes
+LEFT_OUT = ("sweep", "gpu", "alone", "cluster", "service", "clients")  # marks of tests
 SLOW = (  # to import, and no module of the product's
     "numpy", "torch", "hypothesis", "hypothesis.strategies", "anyio", "httpx", "uvicorn", "starlette.applications", "pydantic",
     "zmq", "tokenizers", "transformers", "jinja2.sandbox", "safetensors", "pytest_timeout", "xdist.plugin",
@@ -39,6 +40,7 @@ SLOW = (  # to import, and no module of the product's
 FIRST_FILES = 3
 WANTED_SHARE, WANTED_OF_DRAWN = 0.9, 0.8
 HANGS_S = "120"  # of a test; a mutant that makes one hang is noticed soon
+SAVED_EVERY_S = 10.0  # what was measured
 LIMIT_S = 300.0  # of the tests of one mutant; a mutant that makes them hang is noticed, too
 KILLED, SURVIVED, LATE, BROKEN = "killed", "survived", "timeout", "broken"
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".hypothesis", ".*_cache", "*.egg-info", "run")
@@ -97,7 +99,8 @@ class Tree:
             (folder / ".venv").symlink_to(root / ".venv")
         self._folder = folder
         # Before the installed package, which is the checkout's, comes this one; what tests start gets it, too.
-        environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "", "PYTEST_TIMEOUT": HANGS_S}
+        environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTEST_TIMEOUT": HANGS_S}
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
         environ["TESTS_HYPOTHESIS_PROFILE"] = "mutants"  # KOG_ would be a setting, and refused
         command = [sys.executable, str(WARM), *(SLOW if (root / "kog_dist").exists() else ())]
         self._warm = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -186,27 +189,33 @@ def try_all(
         for found in pool.map(unmutated, filter(None, parts)):
             if found.code != 0:
                 raise RuntimeError(f"the tests do not pass without a mutant:\n{found.printed}")
-        yield from zip(mutants, pool.map(mutated, mutants), strict=True)
+        verdicts = {pool.submit(mutated, mutant): mutant for mutant in mutants}
+        for verdict in as_completed(verdicts):
+            yield verdicts[verdict], verdict.result()
 
 
 def measured(root: Path, num_at_once: int) -> Reach:
     """Which functions each test of `FOLDERS` calls: of new and changed files of tests this is found out, which takes minutes."""
     reach = Reach(root / "build" / "mutants" / "reached.json")
-    files = sorted(str(path.relative_to(root)) for folder in FOLDERS for path in (root / folder).rglob("test_*.py"))
+    files = [str(path.relative_to(root)) for folder in FOLDERS for path in sorted((root / folder).rglob("test_*.py"))]
     if stale := reach.stale(root, [file for file in files if not file.endswith(COMPILED)]):
         print(f"looking at what the tests of {len(stale)} files call", flush=True)
         with forest(root, num_at_once) as trees, ThreadPoolExecutor(num_at_once) as pool:
 
             def look(file: str) -> Measured | None:
                 with borrowed(trees) as tree, tempfile.NamedTemporaryFile("r", suffix=".json") as written:
-                    arguments = ["-p", "tests.mutants.reached", "-m", "not sweep and not gpu and not alone", file]
+                    arguments = ["-p", "tests.mutants.reached", "-m", f"not ({' or '.join(LEFT_OUT)})", file]
                     outcome = tree.test(arguments, 4 * LIMIT_S, {VARIABLE: written.name})
                     return None if outcome.code is None else json.loads(written.read() or "{}")
 
-            for file, found in zip(stale, pool.map(look, stale), strict=True):
-                if found is not None:  # else it took too long, and is tried again next time
-                    reach.keep(root, file, found)
+            looks, saved_s = {pool.submit(look, file): file for file in stale}, time.monotonic()
+            for one in as_completed(looks):
+                if (found := one.result()) is not None:  # else it took too long, and is tried again next time
+                    reach.keep(root, looks[one], found)
+                if time.monotonic() - saved_s > SAVED_EVERY_S:
                     reach.save()
+                    saved_s = time.monotonic()
+        reach.save()
     return reach
 
 

@@ -129,24 +129,50 @@ def test_a_line_belongs_to_the_innermost_function(number: int, function: str) ->
     assert function_at(CALLED, number) == function
 
 
-def test_tests_that_call_least_are_first_and_take_no_more_than_their_time(tmp_path: Path) -> None:
+def test_tests_that_call_least_and_most_are_first_and_take_no_more_than_their_time(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("")
     (tmp_path / "b.py").write_text("")
     reach = Reach(tmp_path / "build" / "reached.json")
     assert reach.stale(tmp_path, ["a.py", "b.py"]) == ["a.py", "b.py"]
-    first = {"a.py::one": (0.5, ["m.py::f", "m.py::g"]), "a.py::two": (0.5, ["m.py::f"]), "a.py::long": (4.0, ["m.py::f"])}
+    little, all_of_it = ["m.py::f", "n.py::a"], ["m.py::f", "m.py::g", *(f"n.py::{number}" for number in range(20))]
+    first = {"a.py::one": (4.0, ["m.py::f", *"xyz"]), "a.py::two": (4.0, ["m.py::f"]), "a.py::long": (7.0, ["m.py::f"])}
     reach.keep(tmp_path, "a.py", first)
-    others = {f"b.py::{number}": (2.0, ["m.py::f"] * 4) for number in range(9)}
-    reach.keep(tmp_path, "b.py", {"b.py::one": (2.0, ["m.py::f"] * 3), **others})
+    others = {f"b.py::{number}": (3.0, [*little, "n.py::b"]) for number in range(9)}
+    reach.keep(tmp_path, "b.py", {"b.py::one": (4.0, little), **others, "b.py::all": (3.0, all_of_it)})
     reach.save()
-    assert reach.tests_of("m.py", "f") == ("a.py::two", "b.py::one", "b.py::0", "a.py::one", "b.py::1")
-    assert reach.tests_of("m.py", "g") == ("a.py::one",)
+    assert reach.tests_of("m.py", "f") == ("a.py::two", "b.py::one", "b.py::all", "b.py::0", "a.py::one")
+    assert reach.tests_of("m.py", "g") == ("b.py::all",)
     assert len(reach.tests_of("m.py", "")) == 5
-    assert reach.tests_of("m.py", "h") == reach.tests_of("n.py", "") == ()
+    assert reach.tests_of("m.py", "h") == reach.tests_of("n.py", "c") == ()
+    assert reach.tests_of_any(["m.py::g", "n.py::b"], "m.py")[0] == "b.py::0"
     (tmp_path / "b.py").write_text("# changed")
     again = Reach(tmp_path / "build" / "reached.json")
     assert again.stale(tmp_path, ["a.py", "b.py"]) == ["b.py"]
     assert again.tests_of("m.py", "f") == ("a.py::two", "a.py::one")
+
+
+def test_what_is_defined_outside_of_functions_is_tried_with_tests_of_those_that_use_it(tmp_path: Path) -> None:
+    for folder in ("workers", "launch"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "workers" / "sizes.py").write_text(
+        "WORD = 8\nOTHER = 9\nENTRY = 4 * WORD\n\n\nclass A:\n    size: int = 5\n\n\ndef f():\n    return ENTRY\n\n\ndef g():\n"
+        "    return OTHER\n"
+    )
+    (tmp_path / "launch" / "user.py").write_text(
+        "from workers.sizes import WORD, A\n\n\ndef h():\n    return WORD\n\n\ndef i(a: A):\n    return a.size\n"
+    )
+    (tmp_path / "a.py").write_text("")
+    reach = Reach(tmp_path / "build" / "reached.json")
+    called = {"f": "workers/sizes.py::f", "g": "workers/sizes.py::g", "h": "launch/user.py::h", "i": "launch/user.py::i"}
+    reach.keep(tmp_path, "a.py", {f"a.py::{name}": (0.1, [function]) for name, function in called.items()})
+    reach.save()
+    product = Product(tmp_path, reach)
+
+    def tried(number: int) -> set[str]:
+        return {test.partition("::")[2] for test in product.tests_of(Drawn("workers/sizes.py", number, 0, "", ""))}
+
+    assert [tried(number) for number in (1, 2, 3, 7)] == [{"f", "h"}, {"g"}, {"f"}, {"i"}]
+    assert tried(11) == {"f"}
 
 
 def test_it_is_seen_what_tests_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +183,8 @@ def test_it_is_seen_what_tests_call(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "workers" / "sums.py").write_text("def add(a, b):\n    return sum(x for x in (a, b))\n\n\ndef no():\n    pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    sweep: a\n    gpu: a\n    alone: a\n")
     (tmp_path / "tests" / "unit" / "test_sums.py").write_text(
-        "from workers.sums import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n\n\ndef test_other():\n    pass\n"
+        "from workers.sums import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n\n\ndef test_other():\n    pass\n\n\n"
+        "def test_fails():\n    assert add(1, 2) == 4\n"
     )
     reach = measured(tmp_path, 1)
     assert reach.tests_of("workers/sums.py", "add") == ("tests/unit/test_sums.py::test_add",)
