@@ -232,6 +232,64 @@ static inline void totals_of_ends(const float *sums, float *totals) {
 #endif
 }
 
+/* ---- few vectors: a row meets some of them at a time, whose sums are in registers; it is widened anew for the next ones ---- */
+#if defined __AVX512F__
+enum { kAtOnce = 6 };
+#elif defined __FMA__
+enum { kAtOnce = 3 };
+#else
+enum { kAtOnce = 1 };
+#endif
+enum { kFew = 12, kFewSums = 48 /* sums of some rows and vectors, added up side by side; a multiple of 16 */ };
+
+static inline __attribute__((always_inline)) void meet_few(
+    unsigned int vectors, const char *row, size_t columns, const float *packed, size_t stride, enum format format, float *sums) {
+    struct pair of[kAtOnce] = {};
+    size_t at = 0;
+    for (; at + kPair <= columns; at += kPair) {
+        const struct pair values = widened(row + at * width_of(format), format);
+        for (unsigned int v = 0; v < vectors; ++v) add_step(values, packed + v * stride + at, &of[v]);
+    }
+    if (at < columns) {
+        const struct pair values = widened_end(row + at * width_of(format), columns - at, format);
+        for (unsigned int v = 0; v < vectors; ++v) add_step(values, packed + v * stride + at, &of[v]);
+    }
+    for (unsigned int v = 0; v < vectors; ++v)
+        for (unsigned int part = 0; part < kParts; ++part)
+            store(sums + v * kPair + part * kWidth, of[v].low.part[part] + of[v].high.part[part]);
+}
+
+static inline __attribute__((always_inline)) void multiply_few(const struct matrix_product *one, enum format format, float *scratch) {
+    const size_t columns = one->columns, count = one->count, row_bytes = columns * width_of(format);
+    const size_t stride = padded(columns, kPair), most = kFewSums / count;
+    float *sums = scratch, *totals = sums + kFewSums * kPair, *packed = totals + kFewSums;
+    for (size_t i = 0; i < count; ++i) pack(vector_of(one, i), columns, format, packed + i * stride);
+    for (size_t first = 0; first < one->rows; first += most) {
+        const size_t rows = one->rows - first < most ? one->rows - first : most;
+        for (size_t row = 0; row < rows; ++row) {
+            const char *values = (const char *)one->matrix + (first + row) * row_bytes;
+            float *at = sums + row * count * kPair;
+            for (size_t v = 0; v < count; v += kAtOnce)
+                switch (count - v < kAtOnce ? count - v : kAtOnce) {
+#define FEW(VECTORS) \
+    case VECTORS: meet_few(VECTORS, values, columns, packed + v * stride, stride, format, at + v * kPair); break;
+                    FEW(1)
+#if defined __FMA__
+                    FEW(2) FEW(3)
+#endif
+#if defined __AVX512F__
+                    FEW(4) FEW(5) FEW(6)
+#endif
+                }
+        }
+        for (size_t i = 0; i < rows * count; i += 16) totals_of_sums(sums + i * kPair, totals + i);
+        for (size_t v = 0; v < count; ++v) {
+            float *product = product_of(one, v) + first;
+            for (size_t row = 0; row < rows; ++row) product[row] = totals[row * count + v] * scale_of(format);
+        }
+    }
+}
+
 /* A row's products are kept for kKept rows: vector by vector they are then written to memory side by side. */
 enum { kKept = 48 };
 static inline __attribute__((always_inline)) void collect(
@@ -413,6 +471,8 @@ size_t kog_products_scratch(size_t columns, size_t count) {
 static inline __attribute__((always_inline)) void multiply(const struct matrix_product *one, enum format format, float *scratch) {
     if (one->count == 1)
         multiply_one(one, format, scratch);
+    else if (one->count <= kFew)
+        multiply_few(one, format, scratch);
     else
         multiply_many(one, format, scratch);
 }

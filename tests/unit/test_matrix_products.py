@@ -96,7 +96,7 @@ def test_a_vector_has_the_same_bits_alone_and_among_others(dtype: str, rows: int
     matrix, _ = drawn(dtype, rows, columns)
     vectors = np.random.default_rng(3).standard_normal((33, columns)).astype(np.float32)
     alone = [product(matrix, vector) for vector in vectors]
-    for count in (1, 2, 3, 4, 5, 16, 17, 33):
+    for count in (1, 2, 3, 4, 5, 6, 12, 13, 17, 33):
         assert product(matrix, vectors[:count]).tobytes() == np.stack(alone[:count]).tobytes()
 
 
