@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
 from kog_dist.decode.plan import Plan
 from kog_dist.decode.sampling import Candidate
-from kog_dist.decode.steps import NONE
 from kog_dist.errors import PlanError
 from kog_dist.sampling_params import SamplingParams
 
-# Rank 0's choice from all logits (vocab,); None: no token can be chosen, and the request is to end.
-Choose: TypeAlias = Callable[[NDArray[Any]], Candidate | None]
+# Rank 0's choice, from all logits (vocab,) of the token at a position; None: no token can be chosen, and the request is to end.
+# Asked of the tokens of a pass in their order, until what it chooses is not the next of them.
+Choose: TypeAlias = Callable[[NDArray[Any], int], Candidate | None]
+
+
+class Chosen(NamedTuple):
+    """What came out behind a token of a pass; the id counts if the logits are finite and rank 0 does not want to stop."""
+
+    token_id: int
+    finite: bool
+    stopped: bool
 
 
 class Cursor:
@@ -29,10 +37,14 @@ class Cursor:
         self.position = 0  # of the first of them
         self.sampling: SamplingParams | None = None
         self.lengths = [[0] * num_lanes for _ in range(plan.spec.num_layers)]  # of the KV cache, by layer and own lane
-        self.next_token, self.finite = NONE, True
-        self.stopped = False  # what this rank wants while the token runs, what rank 0 wanted after it
-        self.all_logits: NDArray[Any] | None = None
+        self.chosen: list[Chosen] = []  # behind the first token of the pass, and behind each that was chosen itself
+        self.stopped = False  # what this rank wants; rank 0's wish counts
+        self.all_logits: NDArray[Any] | None = None  # (tokens, vocab)
         self.choose: Choose | None = None
+
+    def goes_on(self, idx: int, token_id: int) -> bool:
+        """Whether `token_id`, chosen behind token `idx` of the pass, is the one that the pass has next."""
+        return idx + 1 < len(self.token_ids) and token_id == self.token_ids[idx + 1]
 
     def begin(
         self, token_ids: Sequence[int], position: int, sampling: SamplingParams | None, stop: bool, choose: Choose | None = None
@@ -49,7 +61,7 @@ class Cursor:
             raise PlanError(f"position {last} exceeds the model's context of {spec.max_context}")
         self.token += 1
         self.token_ids, self.position, self.sampling = token_ids, position, sampling
-        self.next_token, self.finite, self.stopped, self.all_logits = NONE, True, stop, None
+        self.chosen, self.stopped, self.all_logits = [], stop, None
         self.choose = choose
         for layer in self.lengths:  # shorter after a reset or a step back; longer if the last token was not finished
             layer[:] = [position] * len(layer)

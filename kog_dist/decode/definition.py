@@ -16,12 +16,12 @@ Term = int
 
 
 class Definition:
-    """The terms of the first tokens of a sequence. One instance per spec; see `definition`."""
+    """The terms of the last token of any sequence. One instance per spec; see `definition`."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self._numbers: dict[tuple[Hashable, ...], Term] = {}
-        self._tokens: list[dict[Value, Term]] = []
+        self._known: dict[tuple[Hashable, ...], dict[Value, Term]] = {}
 
     def term(self, *operation: Hashable) -> Term:
         """The number of a term: (name, arguments)."""
@@ -38,17 +38,16 @@ class Definition:
         """The KV cache before the first token."""
         return self.term("empty cache", layer, lane)
 
-    def values(self, token: int) -> dict[Value, Term]:
-        """All values of the `token`-th token (from 1)."""
-        while len(self._tokens) < token:
-            self._tokens.append(self._next_token(len(self._tokens) + 1))
-        return self._tokens[token - 1]
+    def values(self, tokens: tuple[Hashable, ...]) -> dict[Value, Term]:
+        """All values of the last of these tokens, behind the others."""
+        if tokens not in self._known:
+            self._known[tokens] = self._values(tokens[-1], self.values(tokens[:-1]) if len(tokens) > 1 else {})
+        return self._known[tokens]
 
-    def _next_token(self, token: int) -> dict[Value, Term]:
+    def _values(self, token: Hashable, before: dict[Value, Term]) -> dict[Value, Term]:
         spec = self.spec
         lanes = range(spec.num_lanes)
         known: dict[Value, Term] = {}
-        before = self._tokens[-1] if self._tokens else {}
         h = [self.term("embedding", token) for _ in lanes]
         self._know_streams(known, 0, h)
         partials: dict[tuple[int, int], list[Term]] = {}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode import lane_math
-from kog_dist.decode.cursor import Choose, Cursor
+from kog_dist.decode.cursor import Choose, Chosen, Cursor
 from kog_dist.decode.groups import Array, Finder, Group
 from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, candidate, gumbel, pick
 from kog_dist.decode.steps import Kind, Message, Phase, Site
@@ -80,81 +80,106 @@ class ExchangeCalls:
         if step.reads and step.reads[0].kind is Kind.TOTAL:
             (total,), (target,) = self.find.of(group, (Kind.TOTAL,), (Kind.HEAD_INPUT,))
             if self.spec.pre_norm_lane_agg:
-                weight, eps, inverse = self.weights.norms[0], self.spec.norm_eps, self.memory.empty(1, 1)
+                weight, eps, inverse = self.weights.norms[0], self.spec.norm_eps, self.memory.empty(self.find.num_tokens, 1)
                 return lambda: lane_math.rms_norm(total, weight, eps, inverse, target)
             share = self.memory.dtype.type(1.0 / self.spec.num_lanes)  # exact: a power of two
             return lambda: _scale_into(total, share, target)
-        own = self.find.own_rows(step, Kind.PARTIAL).reshape(-1)
-        target = self.memory.row(step.writes[0])
+        own, num_tokens, num_lanes = self.find.own_rows(step, Kind.PARTIAL).reshape(-1), self.find.num_tokens, self.spec.num_lanes
+        target = self.memory.rows(step.writes[0], num_tokens).reshape(num_tokens, num_lanes, -1)
         publish, collect = self.publisher(step.publishes), self.collector(step.waits)
 
         def run() -> None:
             publish(own)
-            np.copyto(target, collect(own).reshape(-1))
+            np.copyto(target, collect(own).reshape(num_lanes, num_tokens, -1).swapaxes(0, 1))
 
         return run
 
     def _gather(self, group: Group) -> Run:
         step, spec, cursor = group.steps[0], self.spec, self.cursor
-        own = self.find.own_rows(step, Kind.LOGITS)
+        own, num_tokens = self.find.own_rows(step, Kind.LOGITS), self.find.num_tokens
         publish, collect, is_root = self.publisher(step.publishes), self.collector(step.waits), bool(step.writes)
         slices = [spec.vocab_slice(lane) for lane in range(spec.num_lanes)]
 
         def run() -> None:
             publish(own.reshape(-1))
             if is_root:
-                rows = collect(own.reshape(-1)).reshape(spec.num_lanes, -1)
-                cursor.all_logits = np.concatenate([row[: last - first] for row, (first, last) in zip(rows, slices, strict=True)])
+                rows = collect(own.reshape(-1)).reshape(spec.num_lanes, num_tokens, -1)
+                parts = [row[:, : last - first] for row, (first, last) in zip(rows, slices, strict=True)]
+                cursor.all_logits = np.concatenate(parts, axis=1)
 
         return run
 
     def _sample(self, group: Group) -> Run:
-        step, cursor = group.steps[0], self.cursor
-        rows = self.find.own_rows(step, Kind.LOGITS, 1)  # a pass of several tokens has none
+        step, cursor, num_chosen = group.steps[0], self.cursor, max(1, self.find.num_chosen)
+        rows = self.find.own_rows(step, Kind.LOGITS, num_chosen)
         publish, collect = self.publisher(step.publishes), self.collector(step.waits)
         bounds = [self.spec.vocab_slice(lane) for lane in self.memory.lanes]
-        slices = [row[0, : last - first] for row, (first, last) in zip(rows, bounds, strict=True)]
-        own = np.zeros(2 * len(slices) + 1, np.float32)
+        slices = [row[:, : last - first] for row, (first, last) in zip(rows, bounds, strict=True)]
+        nothing = [NO_CANDIDATE] * len(slices)
+        own = np.zeros((num_chosen, 2 * len(slices) + 1), np.float32)  # of each token: candidates, and whether to stop
         single = step.waits is None
 
         def run() -> None:
-            sampling = cursor.sampling
-            found = [NO_CANDIDATE] * len(slices) if sampling is None else own_candidates(sampling, cursor.position)
+            found = [(nothing, cursor.stopped)]
+            if cursor.sampling is not None and not cursor.stopped:
+                found = own_choices(cursor.sampling)
             if not single:
-                own[0:-1:2], own[1:-1:2] = zip(*found, strict=True)
-                own[-1] = cursor.stopped
-                publish(own)
-                gathered = collect(own)
-                cursor.stopped = bool(gathered[0, -1])
-                found = [Candidate(float(value), int(token_id)) for value, token_id in gathered[:, :-1].reshape(-1, 2)]
-            if sampling is not None:
-                best = pick(found)
-                cursor.finite, cursor.next_token = not math.isnan(best.value), best.token_id
+                found = exchanged(found, 1 if cursor.sampling is None else num_chosen)
+            for idx, (candidates, stopped) in enumerate(found):
+                best = pick(candidates)
+                cursor.chosen.append(Chosen(best.token_id, not math.isnan(best.value), stopped))
+                if ends(idx, best, stopped):
+                    break
 
-        def own_candidates(sampling: SamplingParams, position: int) -> list[Candidate]:
+        def ends(idx: int, best: Candidate, stopped: bool) -> bool:
+            return stopped or math.isnan(best.value) or not cursor.goes_on(idx, best.token_id)
+
+        def own_choices(sampling: SamplingParams) -> list[tuple[list[Candidate], bool]]:
+            """Candidates behind each token, and whether to stop there; as far as this rank can know that they matter."""
+            found: list[tuple[list[Candidate], bool]] = []
+            for idx in range(num_chosen):
+                candidates = own_candidates(sampling, idx)
+                found.append((candidates or nothing, candidates is None))
+                if (single or cursor.choose is not None) and ends(idx, pick(found[idx][0]), found[idx][1]):
+                    break
+            return found
+
+        def exchanged(found: list[tuple[list[Candidate], bool]], num: int) -> list[tuple[list[Candidate], bool]]:
+            """Candidates of all slices behind `num` tokens, and what rank 0 wants."""
+            for row, (candidates, stopped) in zip(own, [*found, *[(nothing, False)] * (num - len(found))]):  # noqa: B905
+                row[0:-1:2], row[1:-1:2] = zip(*candidates, strict=True)
+                row[-1] = stopped
+            mine = own[:num].reshape(-1)
+            publish(mine)
+            gathered = collect(mine).reshape(-1, num, own.shape[1])
+            of_slices = gathered[:, :, :-1].swapaxes(0, 1).reshape(num, -1, 2).tolist()
+            told = [[Candidate(value, int(token_id)) for value, token_id in row] for row in of_slices]
+            return [(row, bool(stop)) for row, stop in zip(told, gathered[0, :, -1].tolist(), strict=True)]
+
+        def own_candidates(sampling: SamplingParams, idx: int) -> list[Candidate] | None:
+            """None: rank 0 finds nothing to choose."""
+            position = cursor.position + idx
             if cursor.choose is not None:
-                return [self._chosen(cursor.choose), *[NO_CANDIDATE] * (len(slices) - 1)]
+                best = self._chosen(cursor.choose, idx)
+                return None if best is None else [best, *nothing[1:]]
             noise = None
             if sampling.temperature > 0:  # of all own slices at once: they are neighbours
                 noise = gumbel(sampling.seed, position, bounds[0][0], bounds[-1][1] - bounds[0][0])
             found = []
             for logits, (first, last) in zip(slices, bounds, strict=True):
                 own_noise = None if noise is None else noise[first - bounds[0][0] : last - bounds[0][0]]
-                found.append(candidate(logits, first, position, sampling, own_noise))
+                found.append(candidate(logits[idx], first, position, sampling, own_noise))
             return found
 
         return run
 
-    def _chosen(self, choose: Choose) -> Candidate:
-        """Rank 0's choice from all logits, as a candidate that beats those of every slice."""
+    def _chosen(self, choose: Choose, idx: int) -> Candidate | None:
+        """Rank 0's choice from all logits behind token `idx`, as a candidate that beats those of every slice."""
         cursor = self.cursor
         if cursor.all_logits is None:
-            raise PlanError(f"token {cursor.token}: SAMPLE needs all logits, and no GATHER has run before it")
-        best = choose(cursor.all_logits)
-        if best is None:
-            cursor.stopped = True
-            return NO_CANDIDATE
-        return best if math.isnan(best.value) else Candidate(math.inf, best.token_id)
+            raise PlanError(f"pass {cursor.token}: SAMPLE needs all logits, and no GATHER has run before it")
+        best = choose(cursor.all_logits[idx], cursor.position + idx)
+        return best if best is None or math.isnan(best.value) else Candidate(math.inf, best.token_id)
 
     # ---- messages ----
     def _address(self, message: Message) -> Callable[[], tuple[int, int]]:

@@ -1,16 +1,18 @@
-"""Runs a plan without numbers, several tokens on all ranks, and finds what would go wrong in some order of events.
+"""Runs a plan without numbers, several passes on all ranks, and finds what would go wrong in some order of events.
 
-Two things are followed at once. Terms: what each value is made of, compared with `definition`. Vector clocks: which steps of
-the other ranks have certainly happened before a step; a slot may be rewritten only if its readers' steps have.
+Two things are followed at once. Terms: what each value is made of, of each token of a pass, compared with `definition`. Vector
+clocks: which steps of the other ranks have certainly happened before a step; a slot may be rewritten only if its readers' steps
+have.
 
-The tokens are one prompt token, one sampled, three whose logits are gathered: each kind of token has every message matched,
-and the last three in a row show a slot's reuse up to two tokens later. Only messages that every token has advance the clocks,
-so the result holds for any mixture of tokens.
+The passes are one of a prompt, one that samples, three whose logits are gathered: each kind has every message matched, and the
+last three in a row show a slot's reuse up to two passes later. Only messages that every pass has advance the clocks, so the
+result holds for any mixture of passes. Where a pass may have several tokens, some have, and drafts that are refused among them:
+keys and values of these must be overwritten before anybody reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,14 +23,45 @@ from kog_dist.decode.step_rules import malformed, value_name
 from kog_dist.decode.steps import NONE, Kind, Message, Phase, Site, Step, Value, When
 from kog_dist.model.spec import HeadType
 
-TOKENS = (When.ALWAYS, When.SAMPLED, When.GATHERED, When.GATHERED, When.GATHERED)
 MAX_FINDINGS = 20
+Terms = tuple[Term, ...]  # of a value: one for each token of the pass
+
+
+class ProvedPass(NamedTuple):
+    """A pass of the run. Its first `num_kept` tokens follow from those before; behind the first the others are drafts."""
+
+    when: When
+    num_tokens: int
+    num_kept: int
+
+
+PASSES = (
+    ProvedPass(When.ALWAYS, 2, 2), ProvedPass(When.SAMPLED, 2, 1), ProvedPass(When.GATHERED, 4, 2),
+    ProvedPass(When.GATHERED, 1, 1), ProvedPass(When.GATHERED, 2, 2),
+)  # fmt: skip
+
+
+def passes_of(num_tokens: int) -> tuple[ProvedPass, ...]:
+    """Those that are run where a pass has so many tokens at most."""
+    return tuple(ProvedPass(when, min(num, num_tokens), min(kept, num_tokens)) for when, num, kept in PASSES)
+
+
+def sequences(passes: tuple[ProvedPass, ...]) -> list[list[tuple[Hashable, ...]]]:
+    """Of each pass, for each of its tokens: the tokens up to it. What is kept has its place in the sequence as a name."""
+    kept: tuple[Hashable, ...] = ()
+    found = []
+    for number, (_, num_tokens, num_kept) in enumerate(passes, start=1):
+        right = tuple(range(len(kept) + 1, len(kept) + 1 + num_kept))
+        tokens: tuple[Hashable, ...] = (*right, *(("refused", number, idx) for idx in range(num_kept, num_tokens)))
+        found.append([(*kept, *tokens[: idx + 1]) for idx in range(num_tokens)])
+        kept = (*kept, *right)
+    return found
 
 
 class Post(NamedTuple):
-    """A published message: its content (a term for each lane or one sum), its readers, and the clock of its writer."""
+    """A published message: its content (terms for each lane or one sum), its readers, and the clock of its writer."""
 
-    content: tuple[Term, ...]
+    content: tuple[Terms, ...]
     peers: tuple[int, ...]
     clock: tuple[int, ...]
     origin: tuple[SimulatedRank, int, Step]
@@ -41,7 +74,8 @@ class SimulatedRank:
     part: RankPlan
     events: Iterator[tuple[int, Step]]
     clock: list[int]
-    memory: dict[tuple[int, ...], tuple[int, Value, Term]] = field(default_factory=dict)  # place -> (token, value, term)
+    memory: dict[tuple[int, ...], tuple[int, Value, Terms]] = field(default_factory=dict)  # place -> (pass, value, terms)
+    rows: dict[tuple[int, ...], dict[int, Term]] = field(default_factory=dict)  # of a cache's place: what stands at a position
     written: set[tuple[int, Value]] = field(default_factory=set)
     blocked: tuple[int, Step] | None = None
     published: bool = False  # the blocked step has already published
@@ -53,14 +87,16 @@ class Flow:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.spec = plan, plan.spec
         self.definition = definition(plan.spec)
+        self.passes = passes_of(plan.num_tokens)
+        self.sequences = sequences(self.passes)
         self.findings: list[str] = []
         self._places: dict[Value, tuple[int, ...]] = {}
         self.posts: dict[tuple[str, int, int], Post] = {}  # by mailbox, epoch and writer
         self.reads: dict[tuple[str, int, int], dict[int, int]] = {}  # reader -> its clock at its last read
-        self.ranks = [SimulatedRank(part, _events(part), [0] * plan.world_size) for part in plan.ranks]
+        self.ranks = [SimulatedRank(part, self._events(part), [0] * plan.world_size) for part in plan.ranks]
 
     def run(self) -> list[str]:
-        """Run all tokens on all ranks; the findings."""
+        """Run all passes on all ranks; the findings."""
         for state in self.ranks:
             for step in state.part.steps:
                 for complaint in malformed(self.spec, state.part, step):
@@ -95,45 +131,45 @@ class Flow:
                 state.published = False
             if state.blocked is None:
                 return moved
-            token, step = state.blocked
+            number, step = state.blocked
             if not state.published:
-                self._start(state, token, step)
+                self._start(state, number, step)
                 state.published = True
                 moved = True
-            if step.waits is not None and not self._arrived(state, token, step.waits):
+            if step.waits is not None and not self._arrived(state, number, step.waits):
                 return moved
-            self._finish(state, token, step)
+            self._finish(state, number, step)
             state.blocked = None
             moved = True
         return moved
 
-    def _where(self, state: SimulatedRank, token: int, step: Step) -> str:
+    def _where(self, state: SimulatedRank, number: int, step: Step) -> str:
         names = [f"layer {step.layer}" if step.layer != NONE else "", f"lane {step.lane}" if step.lane != NONE else ""]
         site = Site(step.site).name.lower() if step.site in tuple(Site) else ""
         detail = " ".join(name for name in (site, *names) if name)
-        at = f", token {token}" if token else ""
+        at = f", pass {number}" if number else ""
         return f"rank {state.part.rank}{at}, {step.phase.name}{' of ' + detail if detail else ''}"
 
-    def _start(self, state: SimulatedRank, token: int, step: Step) -> None:
+    def _start(self, state: SimulatedRank, number: int, step: Step) -> None:
         rank = state.part.rank
         state.clock[rank] += 1
         if step.publishes is None:
             return
         message = step.publishes
-        content = self._inputs(state, token, step)
+        content = self._inputs(state, number, step)
         if content is None:
             return
         if step.phase is Phase.SUM:
-            content = (self.definition.tree(content),)
-        key = (message.mailbox, self.plan.epoch(message, token), rank)
+            content = (tuple(map(self.definition.tree, zip(*content, strict=True))),)
+        key = (message.mailbox, self.plan.epoch(message, number), rank)
         if key in self.posts:
             first = self._where(*self.posts[key].origin)
-            where = self._where(state, token, step)
+            where = self._where(state, number, step)
             self._find(f"{where}: publishes epoch {key[1]} of {message.mailbox} a second time (first: {first})")
-        self._check_length(state, token, step, message)
-        self.posts[key] = Post(content, message.peers, tuple(state.clock), (state, token, step))
+        self._check_length(state, number, step, message)
+        self.posts[key] = Post(content, message.peers, tuple(state.clock), (state, number, step))
 
-    def _check_length(self, state: SimulatedRank, token: int, step: Step, message: Message) -> None:
+    def _check_length(self, state: SimulatedRank, number: int, step: Step, message: Message) -> None:
         spec, lanes = self.spec, self.spec.num_lanes // self.plan.world_size
         length = {
             Phase.SUM: spec.hidden_size,
@@ -144,53 +180,69 @@ class Flow:
         }[step.phase]
         room = self.plan.mailbox_by_name[message.mailbox].length
         if room != length:
-            where = self._where(state, token, step)
+            where = self._where(state, number, step)
             self._find(f"{where}: publishes {length} values into mailbox {message.mailbox}, which holds {room}")
 
-    def _arrived(self, state: SimulatedRank, token: int, message: Message) -> bool:
-        epoch, rank = self.plan.epoch(message, token), state.part.rank
+    def _arrived(self, state: SimulatedRank, number: int, message: Message) -> bool:
+        epoch, rank = self.plan.epoch(message, number), state.part.rank
         return all(
             (post := self.posts.get((message.mailbox, epoch, peer))) is not None and rank in post.peers for peer in message.peers
         )
 
-    def _inputs(self, state: SimulatedRank, token: int, step: Step) -> tuple[Term, ...] | None:
+    def _is_silent(self, number: int, step: Step) -> bool:
+        """Whether the step exchanges empty candidates, once in the pass."""
+        return step.phase is Phase.SAMPLE and self.passes[number - 1].when is When.ALWAYS
+
+    def _inputs(self, state: SimulatedRank, number: int, step: Step) -> tuple[Terms, ...] | None:
         """Terms of what a step reads; None (and a finding) if a place does not hold what the plan says."""
-        if step.phase is Phase.SAMPLE and TOKENS[token - 1] is When.ALWAYS:
-            return (self.definition.term("no candidates"),) * len(step.reads)
+        if self._is_silent(number, step):
+            return ((self.definition.term("no candidates"),),) * len(step.reads)
         terms = []
         for value in step.reads:
             held = state.memory.get(self._place(value))
-            if held is None or held[:2] != (token, value):
-                found = f"{value_name(held[1])} of token {held[0]}" if held else "nothing"
-                self._find(f"{self._where(state, token, step)}: reads {value_name(value)}, but its place holds {found}")
+            if held is None or held[:2] != (number, value):
+                found = f"{value_name(held[1])} of pass {held[0]}" if held else "nothing"
+                self._find(f"{self._where(state, number, step)}: reads {value_name(value)}, but its place holds {found}")
                 return None
             terms.append(held[2])
         return tuple(terms)
 
-    def _finish(self, state: SimulatedRank, token: int, step: Step) -> None:
-        inputs = self._inputs(state, token, step)
+    def _finish(self, state: SimulatedRank, number: int, step: Step) -> None:
+        inputs = self._inputs(state, number, step)
         if inputs is None:
             return
-        rows = self._receive(state, token, step, inputs)
+        rows = self._receive(state, number, step, inputs)
         if step.phase is Phase.QKV:
             query, cache = step.writes
-            held = state.memory.get(self._place(cache))
-            old = held[2] if held else self.definition.empty_cache(step.layer, step.lane)
-            self._write(state, token, step, query, self.definition.term("query", step.layer, step.lane, inputs[0]))
-            appended = self.definition.term("append", step.layer, step.lane, old, inputs[0])
-            self._write(state, token, step, cache, appended)
+            queries = tuple(self.definition.term("query", step.layer, step.lane, term) for term in inputs[0])
+            self._write(state, number, step, query, queries)
+            self._write(state, number, step, cache, self._append(state, number, step, inputs[0]))
         else:
+            made = tuple(self._result(number, step, idx, of_token) for idx, of_token in enumerate(zip(*rows, strict=True)))
+            if not step.reads:
+                made = tuple(self._result(number, step, idx, ()) for idx in range(self.passes[number - 1].num_tokens))
             for value in step.writes:
-                self._write(state, token, step, value, self._result(token, step, rows))
+                self._write(state, number, step, value, made)
 
-    def _receive(self, state: SimulatedRank, token: int, step: Step, inputs: tuple[Term, ...]) -> tuple[Term, ...]:
+    def _append(self, state: SimulatedRank, number: int, step: Step, inputs: Terms) -> Terms:
+        """Put a row of each token into a cache, over what stands there; what the cache is up to each of them."""
+        rows = state.rows.setdefault(self._place(step.writes[1]), {})
+        first = len(self.sequences[number - 1][0]) - 1
+        rows.update(enumerate(inputs, start=first))
+        held, caches = self.definition.empty_cache(step.layer, step.lane), []
+        for position in range(first + len(inputs)):
+            held = self.definition.term("append", step.layer, step.lane, held, rows.get(position))
+            caches.append(held)
+        return tuple(caches[first:])
+
+    def _receive(self, state: SimulatedRank, number: int, step: Step, inputs: tuple[Terms, ...]) -> tuple[Terms, ...]:
         """What a step works on: its inputs; with a wait, every rank's content in the order of ranks, its own included."""
         message, rank = step.waits, state.part.rank
         if message is None:
             return inputs
-        epoch = self.plan.epoch(message, token)
+        epoch = self.plan.epoch(message, number)
         state.clock[rank] += 1  # reading comes after publishing, also in a step that does both
-        rows: list[Term] = []
+        rows: list[Terms] = []
         for source in range(self.plan.world_size):
             if source == rank:
                 rows += inputs
@@ -203,12 +255,12 @@ class Flow:
                     state.clock[:] = map(max, state.clock, post.clock)
         return tuple(rows)
 
-    def _result(self, token: int, step: Step, inputs: tuple[Term, ...]) -> Term:
-        """The term that a step makes of its inputs, as the engines do it."""
+    def _result(self, number: int, step: Step, idx: int, inputs: tuple[Term, ...]) -> Term:
+        """The term that a step makes of its inputs, of one token of the pass, as the engines do it."""
         term, layer, lane = self.definition.term, step.layer, step.lane
         match step.phase:
             case Phase.EMBED:
-                return term("embedding", token)
+                return term("embedding", self.sequences[number - 1][idx][-1])
             case Phase.ATTEND:
                 return term("attend", layer, lane, *inputs)
             case Phase.ROUTE:
@@ -235,24 +287,24 @@ class Flow:
             case _:
                 return term("choice", *inputs)
 
-    def _write(self, state: SimulatedRank, token: int, step: Step, value: Value, term: Term) -> None:
-        if (token, value) in state.written:
-            self._find(f"{self._where(state, token, step)}: writes {value_name(value)} a second time")
-        state.written.add((token, value))
-        silent = step.phase is Phase.SAMPLE and TOKENS[token - 1] is When.ALWAYS
-        expected = term if silent or value.kind is Kind.OWN_SUM else self.definition.values(token).get(value)
-        if term != expected:
-            self._find(f"{self._where(state, token, step)}: {value_name(value)} is not made of what the model defines")
-        state.memory[self._place(value)] = (token, value, term)
+    def _write(self, state: SimulatedRank, number: int, step: Step, value: Value, terms: Terms) -> None:
+        if (number, value) in state.written:
+            self._find(f"{self._where(state, number, step)}: writes {value_name(value)} a second time")
+        state.written.add((number, value))
+        if not self._is_silent(number, step) and value.kind is not Kind.OWN_SUM:
+            expected = tuple(self.definition.values(sequence).get(value) for sequence in self.sequences[number - 1])
+            if terms != expected:
+                self._find(f"{self._where(state, number, step)}: {value_name(value)} is not made of what the model defines")
+        state.memory[self._place(value)] = (number, value, terms)
 
     # ---- the end ----
     def _report_stuck(self) -> None:
         for state in self.ranks:
             if state.blocked is None:
                 continue
-            token, step = state.blocked
+            number, step = state.blocked
             assert step.waits is not None
-            epoch = self.plan.epoch(step.waits, token)
+            epoch = self.plan.epoch(step.waits, number)
             for peer in step.waits.peers:
                 post = self.posts.get((step.waits.mailbox, epoch, peer))
                 if post is not None and state.part.rank in post.peers:
@@ -261,12 +313,12 @@ class Flow:
                 why = "does not send it here" if post else "never publishes it"
                 if post is None and self._will_publish(peer, step.waits.mailbox, epoch):
                     why = "itself waits: the ranks wait for each other in a circle"
-                self._find(f"{self._where(state, token, step)}: waits for {wanted}, which {why}")
+                self._find(f"{self._where(state, number, step)}: waits for {wanted}, which {why}")
 
     def _will_publish(self, rank: int, mailbox: str, epoch: int) -> bool:
         return rank < len(self.ranks) and any(
-            step.publishes is not None and step.publishes.mailbox == mailbox and self.plan.epoch(step.publishes, token) == epoch
-            for token, step in self.ranks[rank].events
+            step.publishes is not None and step.publishes.mailbox == mailbox and self.plan.epoch(step.publishes, number) == epoch
+            for number, step in self.ranks[rank].events
         )
 
     def _check_unread(self) -> None:
@@ -297,23 +349,22 @@ class Flow:
                     )
 
     def _check_results(self) -> None:
-        """Every token leaves its keys and values, and a choice; rank 0 the logits that were asked for."""
+        """Every pass leaves its keys and values, and a choice; rank 0 the logits that were asked for."""
         for state in self.ranks:
-            for token, when in enumerate(TOKENS, start=1):
+            for number, (when, _, _) in enumerate(self.passes, start=1):
                 needed = [Value(Kind.CACHE, layer, lane) for layer in range(self.spec.num_layers) for lane in state.part.lanes]
                 needed.append(Value(Kind.TOKEN))
                 if when is When.GATHERED and state.part.rank == 0:
                     needed.append(Value(Kind.ALL_LOGITS))
                 for value in needed:
-                    if (token, value) not in state.written:
-                        self._find(f"rank {state.part.rank}, token {token} ({when.name}): {value_name(value)} is never written")
+                    if (number, value) not in state.written:
+                        self._find(f"rank {state.part.rank}, pass {number} ({when.name}): {value_name(value)} is never written")
 
-
-def _events(part: RankPlan) -> Iterator[tuple[int, Step]]:
-    for token, when in enumerate(TOKENS, start=1):
-        for step in part.steps:
-            if step.when <= when:
-                yield token, step
+    def _events(self, part: RankPlan) -> Iterator[tuple[int, Step]]:
+        for number, (when, _, _) in enumerate(self.passes, start=1):
+            for step in part.steps:
+                if step.when <= when:
+                    yield number, step
 
 
 def _is_power_of_two(count: int) -> bool:

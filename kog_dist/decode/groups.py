@@ -68,11 +68,12 @@ class Operands(NamedTuple):
 class Finder:
     """Finds the arrays of a group in the memory of a rank, for passes of `num_tokens` tokens.
 
-    Raises PlanError if the steps are not what their phase allows.
+    `num_chosen`: of how many there are logits, in passes that choose. Raises PlanError if the steps are not what their phase
+    allows.
     """
 
-    def __init__(self, rank: int, memory: Memory, num_tokens: int = 1) -> None:
-        self.rank, self.memory, self.num_tokens = rank, memory, num_tokens
+    def __init__(self, rank: int, memory: Memory, num_tokens: int, num_chosen: int) -> None:
+        self.rank, self.memory, self.num_tokens, self.num_chosen = rank, memory, num_tokens, num_chosen
 
     def own(self, group: Group) -> slice:
         """Own lanes of a group as rows of the arrays in memory."""

@@ -38,7 +38,7 @@ class StepOutput:
     """Result of one token. `token_id` is -1 for a prompt token, and undefined if `finite` is false.
 
     `logits` (vocab,) are set on rank 0 when they were gathered. `finite` (equal on all ranks) says that no logit was NaN or
-    infinite. `stopped` (equal on all ranks): rank 0 was called with `stop`; all ranks leave the request after the same token.
+    infinite. `stopped` (equal on all ranks): rank 0 wants to stop; all ranks leave the request after the same token.
     """
 
     token_id: int
@@ -101,7 +101,7 @@ def _nothing(_tags: list[int]) -> None:
 
 
 class Interpreter:
-    """One rank's engine. `step` is collective: every rank calls it with the same arguments.
+    """One rank's engine. `step`, `verify` and `read` are collective: every rank calls them with the same arguments.
 
     With world size 1 `comm` may be None. float64 is for checks and needs world size 1, since mailboxes carry float32.
     `kv_dtype`: what keys and values are rounded to when they enter a cache (which holds them in `dtype`).
@@ -153,7 +153,8 @@ class Interpreter:
 
     def _compile(self, num_tokens: int, most: When) -> None:
         """Make the programs for passes of so many tokens, up to the one that runs all steps until `most`."""
-        find, weights, spec = Finder(self.rank, self.memory, num_tokens), self._weights, self.plan.spec
+        num_chosen = 0 if most is When.ALWAYS else num_tokens
+        find, weights, spec = Finder(self.rank, self.memory, num_tokens, num_chosen), self._weights, self.plan.spec
         makers = LaneCalls(find, weights, self._cursor, self._kv_dtype, self._angles).makers
         exchange = ExchangeCalls(find, weights, self._cursor, self._comm)
         makers |= exchange.makers
@@ -228,10 +229,37 @@ class Interpreter:
         `position` may be at most the number of positions in the cache: a smaller one drops those from it on.
         Raises PlanError if a value is not what the plan says; AbortedError or DeviceError from a wait that did not end well.
         """
-        if choose is not None and (self.rank != 0 or sampling is None or not gather_logits):
+        if sampling is None:
+            self._check_choose(choose, gather_logits=False)
+            return self.read((token_id,), position, stop=stop)
+        return self.verify((token_id,), position, sampling, gather_logits, stop=stop, choose=choose)[0]
+
+    def _check_choose(self, choose: Choose | None, *, gather_logits: bool) -> None:
+        if choose is not None and (self.rank != 0 or not gather_logits):
             raise PlanError(f"rank {self.rank} cannot choose by itself: only rank 0 does, for a sampled token with all logits")
-        self._cursor.begin((token_id,), position, sampling, stop, choose)
-        return self._run(When.ALWAYS if sampling is None else When.GATHERED if gather_logits else When.SAMPLED)
+
+    def verify(
+        self, token_ids: Sequence[int], position: int, sampling: SamplingParams, gather_logits: bool = False, *,
+        stop: bool = False, choose: Choose | None = None,
+    ) -> list[StepOutput]:  # fmt: skip
+        """Run a token and drafts of those behind it through the model in one pass of the weights: what `step` makes of the first,
+        and of each draft as long as it is what was chosen in front of it, bit by bit.
+
+        Keys and values of the other drafts are in no kept position. Arguments and errors as of `step`.
+        """
+        self._check_choose(choose, gather_logits=gather_logits)
+        self.prepare(len(token_ids))
+        cursor = self._cursor
+        cursor.begin(token_ids, position, sampling, stop, choose)
+        self._run(When.GATHERED if gather_logits else When.SAMPLED)
+        cursor.held[cursor.kv_cache] = position + len(cursor.chosen)
+        logits = (None,) * len(token_ids) if cursor.all_logits is None else cursor.all_logits
+        return [StepOutput(token, row, finite, stopped) for (token, finite, stopped), row in zip(cursor.chosen, logits)]  # noqa: B905
+
+    def prepare(self, num_tokens: int) -> None:
+        """Compile passes of so many tokens that choose; else the first of them does that."""
+        if (When.GATHERED, num_tokens) not in self._programs:
+            self._compile(num_tokens, When.GATHERED)
 
     def read(self, token_ids: Sequence[int], position: int, *, stop: bool = False) -> StepOutput:
         """Run following prompt tokens through the model in one pass of the weights: what `step` does with each, bit by bit.
@@ -240,10 +268,13 @@ class Interpreter:
         """
         if (When.ALWAYS, len(token_ids)) not in self._programs:
             self._compile(len(token_ids), When.ALWAYS)
-        self._cursor.begin(token_ids, position, None, stop)
-        return self._run(When.ALWAYS)
+        cursor = self._cursor
+        cursor.begin(token_ids, position, None, stop)
+        self._run(When.ALWAYS)
+        cursor.held[cursor.kv_cache] = position + len(token_ids)
+        return StepOutput(NONE, None, True, cursor.chosen[0].stopped)
 
-    def _run(self, when: When) -> StepOutput:
+    def _run(self, when: When) -> None:
         cursor = self._cursor
         program = self._programs[when, len(cursor.token_ids)]
         tags = self._tags = [0] * len(self._cells)
@@ -254,9 +285,6 @@ class Interpreter:
                 run()
                 for cells, idents in writes:
                     tags[cells] = idents
-        cursor.held[cursor.kv_cache] = cursor.position + len(cursor.token_ids)
-        logits = cursor.all_logits if when is When.GATHERED else None
-        return StepOutput(cursor.next_token, logits, cursor.finite, cursor.stopped)
 
     def _complaint(self, call: _Call) -> str:
         found = [self._tags[cell] for cell in call.read_cells]

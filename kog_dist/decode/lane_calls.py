@@ -257,9 +257,9 @@ class LaneCalls:
         for step in group.steps:
             if [v.kind for v in (*step.reads, *step.writes)] != [Kind.HEAD_INPUT, Kind.LOGITS]:
                 raise PlanError(f"rank {self.rank}: step {step} does not make logits of a head input")
-            inputs.append(self.memory.row(step.reads[0])[None])
+            inputs.append(self.memory.of_lane(step.reads[0], self.num_tokens))
             first, last = self.spec.vocab_slice(step.lane)
-            targets.append(self.memory.row(step.writes[0])[None, : last - first])
+            targets.append(self.memory.of_lane(step.writes[0], self.num_tokens)[:, : last - first])
         heads = [self.weights.heads[step.lane] for step in group.steps]
         triples = [triple for triple in zip(heads, inputs, targets, strict=True) if len(triple[0])]
         return lane_math.products(triples, self.memory.scratch)

@@ -55,7 +55,7 @@ class Memory:
         array[...] = 0
         return array
 
-    def rows(self, value: Value, num_tokens: int = 1) -> Array:
+    def rows(self, value: Value, num_tokens: int) -> Array:
         """The array of all lanes (own lanes, tokens, ...) that `value` is a row of, in passes of so many tokens.
 
         Without the first axis if the value has no lane.
@@ -67,10 +67,10 @@ class Memory:
             self._arrays[key] = self.empty(*lanes, num_tokens, *shape)
         return self._arrays[key]
 
-    def row(self, value: Value) -> Array:
-        """The array of one value of a pass of one token."""
-        row: Array = self.rows(value)[0 if value.lane == NONE else (self.local(value.lane), 0)]
-        return row
+    def of_lane(self, value: Value, num_tokens: int) -> Array:
+        """The array (tokens, ...) of one value."""
+        rows = self.rows(value, num_tokens)
+        return rows if value.lane == NONE else rows[self.local(value.lane)]
 
     def local(self, lane: int) -> int:
         """Place of a lane among those of this rank. Raises PlanError if it is not hosted here."""

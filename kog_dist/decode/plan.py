@@ -23,9 +23,10 @@ LARGEST_VOCAB = 1 << 24  # candidates travel as float32, which counts exactly to
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does for one token. `token` numbers below count steps of the engine from 1 and never restart.
+    """What every rank does in one pass. `token` numbers below count passes of the engine from 1 and never restart.
 
-    `num_ctas`: thread blocks of each rank, among which products are divided; 1 on CPUs.
+    `num_ctas`: thread blocks of each rank, among which products are divided; 1 on CPUs. `num_tokens`: most tokens of a pass that
+    chooses, each of which has the steps, and in messages vectors of its own.
     """
 
     spec: ModelSpec
@@ -33,6 +34,7 @@ class Plan:
     num_ctas: int
     mailboxes: tuple[PlannedMailbox, ...]
     ranks: tuple[RankPlan, ...]
+    num_tokens: int = 1
 
     @cached_property
     def mailbox_by_name(self) -> dict[str, PlannedMailbox]:
@@ -57,6 +59,7 @@ class Plan:
             self.spec.to_config(), self.world_size, self.num_ctas,
             [[box.name, box.num_slots, box.length, box.per_token] for box in self.mailboxes],
             [[part.rank, part.lanes, part.steps, list(map(_described, part.products))] for part in self.ranks],
+            *([self.num_tokens] if self.num_tokens > 1 else []),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -69,12 +72,13 @@ def _described(product: Product) -> tuple[object, ...]:
 
 def make_plan(
     spec: ModelSpec, world_size: int, products: Sequence[Sequence[Product]] | None = None, *, num_ctas: int = 1,
-    checks_experts: bool = False,
+    checks_experts: bool = False, num_tokens: int = 1,
 ) -> Plan:  # fmt: skip
     """The plan of `spec` on `world_size` ranks, each with its `products`, divided among `num_ctas` thread blocks.
 
     Without them each rank multiplies phase by phase, undivided: that suits the interpreter, which joins neighbouring lanes. All
     orders make the same values.
+    `num_tokens`: most tokens of a pass that chooses.
     `checks_experts`: in every layer with experts each rank compares its choice with those of all others.
     Deterministic. Raises ConfigError if the lanes cannot be spread over the ranks or the sizes cannot be run, PlanError for
     products with matrices that the model has not.
@@ -85,4 +89,4 @@ def make_plan(
     lists = products or [undivided(spec, spec.lanes_of_rank(rank, world_size)) for rank in range(world_size)]
     schedulers = [Scheduler(spec, rank, world_size, own, checks_experts=checks_experts) for rank, own in enumerate(lists)]
     ranks = tuple(scheduler.rank_plan() for scheduler in schedulers)
-    return Plan(spec, world_size, num_ctas, schedulers[0].mailboxes(), ranks)
+    return Plan(spec, world_size, num_ctas, schedulers[0].mailboxes(), ranks, num_tokens)

@@ -226,7 +226,7 @@ def generate_with_processors(
         found: list[tuple[int, TokenLogprobs | None]] = []
         token = PROMPT[-1]
         for position in range(len(PROMPT) - 1, len(PROMPT) - 1 + NUM_GENERATED):
-            choose = partial(shaper.choose, position=position) if rank == 0 else None
+            choose = shaper.choose if rank == 0 else None
             output = engine.step(token, position, sampling, gather_logits=True, choose=choose)
             assert output.finite
             token = output.token_id
@@ -266,11 +266,11 @@ def test_rank_0_alone_chooses_and_only_from_all_logits(tmp_path: Path) -> None:
     def work(rank: int, exchange: ThreadExchange) -> list[tuple[int, bool, bool]]:
         engine = Interpreter(plan, rank, open_checkpoint(tmp_path).rank_weights(plan.ranks[rank].lanes), exchange)
         with pytest.raises(PlanError, match="cannot choose by itself"):
-            engine.step(1, 0, SamplingParams(), gather_logits=rank == 1, choose=lambda _: None)
+            engine.step(1, 0, SamplingParams(), gather_logits=rank == 1, choose=lambda *_: None)
         outputs = []
         answers = [Candidate(-1e30, 33), Candidate(math.nan, 0), None]
         for position, answer in enumerate(answers):
-            choose = partial(lambda found, _: found, answer) if rank == 0 else None
+            choose = partial(lambda found, *_: found, answer) if rank == 0 else None
             outputs.append(engine.step(1, position, SamplingParams(), gather_logits=True, choose=choose))
         return [(o.token_id, o.finite, o.stopped) for o in outputs]
 

@@ -44,6 +44,16 @@ def test_every_plan_that_is_made_is_accepted(head: str, delay: int) -> None:
         assert validate((staggered_plan if staggered else make_plan)(spec, world_size)) == [], (spec, world_size, staggered)
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_passes_of_several_tokens_are_accepted(head: str) -> None:
+    """One and two tokens, and more; drafts that are refused among them."""
+    head_type, pre_norm = HEADS[head]
+    spec = replace(SMALL, head_type=head_type, pre_norm_lane_agg=pre_norm, vocab_size=24)
+    for num_tokens, world_size in ((2, 1), (3, 2), (16, 2)):
+        assert validate(make_plan(spec, world_size, num_tokens=num_tokens)) == []
+    assert len({make_plan(spec, 2, num_tokens=num_tokens).digest() for num_tokens in (1, 2)}) == 2
+
+
 @pytest.mark.parametrize(("world_size", "staggered"), [(1, False), (1, True), (2, False), (2, True), (4, True), (8, True)])
 def test_plans_of_the_published_shape_are_accepted(world_size: int, staggered: bool) -> None:
     assert validate((staggered_plan if staggered else make_plan)(laneformer_2b(), world_size)) == []

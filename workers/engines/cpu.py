@@ -153,7 +153,7 @@ class CpuEngine:
             position = first_position + index
             output = self._step(
                 seq, token_id, position, sampling, gather_logits=request.logit_digests or request.needs_all_logits,
-                choose=root.choose_at(position) if root is not None else None,
+                choose=root.choose if root is not None else None,
             )  # fmt: skip
             token_id = output.token_id
             if index == 0:
@@ -170,7 +170,7 @@ class CpuEngine:
             if finish in (Finish.CANCELLED, Finish.NUMERICAL_FAULT, Finish.NO_MASK):
                 self._put(seq, index, NO_TOKEN, None, None, finish)
             else:
-                logprobs = root.took(token_id, output.logits) if root is not None and output.logits is not None else None
+                logprobs = root.logprobs(token_id, output.logits) if root is not None and output.logits is not None else None
                 self._put(seq, index, token_id, output.logits if request.logit_digests else None, logprobs, finish)
             if finish is not Finish.NONE:
                 return finish

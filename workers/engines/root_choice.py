@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
@@ -19,7 +21,7 @@ MASK_TIMEOUT_S = 5.0  # a mask takes well below a millisecond, and the grammar p
 
 
 class RootChoice:
-    """Of one request. Ask for `choose_at` before each sampled token, and tell `took` what all ranks agreed on.
+    """Of one request. `choose` is for the interpreter, None where the choice is that of plain sampling.
 
     `failure`: why the choice was None, which ends the request.
     """
@@ -28,43 +30,40 @@ class RootChoice:
         """`step_timeout_s`: how long the other ranks wait for this one; a mask may take at most half of it."""
         self._seq, self._request, self._control = seq, request, control
         self._mask_timeout_s = min(MASK_TIMEOUT_S, step_timeout_s / 2)
-        self._num_taken = 0
+        self._num_chosen = 0
         self.failure = Finish.NONE
         self._sampler: Sampler | None = None
         if request.has_processors:
             self._sampler = Sampler(vocab_size, request.prompt, request.sampling, request.end_ids)
 
-    def choose_at(self, position: int) -> Choose | None:
-        """The choice for the successor of the token at `position`; None if it is that of plain sampling."""
-        sampler = self._sampler
-        if sampler is None:
-            return None
+    @property
+    def choose(self) -> Choose | None:
+        """Called for each token of the answer in turn; what it chooses stands there, which those after it depend on."""
+        return None if self._sampler is None else partial(self._choose, self._sampler)
 
-        def choose(logits: NDArray[Any]) -> Candidate | None:
-            mask = None
-            if self._request.mask_epoch:
-                mask = self._wait_mask()
-                if mask is None:
-                    return None
-            best = sampler.choose(logits, position, mask)
-            if best == NO_CANDIDATE:
-                self.failure = Finish.NO_MASK
+    def _choose(self, sampler: Sampler, logits: NDArray[Any], position: int) -> Candidate | None:
+        mask = None
+        if self._request.mask_epoch:
+            mask = self._wait_mask()
+            if mask is None:
                 return None
-            return best
+        best = sampler.choose(logits, position, mask)
+        if best == NO_CANDIDATE:
+            self.failure = Finish.NO_MASK
+            return None
+        if not math.isnan(best.value):
+            sampler.accept(best.token_id)
+            self._num_chosen += 1
+        return best
 
-        return choose
-
-    def took(self, token_id: int, logits: NDArray[Any]) -> TokenLogprobs | None:
-        """Remember a token of the answer; its log-probabilities, if they are wanted."""
-        self._num_taken += 1
-        if self._sampler is not None:
-            self._sampler.accept(token_id)
+    def logprobs(self, token_id: int, logits: NDArray[Any]) -> TokenLogprobs | None:
+        """Of a token of the answer, if they are wanted."""
         num_top = self._request.sampling.logprobs
         return None if num_top is None else token_logprobs(logits, token_id, num_top)
 
     def _wait_mask(self) -> MaskWords | None:
         """The mask of the next token. None, with the reason in `failure`, if the request must end without it."""
-        control, epoch = self._control, self._request.mask_epoch + self._num_taken
+        control, epoch = self._control, self._request.mask_epoch + self._num_chosen
         found: MaskWords | None = None
 
         def ready() -> bool:
