@@ -13,6 +13,7 @@ import numpy as np
 from kog_dist.config import LaunchConfig
 from kog_dist.decode import cpu_weights
 from kog_dist.decode.cpu_weights import SINGLE_BYTES, kept_and_read_bytes, kept_as
+from kog_dist.decode.recipes import position_values, state_bytes
 from kog_dist.errors import CheckpointError
 from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.cpus import read_cpu_map
@@ -169,12 +170,15 @@ def _engines(settings: LaunchConfig) -> str:
 
 
 def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
-    """Memory of a CPU rank by use, in bytes: `weights` it keeps, `read` of them per token, `cache` of keys and values."""
+    """Memory of a CPU rank by use, in bytes: `weights` it keeps, `read` of them per token, `cache` of keys and values, `state`
+    of recurrent layers.
+    """
     spec = target.checkpoint.spec
     lanes = spec.lanes_of_rank(rank, target.world_size)
     kept, read = kept_and_read_bytes(target.checkpoint, lanes)
-    cache = 2 * spec.num_layers * spec.max_context * spec.lane_kv_heads * spec.head_dim * len(lanes)
-    return {"weights": kept, "read": read, "cache": SINGLE_BYTES * cache}
+    cache = position_values(spec) * spec.max_context * len(lanes) // spec.num_lanes
+    state = state_bytes(spec) * len(lanes) // spec.num_lanes
+    return {"weights": kept, "read": read, "cache": SINGLE_BYTES * cache, "state": state}
 
 
 def _place(target: Target, rank: int) -> str:
@@ -200,7 +204,8 @@ def _memory(target: Target, rank: int) -> str:
     uses = cpu_rank_bytes(target, rank)
     weights = f"{_size(uses['weights'])} weights in {kept_as(target.checkpoint)} ({_size(uses['read'])} read per token)"
     form = "" if target.kv_dtype == "float32" else f" ({target.kv_dtype} values kept in float32)"
-    return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{form}{_kept(target)}"
+    state = f" and {target.num_kv_caches} x {_size(uses['state'])} state, read and written per token" if uses["state"] else ""
+    return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{form}{state}{_kept(target)}"
 
 
 def _windows(target: Target) -> str:
@@ -233,8 +238,9 @@ def _gpu_ceiling(target: Target) -> list[str]:
 
 
 def _cpu_ceiling(target: Target) -> list[str]:
-    """What memory bandwidth alone allows: a decode step reads every weight but the embedding once."""
-    read_bytes = sum(cpu_rank_bytes(target, rank)["read"] for rank in range(target.world_size))
+    """What memory bandwidth alone allows: a decode step reads all weights but the embedding once, and reads and writes states."""
+    uses = [cpu_rank_bytes(target, rank) for rank in range(target.world_size)]
+    read_bytes = sum(of_rank["read"] + 2 * of_rank["state"] for of_rank in uses)
     measured = _read_bandwidth()
     return [
         f"ceiling    {measured / read_bytes:,.0f} tokens/s here: {read_bytes / _MIB:.1f} MiB per token at {measured / 1e9:.1f} "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from kog_dist.decode.recipes import state_bytes
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kv_format import position_bytes
 
@@ -28,7 +30,7 @@ GPUS: Final = (GpuModel("H100", 3.12e12, 78 * _GIB), GpuModel("H200", 4.57e12, 1
 
 def architecture(spec: ModelSpec) -> str:
     """One line about a model's shape."""
-    experts = spec.experts
+    experts, nets = spec.experts, [layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNet)]
     ffn = "FFN" if experts is None else f"{experts.num_experts} experts, {experts.per_token} of them chosen, of"
     parts = [
         f"{spec.num_layers} layers of {spec.hidden_size}",
@@ -36,6 +38,14 @@ def architecture(spec: ModelSpec) -> str:
         f"{ffn} {spec.intermediate_size}", f"vocabulary {spec.vocab_size}{' (tied)' if spec.tied_embeddings else ''}",
         f"context {spec.max_context}", f"{spec.num_lanes} lane{'s' if spec.num_lanes > 1 else ''} with delay {spec.delay}",
     ]  # fmt: skip
+    if nets:
+        parts[1] = (
+            f"{len(nets)} of them gated delta nets of {nets[0].num_key_heads} key heads of {nets[0].key_dim} and "
+            f"{nets[0].num_value_heads} value heads of {nets[0].value_dim}, the others attention of {parts[1]}"
+        )
+    shared = {layer.ffn.shared_width for layer in spec.layers if isinstance(layer.ffn, Experts)} - {0}
+    if shared:
+        parts[2] += f" and a shared one of {max(shared)}"
     if spec.window_layers:
         parts.append(f"window {spec.sliding_window} in {len(spec.window_layers)} layers")
     if spec.rope_scaling is not None:
@@ -58,7 +68,8 @@ def kv_bytes(spec: ModelSpec, num_positions: int, kv_dtype: str = "auto") -> int
 
     In 16 bit, but where `--kv-dtype` asks for a format that GPUs have in codes.
     """
-    kept = sum(min(num_positions, spec.window(layer) or num_positions) for layer in range(spec.num_layers))
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionMixer)]
+    kept = sum(min(num_positions, mixer.window or num_positions) for mixer in mixers)
     return kept * spec.num_kv_heads * position_bytes(spec.head_dim, kv_dtype)
 
 
@@ -72,10 +83,11 @@ def predictions(spec: ModelSpec, read: int, kept: int, kv_dtype: str = "auto") -
 
     Each keeps its share of the weights, `kept` bytes in all, and reads for each token its share of `read` of them; the embedding
     table lies whole on every GPU. Communication is not counted, nor what prefill and windowed layers with all positions take: the
-    lines of the ranks say that.
+    lines of the ranks say that. A state of recurrent layers is kept, too, and read and written for each token.
     """
     table = spec.vocab_size * spec.hidden_size * _BYTES
-    cache = kv_bytes(spec, spec.max_context, kv_dtype)
+    cache, state = kv_bytes(spec, spec.max_context, kv_dtype), state_bytes(spec)
+    kept, read = kept + state, read + 2 * state
     lines = []
     for count in (n for n in (1, 2, 4, 8) if spec.num_lanes % n == 0):
         needed = kept // count + table + cache // count

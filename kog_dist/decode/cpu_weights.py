@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from kog_dist.decode import host_library
+from kog_dist.decode.recipes import recipes
 from kog_dist.model.checkpoint import Checkpoint
+from kog_dist.model.layers import Experts, Ffn
+from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weight_bytes import num_kept_coded, num_quantised, quantised
 
 SINGLE_BYTES: Final = 4  # of a float32
@@ -53,20 +56,34 @@ def kept_and_read_bytes(checkpoint: Checkpoint, lanes: Sequence[int]) -> tuple[i
     embedding, norms = spec.vocab_size * spec.hidden_size, (2 * spec.num_layers + 1) * spec.hidden_size
     head_rows = sum(last - first for first, last in map(spec.vocab_slice, lanes))
     head_width = spec.hidden_size * (spec.num_lanes if spec.head_type.value == "lane" else 1)
-    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    router = spec.num_layers * spec.experts.num_experts * spec.hidden_size if spec.experts is not None else 0
     norm_bytes = SINGLE_BYTES * norms * (1 if spec.shared_norm_scale else spec.num_lanes)
     width = matrix_bytes(checkpoint)
 
-    def num_bytes(num_ffns: int, dequantised: int) -> int:
-        layers = int(spec.num_layers * (attention + num_ffns * 3 * spec.hidden_size * spec.intermediate_size) * share)
+    stages = [stage for layer in recipes(spec) for recipe in layer for stage in recipe.stages]
+    router = sum(stage.num_rows * stage.num_columns for stage in stages if not stage.is_by_lane)
+
+    def num_bytes(ffns: int, dequantised: int) -> int:
+        layers = int((mixers + ffns) * share)
         matrices = layers + router + head_rows * head_width
         return width * matrices + norm_bytes + int(dequantised * share)
 
-    kept = num_bytes(spec.num_ffns, dequantised_bytes(checkpoint)) + width * embedding
+    mixers = spec.num_lanes * sum(
+        stage.num_rows * stage.num_columns for mixer, _ in recipes(spec) for stage in mixer.stages if stage.is_by_lane
+    )
+    ffns = [_matrices_of(spec, layer.ffn) for layer in spec.layers]
+    kept = num_bytes(sum(whole for whole, _ in ffns), dequantised_bytes(checkpoint)) + width * embedding
     if spec.tied_embeddings and checkpoint.head_rounding is None:
         kept -= width * head_rows * head_width  # rows of the table
-    return kept, num_bytes(spec.num_ffns_read, dequantised_bytes(checkpoint, of_token=True))
+    return kept, num_bytes(sum(read for _, read in ffns), dequantised_bytes(checkpoint, of_token=True))
+
+
+def _matrices_of(spec: ModelSpec, ffn: object) -> tuple[int, int]:
+    """Values of the matrices of an FFN without its router, and those that a token reads."""
+    if isinstance(ffn, Experts):
+        counts = (ffn.choice.num_experts * ffn.width, ffn.choice.per_token * ffn.width)
+        return tuple(3 * spec.hidden_size * (count + ffn.shared_width) for count in counts)  # type: ignore[return-value]
+    count = 3 * spec.hidden_size * ffn.width if isinstance(ffn, Ffn) else 0
+    return count, count
 
 
 def bytes_per_token(checkpoint: Checkpoint, world_size: int) -> int:

@@ -56,6 +56,8 @@ class Cursor:
                 raise PlanError(f"token id {token_id} is outside the vocabulary of {spec.vocab_size}")
         if not 0 <= position <= self.held[self.kv_cache]:
             raise PlanError(f"position {position} cannot follow: the KV cache holds {self.held[self.kv_cache]} positions")
+        if spec.is_recurrent and position not in (0, self.held[self.kv_cache]):
+            raise PlanError(f"position {position} cannot follow a state of {self.held[self.kv_cache]} positions")
         last = position + len(token_ids) - 1
         if last >= spec.max_context:
             raise PlanError(f"position {last} exceeds the model's context of {spec.max_context}")

@@ -6,13 +6,15 @@ equal terms have equal numbers. Sums over lanes are binary trees of adjacent pai
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 
 from kog_dist.decode.steps import NONE, Kind, Site, Value
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 
 Term = int
+Known = dict[Value, Term]
 
 
 class Definition:
@@ -38,6 +40,10 @@ class Definition:
         """The KV cache before the first token."""
         return self.term("empty cache", layer, lane)
 
+    def empty_state(self, layer: int, lane: int) -> Term:
+        """A delta net's before the first token."""
+        return self.term("empty state", layer, lane)
+
     def values(self, tokens: tuple[Hashable, ...]) -> dict[Value, Term]:
         """All values of the last of these tokens, behind the others."""
         if tokens not in self._known:
@@ -52,39 +58,65 @@ class Definition:
         self._know_streams(known, 0, h)
         partials: dict[tuple[int, int], list[Term]] = {}
         for layer in range(spec.num_layers):
+            parts = spec.layers[layer].mixer, spec.layers[layer].ffn
             for sublayer in Sublayer:
-                if sublayer is Sublayer.ATTENTION:
-                    outputs = [self._attention(known, before, layer, lane, h[lane]) for lane in lanes]
-                else:
-                    chosen = self._choice(known, layer, h)
-                    outputs = [self._mlp(known, layer, lane, h[lane], *chosen) for lane in lanes]
-                partials[sublayer, layer] = outputs
+                partials[sublayer, layer] = SUBLAYERS[type(parts[sublayer])](self, known, before, layer, h)
                 h = self._reduce(known, partials, layer, sublayer, h)
         self._head(known, h)
         return known
 
-    def _attention(self, known: dict[Value, Term], before: dict[Value, Term], layer: int, lane: int, h: Term) -> Term:
-        term = self.term
-        cache = Value(Kind.CACHE, layer, lane)
-        old = before[cache] if before else self.empty_cache(layer, lane)
-        known[Value(Kind.QUERY, layer, lane)] = query = term("query", layer, lane, h)
-        known[cache] = appended = term("append", layer, lane, old, h)
-        known[Value(Kind.MIXED, layer, lane)] = mixed = term("attend", layer, lane, query, appended)
-        known[Value(Kind.PARTIAL, layer, lane, Site.ATTENTION)] = partial = term("out", layer, lane, mixed)
+    def attention(self, known: Known, before: Known, layer: int, h: list[Term]) -> list[Term]:
+        """Each lane's output of softmax attention."""
+        term, outputs, mixer = self.term, [], self.spec.layers[layer].mixer
+        assert isinstance(mixer, AttentionMixer)
+        for lane, stream in enumerate(h):
+            cache = Value(Kind.CACHE, layer, lane)
+            old = before[cache] if before else self.empty_cache(layer, lane)
+            known[Value(Kind.QUERY, layer, lane)] = query = term("query", layer, lane, stream)
+            known[cache] = appended = term("append", layer, lane, old, stream)
+            gates = []
+            if mixer.gated:
+                known[Value(Kind.GATE, layer, lane)] = gate = term("gate", layer, lane, stream)
+                gates = [gate]
+            known[Value(Kind.MIXED, layer, lane)] = mixed = term("attend", layer, lane, query, appended, *gates)
+            outputs.append(self._out(known, layer, lane, mixed))
+        return outputs
+
+    def delta(self, known: Known, before: Known, layer: int, h: list[Term]) -> list[Term]:
+        """Of a delta net: a state made of the one before and of what this token projects, and read with the same."""
+        term, outputs = self.term, []
+        for lane, stream in enumerate(h):
+            state = Value(Kind.STATE, layer, lane)
+            old = before[state] if before else self.empty_state(layer, lane)
+            known[Value(Kind.DELTA_INPUT, layer, lane)] = projected = term("delta_in", layer, lane, stream)
+            known[state] = changed = term("state", layer, lane, old, projected)
+            known[Value(Kind.MIXED, layer, lane)] = mixed = term("delta", layer, lane, changed, projected)
+            outputs.append(self._out(known, layer, lane, mixed))
+        return outputs
+
+    def _out(self, known: Known, layer: int, lane: int, mixed: Term) -> Term:
+        known[Value(Kind.PARTIAL, layer, lane, Site.ATTENTION)] = partial = self.term("out", layer, lane, mixed)
         return partial
 
-    def _choice(self, known: dict[Value, Term], layer: int, h: list[Term]) -> tuple[Term, ...]:
-        """The experts of a layer: of the one stream, so that all ranks choose from the same term. Nothing in a model without."""
-        if self.spec.experts is None:
-            return ()
+    def ffn(self, known: Known, before: Known, layer: int, h: list[Term]) -> list[Term]:
+        """Each lane's output of an FFN."""
+        return [self._mlp(known, layer, lane, stream) for lane, stream in enumerate(h)]
+
+    def experts(self, known: Known, before: Known, layer: int, h: list[Term]) -> list[Term]:
+        """Of experts, which are chosen by the one stream, so that all ranks choose from the same term."""
         (shared,) = set(h)
         known[Value(Kind.ROUTER_LOGITS, layer)] = logits = self.term("route", layer, shared)
         known[Value(Kind.CHOICE, layer)] = choice = self.term("select", layer, logits)
-        return (choice,)
+        return [self._mlp(known, layer, lane, stream, choice) for lane, stream in enumerate(h)]
 
-    def _mlp(self, known: dict[Value, Term], layer: int, lane: int, h: Term, *chosen: Term) -> Term:
-        known[Value(Kind.ACTIVATION, layer, lane)] = activation = self.term("gate_up", layer, lane, h, *chosen)
-        known[Value(Kind.PARTIAL, layer, lane, Site.MLP)] = partial = self.term("down", layer, lane, activation, *chosen)
+    def _mlp(self, known: Known, layer: int, lane: int, h: Term, *chosen: Term) -> Term:
+        ffn, term = self.spec.layers[layer].ffn, self.term
+        known[Value(Kind.ACTIVATION, layer, lane)] = activation = term("gate_up", layer, lane, h, *chosen)
+        activations = [activation]
+        if isinstance(ffn, Experts) and ffn.shared_width:
+            known[Value(Kind.SHARED_ACTIVATION, layer, lane)] = shared = term("shared gate_up", layer, lane, h, *chosen)
+            activations.append(shared)
+        known[Value(Kind.PARTIAL, layer, lane, Site.MLP)] = partial = term("down", layer, lane, *activations, *chosen)
         return partial
 
     def _reduce(
@@ -141,6 +173,12 @@ class Definition:
         known.update({Value(Kind.LOGITS, lane=lane): logits[lane] for lane in lanes})
         known[Value(Kind.ALL_LOGITS)] = term("all logits", *logits)
         known[Value(Kind.TOKEN)] = term("choice", *logits)
+
+
+# Of each kind of mixer and FFN: what its values are, given the streams; the terms of the lanes' outputs.
+SUBLAYERS: dict[type, Callable[[Definition, Known, Known, int, list[Term]], list[Term]]] = {
+    AttentionMixer: Definition.attention, DeltaNet: Definition.delta, Ffn: Definition.ffn, Experts: Definition.experts,
+}  # fmt: skip
 
 
 @lru_cache(maxsize=64)

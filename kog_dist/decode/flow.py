@@ -21,7 +21,8 @@ from kog_dist.decode.plan import Plan
 from kog_dist.decode.schedule import RankPlan
 from kog_dist.decode.step_rules import malformed, value_name
 from kog_dist.decode.steps import NONE, Kind, Message, Phase, Site, Step, Value, When
-from kog_dist.model.spec import HeadType
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts
+from kog_dist.model.spec import HeadType, ModelSpec
 
 MAX_FINDINGS = 20
 Terms = tuple[Term, ...]  # of a value: one for each token of the pass
@@ -91,6 +92,7 @@ class Flow:
         self.sequences = sequences(self.passes)
         self.findings: list[str] = []
         self._places: dict[Value, tuple[int, ...]] = {}
+        self._lasting = [_lasting(layer.mixer) for layer in plan.spec.layers]
         self.posts: dict[tuple[str, int, int], Post] = {}  # by mailbox, epoch and writer
         self.reads: dict[tuple[str, int, int], dict[int, int]] = {}  # reader -> its clock at its last read
         self.ranks = [SimulatedRank(part, self._events(part), [0] * plan.world_size) for part in plan.ranks]
@@ -176,7 +178,7 @@ class Flow:
             Phase.HEAD_INPUT: lanes * spec.hidden_size,
             Phase.GATHER: lanes * spec.vocab_slice(0)[1],
             Phase.SAMPLE: 2 * lanes + 1,  # value and id per lane; the stop bit
-            Phase.SELECT: spec.num_ffns_read,
+            Phase.SELECT: 0 if step.phase is not Phase.SELECT else _num_chosen(spec, step.layer),
         }[step.phase]
         room = self.plan.mailbox_by_name[message.mailbox].length
         if room != length:
@@ -212,26 +214,36 @@ class Flow:
         if inputs is None:
             return
         rows = self._receive(state, number, step, inputs)
-        if step.phase is Phase.QKV:
-            query, cache = step.writes
-            queries = tuple(self.definition.term("query", step.layer, step.lane, term) for term in inputs[0])
-            self._write(state, number, step, query, queries)
-            self._write(state, number, step, cache, self._append(state, number, step, inputs[0]))
-        else:
-            made = tuple(self._result(number, step, idx, of_token) for idx, of_token in enumerate(zip(*rows, strict=True)))
-            if not step.reads:
-                made = tuple(self._result(number, step, idx, ()) for idx in range(self.passes[number - 1].num_tokens))
-            for value in step.writes:
-                self._write(state, number, step, value, made)
+        for value in step.writes:
+            self._write(state, number, step, value, self._made(state, number, step, value, rows))
 
-    def _append(self, state: SimulatedRank, number: int, step: Step, inputs: Terms) -> Terms:
-        """Put a row of each token into a cache, over what stands there; what the cache is up to each of them."""
-        rows = state.rows.setdefault(self._place(step.writes[1]), {})
+    def _made(self, state: SimulatedRank, number: int, step: Step, value: Value, rows: tuple[Terms, ...]) -> Terms:
+        """The terms of one of the values that a step writes, in the order in which it writes them."""
+        layer, lane, term = step.layer, step.lane, self.definition.term
+        tokens = [*zip(*rows, strict=True)] if step.reads else [()] * self.passes[number - 1].num_tokens
+        match value.kind:
+            case Kind.QUERY | Kind.GATE:
+                return tuple(term(value.kind.name.lower(), layer, lane, *of_token) for of_token in tokens)
+            case Kind.CACHE:
+                return self._append(state, number, value, "append", self.definition.empty_cache(layer, lane), rows[0])
+            case Kind.STATE:  # refused tokens are left out, as if those that are kept were replayed
+                return self._append(state, number, value, "state", self.definition.empty_state(layer, lane), rows[0])
+            case Kind.MIXED if step.phase is Phase.DELTA:  # read from the state that it has just written
+                changed = state.memory[self._place(Value(Kind.STATE, layer, lane))][2]
+                return tuple(term("delta", layer, lane, own, *of_token) for own, of_token in zip(changed, tokens, strict=True))
+            case Kind.SHARED_ACTIVATION:
+                return tuple(term("shared gate_up", layer, lane, *of_token) for of_token in tokens)
+            case _:
+                return tuple(self._result(number, step, idx, of_token) for idx, of_token in enumerate(tokens))
+
+    def _append(self, state: SimulatedRank, number: int, value: Value, name: str, empty: Term, inputs: Terms) -> Terms:
+        """Put a row of each token into a cache or state, over what stands there; what it is up to each of them."""
+        rows = state.rows.setdefault(self._place(value), {})
         first = len(self.sequences[number - 1][0]) - 1
         rows.update(enumerate(inputs, start=first))
-        held, caches = self.definition.empty_cache(step.layer, step.lane), []
+        held, caches = empty, []
         for position in range(first + len(inputs)):
-            held = self.definition.term("append", step.layer, step.lane, held, rows.get(position))
+            held = self.definition.term(name, value.number, value.lane, held, rows.get(position))
             caches.append(held)
         return tuple(caches[first:])
 
@@ -267,7 +279,7 @@ class Flow:
                 return term("route", layer, *inputs)
             case Phase.SELECT:  # where ranks compare their choices, of the logits of all of them
                 return term("select", layer, *inputs[:1]) if len(set(inputs)) == 1 else term("differing choices", *inputs)
-            case Phase.OUT | Phase.GATE_UP | Phase.DOWN:
+            case Phase.OUT | Phase.GATE_UP | Phase.DOWN | Phase.DELTA_IN:
                 return term(step.phase.name.lower(), layer, lane, *inputs)
             case Phase.SUM | Phase.TOTAL:
                 return self.definition.tree(inputs) if _is_power_of_two(len(inputs)) else term("uneven sum", *inputs)
@@ -352,7 +364,12 @@ class Flow:
         """Every pass leaves its keys and values, and a choice; rank 0 the logits that were asked for."""
         for state in self.ranks:
             for number, (when, _, _) in enumerate(self.passes, start=1):
-                needed = [Value(Kind.CACHE, layer, lane) for layer in range(self.spec.num_layers) for lane in state.part.lanes]
+                needed = [
+                    Value(kind, layer, lane)
+                    for layer, kinds in enumerate(self._lasting)
+                    for kind in kinds
+                    for lane in state.part.lanes
+                ]
                 needed.append(Value(Kind.TOKEN))
                 if when is When.GATHERED and state.part.rank == 0:
                     needed.append(Value(Kind.ALL_LOGITS))
@@ -365,6 +382,18 @@ class Flow:
             for step in part.steps:
                 if step.when <= when:
                     yield number, step
+
+
+def _lasting(mixer: object) -> tuple[Kind, ...]:
+    """What every token must leave of a layer."""
+    of_kinds = {AttentionMixer: (Kind.CACHE,), DeltaNet: (Kind.STATE,)}
+    return of_kinds.get(type(mixer), ())
+
+
+def _num_chosen(spec: ModelSpec, layer: int) -> int:
+    """Experts of a token, the shared one among them."""
+    ffn = spec.layers[layer].ffn
+    return ffn.choice.per_token + (1 if ffn.shared_width else 0) if isinstance(ffn, Experts) else 0
 
 
 def _is_power_of_two(count: int) -> bool:

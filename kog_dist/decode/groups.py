@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from kog_dist.decode.memory import Memory
+from kog_dist.decode.recipes import LASTING
 from kog_dist.decode.steps import NONE, Kind, Phase, Step, Value, When
 from kog_dist.errors import PlanError
 
@@ -59,7 +60,7 @@ def _pattern(step: Step) -> tuple[Any, ...]:
 
 
 class Operands(NamedTuple):
-    """Arrays that a group reads and writes, in the order of its values; caches and tokens, which are none, are left out."""
+    """Arrays that a group reads and writes, in the order of its values; without caches, states and tokens, which are none."""
 
     reads: tuple[Array, ...]
     writes: tuple[Array, ...]
@@ -94,8 +95,8 @@ class Finder:
             return self.memory.rows(value, self.num_tokens)[self.own(group)]
 
         return Operands(
-            tuple(array(v) for v in step.reads if v.kind is not Kind.CACHE),
-            tuple(array(v) for v in step.writes if v.kind not in (Kind.CACHE, Kind.TOKEN)),
+            tuple(array(v) for v in step.reads if v.kind not in LASTING),
+            tuple(array(v) for v in step.writes if v.kind not in (*LASTING, Kind.TOKEN)),
         )
 
     def own_rows(self, step: Step, kind: Kind, num_tokens: int | None = None) -> Array:

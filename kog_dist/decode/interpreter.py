@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.decode.cursor import Choose, Cursor
+from kog_dist.decode.delta_calls import DeltaCalls
 from kog_dist.decode.exchange_calls import ExchangeCalls, RankExchange
 from kog_dist.decode.expert_calls import ExpertCalls
 from kog_dist.decode.groups import Finder, Group, group_steps
@@ -22,11 +23,12 @@ from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.lane_calls import LaneCalls, rotation_angles
 from kog_dist.decode.memory import Memory
 from kog_dist.decode.plan import Plan
+from kog_dist.decode.recipes import recipe_of
 from kog_dist.decode.step_rules import value_name
-from kog_dist.decode.steps import NONE, Phase, Value, When
+from kog_dist.decode.steps import NONE, Phase, Site, Value, When
 from kog_dist.decode.validate import check
 from kog_dist.errors import ConfigError, PlanError
-from kog_dist.model.layers import Experts
+from kog_dist.model.layers import DeltaNet, Experts
 from kog_dist.model.weights import RankWeights
 from kog_dist.sampling_params import SamplingParams
 
@@ -48,7 +50,17 @@ class StepOutput:
 
 
 Maker = Callable[[Group], Callable[[], None]]
-_OF_KINDS: dict[type, type[ExpertCalls]] = {Experts: ExpertCalls}  # FFNs that have calls of their own
+
+
+class KindCalls(Protocol):
+    """Makes the calls of a kind of mixer or FFN that `LaneCalls` does not; see there."""
+
+    makers: dict[Phase, Maker]
+
+    def __init__(self, find: Finder, weights: RankWeights, cursor: Cursor, exchange: ExchangeCalls) -> None: ...
+
+
+OF_KINDS: dict[type, type[KindCalls]] = {Experts: ExpertCalls, DeltaNet: DeltaCalls}
 
 Write = tuple[slice, list[int]]  # neighbouring cells, and the identities of the values written there
 Gate = tuple[Callable[[list[int]], Any], Any, Callable[[], None], tuple[Write, ...]]
@@ -158,15 +170,18 @@ class Interpreter:
         makers = LaneCalls(find, weights, self._cursor, self._kv_dtype, self._angles).makers
         exchange = ExchangeCalls(find, weights, self._cursor, self._comm)
         makers |= exchange.makers
-        kinds = {type(layer.ffn) for layer in spec.layers}
+        kinds = set(map(type, spec.kinds))
         of_kinds = {
-            kind: calls(find, weights, self._cursor, exchange).makers for kind, calls in _OF_KINDS.items() if kind in kinds
+            kind: calls(find, weights, self._cursor, exchange).makers for kind, calls in OF_KINDS.items() if kind in kinds
         }
 
         def maker(group: Group) -> Maker:
-            layer = group.steps[0].layer
-            own = {} if layer == NONE else of_kinds.get(type(spec.layers[layer].ffn), {})
-            return own.get(group.phase) or makers[group.phase]
+            recipe = recipe_of(spec, group.steps[0].layer, group.phase)
+            if recipe is None:
+                return makers[group.phase]
+            layer = spec.layers[group.steps[0].layer]
+            part = layer.mixer if recipe.site is Site.ATTENTION else layer.ffn
+            return of_kinds.get(type(part), makers).get(group.phase) or makers[group.phase]
 
         groups = [group for group in group_steps(self.plan.ranks[self.rank].steps) if group.when <= most]
         calls = [(group.when, self._call(group, maker(group))) for group in groups]
@@ -208,7 +223,14 @@ class Interpreter:
             raise PlanError(f"there are {len(cursor.held)} KV caches, asked for {cache} and {source}")
         if not 0 <= num_positions <= cursor.held[source]:
             raise PlanError(f"KV cache {source} holds {cursor.held[source]} positions, asked for {num_positions}")
+        if self.plan.spec.is_recurrent and num_positions not in (0, cursor.held[source]):
+            raise PlanError(
+                f"KV cache {source} holds a state of {cursor.held[source]} positions, which cannot go back to {num_positions}"
+            )
         if cache != source:
+            for states in self.memory.states:
+                for own, other in zip(states[cache], states[source], strict=True):
+                    own[...] = other
             for layer in (*self.memory.keys, *self.memory.values):
                 layer[cache][:, :, :num_positions] = layer[source][:, :, :num_positions]
         cursor.kv_cache = cache
@@ -248,6 +270,8 @@ class Interpreter:
         Keys and values of the other drafts are in no kept position. Arguments and errors as of `step`.
         """
         self._check_choose(choose, gather_logits=gather_logits)
+        if len(token_ids) > 1 and self.plan.spec.is_recurrent:
+            raise PlanError("drafts cannot be verified by a model whose state refused tokens would change")
         self.prepare(len(token_ids))
         cursor = self._cursor
         cursor.begin(token_ids, position, sampling, stop, choose)

@@ -15,6 +15,7 @@ from kog_dist.decode.groups import Array, Finder, Group
 from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.steps import Kind, Phase, Site
 from kog_dist.errors import PlanError
+from kog_dist.model.layers import AttentionMixer
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import RankWeights, widened
@@ -23,7 +24,7 @@ Run = Callable[[], None]
 
 
 def rotation_angles(spec: ModelSpec, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """By position, cosines (positions, 1, head_dim / 2, 2), and sines with the signs that a turn has."""
+    """By position, cosines (positions, 1, rotary_dim / 2, 2), and sines with the signs that a turn has."""
     cos, sin = (table.astype(dtype)[:, None] for table in rope_table(spec, spec.max_context))
     return np.stack((cos, cos), axis=3), np.stack((-sin, sin), axis=3)
 
@@ -88,21 +89,24 @@ class LaneCalls:
         return self.inverse[own], self.normed[own]
 
     def _qkv(self, group: Group) -> Run:
-        operands = self.find.of(group, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE))
-        spec, cursor = self.spec, self.cursor
-        n, m, dim, kv = len(group.steps), self.num_tokens, spec.head_dim, spec.lane_kv_heads
-        turned_heads = spec.lane_heads + kv
-        projected = self.memory.empty(n, m, turned_heads + kv, dim)
+        mixer, cursor = self._mixer(group), self.cursor
+        gates = (Kind.GATE,) if mixer.gated else ()
+        operands = self.find.of(group, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE, *gates))
+        n, m, dim, kv = len(group.steps), self.num_tokens, mixer.head_dim, mixer.lane_kv_heads(self.spec.num_lanes)
+        heads, turned = mixer.num_heads // self.spec.num_lanes, mixer.rotary_dim or dim
+        turned_heads = heads + kv
+        projected = self.memory.empty(n, m, turned_heads + kv + (heads if gates else 0), dim)
         product = self._normed_product(group, operands.reads[0], "attention_norm", "wqkv", projected.reshape(n, m, -1))
         bias, norm_heads = self._qkv_bias(group, projected), self._qk_norm(group, projected[:, :, :turned_heads])
-        pairs = projected[:, :, :turned_heads].reshape(n, m, turned_heads, dim // 2, 2)
-        rotated = self.memory.empty(n, m, turned_heads, dim // 2, 2)
-        scratch = self.memory.empty(n, m, turned_heads, dim // 2, 2)
-        parts = rotated[:, :, : spec.lane_heads], rotated[:, :, spec.lane_heads :]
-        new_query, new_key = (part.reshape(n, m, -1, dim) for part in parts)
-        new_value = projected[:, :, turned_heads:]
-        assert all(np.shares_memory(a, b) for a, b in ((pairs, projected), (new_query, rotated), (new_key, rotated)))
-        queries = operands.writes[0]
+        in_pairs = n, m, turned_heads, turned // 2, 2
+        pairs = projected[:, :, :turned_heads, :turned].reshape(in_pairs)
+        whole = self.memory.empty(n, m, turned_heads, dim)
+        rotated, scratch = whole[..., :turned].reshape(in_pairs), self.memory.empty(*in_pairs)
+        unturned = projected[:, :, :turned_heads, turned:], whole[..., turned:]
+        new_query, new_key = whole[:, :, :heads], whole[:, :, heads:]
+        new_value, new_gate = projected[:, :, turned_heads : turned_heads + kv], projected[:, :, turned_heads + kv :]
+        assert all(np.shares_memory(a, b) for a, b in ((pairs, projected), (rotated, whole)))
+        queries, *own_gates = operands.writes
         scale, cos, sin = self.memory.dtype.type(dim**-0.5), self.cos, self.sin
         append = self._append(group, new_key, new_value)
 
@@ -114,7 +118,11 @@ class LaneCalls:
             if norm_heads is not None:
                 norm_heads()
             lane_math.rotate_pairs(pairs, cos[seen], sin[seen], scratch, rotated)
+            if turned < dim:
+                np.copyto(unturned[1], unturned[0])
             np.multiply(new_query, scale, out=queries)
+            for gate in own_gates:
+                lane_math.sigmoid(new_gate, gate)
             append()
 
         return run
@@ -149,34 +157,57 @@ class LaneCalls:
 
     def _qkv_bias(self, group: Group, projected: Array) -> Array | None:
         """What is added to the lanes' projected heads (n, m, heads, head_dim); None in a model without."""
-        if not self.spec.qkv_bias:
+        if not self._mixer(group).qkv_bias:
             return None
         return np.stack(self.lane_weights(group, "qkv_bias")).reshape(len(projected), 1, *projected.shape[2:])
 
     def _qk_norm(self, group: Group, heads: Array) -> Run | None:
         """The call that norms the lanes' query and key heads (n, m, heads, head_dim) in place; None in a model without."""
-        if not self.spec.qk_norm:
+        mixer, lanes = self._mixer(group), self.spec.num_lanes
+        if not mixer.qk_norm:
             return None
         q_norm, k_norm = (self.lane_weights(group, name)[0] for name in ("q_norm", "k_norm"))
-        weight = np.stack([q_norm] * self.spec.lane_heads + [k_norm] * self.spec.lane_kv_heads)
+        weight = np.stack([q_norm] * (mixer.num_heads // lanes) + [k_norm] * mixer.lane_kv_heads(lanes))
         inverse, eps = self.memory.empty(*heads.shape[:3], 1), self.spec.norm_eps
         return lambda: lane_math.rms_norm(heads, weight, eps, inverse, heads)
 
     def _attend(self, group: Group) -> Run:
-        (queries,), (mixed,) = self.find.of(group, (Kind.QUERY, Kind.CACHE), (Kind.MIXED,))
+        mixer = self._mixer(group)
+        if not mixer.gated:
+            (queries,), (mixed,) = self.find.of(group, (Kind.QUERY, Kind.CACHE), (Kind.MIXED,))
+            return self._attend_plainly(group, mixer, queries, mixed)
+        (queries, gates), (mixed,) = self.find.of(group, (Kind.QUERY, Kind.CACHE, Kind.GATE), (Kind.MIXED,))
+        attend = self._attend_plainly(group, mixer, queries, mixed)
+
+        def run() -> None:
+            attend()
+            np.multiply(mixed, gates, out=mixed)
+
+        return run
+
+    def _mixer(self, group: Group) -> AttentionMixer:
+        """What the attention of a group's layer is."""
+        mixer = self.spec.layers[group.steps[0].layer].mixer
+        if not isinstance(mixer, AttentionMixer):
+            raise PlanError(f"rank {self.rank}: step {group.steps[0]} is attention's, which layer {group.steps[0].layer} has not")
+        return mixer
+
+    def _attend_plainly(self, group: Group, mixer: AttentionMixer, queries: Array, mixed: Array) -> Run:
+        """Without gates."""
         spec, layer, cursor, own = self.spec, group.steps[0].layer, self.cursor, self.find.own(group)
         cached = group.steps[0].reads[1]
         if (cached.number, cached.lane) != (layer, group.steps[0].lane):
             raise PlanError(f"rank {self.rank}: step {group.steps[0]} attends to the cache of another layer or lane")
         keys, values = ([cache[own] for cache in caches[layer]] for caches in (self.memory.keys, self.memory.values))
-        window = min(spec.window(layer) or spec.max_context, spec.max_context)
-        sinks = np.stack(self.lane_weights(group, "sinks")) if spec.attention_sinks else None
+        window = min(mixer.window or spec.max_context, spec.max_context)
+        sinks = np.stack(self.lane_weights(group, "sinks")) if mixer.sinks else None
         if self.memory.dtype == np.float32 and host_library.library() is not None:
             operands = attention.AttentionOperands(queries, keys, values, sinks, mixed)
             call = attention.bound(operands, window, self.memory.scratch)
             return lambda: call(cursor.kv_cache, cursor.position)
-        heads, m = (len(group.steps), spec.lane_kv_heads, spec.lane_heads // spec.lane_kv_heads), self.num_tokens
-        queries, mixed = (array.reshape(heads[0], m, *heads[1:], spec.head_dim).swapaxes(0, 1) for array in (queries, mixed))
+        kv_heads, m = mixer.lane_kv_heads(spec.num_lanes), self.num_tokens
+        heads = len(group.steps), kv_heads, mixer.num_heads // spec.num_lanes // kv_heads
+        queries, mixed = (array.reshape(heads[0], m, *heads[1:], mixer.head_dim).swapaxes(0, 1) for array in (queries, mixed))
         scores, peaks, sums = (self.memory.empty(*heads, width) for width in (window, 1, 1))
         sinks = None if sinks is None else sinks.reshape(sums.shape)
         ones = self.memory.empty(window)
@@ -197,7 +228,7 @@ class LaneCalls:
 
     def _gate_up(self, group: Group) -> Run:
         (streams,), (activations,) = self.find.of(group, (Kind.STREAM,), (Kind.ACTIVATION,))
-        width = self.spec.lane_ffn
+        width = activations.shape[2]
         gate_up = self.memory.empty(len(group.steps), self.num_tokens, 2 * width)
         product = self._normed_product(group, streams, "ffn_norm", "w13", gate_up)
         activate = lane_math.activation(gate_up.reshape(-1, 2 * width), activations.reshape(-1, width))
@@ -218,9 +249,8 @@ class LaneCalls:
         streams = operands.reads[0]
         if kinds == (Kind.STREAM, Kind.TOTAL):
             total, step = operands.reads[1], group.steps[0]
-            if self.spec.out_bias and step.site == Site.ATTENTION:
-                bias = self.weights.lanes[self.memory.lanes[0]].layers[step.layer].out_bias
-                assert bias is not None
+            bias = self.weights.lanes[self.memory.lanes[0]].layers[step.layer].out_bias
+            if bias is not None and step.site == Site.ATTENTION:
                 return lambda: _add_in_place(streams, total, bias)
             return lambda: _add_in_place(streams, total)
         scratch = self.normed[self.find.own(group)]

@@ -60,6 +60,26 @@ def is_in_c(matrix: Array, vectors: Array) -> bool:
     return vectors.dtype == np.float32 and (matrix.dtype != np.float32 or host_library.library() is not None)
 
 
+def sigmoid(values: Array, out: Array) -> None:
+    """`out` (n, m, ...) = 1 / (1 + exp(-values))."""
+    np.negative(values, out=out)
+    for tokens in out:
+        for row in tokens:
+            np.exp(row, out=row)
+    np.add(out, 1, out=out)
+    np.divide(1, out, out=out)
+
+
+def silu(values: Array, out: Array) -> None:
+    """`out` (n, m, ...) = values / (1 + exp(-values)); another array than `values`."""
+    np.negative(values, out=out)
+    for tokens in out:
+        for row in tokens:
+            np.exp(row, out=row)
+    np.add(out, 1, out=out)
+    np.divide(values, out, out=out)
+
+
 def rotate_pairs(pairs: Array, cos: Array, sin: Array, scratch: Array, rotated: Array) -> None:
     """Turn adjacent pairs: `pairs` and `rotated` are (n, m, heads, head_dim / 2, 2), (x, y) -> (x cos - y sin, y cos + x sin).
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.host_library import Scratch
-from kog_dist.decode.recipes import ByPosition, recipes, stream_lanes
+from kog_dist.decode.recipes import ByPosition, Recurrent, recipes, stream_lanes
 from kog_dist.decode.steps import NONE, Kind, Value, place
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 class Memory:
     """Arrays of one rank, one for each `steps.place` and number of tokens of a pass. All lanes' values are one array.
 
-    `keys` and `values` are lists over layers of lists over the KV caches.
+    `keys` and `values` are lists over layers of lists over the KV caches, and so are `states`: of each the arrays of `Recurrent`.
     """
 
     def __init__(self, spec: ModelSpec, lanes: tuple[int, ...], dtype: np.dtype[Any], num_kv_caches: int = 1) -> None:
@@ -33,10 +33,16 @@ class Memory:
         self.keys, self.values = (
             [[self._cache(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)] for _ in ("keys", "values")
         )
+        self.states = [[self._state(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)]
 
-    def _cache(self, state: ByPosition | None) -> Array:
+    def _state(self, state: ByPosition | Recurrent | None) -> list[Array]:
+        """What a layer keeps of all tokens together, (own lanes, ...) each; nothing where its mixer keeps nothing so."""
+        shapes = state.arrays if isinstance(state, Recurrent) else ()
+        return [self.empty(len(self.lanes), *shape) for shape in shapes]
+
+    def _cache(self, state: ByPosition | Recurrent | None) -> Array:
         """Keys or values of all positions of a layer; nothing where its mixer keeps none."""
-        shape = (0, 0) if state is None else (state.num_heads, state.head_dim)
+        shape = (state.num_heads, state.head_dim) if isinstance(state, ByPosition) else (0, 0)
         return self._zeros((len(self.lanes), shape[0], self.spec.max_context, shape[1]))
 
     def _zeros(self, shape: tuple[int, ...]) -> Array:
@@ -44,6 +50,8 @@ class Memory:
 
         In huge pages the first token of each cache, layer and head would take 2 MiB.
         """
+        if not prod(shape):
+            return np.zeros(shape, self.dtype)
         mapping = mmap(-1, prod(shape) * self.dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without transparent huge pages
             mapping.madvise(MADV_NOHUGEPAGE)
@@ -110,4 +118,5 @@ class Memory:
     def num_bytes(self) -> int:
         """Memory of all arrays, the KV caches counted whole."""
         arrays = [*self._arrays.values(), *(cache for layer in (*self.keys, *self.values) for cache in layer)]
+        arrays += [array for layer in self.states for cache in layer for array in cache]
         return sum(prod(array.shape) * array.itemsize for array in arrays)

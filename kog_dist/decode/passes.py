@@ -17,9 +17,8 @@ _WORD_BYTES = 8
 def most_tokens(plan: Plan) -> int:
     """Of a prompt, in one pass: a power of two, the same on all ranks."""
     spec = plan.spec
-    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    ffn = 3 * spec.hidden_size * spec.intermediate_size * spec.num_ffns_read
-    work = spec.num_layers * (attention + ffn) / plan.world_size
+    d = spec.hidden_size
+    work = sum(layer.mixer.num_values(d) + layer.ffn.num_read(d) for layer in spec.layers) / plan.world_size
     names = pass_mailboxes(plan) if plan.world_size > 1 else frozenset()
     words = sum(box.num_slots * plan.world_size * box.length for box in plan.mailboxes if box.name in names)
     tokens = MOST_TOKENS

@@ -6,13 +6,14 @@ rows, so that all of them are there if there are enough; what they own beyond a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kog_dist.decode.products import Product, RowShare
 from kog_dist.decode.schedule import RankPlan
-from kog_dist.decode.steps import LAYER_OPS, NONE, WEIGHT_PHASES, Phase, Value
+from kog_dist.decode.steps import NONE, WEIGHT_PHASES, Phase, Value
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import HeadType, ModelSpec
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 Reads = Mapping[tuple[Phase, int, int], tuple[Value, ...]]  # of the steps, by phase, layer and lane
 # Rows that must have one owner: those of a pair, which RoPE rotates and which make one word; of GATE_UP gate and up of a pair.
-_TOGETHER = {Phase.QKV: 2, Phase.OUT: 2, Phase.GATE_UP: 4, Phase.DOWN: 2}
+_TOGETHER = {Phase.QKV: 2, Phase.OUT: 2, Phase.GATE_UP: 4, Phase.DOWN: 2, Phase.DELTA_IN: 2}
 
 
 def product_findings(plan: Plan, part: RankPlan) -> Iterator[str]:
@@ -87,7 +88,7 @@ def _lane_findings(part: RankPlan, product: Product, reads: Reads) -> Iterator[s
         yield f"its lanes have {len(inputs)} inputs, and are multiplied with one"
 
 
-class _Matrix(NamedTuple):
+class Matrix(NamedTuple):
     """What a product multiplies with: rows for each group of thread blocks, columns, groups."""
 
     num_rows: int
@@ -95,26 +96,53 @@ class _Matrix(NamedTuple):
     num_groups: int
 
 
-def _matrix(spec: ModelSpec, product: Product) -> _Matrix:
-    d, num_lanes = spec.hidden_size, product.num_lanes
-    experts = 1 if spec.experts is None else spec.experts.per_token
-    match product.op:
-        case Phase.QKV:
-            return _Matrix(num_lanes * (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim, d, 1)
-        case Phase.OUT:
-            return _Matrix(d, spec.lane_heads * spec.head_dim, 1)
-        case Phase.ROUTE:
-            return _Matrix(0 if spec.experts is None else spec.experts.num_experts, d, 1)
-        case Phase.GATE_UP:  # each chosen expert has thread blocks of its own
-            return _Matrix(num_lanes * 2 * spec.lane_ffn, d, 1 if product.rows.form is None else experts)
-        case Phase.DOWN:
-            return _Matrix(d, experts * spec.lane_ffn, 1)
-        case _:
-            slices = [last - first for first, last in map(spec.vocab_slice, product.lanes)]
-            if spec.head_type is HeadType.VOCAB_PARALLEL:
-                return _Matrix(slices[0], d, num_lanes)
-            whole = spec.head_type is HeadType.LANE and product.source == NONE
-            return _Matrix(sum(slices), d * (spec.num_lanes if whole else 1), 1)
+def _of_attention(spec: ModelSpec, mixer: AttentionMixer, product: Product) -> Matrix:
+    d, lanes = spec.hidden_size, spec.num_lanes
+    queries, keys = mixer.num_heads // lanes * mixer.head_dim, max(1, mixer.num_kv_heads // lanes) * mixer.head_dim
+    if product.op is Phase.QKV:
+        return Matrix(product.num_lanes * (queries + 2 * keys + (queries if mixer.gated else 0)), d, 1)
+    return Matrix(d, queries, 1)
+
+
+def _of_delta(spec: ModelSpec, net: DeltaNet, product: Product) -> Matrix:
+    d, lanes, heads = spec.hidden_size, spec.num_lanes, net.num_value_heads
+    if product.op is Phase.DELTA_IN:  # q and k; v and z; a and b
+        return Matrix((2 * net.num_key_heads * net.key_dim + 2 * heads * net.value_dim + 2 * heads) // lanes, d, 1)
+    return Matrix(d, heads * net.value_dim // lanes, 1)
+
+
+def _of_ffn(spec: ModelSpec, ffn: Ffn, product: Product) -> Matrix:
+    d, columns = spec.hidden_size, ffn.width // spec.num_lanes
+    return Matrix(product.num_lanes * 2 * columns, d, 1) if product.op is Phase.GATE_UP else Matrix(d, columns, 1)
+
+
+def _of_experts(spec: ModelSpec, experts: Experts, product: Product) -> Matrix:
+    d, choice, is_shared = spec.hidden_size, experts.choice, experts.shared_width > 0
+    columns, shared = experts.width // spec.num_lanes, experts.shared_width // spec.num_lanes
+    if product.op is Phase.ROUTE:
+        return Matrix(choice.num_experts + (1 if is_shared else 0), d, 1)
+    if product.op is Phase.GATE_UP:  # each chosen expert has thread blocks of its own
+        return Matrix(product.num_lanes * 2 * (columns + shared), d, 1 if product.rows.form is None else choice.per_token)
+    return Matrix(d, choice.per_token * columns + shared, 1)
+
+
+# Of each kind of mixer and FFN, what a lane multiplies with in its ops.
+MATRICES: dict[type, Callable[[ModelSpec, Any, Product], Matrix]] = {
+    AttentionMixer: _of_attention, DeltaNet: _of_delta, Ffn: _of_ffn, Experts: _of_experts,
+}  # fmt: skip
+_OF_FFNS = (Phase.ROUTE, Phase.GATE_UP, Phase.DOWN)
+
+
+def _matrix(spec: ModelSpec, product: Product) -> Matrix:
+    if product.op is not Phase.HEAD:
+        layer = spec.layers[product.layer]
+        part = layer.ffn if product.op in _OF_FFNS else layer.mixer
+        return MATRICES[type(part)](spec, part, product)
+    slices = [last - first for first, last in map(spec.vocab_slice, product.lanes)]
+    if spec.head_type is HeadType.VOCAB_PARALLEL:
+        return Matrix(slices[0], spec.hidden_size, product.num_lanes)
+    whole = spec.head_type is HeadType.LANE and product.source == NONE
+    return Matrix(sum(slices), spec.hidden_size * (spec.num_lanes if whole else 1), 1)
 
 
 def _row_findings(plan: Plan, product: Product) -> Iterator[str]:
@@ -131,7 +159,7 @@ def _row_findings(plan: Plan, product: Product) -> Iterator[str]:
     yield from _form_findings(rows, matrix, _TOGETHER.get(product.op, 1))
 
 
-def _form_findings(rows: RowShare, matrix: _Matrix, together: int) -> Iterator[str]:
+def _form_findings(rows: RowShare, matrix: Matrix, together: int) -> Iterator[str]:
     form = rows.form
     if form is None:
         if rows.num_ctas > 1:
@@ -145,10 +173,14 @@ def _form_findings(rows: RowShare, matrix: _Matrix, together: int) -> Iterator[s
 
 
 def _likeness_findings(spec: ModelSpec, part: RankPlan) -> Iterator[str]:
-    """An op is divided alike in all layers; the rows of the residual have one owner; an LM head has all its columns."""
-    for op in (*LAYER_OPS, Phase.ROUTE):
-        if len({(product.num_lanes, product.rows) for product in part.products if product.op is op}) > 1:
-            yield f"{op.name} is not divided alike in all layers and lanes"
+    """Equal matrices are divided alike in all layers; the rows of the residual have one owner; an LM head has all its columns."""
+    alike: dict[tuple[Phase, Matrix], set[tuple[int, RowShare]]] = {}
+    for product in part.products:
+        if product.op is not Phase.HEAD:
+            of_one = _matrix(spec, product._replace(num_lanes=1))
+            alike.setdefault((product.op, of_one), set()).add((product.num_lanes, product.rows))
+    for op in dict.fromkeys(op for (op, _), found in alike.items() if len(found) > 1):
+        yield f"{op.name} is not divided alike in all layers and lanes"
     residual = [product.rows for product in part.products if product.op in (Phase.OUT, Phase.DOWN)]
     if len({(rows.num_ctas, rows.per_cta, rows.form and rows.form.rows) for rows in residual}) > 1:
         yield "rows of the hidden size have different owners in OUT and DOWN"

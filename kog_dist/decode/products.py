@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kog_dist.decode.order import LaneTurn, plain_order, product_order
-from kog_dist.decode.recipes import all_recipes, recipe_of
+from kog_dist.decode.recipes import recipe_of, recipes
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.model.spec import ModelSpec
@@ -56,6 +56,9 @@ class Product(NamedTuple):
         return range(self.first_lane, self.first_lane + self.num_lanes)
 
 
+LayerOp = tuple[Phase, int]
+
+
 class Division(NamedTuple):
     """How the products of an op are made: of so many neighbouring lanes each, with these rows."""
 
@@ -64,31 +67,39 @@ class Division(NamedTuple):
 
 
 def product_list(
-    spec: ModelSpec, turns: Iterable[LaneTurn], lanes: range, division: Mapping[Phase, Division], sources: Sequence[int] = (NONE,)
-) -> tuple[Product, ...]:
-    """The list of a rank that hosts `lanes`.
+    spec: ModelSpec, turns: Iterable[LaneTurn], lanes: range, division: Mapping[Phase, Division] | Mapping[LayerOp, Division],
+    sources: Sequence[int] = (NONE,),
+) -> tuple[Product, ...]:  # fmt: skip
+    """The list of a rank that hosts `lanes`. `division`: of each op, or of each layer's.
 
     A product of several lanes stands where that of the first of them would, one of the rank (ROUTE) in front of the first lane's
     that comes behind it. The LM head comes last: one product of all lanes for each of `sources`.
     """
     made = []
+    by_layer: dict[object, Division] = dict(division)  # type: ignore[arg-type]
+
+    def divided(op: Phase, layer: int) -> Division:
+        return by_layer.get((op, layer)) or by_layer[op]
+
     for turn in turns:
-        num_lanes, rows = division[turn.phase]
+        num_lanes, rows = divided(turn.phase, turn.layer)
         place = turn.lane - lanes[0]
         recipe = recipe_of(spec, turn.layer, turn.phase)
         if recipe is not None and place == 0:
-            made += [Product(one.phase, turn.layer, NONE, *division[one.phase]) for one in recipe.in_front(turn.phase)]
+            made += [Product(one.phase, turn.layer, NONE, *divided(one.phase, turn.layer)) for one in recipe.in_front(turn.phase)]
         if place % num_lanes == 0:
             made.append(Product(turn.phase, turn.layer, turn.lane, num_lanes, rows))
-    if Phase.HEAD in division:
-        made += [Product(Phase.HEAD, NONE, lanes[0], *division[Phase.HEAD], source) for source in sources]
+    if Phase.HEAD in by_layer:
+        made += [Product(Phase.HEAD, NONE, lanes[0], *by_layer[Phase.HEAD], source) for source in sources]
     return tuple(made)
 
 
 def undivided(spec: ModelSpec, lanes: range, *, staggered: bool = False) -> tuple[Product, ...]:
     """Each lane's products by themselves, as CPU ranks multiply: phase by phase, or `staggered` as on GPUs (`order`)."""
-    stages = [stage for recipe in all_recipes(spec) for stage in recipe.stages if stage.num_rows]
-    num_rows = {stage.phase: stage.num_rows for stage in stages}
+    num_rows = {
+        (stage.phase, layer): stage.num_rows
+        for layer, of_layer in enumerate(recipes(spec)) for recipe in of_layer for stage in recipe.stages if stage.num_rows
+    }  # fmt: skip
     turns = product_order(spec, lanes) if staggered else plain_order(spec, lanes, spec.num_layers)
     layers = product_list(spec, turns, lanes, {op: Division(1, RowShare(count)) for op, count in num_rows.items()})
     slices = {lane: spec.vocab_slice(lane) for lane in lanes}

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 from kog_dist.decode.steps import NONE, Kind, Phase, Site, Value
-from kog_dist.model.layers import AttentionMixer, Experts, Ffn
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import ModelSpec
 
 Shape = tuple[int, ...]
@@ -48,6 +49,30 @@ class ByPosition(NamedTuple):
     head_dim: int
 
 
+class Recurrent(NamedTuple):
+    """What a mixer keeps of all tokens together, and changes with each: float32 arrays of a lane, zeros before the first token.
+
+    `replay`: values of a token that are enough to change the state by that token once more.
+    """
+
+    arrays: tuple[Shape, ...]
+    replay: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a lane."""
+        return _FLOAT_BYTES * sum(map(prod, self.arrays))
+
+    @property
+    def replay_bytes_per_token(self) -> int:
+        """Of a lane."""
+        return _FLOAT_BYTES * self.replay
+
+
+_FLOAT_BYTES = 4
+LASTING = (Kind.CACHE, Kind.STATE)  # what a mixer keeps for the tokens to come
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a sublayer goes from the stream to its partial outputs. `shapes`: of what its stages write on the way, a lane's or the
@@ -58,7 +83,7 @@ class Recipe:
     stages: tuple[Stage, ...]
     shapes: Mapping[Kind, Shape]
     has_one_stream: bool
-    state: ByPosition | None = None
+    state: ByPosition | Recurrent | None = None
 
     @cached_property
     def of_rank(self) -> set[Kind]:
@@ -110,14 +135,31 @@ class Recipe:
 def _attention(spec: ModelSpec, mixer: AttentionMixer) -> Recipe:
     lanes, d = spec.num_lanes, spec.hidden_size
     heads = (mixer.num_heads // lanes, mixer.head_dim)
-    of_qkv = ("attention.wq", "attention.wk", "attention.wv")
+    gates = (Kind.GATE,) if mixer.gated else ()
+    of_qkv = ("attention.wq", "attention.wk", "attention.wv", *("attention.wgate" for _ in gates))
+    made = (Kind.QUERY, Kind.CACHE, *gates)
     stages = (
-        Stage(Phase.QKV, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE), mixer.num_rows // lanes, d, 2, of_qkv),
-        Stage(Phase.ATTEND, (Kind.QUERY, Kind.CACHE), (Kind.MIXED,)),
+        Stage(Phase.QKV, (Kind.STREAM,), made, mixer.lane_rows(lanes), d, 2, of_qkv),
+        Stage(Phase.ATTEND, made, (Kind.MIXED,)),
         Stage(Phase.OUT, (Kind.MIXED,), (Kind.PARTIAL,), d, heads[0] * heads[1], 2, ("attention.wo",)),
     )
-    shapes = {Kind.QUERY: heads, Kind.MIXED: heads}
-    state = ByPosition(mixer.num_kv_heads // lanes, mixer.head_dim)
+    shapes = dict.fromkeys((Kind.QUERY, Kind.MIXED, *gates), heads)
+    state = ByPosition(mixer.lane_kv_heads(lanes), mixer.head_dim)
+    return Recipe(Site.ATTENTION, stages, shapes, spec.has_one_stream, state)
+
+
+def _delta(spec: ModelSpec, net: DeltaNet) -> Recipe:
+    lanes, d = spec.num_lanes, spec.hidden_size
+    rows, heads = net.num_rows // lanes, net.num_value_heads // lanes
+    tensors = tuple(f"delta.{name}" for name in ("wq", "wk", "wv", "wz", "wa", "wb"))
+    stages = (
+        Stage(Phase.DELTA_IN, (Kind.STREAM,), (Kind.DELTA_INPUT,), rows, d, 2, tensors),
+        Stage(Phase.DELTA, (Kind.DELTA_INPUT,), (Kind.STATE, Kind.MIXED)),
+        Stage(Phase.OUT, (Kind.MIXED,), (Kind.PARTIAL,), d, heads * net.value_dim, 2, ("delta.wo",)),
+    )
+    shapes: dict[Kind, Shape] = {Kind.DELTA_INPUT: (rows,), Kind.MIXED: (heads, net.value_dim)}
+    channels = net.channels // lanes
+    state = Recurrent(((heads, net.key_dim, net.value_dim), (net.conv_width - 1, channels)), channels + 2 * heads)
     return Recipe(Site.ATTENTION, stages, shapes, spec.has_one_stream, state)
 
 
@@ -132,26 +174,31 @@ def _ffn(spec: ModelSpec, ffn: Ffn) -> Recipe:
 
 def _experts(spec: ModelSpec, experts: Experts) -> Recipe:
     columns, d, choice = experts.width // spec.num_lanes, spec.hidden_size, experts.choice
-    logits, chosen = Kind.ROUTER_LOGITS, Kind.CHOICE
+    logits, chosen, shared = Kind.ROUTER_LOGITS, Kind.CHOICE, experts.shared_width // spec.num_lanes
+    made = (Kind.ACTIVATION, Kind.SHARED_ACTIVATION) if shared else (Kind.ACTIVATION,)
+    width = choice.per_token * columns + shared
     stages = (
-        Stage(Phase.ROUTE, (Kind.STREAM,), (logits,), choice.num_experts, d, is_by_lane=False),
+        Stage(Phase.ROUTE, (Kind.STREAM,), (logits,), experts.num_logits, d, is_by_lane=False),
         Stage(Phase.SELECT, (logits,), (chosen,), is_by_lane=False, compared_in="experts"),
-        Stage(Phase.GATE_UP, (Kind.STREAM, chosen), (Kind.ACTIVATION,), 2 * columns, d, 4),
-        Stage(Phase.DOWN, (Kind.ACTIVATION, chosen), (Kind.PARTIAL,), d, choice.per_token * columns, 2),
+        Stage(Phase.GATE_UP, (Kind.STREAM, chosen), made, 2 * (columns + shared), d, 4),
+        Stage(Phase.DOWN, (*made, chosen), (Kind.PARTIAL,), d, width, 2),
     )
     shapes: dict[Kind, Shape] = {
-        logits: (choice.num_experts,), chosen: (2, choice.per_token), Kind.ACTIVATION: (choice.per_token, columns),
+        logits: (experts.num_logits,), chosen: (2, experts.num_slots), Kind.ACTIVATION: (choice.per_token, columns),
     }  # fmt: skip
+    shapes |= {Kind.SHARED_ACTIVATION: (shared,)} if shared else {}
     return Recipe(Site.MLP, stages, shapes, spec.has_one_stream)
 
 
-_RECIPES: dict[type, Callable[[ModelSpec, Any], Recipe]] = {AttentionMixer: _attention, Ffn: _ffn, Experts: _experts}
+RECIPES: dict[type, Callable[[ModelSpec, Any], Recipe]] = {
+    AttentionMixer: _attention, DeltaNet: _delta, Ffn: _ffn, Experts: _experts,
+}  # fmt: skip
 
 
 @lru_cache(maxsize=64)
 def recipes(spec: ModelSpec) -> tuple[tuple[Recipe, Recipe], ...]:
     """Of each layer: that of its mixer, that of its FFN. Layers of one kind share them."""
-    made = {kind: _RECIPES[type(kind)](spec, kind) for layer in spec.layers for kind in (layer.mixer, layer.ffn)}
+    made = {kind: RECIPES[type(kind)](spec, kind) for layer in spec.layers for kind in (layer.mixer, layer.ffn)}
     return tuple((made[layer.mixer], made[layer.ffn]) for layer in spec.layers)
 
 
@@ -175,3 +222,15 @@ def recipe_of(spec: ModelSpec, layer: int, phase: Phase) -> Recipe | None:
 def stream_lanes(spec: ModelSpec, lanes: tuple[int, ...]) -> tuple[int, ...]:
     """The lanes of a rank that have a residual stream of their own; NONE for the one that all share."""
     return (NONE,) if spec.has_one_stream else lanes
+
+
+def position_values(spec: ModelSpec) -> int:
+    """Keys and values of one position, of all layers and lanes; those that several lanes have count for each."""
+    states = [mixer.state for mixer, _ in recipes(spec)]
+    return spec.num_lanes * sum(2 * state.num_heads * state.head_dim for state in states if isinstance(state, ByPosition))
+
+
+def state_bytes(spec: ModelSpec) -> int:
+    """What all layers and lanes keep of a sequence besides."""
+    states = [mixer.state for mixer, _ in recipes(spec)]
+    return spec.num_lanes * sum(state.num_bytes for state in states if isinstance(state, Recurrent))

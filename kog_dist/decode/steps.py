@@ -32,16 +32,21 @@ class Phase(enum.IntEnum):
     SAMPLE = 13
     ROUTE = 14  # logits of a layer's experts, from the stream that all lanes share
     SELECT = 15  # which of them the token's FFN is made of
+    DELTA_IN = 16  # all that a delta net projects
+    DELTA = 17  # its convolution and its state
+
+
+ON_DEVICES = tuple(phase for phase in Phase if phase <= Phase.SELECT)
 
 
 def phase_enum() -> str:
-    """`Phase` as C++."""
-    names = ("k" + "".join(part.capitalize() for part in phase.name.split("_")) for phase in Phase)
+    """Those `Phase`s that device programs have, as C++."""
+    names = ("k" + "".join(part.capitalize() for part in phase.name.split("_")) for phase in ON_DEVICES)
     return f"enum Phase : unsigned int {{ {', '.join(f'{name}Phase' for name in names)} }};"
 
 
 LAYER_OPS = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # what each lane multiplies with in a layer, in this order
-WEIGHT_PHASES = (*LAYER_OPS, Phase.HEAD, Phase.ROUTE)
+WEIGHT_PHASES = (*LAYER_OPS, Phase.HEAD, Phase.ROUTE, Phase.DELTA_IN)
 
 
 class Site(enum.IntEnum):
@@ -78,7 +83,11 @@ class Kind(enum.IntEnum):
     ALL_LOGITS = 10
     TOKEN = 11
     ROUTER_LOGITS = 12  # of a layer's experts
-    CHOICE = 13  # (2, K): numbers of the chosen experts, ascending, and their weights
+    CHOICE = 13  # (2, K): numbers of the chosen experts, ascending, and their weights; behind them the shared one's
+    GATE = 14  # what attention's output is gated with
+    DELTA_INPUT = 15  # q, k, v, z, a, b of a delta net
+    STATE = 16  # of a delta net: what it keeps of all tokens, and the convolution's last inputs
+    SHARED_ACTIVATION = 17  # of the shared expert
 
 
 class Value(NamedTuple):
@@ -90,7 +99,9 @@ class Value(NamedTuple):
     site: int = NONE
 
 
-_REPLACED = (Kind.STREAM, Kind.QUERY, Kind.MIXED, Kind.ACTIVATION)
+_REPLACED = (
+    Kind.STREAM, Kind.QUERY, Kind.MIXED, Kind.ACTIVATION, Kind.GATE, Kind.DELTA_INPUT, Kind.SHARED_ACTIVATION,
+)  # fmt: skip
 _LASTING = (Kind.PARTIAL, Kind.OWN_SUM, Kind.TOTAL)
 
 

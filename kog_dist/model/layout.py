@@ -6,17 +6,21 @@ NumPy here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from kog_dist.model.layers import AttentionMixer, Experts, Ffn
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import HeadType, ModelSpec
 
 EMBEDDING = "model.tok_embeddings.weight"
 SINKS = ".attention.sinks"
 EXPERTS = ".feed_forward.experts."  # within the names of all that one expert has
+SHARED = ".feed_forward.shared."  # and of those of the FFN that stands beside experts
+# Ends of names of matrices that stay as they are whatever the others are rounded to: few values, which much depends on.
+_UNROUNDED = (".delta.wa.weight", ".delta.wb.weight", ".delta.conv_q", ".delta.conv_k", ".delta.conv_v")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +29,12 @@ class TensorLayout:
 
     `parts[l]` is (first, one past last) row of lane l. A tensor that is not divided has one part, all its rows; lane 0 checks
     it. Every row is in exactly one part: if each lane's rank checks the parts of the lane, every byte is checked exactly once.
+    `has_lanes`: the first dimension is lanes.
     """
 
     shape: tuple[int, ...]
     parts: tuple[tuple[int, int], ...]
+    has_lanes: bool = field(default=False, repr=False)
 
     @property
     def num_values(self) -> int:
@@ -71,8 +77,10 @@ def head_name(spec: ModelSpec) -> str:
 
 
 def is_layer_matrix(layouts: Mapping[str, TensorLayout], name: str) -> bool:
-    """Whether a tensor is one of the matrices of a layer, lane first: all but embedding, LM head, norms and biases."""
-    return name.startswith("model.layers.") and len(layouts[name].shape) == 3
+    """Whether a tensor is one of the matrices of a layer, lane first: all but embedding, LM head, norms and biases; and but the
+    small ones of delta nets.
+    """
+    return name.startswith("model.layers.") and len(layouts[name].shape) == 3 and not name.endswith(_UNROUNDED)
 
 
 @lru_cache(maxsize=4)
@@ -86,70 +94,124 @@ def _layouts(spec: ModelSpec) -> Iterator[tuple[str, TensorLayout]]:
     yield EMBEDDING, TensorLayout((vocab, d), tuple(spec.vocab_slice(lane) for lane in range(lanes)))
     for layer_idx, layer in enumerate(spec.layers):
         prefix = layer_prefix(layer_idx)
-        yield _norm(spec, f"{prefix}attention_norm")
-        yield from _attention(spec, layer.mixer, f"{prefix}attention.")
-        yield _norm(spec, f"{prefix}ffn_norm")
-        if isinstance(layer.ffn, Experts):
-            yield from _experts(spec, layer.ffn, f"{prefix}feed_forward.")
-        else:
-            yield from _ffn(spec, layer.ffn, f"{prefix}feed_forward.")
+        for part, norm in ((layer.mixer, "attention_norm"), (layer.ffn, "ffn_norm")):
+            kind = KINDS[type(part)]
+            yield _norm(spec, f"{prefix}{norm}")
+            yield from kind.tensors(spec, part, f"{prefix}{kind.module}.")
     yield _norm(spec, "model.norm")
     if spec.head_type is HeadType.VOCAB_PARALLEL:
-        yield head_name(spec), _lane_first(spec, vocab // lanes, d)
+        yield head_name(spec), lane_first(spec, vocab // lanes, d)
     elif not spec.tied_embeddings:
         columns = d * (lanes if spec.head_type is HeadType.LANE else 1)
         yield head_name(spec), TensorLayout((vocab, columns), tuple(spec.vocab_slice(lane) for lane in range(lanes)))
 
 
-def _lane_first(spec: ModelSpec, *shape: int) -> TensorLayout:
+def lane_first(spec: ModelSpec, *shape: int) -> TensorLayout:
     """Of a tensor whose first dimension is lanes."""
-    return TensorLayout((spec.num_lanes, *shape), tuple((lane, lane + 1) for lane in range(spec.num_lanes)))
+    return TensorLayout((spec.num_lanes, *shape), tuple((lane, lane + 1) for lane in range(spec.num_lanes)), has_lanes=True)
 
 
-def _shared(*shape: int) -> TensorLayout:
+def shared(*shape: int) -> TensorLayout:
     """Of one that is not divided."""
     return TensorLayout(shape, ((0, shape[0]),))
 
 
 def _norm(spec: ModelSpec, stem: str) -> tuple[str, TensorLayout]:
     name = norm_name(spec, stem)
-    return name, _lane_first(spec, spec.hidden_size) if name.endswith(".scale") else _shared(spec.hidden_size)
+    return name, lane_first(spec, spec.hidden_size) if name.endswith(".scale") else shared(spec.hidden_size)
 
 
 def _attention(spec: ModelSpec, mixer: AttentionMixer, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
-    d, heads, kv_heads = spec.hidden_size, mixer.num_heads // spec.num_lanes, mixer.num_kv_heads // spec.num_lanes
+    d, heads, kv_heads = spec.hidden_size, mixer.num_heads // spec.num_lanes, mixer.lane_kv_heads(spec.num_lanes)
     rows = {"wq": heads * mixer.head_dim, "wk": kv_heads * mixer.head_dim, "wv": kv_heads * mixer.head_dim}
+    rows |= {"wgate": heads * mixer.head_dim} if mixer.gated else {}
     for name, count in rows.items():
-        yield f"{prefix}{name}.weight", _lane_first(spec, count, d)
-    yield f"{prefix}wo.weight", _lane_first(spec, d, heads * mixer.head_dim)
+        yield f"{prefix}{name}.weight", lane_first(spec, count, d)
+    yield f"{prefix}wo.weight", lane_first(spec, d, heads * mixer.head_dim)
     if mixer.qkv_bias:
         for name, count in rows.items():
-            yield f"{prefix}{name}.bias", _lane_first(spec, count)
+            yield f"{prefix}{name}.bias", lane_first(spec, count)
     if mixer.out_bias:
-        yield f"{prefix}wo.bias", _shared(d)
+        yield f"{prefix}wo.bias", shared(d)
     if mixer.sinks:
-        yield f"{prefix}sinks", _lane_first(spec, heads)
+        yield f"{prefix}sinks", lane_first(spec, heads)
     if mixer.qk_norm:
         for name in ("q_norm", "k_norm"):
-            yield f"{prefix}{name}.weight", _shared(mixer.head_dim)
+            yield f"{prefix}{name}.weight", shared(mixer.head_dim)
 
 
-def _ffn(spec: ModelSpec, ffn: Ffn | Experts, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
-    d, columns = spec.hidden_size, ffn.width // spec.num_lanes
+def _delta(spec: ModelSpec, net: DeltaNet, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
+    d, lanes, heads = spec.hidden_size, spec.num_lanes, net.num_value_heads // spec.num_lanes
+    rows = {
+        "wq": net.keys,
+        "wk": net.keys,
+        "wv": net.values,
+        "wz": net.values,
+        "wa": net.num_value_heads,
+        "wb": net.num_value_heads,
+    }
+    for name, count in rows.items():
+        yield f"{prefix}{name}.weight", lane_first(spec, count // lanes, d)
+    for name in "qkv":
+        yield f"{prefix}conv_{name}", lane_first(spec, rows[f"w{name}"] // lanes, net.conv_width)
+    for name in ("decay", "dt_bias"):
+        yield f"{prefix}{name}", lane_first(spec, heads)
+    yield f"{prefix}norm.weight", shared(net.value_dim)
+    yield f"{prefix}wo.weight", lane_first(spec, d, net.values // lanes)
+
+
+def _dense(spec: ModelSpec, ffn: Ffn, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
+    yield from _ffn(spec, ffn.width, prefix)
+
+
+def _ffn(spec: ModelSpec, width: int, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
+    d, columns = spec.hidden_size, width // spec.num_lanes
     for name in ("w1", "w3"):
-        yield f"{prefix}{name}.weight", _lane_first(spec, columns, d)
-    yield f"{prefix}w2.weight", _lane_first(spec, d, columns)
+        yield f"{prefix}{name}.weight", lane_first(spec, columns, d)
+    yield f"{prefix}w2.weight", lane_first(spec, d, columns)
 
 
 def _experts(spec: ModelSpec, experts: Experts, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
     choice = experts.choice
-    yield f"{prefix}router.weight", _shared(choice.num_experts, spec.hidden_size)
+    yield f"{prefix}router.weight", shared(choice.num_experts, spec.hidden_size)
     if choice.router_bias:
-        yield f"{prefix}router.bias", _shared(choice.num_experts)
+        yield f"{prefix}router.bias", shared(choice.num_experts)
     for expert in range(choice.num_experts):
         start = f"{prefix.removesuffix('.feed_forward.')}{EXPERTS}{expert}."
-        yield from _ffn(spec, experts, start)
+        yield from _ffn(spec, experts.width, start)
         if choice.bias:
             for name in ("w1", "w3"):
-                yield f"{start}{name}.bias", _lane_first(spec, experts.width // spec.num_lanes)
-            yield f"{start}w2.bias", _shared(spec.hidden_size)
+                yield f"{start}{name}.bias", lane_first(spec, experts.width // spec.num_lanes)
+            yield f"{start}w2.bias", shared(spec.hidden_size)
+    if experts.shared_width:
+        yield f"{prefix}shared_gate.weight", shared(1, spec.hidden_size)
+        yield from _ffn(spec, experts.shared_width, f"{prefix}shared.")
+
+
+class KindTensors(NamedTuple):
+    """The tensors of a kind of mixer or FFN.
+
+    `module`: what their names within a layer begin with. `tensors(spec, kind, prefix)` gives names and layouts. `inputs`: those
+    that stand one below the other in the matrix that a mixer multiplies its input with, `outputs` in that of its output; of FFNs,
+    which are stacks of them, none.
+    """
+
+    module: str
+    tensors: Callable[[ModelSpec, Any, str], Iterator[tuple[str, TensorLayout]]]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("wo",)
+
+
+KINDS: dict[type, KindTensors] = {
+    AttentionMixer: KindTensors("attention", _attention, ("wq", "wk", "wv", "wgate")),
+    DeltaNet: KindTensors("delta", _delta, ("wq", "wk", "wv", "wz", "wa", "wb")),
+    Ffn: KindTensors("feed_forward", _dense),
+    Experts: KindTensors("feed_forward", _experts),
+}
+
+
+def mixer_tensors(spec: ModelSpec, layer_idx: int) -> Mapping[str, TensorLayout]:
+    """All tensors of a layer's mixer, by their full names."""
+    mixer = spec.layers[layer_idx].mixer
+    kind = KINDS[type(mixer)]
+    return dict(kind.tensors(spec, mixer, f"{layer_prefix(layer_idx)}{kind.module}."))

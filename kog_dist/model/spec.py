@@ -5,14 +5,15 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model import limits
 from kog_dist.model.experts import ExpertsSpec
-from kog_dist.model.layers import AttentionMixer, Experts, Ffn, LayerSpec, Norm
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn, FfnKind, LayerSpec, MixerKind, Norm
 from kog_dist.model.rope_scaling import RopeScaling, YarnScaling
 from kog_dist.quoting import short
 
@@ -51,6 +52,8 @@ class ModelSpec:
     `qkv_bias`: added to queries, keys and values; `out_bias`: to attention's output, of models with one stream. `qk_norm`: an
     RMS norm of every query and key head before it is rotated. `attention_sinks`: one more logit in the softmax of each query
     head. `experts`: of every layer's FFN, each `intermediate_size` wide.
+    `mixed_layers`: what each layer is, of models whose layers these fields cannot say; see `of_layers`. Fields of heads then are
+    those of the layers with attention, and fields of FFNs those of the first one.
     """
 
     hidden_size: int
@@ -80,12 +83,33 @@ class ModelSpec:
     qk_norm: bool = False
     attention_sinks: bool = False
     experts: ExpertsSpec | None = None
+    mixed_layers: tuple[LayerSpec, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[LayerSpec], **others: Any) -> ModelSpec:
+        """A model with these layers, of whatever kinds, whose lanes share one stream; `others`: fields that layers do not say.
+
+        Raises ConfigError.
+        """
+        attention = next((layer.mixer for layer in layers if isinstance(layer.mixer, AttentionMixer)), None)
+        ffn = next((layer.ffn for layer in layers if isinstance(layer.ffn, Ffn | Experts)), None)
+        fields = {"num_heads": 1, "num_kv_heads": 1, "intermediate_size": others.get("num_lanes", 1)}
+        if attention is not None:
+            fields |= {
+                name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "qkv_bias", "out_bias", "qk_norm")
+            }
+            fields |= {"own_head_dim": attention.head_dim, "attention_sinks": attention.sinks}
+        if ffn is not None:
+            fields |= {"intermediate_size": ffn.width, "experts": ffn.choice if isinstance(ffn, Experts) else None}
+        common = {"num_layers": len(layers), "norm_eps": layers[0].norm.eps if layers else 1e-6, "delay": 0}
+        return cls(**{**common, **fields, **others}, mixed_layers=tuple(layers))
 
     def __post_init__(self) -> None:
         if self.own_head_dim is not None and self.own_head_dim * self.num_heads == self.hidden_size:
             object.__setattr__(self, "own_head_dim", None)  # equal models are equal specs
         self._check_sizes()
         self._check_lanes()
+        self._check_mixed()
         for layer in self.window_layers:
             if not 0 <= layer < self.num_layers:
                 raise ConfigError(f"windowed layer {layer} does not exist: the model has {self.num_layers} layers")
@@ -141,11 +165,14 @@ class ModelSpec:
         lanes = self.num_lanes
         if lanes & (lanes - 1):
             raise ConfigError(f"num_lanes must be a power of two (lane sums are one binary tree), got {lanes}")
-        for key, size in (
+        divided = [
             ("num_attention_heads", self.num_heads),
             ("num_key_value_heads", self.num_kv_heads),
             ("intermediate_size", self.intermediate_size),
-        ):
+        ]
+        if self.mixed_layers:
+            divided = [item for part in self.kinds for item in part.divided().items()]
+        for key, size in divided:
             if size % lanes:
                 raise ConfigError(f"{key} {size} cannot be split over {lanes} lanes")
         if self.head_type is HeadType.VOCAB_PARALLEL and self.vocab_size % lanes:
@@ -158,7 +185,52 @@ class ModelSpec:
         if self.tied_embeddings and self.head_type is not HeadType.REPLICATE:
             raise ConfigError(f"tie_word_embeddings goes only with lm_head_type replicate, not {self.head_type.value}")
 
+    def _check_mixed(self) -> None:
+        layers, lanes = self.mixed_layers, self.num_lanes
+        if not layers:
+            return
+        if len(layers) != self.num_layers:
+            raise ConfigError(f"num_hidden_layers {self.num_layers} contradicts {len(layers)} layers")
+        if not self.has_one_stream:
+            raise ConfigError("layers of several kinds go only with one residual stream")
+        if len({layer.norm for layer in layers}) > 1 or layers[0].norm.eps != self.norm_eps:
+            raise ConfigError("norms of layers must be alike")
+        attention = [part for part in self.kinds if isinstance(part, AttentionMixer)]
+        if len({(one.num_heads, one.num_kv_heads, one.head_dim, one.rotary_dim) for one in attention}) > 1:
+            raise ConfigError("heads of attention must be alike in all layers that have any")
+        for one in attention:
+            if lanes % one.num_kv_heads and one.num_kv_heads % lanes:
+                raise ConfigError(
+                    f"num_key_value_heads {one.num_kv_heads} cannot be split over {lanes} lanes, nor they over these"
+                )
+            if one.rotary_dim % 2 or not 0 <= one.rotary_dim <= one.head_dim:
+                raise ConfigError(
+                    f"{one.rotary_dim} values of a head cannot be rotated: they are an even number up to {one.head_dim}"
+                )
+        for net in (part for part in self.kinds if isinstance(part, DeltaNet)):
+            if net.num_value_heads % net.num_key_heads:
+                raise ConfigError(
+                    f"linear_num_value_heads {net.num_value_heads} is not a multiple of linear_num_key_heads {net.num_key_heads}"
+                )
+
     # ---- sizes ----
+    @property
+    def kinds(self) -> list[MixerKind | FfnKind]:
+        """The mixers and FFNs of all layers, each kind once."""
+        return list(dict.fromkeys(part for layer in self.layers for part in (layer.mixer, layer.ffn)))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Values of a head that positions rotate."""
+        return next(
+            (part.rotary_dim for part in self.kinds if isinstance(part, AttentionMixer) and part.rotary_dim), self.head_dim
+        )
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a state that every token changes: positions cannot be taken back."""
+        return any(isinstance(part, DeltaNet) for part in self.kinds)
+
     @property
     def head_dim(self) -> int:
         """Values per attention head."""
@@ -171,8 +243,8 @@ class ModelSpec:
 
     @property
     def lane_kv_heads(self) -> int:
-        """KV heads that one lane owns."""
-        return self.num_kv_heads // self.num_lanes
+        """KV heads that one lane owns; neighbouring lanes the same one where there are fewer."""
+        return max(self.num_kv_heads // self.num_lanes, 1)
 
     @property
     def lane_qkv_rows(self) -> int:
@@ -196,8 +268,8 @@ class ModelSpec:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer is. All are of one kind but for the window of their attention."""
-        return _layers(self)
+        """What each layer is. Without `mixed_layers` all are of one kind but for the window of their attention."""
+        return self.mixed_layers or _layers(self)
 
     @property
     def num_parameters(self) -> int:
@@ -254,6 +326,9 @@ class ModelSpec:
 
     def window(self, layer_idx: int) -> int | None:
         """Positions that a token of this layer sees, itself included; None = all before it."""
+        if self.mixed_layers:
+            mixer = self.mixed_layers[layer_idx].mixer
+            return mixer.window if isinstance(mixer, AttentionMixer) else None
         return self.sliding_window if layer_idx in self.window_layers else None
 
     def vocab_slice(self, lane: int) -> tuple[int, int]:
@@ -331,6 +406,10 @@ class ModelSpec:
             config["attention_sinks"] = True
         if self.experts is not None:
             config["experts"] = self.experts.to_config()
+        if self.mixed_layers:  # for digests: no file has them so
+            kinds = list(dict.fromkeys(self.mixed_layers))
+            config["layer_kinds"] = [kind.described() for kind in kinds]
+            config["layers"] = [kinds.index(layer) for layer in self.mixed_layers]
         return config
 
 

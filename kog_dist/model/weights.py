@@ -18,12 +18,25 @@ from kog_dist.model.formats.lanes import CodedSource, lane_codes, weight_format
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
 from kog_dist.model.formats.mxfp4 import GROUP, kept, kept_shapes
 from kog_dist.model.formats.weight_format import WeightFormat
-from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name
+from kog_dist.model.layers import Experts
+from kog_dist.model.layout import (
+    EMBEDDING,
+    KINDS,
+    SHARED,
+    TensorLayout,
+    ffn_prefixes,
+    head_name,
+    layer_prefix,
+    mixer_tensors,
+    norm_name,
+)
 from kog_dist.model.spec import HeadType, ModelSpec
 
 Array = NDArray[Any]  # float32 or float64, C-contiguous; starts at a multiple of 64 bytes unless it is called a view
 BFLOAT16 = np.dtype(np.uint16)  # of a matrix that is kept as it is stored: NumPy has no type for such values
 MXFP4_CODES = np.dtype(np.uint8)  # of experts that are kept in MXFP4: codes, two in a byte
+_QKV_BIASES = ("wq.bias", "wk.bias", "wv.bias")  # as ends of names within a layer's attention
+_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 _KEPT: Mapping[str, np.dtype[Any]] = {"BF16": BFLOAT16, "F16": np.dtype(np.float16)}  # by the name in safetensors files
 
 
@@ -31,13 +44,15 @@ _KEPT: Mapping[str, np.dtype[Any]] = {"BF16": BFLOAT16, "F16": np.dtype(np.float
 class ExpertWeights:
     """What a layer with E experts has besides their matrices. Lanes share routers and `w2_bias`."""
 
-    router: Array  # (E, D)
+    router: Array  # (E, D); with a shared expert (E + 1, D)
     router_bias: Array | None = None  # (E,)
     w13_bias: Array | None = None  # (E, 2F)
     w2_bias: Array | None = None  # (E, D)
     w13_scales: Array | None = None  # (E, 2F, groups) of experts in MXFP4: bytes, as files have them
     w2_scales: Array | None = None  # (E, D, groups)
     w2_skew: int = 0  # columns of the first group that belong to the lane before
+    shared_w13: Array | None = None  # (2S, D) of a lane's S columns of the shared expert; the last row of `router` is its gate
+    shared_w2: Array | None = None  # (D, S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +61,12 @@ class LayerWeights:
 
     With experts w13 and w2 have those of all E of them, or their codes (`MXFP4_CODES`). None: the model has no such weights.
     Matrices that are applied to the same vector are one array, since a decode step is bounded by matrix-vector products. Matrices
-    may be of 16 bit (`Checkpoint.rank_weights`).
+    may be of 16 bit (`Checkpoint.rank_weights`). Of other mixers than attention wqkv is what their input is multiplied with, wo
+    what makes their output; `own`: the other tensors of the mixer, by the end of their names in `layout`.
     """
 
     attention_norm: Array  # (D,)
-    wqkv: Array  # (Q + 2K, D): query rows, then key rows, then value rows
+    wqkv: Array  # (Q + 2K, D): query rows, then key rows, then value rows; gated (2Q + 2K, D), gates last
     wo: Array  # (D, Q)
     ffn_norm: Array  # (D,)
     w13: Array  # (2F, D): gate rows w1, then up rows w3; with experts (E, 2F, D)
@@ -61,6 +77,7 @@ class LayerWeights:
     k_norm: Array | None = None  # (head_dim,): of every key head
     sinks: Array | None = None  # (lane_heads,)
     experts: ExpertWeights | None = None
+    own: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def wq(self) -> Array:
@@ -200,10 +217,7 @@ class RankReader:
         norms = [
             self._norm(f"{layer_prefix(i)}{kind}") for i in range(spec.num_layers) for kind in ("attention_norm", "ffn_norm")
         ]
-        head_norms = [self._head_norms(f"{layer_prefix(i)}attention.") for i in range(spec.num_layers)]
-        out_biases = [
-            self._whole(f"{layer_prefix(i)}attention.wo.bias") if spec.out_bias else None for i in range(spec.num_layers)
-        ]
+        shared = [self._shared_by_lanes(i) for i in range(spec.num_layers)]
         experts = [self._experts(i) for i in range(spec.num_layers)]
         num_read, num_values = embedding.size, embedding.size + self._num_lane_values()
         self.on_share(num_read / num_values)
@@ -211,8 +225,7 @@ class RankReader:
         for lane in self.lanes:
             layers: list[LayerWeights] = []
             for i in range(spec.num_layers):
-                shared = (norms[2 * i][lane], norms[2 * i + 1][lane], *head_norms[i], out_biases[i])
-                layers.append(self._layer(i, lane, *shared, experts[i]))
+                layers.append(self._layer(i, lane, (norms[2 * i][lane], norms[2 * i + 1][lane]), shared[i], experts[i]))
                 matrices = (layers[-1].wqkv, layers[-1].wo, layers[-1].w13, layers[-1].w2)
                 num_read += sum(matrix.size * (1 + (matrix.dtype == MXFP4_CODES)) for matrix in matrices)
                 self.on_share(num_read / num_values)
@@ -248,6 +261,8 @@ class RankReader:
         """A norm's weights (D,) by lane: separate arrays, or the same one if the lanes share it."""
         name = norm_name(self.checkpoint.spec, stem)
         whole = self._whole(name)
+        if self.checkpoint.spec.layers[0].norm.adds_one:
+            np.add(whole, 1, out=whole)
         if whole.ndim == 1:
             return dict.fromkeys(range(self.checkpoint.spec.num_lanes), whole)
         return {lane: self._copy(row) for lane, row in enumerate(whole)}
@@ -257,20 +272,37 @@ class RankReader:
         out[:] = values
         return out
 
-    def _head_norms(self, prefix: str) -> tuple[Array | None, Array | None]:
-        """The norms of query and key heads, which all lanes share."""
-        if not self.checkpoint.spec.qk_norm:
-            return None, None
-        return self._whole(f"{prefix}q_norm.weight"), self._whole(f"{prefix}k_norm.weight")
+    def _mixer_tensors(self, layer_idx: int) -> dict[str, TensorLayout]:
+        """Those that stand in neither of a mixer's two matrices, by the end of their names."""
+        spec = self.checkpoint.spec
+        kind = KINDS[type(spec.layers[layer_idx].mixer)]
+        matrices = {f"{name}.weight" for name in (*kind.inputs, *kind.outputs)}
+        prefix = f"{layer_prefix(layer_idx)}{kind.module}."
+        found = {name.removeprefix(prefix): layout for name, layout in mixer_tensors(spec, layer_idx).items()}
+        return {name: layout for name, layout in found.items() if name not in matrices}
+
+    def _shared_by_lanes(self, layer_idx: int) -> dict[str, Array]:
+        """Of a mixer's tensors those which all lanes share."""
+        spec = self.checkpoint.spec
+        layer = spec.layers[layer_idx]
+        prefix = f"{layer_prefix(layer_idx)}{KINDS[type(layer.mixer)].module}."
+        names = [name for name, layout in self._mixer_tensors(layer_idx).items() if not layout.has_lanes]
+        found = {name: self._whole(prefix + name) for name in names}
+        for name in _HEAD_NORMS:
+            if name in found and layer.norm.adds_one:
+                np.add(found[name], 1, out=found[name])
+        return found
 
     def _layer(
-        self, layer_idx: int, lane: int, attention_norm: Array, ffn_norm: Array, q_norm: Array | None, k_norm: Array | None,
-        out_bias: Array | None, experts: ExpertWeights | None,
-    ) -> LayerWeights:  # fmt: skip
-        attention, ffns = f"{layer_prefix(layer_idx)}attention.", ffn_prefixes(self.checkpoint.spec, layer_idx)
+        self, layer_idx: int, lane: int, norms: tuple[Array, Array], shared: Mapping[str, Array], experts: ExpertWeights | None
+    ) -> LayerWeights:
+        spec = self.checkpoint.spec
+        layer, ffns = spec.layers[layer_idx], ffn_prefixes(spec, layer_idx)
+        kind = KINDS[type(layer.mixer)]
+        prefix = f"{layer_prefix(layer_idx)}{kind.module}."
         gate_up, down = [[f"{ffn}w1.weight", f"{ffn}w3.weight"] for ffn in ffns], [[f"{ffn}w2.weight"] for ffn in ffns]
-        if experts is not None and self.checkpoint.spec.experts is not None and self.checkpoint.spec.experts.bias:
-            experts = replace(experts, w13_bias=self._expert_biases(ffns, lane))
+        if experts is not None and isinstance(layer.ffn, Experts):
+            experts = replace(experts, **self._of_lane(layer.ffn, ffns, lane, f"{layer_prefix(layer_idx)}{SHARED[1:]}"))
         if experts is None:
             w13, w2 = self._stacked(gate_up[0], lane), self._stacked(down[0], lane)
         elif self.keeps_halves and all(weight_format(self.checkpoint, name) == MXFP4 for name in chain(*gate_up, *down)):
@@ -278,34 +310,42 @@ class RankReader:
             experts = replace(experts, w13_scales=w13_scales, w2_scales=w2_scales, w2_skew=skew)
         else:
             w13, w2 = self._stacks(gate_up, lane), self._stacks(down, lane)
+        matrices = ([f"{prefix}{name}.weight" for name in names] for names in (kind.inputs, kind.outputs))
+        wqkv, wo = (self._stacked([name for name in names if name in self.checkpoint.layouts], lane) for names in matrices)
+        own = {**shared, **self._small(layer_idx, lane, prefix, shared)}
+        qkv_bias = [own.pop(name) for name in _QKV_BIASES if name in own]
         return LayerWeights(
-            attention_norm=attention_norm,
-            wqkv=self._stacked([f"{attention}{name}.weight" for name in ("wq", "wk", "wv")], lane),
-            wo=self._stacked([f"{attention}wo.weight"], lane),
-            ffn_norm=ffn_norm,
+            attention_norm=norms[0],
+            wqkv=wqkv,
+            wo=wo,
+            ffn_norm=norms[1],
             w13=w13,
             w2=w2,
-            qkv_bias=self._qkv_bias(attention, lane),
-            out_bias=out_bias,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            sinks=self._sinks(attention, lane),
+            qkv_bias=self._copy(np.concatenate(qkv_bias)) if qkv_bias else None,
+            out_bias=own.pop("wo.bias", None),
+            q_norm=own.pop("q_norm.weight", None),
+            k_norm=own.pop("k_norm.weight", None),
+            sinks=own.pop("sinks", None),
             experts=experts,
+            own=own,
         )
 
-    def _sinks(self, prefix: str, lane: int) -> Array | None:
-        if not self.checkpoint.spec.attention_sinks:
-            return None
-        out = self._empty(self.checkpoint.spec.lane_heads)
-        self._read_biases([f"{prefix}sinks"], lane, out)
-        return out
+    def _small(self, layer_idx: int, lane: int, prefix: str, shared: Mapping[str, Array]) -> dict[str, Array]:
+        """The lane's part of what else a mixer has."""
+        found = {}
+        for name, layout in self._mixer_tensors(layer_idx).items():
+            if name not in shared:
+                found[name] = self._empty(*layout.shape[1:])
+                self.checkpoint.read_part(prefix + name, lane, found[name], verify=self.checkpoint.verify)
+        return found
 
-    def _qkv_bias(self, prefix: str, lane: int) -> Array | None:
-        if not self.checkpoint.spec.qkv_bias:
-            return None
-        out = self._empty(self.checkpoint.spec.lane_qkv_rows)
-        self._read_biases([f"{prefix}{name}.bias" for name in ("wq", "wk", "wv")], lane, out)
-        return out
+    def _of_lane(self, ffn: Experts, ffns: list[str], lane: int, shared: str) -> dict[str, Any]:
+        """What a lane has besides the matrices of its experts."""
+        found: dict[str, Any] = {"w13_bias": self._expert_biases(ffns, lane)} if ffn.choice.bias else {}
+        if ffn.shared_width:
+            found["shared_w13"] = self._stacked([f"{shared}w1.weight", f"{shared}w3.weight"], lane)
+            found["shared_w2"] = self._stacked([f"{shared}w2.weight"], lane)
+        return found
 
     def _read_biases(self, names: list[str], lane: int, out: Array) -> None:
         """Fill `out` with the lane's biases of several lane-first tensors, one behind the other."""
@@ -318,21 +358,24 @@ class RankReader:
     # ---- experts ----
     def _experts(self, layer_idx: int) -> ExpertWeights | None:
         """What all lanes share."""
-        experts = self.checkpoint.spec.experts
-        if experts is None:
+        ffn = self.checkpoint.spec.layers[layer_idx].ffn
+        if not isinstance(ffn, Experts):
             return None
-        prefix = f"{layer_prefix(layer_idx)}feed_forward.router."
-        router = self._matrix([f"{prefix}weight"], experts.num_experts, self.checkpoint.spec.hidden_size)
-        self._read_rows(f"{prefix}weight", 0, router, verify=self.checkpoint.verify and 0 in self.lanes)
+        experts, module = ffn.choice, f"{layer_prefix(layer_idx)}feed_forward."
+        prefix = f"{module}router."
+        names = [f"{prefix}weight", *([f"{module}shared_gate.weight"] if ffn.shared_width else [])]
+        router = self._matrix(names, ffn.num_logits, self.checkpoint.spec.hidden_size)
+        for name, rows in zip(names, (router[: experts.num_experts], router[experts.num_experts :]), strict=False):
+            self._read_rows(name, 0, rows, verify=self.checkpoint.verify and 0 in self.lanes)
         if not experts.bias:
             return ExpertWeights(router, self._whole(f"{prefix}bias") if experts.router_bias else None)
         w2_bias = self._empty(experts.num_experts, self.checkpoint.spec.hidden_size)
-        for ffn, out in zip(ffn_prefixes(self.checkpoint.spec, layer_idx), w2_bias, strict=True):
-            self.checkpoint.read_parts(f"{ffn}w2.bias", out, (0,), self.lanes)
+        for expert, out in zip(ffn_prefixes(self.checkpoint.spec, layer_idx), w2_bias, strict=True):
+            self.checkpoint.read_parts(f"{expert}w2.bias", out, (0,), self.lanes)
         return ExpertWeights(router, self._whole(f"{prefix}bias") if experts.router_bias else None, w2_bias=w2_bias)
 
     def _expert_biases(self, ffns: list[str], lane: int) -> Array:
-        out = self._empty(len(ffns), 2 * self.checkpoint.spec.lane_ffn)
+        out = self._empty(len(ffns), 2 * self.checkpoint.layouts[f"{ffns[0]}w1.bias"].shape[1])
         for ffn, row in zip(ffns, out, strict=True):
             self._read_biases([f"{ffn}w1.bias", f"{ffn}w3.bias"], lane, row)
         return out
@@ -347,7 +390,9 @@ class RankReader:
         return out
 
     def _stacked(self, names: list[str], lane: int) -> Array:
-        """The lane's matrices of several lane-first tensors, one below the other."""
+        """The lane's matrices of several lane-first tensors, one below the other; of none a matrix without rows."""
+        if not names:
+            return self._empty(0, self.checkpoint.spec.hidden_size)
         shapes = [self.checkpoint.layouts[name].shape for name in names]
         out = self._matrix(names, sum(rows for _, rows, _ in shapes), shapes[0][2])
         self._fill(names, lane, out)

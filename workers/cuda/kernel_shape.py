@@ -78,6 +78,8 @@ class KernelShape:
 
     def __post_init__(self) -> None:
         spec = self.spec
+        if spec.mixed_layers:
+            raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(unsupported(spec))}; use --device cpu")
         object.__setattr__(self, "splits", self.splits or splits_for(spec, self.num_ctas))
         findings = []
         if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:

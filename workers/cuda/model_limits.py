@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import ModelSpec
 
 MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's columns
@@ -12,6 +13,8 @@ MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's
 
 def unsupported(spec: ModelSpec) -> list[str]:
     """What the model has and no build of the kernel can run, in words with the limit; empty: it can."""
+    if spec.mixed_layers:  # none of what follows is asked of them
+        return [f"layers of {' and '.join(sorted(_of_mixed(spec)))} (layers of plain attention alone)"]
     findings = list[str]()
     if spec.num_lanes > MAX_LANES:
         findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
@@ -26,3 +29,18 @@ def unsupported(spec: ModelSpec) -> list[str]:
     if spec.num_layers > MAX_LAYERS:
         findings.append(f"{spec.num_layers} layers (at most {MAX_LAYERS})")
     return findings
+
+
+def _of_mixed(spec: ModelSpec) -> set[str]:
+    """What a model with layers of several kinds has that the kernel does not know, in words."""
+    found = set()
+    for part in spec.kinds:
+        if isinstance(part, DeltaNet):
+            found.add("gated delta nets")
+        elif isinstance(part, AttentionMixer):
+            found |= {"gated attention"} if part.gated else set()
+        elif isinstance(part, Experts):
+            found |= {"shared experts"} if part.shared_width else set()
+        elif not isinstance(part, Ffn):
+            found.add(type(part).__name__)
+    return found or {"several kinds"}

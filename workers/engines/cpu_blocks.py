@@ -15,7 +15,9 @@ MOST_SLOTS = 4096
 
 
 def num_slots(spec: ModelSpec, num_lanes: int, itemsize: int, num_bytes: int) -> int:
-    """Blocks of a rank with so many lanes that `num_bytes` have room for."""
+    """Blocks of a rank with so many lanes that `num_bytes` have room for; none of a model whose state blocks do not hold."""
+    if spec.is_recurrent:
+        return 0
     return min(MOST_SLOTS, num_bytes // (prod(_shape(spec, num_lanes)) * itemsize))
 
 
