@@ -21,7 +21,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.monokernel import DeviceToken, Monokernel
+from kog_dist.workers.cuda.monokernel import LONGEST_WAIT_US, DeviceToken, Monokernel
 
 CONTEXT, STREAM = 16, 7
 
@@ -116,6 +116,67 @@ def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> Non
     kernel.begin((5, 6, 7), 4, SamplingParams(), first_position=2, streams=LastStreams(1, 2))
     kernel.launch(1)
     assert (len(head.plain.steps), len(whole.steps)) == (2, 2)  # type: ignore[attr-defined]
+
+
+def test_a_launch_says_where_everything_is(kernel: Monokernel) -> None:
+    pointers = iter(range(1000, 2000))
+
+    def held() -> Any:
+        return SimpleNamespace(data=SimpleNamespace(ptr=next(pointers)), ctypes=SimpleNamespace(data=next(pointers)))
+
+    always, optional = ("tape", "embedding", "norms", "final_norm", "rope"), ("qkv_bias", "head_norms", "out_bias", "sinks")
+    of_experts = ("matrices", "router_bias", "gate_up_bias", "down_bias")
+    experts = SimpleNamespace(**{name: held() for name in of_experts})
+    weights = SimpleNamespace(**{name: held() for name in (*always, *optional)}, experts=experts)
+    kernel.weights, kernel.shape, kernel._limit_us, kernel._tag = weights, SimpleNamespace(vocab_rows=(48, 96)), 1234, 9  # type: ignore[assignment]
+    kernel.kv, kernel.words, kernel.logits, kernel._prompt, kernel._state, kernel._record = (held() for _ in range(6))
+    kernel._host, kernel._ring, kernel.trace, kernel.hashes, kernel._choices = held(), held(), None, None, held()
+    kernel._processed_request, kernel._sampling, kernel._stop_ids = None, SamplingParams(temperature=0.5, seed=77), (4, 5)
+    params = Monokernel._params(kernel, 3)
+    wanted = {f"{name}_ptr": getattr(weights, name).data.ptr for name in (*always, *optional)}
+    wanted |= {f"{name}_ptr": getattr(experts, name).data.ptr for name in of_experts[1:]} | {
+        "experts_ptr": experts.matrices.data.ptr
+    }
+    wanted |= {f"{name}_ptr": getattr(kernel, name).data.ptr for name in ("kv", "words", "logits")}
+    wanted |= {f"{name}_ptr": getattr(kernel, f"_{name}").data.ptr for name in ("prompt", "state", "record")}
+    wanted |= {"host_ptr": kernel._host.ctypes.data, "ring_ptr": kernel._ring.ctypes.data, "trace_ptr": kernel._choices.data.ptr}
+    wanted |= {
+        "inverse_temperature_bits": int(np.float32(2.0).view(np.uint32)),
+        "seed": 77,
+        "wait_limit_us": 1234,
+        "num_stop_ids": 2,
+    }
+    wanted |= {"vocab_first": 48, "num_steps": 3, "request_tag": 9}
+    found = {name: params[name] for name in params.dtype.names if name != "stop_ids"}
+    assert {name: int(value) for name, value in found.items() if value} == wanted
+    assert params["stop_ids"].tolist()[:3] == [4, 5, 0]
+    kernel._sampling = SamplingParams()
+    for name in (*optional, "experts"):
+        setattr(weights, name, None)
+    kernel._choices = None
+    kernel._processed_request = SimpleNamespace(mask_epoch=1)  # type: ignore[assignment]
+    params = Monokernel._params(kernel, 3)
+    assert not any(params[f"{name}_ptr"] for name in (*optional, *of_experts[1:], "experts", "trace", "stamps"))
+    assert (int(params["inverse_temperature_bits"]), int(params["wait_limit_us"])) == (0, LONGEST_WAIT_US)
+
+
+@pytest.mark.parametrize(("finish", "found"), [(None, [10, 11, 12, 13]), (1, [10, 11]), (2, [10, 11])])
+def test_a_whole_answer_is_launched_in_chunks(
+    kernel: Monokernel, monkeypatch: pytest.MonkeyPatch, finish: int | None, found: list[int]
+) -> None:
+    """`finish`: the index of an entry that ends the answer, with a token or without."""
+    launched = list[int]()
+    monkeypatch.setattr(kernel, "launch", launched.append)
+    monkeypatch.setattr(kernel, "finish", lambda: None)
+
+    def token(index: int) -> DeviceToken:
+        if index == finish:
+            return DeviceToken(10 + index, Finish.STOP) if found[-1] == 10 + index else DeviceToken(NO_TOKEN, Finish.CANCELLED)
+        return DeviceToken(10 + index, Finish.NONE)
+
+    monkeypatch.setattr(kernel, "token", token)
+    assert kernel.generate((5, 6, 7), 4, chunk=3) == found
+    assert launched == [3, 3, 3], "seven steps"
 
 
 @pytest.mark.parametrize(("num_layers", "full_layers"), [(6, (2,)), (12, (1, 5, 9)), (15, (0, 1, 2)), (12, ())])

@@ -17,7 +17,9 @@ from kog_dist.gateway.ollama import plans as ollama
 from kog_dist.gateway.openai.chat import plan_chat
 from kog_dist.gateway.openai.completions import plan_completion
 from kog_dist.gateway.openai.errors import ApiError
+from kog_dist.gateway.openai.peer_fields import HARMLESS, REFUSED_EVERYWHERE
 from kog_dist.gateway.openai.reply import Planned
+from kog_dist.gateway.openai.request_model import RequestModel
 from kog_dist.gateway.openai.responses import plan_response
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.rpc.messages import Error, ErrorCode, FinishReason
@@ -25,7 +27,7 @@ from tests.unit.gateway_openai.conftest import base_model, tagged_model
 from tests.unit.gateway_openai.engine_script import events_of, play
 from tests.unit.gateway_openai.test_body_mutants import BODIES, Body, shown
 from tests.unit.pinning import compare
-from tests.unit.varied import around
+from tests.unit.varied import OTHERS, around
 
 __all__ = ["base_model", "tagged_model"]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -51,13 +53,28 @@ OTHER_BODIES: dict[str, tuple[Callable[..., Any], Body]] = {
         "options": {"repeat_penalty": 1.1, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}}),
 }  # fmt: skip
 ALL_BODIES = {**BODIES, **OTHER_BODIES}
-MORE_NAMES = """
-    temperature top_p top_k min_p n best_of stop max_tokens max_completion_tokens logprobs top_logprobs
-    logit_bias seed user response_format tool_choice parallel_tool_calls tools reasoning_effort reasoning
-    thinking service_tier store metadata modalities prediction suffix echo stream stream_options ignore_eos
-    min_tokens cache_salt text truncation include instructions previous_response_id background max_tool_calls
-    prompt_cache_key verbosity top_a functions function_call chat_template_kwargs unheard_of
-""".split()
+
+
+def models(of: type[RequestModel] = RequestModel) -> Iterator[type[RequestModel]]:
+    for one in of.__subclasses__():
+        yield one
+        yield from models(one)
+
+
+FIELDS = {
+    name
+    for model in models()
+    if model.__module__.startswith("kog_dist.")
+    for name in (*model.model_fields, *model.refused, *model.inert)
+}
+FEW = {label: OTHERS[label] for label in ("null", "true", "1", "text", "object of 1")}
+HI = [{"role": "user", "content": "hi"}]
+SHORT_BODIES: dict[str, tuple[Callable[..., Any], Body]] = {
+    "chat": (plan_chat, {"messages": HI}), "completion": (plan_completion, {"prompt": "hi"}),
+    "response": (plan_response, {"input": HI}),
+    "messages": (plan_messages, {"messages": HI, "max_tokens": 5, "model": "demo"}),
+    "Ollama": (ollama.plan_chat, {"messages": HI, "model": "demo", "options": {}}),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +93,22 @@ def test_a_body_means_what_it_meant(name: str, tagged_model: ServedModel) -> Non
         planned = plan(changed, tagged_model)
         return shown(planned) if isinstance(planned, Planned) else type(planned)  # Ollama's to load a model
 
-    compare(f"bodies/{name}", list(around(body, read, names=MORE_NAMES, refusals=(ApiError,))))
+    compare(f"bodies/{name}", list(around(body, read, refusals=(ApiError,))))
+
+
+@pytest.mark.parametrize("name", SHORT_BODIES)
+def test_a_name_means_what_it_meant(name: str, base_model: ServedModel) -> None:
+    plan, body = SHORT_BODIES[name]
+    prefix = "options/" * ("options" in body)
+    names = [
+        prefix + field for field in sorted({*HARMLESS, *REFUSED_EVERYWHERE, *FIELDS, "unheard_of", "temprature"} - set(body))
+    ]
+
+    def read(changed: Body) -> object:
+        return shown(plan(changed, base_model))
+
+    lines = around(body, read, names=names, refusals=(ApiError,), deepest=0, others=FEW)
+    compare(f"names/{name}", list(lines))
 
 
 # ---- answers ----

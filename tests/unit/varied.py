@@ -20,8 +20,8 @@ def around(
     base: Mapping[str, Any], outcome: Callable[[Any], object], *, refusals: tuple[type[Exception], ...],
     names: Iterable[str] = (), deepest: int = 4, others: Mapping[str, Any] = OTHERS,
 ) -> Iterator[str]:  # fmt: skip
-    """A line for each value of `base`, and for each of `names` that it lacks: which other values are refused, which change
-    nothing, and which change what comes out.
+    """A line for each value of `base`, and for each of `names` that it lacks (`name/inner` is in the object `name` of it): which
+    other values are refused, which change nothing, and which change what comes out.
     """
 
     def found(value: Any) -> str:
@@ -32,7 +32,9 @@ def around(
 
     usual = found(base)
     yield f"as it is: {usual}"
-    for path in (*_paths(base, deepest), *((name,) for name in names if name not in base)):
+    known = list(_paths(base, deepest))
+    named: list[Path] = [tuple(name.split("/")) for name in names]
+    for path in (*known, *(path for path in named if path not in known)):
         by_outcome: dict[str, list[str]] = {}
         for label, value in (*others.items(), *_near(_at(base, path))):
             text = found(_with(base, path, value))
