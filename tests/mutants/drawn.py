@@ -35,6 +35,7 @@ _DEVICE: Final = (
     (" - ", " + "), (" * ", " + "), (" / ", " * "), (" % ", " / "), (" && ", " || "), (" || ", " && "), ("min(", "max("),
     ("max(", "min("), (" += ", " -= "),
 )  # fmt: skip
+_AT_ONCE: Final = re.compile(r"(^|_)((READ|CHUNK|PIECE|BUFFER|BATCH)_BYTES|AHEAD)$")  # names of how much is read or done at once
 _TIMES: Final = ("_s", "_ms", "_us", "_ns", "timeout")
 _NO_MATTER: Final = frozenset({"strict", "flush", "repr", "compare", "slots"})  # arguments: invariants, and what is printed when
 _NOT_CODE: Final = re.compile(r"^\s*(#|//|template|static_assert|using|constexpr|struct|enum)|asm|printf")
@@ -127,7 +128,9 @@ def of_device(file: str, source: str) -> Iterator[Drawn]:
 
 
 def _left_out(tree: ast.AST) -> Iterator[int]:
-    """Nodes that compute nothing: what a type checker looks after, messages, our own invariants, and times."""
+    """Nodes that compute nothing: what a type checker looks after, messages, our own invariants, times, and how much is done at
+    once.
+    """
     for node in ast.walk(tree):
         found: list[ast.AST | None] = []
         match node:
@@ -143,14 +146,20 @@ def _left_out(tree: ast.AST) -> Iterator[int]:
                 found.append(node)
             case ast.Call(func=ast.Attribute(attr="sleep" | "sched_yield")):
                 found.append(node)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="os"), attr="read"), args=[_, size]):
+                found.append(size)
+            case ast.Call(func=ast.Attribute(attr="recv"), args=[size]):
+                found.append(size)
             case ast.Expr(value=ast.Call(func=ast.Attribute(attr="sleep" | "sched_yield"))):
                 found.append(node)
             case ast.keyword(arg=str(name)) if name in _NO_MATTER or name.endswith(_TIMES):
                 found.append(node)
-            case ast.Assign(targets=[ast.Name(id=name)]) if name.lower().endswith(_TIMES):
+            case ast.Assign(targets=[ast.Name(id=name)]) if name.lower().endswith(_TIMES) or _AT_ONCE.search(name):
                 found.append(node)
-            case ast.AnnAssign(target=target):
-                found.append(node if isinstance(target, ast.Name) and target.id.lower().endswith(_TIMES) else node.annotation)
+            case ast.AnnAssign(target=ast.Name(id=name)) if name.lower().endswith(_TIMES) or _AT_ONCE.search(name):
+                found.append(node)
+            case ast.AnnAssign():
+                found.append(node.annotation)
             case _:
                 pass
         for one in found:

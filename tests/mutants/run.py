@@ -154,9 +154,14 @@ class Tree:
 
 
 def in_turn(tests: Sequence[str]) -> Iterator[list[str]]:
-    """Those of the first few files, then all others: most mutants are noticed by the first, and files take time to import."""
+    """Those of the first few files, then all others: most mutants are noticed by the first, and files take time to import.
+
+    Files that compile a program for every mutant are alone, as long as each of them may take.
+    """
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-    for part in filter(None, (files[:FIRST_FILES], files[FIRST_FILES:])):
+    compiling = [file for file in files if file.endswith(COMPILED)]
+    files = [file for file in files if file not in compiling]
+    for part in filter(None, (files[:FIRST_FILES], files[FIRST_FILES:], *([file] for file in compiling))):
         yield [test for test in tests if test.partition("::")[0] in part]
 
 

@@ -65,6 +65,8 @@ def test_a_piece_is_found_by_its_bytes() -> None:
 
 NOT_COMPUTED = """
 WAIT_S: Final = 3
+_READ_BYTES = 9
+text = os.read(fd, 65536)
 LATEST_MS = 4
 if TYPE_CHECKING:
     import a
@@ -76,8 +78,8 @@ if __name__ == "__main__":
 """
 
 
-def test_times_and_invariants_are_no_mutants() -> None:
-    assert changes(list(of_python("a.py", NOT_COMPUTED))) == {(7, "f(timeout=3, most_s=4.0, strict=True)", "pass")}
+def test_times_sizes_of_reads_and_invariants_are_no_mutants() -> None:
+    assert changes(list(of_python("a.py", NOT_COMPUTED))) == {(9, "f(timeout=3, most_s=4.0, strict=True)", "pass")}
 
 
 @pytest.fixture(scope="module")
