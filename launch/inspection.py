@@ -8,8 +8,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kog_dist.config import LaunchConfig
 from kog_dist.decode import cpu_weights
 from kog_dist.decode.cpu_weights import SINGLE_BYTES, kept_and_read_bytes, kept_as
@@ -17,6 +15,7 @@ from kog_dist.decode.recipes import position_values, state_bytes
 from kog_dist.errors import CheckpointError
 from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.cpus import read_cpu_map
+from kog_dist.late_numpy import np
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes, gpu_rank_shape
 from kog_dist.launch.prediction import LAYER_S, architecture, most_tokens_per_s, predictions

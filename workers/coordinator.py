@@ -6,6 +6,7 @@ The socket is bound before anything slow, so clients can ask for the state while
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import signal
@@ -36,6 +37,8 @@ def run_coordinator(args: CoordinatorArgs) -> int:
     listener = RpcListener(Path(args.folder), tcp_port=args.rpc_port, tcp_host=args.rpc_host)
     control = ControlPage.from_fd(args.control_fd)
     control.beat(COORDINATOR)
+    if not args.rank_places.startswith("cpu"):
+        importlib.import_module("numpy")  # while GPUs load: their first long prompt or grammar shall not wait for it
     instance = Instance.inherit(Path(args.folder), args.lease_fd) if args.lease_fd >= 0 else None
     model = ModelFolder.from_folder(Path(args.model), args.model_name, args.context)
     if model.spec.max_context != control.max_context:

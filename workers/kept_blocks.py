@@ -18,9 +18,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kog_dist.decode.request import KvCopy, KvCopyKind
+from kog_dist.late_numpy import np
 
 
 @dataclass(slots=True, eq=False)

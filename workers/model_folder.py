@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.errors import CheckpointError, RequestError
+from kog_dist.late_numpy import np
 from kog_dist.model.generation_config import read_eos_ids, read_sampling_defaults
 from kog_dist.model.published_config import spec_of_folder
 from kog_dist.model.spec import ModelSpec

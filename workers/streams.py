@@ -7,9 +7,9 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Protocol
 
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
-from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.rpc.messages import Done, FinishReason, Generate, Tokens
 from kog_dist.workers.grammar.compiler import constraint_of
 from kog_dist.workers.prompt_scoring import PromptScoring

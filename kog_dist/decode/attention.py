@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.decode.host_library import Scratch, loaded
+from kog_dist.decode.host_library import loaded
+from kog_dist.decode.scratch import Scratch
 
 Array = NDArray[Any]
 

@@ -16,9 +16,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
-from kog_dist.model.weights import aligned_empty
 from kog_dist.runtime.files import is_ours_alone, user_cache_folder, write_at_once
 from kog_dist.runtime.startup import compiling
 
@@ -64,20 +61,6 @@ def loaded() -> ctypes.CDLL:
     path = library()
     assert path is not None, "nobody asks for what needs the library where there is none"
     return ctypes.CDLL(str(path))
-
-
-class Scratch:
-    """Memory that calls of the library work in, one after the other. It grows before they are made."""
-
-    def __init__(self) -> None:
-        self._array = aligned_empty((0,), np.dtype(np.float32))
-        self.address = 0
-
-    def reserve(self, num_values: int) -> None:
-        """Have room for so many float32 at least."""
-        if num_values > self._array.size:
-            self._array = aligned_empty((num_values,), np.dtype(np.float32))
-            self.address = self._array.ctypes.data
 
 
 def texts() -> dict[str, str]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode import host_library, matrix_products
-from kog_dist.decode.host_library import Scratch
+from kog_dist.decode.scratch import Scratch
 from kog_dist.model.experts import ClampedSwiglu
 
 Array = NDArray[Any]  # float32; float64 for checks

@@ -14,15 +14,15 @@ own slot may be written again. Grammars write a mask when the token before it is
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from functools import cached_property
 
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.runtime.memfd import Segment, round_up
 
-MaskWords = NDArray[np.uint32]
+MaskWords = NDArray["np.uint32"]
 
 NUM_SLOTS = 2
-_TAG_SHIFT, _LARGEST_TAG = np.uint64(32), 0xFFFFFFFF
+_LARGEST_TAG = 0xFFFFFFFF
 
 
 def num_words(vocab_size: int) -> int:
@@ -45,22 +45,30 @@ class MaskSlots:
 
     def __init__(self, segment: Segment, offset: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        words = segment.array(np.uint64, NUM_SLOTS * num_words(vocab_size), offset)
-        self.memory = (words.ctypes.data, mask_bytes(vocab_size))  # address and bytes in this process, whole pages
-        self._slots = words.reshape(NUM_SLOTS, num_words(vocab_size))
+        self._segment, self._offset = segment, offset
+
+    @cached_property
+    def _slots(self) -> NDArray[np.uint64]:
+        shape = (NUM_SLOTS, num_words(self.vocab_size))
+        return self._segment.array(np.uint64, shape[0] * shape[1], self._offset).reshape(shape)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes in this process, whole pages."""
+        return self._slots.ctypes.data, mask_bytes(self.vocab_size)
 
     def put(self, epoch: int, mask: MaskWords) -> None:
         """Write the mask (num_words,) of `epoch`, from 1. One process at a time writes; it never waits."""
-        self._slots[epoch % NUM_SLOTS] = mask.astype(np.uint64) | _tag(epoch) << _TAG_SHIFT
+        self._slots[epoch % NUM_SLOTS] = mask.astype(np.uint64) | _tag(epoch) << np.uint64(32)
 
     def get(self, epoch: int) -> MaskWords | None:
         """A copy of the mask of `epoch`, or None when it is not completely there. Never waits."""
         words = self._slots[epoch % NUM_SLOTS].copy()
-        if (words >> _TAG_SHIFT != _tag(epoch)).any():
+        if (words >> np.uint64(32) != _tag(epoch)).any():
             return None
         mask: MaskWords = words.astype(np.uint32)  # keeps the lower halves
         return mask
 
     def close(self) -> None:
         """Let go of the segment."""
-        self._slots = np.zeros((NUM_SLOTS, 0), np.uint64)
+        vars(self).pop("_slots", None)

@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.decode.host_library import Scratch, loaded
+from kog_dist.decode.host_library import loaded
+from kog_dist.decode.scratch import Scratch
 from kog_dist.model.formats.mxfp4 import GROUP, STEP
 from kog_dist.model.weights import BFLOAT16, MXFP4_CODES
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.decode.host_library import Scratch
 from kog_dist.decode.recipes import ByPosition, Recurrent, recipes, stream_lanes
+from kog_dist.decode.scratch import Scratch
 from kog_dist.decode.steps import NONE, Kind, Value, place
 from kog_dist.errors import PlanError
+from kog_dist.model.aligned import aligned_empty
 from kog_dist.model.spec import HeadType, ModelSpec
-from kog_dist.model.weights import aligned_empty
 
 Array = NDArray[Any]
 

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Final
 
-import numpy as np
-
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
 from kog_dist.errors import ProtocolError, RequestError
+from kog_dist.late_numpy import np
 from kog_dist.runtime.abi import KV_COPY, LOGIT_BIAS, MAX_STOP_IDS, PLAIN_PARAMS, REQUEST_BLOCK
 from kog_dist.runtime.memfd import Segment, round_up
 from kog_dist.sampling_params import MAX_LOGIT_BIAS, SamplingParams

@@ -16,9 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
-from kog_dist.decode.sampling import TokenLogprobs
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.runtime.abi import LOGPROB_ENTRY, RING_HEADER, TOKEN_ENTRY
 from kog_dist.runtime.memfd import Segment, round_up
 from kog_dist.runtime.wait import Deadline, FutexWord
@@ -27,7 +25,6 @@ from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 NO_TOKEN: Final = -1  # token_id of an entry that ends the answer without a token
 DIGEST_BYTES: Final = 32
 
-_TAG_SHIFT = np.uint64(32)
 _LOW = 0xFFFFFFFF
 _WORDS = TOKEN_ENTRY.size_bytes // 8
 _SPARE, _DIGEST = TOKEN_ENTRY.word("spare"), TOKEN_ENTRY.word("digest")
@@ -71,14 +68,13 @@ class TokenRing:
 
     def __init__(self, segment: Segment, offset: int, num_entries: int) -> None:
         self.num_entries = num_entries
-        self._header = segment.array(np.uint64, 1, offset)
-        tokens_offset = offset + RING_HEADER.size_bytes
-        with segment.words() as every_word:  # a token's entry is read and written without NumPy, which takes three times as long
-            self._entries = every_word[tokens_offset // 8 : tokens_offset // 8 + num_entries * _WORDS]
-        words = segment.array(np.uint64, num_entries * _LOGPROB_WORDS, tokens_offset + num_entries * TOKEN_ENTRY.size_bytes)
-        self._logprobs = words.reshape(num_entries, _LOGPROB_WORDS)
+        first, end = (offset + RING_HEADER.size_bytes) // 8, (offset + ring_bytes(num_entries)) // 8
+        with segment.words() as every_word:  # NumPy would take three times as long for an entry
+            self._header = every_word[offset // 8 : offset // 8 + 1]
+            self._entries = every_word[first : first + num_entries * _WORDS]
+            self._logprobs = every_word[first + num_entries * _WORDS : end]
         self._futex = FutexWord(segment.buffer, offset)
-        self._num_put = int(self._header[0])
+        self._num_put = self._header[0]
 
     def put(
         self, seq: int, index: int, token_id: int, stamp_ns: int, digest: bytes | None, finish: Finish,
@@ -114,24 +110,23 @@ class TokenRing:
         num_top = len(logprobs.top_ids)
         if not num_top == len(logprobs.top_logprobs) <= MAX_TOP_LOGPROBS:
             raise ValueError(f"a token has at most {MAX_TOP_LOGPROBS} alternatives, got {num_top}")
-        entry = np.zeros(_LOGPROB_WORDS, np.uint64)
+        entry, tag = [0] * _LOGPROB_WORDS, (seq & _LOW) << 32
         entry[0] = num_top
         entry[_TOP_IDS : _TOP_IDS + num_top] = logprobs.top_ids
-        bits = np.array((logprobs.chosen, *logprobs.top_logprobs), np.float32).view(np.uint32)
+        bits = array("I", array("f", (logprobs.chosen, *logprobs.top_logprobs)).tobytes())
         entry[_CHOSEN], entry[_TOP_LOGPROBS : _TOP_LOGPROBS + num_top] = bits[0], bits[1:]
-        self._logprobs[index] = entry | np.uint64(seq & _LOW) << _TAG_SHIFT
+        self._logprobs[index * _LOGPROB_WORDS : (index + 1) * _LOGPROB_WORDS] = array("Q", [tag | word for word in entry])
 
     def _get_logprobs(self, seq: int, index: int) -> TokenLogprobs | None:
-        entry = self._logprobs[index].copy()
-        num_top = int(entry[0]) & _LOW
+        entry = self._logprobs[index * _LOGPROB_WORDS : (index + 1) * _LOGPROB_WORDS].tolist()
+        num_top = entry[0] & _LOW
         if num_top > MAX_TOP_LOGPROBS:
             return None
-        used = entry[[0, _CHOSEN, *range(_TOP_IDS, _TOP_IDS + num_top), *range(_TOP_LOGPROBS, _TOP_LOGPROBS + num_top)]]
-        if (used >> _TAG_SHIFT != np.uint64(seq & _LOW)).any():
+        ids, values = entry[_TOP_IDS : _TOP_IDS + num_top], entry[_TOP_LOGPROBS : _TOP_LOGPROBS + num_top]
+        if any(word >> 32 != seq & _LOW for word in (entry[0], entry[_CHOSEN], *ids, *values)):
             return None
-        payload = used.astype(np.uint32)
-        chosen, *top_logprobs = payload[[1, *range(2 + num_top, 2 + 2 * num_top)]].view(np.float32).tolist()
-        return TokenLogprobs(chosen, tuple(payload[2 : 2 + num_top].tolist()), tuple(top_logprobs))
+        chosen, *logprobs = array("f", array("I", [word & _LOW for word in (entry[_CHOSEN], *values)]).tobytes())
+        return TokenLogprobs(chosen, tuple(word & _LOW for word in ids), tuple(logprobs))
 
     def get(self, seq: int, index: int) -> TokenEntry | None:
         """Entry `index` of request `seq` (from 1), or None when it is not completely there. Never waits."""
@@ -171,7 +166,7 @@ class TokenRing:
         coordinator checks for aborts between calls, so give it short deadlines.
         """
         while True:
-            num_put = int(self._header[0])  # read before the entry: a put in between changes the word, and the wait returns
+            num_put = self._header[0]  # read before the entry: a put in between changes the word, and the wait returns
             entry = self.get(seq, index)
             if entry is not None or deadline.expired() or interrupted():
                 return entry
@@ -180,6 +175,5 @@ class TokenRing:
     def close(self) -> None:
         """Let go of the segment."""
         self._futex.close()
-        self._header = np.zeros(1, np.uint64)
-        self._entries.release()
-        self._logprobs = np.zeros((0, _LOGPROB_WORDS), np.uint64)
+        for words in (self._header, self._entries, self._logprobs):
+            words.release()

@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from typing import TYPE_CHECKING, Any
 
 from kog_dist.errors import CheckpointError, ConfigError
+from kog_dist.late_numpy import DTypeLike, NDArray, np
+from kog_dist.model.aligned import Array, aligned_empty
 from kog_dist.model.families.stored import Names
 from kog_dist.model.formats.head import head_format
 from kog_dist.model.formats.lanes import PartsCache, rounded_codes, weight_format
@@ -52,8 +51,10 @@ from kog_dist.model.safetensors_file import (
 )
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME, open_shards, shard_names
 from kog_dist.model.spec import ModelSpec
-from kog_dist.model.weights import Array, RankReader, RankWeights, aligned_empty
 from kog_dist.quoting import short
+
+if TYPE_CHECKING:
+    from kog_dist.model.weights import RankWeights
 
 _HEADER_BYTES_PER_TENSOR = 256  # more than any entry of a header needs
 
@@ -169,7 +170,7 @@ class Checkpoint:
         """Bytes of all tensors as stored."""
         return sum(tensor.end - tensor.begin for file in self.files for tensor in file.tensors.values())
 
-    def tensor(self, name: str, dtype: DTypeLike = np.float32) -> Array:
+    def tensor(self, name: str, dtype: DTypeLike = "float32") -> Array:
         """A whole tensor in its published shape, verified if the checkpoint was opened so. Raises CheckpointError."""
         if name not in self.layouts:
             raise CheckpointError(f"{self.folder} has no tensor {short(name)}")
@@ -199,7 +200,7 @@ class Checkpoint:
         return digests
 
     def rank_weights(
-        self, lanes: Iterable[int], vocab_lanes: Iterable[int] | None = None, dtype: DTypeLike = np.float32, *,
+        self, lanes: Iterable[int], vocab_lanes: Iterable[int] | None = None, dtype: DTypeLike = "float32", *,
         keeps_halves: bool = False, on_share: Callable[[float], None] = lambda share: None,
     ) -> RankWeights:  # fmt: skip
         """The weights of a rank that hosts `lanes` and computes the logits of `vocab_lanes` (by default the same).
@@ -209,6 +210,8 @@ class Checkpoint:
         (`weights.BFLOAT16`, float16). `on_share` is told now and then which share has been read. Raises CheckpointError naming
         file and tensor.
         """
+        from kog_dist.model.weights import RankReader  # with NumPy, which those who only plan do without
+
         hosted = tuple(lanes)
         vocab_hosted = hosted if vocab_lanes is None else tuple(vocab_lanes)
         for lane in (*hosted, *vocab_hosted):

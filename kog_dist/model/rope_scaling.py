@@ -10,14 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kog_dist.errors import ConfigError
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model import limits
 from kog_dist.model.limits import check_range
 
-Frequencies = NDArray[np.float32]  # radians per position of each pair, (head_dim / 2,)
+Frequencies = NDArray["np.float32"]  # radians per position of each pair, (head_dim / 2,)
 
 
 def _check_stretch(factor: float, original_context: int) -> None:

@@ -14,11 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors
-from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly, refuse_pointer
 from kog_dist.model.limits import MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_TENSORS
 from kog_dist.quoting import short

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.model.aligned import Array, aligned_empty
 from kog_dist.model.formats.head import round_in_place
 from kog_dist.model.formats.lanes import CodedSource, lane_codes, weight_format
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
@@ -32,7 +33,6 @@ from kog_dist.model.layout import (
 )
 from kog_dist.model.spec import HeadType, ModelSpec
 
-Array = NDArray[Any]  # float32 or float64, C-contiguous; starts at a multiple of 64 bytes unless it is called a view
 BFLOAT16 = np.dtype(np.uint16)  # of a matrix that is kept as it is stored: NumPy has no type for such values
 MXFP4_CODES = np.dtype(np.uint8)  # of experts that are kept in MXFP4: codes, two in a byte
 _QKV_BIASES = ("wq.bias", "wk.bias", "wv.bias")  # as ends of names within a layer's attention
@@ -141,14 +141,6 @@ class RankWeights:
 def _arrays_of(weights: LayerWeights | ExpertWeights) -> list[Array]:
     values = [getattr(weights, item.name) for item in fields(weights)]
     return [value for value in values if isinstance(value, np.ndarray)]
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Uninitialised C-contiguous array that starts at a multiple of 64 bytes, so that sums never depend on its place."""
-    num_bytes = prod(shape) * dtype.itemsize
-    raw = np.empty(num_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 class WeightArena:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from kog_dist.decode.steps import NONE, Phase
+from kog_dist.late_numpy import np
 from kog_dist.sampling_params import DEFAULTS, HELP, MAX_TOP_LOGPROBS
 
 ABI_VERSION = 1
@@ -347,23 +346,16 @@ class WaitRecord:
 
     def pack(self) -> bytes:
         """The record in the layout of `WAIT_RECORD`; the label is cut to its room."""
-        row = np.zeros((), WAIT_RECORD.dtype)
-        for name in WAIT_RECORD.offsets:
-            if name not in ("label", "stamp_ns"):
-                row[name] = getattr(self, name) + (name in _COUNTED_FROM_1)
+        row = {name: getattr(self, name) + (name in _COUNTED_FROM_1) for name in WAIT_RECORD.offsets if name != "label"}
         row["lane"] |= (self.expert + 1) << _EXPERT_BIT
         row["stamp_ns"] = self.stamp_ns or time.monotonic_ns()
-        text = self.label.encode()[:LABEL_BYTES]
-        row["label"][: len(text)] = np.frombuffer(text, np.uint8)
-        return row.tobytes()
+        return WAIT_RECORD.packer.pack(*row.values(), self.label.encode()[:LABEL_BYTES])  # the label is the last field
 
     @classmethod
     def unpack(cls, raw: bytes) -> WaitRecord:
         """The record that `pack` or a device wrote."""
-        row = np.frombuffer(raw, WAIT_RECORD.dtype, count=1)[0]
-        numbers = {name: int(row[name]) for name in WAIT_RECORD.offsets if name not in ("label", "op")}
+        numbers = dict(zip(WAIT_RECORD.offsets, WAIT_RECORD.packer.unpack(raw), strict=True))
+        label, op = numbers.pop("label").rstrip(b"\0").decode(errors="replace"), numbers.pop("op")
         numbers["expert"], numbers["lane"] = divmod(numbers["lane"], 1 << _EXPERT_BIT)
         numbers |= {name: numbers[name] - 1 for name in (*_COUNTED_FROM_1, "expert")}
-        label = bytes(row["label"]).rstrip(b"\0").decode(errors="replace")
-        op = int(row["op"])
         return cls(op=WaitOp(op) if op in list(WaitOp) else WaitOp.UNKNOWN, label=label, **numbers)

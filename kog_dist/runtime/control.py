@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Final
 
-import numpy as np
-
 from kog_dist.decode.masks import MaskSlots, mask_bytes
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.request_blocks import NUM_BLOCKS, RequestBlocks, block_bytes
@@ -117,22 +115,22 @@ class ControlPage:
     """
 
     def __init__(self, segment: Segment) -> None:
-        header = np.frombuffer(segment.buffer, CONTROL_HEADER.dtype, count=1)[0].copy()
-        if int(header["magic"]) != CONTROL_MAGIC or int(header["abi_digest"]) != abi_digest():
+        header: dict[str, int] = dict(zip(CONTROL_HEADER.offsets, CONTROL_HEADER.packer.unpack_from(segment.buffer), strict=True))
+        if header["magic"] != CONTROL_MAGIC or header["abi_digest"] != abi_digest():
             raise LaunchError(f"descriptor {segment.fd} is not a control page of this build; start all from one version")
-        if int(header["total_bytes"]) != segment.size_bytes:
+        if header["total_bytes"] != segment.size_bytes:
             raise LaunchError(f"the control page has {segment.size_bytes} bytes and says {int(header['total_bytes'])}")
-        self.world_size = int(header["world_size"])
+        self.world_size = header["world_size"]
         self.submitted_ns = 0  # when this process last rang the doorbell
-        self.max_context = int(header["max_context"])
-        self.generation = int(header["generation"])
+        self.max_context = header["max_context"]
+        self.generation = header["generation"]
         self._segment = segment
         self._words = segment.words()
-        self._rank_base = int(header["rank_offset"]) // 8
-        self._requests = RequestBlocks(segment, int(header["request_offset"]), int(header["request_stride"]), self.max_context)
+        self._rank_base = header["rank_offset"] // 8
+        self._requests = RequestBlocks(segment, header["request_offset"], header["request_stride"], self.max_context)
         self._doorbell_futex = FutexWord(segment.buffer, 8 * _DOORBELL)
-        self.ring = TokenRing(segment, int(header["ring_offset"]), self.max_context)
-        self.masks = MaskSlots(segment, int(header["mask_offset"]), int(header["vocab_size"]))
+        self.ring = TokenRing(segment, header["ring_offset"], self.max_context)
+        self.masks = MaskSlots(segment, header["mask_offset"], header["vocab_size"])
 
     @classmethod
     def create(cls, world_size: int, max_context: int, generation: int = 1, *, vocab_size: int = 0) -> ControlPage:
@@ -146,16 +144,13 @@ class ControlPage:
         ring_offset = request_offset + NUM_BLOCKS * request_stride
         mask_offset = ring_offset + ring_bytes(max_context)
         segment = Segment.create("kog-control", mask_offset + mask_bytes(vocab_size))
-        header = segment.array(CONTROL_HEADER.dtype, 1)
-        header["abi_digest"] = abi_digest()
-        header["generation"] = generation
-        header["world_size"], header["max_context"] = world_size, max_context
-        header["total_bytes"], header["rank_offset"] = segment.size_bytes, rank_offset
-        header["request_offset"], header["request_stride"] = request_offset, request_stride
-        header["ring_offset"] = ring_offset
-        header["mask_offset"], header["vocab_size"] = mask_offset, vocab_size
-        header["magic"] = CONTROL_MAGIC
-        del header
+        header = dict.fromkeys(CONTROL_HEADER.offsets, 0) | {
+            "magic": CONTROL_MAGIC, "abi_digest": abi_digest(), "generation": generation, "world_size": world_size,
+            "max_context": max_context, "total_bytes": segment.size_bytes, "rank_offset": rank_offset,
+            "request_offset": request_offset, "request_stride": request_stride, "ring_offset": ring_offset,
+            "mask_offset": mask_offset, "vocab_size": vocab_size,
+        }  # fmt: skip
+        CONTROL_HEADER.packer.pack_into(segment.buffer, 0, *header.values())
         page = cls(segment)
         for rank in range(world_size):
             page.beat(rank)

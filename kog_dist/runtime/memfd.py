@@ -7,10 +7,8 @@ import mmap
 import os
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kog_dist.errors import LaunchError, remedy_of
+from kog_dist.late_numpy import NDArray, np
 
 PAGE_BYTES = 4096
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_dist.bench.kernel.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.decode.sampling import TokenLogprobs
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.sampling_params import SamplingParams

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from kog_dist.collectives.ranks import run_ranks as run_processes
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.sampling import Candidate, Sampler, TokenLogprobs, token_logprobs
+from kog_dist.decode.reported import TokenLogprobs
+from kog_dist.decode.sampling import Candidate, Sampler, token_logprobs
 from kog_dist.errors import AbortedError, PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.errors import RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import TokenLogprobs, token_logprobs
+from kog_dist.decode.sampling import token_logprobs
 from kog_dist.errors import AbortedError, LaunchError, PlanError, RequestFailed
 from kog_dist.runtime.control import AbortCause, ControlPage
 from kog_dist.runtime.topology import RankInfo

@@ -18,13 +18,14 @@ from kog_dist.decode.plan import Plan, make_plan
 from kog_dist.decode.steps import Kind, Message, Phase, PlannedMailbox, Value
 from kog_dist.decode.validate import validate
 from kog_dist.errors import ConfigError
+from kog_dist.model.aligned import aligned_empty
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.formats.mxfp4 import FORM as MXFP4
 from kog_dist.model.formats.mxfp4 import kept
 from kog_dist.model.formats.numbers import e8m0_values
 from kog_dist.model.formats.weight_format import CodedMatrix
 from kog_dist.model.spec import HeadType, ModelSpec
-from kog_dist.model.weights import BFLOAT16, aligned_empty
+from kog_dist.model.weights import BFLOAT16
 from kog_dist.runtime.abi import WaitOp, WaitRecord
 from tests.unit.staggered import staggered_plan
 from tests.unit.test_validate import moved, swapped, with_part, with_step

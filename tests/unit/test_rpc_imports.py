@@ -29,3 +29,32 @@ def test_an_engine_on_cpus_imports_nothing_for_others(module: str) -> None:
     program = f"import sys, {module}; print(*[name for name in {others!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_who_starts_serves_and_hands_out_does_without_numpy() -> None:
+    program = """
+import sys
+from kog_dist.config import LaunchConfig
+from kog_dist.decode.reported import TokenLogprobs
+from kog_dist.decode.ring import Finish
+from kog_dist.gateway import server, service
+from kog_dist.launch import replicas, supervisor
+from kog_dist.launch.target import choose_target
+from kog_dist.router import process
+from kog_dist.runtime.abi import WaitRecord
+from kog_dist.runtime.control import ControlPage
+from kog_dist.workers import coordinator
+from kog_dist.workers.model_folder import ModelFolder
+
+target = choose_target(LaunchConfig(device="cpu", ranks=2))
+model = ModelFolder.from_folder(target.folder, target.model_name, 0)
+assert model.tokenizer.decode(model.tokenizer.encode("a word")) == "a word"
+page = ControlPage.create(2, model.spec.max_context, vocab_size=model.spec.vocab_size)
+page.ring.put(1, 0, 7, 1, None, Finish.LENGTH, TokenLogprobs(-1.0, (7,), (-1.0,)))
+assert page.ring.get(1, 0).logprobs.top_ids == (7,)
+page.request_abort(1)
+page.close()
+print(*[name for name in ("numpy", "torch") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish, TokenEntry
-from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.errors import ConfigError, RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate

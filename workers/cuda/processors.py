@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import HostMapping, Kernel
 from kog_dist.decode.masks import MaskSlots, num_words
-from kog_dist.decode.sampling import TokenLogprobs
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.sampling.logprobs import logprobs_of
 from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance
 from kog_dist.sampling_params import GREEDY, SamplingParams

@@ -20,9 +20,9 @@ from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.passes import most_tokens, pass_mailboxes, pass_sizes
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import make_plan
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError
 from kog_dist.model.spec import ModelSpec

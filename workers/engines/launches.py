@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.ring import Finish
-from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS

@@ -11,10 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kog_dist.decode.masks import MaskWords, num_words
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Generate
 from kog_dist.workers.grammar.bounds import Beyond, check_regex, check_schema

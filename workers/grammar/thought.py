@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-
 from kog_dist.decode.masks import MaskWords
+from kog_dist.late_numpy import np
 
 
 class Mask(Protocol):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.ring import Finish, TokenEntry
-from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
 from kog_dist.model.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ logprobs    what is reported about a choice
 
 from kog_dist.decode.sampling.bits import gumbel, gumbel_of, log32, masses, philox4x32, philox4x32_counters
 from kog_dist.decode.sampling.choice import NO_CANDIDATE, Candidate, candidate, pick, sample
-from kog_dist.decode.sampling.logprobs import TokenLogprobs, token_logprobs
+from kog_dist.decode.sampling.logprobs import token_logprobs
 from kog_dist.decode.sampling.processors import adjust, in_order, select
 from kog_dist.decode.sampling.sampler import Sampler
 
@@ -17,7 +17,6 @@ __all__ = [
     "NO_CANDIDATE",
     "Candidate",
     "Sampler",
-    "TokenLogprobs",
     "adjust",
     "candidate",
     "gumbel",

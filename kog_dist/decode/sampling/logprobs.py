@@ -8,21 +8,14 @@ It differs from the exact log-softmax by less than 2e-6 + 1e-7 * |logprob| for v
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.sampling.bits import log_of_mass, masses
 from kog_dist.decode.sampling.processors import in_order
-
-
-class TokenLogprobs(NamedTuple):
-    """Of one token: its own log-probability, and the ids and log-probabilities of the most likely tokens, best first."""
-
-    chosen: float
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
 
 
 def token_logprobs(logits: NDArray[Any], token_id: int, num_top: int) -> TokenLogprobs:

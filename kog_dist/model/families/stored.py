@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.families.computation import Rule
 from kog_dist.model.formats.source import Box
 from kog_dist.model.layout import TensorLayout

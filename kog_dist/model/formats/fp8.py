@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
+from kog_dist.late_numpy import np
 from kog_dist.model.formats.source import FLOAT_SCALES, Box, Pieces, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 

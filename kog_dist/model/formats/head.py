@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from kog_dist.errors import CheckpointError
+from kog_dist.late_numpy import np
 from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.spec import HeadType, ModelSpec
 
 AnyArray = Any  # numpy.ndarray or cupy.ndarray
 _INT8: Final = NUMBERS["INT8"]
-_DROPPED: Final = np.uint32((1 << 20) - 1)  # of float32's 23 bits of mantissa those that a scale does not have
-_LEAST_SCALE: Final = np.float32(2.0**-21)  # its last bit is binary16's last one
+_DROPPED: Final = (1 << 20) - 1  # of float32's 23 bits of mantissa those that a scale does not have
+_LEAST_SCALE: Final = 2.0**-21  # its last bit is binary16's last one
 _LARGEST_WEIGHT: Final = _INT8.largest * 512  # of the largest scale with which all values are in binary16's reach
 _CHUNK: Final = 1 << 16  # values that are rounded at a time: they and what is made of them stay in a core's cache
 
@@ -48,7 +47,8 @@ def rounded_rows(values: AnyArray) -> CodedHead:
             f"the LM head has a weight beyond {_LARGEST_WEIGHT:g}, which quantize_head is not for; leave it out"
         )
     ideal = (largest / np.float32(_INT8.largest)).view(np.uint32)
-    scales = ((ideal + _DROPPED) & ~_DROPPED).view(np.float32).clip(_LEAST_SCALE, None)[:, None]
+    dropped = np.uint32(_DROPPED)
+    scales = ((ideal + dropped) & ~dropped).view(np.float32).clip(np.float32(_LEAST_SCALE), None)[:, None]
     return CodedHead(_INT8.nearest(values / scales), scales)
 
 

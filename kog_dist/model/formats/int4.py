@@ -15,9 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.numbers import Codes, nibbles
 from kog_dist.model.formats.source import FLOAT_SCALES, Box, Pieces, StoredPiece, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat

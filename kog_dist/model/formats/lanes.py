@@ -10,10 +10,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kog_dist.errors import CheckpointError
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.formats.quantisation import Quantisation
 from kog_dist.model.formats.quantised_file import QuantisedFile, form_in

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.numbers import Codes, e8m0_values, nibbles
 from kog_dist.model.formats.source import Box, Pieces, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat

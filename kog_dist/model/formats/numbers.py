@@ -6,26 +6,34 @@ specification, "E4M3"; torch calls it float8_e4m3fn). E2M1 and E8M0 are those of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from kog_dist.late_numpy import NDArray, np
 
-Codes = NDArray[np.uint8]
-Values = NDArray[np.float32]
+Codes = NDArray["np.uint8"]
+Values = NDArray["np.float32"]
 
 
-class Number(NamedTuple):
-    """`values` has the exact value of every code; `nearest` the code of every value, ties to even, beyond the ends the last one.
+@dataclass(frozen=True)
+class Number:
+    """`nearest` has the code of every value, ties to even, beyond the ends the last one.
 
     `largest`: magnitude of the largest value that a scale is chosen for.
     """
 
     bits: int
-    values: Values
     largest: float
     nearest: Callable[[Values], Codes]
+    table: Callable[[], Values]
+
+    @cached_property
+    def values(self) -> Values:
+        """The exact value of every code."""
+        return self.table()
 
 
 class _Float(NamedTuple):
@@ -71,7 +79,6 @@ class _Float(NamedTuple):
 
 E4M3: Final = _Float(3, -6, 448.0, 0x80)
 _E2M1: Final = _Float(1, 0, 6.0, 0x08)
-_E8M0: Final = np.array([2.0 ** (code - 127) for code in range(255)] + [np.nan], np.float32)
 _CHUNK: Final = 1 << 14  # values that are rounded at a time: they and what is made of them stay in a core's cache
 INT4_ZERO: Final = 8  # the code of 0, where a matrix has no zero points
 
@@ -83,7 +90,7 @@ def _integers(bits: int) -> Number:
     def nearest(values: Any) -> Any:  # of numpy or cupy arrays
         return (np.clip(np.rint(values), 1 - zero, zero - 1) + zero).astype(np.uint8)  # the least is left out: as far down as up
 
-    return Number(bits, np.arange(-zero, zero, dtype=np.float32), float(zero - 1), nearest)
+    return Number(bits, float(zero - 1), nearest, lambda: np.arange(-zero, zero, dtype=np.float32))
 
 
 def _table(form: _Float) -> Values:
@@ -96,9 +103,14 @@ def _e4m3_values() -> Values:
     return values
 
 
+@functools.cache
+def _e8m0_values() -> Values:
+    return np.array([2.0 ** (code - 127) for code in range(255)] + [np.nan], np.float32)
+
+
 NUMBERS: Final[Mapping[str, Number]] = {
-    "E4M3": Number(8, _e4m3_values(), E4M3.largest, E4M3.nearest),
-    "E2M1": Number(4, _table(_E2M1), _E2M1.largest, _E2M1.nearest),
+    "E4M3": Number(8, E4M3.largest, E4M3.nearest, _e4m3_values),
+    "E2M1": Number(4, _E2M1.largest, _E2M1.nearest, functools.partial(_table, _E2M1)),
     "INT4": _integers(4),
     "INT8": _integers(8),
 }
@@ -106,7 +118,7 @@ NUMBERS: Final[Mapping[str, Number]] = {
 
 def e8m0_values(codes: NDArray[Any]) -> Values:
     """Powers of two, 2 ** (code - 127); code 255 is NaN."""
-    values: Values = _E8M0[codes]
+    values: Values = _e8m0_values()[codes]
     return values
 
 

@@ -12,10 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kog_dist.errors import CheckpointError
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.quantisation import Quantisation
 from kog_dist.model.formats.source import FLOAT_SCALES, Box, BoxReader, Pieces, StoredPiece
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat

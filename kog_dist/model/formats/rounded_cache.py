@@ -25,10 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from kog_dist.errors import CheckpointError
 from kog_dist.foreign_file import open_fd, opened
+from kog_dist.late_numpy import np
 from kog_dist.model.exact_file import read_exactly
 from kog_dist.model.formats.numbers import NUMBERS, nibbles
 from kog_dist.model.formats.rounding import ROUNDING_VERSION

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.numbers import NUMBERS, Values, e8m0_values
 from kog_dist.model.formats.weight_format import CodedMatrix, Indices, WeightFormat
 from kog_dist.model.safetensors_file import narrow, widen

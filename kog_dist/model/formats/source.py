@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kog_dist.errors import CheckpointError
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.numbers import Values, e8m0_values
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, StoredTensor, widen

@@ -15,10 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kog_dist.errors import CheckpointError
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.mxfp4 import FORM, GROUP, expert
 from kog_dist.model.formats.quantised_file import HasName, QuantisedFile, QuantisedMatrix
 from kog_dist.model.formats.source import Box, Pieces, StoredPiece

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.numbers import INT4_ZERO, NUMBERS, Codes, Values
 
-Indices = NDArray[np.intp]
+Indices = NDArray["np.intp"]
 SCALE_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "E8M0": 1}
 _NAMES: Final = {"E4M3": "FP8 (E4M3)", "INT4": "INT4", "INT8": "INT8", "E2M1": "FP4 (E2M1)"}
 

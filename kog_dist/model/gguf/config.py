@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.families.computation import differs_by_one
 from kog_dist.model.gguf.header import GgufHeader
 from kog_dist.model.rope_scaling import Llama3Scaling

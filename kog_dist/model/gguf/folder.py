@@ -15,10 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kog_dist.errors import CheckpointError
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.exact_file import FileIdentity, file_identity, opened
 from kog_dist.model.gguf import config, vocabulary
 from kog_dist.model.gguf.header import GgufHeader, read_header

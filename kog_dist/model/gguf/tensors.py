@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kog_dist.errors import CheckpointError, install
+from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.exact_file import file_identity, opened, read_exactly
 from kog_dist.model.gguf.config import ROPE_FACTORS
 from kog_dist.model.gguf.header import PLAIN, GgufHeader, GgufTensor
