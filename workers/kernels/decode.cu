@@ -22,7 +22,7 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
     }
     for (u32 i = 0; i < kSquares; ++i) mbar_init(role.base + KOG_OFFSET(squares_full[i]), kMatrixWarps);
     mbar_init(role.base + KOG_OFFSET(head_squares_full), kMatrixWarps);
-    mbar_init(role.base + KOG_OFFSET(token_full), 1), mbar_init(role.base + KOG_OFFSET(token_ended), 1);
+    mbar_init(role.base + KOG_OFFSET(pass_full), 1), mbar_init(role.base + KOG_OFFSET(pass_ended), 1);
     for (int i = 0; i < kLanes; ++i) mbar_init(role.base + KOG_OFFSET(lane_done[i]), 1);
     shared.note.stopped = 0, shared.note.num_waits = 0, shared.finished = 0, shared.cancelled = 0, shared.num_finalized = 0;
     shared.note.phase = 0, shared.note.layer = 0, shared.note.lane = 0, shared.note.wanted = 0, shared.note.packed_words = 0;
@@ -78,9 +78,9 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 warp = __shfl_sync(kFullWarp, threadIdx.x >> 5, 0);  // known to be the same in all threads: a uniform register
     const KogDecodeState* before = reinterpret_cast<const KogDecodeState*>(params.state_ptr);
-    const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, before->position, before->num_prompt, before->epoch,
+    const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, before->num_prompt, num_headless(before->position, before->num_prompt),
                     reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors};
-    if (threadIdx.x == 0) init_barriers(role);
+    if (threadIdx.x == 0) init_barriers(role), shared.newest_position = before->position;
     __syncthreads();
 
     const u32 num_steps = params.num_steps;

@@ -9,10 +9,10 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 warp = threadIdx.x >> 5;
-    const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, 0, 0, 0, nullptr};
+    const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, 0, 0, nullptr};
     if (threadIdx.x == 0) {
         init_ring(role);
-        shared.note.stopped = 0, shared.finished = 0;
+        shared.note.stopped = 0, shared.finished = 0, shared.newest_position = 0;
 #ifdef KOG_EXPERTS
         for (u32 i = 0; i < kChosen; ++i) shared.chosen[i] = i * (kNumExperts / kChosen);
 #endif

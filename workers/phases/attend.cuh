@@ -11,7 +11,7 @@ namespace kog {
 
 struct Attender : BatchMixer {
     // Each warp for the query heads of its sets.
-    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position, u32 tag) {
+    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits;
         const u32 first_set = team_of(warp) * kWarpSets, first = share_of(warp);
         const Rows rows = rows_of(layer, lane_idx, item_idx, partition, position);
@@ -23,8 +23,8 @@ struct Attender : BatchMixer {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kTeamWarps == first;
         Query queries[kWarpSets];
-        if (!wait_for_query(words, layer, kv_head, first_set, position, has_fresh, tag, queries)) return false;
-        if (warp == 0) stamp(role, kQuerySeen, step, product);
+        if (!wait_for_query(words, layer, kv_head, first_set, position, has_fresh, tag_in(layer), queries)) return false;
+        if (warp == 0) stamp(role, kQuerySeen, turn, product);
         Mixed mixed[kWarpSets];
 #pragma unroll 1
         for (u32 batch = first; batch < rows.num_batches; batch += kBatches * kTeamWarps) {
@@ -34,8 +34,8 @@ struct Attender : BatchMixer {
                 if (i == 0 || number < rows.num_batches) mix(rows, first_set, number, number + kBatches * kTeamWarps, queries, batches + i, mixed);
             }
         }
-        if (warp == 0) stamp(role, kMixed, step, product);
-        return merge(kv_head, split, partition, lane_idx, tag, mixed);
+        if (warp == 0) stamp(role, kMixed, turn, product);
+        return merge(layer, kv_head, split, partition, lane_idx, mixed);
     }
 
     // Four values of unit `unit` of an item's outputs, and with a head's first ones the log-sum. `row`: head and split.
@@ -110,8 +110,8 @@ struct Attender : BatchMixer {
             if (must_leave(role.stopped())) return false;
         }
     }
-    __device__ __forceinline__ bool mix_parts(u32 layer, u32 lane_idx, u32 item_idx, u32 partitions, u32 tag) const {
-        const u32 lane = opaque(this->lane), warp = opaque(this->warp), kv_head = item_idx / kSplits, share = item_idx % kSplits, split = lane % kMixThreads;
+    __device__ __forceinline__ bool mix_parts(u32 layer, u32 lane_idx, u32 item_idx, u32 partitions) const {
+        const u32 lane = opaque(this->lane), warp = opaque(this->warp), kv_head = item_idx / kSplits, share = item_idx % kSplits, split = lane % kMixThreads, tag = tag_in(layer);
         u64* words = reinterpret_cast<u64*>(params.words_ptr);
 #pragma unroll 1
         for (u32 first = warp * kUnitsOfWarp; first < kShareUnits; first += kAttendWarps * kUnitsOfWarp) {
@@ -164,7 +164,7 @@ struct Attender : BatchMixer {
     }
 
     // The parts of a team's warps of an item, normalised and published with the logarithm (base 2) of their sum.
-    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 partition, u32 lane_idx, u32 tag, const Mixed (&mixed)[kWarpSets]) {
+    __device__ __forceinline__ bool merge(u32 layer, u32 kv_head, u32 split, u32 partition, u32 lane_idx, const Mixed (&mixed)[kWarpSets]) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, head = lane & 3;
         const u32 half = num_items++ & 1;
@@ -191,7 +191,8 @@ struct Attender : BatchMixer {
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(merge_full[half]));
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(merge_full[half]), (num_items - 1) >> 1 & 1)) return false;
-        if (warp == 0) stamp(role, kMerged, step, product);
+        if (warp == 0) stamp(role, kMerged, turn, product);
+        const u32 tag = tag_in(layer);
 #pragma unroll 1
         for (u32 unit = warp * 32 + lane; unit - lane < kUnits; unit += kAttendThreads) {  // whole warps: rows are rotated
             const bool is_mine = unit < kUnits;
@@ -223,11 +224,11 @@ struct Attender : BatchMixer {
 
 __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role& role, u32 warp) {
     Attender attender{params, role, warp, laneid()};
-    u32 token;
-    for (u32 step = 0; begin_token(role, step, token); ++step) {
-        const u32 position = role.first_position + step;
-        attender.step = step;
-        if (!kHeadOnly) attender.keep_apart(position, layer_tag(role.first_epoch + step, kFirstFull));
+    Pass pass;
+    for (u32 turn = 0; begin_pass(role, turn, pass); ++turn) {
+        const u32 position = pass.position;
+        attender.turn = turn;
+        if (!kHeadOnly) attender.keep_apart(position, attender.tag_in(kFirstFull));
 #pragma unroll 1
         for (u32 i = kHeadOnly ? kLayers * kLanes : 0; i < kLayers * kLanes; ++i) {
             attender.product = kQkvProducts[i];
@@ -237,18 +238,18 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
             for (u32 partition = 0; partition < num_partitions(at.layer(), position); ++partition) {
 #pragma unroll 1
                 for (u32 item = first_item(role, at.layer(), lane_idx, partition); item < kItems; item += kNumCtas)
-                    if (!attender.item(at.layer(), lane_idx, item, partition, position, layer_tag(role.first_epoch + step, at.layer()))) return;
+                    if (!attender.item(at.layer(), lane_idx, item, partition, position)) return;
             }
             // All that others wait for is published.
 #pragma unroll 1
             for (u32 item = first_item(role, at.layer(), lane_idx, 0); item < kItems; item += kNumCtas)
-                if (!attender.mix_parts(at.layer(), lane_idx, item, num_partitions(at.layer(), position), layer_tag(role.first_epoch + step, at.layer()))) return;
-            if (warp == 0) stamp(role, kAttended, step, attender.product);
+                if (!attender.mix_parts(at.layer(), lane_idx, item, num_partitions(at.layer(), position))) return;
+            if (warp == 0) stamp(role, kAttended, turn, attender.product);
 #ifdef KOG_AWAITS_ATTENTION
             if (i % kLanes == kLanes - 1 && attender.lane == 0) mbar_arrive(role.base + KOG_OFFSET(attended_full));
 #endif
         }
-        attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : kHeadProducts);
+        attender.first_vector += kTokenVectors - (has_head(role, turn) ? 0 : kHeadProducts);
     }
 }
 

@@ -39,7 +39,7 @@ struct BatchMixer : QueryReader {
             for (u32 j = 0; j < kMixedBatches; ++j)
 #pragma unroll
                 for (u32 s = 0; s < kWarpSets; ++s) add_products(sums[s][j][i % kChains], batches[j], queries[s], i);
-        if (warp == 0) stamp(role, kScored, step, product);
+        if (warp == 0) stamp(role, kScored, turn, product);
 #pragma unroll
         for (u32 j = 0; j < kMixedBatches; ++j) load_keys(rows, kKvCoded ? or_again(rows, next + j * kTeamWarps, number) : next + j * kTeamWarps, batches[j]);
         Weights weights[kWarpSets];

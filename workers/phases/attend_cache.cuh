@@ -78,7 +78,12 @@ struct CacheReader {
     const KogDecodeParams& params;
     const Role& role;
     u32 warp, lane;  // the warp is also the number of its team times kTeamWarps, and of its share of batches
-    u32 num_items = 0, first_vector = 0, step = 0, product = 0;  // products of earlier tokens; the token; the number of its QKV product
+    u32 num_items = 0, first_vector = 0, turn = 0, product = 0;  // products of earlier passes; the pass in this launch; the number of the QKV product
+
+    // The tag of a layer's words, computed anew each time: registers are full.
+    __device__ __forceinline__ u32 tag_in(u32 layer) const {
+        return layer_tag(load_shared_u32(role.base + KOG_OFFSET(passes[turn & 1].number)), layer);
+    }
 
     // Register `k` of a share of V, of even and odd positions, with those of one position from a pair of dimensions and its neighbours.
     static __device__ __forceinline__ u32 with_values(u32 both, u32 k, u32 own, bool is_odd) {

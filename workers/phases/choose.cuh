@@ -180,30 +180,30 @@ struct Chooser : OwnRows {
         __syncwarp();
     }
 
-    // Whether a step's token may not end the answer, if there is another one.
-    __device__ __forceinline__ bool is_too_early(u32 step) const {
-        return role.first_position + step + 1 - role.num_prompt < processors.min_tokens && params.num_stop_ids > 0;
+    // Whether the successor of the token at `position` may not end the answer, if there is another one.
+    __device__ __forceinline__ bool is_too_early(u32 position) const {
+        return position + 1 - role.num_prompt < processors.min_tokens && params.num_stop_ids > 0;
     }
-    // Choose the successor of the step's token, unless the prompt has it; or say why there is none. False: leave.
+    // Choose the successor of the pass's token, unless the prompt has it; or say why there is none. False: leave.
     __device__ __forceinline__ bool choose(u32& finish) const {
         Offers offers;
         float largest_logit = -INFINITY;
-        const u32 now = step(), position = role.first_position + now;
+        const u32 now = turn(), position = this->position();
         if (has_head(role, now)) {
             if ((processors.flags & kMasked) && !fetch_mask(now, position + 1 - role.num_prompt, offers.flags)) return false;
-            if (!look_at_rows(now, position, is_too_early(now), offers, largest_logit)) return false;
-        } else if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), now & 1)) {
+            if (!look_at_rows(now, position, is_too_early(position), offers, largest_logit)) return false;
+        } else if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(pass_ended), now & 1)) {
             return false;
         }
 #pragma unroll 1
         for (bool is_first = true;; is_first = false) {
-            const bool has_logits = has_head(role, step());
-            if (!exchange(offers, has_logits && (processors.flags & kReports), largest_logit, role.first_epoch + step() + 1)) return false;
-            if (!is_first || !has_logits || !is_too_early(step()) || offers.flags != 0 || offers.best.place != kNoPlace) break;
-            look_at_end_ids(role.first_position + step(), offers);  // nothing else is left
+            const bool has_logits = has_head(role, turn());
+            if (!exchange(offers, has_logits && (processors.flags & kReports), largest_logit, pass_number() + 1)) return false;
+            if (!is_first || !has_logits || !is_too_early(this->position()) || offers.flags != 0 || offers.best.place != kNoPlace) break;
+            look_at_end_ids(this->position(), offers);  // nothing else is left
         }
         if (offers.flags & kCancelFlag) finish = kCancelledFinish;
-        else if (!has_head(role, step())) return true;
+        else if (!has_head(role, turn())) return true;
         else if (offers.flags & kNoMaskFlag) finish = kNoMaskFinish;
         else if (offers.flags & kFaultFlag) finish = kNumericalFault;
         else if (offers.best.place == kNoPlace) finish = kNoMaskFinish;

@@ -17,9 +17,11 @@ struct OwnRows {
         store_shared(role.base + KOG_OFFSET(num_exchanges), number);
         __syncwarp();
     }
-    // Step of this launch.
-    __device__ __forceinline__ u32 step() const { return load_shared_u32(role.base + KOG_OFFSET(step)); }
-    __device__ __forceinline__ void set_step(u32 step) const { store_shared(role.base + KOG_OFFSET(step), step); }
+    // The pass among those of this launch, where its token stands, and its number.
+    __device__ __forceinline__ u32 turn() const { return load_shared_u32(role.base + KOG_OFFSET(turn)); }
+    __device__ __forceinline__ void set_turn(u32 turn) const { store_shared(role.base + KOG_OFFSET(turn), turn); }
+    __device__ __forceinline__ u32 position() const { return load_shared_u32(role.base + KOG_OFFSET(passes[turn() & 1].position)); }
+    __device__ __forceinline__ u32 pass_number() const { return load_shared_u32(role.base + KOG_OFFSET(passes[turn() & 1].number)); }
     // Of the newest token.
     __device__ __forceinline__ u32 chosen_place() const { return load_shared_u32(role.base + KOG_OFFSET(chosen_place)); }
 
@@ -46,13 +48,13 @@ struct OwnRows {
     // ---- the mask ----
     // Copy the own part of token `index`'s mask to shared memory. It comes over PCIe from the process that knows the grammar, while the
     // token is decoded. Not there in time, or not needed any more since the request is cancelled: kNoMaskFlag. False: leave.
-    __device__ __forceinline__ bool fetch_mask(u32 step, u32 index, u32& flags) const {
+    __device__ __forceinline__ bool fetch_mask(u32 turn, u32 index, u32& flags) const {
         const u64 epoch = processors.mask_epoch + index;
         const u32 tag = static_cast<u32>(epoch % 0xffffffffu) + 1, first_id = params.vocab_first + first_row();
         const u32 first = first_id / 32, count = num_rows() ? (first_id + num_rows() - 1) / 32 - first + 1 : 0;
         const u64* words = reinterpret_cast<const u64*>(processors.mask_ptr) + (epoch & 1) * processors.num_mask_words + first;
         // Reading over PCIe before it can be there only slows down those who make it.
-        if (!wait_for_products(step, kNumProducts * 3 / 4)) return false;
+        if (!wait_for_products(turn, kNumProducts * 3 / 4)) return false;
         const u64 since_ns = globaltimer_ns();
         while (true) {
             bool ready = true;
@@ -100,25 +102,23 @@ struct OwnRows {
         store_shared(x_at(role, local), x);
         store_shared(score_at(role, local), score);
     }
-    // Steps of this launch before `step` that had logits, if this one has.
-    __device__ __forceinline__ u32 heads_before(u32 step) const {
-        return step - (role.num_prompt > role.first_position + 1 ? role.num_prompt - 1 - role.first_position : 0);
-    }
-    // Until the finaliser is done with so many products of the step's layers, looking rarely.
-    __device__ __forceinline__ bool wait_for_products(u32 step, u32 count) const {
-        const u32 most = kHeadOnly ? 0 : step * kNumProducts + heads_before(step) * kHeadProducts + count;
+    // Passes of this launch before `turn` that had logits, if this one has.
+    __device__ __forceinline__ u32 heads_before(u32 turn) const { return turn - role.num_headless; }
+    // Until the finaliser is done with so many products of the pass's layers, looking rarely.
+    __device__ __forceinline__ bool wait_for_products(u32 turn, u32 count) const {
+        const u32 most = kHeadOnly ? 0 : turn * kNumProducts + heads_before(turn) * kHeadProducts + count;
         return counter_wait<500>(role.stopped(), role.base + KOG_OFFSET(num_finalized), most);
     }
-    // Until it has handed over a block of the step's logits, the last one with the end of the token.
-    __device__ __forceinline__ bool wait_for_block(u32 step, u32 block) const {
-        if (block == kCountedBlocks) return mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1);
-        return counter_wait<40>(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(step) * kCountedBlocks + block + 1);
+    // Until it has handed over a block of the pass's logits, the last one with the end of the pass.
+    __device__ __forceinline__ bool wait_for_block(u32 turn, u32 block) const {
+        if (block == kCountedBlocks) return mbar_wait(role.stopped(), role.base + KOG_OFFSET(pass_ended), turn & 1);
+        return counter_wait<40>(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(turn) * kCountedBlocks + block + 1);
     }
     // All own rows, block by block as the finaliser hands them over; what does not need the logits is done before. `largest`: this thread's
     // largest logit. False: leave.
-    __device__ __forceinline__ bool look_at_rows(u32 step, u32 position, bool no_end, Offers& offers, float& largest) const {
+    __device__ __forceinline__ bool look_at_rows(u32 turn, u32 position, bool no_end, Offers& offers, float& largest) const {
         float* logits = reinterpret_cast<float*>(processors.raw_ptr);
-        if (!wait_for_products(step, kNumProducts)) return false;
+        if (!wait_for_products(turn, kNumProducts)) return false;
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
             const u32 row = first_row() + block * HeadOp::kRows + laneid(), id = params.vocab_first + row;
@@ -126,7 +126,7 @@ struct OwnRows {
             const bool allowed = real && in_grammar(id) && !(no_end && ends_answer(id));
             const Adjustment adjustment(processors, real ? row : 0);
             const float noise = noise_of(row, position);
-            if (!wait_for_block(step, block)) return false;
+            if (!wait_for_block(turn, block)) return false;
             if (real) {
                 const float logit = load_shared_f32(x_at(role, row - first_row()));
                 if (!(fabsf(logit) < INFINITY)) offers.flags |= kFaultFlag;

@@ -29,9 +29,9 @@ struct Finalizer : BiasedRows {
     }
 
     // Biases are added here; where heads are normed, attention does that and turns them, since it has whole heads.
-    __device__ __forceinline__ bool qkv(u32 layer, u32 lane_idx, u32 position, u32 tag) {
+    __device__ __forceinline__ bool qkv(u32 layer, u32 lane_idx, u32 tag) {
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
-        const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) + position * (kHeadDim / 2);
+        const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) + pass.position * (kHeadDim / 2);
         float scale;
 #pragma unroll 1
         for (u32 block = 0; block < QkvOp::kBlocks; ++block) {
@@ -112,7 +112,7 @@ struct Finalizer : BiasedRows {
     __device__ __forceinline__ void publish_sum(u32 kind, u32 layer, u32 first_row, float own_sum) {
         const u32 slot = sum_slot(kind, layer);
         publish_sum_to_peers<kRanks, OutOp::kRows>(peers, sum_box(kind), slot, first_row, kHidden, own_sum,
-                                                   sum_tag(kind, role.first_epoch + step + 1, slot));
+                                                   sum_tag(kind, pass.number + 1, slot));
     }
     // Sum over all ranks of what they have published for a layer, from a `SumFromPeers` that may have been loaded already. False: leave.
     __device__ __forceinline__ bool total_of_ranks(SumFromPeers<kRanks, OutOp::kRows>& from, bool loaded, u32 kind, u32 layer, u32 first_row,
@@ -120,7 +120,7 @@ struct Finalizer : BiasedRows {
         const u32 slot = sum_slot(kind, layer);
         if (loaded) from.locate(peers, sum_box(kind), slot, first_row, kHidden);
         else from.load(peers, sum_box(kind), slot, first_row, kHidden);
-        return from.template total<kRoundsHalves>(peers, sum_box(kind), sum, sum_tag(kind, role.first_epoch + step + 1, slot), role.stopped(),
+        return from.template total<kRoundsHalves>(peers, sum_box(kind), sum, sum_tag(kind, pass.number + 1, slot), role.stopped(),
                           role.shared->peer_notes[0], sum);
     }
     // Read what peers have sent for the product after number `product` while that one is being multiplied; usually it is there. From
@@ -239,7 +239,7 @@ struct Finalizer : BiasedRows {
 
     // Product number `product` of the LM head. Those of several streams are summed in `logits`, in the order of the model's lanes; the last
     // one's are the logits that are chosen from.
-    __device__ __forceinline__ bool head(u32 product, u32 position, Candidate& best) {
+    __device__ __forceinline__ bool head(u32 product, Candidate& best) {
         float* logits = reinterpret_cast<float*>(params.logits_ptr);
         const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
         [[maybe_unused]] float scale = kInverseXScale;
@@ -273,7 +273,7 @@ struct Finalizer : BiasedRows {
                 logits[row] = logit;
                 float score = logit;
                 if (inverse_temperature > 0)
-                    score = __fadd_rn(__fmul_rn(logit, inverse_temperature), gumbel(id, position, params.seed));
+                    score = __fadd_rn(__fmul_rn(logit, inverse_temperature), gumbel(id, pass.position, params.seed));
                 const bool finite = fabsf(logit) < INFINITY;
                 best = better(best, {finite ? score : -INFINITY, finite ? id : id | kNotFinite});
             }
@@ -282,8 +282,8 @@ struct Finalizer : BiasedRows {
         return true;
     }
 
-    __device__ __forceinline__ void begin(u32 token) {
-        const u16* row = reinterpret_cast<const u16*>(params.embedding_ptr) + static_cast<u64>(token) * kHidden;
+    __device__ __forceinline__ void begin() {
+        const u16* row = reinterpret_cast<const u16*>(params.embedding_ptr) + static_cast<u64>(pass.token) * kHidden;
 #pragma unroll 1
         for (u32 i = lane; i < OutOp::kCtaRows; i += 32) {
             const u32 column = role.cta * OutOp::kCtaRows + i;
@@ -294,46 +294,44 @@ struct Finalizer : BiasedRows {
         __syncwarp();
     }
 
-    // Every thread block publishes a candidate for every token, an empty one if it has none: the end of a token is an exchange
+    // Every thread block publishes a candidate in every pass, an empty one if it has none: the end of a pass is an exchange
     // of all with all, which is also what makes the words' slots safe to write again.
-    __device__ __forceinline__ void end(Candidate best, u32 epoch) {
+    __device__ __forceinline__ void end(Candidate best) {
 #ifdef KOG_PROCESSORS  // the sampler does it
-        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(token_ended));
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(pass_ended));
         return;
 #endif
         best = best_of_warp(best);
         if (role.cta == 0 && (kRanks == 1 || peers.rank == 0) && role.shared->cancelled) best.id |= kCancelled;
-        const u32 token = epoch + 1;
+        const u32 tag = pass.number + 1;
         if constexpr (kRanks > 1) {
-            publish_candidate<kRanks, kReplicas>(peers, candidate_box(), token & 1, kCandidateCopyWords, role.cta,
-                                                 __float_as_uint(best.score), best.id, token);
+            publish_candidate<kRanks, kReplicas>(peers, candidate_box(), tag & 1, kCandidateCopyWords, role.cta,
+                                                 __float_as_uint(best.score), best.id, tag);
         } else {
             u64* words = reinterpret_cast<u64*>(params.words_ptr) + kCandidateOffset;
             if (lane < kReplicas)
-                store_relaxed_x2(words + lane * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), token),
-                                 make_value_word(best.id, token));
+                store_relaxed_x2(words + lane * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), tag),
+                                 make_value_word(best.id, tag));
         }
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(token_ended));
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(pass_ended));
     }
 };
 
 __device__ __forceinline__ void finalize(const KogDecodeParams& params, const KogPeers& peers, const Role& role) {
     Finalizer finalizer{params, peers, role, laneid()};
-    u32 token;
-    for (u32 step = 0; begin_token(role, step, token); ++step) {
-        const u32 position = role.first_position + step, epoch = role.first_epoch + step;
-        finalizer.step = step, finalizer.first_vector = finalizer.num_vectors;
-        if (!kHeadOnly) finalizer.begin(token);
+    for (u32 turn = 0; begin_pass(role, turn, finalizer.pass); ++turn) {
+        finalizer.turn = turn, finalizer.first_vector = finalizer.num_vectors;
+        if (!kHeadOnly) finalizer.begin();
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts; ++number) {
             const Place at(number);
-            const u32 tag = layer_tag(epoch, at.layer());
+            const u32 tag = layer_tag(finalizer.pass.number, at.layer());
             if (kRanks > 1) finalizer.lane = opaque(laneid());  // addresses are computed anew instead of being kept
             if (kRowScales) finalizer.product = number;
             if (!(at.phase() & 1)) finalizer.look_ahead(number);
             bool ok;
-            if (at.phase() == kQkvPhase) ok = finalizer.qkv(at.layer(), at.lane(), position, tag);
+            if (at.phase() == kQkvPhase) ok = finalizer.qkv(at.layer(), at.lane(), tag);
 #ifdef KOG_EXPERTS
             else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up_of_experts(at.layer(), tag);
 #else
@@ -344,12 +342,12 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
             if (!ok) return;
         }
         Candidate best{-INFINITY, kIdMask};
-        if (has_head(role, step)) {
+        if (has_head(role, turn)) {
 #pragma unroll 1
             for (u32 product = 0; product < kHeadProducts; ++product)
-                if (!finalizer.head(product, position, best)) return;
+                if (!finalizer.head(product, best)) return;
         }
-        finalizer.end(best, epoch);
+        finalizer.end(best);
     }
 }
 

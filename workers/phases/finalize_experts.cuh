@@ -96,7 +96,7 @@ struct FinalizedExperts : FinalizedRows {
         u64 numbers = 0;
 #pragma unroll
         for (int k = 0; k < kChosen; ++k) numbers |= static_cast<u64>(role.shared->chosen[k]) << (8 * k);
-        const u32 slot = (role.first_position + step) % KOG_CHOICES;
+        const u32 slot = pass.position % KOG_CHOICES;
         reinterpret_cast<u64*>(params.trace_ptr)[(slot * kLayers + layer) * kNumCtas + role.cta] = numbers;
     }
 #endif

@@ -12,13 +12,14 @@ struct FinalizedRows {
     const KogPeers& peers;
     const Role& role;
     u32 lane;
-    u32 num_vectors = 0, num_blocks = 0, step = 0, first_vector = 0, product = 0;
+    u32 num_vectors = 0, num_blocks = 0, turn = 0, first_vector = 0, product = 0;
+    Pass pass = {};
     u32 squares_parity = 0;  // one bit for each slot of `squares`
 
     // A product of kProductLanes lanes, `lane_idx` and those behind it, is done.
     template <u32 kProductLanes = 1>
     __device__ __forceinline__ void count_vector(u32 lane_idx) {
-        stamp(role, kPublished, step, num_vectors - first_vector);
+        stamp(role, kPublished, turn, num_vectors - first_vector);
         ++num_vectors;
         __syncwarp();
         if (lane == 0) {
@@ -66,7 +67,7 @@ struct FinalizedRows {
         float parts[kMatrixWarps];
 #pragma unroll
         for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < num_rows ? shared.red[at][warp][lane] : 0.0f;
-        stamp(role, kMultiplied, step, num_vectors - first_vector);
+        stamp(role, kMultiplied, turn, num_vectors - first_vector);
         static_assert(kMatrixWarps == 8 || kMatrixWarps == 12, "the tree");
         sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
         if constexpr (kMatrixWarps == 12) sum += (parts[8] + parts[9]) + (parts[10] + parts[11]);

@@ -11,7 +11,7 @@ struct Gatherer : ExpertsGatherer {
     // ---- the embedding ----
     // The token's embedding, where the words of a stream will lie later.
     __device__ __forceinline__ void load_embedding() {
-        const u64* row = reinterpret_cast<const u64*>(params.embedding_ptr) + static_cast<u64>(token) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
+        const u64* row = reinterpret_cast<const u64*>(params.embedding_ptr) + static_cast<u64>(pass.token) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
 #pragma unroll
         for (int i = 0; i < HiddenSlice::kLoads; ++i)
             if (HiddenSlice::is_real(warp, lane, i)) got[i].x = row[32 * i];
@@ -74,8 +74,8 @@ struct Gatherer : ExpertsGatherer {
     // for only when this one has done its share: looks take instructions from it. False: leave.
     __device__ __forceinline__ bool wait_for_own_attention(const Place& at) {
 #ifdef KOG_AWAITS_ATTENTION
-        if (at.lane() != 0 || role.first_position + step < kNearContext) return true;
-        const u32 parity = (step * kLayers + at.layer()) & 1;
+        if (at.lane() != 0 || pass.position < kNearContext) return true;
+        const u32 parity = (turn * kLayers + at.layer()) & 1;
         for (u32 rounds = 1; !__all_sync(kFullWarp, mbar_try(role.base + KOG_OFFSET(attended_full), parity)); ++rounds) {
             if (must_leave(role.stopped())) return false;
             if (rounds % 16 == 0) {

@@ -17,7 +17,7 @@ struct HeadGatherer : VectorGatherer {
     // A norm that all lanes share is multiplied into their sum. Its weights wait in x, where the sum will be, while registers are full.
 
     // ---- forms of the LM head that multiply the last streams one by one ----
-    __device__ __forceinline__ Source last_source(u32 lane_idx) { return {last_stream(lane_idx), layer_tag(role.first_epoch + step, kLayers - 1)}; }
+    __device__ __forceinline__ Source last_source(u32 lane_idx) { return {last_stream(lane_idx), layer_tag(pass.number, kLayers - 1)}; }
     __device__ __forceinline__ void load_last_norm(u32 lane_idx) {
         const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) +
                             (kFinalNormLanes == 1 ? 0 : lane_idx) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
@@ -100,7 +100,7 @@ struct HeadGatherer : VectorGatherer {
     }
     __device__ __forceinline__ bool gather_agreed() {
         Shared& shared = *role.shared;
-        const u32 tag = layer_tag(role.first_epoch + step, kLayers - 1);
+        const u32 tag = layer_tag(pass.number, kLayers - 1);
         using S = HiddenSlice;
         const u32 warp = this->warp;  // not read anew after each wait: the compiler cannot know that nothing writes it
         float4 sum[S::kLoads];

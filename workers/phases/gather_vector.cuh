@@ -48,7 +48,8 @@ struct VectorGatherer {
     const KogPeers& peers;
     const Role& role;
     u32 warp, lane;          // the warp is also the number of its slice of K
-    u32 step = 0, token = 0, num_heads = 0;
+    u32 turn = 0, num_heads = 0;  // of the pass in this launch
+    Pass pass = {};
     bool loaded = false;     // `got` holds words that were read for the next vector; perhaps too early
     ulonglong2 got[kMany];
     uint2 scale[kMany];      // norm weights, four 16-bit values
@@ -106,7 +107,7 @@ struct VectorGatherer {
         static_assert(kQueryRows <= WaitNote::kMostWords && kHidden <= WaitNote::kMostWords && kFfn <= WaitNote::kMostWords, "counts");
     }
 
-    __device__ __forceinline__ void begin(u32 step_, u32 token_) { step = step_, token = token_, loaded = false; }
+    __device__ __forceinline__ void begin(u32 turn_, const Pass& pass_) { turn = turn_, pass = pass_, loaded = false; }
 
     // ---- streams and activations ----
     struct Source {
@@ -117,7 +118,7 @@ struct VectorGatherer {
     __device__ __forceinline__ Source source(const Place& at) {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
         const u32 copy = at.lane() * kReplicas + role.cta % kReplicas;
-        const u32 tag = layer_tag(role.first_epoch + step, at.layer());
+        const u32 tag = layer_tag(pass.number, at.layer());
         if constexpr (kPhase == kOutPhase) return {words + kAttendedOffset + copy * kAttendedStride, tag};
         if constexpr (kPhase == kDownPhase) return {words + kActivationOffset + copy * kActivationStride, tag};
         const u32 stream_copy = stream_of(at.lane()) * kReplicas + role.cta % kReplicas;

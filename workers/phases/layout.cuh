@@ -164,6 +164,13 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
 constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kWarpHeads * kHeadDim * 4;
 
+// A pass of the weights, as the sampler announces it: tags count passes, and positions are those of its tokens.
+struct alignas(16) Pass {
+    u32 position, number;  // of its first token; among all since the words were zeroed
+    u32 is_none;           // the launch ends instead
+    u32 token;
+};
+
 struct Shared {
     unsigned char ring[kRingBytes];
     unsigned char x[kXBytes];
@@ -176,9 +183,9 @@ struct Shared {
     alignas(16) u32 fresh[kTeams][kHeadDim];                     // K and V of the new position, in pairs, for each team
     float attended_max[2][4][kWarpHeads], attended_sum[2][4][kWarpHeads];
     u64 full[kRingPieces], empty[kRingPieces];
-    u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
-    u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
-    u32 stop_before[2];
+    u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[2], pass_full, pass_ended, lane_done[kLanes];
+    Pass passes[2];                                  // of a launch, in turn
+    volatile u32 newest_position;                    // of the newest one
     WaitNote note;
     PeerNote peer_notes[2];                          // what the finaliser and the sampler wait for from peers
     u32 done_cycles[kLanes];                         // when the finaliser was done with the lane's last product
@@ -194,7 +201,7 @@ struct Shared {
 #endif
 #ifdef KOG_PROCESSORS
     u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler: see hand_logits
-    u32 num_exchanges, chosen_place, max_tokens, step;  // of the sampler, which has too few registers: see Chooser
+    u32 num_exchanges, chosen_place, max_tokens, turn;  // of the sampler, which has too few registers: see Chooser
     alignas(8) u32 top_p_limit[2];
     u32 mask[kMaskWords];                            // of a grammar, from the word that has the first own id
     u32 scores[kScoresFit ? 1 : kScoreBytes / 4];
@@ -212,7 +219,8 @@ struct Role {
     Shared* shared;
     u32 base;  // address of `*shared` in shared memory
     u32 cta;
-    u32 first_position, num_prompt, first_epoch;
+    u32 num_prompt;
+    u32 num_headless;  // passes of this launch without an LM head, the first ones: their tokens' successors stand in the prompt
     u64* trace;  // of this thread block, or null
 
     __device__ __forceinline__ u32 stopped() const { return base + KOG_OFFSET(note.stopped); }
@@ -223,9 +231,9 @@ struct Role {
 constexpr u32 kTokenVectors = kNumProducts + kHeadProducts;
 enum StampKind : u32 { kFetched, kMultiplied, kPublished, kQuerySeen, kScored, kMixed, kMerged, kAttended, kStampKinds };
 
-__device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 step, u32 vector) {
+__device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 turn, u32 vector) {
 #ifdef KOG_TRACE
-    if (step == kTracedStep && laneid() == 0) role.trace[kind * kTokenVectors + vector] = globaltimer_ns();
+    if (turn == kTracedStep && laneid() == 0) role.trace[kind * kTokenVectors + vector] = globaltimer_ns();
 #endif
 }
 
@@ -273,23 +281,30 @@ __device__ __forceinline__ u32 end_vocab_row(u32 cta) {
 }
 __device__ __forceinline__ u32 vocab_lane(u32 cta) { return min(cta / kHeadCtas, static_cast<u32>(kLanes - 1)); }
 
-// The tag of what layer `layer` publishes while token number `epoch` is decoded.
-__device__ __forceinline__ u32 layer_tag(u32 epoch, u32 layer) { return (epoch * (kLayers + 1) + layer + 1) & 0xffffu; }
+// The tag of what layer `layer` publishes in pass number `number`.
+__device__ __forceinline__ u32 layer_tag(u32 number, u32 layer) { return (number * (kLayers + 1) + layer + 1) & 0xffffu; }
 
-// A prompt token whose successor is known has no logits: its LM head is skipped.
-__device__ __forceinline__ bool has_head(const Role& role, u32 step) {
-    return role.first_position + step + 1 >= role.num_prompt;
-}
+// Passes of a launch that begins at `position` whose tokens' successors are all known: their LM head is skipped.
+__device__ __forceinline__ u32 num_headless(u32 position, u32 num_prompt) { return num_prompt > position + 1 ? num_prompt - 1 - position : 0; }
+// Of pass `turn` of this launch.
+__device__ __forceinline__ bool has_head(const Role& role, u32 turn) { return turn >= role.num_headless; }
 // Partitions of the positions up to `position` that have items of their own in this layer.
 __device__ __forceinline__ u32 num_partitions(u32 layer, u32 position) {
     return kPartitions == 1 || window_layers().has(layer) ? 1 : position / kPartitionPositions + 1;
 }
 
-// Wait until token `step` of this launch is known. False: leave, there is none or an abort was called.
-__device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& token) {
-    if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_full), step & 1)) return false;
-    token = *reinterpret_cast<volatile u32*>(&role.shared->token[step & 1]);
-    return *reinterpret_cast<volatile u32*>(&role.shared->stop_before[step & 1]) == 0;
+// Wait until pass `turn` of this launch is announced. False: leave, there is none or an abort was called.
+__device__ __forceinline__ bool begin_pass(const Role& role, u32 turn, Pass& pass) {
+    if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(pass_full), turn & 1)) return false;
+    pass = role.shared->passes[turn & 1];
+    return pass.is_none == 0;
+}
+// Announce it to the other warps of the thread block. Called by one thread.
+__device__ __forceinline__ void announce(const Role& role, u32 turn, const Pass& pass) {
+    role.shared->passes[turn & 1] = pass;
+    role.shared->newest_position = pass.position;
+    if (pass.is_none) role.shared->finished = 1;
+    mbar_arrive(role.base + KOG_OFFSET(pass_full));
 }
 
 // Words are polled only when they may be there; polling earlier only loads the memory system, also for those who write. All thread

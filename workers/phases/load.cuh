@@ -139,14 +139,15 @@ struct Loader {
         }
         return true;
     }
-    __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
+    __device__ __forceinline__ bool issue_pass(const unsigned char* tape, u32 turn) {
         const unsigned char* tiles = tape + (kHeadOnly ? kNumCtas * kLayerBytes : 0);
-        if (!limit(role.first_position + step < kNearContext ? kPiecesInFlight : kFarPiecesInFlight)) return false;
+        const bool is_near = role.shared->newest_position < kNearContext;  // perhaps of the pass before
+        if (!limit(is_near ? kPiecesInFlight : kFarPiecesInFlight)) return false;
 #pragma unroll 1
-        for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
+        for (u32 number = first_product(); number < kNumProducts + (has_head(role, turn) ? kHeadProducts : 0); ++number) {
             const Place at(number);
 #ifdef KOG_EXPERTS
-            if (!issue_with_experts(tiles, at, role.first_position + step < kNearContext)) return false;
+            if (!issue_with_experts(tiles, at, is_near)) return false;
             ++num_products;
 #else
             if constexpr (!kEven) {
@@ -251,8 +252,8 @@ __device__ __forceinline__ void load_tape(const KogDecodeParams& params, const R
 #ifdef KOG_EXPERTS
     loader.experts = reinterpret_cast<const unsigned char*>(params.experts_ptr);
 #endif
-    for (u32 step = 0; step < params.num_steps; ++step)
-        if (!loader.issue_token(reinterpret_cast<const unsigned char*>(params.tape_ptr), step)) break;
+    for (u32 turn = 0; turn < params.num_steps; ++turn)
+        if (!loader.issue_pass(reinterpret_cast<const unsigned char*>(params.tape_ptr), turn)) break;
     loader.drain();
 }
 

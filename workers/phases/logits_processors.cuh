@@ -15,7 +15,7 @@ __device__ __forceinline__ u32 x_at(const Role& role, u32 row) {
 __device__ __forceinline__ u32 score_at(const Role& role, u32 row) { return x_at(role, HeadOp::kCtaRows + row); }
 
 // The finaliser gives a block of logits to the sampler; rows are those of the rank. All but a token's last block are counted: behind that
-// one `token_ended` follows, which the sampler sees sooner.
+// one `pass_ended` follows, which the sampler sees sooner.
 constexpr u32 kCountedBlocks = HeadOp::kBlocks - 1;
 __device__ __forceinline__ void hand_logits(const Role& role, u32 block, u32 row, float logit, float* logits) {
     const bool mine = laneid() < HeadOp::kRows && row < end_vocab_row(role.cta);

@@ -227,7 +227,7 @@ __device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
 // stands between the words and the first tile delays every thread block. `next`: behind all of them.
 template <int kPhase, class O>
 __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gatherer, Multiplier& multiplier, const Place& at, const Place& next,
-                                             u32 step, u32 number) {
+                                             u32 turn, u32 number) {
     const u32 warp = multiplier.warp, lane = gatherer.lane;
     constexpr u32 kTogether = kPhase == kHeadPhase ? 1 : Gatherer::products_of_gather(kPhase);
     float squares = 0;
@@ -238,7 +238,7 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
     }
     if (warp == 0) {
         if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
-        stamp(role, kFetched, step, number);
+        stamp(role, kFetched, turn, number);
     }
     if constexpr (kPhase == kQkvPhase || kPhase == kGateUpPhase || (kStreamHead && kPhase == kHeadPhase)) {  // the finaliser scales the product
         const u32 slot = multiplier.num_vectors % kSquares;
@@ -254,7 +254,7 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
 #pragma unroll 1
     for (u32 i = 0; i + 1 < kTogether; ++i) {
         if (!multiplier.template blocks<O>(first_x<O>(role, warp, opaque(lane)) + i * kApart)) return false;
-        if (warp == 0) stamp(role, kFetched, step, number + i + 1);
+        if (warp == 0) stamp(role, kFetched, turn, number + i + 1);
     }
     gatherer.read_ahead(next);
     return multiplier.template blocks<O>(first_x<O>(role, warp, opaque(lane)) + (kTogether - 1) * kApart);
@@ -264,10 +264,10 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
     const u32 lane = opaque(laneid());
     Multiplier multiplier(params, role, warp, lane);
     Gatherer gatherer{params, peers, role, warp, lane};
-    u32 token;
-    for (u32 step = 0; begin_token(role, step, token); ++step) {
-        gatherer.begin(step, token);
-        const u32 num_vectors = kNumProducts + (has_head(role, step) ? kHeadProducts : 0);
+    Pass pass;
+    for (u32 turn = 0; begin_pass(role, turn, pass); ++turn) {
+        gatherer.begin(turn, pass);
+        const u32 num_vectors = kNumProducts + (has_head(role, turn) ? kHeadProducts : 0);
         Place at(first_product());
 #pragma unroll 1
         for (u32 i = first_product(); i < num_vectors;) {
@@ -275,11 +275,11 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
             const Place next(i + together);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
             bool ok;
-            if (at.is_last()) ok = run_products<kHeadPhase, HeadOp>(role, gatherer, multiplier, at, next, step, i);
-            else if (at.phase() == kQkvPhase) ok = run_products<kQkvPhase, QkvOp>(role, gatherer, multiplier, at, next, step, i);
-            else if (at.phase() == kOutPhase) ok = run_products<kOutPhase, OutOp>(role, gatherer, multiplier, at, next, step, i);
-            else if (at.phase() == kGateUpPhase) ok = run_products<kGateUpPhase, GateUpOp>(role, gatherer, multiplier, at, next, step, i);
-            else ok = run_products<kDownPhase, DownOp>(role, gatherer, multiplier, at, next, step, i);
+            if (at.is_last()) ok = run_products<kHeadPhase, HeadOp>(role, gatherer, multiplier, at, next, turn, i);
+            else if (at.phase() == kQkvPhase) ok = run_products<kQkvPhase, QkvOp>(role, gatherer, multiplier, at, next, turn, i);
+            else if (at.phase() == kOutPhase) ok = run_products<kOutPhase, OutOp>(role, gatherer, multiplier, at, next, turn, i);
+            else if (at.phase() == kGateUpPhase) ok = run_products<kGateUpPhase, GateUpOp>(role, gatherer, multiplier, at, next, turn, i);
+            else ok = run_products<kDownPhase, DownOp>(role, gatherer, multiplier, at, next, turn, i);
             if (!ok) return;
             at = next, i += together;
         }

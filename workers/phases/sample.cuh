@@ -115,37 +115,31 @@ __device__ __forceinline__ u64 hashed(u64 hash, const Candidate& best) {
 
 // The sampling warp of every thread block: gathers all candidates and decides, like all others, what the next token is.
 __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 num_steps) {
-    Shared& shared = *role.shared;
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
     const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
     u64* ring = reinterpret_cast<u64*>(params.ring_ptr);
     u64* stamps = reinterpret_cast<u64*>(params.stamps_ptr);
     const u32 lane = laneid();
     const u32 max_tokens = state->max_tokens;
-    u32 token = state->token, finish = state->finish;
+    u32 token = state->token, finish = state->finish, position = state->position, number = state->epoch;
 #ifdef KOG_HASHES
     u64 hash = static_cast<u64>(state->hash[1]) << 32 | state->hash[0];
 #endif
-    for (u32 step = 0;; ++step) {
-        const bool leave = step == num_steps || finish != kNone;
-        if (leave && role.cta == 0 && lane == 0 && step > 0) {
+    for (u32 turn = 0;; ++turn) {
+        const bool leave = turn == num_steps || finish != kNone;
+        if (leave && role.cta == 0 && lane == 0 && turn > 0) {
 #ifdef KOG_HASHES
             state->hash[0] = static_cast<u32>(hash), state->hash[1] = static_cast<u32>(hash >> 32);
 #endif
             state->token = token;
-            state->position = role.first_position + step;
-            state->epoch = role.first_epoch + step;
+            state->position = position;
+            state->epoch = number;
             state->finish = finish;
         }
-        if (lane == 0) {
-            shared.token[step & 1] = token;
-            shared.stop_before[step & 1] = leave;
-            if (leave) shared.finished = 1;
-            mbar_arrive(role.base + KOG_OFFSET(token_full));
-        }
+        if (lane == 0) announce(role, turn, {position, number, leave, token});
         __syncwarp();
-        if (leave || !mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1)) return;
-        const u32 tag = role.first_epoch + step + 1;
+        if (leave || !mbar_wait(role.stopped(), role.base + KOG_OFFSET(pass_ended), turn & 1)) return;
+        const u32 tag = ++number;
         Candidate best;
         if (!collect_best(params, peers, role, tag, best)) return;
 #ifdef KOG_HASHES
@@ -153,7 +147,6 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogP
         if (role.cta == 0 && lane == 0 && tag % KOG_HASH_TOKENS == 0)
             reinterpret_cast<u64*>(params.trace_ptr)[tag / KOG_HASH_TOKENS % KOG_HASHES] = hash;
 #endif
-        const u32 position = role.first_position + step;
         if (position + 1 < role.num_prompt) {
             token = prompt[position + 1];
             if (best.id & kCancelled) finish = kCancelledFinish;
@@ -169,8 +162,8 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogP
         }
         if (role.cta == 0 && lane == 0) {
             const u64 now = globaltimer_ns();
-            if (stamps != nullptr) stamps[step] = now;
-            // One entry of the host's ring: each word carries the step that wrote it.
+            if (stamps != nullptr) stamps[turn] = now;
+            // One entry of the host's ring: each word carries the request's tag.
             const bool counts = position + 1 >= role.num_prompt || finish != kNone;
             const u32 entry = position + 1 >= role.num_prompt ? position + 1 - role.num_prompt : 0;
             const bool has_token = finish != kCancelledFinish && finish != kNumericalFault;
@@ -178,6 +171,7 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogP
                 store_system_x2(ring + 2 * entry, make_value_word(has_token ? token : 0xffffffffu, params.request_tag),
                                 make_value_word(finish, params.request_tag));
         }
+        ++position;
     }
 }
 

@@ -6,21 +6,15 @@
 
 namespace kog {
 
-// Tell the thread block's other warps the token of a step. `leave`: there is none, and thread block 0 leaves the state to the next launch.
-__device__ __forceinline__ void announce_token(const Role& role, KogDecodeState* state, u32 step, u32 token, u32 finish, bool leave) {
-    Shared& shared = *role.shared;
-    if (leave && role.cta == 0 && laneid() == 0 && step > 0) {
-        state->token = token;
-        state->position = role.first_position + step;
-        state->epoch = role.first_epoch + step;
+// Tell the thread block's other warps of a pass. If there is none, thread block 0 leaves the state to the next launch.
+__device__ __forceinline__ void announce_pass(const Role& role, KogDecodeState* state, u32 turn, const Pass& pass, u32 finish) {
+    if (pass.is_none && role.cta == 0 && laneid() == 0 && turn > 0) {
+        state->token = pass.token;
+        state->position = pass.position;
+        state->epoch = pass.number;
         state->finish = finish;
     }
-    if (laneid() == 0) {
-        shared.token[step & 1] = token;
-        shared.stop_before[step & 1] = leave;
-        if (leave) shared.finished = 1;
-        mbar_arrive(role.base + KOG_OFFSET(token_full));
-    }
+    if (laneid() == 0) announce(role, turn, pass);
     __syncwarp();
 }
 
@@ -32,10 +26,10 @@ __device__ __forceinline__ u32 finish_of(const KogDecodeParams& params, u32 max_
 }
 
 // Thread block 0 writes the successor of the token at `position` for the host.
-__device__ __forceinline__ void tell_host(const KogDecodeParams& params, const Role& role, u32 step, u32 position, u32 token, u32 finish) {
+__device__ __forceinline__ void tell_host(const KogDecodeParams& params, const Role& role, u32 turn, u32 position, u32 token, u32 finish) {
     if (role.cta != 0 || laneid() != 0) return;
     u64* stamps = reinterpret_cast<u64*>(params.stamps_ptr);
-    if (stamps != nullptr) stamps[step] = globaltimer_ns();
+    if (stamps != nullptr) stamps[turn] = globaltimer_ns();
     // One entry of the host's ring: each word carries the request's tag.
     const bool counts = position + 1 >= role.num_prompt || finish != kNone;
     const u32 entry = position + 1 >= role.num_prompt ? position + 1 - role.num_prompt : 0;
@@ -54,23 +48,24 @@ __device__ __forceinline__ void sample_processors(const KogDecodeParams& params,
     const Chooser chooser{params, peers, processors, role};
     chooser.set_number(state->num_exchanges);
     Reporter reporter{chooser, processors, role};
-    for (u32 step = 0;; step = chooser.step() + 1) {
-        const bool leave = step == num_steps || finish != kNone;
+    u32 position = state->position, number = state->epoch;
+    for (u32 turn = 0;; turn = chooser.turn() + 1) {
+        const bool leave = turn == num_steps || finish != kNone;
         // The last report comes before the thread block says that it has finished: then nobody keeps the time of waits any more.
-        if (!leave) announce_token(role, state, step, token, finish, leave);
+        if (!leave) announce_pass(role, state, turn, {position, number, 0, token}, finish);
         // What nobody here waits for comes after that.
-        if (step > 0) tell_host(params, role, step - 1, role.first_position + step - 1, token, finish);
+        if (turn > 0) tell_host(params, role, turn - 1, position - 1, token, finish);
         if (after & kRemembers) chooser.remember();
-        if ((after & kReports) && !reporter.report(role.first_epoch + step, role.first_position + step - role.num_prompt, params.request_tag)) return;
+        if ((after & kReports) && !reporter.report(number, position - role.num_prompt, params.request_tag)) return;
         if (leave) {
-            if (role.cta == 0 && laneid() == 0 && step > 0) state->num_exchanges = chooser.number();
-            announce_token(role, state, step, token, finish, leave);
+            if (role.cta == 0 && laneid() == 0 && turn > 0) state->num_exchanges = chooser.number();
+            announce_pass(role, state, turn, {position, number, 1, token}, finish);
             return;
         }
         finish = kNone;
-        chooser.set_step(step);
+        chooser.set_turn(turn);
         if (!chooser.choose(finish)) return;
-        const u32 position = role.first_position + chooser.step(), index = position + 1 - role.num_prompt;
+        const u32 index = position + 1 - role.num_prompt;
         after = 0;
         if (position + 1 < role.num_prompt) {
             token = prompt[position + 1];
@@ -79,6 +74,7 @@ __device__ __forceinline__ void sample_processors(const KogDecodeParams& params,
             finish = finish_of(params, load_shared_u32(role.base + KOG_OFFSET(max_tokens)), token, index, position);
             after = processors.flags;
         }
+        ++position, ++number;
     }
 }
 

@@ -87,13 +87,13 @@ void ask_about_blocks(const OwnRows& rows, float* logits) {
                 blocks.less(rows.wait_for_block(step, block));
                 hand_logits(role, block, first_vocab_row(role.cta) + block * HeadOp::kRows + laneid(), 1.0f, logits);
                 __syncwarp();
-                if (block == kCountedBlocks && laneid() == 0) mbar_arrive(role.base + KOG_OFFSET(token_ended));
+                if (block == kCountedBlocks && laneid() == 0) mbar_arrive(role.base + KOG_OFFSET(pass_ended));
                 __syncwarp();
                 blocks.enough(rows.wait_for_block(step, block));
             }
             num_products += kHeadProducts;
         } else {
-            if (laneid() == 0) mbar_arrive(role.base + KOG_OFFSET(token_ended));
+            if (laneid() == 0) mbar_arrive(role.base + KOG_OFFSET(pass_ended));
             __syncwarp();
         }
     }
@@ -101,7 +101,7 @@ void ask_about_blocks(const OwnRows& rows, float* logits) {
 }
 void ask_counters(const Role& role) {
     Counted counts, parities;
-    const u32 counter = role.base + KOG_OFFSET(num_handed), bar = role.base + KOG_OFFSET(token_full);
+    const u32 counter = role.base + KOG_OFFSET(num_handed), bar = role.base + KOG_OFFSET(pass_full);
     for (const u32 wanted : {1u, 2u, 1000u, 0u, 0x80000000u}) {  // counters go round
         for (const u32 by : {0u, 1u, 1000u}) {
             store_shared(counter, wanted + by);
@@ -127,7 +127,7 @@ void ask_about_a_late_logit(const KogDecodeParams& params, const KogPeers& peers
     twin::start(1, 64, sizeof(Shared), [=] {
         Shared& shared = *reinterpret_cast<Shared*>(twin::current->block->memory);
         const u32 tag = 0x1234;
-        const Role role{&shared, shared_address(&shared), 1, 0, 3, 7, nullptr};
+        const Role role{&shared, shared_address(&shared), 1, 3, 2, nullptr};
         FinalizedExperts finalized{params, peers, role, laneid()};
         u64* const words = finalized.logit_words() + role.cta % kReplicas * kRouterLogitsStride;
         if (threadIdx.x == 0) {
@@ -161,10 +161,10 @@ int main(int, char** argv) {
     twin::start(1, 32, sizeof(Shared), [&] {
         Shared& shared = *reinterpret_cast<Shared*>(twin::current->block->memory);
         const u32 lane = laneid(), tag = 0x1234;
-        const Role role{&shared, shared_address(&shared), 1, 0, 3, 7, nullptr};
+        const Role role{&shared, shared_address(&shared), 1, 3, 2, nullptr};
         if (lane == 0) {
             shared.note.stopped = 1, shared.num_finalized = 1000, shared.num_handed = 0;
-            mbar_init(role.base + KOG_OFFSET(token_full), 1), mbar_init(role.base + KOG_OFFSET(token_ended), 1);
+            mbar_init(role.base + KOG_OFFSET(pass_full), 1), mbar_init(role.base + KOG_OFFSET(pass_ended), 1);
         }
         __syncwarp();
         ask_counters(role);

@@ -29,19 +29,19 @@ struct Rank {
 
 // What the finaliser does for sampling: nothing but count products and hand over the logits. As it, it tells of the LM head's products only
 // with those of the next token.
-void play_finaliser(const Role& role, u32 step_of_token, const float* rows, float* logits) {
+void play_finaliser(const Role& role, u32 first_position, const float* rows, float* logits) {
     u32 num_vectors = 0;
-    for (u32 step = 0;; ++step) {
-        u32 token;
-        if (!begin_token(role, step, token)) return;
+    Pass pass;
+    for (u32 turn = 0;; ++turn) {
+        if (!begin_pass(role, turn, pass)) return;
         if (!kHeadOnly) {
             num_vectors += kNumProducts;
             if (laneid() == 0) role.shared->num_finalized = num_vectors;
         }
         __syncwarp();
-        if (has_head(role, step)) num_vectors += kHeadProducts;
-        if (has_head(role, step)) {
-            const float* of_token = rows + static_cast<size_t>(role.first_position + step - step_of_token) * kVocabRows * kRanks;
+        if (has_head(role, turn)) num_vectors += kHeadProducts;
+        if (has_head(role, turn)) {
+            const float* of_token = rows + static_cast<size_t>(pass.position - first_position) * kVocabRows * kRanks;
             for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
                 const u32 row = first_vocab_row(role.cta) + block * HeadOp::kRows + laneid();
                 const bool real = laneid() < HeadOp::kRows && row < end_vocab_row(role.cta);
@@ -49,7 +49,7 @@ void play_finaliser(const Role& role, u32 step_of_token, const float* rows, floa
             }
         }
         __syncwarp();
-        if (laneid() == 0) mbar_arrive(role.base + KOG_OFFSET(token_ended));
+        if (laneid() == 0) mbar_arrive(role.base + KOG_OFFSET(pass_ended));
     }
 }
 
@@ -117,9 +117,9 @@ int main(int, char** argv) {
             Rank& rank = ranks[r];
             gpus[r].launch.start(kNumCtas, 64, [&rank, peers, r, num_steps, launch, &logits, &request](u32 cta) {
                 Shared& shared = shared_of<Shared>(r, cta);
-                const Role role{&shared, shared_address(&shared), cta, rank.state.position, rank.state.num_prompt, rank.state.epoch, nullptr};
+                const Role role{&shared, shared_address(&shared), cta, rank.state.num_prompt, num_headless(rank.state.position, rank.state.num_prompt), nullptr};
                 if (threadIdx.x == 0) {
-                    mbar_init(role.base + KOG_OFFSET(token_full), 1), mbar_init(role.base + KOG_OFFSET(token_ended), 1);
+                    mbar_init(role.base + KOG_OFFSET(pass_full), 1), mbar_init(role.base + KOG_OFFSET(pass_ended), 1);
                     shared.note.stopped = 0, shared.finished = 0, shared.num_finalized = 0, shared.num_handed = 0;
                     shared.cancelled = r == 0 && cta == 0 && launch == request.cancelled_launch;  // as the watchdog finds it
                     for (int i = 0; i < 2; ++i) shared.peer_notes[i].waiting = 0;
