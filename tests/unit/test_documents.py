@@ -26,6 +26,7 @@ LIMITS = {
     **{f"docs/{name}.md": 200 for name in ("results", "monokernel", "prefill", "kccl", "launchers", "plan", "architecture")},
 }
 FOLDERS = "kog_dist|collectives|workers|launch|tests|configs|docs"
+CODE = {".py", ".c", ".cu", ".cuh", ".js", ".css", ".html"}
 _SET_BY_US = {"RAY_IGNORE_UNHANDLED_ERRORS"}  # no setting: a process gives it to itself
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FILE = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`")
@@ -123,6 +124,17 @@ def test_sources_name_pages_that_exist() -> None:
         if not (ROOT / name).is_file()
     ]
     assert missing == []
+
+
+def test_engine_is_as_large_as_architecture_says() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Where is the engine")[2]
+    rows = re.findall(r"^\| \**([\d,]+)\** \| ([^|]+) \|", text, re.M)
+    assert len(rows) >= 10
+    for said, folders in rows:
+        names = re.findall(r"`([^`]+)`", folders)
+        paths = [path for name in names for path in (ROOT.glob(name) if "*" in name else (ROOT / name).rglob("*"))]
+        counted = sum(len(path.read_bytes().splitlines()) for path in paths if path.suffix in CODE and path.is_file())
+        assert abs(counted - int(said.replace(",", ""))) <= counted / 5, f"{folders} have {counted:,} lines, not {said}"
 
 
 def test_what_is_wrong_is_found(tmp_path: Path) -> None:
