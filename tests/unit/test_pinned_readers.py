@@ -130,6 +130,8 @@ def test_a_gguf_file_says_what_it_said(more: dict[str, Any], request: pytest.Fix
 
 def test_a_gguf_file_ends_answers_where_it_did() -> None:
     compare("readers/gguf ends", list(around(OF_TEXTS, gguf_config.read_generation_config, refusals=(ValueError,))))
+    of_older_files = {"tokenizer.ggml.eos_token_id": 0xFFFFFFFF, "tokenizer.ggml.eot_token_id": 7}
+    assert gguf_config.read_generation_config(of_older_files) == {"eos_token_id": [7]}, "the largest number is none"
 
 
 # ---- messages between processes ----

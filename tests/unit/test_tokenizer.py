@@ -293,6 +293,13 @@ def test_where_eos_ids_come_from(tmp_path: Path, files: dict[str, Any], eos_ids:
     assert load(folder_with(tmp_path, **files)).eos_ids == eos_ids
 
 
+@pytest.mark.parametrize(("num_ids", "is_added"), [(MAX_EOS_IDS - 1, True), (MAX_EOS_IDS, False)])
+def test_a_fine_tunes_own_end_is_added_while_there_is_room(tmp_path: Path, num_ids: int, is_added: bool) -> None:
+    ids = list(range(100, 100 + num_ids))
+    folder = folder_with(tmp_path, tokenizer_config={"eos_token": "<|end|>"}, config={"eos_token_id": ids})
+    assert load(folder).eos_ids == (*ids, *([1] if is_added else []))
+
+
 def test_eos_ids_need_no_tokenizer(tmp_path: Path) -> None:
     assert read_eos_ids(tmp_path) == ()
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')

@@ -180,6 +180,23 @@ def test_a_silent_stream_has_comments(shared_engine: ScriptedEngine, folder: Pat
     assert frames_of(text)[-1] == "[DONE]"
 
 
+def test_tokens_without_text_keep_a_stream_alive(shared_engine: ScriptedEngine, folder: Path, engine: ScriptedEngine) -> None:
+    """Of a model whose tokens have no text the client would hear nothing until the end."""
+
+    def play(received: Received) -> None:
+        received.accept()
+        threading.Timer(0.2, received.say, ("",)).start()
+        threading.Timer(0.3, received.say, ("late",)).start()
+        threading.Timer(0.4, received.finish).start()
+
+    engine.on_generate = play
+    with gateway(shared_engine, folder, limits=Limits(keepalive_s=0.05)) as made, client(made) as http:
+        text = http.post("/v1/completions", json={**ASK, "stream": True}).text
+    comment, _, rest = text.partition("\n\n")
+    assert comment == ": keep-alive"
+    assert frames_of(rest)[0]["choices"][0]["text"] == "late"
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
 def test_a_stream_that_waits_hears_how_many_are_before_it(http: httpx.Client, engine: ScriptedEngine, path: str) -> None:
     def play(received: Received) -> None:
