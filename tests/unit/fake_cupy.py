@@ -76,6 +76,7 @@ class FakeRuntime:
     def __init__(self) -> None:
         self.memory: dict[int, NDArray[np.uint8]] = {}
         self.gpu_names: dict[int, bytes] = {}
+        self._queued = list[tuple[int, int, int]]()  # what is filled before the device is waited for
 
     def malloc(self, size: int) -> int:
         array = np.full(size + 256, 0xCD, np.uint8)
@@ -87,14 +88,15 @@ class FakeRuntime:
         del self.memory[ptr]
 
     def memset(self, ptr: int, value: int, size: int) -> None:
-        ctypes.memset(ptr, value, size)
+        self._queued.append((ptr, value, size))
 
     def memcpy(self, to: int, source: int, size: int, kind: int) -> None:
         assert kind in (1, 2)
         ctypes.memmove(to, source, size)
 
     def deviceSynchronize(self) -> None:  # noqa: N802
-        pass
+        while self._queued:
+            ctypes.memset(*self._queued.pop(0))
 
     def deviceGetPCIBusId(self, ordinal: int) -> str:  # noqa: N802
         return f"0000:{ordinal:02x}:00.0"
