@@ -134,6 +134,9 @@ def _left_out(tree: ast.AST) -> Iterator[int]:
     for node in ast.walk(tree):
         found: list[ast.AST | None] = []
         match node:
+            case ast.Compare(left=left, ops=[ast.Lt() | ast.LtE() | ast.Gt() | ast.GtE()], comparators=[right]):
+                if _is_time(left) and _is_time(right):
+                    yield id(node)  # alone: what it compares may be something else
             case ast.arg():
                 found.append(node.annotation)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -164,6 +167,19 @@ def _left_out(tree: ast.AST) -> Iterator[int]:
                 pass
         for one in found:
             yield from (id(inner) for inner in ast.walk(one)) if one is not None else ()
+
+
+def _is_time(node: ast.expr) -> bool:
+    """Of two times it is seldom that they are equal: whether that is before or after nobody can test."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="time"))):
+            return True
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.endswith(_TIMES)
+        case ast.BinOp(left=left, right=right):
+            return _is_time(left) or _is_time(right)
+        case _:
+            return False
 
 
 def _is_text(node: ast.expr) -> bool:
