@@ -75,6 +75,11 @@ class Memory:
             self._arrays[key] = self.empty(*lanes, num_tokens, *shape)
         return self._arrays[key]
 
+    def row(self, value: Value) -> Array:
+        """The array of one value of a pass of one token, for who looks at what a step left."""
+        row: Array = self.of_lane(value, 1)[0]
+        return row
+
     def of_lane(self, value: Value, num_tokens: int) -> Array:
         """The array (tokens, ...) of one value."""
         rows = self.rows(value, num_tokens)
