@@ -13,6 +13,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.misspelt import is_misspelt
 from kog_dist.model.limits import MAX_CONTEXT
 from kog_dist.quoting import short
+from kog_dist.speculation import Speculation
 
 MIN_KEY_LENGTH, MAX_KEY_LENGTH = 8, 1024
 API_KEY_FORM = f"{MIN_KEY_LENGTH} to {MAX_KEY_LENGTH} visible ASCII characters without blanks"
@@ -77,6 +78,11 @@ class LaunchConfig:
     )
     prefill: str = _setting(
         "auto", "Prompts in chunks of tokens: auto (on 1, 2 or 4 GPUs), on or off.", choices=("auto", "on", "off")
+    )
+    speculate: str = _setting(
+        "auto",
+        "Drafts of later tokens where a request does not say: {choices}.",
+        choices=tuple(choice.value for choice in Speculation),
     )
     queue_limit: int = _setting(64, "Requests that may wait.", (1, 4096))
     client_queue_limit: int = _setting(16, "Of them those of one connection.", (1, 4096))

@@ -236,7 +236,7 @@ class EngineProcesses:
             drain_s=settings.shutdown_timeout, rpc_port=settings.rpc_port, rpc_host=settings.rpc_host,
             rank_places="\n".join(self._target.place(rank) for rank in range(self.world_size) if self.device == "cuda"),
             queue_limit=settings.queue_limit, client_queue_limit=settings.client_queue_limit,
-            context=self._target.checkpoint.spec.max_context,
+            context=self._target.checkpoint.spec.max_context, speculate=settings.speculate if self.device == "cpu" else "",
         )  # fmt: skip
         child = local.spawn(
             "coordinator", "kog_dist.workers.coordinator", [arguments.to_json()], environment=env.child_environment(os.environ),

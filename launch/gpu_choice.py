@@ -14,6 +14,7 @@ from kog_dist.hardware.gpus import Gpu, Inventory, read_inventory
 from kog_dist.hardware.selection import GpuRequest, select_gpus
 from kog_dist.hardware.visible import Visible, visible_gpus
 from kog_dist.launch.gpu_leases import use_of
+from kog_dist.speculation import Speculation
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -58,6 +59,8 @@ def choose_gpus(
         raise ConfigError("--prefill on is for GPUs, and the model would run on CPU ranks here; leave it out, or use --gpus")
     if found is not None and settings.check_experts and settings.prefill == "on":
         raise ConfigError("--prefill on contradicts --check-experts, which compares what the decoder chooses; leave one out")
+    if found is not None and settings.speculate == Speculation.LOOKUP:
+        raise ConfigError("speculate lookup is for CPU ranks: GPUs have no drafts yet; leave it out")
     if found is None and windows == "ring":
         raise ConfigError("kv_windows ring is for GPUs, and CPU ranks keep all positions; leave it out, or use --gpus")
     if found is not None and windows == "whole" and not found.whole_windows:

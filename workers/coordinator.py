@@ -40,7 +40,7 @@ def run_coordinator(args: CoordinatorArgs) -> int:
     if not args.rank_places.startswith("cpu"):
         importlib.import_module("numpy")  # while GPUs load: their first long prompt or grammar shall not wait for it
     instance = Instance.inherit(Path(args.folder), args.lease_fd) if args.lease_fd >= 0 else None
-    model = ModelFolder.from_folder(Path(args.model), args.model_name, args.context)
+    model = ModelFolder.from_folder(Path(args.model), args.model_name, args.context, args.speculate)
     if model.spec.max_context != control.max_context:
         raise LaunchError(
             f"the control page is made for a context of {control.max_context}, the model has {model.spec.max_context}"

@@ -27,4 +27,5 @@ class CoordinatorArgs(JsonArguments):
     client_queue_limit: int = 16  # of them those of one connection
     rpc_host: str = "127.0.0.1"  # address of the TCP port
     context: int = 0  # tokens of prompt and answer together; 0: as many as the model can
+    speculate: str = ""  # a Speculation, for requests that do not say; empty: the ranks have no drafts
     rank_places: str = ""  # device and CPUs of each rank for `status`, a line each

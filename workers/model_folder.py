@@ -16,6 +16,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer, text_unavailable
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.sampling_params import GREEDY, SamplingParams
+from kog_dist.speculation import Speculation
 from kog_dist.workers.grammar.compiler import constraint_of
 
 DEFAULT_MAX_TOKENS = 256
@@ -33,9 +34,10 @@ class ModelFolder:
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     own_sampling: SamplingParams = GREEDY  # what HTTP uses where a request says nothing; RPC is greedy then
+    speculate: Speculation | None = None  # for requests that do not say; None: the ranks have no drafts
 
     @classmethod
-    def from_folder(cls, folder: Path, name: str, context: int = 0) -> ModelFolder:
+    def from_folder(cls, folder: Path, name: str, context: int = 0, speculate: str = "") -> ModelFolder:
         """Read config.json, tokenizer and generation_config.json, for `context` tokens (0: the model's).
 
         Raises CheckpointError naming the file.
@@ -50,7 +52,8 @@ class ModelFolder:
                 f"{folder}: eos_token_id {largest} in generation_config.json or config.json is no id of the model, "
                 f"whose vocabulary ends at {spec.vocab_size - 1}"
             )
-        return cls(name, folder, spec, tokenizer, eos_ids, read_sampling_defaults(folder))
+        asked = Speculation(speculate) if speculate else None
+        return cls(name, folder, spec, tokenizer, eos_ids, read_sampling_defaults(folder), asked)
 
     def admit(self, message: Generate) -> DecodeRequest:
         """The request as ranks will see it. Raises RequestError with the code that the client gets."""
@@ -78,7 +81,25 @@ class ModelFolder:
         return DecodeRequest(
             prompt=prompt_ids, max_tokens=max_tokens, sampling=self._checked(message.sampling, max_tokens),
             stop_ids=self.eos_ids, ignore_eos=message.ignore_eos, logit_digests=message.logit_digests,
+            drafts=self._drafts(message), prediction=self._prediction(message.prediction_ids or ()),
         )  # fmt: skip
+
+    def _drafts(self, message: Generate) -> bool:
+        if self.speculate is None:
+            if message.speculate is Speculation.LOOKUP:
+                raise RequestError(
+                    ErrorCode.INVALID_REQUEST, "speculate lookup needs CPU ranks: GPUs have no drafts yet; leave it out"
+                )
+            return False
+        return (message.speculate or self.speculate) is not Speculation.OFF
+
+    def _prediction(self, ids: Sequence[int]) -> Sequence[int]:
+        """As much of it as may come: it changes no answer, so that nothing of it is refused."""
+        ids = ids[: self.spec.max_context]
+        words = _words_below(self.spec.vocab_size, ids)
+        if words is not None:
+            return words
+        return ids[: next(idx for idx, token_id in enumerate(ids) if not 0 <= token_id < self.spec.vocab_size)]
 
     def check_text(self, message: Generate) -> Tokenizer:
         """What reads the text of a request. Raises RequestError if nothing does, or if it is too long before it is read."""

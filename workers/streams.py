@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
+from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
 from kog_dist.rpc.messages import Done, FinishReason, Generate, Tokens
 from kog_dist.workers.grammar.compiler import constraint_of
 from kog_dist.workers.prompt_scoring import PromptScoring
@@ -54,6 +54,8 @@ class RequestStream:
         self._sends_stamps, self._prompt_logprobs = message.stamps, message.prompt_logprobs
         self.decoder = decoder
         self._stop_filter = StopFilter(message.stop)
+        self._drafted = [0, 0]  # tokens; of them those that were right
+        self._drafted_predictions = [0, 0]  # the same of drafts from the prediction
 
     @property
     def wants_scores(self) -> bool:
@@ -77,6 +79,8 @@ class RequestStream:
         text = ""
         reason = None
         for entry in entries:
+            if entry.drafted.num_tokens:
+                self._count(entry.drafted)
             if entry.token_id != NO_TOKEN:
                 token_ids.append(entry.token_id)
                 stamp_s = self.timings.add_token(entry.stamp_ns)
@@ -109,6 +113,11 @@ class RequestStream:
         )  # fmt: skip
         return event, reason
 
+    def _count(self, drafted: Drafted) -> None:
+        for counts in (self._drafted, *([self._drafted_predictions] if drafted.is_predicted else [])):
+            counts[0] += drafted.num_tokens
+            counts[1] += drafted.num_right
+
     def rest(self, reason: FinishReason) -> str:
         """The text that was still held back; called once, when the answer ends.
 
@@ -133,6 +142,10 @@ class RequestStream:
             num_generated_tokens=self.num_tokens,
             num_cached_tokens=self.request.kv.num_cached,
             stop_string=self._stop_filter.stopped_by if reason is FinishReason.STOP else None,
+            num_drafted_tokens=self._drafted[0],
+            num_accepted_tokens=self._drafted[1],
+            num_drafted_predictions=self._drafted_predictions[0],
+            num_accepted_predictions=self._drafted_predictions[1],
             **asdict(self.timings.figures(now_ns)),
         )
 

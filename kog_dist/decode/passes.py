@@ -1,10 +1,12 @@
-"""How CPU ranks divide a prompt into passes of the weights."""
+"""How many tokens a pass of the weights has on CPU ranks: of a prompt, and of drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kog_dist.decode.draft_lengths import SIZES
 from kog_dist.decode.plan import Plan
+from kog_dist.decode.recipes import ByPosition, recipes
 from kog_dist.decode.steps import Phase, When
 
 MOST_TOKENS = 64
@@ -20,13 +22,27 @@ def most_tokens(plan: Plan) -> int:
     d = spec.hidden_size
     work = sum(layer.mixer.num_values(d) + layer.ffn.num_read(d) for layer in spec.layers) / plan.world_size
     names = pass_mailboxes(plan) if plan.world_size > 1 else frozenset()
-    words = sum(box.num_slots * plan.world_size * box.length for box in plan.mailboxes if box.name in names)
     tokens = MOST_TOKENS
     while tokens > _LEAST_TOKENS and tokens * work > _WORK:
         tokens //= 2
-    while tokens > 1 and tokens * words * _WORD_BYTES > _BOX_BYTES:
+    while tokens > 1 and tokens * _box_bytes(plan, names) > _BOX_BYTES:
         tokens //= 2
     return tokens
+
+
+def most_verified(plan: Plan) -> int:
+    """Tokens of a pass that chooses: one of SIZES, the same on all ranks. One where a mixer keeps more than rows of positions,
+    which refused drafts would change.
+    """
+    if not all(mixer.state is None or isinstance(mixer.state, ByPosition) for mixer, _ in recipes(plan.spec)):
+        return 1
+    of_token = _box_bytes(plan, frozenset(box.name for box in plan.mailboxes)) if plan.world_size > 1 else 0
+    return max(size for size in SIZES if size == 1 or size * of_token <= _BOX_BYTES)
+
+
+def _box_bytes(plan: Plan, names: frozenset[str]) -> int:
+    """Of a rank's mailboxes, for one token of a pass."""
+    return _WORD_BYTES * sum(box.num_slots * plan.world_size * box.length for box in plan.mailboxes if box.name in names)
 
 
 def pass_mailboxes(plan: Plan) -> frozenset[str]:

@@ -57,6 +57,8 @@ class DecodeRequest:
     `mask_epoch`: 0, or a grammar constrains the answer, and its token i is chosen with the mask of epoch `mask_epoch` + i (see
     decode/masks.py).
 
+    `drafts`: ranks may draft tokens and verify several in a pass. `prediction`: what the client expects the answer to be.
+
     `prompt` is kept as `array("I")`, which is copied and searched in a hundredth of a tuple's time: at 4,000 tokens that is part
     of the time to the first one. RequestError for an id that does not fit.
     """
@@ -70,6 +72,8 @@ class DecodeRequest:
     kv: KvUse = KvUse()
     mask_epoch: int = 0
     only_copies: bool = False
+    drafts: bool = False
+    prediction: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, array):
@@ -77,11 +81,14 @@ class DecodeRequest:
                 self.prompt = array("I", self.prompt)
             except OverflowError:
                 raise RequestError("invalid_request", "a token id of the prompt does not fit into 32 bits") from None
+        if not isinstance(self.prediction, array):
+            self.prediction = array("I", self.prediction)
 
     def at(self, kv: KvUse) -> DecodeRequest:
         """The same request in this KV cache."""
         return DecodeRequest(
-            self.prompt, self.max_tokens, self.sampling, self.stop_ids, self.ignore_eos, self.logit_digests, kv, self.mask_epoch
+            self.prompt, self.max_tokens, self.sampling, self.stop_ids, self.ignore_eos, self.logit_digests, kv, self.mask_epoch,
+            drafts=self.drafts, prediction=self.prediction,
         )  # fmt: skip
 
     @property

@@ -1,7 +1,7 @@
 """The blocks of the control page in which the coordinator hands requests to ranks.
 
-Their layout is REQUEST_BLOCK of kog_dist/runtime/abi.py. Behind the struct of a block lie the prompt, the LogitBias array and the
-KvCopy array. A block carries a checksum over all of them.
+Their layout is REQUEST_BLOCK of kog_dist/runtime/abi.py. Behind the struct of a block lie the prompt, the LogitBias array, the
+KvCopy array and the prediction. A block carries a checksum over all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kog_dist.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 NUM_BLOCKS: Final = 2
 MAX_KV_COPIES: Final = 8192
-_IGNORE_EOS, _LOGIT_DIGESTS, _ONLY_COPIES = 1, 2, 4
+_IGNORE_EOS, _LOGIT_DIGESTS, _ONLY_COPIES, _DRAFTS = 1, 2, 4, 8
 _U32, _U64 = 2**32, 2**64
 _PACKER: Final = REQUEST_BLOCK.packer
 _CHECK = slice(REQUEST_BLOCK.offsets["check"], REQUEST_BLOCK.offsets["check"] + 8)
@@ -32,7 +32,7 @@ _NAMES: Final = tuple(field.name for field in REQUEST_BLOCK.fields)
 
 def block_bytes(max_context: int) -> int:
     """Bytes from one block to the next."""
-    return round_up(_copy_offset(max_context) + MAX_KV_COPIES * KV_COPY.size_bytes)
+    return round_up(_prediction_offset(max_context) + 4 * max_context)
 
 
 def _bias_offset(max_context: int) -> int:
@@ -43,6 +43,11 @@ def _bias_offset(max_context: int) -> int:
 def _copy_offset(max_context: int) -> int:
     """The same to its KvCopy array."""
     return round_up(_bias_offset(max_context) + MAX_LOGIT_BIAS * LOGIT_BIAS.size_bytes, 8)
+
+
+def _prediction_offset(max_context: int) -> int:
+    """The same to the prediction."""
+    return _copy_offset(max_context) + MAX_KV_COPIES * KV_COPY.size_bytes
 
 
 class RequestBlocks:
@@ -58,19 +63,22 @@ class RequestBlocks:
         values = {name: getattr(sampling, name) for name in PLAIN_PARAMS} | {
             "seq": seq, "check": 0, "num_prompt": len(request.prompt), "max_tokens": request.max_tokens,
             "flags": _IGNORE_EOS * request.ignore_eos | _LOGIT_DIGESTS * request.logit_digests
-            | _ONLY_COPIES * request.only_copies,
+            | _ONLY_COPIES * request.only_copies | _DRAFTS * request.drafts,
             "num_stop_ids": len(request.stop_ids), "stop_ids": array("I", request.stop_ids).tobytes(),
             "kv_cache": kv.cache, "kv_source": kv.source, "num_cached": kv.num_cached, "num_kv_copies": len(kv.copies),
             "num_logit_bias": len(sampling.logit_bias), "logprobs": 0 if sampling.logprobs is None else sampling.logprobs + 1,
-            "mask_epoch": request.mask_epoch,
+            "mask_epoch": request.mask_epoch, "num_prediction": len(request.prediction),
         }  # fmt: skip
         raw, prompt = bytearray(_PACKER.pack(*map(values.__getitem__, _NAMES))), array("I", request.prompt).tobytes()
         biases = np.array(list(sampling.logit_bias), LOGIT_BIAS.dtype).tobytes() if sampling.logit_bias else b""
         copies = array("I", chain.from_iterable((*copy, 0) for copy in kv.copies)).tobytes()
-        raw[_CHECK] = _CHECK_WORD.pack(_check(raw, prompt, biases, copies))
+        prediction = array("I", request.prediction).tobytes()
+        raw[_CHECK] = _CHECK_WORD.pack(_check(raw, prompt, biases, copies, prediction))
         start, max_context = self._offset + seq % NUM_BLOCKS * self._stride, self._max_context
-        places = (0, REQUEST_BLOCK.size_bytes, _bias_offset(max_context), _copy_offset(max_context))
-        for offset, part in zip(places, (bytes(raw), prompt, biases, copies), strict=True):
+        places = (
+            0, REQUEST_BLOCK.size_bytes, _bias_offset(max_context), _copy_offset(max_context), _prediction_offset(max_context),
+        )  # fmt: skip
+        for offset, part in zip(places, (bytes(raw), prompt, biases, copies, prediction), strict=True):
             self._segment.buffer[start + offset : start + offset + len(part)] = part
 
     def read(self, seq: int) -> DecodeRequest:
@@ -86,10 +94,12 @@ class RequestBlocks:
         prompt = copy(REQUEST_BLOCK.size_bytes, 4 * min(num_prompt, self._max_context))
         biases = copy(_bias_offset(self._max_context), LOGIT_BIAS.size_bytes * min(num_biases, MAX_LOGIT_BIAS))
         copies = copy(_copy_offset(self._max_context), KV_COPY.size_bytes * min(num_copies, MAX_KV_COPIES))
+        num_prediction = block["num_prediction"]
+        prediction = copy(_prediction_offset(self._max_context), 4 * min(num_prediction, self._max_context))
         raw[_CHECK] = bytes(8)
         is_whole = len(prompt) == 4 * num_prompt and len(biases) == LOGIT_BIAS.size_bytes * num_biases
-        is_whole = is_whole and len(copies) == KV_COPY.size_bytes * num_copies
-        if block["seq"] != seq or block["check"] != _check(raw, prompt, biases, copies) or not is_whole:
+        is_whole = is_whole and len(copies) == KV_COPY.size_bytes * num_copies and len(prediction) == 4 * num_prediction
+        if block["seq"] != seq or block["check"] != _check(raw, prompt, biases, copies, prediction) or not is_whole:
             raise ProtocolError(f"request {seq} was not complete in its block, which holds request {block['seq']}")
         return DecodeRequest(
             prompt=array("I", prompt),
@@ -101,6 +111,8 @@ class RequestBlocks:
             kv=KvUse(block["kv_cache"], block["kv_source"], block["num_cached"], _copies(copies)),
             mask_epoch=block["mask_epoch"],
             only_copies=bool(block["flags"] & _ONLY_COPIES),
+            drafts=bool(block["flags"] & _DRAFTS),
+            prediction=array("I", prediction),
         )
 
 
@@ -140,6 +152,8 @@ def _check_fits(request: DecodeRequest, max_context: int) -> None:
         finding = f"{request.kv.num_cached} of the prompt's {len(request.prompt)} tokens are cached, expected fewer than all"
     elif not (0 <= request.kv.cache < _U32 and 0 <= request.kv.source < _U32):
         finding = f"the KV caches {request.kv.cache} and {request.kv.source} do not exist"
+    elif len(request.prediction) > max_context:
+        finding = f"the prediction has {len(request.prediction)} tokens, expected at most {max_context}"
     elif len(request.kv.copies) > MAX_KV_COPIES:
         finding = f"there are {len(request.kv.copies)} copies of blocks, expected at most {MAX_KV_COPIES}"
     elif not 0 <= request.mask_epoch < _U64:

@@ -14,7 +14,7 @@ import struct
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.runtime.abi import LOGPROB_ENTRY, RING_HEADER, TOKEN_ENTRY
@@ -27,7 +27,8 @@ DIGEST_BYTES: Final = 32
 
 _LOW = 0xFFFFFFFF
 _WORDS = TOKEN_ENTRY.size_bytes // 8
-_SPARE, _DIGEST = TOKEN_ENTRY.word("spare"), TOKEN_ENTRY.word("digest")
+_DIGEST = TOKEN_ENTRY.word("digest")
+_OF_PREDICTION = 16  # bits: what is above them in `drafted`
 _DIGEST_WORDS, _NO_DIGEST = struct.Struct("<8I"), (0,) * 8
 _HAS_DIGEST, _HAS_LOGPROBS = 1, 2
 _LOGPROB_WORDS = LOGPROB_ENTRY.size_bytes // 8
@@ -45,6 +46,17 @@ class Finish(enum.IntEnum):
     NO_MASK = 5  # the grammar allowed nothing, or its mask did not come
 
 
+class Drafted(NamedTuple):
+    """Of one pass: tokens that were drafted, how many of them were right, and whether they are from the request's prediction."""
+
+    num_tokens: int = 0
+    num_right: int = 0
+    is_predicted: bool = False
+
+
+NOT_DRAFTED: Final = Drafted()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
     """One generated token. `token_id` is NO_TOKEN when the entry only ends the answer; `stamp_ns` is on the monotonic clock."""
@@ -56,6 +68,7 @@ class TokenEntry:
     digest: bytes | None
     finish: Finish
     logprobs: TokenLogprobs | None = None
+    drafted: Drafted = NOT_DRAFTED  # of the pass whose first token this is
 
 
 def ring_bytes(num_entries: int) -> int:
@@ -78,7 +91,7 @@ class TokenRing:
 
     def put(
         self, seq: int, index: int, token_id: int, stamp_ns: int, digest: bytes | None, finish: Finish,
-        logprobs: TokenLogprobs | None = None,
+        logprobs: TokenLogprobs | None = None, drafted: Drafted = NOT_DRAFTED,
     ) -> None:  # fmt: skip
         """Write entry `index` of request `seq` and wake the reader. Only rank 0 calls this; it never waits.
 
@@ -94,7 +107,8 @@ class TokenRing:
         if logprobs is not None:
             self._put_logprobs(seq, index, logprobs)
         tag = (seq & _LOW) << 32
-        payloads = (token_id & _LOW, index, int(finish), flags, stamp_ns & _LOW, stamp_ns >> 32, 0, 0, *digest_words)
+        drafts = drafted.num_tokens | drafted.is_predicted << _OF_PREDICTION, drafted.num_right
+        payloads = (token_id & _LOW, index, int(finish), flags, stamp_ns & _LOW, stamp_ns >> 32, *drafts, *digest_words)
         self._entries[index * _WORDS : (index + 1) * _WORDS] = array("Q", [tag | payload for payload in payloads])
         self._num_put += 1
         self._header[0] = self._num_put  # after the entry: x86 keeps stores in order; elsewhere a late wake costs a poll
@@ -139,7 +153,7 @@ class TokenRing:
         for word in entry:
             if word >> 32 != tag:
                 return None
-        token_id, _, finish, flags, low, high = (word & _LOW for word in entry[:_SPARE])
+        token_id, _, finish, flags, low, high, drafted, right = (word & _LOW for word in entry[:_DIGEST])
         logprobs = self._get_logprobs(seq, index) if flags & _HAS_LOGPROBS else None
         if flags & _HAS_LOGPROBS and logprobs is None:
             return None
@@ -151,6 +165,7 @@ class TokenRing:
             digest=_DIGEST_WORDS.pack(*(word & _LOW for word in entry[_DIGEST:])) if flags & _HAS_DIGEST else None,
             finish=Finish(finish),
             logprobs=logprobs,
+            drafted=_drafted(drafted, right) if drafted else NOT_DRAFTED,
         )
 
     def is_begun(self, seq: int, index: int) -> bool:
@@ -177,3 +192,7 @@ class TokenRing:
         self._futex.close()
         for words in (self._header, self._entries, self._logprobs):
             words.release()
+
+
+def _drafted(word: int, num_right: int) -> Drafted:
+    return Drafted(word & (1 << _OF_PREDICTION) - 1, num_right, bool(word >> _OF_PREDICTION))

@@ -115,6 +115,8 @@ class AnswerResponse(Response):
             num_prompt_tokens=sum(prompts) if prompts else None,
             num_cached_tokens=sum(end.num_cached_tokens for end in done) if done else None,
             num_generated_tokens=sum(meter.num_tokens for meter in exchange.meters),
+            num_drafted_tokens=(drafted := sum(end.num_drafted_tokens for end in done)) or None,
+            num_accepted_tokens=sum(end.num_accepted_tokens for end in done) if drafted else None,
             num_reasoning_tokens=exchange.reply.num_reasoning_tokens or None, num_calls=exchange.reply.num_calls or None,
             queue_s=first.queue_s if first is not None else exchange.queue_s,
             ttft_s=exchange.meters[0].ttft_s if exchange.meters else None,

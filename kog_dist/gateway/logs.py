@@ -63,6 +63,8 @@ class RequestLine:
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_generated_tokens: int | None = None
+    num_drafted_tokens: int | None = None  # where there are any
+    num_accepted_tokens: int | None = None  # of them those that were right
     num_reasoning_tokens: int | None = None  # of these, where there are any
     num_calls: int | None = None  # of tools, where there are any
     queue_s: float | None = None
@@ -88,6 +90,7 @@ class RequestLine:
             f"first after {self.ttft_s * 1e3:,.0f} ms{queue}" if self.ttft_s is not None else None,
             f"{queue_ms} ms in the queue" if queue_ms and self.ttft_s is None else None,
             f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else None,
+            f"{self.num_accepted_tokens:,} of {self.num_drafted_tokens:,} drafts right" if self.num_drafted_tokens else None,
             f"unknown fields left out: {self.left_out}" if self.left_out else None,
             f"not in the prompt: {self.unseen}" if self.unseen else None,
             self.error or self.finish_reason or ("the client has gone" if self.status == CLIENT_GONE else None),

@@ -165,6 +165,8 @@ class RequestMeter:
         metrics.request_generation.observe(end.num_generated_tokens)
         metrics.num_cache_queries += end.num_prompt_tokens
         metrics.num_cache_hits += end.num_cached_tokens
+        metrics.num_drafted += end.num_drafted_tokens
+        metrics.num_accepted += end.num_accepted_tokens
 
 
 class _Labelled(Protocol):
@@ -188,6 +190,8 @@ class Metrics:
         self.num_generated_tokens = 0
         self.num_cache_queries = 0  # tokens of prompts
         self.num_cache_hits = 0  # of them those that were not prefilled again
+        self.num_drafted = 0  # tokens
+        self.num_accepted = 0  # of them those that were right
         self.num_open_requests = 0
         self.num_open_streams = 0
         self.num_buffered_bytes = 0
@@ -284,6 +288,8 @@ class Metrics:
             ("generation_tokens", "Tokens generated.", self.num_generated_tokens),
             ("prefix_cache_queries", "Tokens of prompts that were looked up in the kept caches.", self.num_cache_queries),
             ("prefix_cache_hits", "Of them those that were found.", self.num_cache_hits),
+            ("spec_decode_num_draft_tokens", "Tokens that were drafted.", self.num_drafted),
+            ("spec_decode_num_accepted_tokens", "Of them those that were right.", self.num_accepted),
             ("gateway_slow_readers", "Streams that were ended because the client did not read.", self.num_slow_readers),
             ("gateway_disconnects", "Clients that went before their answer was complete.", self.num_disconnects),
         ):

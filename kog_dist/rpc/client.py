@@ -40,6 +40,7 @@ from kog_dist.rpc.messages import (
 )
 from kog_dist.rpc.transport import Access
 from kog_dist.sampling_params import GREEDY, SamplingParams
+from kog_dist.speculation import Speculation
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0  # the engine says something about four times a second while a request is not finished
@@ -111,7 +112,7 @@ class Client:
         stop: Sequence[str] = (), ignore_eos: bool = False, logit_digests: bool = False, stamps: bool = False,
         deadline_s: float | None = None, reuse_kv: bool = True, conversation: str | None = None, json_schema: str | None = None,
         regex: str | None = None, cache_salt: str | None = None, prompt_logprobs: bool = False, request_id: str | None = None,
-        timeout_s: float | None = None,
+        timeout_s: float | None = None, speculate: str | None = None, prediction_ids: Sequence[int] | None = None,
         sampling: SamplingParams = GREEDY, **parameters: Any,
     ) -> Generator[StreamEvent, None, None]:  # fmt: skip
         """Decode one prompt: yields `Accepted`, then `Alive`, `PrefillProgress` and `Tokens` as they come, last `Done`.
@@ -123,13 +124,16 @@ class Client:
         router sends them where their beginning is cached. `parameters` replace those of `sampling` by name: `temperature=0.7,
         seed=1`; see docs/sampling.md. The whole answer satisfies `json_schema` (a text) or matches `regex` unless it ends early,
         for its length for instance. Of what earlier requests left, that of those with the same `cache_salt` is used. With
-        `prompt_logprobs`, and `logprobs` of the parameters, `PromptLogprobs` come before `Tokens`.
+        `prompt_logprobs`, and `logprobs` of the parameters, `PromptLogprobs` come before `Tokens`. `speculate` (off, lookup or
+        auto) and `prediction_ids`, what the answer may be like, change no answer: see docs/drafts.md.
         """
         try:
             message = Generate(
                 request_id or secrets.token_hex(8), prompt, None if prompt_ids is None else tuple(prompt_ids), max_tokens,
                 replace(sampling, **parameters) if parameters else sampling, tuple(stop), ignore_eos, logit_digests, stamps,
                 deadline_s, reuse_kv, conversation, json_schema, regex, cache_salt, prompt_logprobs,
+                speculate=None if speculate is None else Speculation(speculate),
+                prediction_ids=None if prediction_ids is None else tuple(prediction_ids),
             )  # fmt: skip
             self._connection.send(message)
         except (BadMessage, ValueError) as error:

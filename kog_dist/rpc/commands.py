@@ -246,6 +246,8 @@ def _as_object(answer: _Answer, done: Done, request: PromptRequest) -> dict[str,
             "num_prompt_tokens": done.num_prompt_tokens,
             "num_cached_tokens": done.num_cached_tokens,
             "num_generated_tokens": done.num_generated_tokens,
+            "num_drafted_tokens": done.num_drafted_tokens,
+            "num_accepted_tokens": done.num_accepted_tokens,
         },
         "timings": timings,
     }

@@ -48,6 +48,9 @@ def generate(
     reuse_kv: Annotated[bool, typer.Option("--reuse-kv/--no-reuse-kv", help="Skip what earlier requests prefilled.")] = True,
     conversation: Annotated[str | None, typer.Option(help="Id that the requests of a conversation share, for a router.")] = None,
     cache_salt: Annotated[str | None, typer.Option(help="Use only what requests with the same one have left.")] = None,
+    speculate: Annotated[
+        str | None, typer.Option(help="Drafts of later tokens: off, lookup or auto. Default: the engine's.")
+    ] = None,
     sampling: Any = None,
     json_schema: Annotated[str | None, JSON_SCHEMA] = None,
     regex: Annotated[str | None, REGEX] = None,
@@ -71,7 +74,7 @@ def generate(
             prompt=prompt, prompt_ids=parse_ids(prompt_ids), max_tokens=max_tokens, sampling=sampling_of(sampling),
             stop=tuple(stop or ()), ignore_eos=ignore_eos, logit_digests=logit_digests, stamps=stamps, deadline_s=deadline,
             reuse_kv=reuse_kv, conversation=conversation, json_schema=read_schema(json_schema), regex=regex,
-            cache_salt=cache_salt, as_json=json,
+            cache_salt=cache_salt, speculate=speculate, as_json=json,
         )  # fmt: skip
     target = commands.EngineChoice(instance, endpoint, key_file)
     for_launcher = request_fd is not None

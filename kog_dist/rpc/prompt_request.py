@@ -14,8 +14,10 @@ from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
+from kog_dist.quoting import short
 from kog_dist.rpc.messages.limits import MAX_SCHEMA_BYTES
 from kog_dist.sampling_params import GREEDY, SamplingParams
+from kog_dist.speculation import Speculation
 
 _MAX_ID_DIGITS = 20
 
@@ -38,6 +40,7 @@ class PromptRequest:
     json_schema: str | None = None
     regex: str | None = None
     cache_salt: str | None = None
+    speculate: str | None = None
     as_json: bool = False
 
     def __post_init__(self) -> None:
@@ -45,6 +48,8 @@ class PromptRequest:
             raise ConfigError("--prompt and --prompt-ids exclude each other")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"--max-tokens must be at least 1, got {self.max_tokens}")
+        if self.speculate is not None and self.speculate not in tuple(Speculation):
+            raise ConfigError(f"--speculate must be one of {', '.join(Speculation)}, got {short(self.speculate)}")
         if self.json_schema is not None and self.regex is not None:
             raise ConfigError("--json-schema and --regex exclude each other")
 

@@ -17,6 +17,8 @@ def statistics(done: Done) -> str:
         parts.append(f"{done.tokens_per_s:.1f} tokens/s")
     if done.itl_p50_s is not None and done.itl_p99_s is not None:
         parts.append(f"gaps p50 {done.itl_p50_s * 1e3:.2f} ms, p99 {done.itl_p99_s * 1e3:.2f} ms")
+    if done.num_drafted_tokens:
+        parts.append(f"{done.num_accepted_tokens} of {done.num_drafted_tokens} drafted tokens right")
     return ", ".join(parts)
 
 

@@ -196,13 +196,16 @@ PLAIN_PARAMS = tuple(name for name in DEFAULTS if name not in ("logit_bias", "lo
 _SAMPLING_KINDS = {int: "u64", float: "f64"}
 REQUEST_BLOCK = Struct(
     "RequestBlock",
-    "One request, as ranks see it; uint32_t prompt[max_context], LogitBias[], KvCopy[] follow. `check` covers all.",
+    "One request, as ranks see it; uint32_t prompt[max_context], LogitBias[], KvCopy[], uint32_t prediction[max_context] follow. "
+    "`check` covers all.",
     (
         Field("seq", "u64", "number of the request, from 1"),
         Field("check", "u64", "CRC-32 of the block, the prompt ids, the biases and the copies, taken with check = 0"),
         Field("num_prompt", "u32", "prompt ids that follow"),
         Field("max_tokens", "u32", "most tokens to generate"),
-        Field("flags", "u32", "1: ignore stop ids, 2: a digest of the logits with every token, 4: only copies, no answer"),
+        Field(
+            "flags", "u32", "1: ignore stop ids, 2: a digest of the logits with every token, 4: only copies, no answer, 8: drafts"
+        ),
         Field("num_stop_ids", "u32", "used entries of stop_ids"),
         Field("stop_ids", "u32", "token ids that end the answer", count=MAX_STOP_IDS),
         Field("kv_cache", "u32", "KV cache that the request runs in"),
@@ -213,6 +216,7 @@ REQUEST_BLOCK = Struct(
         Field("num_logit_bias", "u32", "used entries of the LogitBias array behind the prompt's room"),
         Field("logprobs", "u32", "0: none wanted; n + 1: of every token, and of the n best"),
         Field("mask_epoch", "u64", "epoch of the mask for the first token of the answer; 0: no masks"),
+        Field("num_prediction", "u32", "ids of what the client expects the answer to be"),
     ),
     size_multiple=LINE_BYTES,
 )
@@ -252,7 +256,8 @@ TOKEN_ENTRY = Struct(
         Field("flags", "u64", "1: digest is valid, 2: the LogprobEntry of the same index belongs to it"),
         Field("stamp_low", "u64", "CLOCK_MONOTONIC in ns when the token was known, low half"),
         Field("stamp_high", "u64", "high half"),
-        Field("spare", "u64", "0", count=2),
+        Field("drafted", "u64", "tokens drafted in the pass that this entry is the first of; 2^16 more: of the prediction"),
+        Field("accepted", "u64", "of them those that were right"),
         Field("digest", "u64", "SHA-256 of the float32 logits, 4 bytes a word", count=8),
     ),
     size_multiple=LINE_BYTES,

@@ -91,7 +91,10 @@ def test_an_answer_is_one_object(generate: Any, capsys: pytest.CaptureFixture[st
     assert printed.err == ""
     assert json.loads(printed.out) == {
         "request_id": "r1", "text": "Hello\x1b[2J", "token_ids": [5, 6, 7], "finish_reason": "stop",
-        "usage": {"num_prompt_tokens": 7, "num_cached_tokens": 4, "num_generated_tokens": 3},
+        "usage": {
+            "num_prompt_tokens": 7, "num_cached_tokens": 4, "num_generated_tokens": 3, "num_drafted_tokens": 0,
+            "num_accepted_tokens": 0,
+        },
         "timings": {
             "queue_s": 0.1, "prefill_s": 0.5, "ttft_s": 0.01234, "total_s": 2.0, "itl_p50_s": 0.001, "itl_p99_s": 0.0025,
             "tokens_per_s": 99.95, "stages_s": {stage: idx for idx, stage in enumerate(STAGES)},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import tracemalloc
+from array import array
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -37,6 +38,7 @@ from kog_dist.rpc.messages import (
 )
 from kog_dist.runtime.stages import STAGES
 from kog_dist.sampling_params import DEFAULTS, LIMITS, SamplingParams
+from kog_dist.speculation import Speculation
 
 HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
 texts = st.text(st.characters(codec="utf-8"), max_size=40)
@@ -59,6 +61,8 @@ by_type: dict[Any, st.SearchStrategy[Any]] = {
     "EngineState": st.sampled_from(EngineState),
     "FinishReason": st.sampled_from(FinishReason),
     "ErrorCode": st.sampled_from(ErrorCode),
+    "Speculation | None": st.none() | st.sampled_from(Speculation),
+    "Sequence[int] | None": st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=5).map(lambda ids: array("I", ids)),
 }
 by_name: dict[str, st.SearchStrategy[Any]] = {
     "request_id": names,
@@ -87,6 +91,8 @@ def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
     strategies = {name: by_name[name] if name in by_name else by_type[kind] for name, kind in kinds.items()}
     if cls is Error:
         strategies |= {"message": texts.filter(bool), "request_id": st.none() | names}
+    if cls is Done:
+        strategies |= {"stop_string": st.none() | texts.filter(bool)}
     if cls is Generate:
         strategies |= {"prompt": texts, "sampling": st.builds(SamplingParams, **sampling)}
         filled = st.none() | texts.filter(bool)

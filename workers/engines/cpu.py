@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.decode import host_library
-from kog_dist.decode.cursor import Choose
+from kog_dist.decode.draft_lengths import SIZES
+from kog_dist.decode.drafts import NO_DRAFT, Drafter, LookupDrafter
 from kog_dist.decode.interpreter import Interpreter, StepOutput
-from kog_dist.decode.passes import most_tokens, pass_mailboxes, pass_sizes
+from kog_dist.decode.passes import most_tokens, most_verified, pass_mailboxes, pass_sizes
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError
 from kog_dist.model.spec import ModelSpec
@@ -37,6 +38,7 @@ from kog_dist.workers.engines.agreement import agree, common_terms
 from kog_dist.workers.engines.cpu_blocks import BLOCK_TOKENS, CpuBlocks, num_slots
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.opening import opened
+from kog_dist.workers.engines.pass_costs import pass_costs
 from kog_dist.workers.engines.root_choice import RootChoice
 
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
@@ -52,6 +54,7 @@ class CpuEngine:
         self._comm: CpuCommunicator | None = None
         self._interpreter: Interpreter | None = None
         self._pass_tokens = 1  # of a prompt, at most
+        self._costs = [1.0] * len(SIZES)  # of passes that choose
         self._blocks: CpuBlocks | None = None
         self._start = StartTeller(partial(control.set_startup, self._rank))
         self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
@@ -71,6 +74,7 @@ class CpuEngine:
         self._start.begin(StartStage.WEIGHTS)
         weights = checkpoint.rank_weights(lanes, keeps_halves=products is not None, on_share=self._start.share)
         plan = make_plan(spec, self._world_size, checks_experts=args.check_experts)
+        plan = replace(plan, num_tokens=1 if products is None else most_verified(plan))
         check(plan)
         self._control.set_state(rank, RankState.LINKING)
         self._start.begin(StartStage.PEERS)
@@ -85,7 +89,9 @@ class CpuEngine:
         by_token = pass_mailboxes(plan)
         self._comm = CpuCommunicator.create(
             [
-                MailboxSpec(box.name, box.num_slots, box.length, self._pass_tokens if box.name in by_token else 1)
+                MailboxSpec(
+                    box.name, box.num_slots, box.length, max(plan.num_tokens, self._pass_tokens if box.name in by_token else 1)
+                )
                 for box in plan.mailboxes
             ],
             rendezvous=self._rendezvous, control=self._control, deadline=deadline, timeout_s=args.step_timeout_s,
@@ -96,7 +102,9 @@ class CpuEngine:
         )  # fmt: skip
         self._control.set_kv_layout(rank, self._kv_layout(spec, len(lanes)))
         self._start.begin(StartStage.TRIAL)
+        begin_s = time.perf_counter()
         self._interpreter.step(0, 0, SamplingParams())  # maps pages, fills caches, and shows that all ranks answer
+        self._costs = pass_costs(self._interpreter, time.perf_counter() - begin_s, self._rendezvous, deadline)
         self._comm.waits = EpochWaits()  # only those of requests count
         self._control.set_epoch_waits(rank, self._comm.waits)
         self._rendezvous.barrier(deadline)
@@ -144,37 +152,54 @@ class CpuEngine:
         return True
 
     def _decode(self, seq: int, request: DecodeRequest) -> Finish:
-        sampling = request.sampling
-        root = self._root_choice(seq, request)
-        stop_ids = frozenset(request.end_ids)
-        token_id, first_position = request.prompt[-1], len(request.prompt) - 1
-        index = 0
+        """Pass by pass: the newest token, and drafts of those behind it."""
+        root, drafter = self._root_choice(seq, request), self._drafter(request)
+        token_id, index, position = request.prompt[-1], 0, len(request.prompt) - 1
         while True:
-            position = first_position + index
-            output = self._step(
-                seq, token_id, position, sampling, gather_logits=request.logit_digests or request.needs_all_logits,
-                choose=root.choose if root is not None else None,
-            )  # fmt: skip
-            token_id = output.token_id
+            most = min(request.max_tokens - index, self._spec.max_context - 1 - position, self._most_verified) - 1
+            draft = NO_DRAFT if drafter is None else drafter.draft(most)
+            outputs = self._verify(seq, request, (token_id, *draft.token_ids), position, root)
             if index == 0:
                 self._control.stamp(self._rank, RankStage.CHOSEN)
-            finish = Finish.NONE
-            if output.stopped:  # why rank 0 found nothing to choose, it alone knows
-                finish = root.failure if root is not None and root.failure is not Finish.NONE else Finish.CANCELLED
-            elif not output.finite:
-                finish = Finish.NUMERICAL_FAULT
-            elif token_id in stop_ids:
-                finish = Finish.STOP
-            elif index + 1 >= request.max_tokens or position + 2 >= self._spec.max_context:
-                finish = Finish.LENGTH
-            if finish in (Finish.CANCELLED, Finish.NUMERICAL_FAULT, Finish.NO_MASK):
-                self._put(seq, index, NO_TOKEN, None, None, finish)
-            else:
-                logprobs = root.logprobs(token_id, output.logits) if root is not None and output.logits is not None else None
-                self._put(seq, index, token_id, output.logits if request.logit_digests else None, logprobs, finish)
-            if finish is not Finish.NONE:
-                return finish
-            index += 1
+            ends = [self._finish(request, root, output, index + idx, position + idx) for idx, output in enumerate(outputs)]
+            num = next((idx + 1 for idx, finish in enumerate(ends) if finish is not Finish.NONE), len(ends))
+            self._end(seq, position + num)
+            drafted = Drafted(len(draft.token_ids), len(outputs) - 1, draft.is_predicted)
+            for idx in range(num):
+                self._hand_out(seq, request, root, outputs[idx], index + idx, ends[idx], NOT_DRAFTED if idx else drafted)
+            if ends[num - 1] is not Finish.NONE:
+                return ends[num - 1]
+            if drafter is not None:
+                drafter.took([output.token_id for output in outputs])
+            token_id, index, position = outputs[-1].token_id, index + num, position + num
+
+    def _drafter(self, request: DecodeRequest) -> Drafter | None:
+        """None: each token has a pass of its own. So it is with a grammar, whose masks come token by token."""
+        if not request.drafts or request.mask_epoch or self._most_verified == 1:
+            return None
+        return LookupDrafter(request.prompt, request.prediction, self._costs)
+
+    def _finish(self, request: DecodeRequest, root: RootChoice | None, output: StepOutput, index: int, position: int) -> Finish:
+        """Whether the answer ends with token `index`, chosen behind the one at `position`."""
+        if output.stopped:  # why rank 0 found nothing to choose, it alone knows
+            return root.failure if root is not None and root.failure is not Finish.NONE else Finish.CANCELLED
+        if not output.finite:
+            return Finish.NUMERICAL_FAULT
+        if output.token_id in request.end_ids:
+            return Finish.STOP
+        is_full = index + 1 >= request.max_tokens or position + 2 >= self._spec.max_context
+        return Finish.LENGTH if is_full else Finish.NONE
+
+    def _hand_out(
+        self, seq: int, request: DecodeRequest, root: RootChoice | None, output: StepOutput, index: int, finish: Finish,
+        drafted: Drafted,
+    ) -> None:  # fmt: skip
+        """Rank 0 puts a token of the answer into the ring, or that there is none."""
+        if finish in (Finish.CANCELLED, Finish.NUMERICAL_FAULT, Finish.NO_MASK):
+            self._put(seq, index, NO_TOKEN, None, None, finish, drafted)
+            return
+        logprobs = root.logprobs(output.token_id, output.logits) if root is not None and output.logits is not None else None
+        self._put(seq, index, output.token_id, output.logits if request.logit_digests else None, logprobs, finish, drafted)
 
     def _root_choice(self, seq: int, request: DecodeRequest) -> RootChoice | None:
         if self._rank != 0 or not request.needs_all_logits:
@@ -182,16 +207,15 @@ class CpuEngine:
         limit_s = self._args.step_timeout_s
         return RootChoice(seq, request, self._control, self._spec.vocab_size, step_timeout_s=limit_s)
 
-    def _step(
-        self, seq: int, token_id: int, position: int, sampling: SamplingParams | None, *, gather_logits: bool = False,
-        choose: Choose | None = None,
-    ) -> StepOutput:  # fmt: skip
-        """One token."""
+    def _verify(
+        self, seq: int, request: DecodeRequest, token_ids: Sequence[int], position: int, root: RootChoice | None
+    ) -> list[StepOutput]:
+        """One pass of the answer."""
         assert self._interpreter is not None
-        stop = self._begin(seq)
-        output = self._interpreter.step(token_id, position, sampling, gather_logits, stop=stop, choose=choose)
-        self._end(seq, position + 1)
-        return output
+        return self._interpreter.verify(
+            token_ids, position, request.sampling, request.logit_digests or request.needs_all_logits, stop=self._begin(seq),
+            choose=root.choose if root is not None else None,
+        )  # fmt: skip
 
     def _read(self, seq: int, token_ids: Sequence[int], position: int) -> StepOutput:
         """One pass of prompt tokens."""
@@ -216,20 +240,26 @@ class CpuEngine:
         self._control.set_epoch_waits(self._rank, self._comm.waits)
 
     def _put(
-        self, seq: int, index: int, token_id: int, digested: NDArray[Any] | None, logprobs: TokenLogprobs | None, finish: Finish
-    ) -> None:
+        self, seq: int, index: int, token_id: int, digested: NDArray[Any] | None, logprobs: TokenLogprobs | None, finish: Finish,
+        drafted: Drafted = NOT_DRAFTED,
+    ) -> None:  # fmt: skip
         """Rank 0 hands a token out, with a digest of the logits `digested`; nothing once the engine is being stopped."""
         if self._rank != 0 or self._control.aborted():
             return
         digest = None
         if digested is not None:
             digest = hashlib.sha256(digested.astype("<f4", copy=False).tobytes()).digest()
-        self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish, logprobs)
+        self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish, logprobs, drafted)
 
     @property
     def _spec(self) -> ModelSpec:
         assert self._interpreter is not None
         return self._interpreter.plan.spec
+
+    @property
+    def _most_verified(self) -> int:
+        assert self._interpreter is not None
+        return self._interpreter.plan.num_tokens
 
     rouse = None
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from kog_dist.rpc.messages import Done
 
+_PREDICTIONS = ("num_drafted_predictions", "num_accepted_predictions")
+
 
 def usage(dones: Sequence[Done], choices_per_prompt: int) -> dict[str, Any]:
     """Of all choices together; a prompt counts once, whatever `n` is. End tokens and those of stop strings count."""
@@ -29,6 +31,12 @@ def usage_of(num_prompt: int, num_generated: int, num_cached: int | None = None)
     return counts
 
 
+def predicted_tokens(dones: Sequence[Done]) -> dict[str, int]:
+    """What became of tokens that were drafted from the prediction; nothing where none were."""
+    drafted, accepted = (sum(getattr(done, name) for done in dones) for name in _PREDICTIONS)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted} if drafted else {}
+
+
 def response_usage(done: Done, num_reasoning: int) -> dict[str, Any]:
     """The same for the Responses API."""
     return {
@@ -45,8 +53,9 @@ def timings(dones: Sequence[Done]) -> dict[str, Any]:
 
     queue_ms: until the first choice was handed to the ranks, which no other time contains. prompt_n: prompt tokens that were
     not cached; prompt_ms: from the hand-over to the first token. predicted_ms: from the first token to the last, and so
-    predicted_per_token_ms and predicted_per_second count the tokens after the first. Of several choices: sums, for they are
-    decoded one after the other.
+    predicted_per_token_ms and predicted_per_second count the tokens after the first. draft_n, draft_n_accepted: tokens that were
+    drafted, and of them those that were right; only where there were any. Of several choices: sums, for they are decoded one
+    after the other.
     """
     cached = sum(done.num_cached_tokens for done in dones)
     prompt_n = sum(done.num_prompt_tokens for done in dones) - cached
@@ -56,6 +65,7 @@ def timings(dones: Sequence[Done]) -> dict[str, Any]:
     gaps = sum(done.num_generated_tokens - 1 for done in timed)
     decode_s = sum((done.num_generated_tokens - 1) / done.tokens_per_s for done in timed if done.tokens_per_s)
     prompt_s = sum(prefills) if prefills else None
+    drafted, accepted = (sum(getattr(done, f"num_{kind}_tokens") for done in dones) for kind in ("drafted", "accepted"))
     return {
         "queue_ms": _ms(dones[0].queue_s) if dones else None,
         "cache_n": cached,
@@ -67,6 +77,7 @@ def timings(dones: Sequence[Done]) -> dict[str, Any]:
         "predicted_ms": _ms(decode_s) if timed else None,
         "predicted_per_token_ms": _ms(decode_s / gaps) if gaps and timed else None,
         "predicted_per_second": round(gaps / decode_s, 3) if decode_s else None,
+        **({"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}),
     }
 
 

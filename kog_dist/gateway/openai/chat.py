@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kog_dist.gateway.openai.accounting import predicted_tokens
 from kog_dist.gateway.openai.chat_request import AllowedTools, ChatRequest, JsonSchemaFormat, NamedTool
 from kog_dist.gateway.openai.chunks import ChunkReply, ReplyForm, quoted
 from kog_dist.gateway.openai.errors import invalid
@@ -18,6 +19,7 @@ from kog_dist.gateway.openai.planning import (
     conversation_of,
     object_schema,
     plan_choices,
+    predicted_ids,
     sampling_params,
     schema_text,
 )
@@ -81,6 +83,7 @@ def chat_plan(request: ChatRequest, served: ServedModel, kind: str, *, cuts_limi
         **begun.fields(),
         "max_tokens": answer_limit(limits, len(begun.prompt_ids), served, "messages", cuts=cuts_limit),
         **use.fields(begun, answer_schema, served),
+        "prediction_ids": predicted_ids(request.prediction, served),
     }
     generates = plan_choices("messages", request, stamp, [fields], request.n or 1, params, conversation)
     return ChatPlan(stamp, generates, use.after(begun), begun.prompt_ids, prompt.unseen)
@@ -169,7 +172,8 @@ class ChatReply(ChunkReply):
         return sum(parser.num_calls for parser in self._parsers)
 
     def _usage(self) -> dict[str, Any]:
-        return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}}
+        details = {"reasoning_tokens": self.num_reasoning_tokens, **predicted_tokens(self._in_order())}
+        return super()._usage() | {"completion_tokens_details": details}
 
     def _finish_reason(self, choice: int, done: Done) -> str:
         reason = super()._finish_reason(choice, done)

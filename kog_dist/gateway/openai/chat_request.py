@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from kog_dist.gateway.openai.peer_fields import (
     REFUSED_EVERYWHERE,
@@ -166,6 +166,23 @@ class JsonSchemaFormat(RequestModel):
     json_schema: JsonSchema
 
 
+class Prediction(RequestModel):
+    """A text that the answer may be like, such as the file that is to be edited. It changes no answer."""
+
+    inert: ClassVar[frozenset[str]] = frozenset({"type", "content"})
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+def _or_none(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """What passes the check, else nothing: for what changes no answer."""
+    try:
+        return check(value)
+    except ValidationError:
+        return None
+
+
 MAX_TEMPLATE_VALUES = 32
 TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TemplateValue = Annotated[str, Field(max_length=4096)] | bool | int | float | None
@@ -222,4 +239,6 @@ class ChatRequest(SamplingFields):
     )
     reasoning_effort: Any = Field(default=None, description="In the words of the model's template; docs/answers.md.")
     verbosity: Any = ignored("the model does not know it")
-    prediction: Any = ignored("it would make the answer no other")
+    prediction: Annotated[Prediction | None, WrapValidator(_or_none)] = Field(
+        default=None, description="What the answer may be like: drafts come from it. Of another form it is left out."
+    )

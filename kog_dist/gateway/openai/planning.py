@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.body import parse
+from kog_dist.gateway.openai.chat_request import Prediction
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.request_model import MOST_TOKENS, JsonObjectFormat, SamplingFields
 from kog_dist.gateway.openai.served import ServedModel
@@ -125,6 +126,7 @@ def plan_choices(
                 "sampling": _of_choice(params, choice % per_prompt),
                 "conversation": _choice_conversation(conversation, choice),
                 "cache_salt": request.cache_salt,
+                "speculate": request.speculate,
             },
         )
         for choice in range(num_choices)
@@ -206,6 +208,21 @@ def encode_prompt(
     if len(ids) > room:
         raise _too_long(param, f"the prompt has {len(ids)} tokens, at most {room} {why}")
     return ids
+
+
+def predicted_ids(prediction: Prediction | None, served: ServedModel) -> tuple[int, ...] | None:
+    """The tokens of a prediction, as many as an answer may have. What cannot be read is none: it changes no answer."""
+    if prediction is None or served.tokenizer is None:
+        return None
+    content = prediction.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    try:
+        ids = served.tokenizer.encode(text[: _HEAD_BYTES_PER_TOKEN * served.max_context], add_special_tokens=False)
+    except BaseException as error:  # the library's panics derive from BaseException
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        return None
+    return tuple(ids[: min(served.max_context, MAX_PROMPT_IDS)]) or None
 
 
 def answer_limit(

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from kog_dist.rpc.messages import MAX_STOP_BYTES, MAX_STOP_STRINGS
 from kog_dist.sampling_params import LEAST_TEMPERATURE, LIMITS, MAX_LOGIT_BIAS, MAX_SEED, MAX_TOP_LOGPROBS
+from kog_dist.speculation import Speculation
 
 MAX_CHOICES: Final = 8  # answers to one HTTP request: n times the number of prompts
 MAX_MESSAGES: Final = 4096
@@ -119,7 +120,7 @@ class StreamOptions(RequestModel):
 class SamplingFields(RequestModel):
     """How tokens are chosen; docs/sampling.md. Where a field is absent or null the model's defaults count."""
 
-    inert: ClassVar[frozenset[str]] = frozenset({"user", "prompt_cache_key"})
+    inert: ClassVar[frozenset[str]] = frozenset({"user", "prompt_cache_key", "speculate"})
 
     model: ModelName | None = None
     stream: bool | None = None
@@ -149,6 +150,9 @@ class SamplingFields(RequestModel):
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = Field(
         default=None, description="As in vLLM: only what requests with the same one have left is used again."
+    )
+    speculate: Literal[tuple(Speculation)] | None = Field(  # type: ignore[valid-type]
+        default=None, description="Drafts of later tokens; they change no answer. Default: as the engine was started."
     )
     metadata: Any = ignored("nothing is stored")
     store: Any = ignored("nothing is stored")

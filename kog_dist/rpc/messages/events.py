@@ -132,6 +132,10 @@ class Done(Checked):
     received_s: float | None = checked(optional(SECONDS), default=None)  # on the monotonic clock of the engine's machine
     stages_s: tuple[float | None, ...] = checked(array(optional(SECONDS), len(STAGES)), default=())  # one for each, or none
     stop_string: str | None = checked(optional(text(1, MAX_STOP_BYTES)), default=None)  # that ended the answer
+    num_drafted_tokens: int = checked(COUNT, default=0)
+    num_accepted_tokens: int = checked(COUNT, default=0)  # of them those that were right
+    num_drafted_predictions: int = checked(COUNT, default=0)  # of those that were drafted: from the request's prediction
+    num_accepted_predictions: int = checked(COUNT, default=0)
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kog_dist.rpc.fields import array, checked, flag, integer, number, optional, text, token_ids
+from kog_dist.rpc.fields import array, checked, choice, flag, integer, number, optional, text, token_ids
 from kog_dist.rpc.messages.checks import ID, NAME, TEXT, BadMessage, Checked, tagged
 from kog_dist.rpc.messages.codes import ErrorCode
 from kog_dist.rpc.messages.limits import (
@@ -21,6 +21,7 @@ from kog_dist.rpc.messages.limits import (
     MAX_TOKENS,
 )
 from kog_dist.sampling_params import DEFAULTS, GREEDY, SamplingParams
+from kog_dist.speculation import Speculation
 
 
 def _sampling(value: Any) -> SamplingParams:
@@ -63,6 +64,8 @@ class Generate(Checked):
     `max_tokens` may be 0.
     `json_schema`, `regex`, `grammar`: what the answer must be. With `thought_end` that begins behind this id: until then the
     answer is free, but for special tokens, and has at most `thought_tokens` tokens before the id.
+    `speculate`: whether tokens may be drafted; `prediction_ids`: what the answer may be like, for drafts. No answer depends on
+    them.
     """
 
     request_id: str = checked(ID)
@@ -86,6 +89,8 @@ class Generate(Checked):
     )  # workers/grammar/compiler.py says of which form
     thought_end: int | None = checked(optional(integer(0, MAX_TOKENS)), default=None)  # the id that ends a thought before it
     thought_tokens: int | None = checked(optional(integer(0, MAX_TOKENS)), default=None)  # then it is forced
+    speculate: Speculation | None = checked(optional(choice(Speculation)), default=None)  # noqa: RUF009  # None: as the engine was told
+    prediction_ids: Sequence[int] | None = checked(optional(token_ids(MAX_PROMPT_IDS)), default=None)
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
