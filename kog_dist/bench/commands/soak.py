@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -18,6 +19,12 @@ def soak(
         bool, typer.Option("--long", help="Long prompts, room for few kept prefixes; on GPUs an INT4 KV cache.")
     ] = False,
     demo: Annotated[bool, typer.Option("--demo", help="With --long: the demo model, which is slower than a tiny one.")] = False,
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts", help="On CPU ranks: ask again with answers, right or wrong, as predictions; replays draft nothing."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Another seed: other requests.")] = 1,
 ) -> None:
     """Thousands of mixed requests, each against a replay. Also cancels, disconnects, deadlines. Code 1: something was wrong."""
@@ -29,6 +36,8 @@ def soak(
         raise ConfigError("--requests must be at least 2, --clients, --ranks and --gpus at least 1")
     if demo and (not long or gpus is not None):
         raise ConfigError("--demo goes with --long, on CPU ranks; add --long, or leave --gpus out")
+    if drafts and gpus is not None:
+        raise ConfigError("--drafts is for CPU ranks: GPUs have no drafts yet; leave --gpus out")
     num_ranks = gpus or ranks or 2
     if not long:
         engine = benchmark.SoakedEngine.tiny(on_gpus=gpus is not None)
@@ -36,5 +45,5 @@ def soak(
         engine = benchmark.SoakedEngine.long_on_gpus(gpus)
     else:
         engine = benchmark.SoakedEngine.long(num_ranks, requests, is_demo=demo)
-    if not benchmark.run(engine, requests, num_ranks, clients, seed):
+    if not benchmark.run(replace(engine, repeats=drafts), requests, num_ranks, clients, seed):
         raise typer.Exit(1)

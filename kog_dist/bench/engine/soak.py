@@ -62,6 +62,7 @@ class SoakedEngine:
     flags: tuple[str, ...] = ()
     num_blocks: int | None = None
     replay_every: int = 1  # streams; the others are compared with nothing
+    repeats: bool = False  # see RequestMix
 
     @classmethod
     def tiny(cls, *, on_gpus: bool = False) -> SoakedEngine:
@@ -101,6 +102,7 @@ def run(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, s
     configuration: dict[str, Any] = {
         "model": engine.name, "requests": num_requests, "gpus" if engine.on_gpus else "ranks": ranks, "clients": num_clients,
         "seed": seed, "context": engine.spec.max_context, "blocks": engine.num_blocks, "replay_every": engine.replay_every,
+        "repeats": engine.repeats,
     }  # fmt: skip
     finish("soak", configuration, before, figures)
     return not figures["findings"]
@@ -117,7 +119,9 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
         model, begin_s = engine.folder or Path(folder) / "model", time.monotonic()
         if engine.folder is None:
             write_tiny_model(model, engine.spec)
-        mix = RequestMix(engine.spec, seed, kept_is_exact=not on_gpus, prefix_lengths=engine.prefix_lengths)
+        mix = RequestMix(
+            engine.spec, seed, kept_is_exact=not on_gpus, prefix_lengths=engine.prefix_lengths, repeats=engine.repeats
+        )  # fmt: skip
         flags = [str(model), f"--stall-timeout={_STALL_S:g}", *([f"--gpus={ranks}"] if on_gpus else ["--device=cpu"])]
         checker = Checker(mix, engine.replay_every)
         with _engine([*flags, *limits, *engine.flags, *([] if on_gpus else [f"--ranks={ranks}"])], checker.findings) as (
@@ -195,6 +199,10 @@ class Checker:
         if isinstance(record.end, Done):
             self._sums["prompt_tokens"] += record.end.num_prompt_tokens
             self._sums["cached_tokens"] += record.end.num_cached_tokens
+            self._sums["drafted_tokens"] += record.end.num_drafted_tokens
+            self._sums["accepted_tokens"] += record.end.num_accepted_tokens
+        if record.is_whole:
+            self.mix.remember_answer(record.planned.message, record.token_ids)
         if record.is_whole and record.planned.message.prompt_ids is not None:
             self.mix.remember((*record.planned.message.prompt_ids, *record.token_ids))
 

@@ -8,18 +8,20 @@ from dataclasses import replace
 from kog_dist.bench.engine.soak_client import Record, SoakClient
 from kog_dist.bench.engine.soak_requests import Fate, SoakRequest
 from kog_dist.rpc.messages import Done, Generate
+from kog_dist.speculation import Speculation
 
 TIE = 0.02  # difference of log-probabilities that roundings can turn over: logits have a standard deviation of 1
 _NUM_ALTERNATIVES = 5
 
 
 def replay_of(record: Record, replayer: SoakClient) -> Record:
-    """The same request without what had ended it, and without kept caches."""
+    """The same request without what had ended it, without kept caches, and without drafts."""
     return _ask(replayer, record.planned.message)
 
 
 def _ask(replayer: SoakClient, message: Generate) -> Record:
-    (replay,) = replayer.ask([SoakRequest(replace(message, deadline_s=None, reuse_kv=False), Fate.COMPLETE)])
+    alone = replace(message, deadline_s=None, reuse_kv=False, speculate=Speculation.OFF, prediction_ids=None)
+    (replay,) = replayer.ask([SoakRequest(alone, Fate.COMPLETE)])
     return replay
 
 

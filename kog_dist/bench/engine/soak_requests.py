@@ -6,17 +6,19 @@ import enum
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kog_dist.bench.fakes.tiny_model import EOS_ID
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.speculation import Speculation
 
 PREFIX_LENGTHS = (4, 90)  # tokens
 _SHARED = 40
 _MOST_TOKENS = 24
+_ANSWERED = 12  # requests that may be repeated
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _REGEX = ("[a-z]{2,9}", "[0-9]+-[0-9]{1,3}", "(yes|no|perhaps)")
 _SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": false}'
@@ -48,20 +50,29 @@ class RequestMix:
     """An endless series of requests for one model; the same for the same seed, but for prompts that extend earlier answers."""
 
     def __init__(
-        self, spec: ModelSpec, seed: int, *, kept_is_exact: bool = True, prefix_lengths: tuple[int, int] = PREFIX_LENGTHS
+        self, spec: ModelSpec, seed: int, *, kept_is_exact: bool = True, prefix_lengths: tuple[int, int] = PREFIX_LENGTHS,
+        repeats: bool = False,
     ) -> None:  # fmt: skip
         """`kept_is_exact`: a token does not depend on what was cached. If not, only plain greedy requests use what is; then most
-        prompts begin alike, because GPUs keep one cache."""
+        prompts begin alike, because GPUs keep one cache. `repeats`: half of the requests are earlier ones, with their answers as
+        predictions, as they are or damaged, so that drafts are right and wrong in all ways."""
         self._spec, self._chance, self.kept_is_exact = spec, random.Random(seed), kept_is_exact
         shared = () if kept_is_exact else self._ids(_SHARED)
         self._prefixes = [shared + self._ids(self._chance.randint(*prefix_lengths)) for _ in range(6)]
         self._sequences: deque[tuple[int, ...]] = deque(maxlen=3)
+        self._answered: deque[tuple[Generate, tuple[int, ...]]] = deque(maxlen=_ANSWERED)
+        self._repeats = repeats
         self._number = 0
 
     def remember(self, sequence: tuple[int, ...]) -> None:
         """A prompt with its answer, which later prompts may extend."""
         if len(sequence) <= self._spec.max_context - 2 * _MOST_TOKENS:
             self._sequences.append(sequence)
+
+    def remember_answer(self, message: Generate, answer: Sequence[int]) -> None:
+        """A request that was answered as a whole."""
+        if message.prediction_ids is None and answer:
+            self._answered.append((message, tuple(answer)))
 
     def next(self) -> SoakRequest:
         """The next request."""
@@ -72,6 +83,8 @@ class RequestMix:
             return self._bad(request_id)
         fates = (Fate.COMPLETE, Fate.CANCEL, Fate.DISCONNECT, Fate.DEADLINE)
         fate = chance.choices(fates, (62, 18, 8, 12))[0]
+        if self._repeats and self._answered and chance.random() < 0.5:
+            return self._repeated(request_id, fate)
         fields: dict[str, Any] = {"max_tokens": chance.randint(1, _MOST_TOKENS), **self._sampling()}
         if fate is Fate.DEADLINE:
             fields["deadline_s"] = chance.choice((0.002, 0.02, 0.1, 0.3, 0.6))
@@ -88,6 +101,18 @@ class RequestMix:
             is_greedy = fields["sampling"].given().keys() <= {"seed"}
             fields["reuse_kv"] = is_greedy and "prompt_ids" in fields and set(fields) <= _PLAIN
         return SoakRequest(Generate(request_id, **fields), fate, after=chance.choice((0, 0, 1, 2, 5, 12)))
+
+    def _repeated(self, request_id: str, fate: Fate) -> SoakRequest:
+        """An earlier request, with a prediction."""
+        chance = self._chance
+        message, answer = chance.choice(self._answered)
+        share = chance.choice((0.0, 0.0, 0.1, 0.3, 1.0))  # of wrong tokens
+        predicted = [chance.randrange(EOS_ID) if chance.random() < share else token for token in answer]
+        if chance.random() < 0.2:
+            del predicted[: chance.randint(1, len(predicted))]
+        speculate = chance.choice((None, Speculation.LOOKUP, Speculation.AUTO))
+        again = replace(message, request_id=request_id, deadline_s=None, speculate=speculate, prediction_ids=predicted)
+        return SoakRequest(again, Fate.COMPLETE if fate is Fate.DEADLINE else fate, after=chance.choice((0, 0, 1, 2, 5, 12)))
 
     def _prompt(self) -> dict[str, Any]:
         chance, kind = self._chance, self._chance.random()
