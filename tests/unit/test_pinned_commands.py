@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from kog_dist.rpc.help_examples import EXAMPLES, examples
 from tests.unit.pinning import compare
 from tests.unit.test_documented_flags import APPS
 
@@ -25,6 +26,10 @@ def lines(command: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
         yield f"{names}: {kind.name} = {default!r}, {param.nargs} value(s), {' '.join(limits + flags)}"
     for name, inner in getattr(command, "commands", {}).items():
         yield from lines(inner, (*path, name))
+
+
+def test_examples_read_as_they_did() -> None:
+    compare("commands/examples", [line for command in EXAMPLES for line in (f"== {command}", *examples(command).splitlines())])
 
 
 @pytest.mark.parametrize("program", APPS)
