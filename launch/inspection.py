@@ -143,7 +143,7 @@ def dry_run(settings: LaunchConfig) -> str:
     )
     lines += [f"predicted  {first}", *(f"           {other}" for other in others)]
     if reason := why_not_on_gpus(target.checkpoint):
-        lines.append(f"note       {reason}; predicted is for GPUs that would read its weights as they are")
+        lines.append(f"note       {reason}; predicted is for GPUs that would run it as it is")
     lines += [f"note       {kept.removeprefix(', ')}"] if (kept := _kept_rounded(target.checkpoint, settings)) else []
     lines += [f"note       {target.note}"] if target.note else []
     lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]

@@ -12,16 +12,23 @@ _HOST_BYTES = 4 << 30  # of all ranks of a host together, page-locked
 _SHARE_OF_HOST = 8  # of what is free there
 
 
-def kept_on_cpu(settings: LaunchConfig, num_ranks: int) -> int:
-    """Bytes of each CPU rank. Raises ConfigError for more than is free, and for memory behind that of GPUs."""
+def kept_on_cpu(settings: LaunchConfig, num_ranks: int, *, is_recurrent: bool = False) -> int:
+    """Bytes of each CPU rank. Raises ConfigError for more than is free, for memory behind that of GPUs, and for any that is asked
+    for where a state goes on behind its end alone (`is_recurrent`).
+    """
     asked = parse_gib(settings.prefix_cache)
     if parse_gib(settings.prefix_host):
         raise ConfigError(
             f"prefix_host {settings.prefix_host} is memory behind that of GPUs, and these are CPU ranks, which have prefix_cache "
             "alone; leave it out"
         )
+    if is_recurrent and asked:
+        raise ConfigError(
+            f"prefix_cache {settings.prefix_cache} cannot be had with gated delta nets, whose state goes on behind its end "
+            "alone; kv_caches says how many conversations can; leave it out"
+        )
     if asked is None:
-        return _CPU_BYTES
+        return 0 if is_recurrent else _CPU_BYTES
     if asked * num_ranks > (free := memfd.available_bytes()):
         raise ConfigError(
             f"prefix_cache {settings.prefix_cache} does not fit: each of {num_ranks} CPU ranks would take as much, and "

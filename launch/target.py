@@ -124,9 +124,10 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
+        kept_bytes = kept_on_cpu(settings, world_size, is_recurrent=checkpoint.spec.is_recurrent)
         target = Target(
             folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES,
-            kept_bytes=kept_on_cpu(settings, world_size), note=_cpu_note(settings, checkpoint),
+            kept_bytes=kept_bytes, note=_cpu_note(settings, checkpoint),
         )  # fmt: skip
         return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
@@ -154,9 +155,12 @@ def _cpu_note(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
 
 
 def why_not_on_gpus(checkpoint: Checkpoint) -> str:
-    """Why the kernel does not read a model's quantised weights; empty if it does."""
+    """Why the kernel does not have a model's layers, or read its quantised weights; empty if it does."""
     from kog_dist.workers.cuda.coded_source import coding_of
+    from kog_dist.workers.cuda.model_limits import unsupported
 
+    if checkpoint.spec.mixed_layers:
+        return f"GPUs cannot run this model yet: it has {'; '.join(unsupported(checkpoint.spec))}"
     try:
         coding_of(checkpoint)
     except ConfigError as error:

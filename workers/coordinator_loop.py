@@ -69,7 +69,8 @@ class Coordinator:
         self._listener = listener
         self._clock = clock
         self._life = EngineLife(args, control, supervisor_fd)
-        self._slot = DecodeSlot(control, model.spec.sliding_window if model.spec.window_layers else None)
+        window = model.spec.sliding_window if model.spec.window_layers else None
+        self._slot = DecodeSlot(control, window, is_recurrent=model.spec.is_recurrent)
         self._grammars: GrammarService[RequestStream] = GrammarService(model.folder, control)
         self._texts: TextReader[RequestStream] = TextReader()
         queue = RequestQueue(args.queue_limit, args.client_queue_limit)

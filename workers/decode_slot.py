@@ -25,11 +25,11 @@ MAX_ENTRIES = 64  # of one read, so that an event stays small and the loop respo
 class DecodeSlot:
     """Occupied from `submit` until the ranks' last entry, also when nobody wants the tokens any more.
 
-    `window`: of the model's windowed layers, None if it has none.
+    `window`: of the model's windowed layers, None if it has none. `is_recurrent`: see `KeptCaches`.
     """
 
-    def __init__(self, control: ControlPage, window: int | None) -> None:
-        self._control, self._window = control, window
+    def __init__(self, control: ControlPage, window: int | None, *, is_recurrent: bool = False) -> None:
+        self._control, self._window, self._is_recurrent = control, window, is_recurrent
         self._caches: KeptCaches | None = None  # known once the ranks are ready
         self._seq: int | None = None
         self._next_index = 0
@@ -80,7 +80,7 @@ class DecodeSlot:
         """
         assert not self.busy, "the ranks decode one request at a time"
         if self._caches is None:
-            self._caches = KeptCaches(self._control.kv_layout(), self._window)
+            self._caches = KeptCaches(self._control.kv_layout(), self._window, is_recurrent=self._is_recurrent)
         request = request.at(self._caches.take(request.prompt, reuse=reuse_kv, scope=scope))
         self._seq = self._control.submit(request)
         self._next_index, self._num_cached, self._sequence = 0, request.kv.num_cached, array("I", request.prompt)

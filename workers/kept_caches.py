@@ -14,6 +14,8 @@ and if they cannot, no shorter beginning can. Once the ring is full, a step back
 is just the window can go on behind the very end and one position before it, and nowhere else. Whatever was decoded after a stop
 string before the ranks knew of it has to be stepped back over, so a ring should be some tens of positions longer than the window.
 
+A state that every token changes (`is_recurrent`) has only its end: a request goes on behind all that was ever written, or anew.
+
 Where the ranks have a block pool (kept_blocks.py), what a cache holds at the end of an answer is copied there, and a request gets
 from there what no cache has.
 """
@@ -48,7 +50,8 @@ class KeptCaches:
     One request runs at a time, between `take` and `give_back`. `blocks`: those of the block pool; None without one.
     """
 
-    def __init__(self, layout: KvLayout, window: int | None) -> None:
+    def __init__(self, layout: KvLayout, window: int | None, *, is_recurrent: bool = False) -> None:
+        self._is_recurrent = is_recurrent
         self._kept = [_Kept() for _ in range(layout.num_caches)]
         self.ring_positions = layout.ring_positions if window is not None else 0
         self._window = window or 0
@@ -105,6 +108,8 @@ class KeptCaches:
 
     def is_intact(self, num_positions: int, num_written: int) -> bool:
         """Whether the first `num_positions` can be used after `num_written` were written; see the top of this file."""
+        if self._is_recurrent:
+            return num_positions in (0, num_written)
         if not self.ring_positions or num_written <= self.ring_positions:
             return True
         return num_positions - self._window + 1 >= num_written - self.ring_positions

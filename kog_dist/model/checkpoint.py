@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.late_numpy import DTypeLike, NDArray, np
 from kog_dist.model.aligned import Array, aligned_empty
-from kog_dist.model.families.stored import Names
+from kog_dist.model.families.stored import Family, Names
 from kog_dist.model.formats.head import head_format
 from kog_dist.model.formats.lanes import PartsCache, rounded_codes, weight_format
 from kog_dist.model.formats.quantisation import IGNORED, KEY, OF_CODES, Quantisation
 from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, form_in, with_matrices
 from kog_dist.model.formats.rounding import chosen_format
+from kog_dist.model.formats.row_parts import with_parts
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.gguf.folder import gguf_of, main_format
 from kog_dist.model.hub_cache import check_blob
@@ -73,17 +74,22 @@ def open_checkpoint(
     spec = published.spec_to_run(context, quantize)
     manifest = Manifest.from_folder(folder) if verify else None
     files, place, stale = open_shards(folder, manifest)
+    place, skipped = _of_text(family, place)
     if spec.tied_embeddings and family.head in place:
         spec = replace(spec, tied_embeddings=False)  # a copy of the embedding, or what was trained apart from it
     layouts = tensor_layouts(spec)
     names = family.stored_names(spec, layouts)
+    parts = {} if family.parts is None else family.parts(spec)
     if quantisation is None:
         _refuse_codes(place)
     if family.unstack is not None:
         place = family.unstack(folder, spec, place, quantisation is not None)
     elif quantisation is not None:
         shapes = {stored.name: stored.shape(layouts[name]) for name, stored in names.items() if name != EMBEDDING}
+        shapes |= {part.tensor: part.whole for part in parts.values()}
         place = with_matrices(folder, quantisation, place, shapes)
+    if parts:
+        place = with_parts(folder, parts, place)
     wanted_names = {stored.name for stored in names.values()}
     _check_names(folder, place, wanted_names, lambda name: name.endswith((*family.ignored, *IGNORED)))
     owner = {name: place[stored.name] for name, stored in names.items()}
@@ -100,7 +106,7 @@ def open_checkpoint(
     if manifest is not None:
         check_manifest(folder, manifest, files, layouts)
     check_stacked(owner, names)
-    note = "; ".join(filter(None, (published.note, stale, _of_types(published.dtype, types))))
+    note = "; ".join(filter(None, (published.note, stale, skipped, _of_types(published.dtype, types))))
     rounding = chosen_format(quantize, DTYPES[dtype][0])
     if rounding is not None and quantisation is not None:
         raise ConfigError(f"quantize {quantize} is for 16-bit weights, and those of {folder} are {quantisation}; leave it out")
@@ -294,6 +300,29 @@ def _float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 # ---- opening ----
+def _of_text(family: Family, place: dict[str, SafetensorsFile]) -> tuple[dict[str, SafetensorsFile], str]:
+    """The tensors of a model's text under the names that its family gives them; and what is left out besides, in words."""
+    found, skipped = dict[str, SafetensorsFile](), list[str]()
+    renamed: dict[int, SafetensorsFile] = {}
+    starts = {old: new for old, new in family.renamed if any(name.startswith(old) for name in place)}
+
+    def own(name: str) -> str:
+        return next((new + name.removeprefix(old) for old, new in starts.items() if name.startswith(old)), name)
+
+    for name, file in place.items():
+        if family.skipped and name.startswith(family.skipped):
+            skipped.append(name)
+        else:
+            if starts and id(file) not in renamed:
+                renamed[id(file)] = replace(file, tensors={own(one): tensor for one, tensor in file.tensors.items()})
+            found[own(name)] = renamed.get(id(file), file)
+    if not skipped:
+        return found, ""
+    mtp = sum("mtp." in name for name in skipped)
+    what = {"of images": len(skipped) - mtp, "of multi-token prediction": mtp}
+    return found, f"tensors left out: {', '.join(f'{count} {text}' for text, count in what.items() if count)}"
+
+
 def _of_types(announced: str | None, types: Mapping[str, int]) -> str:
     """What is worth a line about the types of tensors; how many values have each."""
     names = [DTYPES[dtype][0] for dtype in sorted(types, key=lambda dtype: -types[dtype])]

@@ -19,7 +19,7 @@ MAX_VOCAB_SIZE = 2**20
 MAX_CONTEXT = 2**20
 MAX_WINDOW = 2**31
 MAX_EXPERTS = 1024
-MAX_EXPERTS_OF_LAYERS = 16_384
+MAX_EXPERTS_OF_LAYERS = 32_768
 
 # Numbers with a fraction, far beyond those of any model: a damaged one has bits that mean a number all the same.
 NORM_EPS = (1e-12, 0.1)
@@ -34,6 +34,7 @@ SWIGLU_LIMIT = (1e-2, 1e4)
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 65_536
 MAX_DIMENSIONS = 8
+MAX_INDEXED = 2**18  # tensors of all files
 MAX_SHARDS = 1024
 
 # Of GGUF files. Items are the entries of all arrays: tokens, their types and scores, merges.
@@ -66,7 +67,7 @@ FILES: Mapping[str, FileLimit] = {
     "tokenizer_config.json": FileLimit(16 * 2**20, 2**20),
     "special_tokens_map.json": FileLimit(2**20, 2**15),
     "tokenizer.json": FileLimit(64 * 2**20, 2**22),
-    "model.safetensors.index.json": FileLimit(16 * 2**20, 4 * MAX_TENSORS),
+    "model.safetensors.index.json": FileLimit(32 * 2**20, 4 * MAX_INDEXED),
     "manifest.json": FileLimit(64 * 2**20, 2**22),
     "chat_template.jinja": FileLimit(4 * 2**20, 0),
 }

@@ -67,7 +67,9 @@ def read_config_file(folder: Path) -> PublishedConfig:
     try:
         if parsed.get(KEY) is None and (said := read_json(folder, beside.name, None)) is not None:
             path, parsed = beside, parsed | {KEY: from_modelopt_file(said)}
-        family, quantisation = family_of(parsed), read_quantisation(parsed)
+        family = family_of(parsed)
+        parsed = dict(_prepared(family, parsed))
+        quantisation = read_quantisation(parsed)
         name = path.name if os.path.lexists(path) else folder.name  # a GGUF file says the same
         return PublishedConfig(read_config(parsed), family, _dtype(parsed), quantisation, _note(parsed, family, name))
     except ConfigError as error:
@@ -79,14 +81,19 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     what is computed in a way that is not supported.
     """
     family = family_of(config)
+    config = _prepared(family, config)
     check_computation(config, family.keys, family.own, has_experts=family.has_experts)
-    left_out(config, family.keys)
+    left_out(config, family.keys | set(family.own))
     return family.read_config(config)
+
+
+def _prepared(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config if family.prepared is None else family.prepared(config)
 
 
 def _note(config: Mapping[str, Any], family: Family, name: str) -> str:
     """What is left out of a config that was read."""
-    unread = left_out(config, family.keys) + unread_of_rope(config) + unread_of_quantisation(config)
+    unread = left_out(config, family.keys | set(family.own)) + unread_of_rope(config) + unread_of_quantisation(config)
     return f"{name}: {', '.join(map(short, unread[:_MOST_NAMED]))} left out{_more(unread)}" if unread else ""
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kog_dist.errors import CheckpointError
 from kog_dist.model.gguf.folder import open_weights
 from kog_dist.model.hub_cache import check_inside, download_again
-from kog_dist.model.limits import MAX_SHARDS, MAX_TENSORS
+from kog_dist.model.limits import MAX_INDEXED, MAX_SHARDS
 from kog_dist.model.manifest import Manifest, read_json
 from kog_dist.model.safetensors_file import SafetensorsFile
 from kog_dist.quoting import short
@@ -97,8 +97,8 @@ def _read_index(folder: Path, manifest: Manifest | None) -> dict[str, str] | Non
     path, weight_map = folder / INDEX_NAME, parsed.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} is not an index of safetensors files: expected a weight_map that is not empty")
-    if len(weight_map) > MAX_TENSORS:
-        raise CheckpointError(f"{path} places {len(weight_map)} tensors, at most {MAX_TENSORS} are accepted")
+    if len(weight_map) > MAX_INDEXED:
+        raise CheckpointError(f"{path} places {len(weight_map)} tensors, at most {MAX_INDEXED} are accepted")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
             raise CheckpointError(

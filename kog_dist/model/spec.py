@@ -53,7 +53,7 @@ class ModelSpec:
     RMS norm of every query and key head before it is rotated. `attention_sinks`: one more logit in the softmax of each query
     head. `experts`: of every layer's FFN, each `intermediate_size` wide.
     `mixed_layers`: what each layer is, of models whose layers these fields cannot say; see `of_layers`. Fields of heads then are
-    those of the layers with attention, and fields of FFNs those of the first one.
+    those of the layers with attention, and fields of FFNs those of the first with experts, or of the first.
     """
 
     hidden_size: int
@@ -92,7 +92,8 @@ class ModelSpec:
         Raises ConfigError.
         """
         attention = next((layer.mixer for layer in layers if isinstance(layer.mixer, AttentionMixer)), None)
-        ffn = next((layer.ffn for layer in layers if isinstance(layer.ffn, Ffn | Experts)), None)
+        ffns = [layer.ffn for layer in layers if isinstance(layer.ffn, Ffn | Experts)]
+        ffn = next((one for one in ffns if isinstance(one, Experts)), ffns[0] if ffns else None)
         fields = {"num_heads": 1, "num_kv_heads": 1, "intermediate_size": others.get("num_lanes", 1)}
         if attention is not None:
             fields |= {

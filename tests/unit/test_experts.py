@@ -162,7 +162,7 @@ ONE_KEY = {"num_experts": 4}
         ({"delay": 1}, "experts go only with one residual stream"),
         ({"head_type": HeadType.LANE}, "experts go only with one residual stream"),
         ({"shared_norm_scale": False}, "experts go only with one residual stream"),
-        ({"num_layers": 1025, "experts": ExpertsSpec(16, 1)}, "1025 times 16 experts must be at most 16384"),
+        ({"num_layers": 2049, "experts": ExpertsSpec(16, 1)}, "2049 times 16 experts must be at most 32768"),
     ],
 )
 def test_models_that_cannot_have_experts(changes: dict[str, Any], named: str) -> None:

@@ -148,7 +148,7 @@ def test_an_index_of_too_many_files_is_refused(tmp_path: Path) -> None:
 
 def test_an_index_of_as_many_files_and_tensors_as_there_may_be_is_read(tmp_path: Path) -> None:
     for num_tensors, num_files, finding in (
-        (1024, 1024, "0.safetensors"), (65_536, 1, "0.safetensors"), (65_537, 1, "at most 65536 are accepted")
+        (1024, 1024, "0.safetensors"), (2**18, 1, "0.safetensors"), (2**18 + 1, 1, "at most 262144 are accepted")
     ):  # fmt: skip
         places = {f"t{i}": f"{i % num_files}.safetensors" for i in range(num_tensors)}
         (written(tmp_path) / INDEX_NAME).write_text(json.dumps({"weight_map": places}))

@@ -5,11 +5,22 @@ A new one is a module with a `FAMILY`, a row below, and a test against transform
 
 from __future__ import annotations
 
-from kog_dist.model.families import gpt_oss, laneformer, llama, mistral, qwen2, qwen3, qwen3_moe
+from kog_dist.model.families import delta_nets, gpt_oss, laneformer, llama, mistral, qwen2, qwen3, qwen3_moe
 from kog_dist.model.families.stored import Family
 
 FAMILIES: dict[str, Family] = {
     model_type: family
-    for family in (laneformer.FAMILY, llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, gpt_oss.FAMILY)
+    for family in (
+        laneformer.FAMILY,
+        llama.FAMILY,
+        mistral.FAMILY,
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        qwen3_moe.FAMILY,
+        gpt_oss.FAMILY,
+        delta_nets.NEXT,
+        delta_nets.DENSE,
+        delta_nets.WITH_EXPERTS,
+    )
     for model_type in family.model_types
 }

@@ -146,7 +146,7 @@ def qwen_windows(config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]
 
 def stored_names(spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:
     """transformers' names of all tensors, and how lanes lie in them."""
-    return {name: _stored(spec, name) for name in layouts}
+    return {name: stored_name(spec, name) for name in layouts}
 
 
 def names_beside(ffn: Callable[[str], StoredTensorName], spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:
@@ -155,7 +155,8 @@ def names_beside(ffn: Callable[[str], StoredTensorName], spec: ModelSpec, layout
     return dict(stored_names(spec, others)) | {name: ffn(name) for name in layouts if name not in others}
 
 
-def _stored(spec: ModelSpec, name: str) -> StoredTensorName:
+def stored_name(spec: ModelSpec, name: str) -> StoredTensorName:
+    """Where one of the tensors is."""
     if name in _OUTER:
         return StoredTensorName(_OUTER[name])
     if name.endswith(SINKS):

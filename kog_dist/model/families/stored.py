@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.families.computation import Rule
+from kog_dist.model.formats.row_parts import RowPart
 from kog_dist.model.formats.source import Box
 from kog_dist.model.layout import TensorLayout
 from kog_dist.model.safetensors_file import SafetensorsFile
@@ -21,13 +22,16 @@ class StoredTensorName:
 
     `is_whole`: lanes lie one behind the other in a tensor that has no dimension for them, along its rows, or with `has_columns`
     along its columns. `half_pairs`: values per head if value i of a head turns with value i + head_dim / 2, where the engine has
-    2i and 2i + 1; else 0.
+    2i and 2i + 1; else 0. `turned`: values of a head that turn, if not all: i then turns with i + turned / 2. `copies`:
+    neighbouring lanes that have the same rows.
     """
 
     name: str
     is_whole: bool = False
     has_columns: bool = False
     half_pairs: int = 0
+    turned: int = field(default=0, repr=False)
+    copies: int = field(default=1, repr=False)
 
     @property
     def is_plain(self) -> bool:
@@ -39,6 +43,7 @@ class StoredTensorName:
         if not self.is_whole or len(layout.shape) < 2:
             return layout.shape
         lanes, rows, *columns = layout.shape
+        lanes //= self.copies
         if self.has_columns:
             return (rows, lanes * columns[0])
         return (lanes * rows, *columns)
@@ -51,7 +56,8 @@ class StoredTensorName:
         rows, *columns = layout.shape[1:]
         if self.has_columns:
             return Box(0, rows, part_idx * columns[0], (part_idx + 1) * columns[0])
-        return Box(part_idx * rows, (part_idx + 1) * rows, 0, columns[0] if columns else 1)
+        place = part_idx // self.copies
+        return Box(place * rows, (place + 1) * rows, 0, columns[0] if columns else 1)
 
     def chunks(
         self, file: SafetensorsFile, layout: TensorLayout, part_idx: int, next_buffer: Callable[[], memoryview]
@@ -71,6 +77,14 @@ class StoredTensorName:
         """Rows of whole heads (rows, ...) in the engine's order: rotary pairs side by side."""
         if not self.half_pairs:
             return rows
+        if 0 < self.turned < self.half_pairs:
+            heads = rows.reshape(-1, self.half_pairs, *rows.shape[1:])
+            turned = replace(self, half_pairs=self.turned, turned=0).in_order(
+                np.ascontiguousarray(heads[:, : self.turned]).reshape(-1, *rows.shape[1:])
+            )
+            return np.concatenate([turned.reshape(len(heads), self.turned, *rows.shape[1:]), heads[:, self.turned :]], 1).reshape(
+                rows.shape
+            )
         halves = rows.reshape(-1, 2, self.half_pairs // 2, *rows.shape[1:])
         return halves.swapaxes(1, 2).reshape(rows.shape)
 
@@ -97,6 +111,9 @@ class Family:
     `ignored`: ends of names of further tensors that files may have and that are not read. `head`: name of the LM head; one that
     files have although config.json ties it to the embedding is not tied.
     `keys`: those of `config.json` that are read; `own` and `has_experts`: see `check_computation`.
+    `parts`: tensors of `stored_names` that files may hold within others. `prepared`: a `config.json` as the rules above read it.
+    `renamed`: starts of names, and what stands in their place in `stored_names`. `skipped`: starts of names of what the model has
+    besides its text, which is told.
     `rounded_lanes`: lanes of a model whose weights are rounded at the start in groups of so many columns; None: its own.
     """
 
@@ -110,6 +127,10 @@ class Family:
     keys: frozenset[str] = frozenset()
     own: Mapping[str, Rule] = field(default_factory=dict)
     has_experts: bool = False
+    parts: Callable[[ModelSpec], Mapping[str, RowPart]] | None = None
+    prepared: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 def same_names(spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:

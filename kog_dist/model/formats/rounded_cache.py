@@ -281,7 +281,7 @@ class RoundedCache:
             "tensor": stored.name,
             "dtype": file.tensors[stored.name].dtype,
             "box": stored.box(layout, lane),
-            "rotary halves": stored.half_pairs,
+            "rotary halves": stored.half_pairs if stored.turned in (0, stored.half_pairs) else [stored.half_pairs, stored.turned],
             "shape": layout.shape[1:],
         }
         return f"{_MAGIC}\n{json.dumps(said)}\n".encode()
