@@ -109,14 +109,9 @@ class Expected:
         assert logits is not None
         self.logits, self._memory = logits, engine.memory
 
-    def _row(self, value: Value) -> Array:
-        """Of the pass of one token that came last."""
-        row: Array = self._memory.of_lane(value, 1)[0]
-        return row
-
     def qkv(self, lane: int) -> Array:
         """Keys and values are rounded to the cache's type. The values alone if heads are normed, which attention does."""
-        query = self._row(Value(Kind.QUERY, self.layer, lane)) * np.float32(math.sqrt(self.spec.head_dim))
+        query = self._memory.row(Value(Kind.QUERY, self.layer, lane)) * np.float32(math.sqrt(self.spec.head_dim))
         cached = [cache[self.layer][0][lane, :, self.position] for cache in (self._memory.keys, self._memory.values)]
         if self.spec.qk_norm:
             return np.asarray(cached[1].reshape(-1))
@@ -124,19 +119,19 @@ class Expected:
 
     def attended(self, lane: int) -> Array:
         """Output of the lane's heads."""
-        return self._row(Value(Kind.MIXED, self.layer, lane)).reshape(-1)
+        return self._memory.row(Value(Kind.MIXED, self.layer, lane)).reshape(-1)
 
     def activation(self, lane: int) -> Array:
         """silu(gate) * up."""
-        return self._row(Value(Kind.ACTIVATION, self.layer, lane))
+        return self._memory.row(Value(Kind.ACTIVATION, self.layer, lane))
 
     def stream(self, lane: int) -> Array:
         """The residual stream after the layer."""
-        return self._row(stream(2 * self.spec.num_layers, NONE if self.spec.has_one_stream else lane))
+        return self._memory.row(stream(2 * self.spec.num_layers, NONE if self.spec.has_one_stream else lane))
 
     def middle(self, lane: int) -> Array:
         """The residual stream after attention: that after the layer without what the MLP added."""
-        row, site, spec = self._row, Site.MLP, self.spec
+        row, site, spec = self._memory.row, Site.MLP, self.spec
         mode, past = spec.reduce_mode(self.layer, Sublayer.MLP), self.layer - spec.delay
         if mode is ReduceMode.BLOCKING:
             added = row(total(site, self.layer))
