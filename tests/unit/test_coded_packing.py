@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.decode.coded_packing import Codes, put_codes, put_row_scales
+from kog_dist.decode.coded_packing import Codes, _word, code_tables, code_words, put_codes, put_row_scales
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.errors import ConfigError
@@ -132,3 +132,15 @@ def test_rows_have_the_bytes_that_their_codes_and_scales_need() -> None:
 def test_formats_that_the_kernel_does_not_read_are_refused(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=f"GPUs do not run INT4.*{reason}.*use --device cpu"):
         Coding.of(replace(FORMS["INT4"], **change))
+
+
+@pytest.mark.parametrize("name", ["INT4", "MXFP4"])
+def test_words_of_four_bit_codes_do_not_depend_on_how_they_are_looked_up(name: str) -> None:
+    """In a table by four of them, or one by one; matrices stay matrices."""
+    coding = Coding.of(FORMS[name])
+    codes = np.random.default_rng(3).integers(16, size=(3, 2, 24)).astype(np.uint8)
+    packed = codes[..., 0::2] | codes[..., 1::2] << 4
+    found = code_words(packed, code_tables(coding))
+    assert (found.shape, found.dtype) == ((3, 2, 3), np.uint32)
+    wanted = _word(codes.astype(np.uint32).reshape(3, 2, 3, 8), coding)
+    assert np.array_equal(found, wanted)

@@ -239,6 +239,12 @@ def test_links_that_are_down(machine: Callable[[FakeNvml], None]) -> None:
     assert list(links.fabric()) == []
 
 
+@pytest.mark.parametrize(("num_gpus", "end"), [(9, "8-0; one"), (10, "8-0 and 1 more; one")])
+def test_of_many_pairs_that_are_blocked_eight_are_named(machine: Callable[[FakeNvml], None], num_gpus: int, end: str) -> None:
+    machine(node(num_gpus, lambda index, gpu: setattr(gpu, "peers_blocked", frozenset({0} if index else ()))))
+    assert f"each other's memory: 1-0, 2-0, 3-0, 4-0, 5-0, 6-0, 7-0, {end} engine" in shown(links.peer_access())
+
+
 def test_products_of_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_library, "library", lambda: Path("/cache/matrix_products.so"))
     assert shown(compilers.host_library()) == "ok: CPU ranks multiply 16-bit weights as they are"

@@ -311,3 +311,8 @@ def test_a_thought_that_the_prompt_begins_goes_before_a_grammar(base_model: Serv
         assert chat(served, reasoning_effort="low").thought_tokens is None
         with pytest.raises(ApiError, match="no single token"):
             chat(served, chat_template_kwargs={"thinking_budget": 5})
+
+
+def test_how_messages_become_a_prompt_is_told(base_model: ServedModel, tagged_model: ServedModel) -> None:
+    assert (base_model.chat_style, tagged_model.chat_style) == ("plain", "template")
+    assert dataclasses.replace(tagged_model, tokenizer=None).chat_style == "none"
