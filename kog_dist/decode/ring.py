@@ -68,7 +68,7 @@ class TokenEntry:
     digest: bytes | None
     finish: Finish
     logprobs: TokenLogprobs | None = None
-    drafted: Drafted = NOT_DRAFTED  # of the pass whose first token this is
+    drafted: Drafted = NOT_DRAFTED  # of the pass whose last token this is
 
 
 def ring_bytes(num_entries: int) -> int:

@@ -256,7 +256,7 @@ TOKEN_ENTRY = Struct(
         Field("flags", "u64", "1: digest is valid, 2: the LogprobEntry of the same index belongs to it"),
         Field("stamp_low", "u64", "CLOCK_MONOTONIC in ns when the token was known, low half"),
         Field("stamp_high", "u64", "high half"),
-        Field("drafted", "u64", "tokens drafted in the pass that this entry is the first of; 2^16 more: of the prediction"),
+        Field("drafted", "u64", "tokens drafted in the pass that this entry is the last of; 2^16 more: of the prediction"),
         Field("accepted", "u64", "of them those that were right"),
         Field("digest", "u64", "SHA-256 of the float32 logits, 4 bytes a word", count=8),
     ),

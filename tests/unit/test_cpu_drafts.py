@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
@@ -14,12 +16,14 @@ from kog_dist.decode import host_library
 from kog_dist.decode.draft_lengths import SIZES
 from kog_dist.decode.drafts import Draft
 from kog_dist.decode.interpreter import Interpreter
+from kog_dist.decode.masks import num_words
 from kog_dist.decode.passes import most_tokens, most_verified
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.runtime.control import ControlPage, EpochWaits
+from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.engines import cpu
 from kog_dist.workers.engines.cpu import CpuEngine
@@ -178,6 +182,47 @@ def test_the_lookup_drafts_what_the_prompt_says(page: Page) -> None:
         (*answer[:20], *PROMPT), 20, drafts=True, prediction=tuple(random.Random(1).choices(range(200), k=30))
     )
     assert without_moments(page.run(quoting)[0]) == without_moments(page.run(replace(quoting, drafts=False))[0])
+
+
+def test_masks_follow_the_drafts(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar process writes the mask of a token when the one in front of it is in the ring."""
+    control, vocab = page.control, TINY.vocab_size
+
+    def mask_behind(said: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        allowed = np.random.default_rng(sum(said) + len(said)).random(32 * num_words(vocab)) < 0.5
+        return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+    def follow(seq: int, epoch: int) -> None:
+        said: list[int] = []
+        control.masks.put(epoch, mask_behind(said))
+        while (entry := control.ring.wait(seq, len(said), Deadline.after(20.0), poll_s=0.001)) is not None:
+            if entry.finish is not Finish.NONE:
+                return
+            said.append(entry.token_id)
+            control.masks.put(epoch + len(said), mask_behind(said))
+
+    def answered(request: DecodeRequest, epoch: int) -> list[TokenEntry]:
+        runner = threading.Thread(target=follow, args=(control.doorbell() + 1, epoch))
+        runner.start()
+        entries, _ = page.run(replace(request, mask_epoch=epoch))
+        runner.join(30.0)
+        assert not runner.is_alive()
+        return entries
+
+    for nth, request in enumerate((REQUESTS["drawn"], REQUESTS["all that is looked at"])):
+        plain = answered(request, 1000 * nth + 1)
+        assert len(plain) > 20
+        answer = [entry.token_id for entry in plain]
+        for of, share in enumerate((0.0, 0.3, 1.0), start=1):
+            monkeypatch.setattr(cpu, "LookupDrafter", lambda *_, share=share, answer=answer: Foretold(answer, share))
+            found = answered(replace(request, drafts=True), 1000 * nth + 100 * of + 1)
+            assert without_moments(found) == without_moments(plain)
+            assert share == 1.0 or sum(entry.drafted.num_right for entry in found) > 5
+        for end in (3, 8, 14):  # an end token that is a right draft
+            monkeypatch.setattr(cpu, "LookupDrafter", lambda *_, answer=answer: Foretold(answer, 0.0))
+            found = answered(replace(request, drafts=True, stop_ids=(answer[end],)), 1000 * nth + 500 + 30 * end)
+            assert [entry.token_id for entry in found] == answer[: answer.index(answer[end]) + 1]
+            assert found[-1].finish is Finish.STOP
 
 
 class Alone:

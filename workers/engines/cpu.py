@@ -158,6 +158,9 @@ class CpuEngine:
         while True:
             most = min(request.max_tokens - index, self._spec.max_context - 1 - position, self._most_verified) - 1
             draft = NO_DRAFT if drafter is None else drafter.draft(most)
+            told: list[int] = []  # tokens of this pass that are in the ring already
+            if root is not None:
+                root.begin_pass(position, partial(self._tell, seq, request, root, index, position, told))
             outputs = self._verify(seq, request, (token_id, *draft.token_ids), position, root)
             if index == 0:
                 self._control.stamp(self._rank, RankStage.CHOSEN)
@@ -165,8 +168,10 @@ class CpuEngine:
             num = next((idx + 1 for idx, finish in enumerate(ends) if finish is not Finish.NONE), len(ends))
             self._end(seq, position + num)
             drafted = Drafted(len(draft.token_ids), len(outputs) - 1, draft.is_predicted)
-            for idx in range(num):
-                self._hand_out(seq, request, root, outputs[idx], index + idx, ends[idx], NOT_DRAFTED if idx else drafted)
+            for idx in range(len(told), num):
+                self._hand_out(
+                    seq, request, root, outputs[idx], index + idx, ends[idx], NOT_DRAFTED if idx + 1 < num else drafted
+                )  # fmt: skip
             if ends[num - 1] is not Finish.NONE:
                 return ends[num - 1]
             if drafter is not None:
@@ -174,10 +179,22 @@ class CpuEngine:
             token_id, index, position = outputs[-1].token_id, index + num, position + num
 
     def _drafter(self, request: DecodeRequest) -> Drafter | None:
-        """None: each token has a pass of its own. So it is with a grammar, whose masks come token by token."""
-        if not request.drafts or request.mask_epoch or self._most_verified == 1:
+        """None: each token has a pass of its own."""
+        if not request.drafts or self._most_verified == 1:
             return None
         return LookupDrafter(request.prompt, request.prediction, self._costs)
+
+    def _tell(
+        self, seq: int, request: DecodeRequest, root: RootChoice, index: int, position: int, told: list[int], idx: int,
+        token_id: int, logits: NDArray[Any],
+    ) -> bool:  # fmt: skip
+        """Put a token of the pass into the ring while the pass runs, for the grammar process; false: the answer ends with it."""
+        output = StepOutput(token_id, logits, True, False)
+        if self._finish(request, root, output, index + idx, position + idx) is not Finish.NONE:
+            return False
+        self._hand_out(seq, request, root, output, index + idx, Finish.NONE, NOT_DRAFTED)
+        told.append(token_id)
+        return True
 
     def _finish(self, request: DecodeRequest, root: RootChoice | None, output: StepOutput, index: int, position: int) -> Finish:
         """Whether the answer ends with token `index`, chosen behind the one at `position`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -17,6 +18,8 @@ from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, Sampler, token_log
 from kog_dist.errors import AbortedError
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
+
+Tell: TypeAlias = Callable[[int, int, NDArray[Any]], bool]
 
 MASK_TIMEOUT_S = 5.0  # a mask takes well below a millisecond, and the grammar process has a whole step for it
 
@@ -32,10 +35,20 @@ class RootChoice:
         self._seq, self._request, self._control = seq, request, control
         self._mask_timeout_s = min(MASK_TIMEOUT_S, step_timeout_s / 2)
         self._num_chosen = 0
+        self._first_position = 0
+        self._last: tuple[int, NDArray[Any]] | None = None  # the choice before, and its logits
+        self._tell: Tell = lambda *_: True
         self.failure = Finish.NONE
         self._sampler: Sampler | None = None
         if request.has_processors:
             self._sampler = Sampler(vocab_size, request.prompt, request.sampling, request.end_ids)
+
+    def begin_pass(self, position: int, tell: Tell) -> None:
+        """The next choices are behind the token at `position` and those after it. `tell` is called with each but the last one,
+        its number in the pass and its logits, before the mask of the next one is waited for, which is made of it; false: the
+        answer has ended.
+        """
+        self._first_position, self._tell = position, tell
 
     @property
     def choose(self) -> Choose | None:
@@ -45,6 +58,8 @@ class RootChoice:
     def _choose(self, sampler: Sampler, logits: NDArray[Any], position: int) -> Candidate | None:
         mask = None
         if self._request.mask_epoch:
+            if (idx := position - self._first_position) and self._last is not None and not self._tell(idx - 1, *self._last):
+                return Candidate(0.0, 0)  # nobody looks at it
             mask = self._wait_mask()
             if mask is None:
                 return None
@@ -55,6 +70,7 @@ class RootChoice:
         if not math.isnan(best.value):
             sampler.accept(best.token_id)
             self._num_chosen += 1
+            self._last = (best.token_id, logits)
         return best
 
     def logprobs(self, token_id: int, logits: NDArray[Any]) -> TokenLogprobs | None:
