@@ -13,6 +13,7 @@ from kog_dist.bench.commands.chaos import chaos
 from kog_dist.bench.commands.collectives import collectives
 from kog_dist.bench.commands.compare import compare
 from kog_dist.bench.commands.decode import decode
+from kog_dist.bench.commands.drafts import drafts
 from kog_dist.bench.commands.endurance import endurance
 from kog_dist.bench.commands.faults import faults
 from kog_dist.bench.commands.first_token import first_token
@@ -57,6 +58,7 @@ def _destination(
 
 for _command in (
     decode,
+    drafts,
     faults,
     chaos,
     load,

@@ -1,0 +1,129 @@
+"""`kog-bench drafts`: how fast answers of several kinds come with and without drafts, and whether they are the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kog_dist.bench.engine.session import engine_session, until
+from kog_dist.bench.report import finish, machine
+from kog_dist.errors import ConfigError
+from kog_dist.runtime.http_file import HttpFile
+from kog_dist.speculation import Speculation
+
+_WORKLOAD = "draft_workload.json"
+_ANSWER_S, _START_S = 600.0, 300.0
+_SEED = 7
+
+
+def tasks() -> list[Mapping[str, Any]]:
+    """The workload, with the texts of this Python's standard library in place."""
+    raw = json.loads(resources.files(__package__).joinpath(_WORKLOAD).read_text(encoding="utf-8"))
+    return [{**task, "text": _text_of(task)} for task in raw["tasks"]]
+
+
+def _text_of(task: Mapping[str, Any]) -> str:
+    if "module" not in task:
+        return ""
+    spec = importlib.util.find_spec(task["module"])
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"this Python has no source of {task['module']}, which the workload quotes")
+    first, last = task["lines"]
+    return "\n".join(Path(spec.origin).read_text(encoding="utf-8").splitlines()[first - 1 : last])
+
+
+def body_of(task: Mapping[str, Any], speculate: str) -> dict[str, Any]:
+    """The chat that asks for a task; the same with each `speculate`."""
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": task["ask"].replace("{text}", task["text"])}],
+        "max_tokens": task["max_tokens"], "temperature": task.get("temperature", 0.0), "seed": _SEED, "speculate": speculate,
+    }  # fmt: skip
+    if "tools" in task:
+        body["tools"] = task["tools"]
+    if task.get("predicts"):
+        body["prediction"] = {"type": "content", "content": f"```python\n{task['text']}\n```"}
+    return body
+
+
+def run(model: str | None, rank_counts: Sequence[int], *, repeats: int) -> bool:
+    """Measure each number of ranks on a fresh engine; prints a table, then the JSON object. True: all answers were the same."""
+    before = machine()
+    figures: list[dict[str, Any]] = []
+    for ranks in rank_counts:
+        with _engine(model, ranks) as url:
+            rows = [_measured(url, task, repeats) for task in tasks()]
+        kinds = list(dict.fromkeys(row["kind"] for row in rows))
+        for kind in kinds:
+            of_kind = [row for row in rows if row["kind"] == kind]
+            off, auto = (_rate(of_kind, name) for name in (Speculation.OFF, Speculation.AUTO))
+            drafted, right = (sum(row[name] for row in of_kind) for name in ("drafted_tokens", "accepted_tokens"))
+            same = "" if all(row["is_same"] for row in of_kind) else ", ANSWERS DIFFER"
+            print(
+                f"ranks {ranks}, {kind:<20} {off:7.1f} tokens/s without, {auto:7.1f} with drafts ({auto / off:.2f} times), "
+                f"{right} of {drafted} right{same}",
+                flush=True,
+            )  # fmt: skip
+        figures.append({"ranks": ranks, "tasks": rows})
+    finish("drafts", {"model": model or "demo", "repeats": repeats}, before, figures)
+    return all(row["is_same"] for figure in figures for row in figure["tasks"])
+
+
+def _rate(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Tokens of all rows in the time that they took together."""
+    taken_s: float = sum(row["tokens"] / row[f"tokens_per_s_{name}"] for row in rows)
+    num_tokens: float = sum(row["tokens"] for row in rows)
+    return num_tokens / taken_s
+
+
+def _measured(url: str, task: Mapping[str, Any], repeats: int) -> dict[str, Any]:
+    """In turn with and without, so that both see the machine alike."""
+    answers: dict[str, list[dict[str, Any]]] = {Speculation.OFF: [], Speculation.AUTO: []}
+    for _ in range(repeats):
+        for speculate, found in answers.items():
+            found.append(_ask(url, body_of(task, str(speculate))))
+    said = [_said(answer) for found in answers.values() for answer in found]
+    last = answers[Speculation.AUTO][-1]
+    rates = {
+        f"tokens_per_s_{name}": statistics.median(answer["timings"]["predicted_per_second"] or 0.0 for answer in found)
+        for name, found in answers.items()
+    }
+    timings = last["timings"]
+    return {
+        "kind": task["kind"], "name": task["name"], "tokens": last["usage"]["completion_tokens"], **rates,
+        "drafted_tokens": timings.get("draft_n", 0), "accepted_tokens": timings.get("draft_n_accepted", 0),
+        "is_same": len(set(said)) == 1,
+    }  # fmt: skip
+
+
+def _said(answer: Mapping[str, Any]) -> str:
+    """All of an answer but its names."""
+    message = answer["choices"][0]["message"]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return json.dumps([message["content"], calls, answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]])
+
+
+def _ask(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+@contextmanager
+def _engine(model: str | None, ranks: int) -> Iterator[str]:
+    with engine_session() as session:
+        session.launch(*([model] if model else []), "--device=cpu", f"--ranks={ranks}", "--http", "--port=0")
+        with session.connect(_START_S):
+            until(lambda: HttpFile.read(session.instance_folder) is not None, _START_S, lambda: "the gateway does not listen")
+            said = HttpFile.read(session.instance_folder)
+            assert said is not None
+            yield said.url
