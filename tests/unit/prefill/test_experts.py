@@ -188,9 +188,13 @@ def test_tiles_are_filled_and_have_room() -> None:
         own = KernelShape(spec, range(spec.num_lanes), **codings).experts
         assert own is not None
         found = tiles(own)
-        large, small = 192 if "gpt-oss" in name or "int4" in name else 256, 64 if "fp8" in name else 96
-        pairs = (8, 4096, 8192, 16384, 32768)
-        assert [tile_for(count, 128, found).rows for count in pairs] == [small, small, 96, large, large]
+        of_4_bit = "gpt-oss" in name or "int4" in name
+        large, small = 192 if of_4_bit else 256, 64 if "fp8" in name else 96
+        middle = [96, large, large] if of_4_bit else [small, small, 96]
+        pairs = (8, 2048, 2560, 8192, 16384, 32768)
+        assert [tile_for(count, 128, found).rows for count in pairs] == [small, *middle, large, large]
+        assert tile_for(1024, 32, found).rows == small  # few experts are chosen about evenly
+        assert tile_for(2048, 32, found).rows == (large if of_4_bit else 96)
         for tile in found:
             assert tile.stages >= 3
             assert tile.ctas * (tile.shared_bytes + 1024) <= 228 << 10

@@ -29,6 +29,9 @@ SORT_THREADS = 1024
 # groups of warps that multiply, and whether these expand ahead.
 _TILES = {64: (2, 16, 128, 2, False), 96: (2, 16, 64, 2, False), 192: (1, 16, 64, 3, False), 256: (1, 32, 64, 2, True)}
 _TILES_OF_BITS = {4: (96, 192), 8: (64, 96, 256), 16: (96, 256)}
+_FILLED = 0.75  # of a tile's rows, by an expert's pairs on average: with more of them the next larger tile is faster
+# Of 4 bit that one is faster with far fewer, since experts are not chosen evenly, where a chunk has so many pairs.
+_FILLED_OF_4_BIT, _MANY_PAIRS = 0.2, 2048
 EXPERTS_PARAMS = Struct(
     "ExpertsParams",
     "Parameters of one launch; passed by value. Pointers are device addresses, of what `ExpertRows` has.",
@@ -72,9 +75,11 @@ def tiles(own: ExpertShape) -> tuple[TapeTile, ...]:
 
 
 def tile_for(num_pairs: int, num_experts: int, found: Sequence[TapeTile]) -> TapeTile:
-    """The one of `found` whose rows an expert's pairs fill best, were they divided evenly. It does not decide about bits."""
+    """The one of `found` that is fastest for so many pairs of all experts. It does not decide about bits."""
     average = num_pairs / num_experts
-    return next((tile for tile in found if average <= 0.75 * tile.rows), found[-1])
+    is_early = found[-1].rows == _TILES_OF_BITS[4][-1] and num_pairs >= _MANY_PAIRS
+    filled = _FILLED_OF_4_BIT if is_early else _FILLED
+    return next((tile for tile in found if average <= filled * tile.rows), found[-1])
 
 
 def experts_header(shape: KernelShape) -> str:
