@@ -35,6 +35,7 @@ class Meter:
     num_before: int | None = None
     prompt_read: tuple[int, int] | None = None
     queue_ms: float | None = None
+    drafts: tuple[int, int] | None = None
     is_thinking: bool = False
 
     def take(self, piece: Piece, now_s: float) -> None:
@@ -52,6 +53,7 @@ class Meter:
         self.num_before = self.num_before if piece.num_before is None else piece.num_before
         self.prompt_read = self.prompt_read if piece.prompt_read is None else piece.prompt_read
         self.queue_ms = self.queue_ms if piece.queue_ms is None else piece.queue_ms
+        self.drafts = self.drafts if piece.drafts is None else piece.drafts
 
     @property
     def rate(self) -> float | None:
@@ -74,7 +76,8 @@ class Meter:
         if self.queue_ms is not None and self.queue_ms >= _SHOWN_QUEUE_MS:
             first += f" ({self.queue_ms:.0f} in the queue)"
         thinking = ["thinking"] if self.is_thinking else []
-        return ", ".join([*thinking, *rate, f"{about if not rate else ''}{self.num_tokens} tokens", first, *ranks])
+        drafts = [] if self.drafts is None else ["{} of {} drafts right".format(*self.drafts)]
+        return ", ".join([*thinking, *rate, f"{about if not rate else ''}{self.num_tokens} tokens", first, *drafts, *ranks])
 
 
 class Screen:

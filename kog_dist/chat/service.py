@@ -25,7 +25,7 @@ _MAX_PLAIN_BYTES: Final = 1 << 22
 class Piece:
     """A part of an answer, or of the `reasoning` in front of it, which is no part of it. A service may leave out: `num_tokens` of
     the answer so far; `num_before`, requests before this one; `prompt_read`, tokens of the prompt that have been read, and all;
-    `queue_ms`, how long it waited."""
+    `queue_ms`, how long it waited; `drafts`, tokens that were drafted and right, and all that were drafted."""
 
     text: str = ""
     num_tokens: int | None = None
@@ -35,6 +35,7 @@ class Piece:
     prompt_read: tuple[int, int] | None = None
     queue_ms: float | None = None
     reasoning: str = ""
+    drafts: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,8 @@ def _pieces(payload: bytes) -> Iterator[Piece]:
         return
     try:
         chunk = json.loads(payload)
-        error, usage, queue_ms = chunk.get("error"), chunk.get("usage"), (chunk.get("timings") or {}).get("queue_ms")
+        error, usage, timings = chunk.get("error"), chunk.get("usage"), chunk.get("timings") or {}
+        queue_ms, right, drafted = (timings.get(name) for name in ("queue_ms", "draft_n_accepted", "draft_n"))
         pieces = [] if error else [_piece(choice, _count_in(usage, "completion_tokens")) for choice in chunk.get("choices") or ()]
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise RequestFailed("protocol", f"the service sent a chunk that cannot be read: {payload[:80]!r}") from None
@@ -195,6 +197,7 @@ def _pieces(payload: bytes) -> Iterator[Piece]:
         yield Piece(
             num_tokens=_count_in(usage, "completion_tokens"), num_prompt_tokens=_count_in(usage, "prompt_tokens"),
             queue_ms=queue_ms if isinstance(queue_ms, int | float) else None,
+            drafts=(right, drafted) if type(right) is type(drafted) is int else None,
         )  # fmt: skip
 
 

@@ -38,9 +38,11 @@ class Lookup:
         self._older: list[int] = []  # by where such a run ends: the end of the one before
         self._expected = 0 if prediction else _NOWHERE  # where the next token stands if an earlier draft goes on
         self._num_missed = 0  # tokens since one was as expected
+        self._has_begun = False  # the answer
 
     def push(self, token_id: int) -> None:
         """The next token of the answer."""
+        self._has_begun = True
         tokens, end = self._tokens, len(self._tokens) - 1
         if self._newest is not None and end >= LEAST - 1:  # what it ends has something behind it now
             number = self._number(end)
@@ -59,7 +61,10 @@ class Lookup:
         """The longest match; of equally long ones where an earlier draft goes on, then in the prediction, then the newest one.
 
         Near to an earlier draft fewer than LEAST tokens are enough; none, right behind a token that was other than expected.
+        Before the first token only a prediction is looked at: what a long prompt takes is not to be waited for there.
         """
+        if not self._has_begun:
+            return self._near()
         best = max((self._match(end) for end in self._ends()), key=self._rank, default=None)
         if best is not None and best.length >= LEAST:
             return best

@@ -240,5 +240,7 @@ def test_costs_are_measured_at_the_start(trial_s: float, page: Page) -> None:
     assert costs[0] == 1.0
     assert costs == sorted(costs)
     one = replace(interpreter.plan, num_tokens=1)
+    alone = cast(Any, type("Alone", (), {"plan": one}))  # has nothing to time
+    assert pass_costs(alone, trial_s, cast(Any, Alone()), cast(Any, None)) == list(SIZES)
     assert most_verified(one) == SIZES[-1]
     assert most_tokens(one) == 64

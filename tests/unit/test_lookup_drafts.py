@@ -82,7 +82,9 @@ def test_all_ends_of_runs_are_known_however_tokens_came() -> None:
     for cut in (0, 1, 2, 3, 4, 100, 299):
         lookup = pushed(tokens[:cut] or [0], tokens[cut:] if cut else tokens[1:])
         whole = Lookup(tokens if cut else [0, *tokens[1:]])
-        lookup.find(), whole.find()
+        for one in (lookup, whole):
+            one.push(2)
+            one.find()
         assert lookup._newest == whole._newest
         assert lookup._older == whole._older
 

@@ -19,6 +19,8 @@ _SLOW_S, _MOST_OF_SLOW = 0.25, 4  # one that takes more is not timed with more t
 
 def pass_costs(interpreter: Interpreter, trial_s: float, rendezvous: Rendezvous, deadline: Deadline) -> list[float]:
     """As of `costs_between`. `trial_s`: what a token took. Collective. Nothing that the passes leave in a KV cache counts."""
+    if interpreter.plan.num_tokens == 1:
+        return costs_between({1: 1.0})
     trial_s = _of_rank_0(trial_s, rendezvous, deadline)
     most = min(interpreter.plan.num_tokens, _MOST_OF_SLOW if trial_s > _SLOW_S else _SIZES[-1])
     repeats = _REPEATS if trial_s < _QUICK_S else 1

@@ -172,6 +172,8 @@ def test_the_meter_counts_what_the_service_counts() -> None:
     assert summary(meter, "length", 1).startswith("[4 prompt tokens, 2000 tokens/s")
     meter.take(Piece(queue_ms=1500.2), 2.03)
     assert "first after 2000 ms (1500 in the queue)" in summary(meter, "length", 1)
+    meter.take(Piece(drafts=(12, 15)), 2.03)
+    assert "(1500 in the queue), 12 of 15 drafts right" in summary(meter, "length", 1)
     assert "cut off" in summary(meter, "length", 1)
 
 

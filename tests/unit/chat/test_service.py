@@ -30,12 +30,16 @@ def test_an_answer_comes_in_pieces() -> None:
 
 def test_a_place_in_the_queue_is_told() -> None:
     places = [b": keep-alive\n\n", b": 12 before this one\n\n", b": 3 before this one, or so\n\n", b": 5 of 8 prompt tokens\n\n"]
-    answer = [*chat(["a"]), event({"choices": [], "usage": USAGE, "timings": {"queue_ms": 700.4}}), b"data: [DONE]\n\n"]
+    answer = [
+        *chat(["a"]),
+        event({"choices": [], "usage": USAGE, "timings": {"queue_ms": 700.4, "draft_n": 9, "draft_n_accepted": 4}}),
+        b"data: [DONE]\n\n",
+    ]
     with openai_stub(Scripted(places + answer)) as stub:
         pieces = list(service_of(stub).stream("/chat/completions", {}))
     assert {piece.num_before for piece in pieces} <= {12, None}
     assert {piece.prompt_read for piece in pieces} <= {(5, 8), None}
-    assert [piece.queue_ms for piece in pieces if piece.queue_ms is not None] == [700.4]
+    assert [(piece.queue_ms, piece.drafts) for piece in pieces if piece.queue_ms is not None] == [(700.4, (4, 9))]
 
 
 def test_silence_is_told_and_has_a_limit() -> None:
