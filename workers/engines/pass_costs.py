@@ -29,9 +29,9 @@ def pass_costs(interpreter: Interpreter, trial_s: float, rendezvous: Rendezvous,
         interpreter.prepare(size)
         times_s = []
         for _ in range(repeats):
-            before_s = time.perf_counter()
+            before_s = time.thread_time()  # other processes of the machine do not count, nor waits for peers
             interpreter.verify((0,) * size, 0, GREEDY)
-            times_s.append(time.perf_counter() - before_s)
+            times_s.append(time.thread_time() - before_s)
         measured[size] = min(times_s)
     return costs_between(dict(_of_rank_0([*measured.items()], rendezvous, deadline)))
 

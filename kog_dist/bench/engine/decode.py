@@ -69,13 +69,13 @@ def _stamps(client: Client, num_tokens: int) -> list[float]:
 def _idle_percent(session: EngineSession, idle_s: float) -> dict[str, float]:
     """CPU time of each process over an idle stretch, in percent of one core."""
     processes = session.processes()
-    begin_s, before = time.monotonic(), {role: _cpu_s(pid) for role, pid in processes.items()}
+    begin_s, before = time.monotonic(), {role: cpu_s(pid) for role, pid in processes.items()}
     time.sleep(idle_s)
     span_s = time.monotonic() - begin_s
-    return {role: 100 * (_cpu_s(pid) - before[role]) / span_s for role, pid in processes.items()}
+    return {role: 100 * (cpu_s(pid) - before[role]) / span_s for role, pid in processes.items()}
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     """User and system time of a process, from the scheduler's nanosecond account where there is one."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9 + _other_threads_s(pid)

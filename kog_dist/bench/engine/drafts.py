@@ -12,7 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kog_dist.bench.engine.session import engine_session, until
+from kog_dist.bench.engine.decode import cpu_s
+from kog_dist.bench.engine.session import EngineSession, engine_session, until
 from kog_dist.bench.report import finish, machine
 from kog_dist.errors import ConfigError
 from kog_dist.runtime.http_file import HttpFile
@@ -57,17 +58,19 @@ def run(model: str | None, rank_counts: Sequence[int], *, repeats: int) -> bool:
     before = machine()
     figures: list[dict[str, Any]] = []
     for ranks in rank_counts:
-        with _engine(model, ranks) as url:
-            rows = [_measured(url, task, repeats) for task in tasks()]
+        with _engine(model, ranks) as (session, url):
+            rank = session.processes()["rank 0"]
+            rows = [_measured(url, rank, task, repeats) for task in tasks()]
         kinds = list(dict.fromkeys(row["kind"] for row in rows))
         for kind in kinds:
             of_kind = [row for row in rows if row["kind"] == kind]
             off, auto = (_rate(of_kind, name) for name in (Speculation.OFF, Speculation.AUTO))
+            less = _rate(of_kind, Speculation.AUTO, "tokens_per_cpu_s") / _rate(of_kind, Speculation.OFF, "tokens_per_cpu_s")
             drafted, right = (sum(row[name] for row in of_kind) for name in ("drafted_tokens", "accepted_tokens"))
             same = "" if all(row["is_same"] for row in of_kind) else ", ANSWERS DIFFER"
             print(
-                f"ranks {ranks}, {kind:<20} {off:7.1f} tokens/s without, {auto:7.1f} with drafts ({auto / off:.2f} times), "
-                f"{right} of {drafted} right{same}",
+                f"ranks {ranks}, {kind:<20} {off:7.1f} tokens/s without, {auto:7.1f} with drafts ({auto / off:.2f} times; "
+                f"{less:.2f} by rank 0's processor time), {right} of {drafted} right{same}",
                 flush=True,
             )  # fmt: skip
         figures.append({"ranks": ranks, "tasks": rows})
@@ -75,28 +78,33 @@ def run(model: str | None, rank_counts: Sequence[int], *, repeats: int) -> bool:
     return all(row["is_same"] for figure in figures for row in figure["tasks"])
 
 
-def _rate(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+def _rate(rows: Sequence[Mapping[str, Any]], name: str, figure: str = "tokens_per_s") -> float:
     """Tokens of all rows in the time that they took together."""
-    taken_s: float = sum(row["tokens"] / row[f"tokens_per_s_{name}"] for row in rows)
+    taken_s: float = sum(row["tokens"] / row[f"{figure}_{name}"] for row in rows)
     num_tokens: float = sum(row["tokens"] for row in rows)
     return num_tokens / taken_s
 
 
-def _measured(url: str, task: Mapping[str, Any], repeats: int) -> dict[str, Any]:
-    """In turn with and without, so that both see the machine alike."""
+def _measured(url: str, rank: int, task: Mapping[str, Any], repeats: int) -> dict[str, Any]:
+    """In turn with and without, so that both see the machine alike. `rank`: the process whose time is measured, too."""
+    _ask(url, body_of(task, Speculation.OFF) | {"max_tokens": 1})  # the prompt is kept then
+    cpu: dict[str, list[float]] = {Speculation.OFF: [], Speculation.AUTO: []}
     answers: dict[str, list[dict[str, Any]]] = {Speculation.OFF: [], Speculation.AUTO: []}
     for _ in range(repeats):
         for speculate, found in answers.items():
+            before_s = cpu_s(rank)
             found.append(_ask(url, body_of(task, str(speculate))))
+            cpu[speculate].append(cpu_s(rank) - before_s)
     said = [_said(answer) for found in answers.values() for answer in found]
     last = answers[Speculation.AUTO][-1]
     rates = {
         f"tokens_per_s_{name}": statistics.median(answer["timings"]["predicted_per_second"] or 0.0 for answer in found)
         for name, found in answers.items()
     }
-    timings = last["timings"]
+    timings, num_tokens = last["timings"], last["usage"]["completion_tokens"]
+    rates |= {f"tokens_per_cpu_s_{name}": num_tokens / statistics.median(found) for name, found in cpu.items()}
     return {
-        "kind": task["kind"], "name": task["name"], "tokens": last["usage"]["completion_tokens"], **rates,
+        "kind": task["kind"], "name": task["name"], "tokens": num_tokens, **rates,
         "drafted_tokens": timings.get("draft_n", 0), "accepted_tokens": timings.get("draft_n_accepted", 0),
         "is_same": len(set(said)) == 1,
     }  # fmt: skip
@@ -119,11 +127,11 @@ def _ask(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _engine(model: str | None, ranks: int) -> Iterator[str]:
+def _engine(model: str | None, ranks: int) -> Iterator[tuple[EngineSession, str]]:
     with engine_session() as session:
         session.launch(*([model] if model else []), "--device=cpu", f"--ranks={ranks}", "--http", "--port=0")
         with session.connect(_START_S):
             until(lambda: HttpFile.read(session.instance_folder) is not None, _START_S, lambda: "the gateway does not listen")
             said = HttpFile.read(session.instance_folder)
             assert said is not None
-            yield said.url
+            yield session, said.url
