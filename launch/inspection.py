@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kog_dist.config import LaunchConfig
 from kog_dist.decode import cpu_weights
 from kog_dist.decode.cpu_weights import SINGLE_BYTES, kept_and_read_bytes, kept_as
+from kog_dist.decode.kept_states import NUM_COPIES
 from kog_dist.decode.recipes import position_values, state_bytes
 from kog_dist.errors import CheckpointError
 from kog_dist.hardware.cpu_lists import parse_cpu_list
@@ -170,14 +171,15 @@ def _engines(settings: LaunchConfig) -> str:
 
 def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
     """Memory of a CPU rank by use, in bytes: `weights` it keeps, `read` of them per token, `cache` of keys and values, `state`
-    of recurrent layers.
+    of recurrent layers, and `copies` of it.
     """
     spec = target.checkpoint.spec
     lanes = spec.lanes_of_rank(rank, target.world_size)
     kept, read = kept_and_read_bytes(target.checkpoint, lanes)
     cache = position_values(spec) * spec.max_context * len(lanes) // spec.num_lanes
     state = state_bytes(spec) * len(lanes) // spec.num_lanes
-    return {"weights": kept, "read": read, "cache": SINGLE_BYTES * cache, "state": state}
+    copies = NUM_COPIES * state
+    return {"weights": kept, "read": read, "cache": SINGLE_BYTES * cache, "state": state, "copies": copies}
 
 
 def _place(target: Target, rank: int) -> str:
@@ -203,7 +205,10 @@ def _memory(target: Target, rank: int) -> str:
     uses = cpu_rank_bytes(target, rank)
     weights = f"{_size(uses['weights'])} weights in {kept_as(target.checkpoint)} ({_size(uses['read'])} read per token)"
     form = "" if target.kv_dtype == "float32" else f" ({target.kv_dtype} values kept in float32)"
-    state = f" and {target.num_kv_caches} x {_size(uses['state'])} state, read and written per token" if uses["state"] else ""
+    state = ""
+    if uses["state"]:
+        size, copies = _size(uses["state"]), _size(uses["copies"])
+        state = f" and {target.num_kv_caches} x ({size} state, read and written per token, and {copies} of copies)"
     return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{form}{state}{_kept(target)}"
 
 

@@ -14,7 +14,7 @@ _SHARE_OF_HOST = 8  # of what is free there
 
 def kept_on_cpu(settings: LaunchConfig, num_ranks: int, *, is_recurrent: bool = False) -> int:
     """Bytes of each CPU rank. Raises ConfigError for more than is free, for memory behind that of GPUs, and for any that is asked
-    for where a state goes on behind its end alone (`is_recurrent`).
+    for where there is a state, which blocks do not hold (`is_recurrent`).
     """
     asked = parse_gib(settings.prefix_cache)
     if parse_gib(settings.prefix_host):
@@ -24,8 +24,8 @@ def kept_on_cpu(settings: LaunchConfig, num_ranks: int, *, is_recurrent: bool = 
         )
     if is_recurrent and asked:
         raise ConfigError(
-            f"prefix_cache {settings.prefix_cache} cannot be had with gated delta nets, whose state goes on behind its end "
-            "alone; kv_caches says how many conversations can; leave it out"
+            f"prefix_cache {settings.prefix_cache} cannot be had with gated delta nets: its blocks hold keys and values, and no "
+            "states; kv_caches says how many conversations are kept, leave it out"
         )
     if asked is None:
         return 0 if is_recurrent else _CPU_BYTES

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kog_dist.config import LaunchConfig
 from kog_dist.decode import host_library
 from kog_dist.decode.cpu_weights import SINGLE_BYTES, dequantised_bytes, kept_as, matrix_bytes
+from kog_dist.decode.kept_states import NUM_COPIES
 from kog_dist.decode.recipes import position_values, state_bytes
 from kog_dist.errors import CheckpointError, ConfigError, KogError, LaunchError
 from kog_dist.hardware.cpu_lists import format_cpu_list
@@ -207,7 +208,7 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
         )
         return target, (error,)
     per_position = position_values(spec) * SINGLE_BYTES * target.num_kv_caches
-    kept = target.kept_bytes * target.world_size + state_bytes(spec) * target.num_kv_caches
+    kept = target.kept_bytes * target.world_size + state_bytes(spec) * (1 + NUM_COPIES) * target.num_kv_caches
     room = max(available - weights - kept, 0) * _SHARE_OF_MEMORY // 100 // per_position
     context = max(room // _CONTEXT_STEP, 1) * _CONTEXT_STEP
     if context >= spec.max_context:

@@ -14,7 +14,8 @@ and if they cannot, no shorter beginning can. Once the ring is full, a step back
 is just the window can go on behind the very end and one position before it, and nowhere else. Whatever was decoded after a stop
 string before the ranks knew of it has to be stepped back over, so a ring should be some tens of positions longer than the window.
 
-A state that every token changes (`is_recurrent`) has only its end: a request goes on behind all that was ever written, or anew.
+A state that every token changes (`is_recurrent`) has only its end, and copies at some positions that ranks make by the rule of
+`kept_states.py`: a request goes on behind all that was written, behind one of these, or anew.
 
 Where the ranks have a block pool (kept_blocks.py), what a cache holds at the end of an answer is copied there, and a request gets
 from there what no cache has.
@@ -26,6 +27,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kog_dist.decode.kept_states import copies_of, still_there
 from kog_dist.decode.request import KvCopy, KvUse
 from kog_dist.runtime.control import KvLayout
 from kog_dist.workers.kept_blocks import KeptBlocks, num_common
@@ -41,6 +43,7 @@ class _Kept:
     scope: str = ""
     num_written: int = 0
     last_used: int = 0  # 0: never
+    copies: dict[int, int] = field(default_factory=dict)  # positions of those of its state, by their number
 
 
 class KeptCaches:
@@ -58,6 +61,7 @@ class KeptCaches:
         self._uses = 0
         self._running = KvUse()
         self._scope = ""  # of the running request
+        self._num_prompt = 1  # tokens of the running request's
         self._num_inherited = 0  # positions ever written in the cache that the running request goes on in
         self.blocks = KeptBlocks(layout.block_tokens, layout.num_slots, layout.num_host_slots) if layout.block_tokens else None
 
@@ -82,7 +86,10 @@ class KeptCaches:
                 cache = min(others, key=lambda idx: self._kept[idx].last_used) if is_small_part and others else source
                 use = KvUse(cache, source, num_cached)
             use = self._with_blocks(use, wanted)
-        self._num_inherited = self._kept[use.source].num_written if use.num_cached else 0
+        self._num_inherited = self._kept[use.source].num_written if use.num_cached and not self._is_recurrent else 0
+        copies = still_there(self._kept[use.source].copies, use.num_cached) if use.cache == use.source else {}
+        self._kept[use.cache].copies = copies
+        self._num_prompt = len(prompt)
         self._uses += 1
         for idx in (use.source, use.cache):
             self._kept[idx].last_used = self._uses
@@ -104,12 +111,12 @@ class KeptCaches:
         if kept.scope != scope:
             return 0
         common = num_common(kept.tokens, wanted[:-1])
+        if self._is_recurrent:
+            return max((at for at in (kept.num_written, *kept.copies.values()) if at <= common), default=0)
         return common if self.is_intact(common, kept.num_written) else 0
 
     def is_intact(self, num_positions: int, num_written: int) -> bool:
         """Whether the first `num_positions` can be used after `num_written` were written; see the top of this file."""
-        if self._is_recurrent:
-            return num_positions in (0, num_written)
         if not self.ring_positions or num_written <= self.ring_positions:
             return True
         return num_positions - self._window + 1 >= num_written - self.ring_positions
@@ -120,6 +127,10 @@ class KeptCaches:
             kept = self._kept[self._running.cache]
             kept.tokens, kept.scope = array("I", tokens[:num_positions]), self._scope
             kept.num_written = max(num_written, self._num_inherited)
+            if self._is_recurrent:
+                # A copy is made when a prompt has been read so far, but not by a request that was cancelled just then.
+                made = copies_of(self._running.num_cached, self._num_prompt)
+                kept.copies |= {number: at for number, at in made.items() if at < num_positions}
 
     def save(self) -> KvUse | None:
         """What is to be copied to the block pool of the cache that the last request ran in; None if nothing is."""
@@ -132,6 +143,6 @@ class KeptCaches:
     def forget(self) -> None:
         """Nothing is kept any more: a device may have cleared all its caches."""
         for kept in self._kept:
-            kept.tokens, kept.num_written, kept.last_used = array("I"), 0, 0
+            kept.tokens, kept.num_written, kept.last_used, kept.copies = array("I"), 0, 0, {}
         if self.blocks is not None:
             self.blocks.clear()

@@ -32,6 +32,7 @@ class Cursor:
         self.plan = plan
         self.token = 0  # passes of the engine so far; never restarts, since epochs grow with it
         self.held = [0] * num_kv_caches  # positions in each KV cache
+        self.kept = [dict[int, int]() for _ in range(num_kv_caches)]  # positions of copies of each cache's state, by number
         self.kv_cache = 0  # the one in use
         self.token_ids: Sequence[int] = (0,)  # of the pass, at following positions
         self.position = 0  # of the first of them
@@ -58,6 +59,8 @@ class Cursor:
             raise PlanError(f"position {position} cannot follow: the KV cache holds {self.held[self.kv_cache]} positions")
         if spec.is_recurrent and position not in (0, self.held[self.kv_cache]):
             raise PlanError(f"position {position} cannot follow a state of {self.held[self.kv_cache]} positions")
+        if position == 0:
+            self.kept[self.kv_cache] = {}
         last = position + len(token_ids) - 1
         if last >= spec.max_context:
             raise PlanError(f"position {last} exceeds the model's context of {spec.max_context}")

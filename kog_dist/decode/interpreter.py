@@ -18,7 +18,8 @@ from kog_dist.decode.cursor import Choose, Cursor
 from kog_dist.decode.delta_calls import DeltaCalls
 from kog_dist.decode.exchange_calls import ExchangeCalls, RankExchange
 from kog_dist.decode.expert_calls import ExpertCalls
-from kog_dist.decode.groups import Finder, Group, group_steps
+from kog_dist.decode.groups import Array, Finder, Group, group_steps
+from kog_dist.decode.kept_states import still_there
 from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.lane_calls import LaneCalls, rotation_angles
 from kog_dist.decode.memory import Memory
@@ -110,6 +111,13 @@ def _runs(cells: list[tuple[int, int]]) -> Iterator[Write]:
 
 def _nothing(_tags: list[int]) -> None:
     return None
+
+
+def _copy_states(source: list[list[list[Array]]], source_cache: int, target: list[list[list[Array]]], cache: int) -> None:
+    """Of all layers, from one KV cache to another."""
+    for layer_from, layer_to in zip(source, target, strict=True):
+        for array, other in zip(layer_from[source_cache], layer_to[cache], strict=True):
+            other[...] = array
 
 
 class Interpreter:
@@ -223,18 +231,34 @@ class Interpreter:
             raise PlanError(f"there are {len(cursor.held)} KV caches, asked for {cache} and {source}")
         if not 0 <= num_positions <= cursor.held[source]:
             raise PlanError(f"KV cache {source} holds {cursor.held[source]} positions, asked for {num_positions}")
-        if self.plan.spec.is_recurrent and num_positions not in (0, cursor.held[source]):
-            raise PlanError(
-                f"KV cache {source} holds a state of {cursor.held[source]} positions, which cannot go back to {num_positions}"
-            )
+        if self.plan.spec.is_recurrent and num_positions:
+            self._use_state(cache, source, num_positions)
         if cache != source:
-            for states in self.memory.states:
-                for own, other in zip(states[cache], states[source], strict=True):
-                    own[...] = other
             for layer in (*self.memory.keys, *self.memory.values):
                 layer[cache][:, :, :num_positions] = layer[source][:, :, :num_positions]
         cursor.kv_cache = cache
         cursor.held[cache] = num_positions
+
+    def _use_state(self, cache: int, source: int, num_positions: int) -> None:
+        """That of so many positions of `source`: as it is, or a copy of it."""
+        cursor, copies = self._cursor, self._cursor.kept[source]
+        found = None
+        if num_positions != cursor.held[source]:
+            found = next((number for number, position in copies.items() if position == num_positions), None)
+            if found is None:
+                raise PlanError(
+                    f"KV cache {source} holds a state of {cursor.held[source]} positions, which cannot go back to {num_positions}"
+                )
+        if found is not None or cache != source:
+            states = self.memory.states if found is None else self.memory.kept_states[found]
+            _copy_states(states, source, self.memory.states, cache)
+        cursor.kept[cache] = still_there(copies, num_positions) if cache == source else {}
+
+    def keep_state(self, number: int) -> None:
+        """Copy the state of the cache in use, behind all that it holds, in the place of an earlier copy of that number."""
+        cursor = self._cursor
+        _copy_states(self.memory.states, cursor.kv_cache, self.memory.kept_states[number], cursor.kv_cache)
+        cursor.kept[cursor.kv_cache][number] = cursor.held[cursor.kv_cache]
 
     def filled(self, cache: int, num_positions: int) -> None:
         """Keys and values of the first positions of a cache have been put there (`memory`), as many as it then holds."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.decode.kept_states import NUM_COPIES
 from kog_dist.decode.recipes import ByPosition, Recurrent, recipes, stream_lanes
 from kog_dist.decode.scratch import Scratch
 from kog_dist.decode.steps import NONE, Kind, Value, place
@@ -24,6 +25,7 @@ class Memory:
     """Arrays of one rank, one for each `steps.place` and number of tokens of a pass. All lanes' values are one array.
 
     `keys` and `values` are lists over layers of lists over the KV caches, and so are `states`: of each the arrays of `Recurrent`.
+    `kept_states`: copies of all of these (`kept_states.py`).
     """
 
     def __init__(self, spec: ModelSpec, lanes: tuple[int, ...], dtype: np.dtype[Any], num_kv_caches: int = 1) -> None:
@@ -34,6 +36,9 @@ class Memory:
             [[self._cache(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)] for _ in ("keys", "values")
         )
         self.states = [[self._state(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)]
+        self.kept_states = [
+            [[self._state(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)] for _ in range(NUM_COPIES)
+        ]
 
     def _state(self, state: ByPosition | Recurrent | None) -> list[Array]:
         """What a layer keeps of all tokens together, (own lanes, ...) each; nothing where its mixer keeps nothing so."""
@@ -123,5 +128,5 @@ class Memory:
     def num_bytes(self) -> int:
         """Memory of all arrays, the KV caches counted whole."""
         arrays = [*self._arrays.values(), *(cache for layer in (*self.keys, *self.values) for cache in layer)]
-        arrays += [array for layer in self.states for cache in layer for array in cache]
+        arrays += [array for states in (self.states, *self.kept_states) for layer in states for cache in layer for array in cache]
         return sum(prod(array.shape) * array.itemsize for array in arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -37,6 +38,8 @@ class StubControl:
 
 class StubInterpreter:
     """Stops all ranks when rank 0 says so."""
+
+    plan = SimpleNamespace(spec=SimpleNamespace(is_recurrent=False))
 
     def __init__(self) -> None:
         self.read_ids: list[list[int]] = []

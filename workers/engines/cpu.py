@@ -18,6 +18,7 @@ from kog_dist.decode import host_library
 from kog_dist.decode.draft_lengths import SIZES
 from kog_dist.decode.drafts import NO_DRAFT, Drafter, LookupDrafter
 from kog_dist.decode.interpreter import Interpreter, StepOutput
+from kog_dist.decode.kept_states import copies_of
 from kog_dist.decode.passes import most_tokens, most_verified, pass_mailboxes, pass_sizes
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import make_plan
@@ -145,11 +146,19 @@ class CpuEngine:
     def _prefill(self, seq: int, request: DecodeRequest) -> bool:
         """Fill the KV cache with the prompt up to its last token; False when the request was cancelled meanwhile."""
         position = request.kv.num_cached
-        for size in pass_sizes(len(request.prompt) - 1 - position, self._pass_tokens):
-            if self._read(seq, request.prompt[position : position + size], position).stopped:
-                return False
-            position += size
+        copies = copies_of(position, len(request.prompt)) if self._spec.is_recurrent else {}
+        for stop in sorted({*copies.values(), len(request.prompt) - 1}):
+            for size in pass_sizes(stop - position, self._pass_tokens):
+                if self._read(seq, request.prompt[position : position + size], position).stopped:
+                    return False
+                position += size
+            self._keep_states([number for number, at in copies.items() if at == stop])
         return True
+
+    def _keep_states(self, numbers: Sequence[int]) -> None:
+        assert self._interpreter is not None
+        for number in numbers:
+            self._interpreter.keep_state(number)
 
     def _decode(self, seq: int, request: DecodeRequest) -> Finish:
         """Pass by pass: the newest token, and drafts of those behind it."""
