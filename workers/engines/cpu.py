@@ -76,7 +76,8 @@ class CpuEngine:
         weights = checkpoint.rank_weights(lanes, keeps_halves=products is not None, on_share=self._start.share)
         plan = make_plan(spec, self._world_size, checks_experts=args.check_experts)
         plan = replace(plan, num_tokens=1 if products is None else most_verified(plan))
-        check(plan)
+        if rank == 0:
+            check(plan)  # the others have the same plan, or do not agree with it
         self._control.set_state(rank, RankState.LINKING)
         self._start.begin(StartStage.PEERS)
         aborted = self._control.aborted
@@ -99,7 +100,7 @@ class CpuEngine:
         )  # fmt: skip
         self._comm.explain = partial(with_place, spec)
         self._interpreter = Interpreter(
-            plan, rank, weights, self._comm, kv_dtype=args.kv_dtype, num_kv_caches=args.num_kv_caches
+            plan, rank, weights, self._comm, kv_dtype=args.kv_dtype, num_kv_caches=args.num_kv_caches, is_checked=True
         )  # fmt: skip
         self._control.set_kv_layout(rank, self._kv_layout(spec, len(lanes)))
         self._start.begin(StartStage.TRIAL)
