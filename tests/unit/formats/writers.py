@@ -101,7 +101,7 @@ def _extremes(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tenso
     return blocks.amin((1, 3)), blocks.amax((1, 3))
 
 
-# ---- AWQ and GPTQ: one code at a time ----
+# ---- AWQ and GPTQ ----
 class Codes(NamedTuple):
     """Codes (rows, columns), zero points and scales (rows, groups), and the group of each column."""
 
@@ -111,13 +111,9 @@ class Codes(NamedTuple):
     groups: list[int]
 
     def values(self) -> torch.Tensor:
-        """(code - zero point) * scale, one after the other."""
-        rows = len(self.codes)
-        exact = [
-            [(int(self.codes[r, k]) - int(self.zeros[r, g])) * float(self.scales[r, g]) for k, g in enumerate(self.groups)]
-            for r in range(rows)
-        ]  # fmt: skip
-        return torch.tensor(exact, dtype=torch.float64).float()
+        """(code - zero point) * scale, exact, then rounded once."""
+        of = np.array(self.groups)
+        return torch.from_numpy((self.codes - self.zeros[:, of]) * self.scales.astype(np.float64)[:, of]).float()
 
 
 def drawn(weight: torch.Tensor, group: int, seed: int, *, ordered: bool = False) -> Codes:
@@ -139,12 +135,9 @@ def drawn(weight: torch.Tensor, group: int, seed: int, *, ordered: bool = False)
 
 def _words(codes: np.ndarray[Any, Any], order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """Words (n, m / 8) of codes (n, m): code 8 c + order[i] of a row lies in bits 4 i of word c."""
-    lines, length = codes.shape
-    words = np.zeros((lines, length // 8), np.uint32)
-    for line in range(lines):
-        for c in range(length // 8):
-            for i, place in enumerate(order):
-                words[line, c] |= np.uint32(int(codes[line, 8 * c + place]) << 4 * i)
+    words = np.zeros((len(codes), codes.shape[1] // 8), np.uint32)
+    for i, place in enumerate(order):
+        words |= codes[:, place::8].astype(np.uint32) << np.uint32(4 * i)
     return torch.from_numpy(words.view(np.int32))
 
 
