@@ -92,7 +92,7 @@ breaks = "squares come out"
 
 def test_too_many_survivors_fail_the_run(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listed = tmp_path / "list.toml"
-    arguments = ["--list", str(listed), "--root", str(project)]
+    arguments = ["--list", str(listed), "--root", str(project), "--drawn", "0"]
     listed.write_text(LISTED + SURVIVOR)
     assert main(arguments) == 1
     printed = capsys.readouterr().out
