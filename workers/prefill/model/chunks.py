@@ -20,8 +20,8 @@ SPLIT_SIZE = 128
 # FLOP of what is queued at a time, whole chunks or parts of one: a stop waits for it. 35 to 40 ms of one H200.
 MOST_FLOP = 24e12
 # Experts in the FLOP of dense products that take as long: those of a row count so many times, and each weight, which every chunk
-# reads, for so many. Of older products in 16 bit on an H100; those of 4 bit take 1.4 to 1.9 and 45 to 75 on an H200 (docs/moe.md),
-# so their parts are shorter than need be.
+# reads, for so many. Of older products in 16 bit on an H100; those of 4 bit take 1.4 to 1.9 and 45 to 75 on H200 (docs/moe.md):
+# their parts are shorter than need be.
 EXPERT_FACTOR, EXPERT_WEIGHT_FLOP = 1.9, 430
 # Parts of a chunk that are queued at a time where it has more: the next one starts without the host.
 _PARTS_QUEUED = 2
