@@ -161,6 +161,7 @@ STEPS = {
     # ---- one GPU ----
     "monokernel": _tests(1, 45, 200, "test_monokernel", builds="one_gpu:1"),
     "monokernel_2b": _tests(1, 85, 240, "test_monokernel_2b", builds="benchmarks:1"),
+    "passes": _tests(1, 25, 120, "test_passes"),
     "prefill": _tests(1, 200, 360, "test_prefill", builds="one_gpu:1 2b:1"),
     "attention": _tests(1, 10, 100, "test_prefill_attention"),
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),

@@ -129,7 +129,8 @@ def test_a_launch_says_where_everything_is(kernel: Monokernel) -> None:
     experts = SimpleNamespace(**{name: held() for name in of_experts})
     weights = SimpleNamespace(**{name: held() for name in (*always, *optional)}, experts=experts)
     kernel.weights, kernel.shape, kernel._limit_us, kernel._tag = weights, SimpleNamespace(vocab_rows=(48, 96)), 1234, 9  # type: ignore[assignment]
-    kernel.kv, kernel.words, kernel.logits, kernel._prompt, kernel._state, kernel._record = (held() for _ in range(6))
+    kernel._drafts = held()
+    kernel.kv, kernel.words, kernel._logits, kernel._prompt, kernel._state, kernel._record = (held() for _ in range(6))
     kernel._host, kernel._ring, kernel.trace, kernel.hashes, kernel._choices = held(), held(), None, None, held()
     kernel._processed_request, kernel._sampling, kernel._stop_ids = None, SamplingParams(temperature=0.5, seed=77), (4, 5)
     params = Monokernel._params(kernel, 3)
@@ -137,8 +138,8 @@ def test_a_launch_says_where_everything_is(kernel: Monokernel) -> None:
     wanted |= {f"{name}_ptr": getattr(experts, name).data.ptr for name in of_experts[1:]} | {
         "experts_ptr": experts.matrices.data.ptr
     }
-    wanted |= {f"{name}_ptr": getattr(kernel, name).data.ptr for name in ("kv", "words", "logits")}
-    wanted |= {f"{name}_ptr": getattr(kernel, f"_{name}").data.ptr for name in ("prompt", "state", "record")}
+    wanted |= {f"{name}_ptr": getattr(kernel, name).data.ptr for name in ("kv", "words")}
+    wanted |= {f"{name}_ptr": getattr(kernel, f"_{name}").data.ptr for name in ("logits", "drafts", "prompt", "state", "record")}
     wanted |= {"host_ptr": kernel._host.ctypes.data, "ring_ptr": kernel._ring.ctypes.data, "trace_ptr": kernel._choices.data.ptr}
     wanted |= {
         "inverse_temperature_bits": int(np.float32(2.0).view(np.uint32)),

@@ -25,6 +25,7 @@ from kog_dist.workers.cuda.word_places import Word
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import HEAD_ONLY, NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, twin_sources
 from tests.unit.test_expert_twin import VARIANTS as OF_MODELS_WITH_EXPERTS
+from tests.unit.test_passes_twin import DENSE
 
 pytestmark = needs_compiler
 ACCESS = np.dtype([(name, np.uint32) for name in ("memory", "offset", "cta", "rank", "is_store", "tag", "upper", "pad")])
@@ -34,7 +35,7 @@ Log = np.ndarray[tuple[int], np.dtype[np.void]]
 
 @dataclass(frozen=True)
 class Case:
-    """Four tokens from position `first` on; the first two are inner ones of a prompt.
+    """Four tokens from position `first` on; the first two are inner ones of a prompt. Nothing is drafted for the others.
 
     `has_head_alone`: the third is decoded twice, the second time by a launch of the LM head alone, from the streams of the first.
     """
@@ -44,6 +45,7 @@ class Case:
     has_head_alone: bool = False
     num_ranks: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    passes: tuple[tuple[int, bool], ...] = ()  # of several tokens: each one's first position, and whether it has a head
 
 
 CASES = {
@@ -56,6 +58,8 @@ CASES = {
         126,
         options={"partition_batches": 1},
     ),
+    "passes of two tokens": Case(DENSE, options={"tokens": 2}, passes=((0, False), (2, True), (3, True))),
+    "passes of four tokens": Case(DENSE, options={"tokens": 4}, passes=((0, True), (3, True))),
     "an LM head alone": Case(SPEC, has_head_alone=True),
     "two ranks, sums that are late, and an LM head alone": Case(SPEC, num_ranks=2, has_head_alone=True),
     "two ranks, sums for all": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe"], num_ranks=2, options={"max_ctas": 4}),
@@ -113,6 +117,8 @@ class Declared:
         shape, num_ranks = shapes_of(case)[0], case.num_ranks
         events = TokenEvents(shape, heads=range(shape.spec.lane_kv_heads))
         tokens = [CheckedToken(case.first + number, has_head=number + 2 >= TOKENS) for number in range(TOKENS)]
+        if case.passes:
+            tokens = [CheckedToken(position, has_head=has_head) for position, has_head in case.passes]
         if case.has_head_alone:
             tokens.insert(TOKENS - 1, replace(tokens[TOKENS - 2], is_head_alone=True))
         for token in tokens:

@@ -33,6 +33,7 @@ def shape_header(shape: KernelShape) -> str:
     """`shape.cuh`."""
     spec, registers = shape.spec, shape.geometry.registers(shape.num_ranks)
     numbers = {
+        "kTokens": shape.tokens,
         "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": shape.num_lanes, "kStreams": shape.num_streams,
         "kDelay": spec.delay, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim,
         "kSetHeads": shape.set_heads, "kWarpSets": shape.warp_sets, "kFfn": spec.lane_ffn,

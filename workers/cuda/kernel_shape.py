@@ -31,6 +31,7 @@ SHARED_BYTES = 232448
 # Vectors whose sums of squares are kept. A matrix warp that begins one has handed over its sums of the one before, for which the
 # finaliser was done with the one two before that.
 NUM_SQUARES = 3
+PASS_TOKENS = 1, 2, 4  # of a pass
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
 CHOICE_POSITIONS = 8  # whose choices of experts are kept, in turn: a rendezvous has room for those of MAX_LAYERS layers
 _PACKED_TILE_BYTES, _MOST_TILES = 2 * 8 + 4, 32  # barriers and place of a tile in a packed ring; tiles in it
@@ -42,6 +43,7 @@ _EXPERT_POLL_DELAYS = {2: (600, 5000, 500, 500)}  # where one rank has a model w
 _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
 _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
+_ATTEND_WARPS = 4
 _SMALL_HEAD = 64  # values; of two sets of such heads a warp has as many outputs as of one of twice as large ones
 
 
@@ -61,6 +63,7 @@ class KernelShape:
     max_ctas: int = MAX_CTAS
     splits: int = 0
     partition_batches: int = 0  # 0: see `CacheShape.batches_of_partition`
+    tokens: int = 1  # of a pass of the weights, of PASS_TOKENS; see `_of_tokens` for what has more than one
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
     pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
@@ -108,9 +111,34 @@ class KernelShape:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
         if self.num_ranks > 1 and self.num_lanes * self.num_ranks != spec.num_lanes:
             findings.append(f"{spec.num_lanes} lanes, of which {self.num_ranks} ranks would host {self.num_lanes} each")
+        findings += (of_tokens := self._of_tokens())
         if findings:
+            if findings == of_tokens:
+                raise ConfigError(
+                    f"the CUDA kernel cannot run this model with {self.tokens} tokens in a pass: it has "
+                    f"{'; '.join(findings)}; use passes of one token"
+                )
             remedy = "use another --kv-dtype, or --device cpu" if findings == of_the_cache else "use --device cpu"
             raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(findings)}; {remedy}")
+
+    def _of_tokens(self) -> list[str]:
+        """What stands against as many tokens in a pass as there are."""
+        if self.tokens == 1:
+            return []
+        spec = self.spec
+        against = {
+            f"passes of {self.tokens} tokens (1, 2 or 4)": self.tokens not in PASS_TOKENS,
+            "a stream of each lane": not spec.has_one_stream,
+            "experts": spec.experts is not None,
+            "quantised weights": self.coding is not None or self.head_coding is not None,
+            f"a cache of {self.kv_dtype}": self.kv_dtype not in FORMATS,
+            "windows": bool(spec.window_layers),
+            "more than four query heads for a KV head": self.num_sets > 1,
+            "positions in partitions": self.cache.num_partitions > 1,
+            f"{self.num_ranks} ranks": self.num_ranks > 1,
+            "choices of experts to keep": self.checks_experts,
+        }
+        return [name for name, is_so in against.items() if is_so]
 
     # ---- work of a thread block ----
     @cached_property
@@ -404,17 +432,18 @@ class KernelShape:
         """By name: words of one copy (whole lines), and number of copies."""
         spec, lanes = self.spec, self.num_lanes
         query_rows = spec.lane_heads * spec.head_dim
-        copies, stream_copies = lanes * self.replicas, self.num_streams * self.replicas
+        tokens = self.tokens  # one behind the other
+        copies, stream_copies = lanes * self.replicas * tokens, self.num_streams * self.replicas * tokens
         sizes_of = {kind: prod(shape) for recipe in all_recipes(spec) for kind, shape in recipe.shapes.items()}
         sizes = {
             "Stream": (spec.hidden_size // 2, stream_copies),
             "Middle": (spec.hidden_size // 2, stream_copies),
             "Activation": (sizes_of[Kind.ACTIVATION] // 2, copies),
-            "Qkv": (spec.lane_qkv_rows // 2, lanes),
-            "Part": (self.cache.num_partitions * query_rows * self.splits // 2, lanes),
-            "LogSum": (self.cache.num_partitions * self.log_sum_words, lanes),
+            "Qkv": (spec.lane_qkv_rows // 2, lanes * tokens),
+            "Part": (self.cache.num_partitions * query_rows * self.splits // 2, lanes * tokens),
+            "LogSum": (self.cache.num_partitions * self.log_sum_words, lanes * tokens),
             "Attended": (query_rows // 2, copies),
-            "Candidate": (2 * self.num_ctas, self.replicas),
+            "Candidate": (2 * self.num_ctas, self.replicas * tokens),
             "Choice": (self.boxes.choice_words, 2 if self.num_ranks == 1 else 0),  # else they lie in the heap
             "RouterLogits": (sizes_of.get(Kind.ROUTER_LOGITS, 1), self.replicas if Kind.ROUTER_LOGITS in sizes_of else 0),
             "Report": (self.boxes.report_words, 1 if self.num_ranks == 1 else 0),
@@ -489,17 +518,18 @@ class KernelShape:
     def shared_bytes_besides(self) -> int:
         """Bytes of `Shared` (phases/layout.cuh) of the build with processors, but for ring slots, and at most so much padding."""
         spec, lanes, rows, warps = self.spec, self.num_lanes, self.ops[Phase.OUT].cta_rows, self.geometry.matrix_warps
-        max_per = self.x_steps
-        attended = 2 * 4 * self.warp_sets * self.set_heads * spec.head_dim
+        max_per, tokens = self.x_steps, self.tokens
+        halves = 1 if tokens == _ATTEND_WARPS else 2  # kAttendedHalves in layout.cuh
+        attended = halves * tokens * 4 * self.warp_sets * self.set_heads * spec.head_dim
         scores = 2 * self.head.cta_rows
-        values = max_per * warps * 32  # x
-        values += warps * (self.num_sums * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
+        values = tokens * max_per * warps * 32  # x
+        values += tokens * warps * (self.num_sums * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
         values += warps * 2 * lanes * self.num_ranks  # head_squares
-        values += rows * (self.num_streams + lanes * 2 * (spec.delay + 1))  # residual, history
-        values += attended + self.num_sets // self.warp_sets * spec.head_dim  # ..., fresh
+        values += tokens * rows * (self.num_streams + lanes * 2 * (spec.delay + 1))  # residual, history
+        values += attended + tokens * (self.num_sets // self.warp_sets) * spec.head_dim  # ..., fresh
         values += 2 * attended // spec.head_dim  # attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
-        values += lanes + 16  # done_cycles, and those by themselves
+        values += lanes + 11 + 2 * (-(-(3 + tokens) // 4) * 4)  # done_cycles, those by themselves, passes
         values += 2 * spec.num_ffns_read  # chosen, chosen_weights
-        barriers = 6 + self.awaits_attention + 2 * self.num_sums + NUM_SQUARES + lanes
+        barriers = 4 + halves * tokens + self.awaits_attention + 2 * self.num_sums + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES

@@ -26,9 +26,10 @@ were chosen: the k-th chosen one's activations are words of the k-th thread bloc
 come in each layer.
 
 A matrix warp hands over its sums only after it had all its words of the product, so the finaliser's event contains its reads.
-Blocks of rows of a product count as one. Not here: reports of log-probabilities (the processors' `aside` words), what warps of
-one thread block hand each other in shared memory (barriers), and tags that come again over thousands of steps that are an LM
-head alone (`Monokernel._choose_epoch`).
+Blocks of rows of a product count as one. Where a pass has several tokens, each has words of its own. All are written and read
+in every pass, whether their token counts or not: so a pass is to words what a token is here. Not here: reports of
+log-probabilities (the processors' `aside` words), what warps of one thread block hand each other in shared memory (barriers),
+and tags that come again over thousands of steps that are an LM head alone (`Monokernel._choose_epoch`).
 """
 
 from __future__ import annotations
@@ -109,14 +110,15 @@ class TokenEvents:
             self._token += not token.is_head_alone
 
     def words_of(self, version: Version, position: int) -> Iterator[Word]:
-        """Which words a version is made of, while the token at `position` is decoded; none of choices."""
+        """Which words a version is made of, in the pass whose first token is at `position`; none of choices."""
         layer, places, place = (version.tag - 1) % (self._num_layers + 1), self.places, version.place
         match version.kind.name:
             case STREAM.name | MIDDLE.name:
                 yield from places.stream(*place, is_middle=version.kind is MIDDLE)
             case QKV.name:
-                lane, head, what = place
-                yield from (places.query if what == QUERY else places.new_row)(layer, lane, head, position)
+                lane, head, what, token = place
+                at = min(position + token, self.shape.spec.max_context - 1)  # as `position_of` in layout.cuh
+                yield from (places.query if what == QUERY else places.new_row)(layer, lane, head, at, token)
             case PART.name:
                 yield from places.parts(layer, *place)
             case ATTENDED.name:
@@ -126,13 +128,13 @@ class TokenEvents:
             case ROUTER_LOGIT.name:
                 yield from places.router_logits()
             case CANDIDATE.name:
-                yield from places.candidates(version.slot)
+                yield from places.candidates(version.slot, *place)
             case SUM.name:
                 yield from places.sums(*place)
             case DIRECT_SUM.name:
                 yield from places.direct_sums(*place)
             case LAST_STREAM.name:
-                yield from places.last_stream(*place)
+                yield from places.last_stream(place[0])
 
     # ---- what events are made of ----
     def _tag(self, layer: int) -> int:
@@ -140,6 +142,10 @@ class TokenEvents:
 
     def _by_layer(self, kind: WordKind, layer: int, *place: object) -> Version:
         return Version(kind, place, self._tag(layer))
+
+    def _of_tokens(self, kind: WordKind, layer: int, *place: object) -> list[Version]:
+        """Of each token of the pass, in order."""
+        return [self._by_layer(kind, layer, *place, token) for token in range(self.shape.tokens)]
 
     def _event(self, name: str, reads: Iterable[Read] = (), writes: Iterable[Write] = (), *after: tuple[Event, Scope]) -> Event:
         """Of a role that has waited for nothing yet but the token's start."""
@@ -177,12 +183,19 @@ class TokenEvents:
             return []
         if self.shape.sends_sums_directly:
             return [Read(self._by_layer(DIRECT_SUM, layer, sublayer.name), Scope.ALL)]
-        return [Read(self._by_layer(STREAM if sublayer is Sublayer.MLP else MIDDLE, layer, 0 if one_stream else lane))]
+        kind = STREAM if sublayer is Sublayer.MLP else MIDDLE
+        return [Read(version) for version in self._of_tokens(kind, layer, 0 if one_stream else lane)]
 
     def _qkv(self, layer: int, first: int, token: CheckedToken) -> Iterator[Event]:
         lanes, heads = range(first, first + self.shape.lanes_of(Phase.QKV)), self.heads
         reads = self._stream_read(Sublayer.MLP, layer - 1, first) if layer > 0 else []  # the embedding is not made of words
-        versions = [self._by_layer(QKV, layer, lane, head, part) for lane in lanes for head in heads for part in (QUERY, NEW_ROW)]
+        versions = [
+            version
+            for lane in lanes
+            for head in heads
+            for part in (QUERY, NEW_ROW)
+            for version in self._of_tokens(QKV, layer, lane, head, part)
+        ]
         yield self._finalised(
             f"QKV of layer {layer}, lane {first}", reads, [Write(version, by_all=False) for version in versions]
         )
@@ -194,14 +207,15 @@ class TokenEvents:
         """Of a KV head: its items, and then who mixes what they publish. Who mixes needs words of all of the head's items."""
         where, parts = f"layer {layer}, lane {lane}, KV head {head}", list[Version]()
         for partition in range(self.places.num_partitions(layer, position)):
-            reads = [Read(self._by_layer(QKV, layer, lane, head, QUERY))]
-            if partition == self.places.newest_partition(layer, position):  # one item alone reads the new row
-                reads.append(Read(self._by_layer(QKV, layer, lane, head, NEW_ROW), teaches=False))
-            parts.append(self._by_layer(PART, layer, lane, head, partition))
-            items = self._event(f"attention of {where}, partition {partition}", reads, [Write(parts[-1])])
+            reads = [Read(version) for version in self._of_tokens(QKV, layer, lane, head, QUERY)]
+            if partition == self.places.newest_partition(layer, position):  # one item alone reads a new row
+                reads += [Read(version, teaches=False) for version in self._of_tokens(QKV, layer, lane, head, NEW_ROW)]
+            own = self._of_tokens(PART, layer, lane, head, partition)
+            parts += own
+            items = self._event(f"attention of {where}, partition {partition}", reads, map(Write, own))
             items.is_of_some = True
             yield items
-        mixing = self._event(f"mixing of {where}", map(Read, parts), [Write(self._by_layer(ATTENDED, layer, lane, head))])
+        mixing = self._event(f"mixing of {where}", map(Read, parts), map(Write, self._of_tokens(ATTENDED, layer, lane, head)))
         mixing.is_of_some = True
         yield mixing
 
@@ -213,10 +227,11 @@ class TokenEvents:
         if not unread:
             return None
         versions = [
-            self._by_layer(PART, layer, lane, head, partition)
+            version
             for partition in unread
             for lane in self._lanes
             for head in self.heads
+            for version in self._of_tokens(PART, layer, lane, head, partition)
         ]
         return self._event("empty words of unread partitions", writes=[Write(version, by_all=False) for version in versions])
 
@@ -237,7 +252,8 @@ class TokenEvents:
         name, reads = f"GATE_UP of layer {layer}, lane {first}", self._stream_read(Sublayer.ATTENTION, layer, first)
         if Phase.ROUTE in self.shape.ops:  # which has read the stream
             name, reads = f"choice of experts and {name}", [Read(self._by_layer(ROUTER_LOGIT, layer))]
-        yield self._finalised(name, reads, [Write(self._by_layer(ACTIVATION, layer, lane), by_all=False) for lane in lanes])
+        written = [version for lane in lanes for version in self._of_tokens(ACTIVATION, layer, lane)]
+        yield self._finalised(name, reads, [Write(version, by_all=False) for version in written])
 
     def _residual(self, sublayer: Sublayer, layer: int, lane: int) -> Iterator[Event]:
         """OUT or DOWN, and what becomes of it: each thread block owns rows of the streams."""
@@ -247,9 +263,9 @@ class TokenEvents:
         together, reads = shape.gathered_lanes(phase), list[Read]()
         for one in range(lane, lane + together) if lane % together == 0 else ():  # one gather is for so many
             if phase is Phase.DOWN:
-                reads.append(Read(self._by_layer(ACTIVATION, layer, one)))
+                reads += map(Read, self._of_tokens(ACTIVATION, layer, one))
             else:
-                reads += [Read(self._by_layer(ATTENDED, layer, one, head)) for head in self.heads]
+                reads += [Read(version) for head in self.heads for version in self._of_tokens(ATTENDED, layer, one, head)]
         mode = spec.reduce_mode(layer, sublayer)
         is_summed = shape.num_ranks > 1 and is_last and layer in shape.boxes.summed_layers(sublayer)
         if shape.sends_sums_directly:
@@ -259,29 +275,29 @@ class TokenEvents:
             yield self._finalised(name, reads, [Write(self._sum(sublayer, layer))] if is_summed else [])
             if is_last:
                 total = [Read(self._sum(sublayer, layer), Scope.RANKS)] if is_summed else []
-                streams = [self._stream_write(sublayer, layer, stream) for stream in range(shape.num_streams)]
+                streams = [one for stream in range(shape.num_streams) for one in self._stream_writes(sublayer, layer, stream)]
                 yield self._finalised(f"sum over lanes behind {name}", total, streams)
         else:
             if mode is ReduceMode.DELAYED and shape.num_ranks > 1:
                 reads.append(Read(self._sum(sublayer, layer - spec.delay), Scope.RANKS))
             own = [Write(self._sum(sublayer, layer))] if is_summed else []
-            yield self._finalised(name, reads, [self._stream_write(sublayer, layer, lane), *own])
+            yield self._finalised(name, reads, [*self._stream_writes(sublayer, layer, lane), *own])
 
     def _sum(self, sublayer: Sublayer, layer: int) -> Version:
         layers = self.shape.boxes.summed_layers(sublayer)
         return Version(SUM, (sublayer.name, layer), (self._epoch + 1) * len(layers) + layers.index(layer))
 
-    def _stream_write(self, sublayer: Sublayer, layer: int, stream: int) -> Write:
+    def _stream_writes(self, sublayer: Sublayer, layer: int, stream: int) -> list[Write]:
         kind = STREAM if sublayer is Sublayer.MLP else MIDDLE
         if kind is STREAM and layer == self._num_layers - 1 and self.shape.gathers_streams:
             kind = LAST_STREAM
-        return Write(self._by_layer(kind, layer, stream))
+        return [Write(version) for version in self._of_tokens(kind, layer, stream)]
 
     # ---- the end of a token ----
     def _launch_of_head(self) -> Iterator[Event]:
         """The kernel that writes the last streams, behind the launch before; and behind it the one with the head."""
         last, kind = self._num_layers - 1, LAST_STREAM if self.shape.gathers_streams else STREAM
-        writes = [Write(self._by_layer(kind, last, stream)) for stream in range(self.shape.num_streams)]
+        writes = [Write(version) for stream in range(self.shape.num_streams) for version in self._of_tokens(kind, last, stream)]
         for name, written in (("last streams", writes), ("launch of an LM head alone", [])):
             before = () if self._sampled is None else ((self._sampled, Scope.BLOCKS),)
             self._sampled = self._final = self._event(name, (), written, *before)
@@ -295,15 +311,16 @@ class TokenEvents:
         kind, scope = (LAST_STREAM, Scope.ALL) if shape.gathers_streams else (STREAM, Scope.BLOCKS)
         # With `vocab_parallel` a thread block reads one of them.
         teaches = shape.spec.head_type is not HeadType.VOCAB_PARALLEL
-        reads = [Read(self._by_layer(kind, last, stream), scope, teaches) for stream in range(shape.num_streams)]
+        versions = [version for stream in range(shape.num_streams) for version in self._of_tokens(kind, last, stream)]
+        reads = [Read(version, scope, teaches) for version in versions]
         yield self._finalised("LM head", reads)
 
     def _end(self, token: CheckedToken, kept_apart: Event | None) -> Iterator[Event]:
         """An exchange of all with all, in every token."""
         number = self._epoch + 1
         slot = number % 2 if self.shape.num_ranks > 1 else 0
-        candidate = Version(CANDIDATE, (), number, slot)
-        end = self._finalised("end of a token", (), [] if token.num_exchanges else [Write(candidate)])
+        candidates = [Version(CANDIDATE, (token,), number, slot) for token in range(self.shape.tokens)]
+        end = self._finalised("end of a token", (), [] if token.num_exchanges else map(Write, candidates))
         if kept_apart is not None and self._is_busy_everywhere():
             end.after += ((kept_apart, Scope.BLOCKS),)  # by whoever waited for those thread blocks' items
         yield end
@@ -314,7 +331,7 @@ class TokenEvents:
             yield self._sampler("exchange", writes=[Write(choice)])
             yield self._sampler("choice", [Read(choice, self._everybody)])
         if not token.num_exchanges:
-            yield self._sampler("choice", [Read(candidate, self._everybody)])
+            yield self._sampler("choice", [Read(candidate, self._everybody) for candidate in candidates])
 
     def _sampler(self, name: str, reads: Sequence[Read] = (), writes: Sequence[Write] = ()) -> Event:
         assert self._sampled is not None

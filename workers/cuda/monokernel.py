@@ -81,6 +81,8 @@ class Monokernel:
         if (shape.num_ranks > 1) != (heap is not None):
             raise ValueError("several ranks need the heap with their mailboxes, one rank needs none")
         self._heap = heap
+        if processors and shape.tokens > 1:
+            raise ValueError("the build with processors has passes of one token")
         self._peers = np.zeros((), PEERS.dtype).tobytes() if heap is None else heap.device_handle().tobytes()
         cubin = build(headers(shape))
         self.build_log = cubin.log
@@ -92,7 +94,8 @@ class Monokernel:
         context = shape.spec.max_context
         first, last = shape.vocab_rows
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.logits = cupy.zeros(last - first, cupy.float32)
+        self._logits = cupy.zeros((shape.tokens, last - first), cupy.float32)
+        self._drafts = cupy.zeros(context, cupy.uint32) if shape.tokens > 1 else None
         self.kv = cupy.zeros(shape.cache.num_bytes, cupy.uint8)
         self.words = cupy.zeros(shape.num_words, cupy.uint64)
         self._prompt = cupy.zeros(context, cupy.uint32)
@@ -176,6 +179,21 @@ class Monokernel:
             assert first_position == len(prompt) - 1
             self._head_start.publish(streams, self.words.data.ptr, self._state.data.ptr, self.stream.ptr)
 
+    def expect(self, first_position: int, tokens: Sequence[int]) -> None:
+        """Draft the answer for passes of several tokens: the token that is expected at each position from `first_position` on.
+
+        What is expected is decoded ahead, and kept where it is what is chosen; else it only takes time. It stands until other
+        tokens are expected there. No launch may be under way.
+        """
+        assert self._drafts is not None, "made for passes of one token"
+        self.stream.synchronize()
+        self._drafts[first_position : first_position + len(tokens)].set(np.asarray(tokens, np.uint32))
+
+    @property
+    def logits(self) -> Any:
+        """float32 of the last token that had logits, this rank's rows. Waits for the launches where a pass has several tokens."""
+        return self._logits[0 if self.shape.tokens == 1 else max(int(self.state()["num_kept"]), 1) - 1]
+
     def _forget_epochs(self) -> None:
         self._epoch = self._num_heads_alone = 0  # at the beginning of the request; its steps without layers
         self._whole_epoch = -1  # of the last step that ran its layers
@@ -202,9 +220,9 @@ class Monokernel:
             self._epoch, since = self._epoch + 2, since + 2
 
     def launch(self, num_steps: int, stamps: Any = None) -> None:
-        """Queue at most `num_steps` more tokens (prompt tokens count); does nothing once the request has ended.
+        """Queue at most `num_steps` more passes (those of the prompt count); does nothing once the request has ended.
 
-        `stamps`: uint64 array on the GPU for the time in ns at the end of each step.
+        `stamps`: uint64 array on the GPU for the time in ns at the end of each pass.
         """
         self._left = None
         stamps_ptr, is_processed = 0 if stamps is None else stamps.data.ptr, self._processed_request is not None
@@ -244,13 +262,14 @@ class Monokernel:
         params = np.zeros((), DECODE_PARAMS.dtype)
         arrays = {
             "tape": weights.tape, "embedding": weights.embedding, "norms": weights.norms, "final_norm": weights.final_norm,
-            "rope": weights.rope, "kv": self.kv, "words": self.words, "logits": self.logits, "prompt": self._prompt,
+            "rope": weights.rope, "kv": self.kv, "words": self.words, "logits": self._logits, "prompt": self._prompt,
             "state": self._state, "record": self._record,
         }  # fmt: skip
         optional = {name: getattr(weights, name) for name in ("qkv_bias", "head_norms", "out_bias", "sinks")}
         if weights.experts is not None:
             biases = ("router_bias", "gate_up_bias", "down_bias")
             optional |= {"experts": weights.experts.matrices} | {name: getattr(weights.experts, name) for name in biases}
+        optional["drafts"] = self._drafts
         arrays |= {name: held for name, held in optional.items() if held is not None}
         for name, held in arrays.items():
             params[f"{name}_ptr"] = held.data.ptr

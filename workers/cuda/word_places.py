@@ -51,13 +51,13 @@ class WordPlaces:
             offset += words * count
         return lists
 
-    def _copies(self, name: str, index: int, place: int, writer: int, *, is_value: bool = False) -> Iterator[Word]:
-        """A word at `place` of vector `index` of a list; copy r is for the thread blocks whose number gives r."""
+    def _copies(self, name: str, index: int, token: int, place: int, writer: int, *, is_value: bool = False) -> Iterator[Word]:
+        """A word at `place` of a token's vector `index` of a list; copy r is for the thread blocks whose number gives r."""
         offset, stride = self._lists[name]
-        replicas, num_ctas = self.shape.replicas, self.shape.num_ctas
+        replicas, tokens, num_ctas = self.shape.replicas, self.shape.tokens, self.shape.num_ctas
         for copy in range(replicas):
             readers = frozenset(range(copy, num_ctas, replicas))
-            yield Word(offset + (index * replicas + copy) * stride + place, writer, readers, is_value)
+            yield Word(offset + ((index * replicas + copy) * tokens + token) * stride + place, writer, readers, is_value)
 
     @property
     def _owned_rows(self) -> int:
@@ -65,28 +65,28 @@ class WordPlaces:
         return self.shape.ops[Phase.OUT].cta_rows
 
     # ---- the finaliser's ----
-    def stream(self, stream: int, *, is_middle: bool = False) -> Iterator[Word]:
+    def stream(self, stream: int, token: int = 0, *, is_middle: bool = False) -> Iterator[Word]:
         """A residual stream behind the FFN, or behind attention: the owner of two rows writes their word."""
         for place in range(self.shape.spec.hidden_size // 2):
-            yield from self._copies("Middle" if is_middle else "Stream", stream, place, 2 * place // self._owned_rows)
+            yield from self._copies("Middle" if is_middle else "Stream", stream, token, place, 2 * place // self._owned_rows)
 
-    def activations(self, lane: int) -> Iterator[Word]:
+    def activations(self, lane: int, token: int = 0) -> Iterator[Word]:
         """What GATE_UP makes for a lane. The k-th chosen expert has thread blocks of its own, whichever expert that is."""
         shape, columns = self.shape, self.shape.spec.lane_ffn
         owned = shape.ops[Phase.GATE_UP].cta_rows // 2
         for place in range(columns // 2):
             if shape.experts is None:
                 column = lane % shape.lanes_of(Phase.GATE_UP) * columns + 2 * place
-                yield from self._copies("Activation", lane, place, column // owned)
+                yield from self._copies("Activation", lane, token, place, column // owned)
                 continue
             for k in range(shape.experts.per_token):
                 writer = k * shape.experts.ctas + (lane * columns + 2 * place) // owned
-                yield from self._copies("Activation", lane, k * (columns // 2) + place, writer)
+                yield from self._copies("Activation", lane, token, k * (columns // 2) + place, writer)
 
     def router_logits(self) -> Iterator[Word]:
         """A word for each expert."""
         for expert in range(self.shape.spec.num_ffns):
-            yield from self._copies("RouterLogits", 0, expert, expert // self.shape.ops[Phase.ROUTE].cta_rows)
+            yield from self._copies("RouterLogits", 0, 0, expert, expert // self.shape.ops[Phase.ROUTE].cta_rows)
 
     # ---- between ranks: collectives/device/peers.cuh, kernel_boxes.py ----
     def _to_all(self, name: str, slot: int, begin: int, copies: int, copy_words: int, writers: Sequence[int]) -> Iterator[Word]:
@@ -121,36 +121,40 @@ class WordPlaces:
         for word in self._to_all(sublayer.lower(), slot, 0, 1, 0, owners):
             yield replace(word, readers=frozenset({word.writer}), is_value=True, is_own_too=False)
 
-    def candidates(self, slot: int) -> Iterator[Word]:
+    def candidates(self, slot: int, token: int = 0) -> Iterator[Word]:
         """Two words of each thread block."""
         if self.shape.num_ranks > 1:
             writers = [word // 2 for word in range(2 * self.shape.num_ctas)]
             yield from self._to_all("candidates", slot, 0, self.shape.replicas, self.shape.boxes.candidate_copy_words, writers)
             return
         for place in range(2 * self.shape.num_ctas):
-            yield from self._copies("Candidate", 0, place, place // 2, is_value=True)
+            yield from self._copies("Candidate", 0, token, place, place // 2, is_value=True)
 
-    def query(self, layer: int, lane: int, head: int, position: int) -> Iterator[Word]:
+    def query(self, layer: int, lane: int, head: int, position: int, token: int = 0) -> Iterator[Word]:
         """The query heads of a KV head, for all its items."""
         spec, readers = self.shape.spec, set[int]()
         for partition in range(self.num_partitions(layer, position)):
             readers |= {self.item_cta(layer, lane, head, split, partition) for split in range(self.shape.splits)}
         rows = self._group * spec.head_dim
-        yield from self._qkv(lane, range(head * rows, (head + 1) * rows, 2), frozenset(readers))
+        yield from self._qkv(lane, token, range(head * rows, (head + 1) * rows, 2), frozenset(readers))
 
-    def new_row(self, layer: int, lane: int, head: int, position: int) -> Iterator[Word]:
+    def new_row(self, layer: int, lane: int, head: int, position: int, token: int = 0) -> Iterator[Word]:
         """Key and value of the position, for the item that keeps them."""
         spec, partition = self.shape.spec, self.newest_partition(layer, position)
         readers = frozenset({self.item_cta(layer, lane, head, position % self.shape.splits, partition)})
         first, rows = spec.lane_heads * spec.head_dim + head * spec.head_dim, spec.lane_kv_heads * spec.head_dim
         for begin in (first, first + rows):
-            yield from self._qkv(lane, range(begin, begin + spec.head_dim, 2), readers)
+            yield from self._qkv(lane, token, range(begin, begin + spec.head_dim, 2), readers)
 
-    def _qkv(self, lane: int, rows: range, readers: frozenset[int]) -> Iterator[Word]:
+    def _qkv(self, lane: int, token: int, rows: range, readers: frozenset[int]) -> Iterator[Word]:
         offset, stride = self._lists["Qkv"]
         first = lane % self.shape.lanes_of(Phase.QKV) * self.shape.spec.lane_qkv_rows
         for row in rows:
-            yield Word(offset + lane * stride + row // 2, (first + row) // self.shape.ops[Phase.QKV].cta_rows, readers)
+            yield Word(
+                offset + (lane * self.shape.tokens + token) * stride + row // 2,
+                (first + row) // self.shape.ops[Phase.QKV].cta_rows,
+                readers,
+            )
 
     # ---- attention's ----
     def num_partitions(self, layer: int, position: int) -> int:
@@ -186,12 +190,14 @@ class WordPlaces:
         share = unit // -(-units // self.shape.splits)
         return self.item_cta(layer, lane, head, share, 0)
 
-    def parts(self, layer: int, lane: int, head: int, partition: int) -> Iterator[Word]:
+    def parts(self, layer: int, lane: int, head: int, partition: int, token: int = 0) -> Iterator[Word]:
         """Outputs and log-sum-exps of a KV head's items, one for each split."""
         shape, head_units = self.shape, self.shape.spec.head_dim // 4
         (parts, parts_stride), (sums, sums_stride) = self._lists["Part"], self._lists["LogSum"]
-        parts += lane * parts_stride + partition * (shape.spec.lane_heads * shape.spec.head_dim * shape.splits // 2)
-        sums += lane * sums_stride + partition * shape.log_sum_words
+        parts += (lane * self.shape.tokens + token) * parts_stride + partition * (
+            shape.spec.lane_heads * shape.spec.head_dim * shape.splits // 2
+        )
+        sums += (lane * self.shape.tokens + token) * sums_stride + partition * shape.log_sum_words
         for query_head in range(self._group):
             units = range(query_head * head_units, (query_head + 1) * head_units)
             mixers = [self._mixer(layer, lane, head, unit) for unit in units]
@@ -203,10 +209,10 @@ class WordPlaces:
                         yield Word(parts + (row * head_units + place) * 2 + word, writer, frozenset({mixer}))
                 yield Word(sums + row, writer, frozenset(mixers), is_value=True)
 
-    def attended(self, layer: int, lane: int, head: int) -> Iterator[Word]:
+    def attended(self, layer: int, lane: int, head: int, token: int = 0) -> Iterator[Word]:
         """Mixed outputs of a KV head's query heads."""
         units = self._group * self.shape.spec.head_dim // 4
         for unit in range(units):
             for word in range(2):
                 place = (head * units + unit) * 2 + word
-                yield from self._copies("Attended", lane, place, self._mixer(layer, lane, head, unit))
+                yield from self._copies("Attended", lane, token, place, self._mixer(layer, lane, head, unit))

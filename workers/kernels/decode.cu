@@ -15,7 +15,7 @@ namespace kog {
 __device__ __forceinline__ void init_barriers(const Role& role) {
     Shared& shared = *role.shared;
     init_ring(role);
-    for (int i = 0; i < 2; ++i) mbar_init(role.base + KOG_OFFSET(merge_full[i]), kAttendWarps);
+    for (int i = 0; i < kAttendedHalves * kTokens; ++i) mbar_init(role.base + KOG_OFFSET(merge_full[i]), kTokenWarps);
     for (u32 i = 0; i < kSums; ++i) {
         mbar_init(role.base + KOG_OFFSET(red_full[i]), kMatrixWarps);
         mbar_init(role.base + KOG_OFFSET(red_empty[i]), 1);

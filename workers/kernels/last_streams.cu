@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(kog::kStreamThreads) kog_publish_st
 #pragma unroll
             for (u32 copy = 0; copy < kReplicas; ++copy) store_system(heap_of(launch.peers, rank) + at + copy * kStreamCopyWords, word);
     } else {
-        u64* at = reinterpret_cast<u64*>(params.words_ptr) + kStreamOffset + lane * kReplicas * kStreamStride + pair;
+        u64* at = reinterpret_cast<u64*>(params.words_ptr) + kStreamOffset + lane * (kReplicas * kTokens * kStreamStride) + pair;
 #pragma unroll
-        for (u32 copy = 0; copy < kReplicas; ++copy) store_relaxed(at + copy * kStreamStride, word);
+        for (u32 copy = 0; copy < kReplicas * kTokens; ++copy) store_relaxed(at + copy * kStreamStride, word);  // all tokens get them: the first counts
     }
 }

@@ -20,10 +20,10 @@ struct Attender : BatchMixer {
 #pragma unroll
         for (u32 i = 0; i < kBatches; ++i)
             load_keys<kWholeWindows, false>(rows, first + i * kTeamWarps, batches[i]), load_values<kWholeWindows, false>(rows, first + i * kTeamWarps, batches[i]);
-        const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
+        const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kTeamWarps == first;
         Query queries[kWarpSets];
-        if (!wait_for_query(words, layer, kv_head, first_set, position, has_fresh, tag_in(layer), queries)) return false;
+        if (!wait_for_query(words, words, layer, kv_head, first_set, position, position, has_fresh, tag_in(layer), queries)) return false;
         if (warp == 0) stamp(role, kQuerySeen, turn, product);
         Mixed mixed[kWarpSets];
 #pragma unroll 1
@@ -38,13 +38,83 @@ struct Attender : BatchMixer {
         return merge(layer, kv_head, split, partition, lane_idx, mixed);
     }
 
+    // ---- several tokens ----
+    // Where a warp is: a batch of one of its shares.
+    struct Walk {
+        u32 share, batch;
+
+        __device__ __forceinline__ void go_on(u32 num_batches) {
+            batch += kTeamWarps;
+            if (batch >= num_batches) batch = share += kTokenWarps;
+            if (batch >= num_batches) share = kTeamWarps;  // the shares that follow are empty
+            if (share >= kTeamWarps) batch = ~0u;
+        }
+        __device__ __forceinline__ bool is_at_end() const { return share >= kTeamWarps; }
+    };
+    // An item of all tokens of a pass, each by its own warps.
+    __device__ __forceinline__ bool item_of_pass(const Pass& pass, u32 layer, u32 lane_idx, u32 item_idx) {
+        const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits, token = token_of(warp), first = warp % kTokenWarps;
+        const u32 position = pass.position_of(token);
+        u32 row_token = 0;  // whose row is this split's, if any
+#pragma unroll 1
+        while (row_token < kTokens && pass.position_of(row_token) % kSplits != split) ++row_token;
+        const bool has_row = row_token < kTokens, sees_row = has_row && row_token <= token;
+        const u32 row_position = pass.position_of(has_row ? row_token : 0);
+        Rows rows = rows_of(layer, lane_idx, item_idx, 0, position);
+        const u32 row_batch = has_row ? row_position / kSplits / 16 : kNoBatch;
+        rows.fresh_batch = sees_row ? row_batch : kNoBatch;
+        Walk now{first, first}, ahead{first, first};
+        if (first >= rows.num_batches) now = ahead = {kTeamWarps, ~0u};
+        Batch batches[kBatches];
+#pragma unroll
+        for (u32 i = 0; i < kBatches; ++i) {
+            load_keys<kWholeWindows, false>(rows, ahead.batch, batches[i]), load_values<kWholeWindows, false>(rows, ahead.batch, batches[i]);
+            if (!ahead.is_at_end()) ahead.go_on(rows.num_batches);
+        }
+        const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
+        const bool has_fresh = has_row && row_batch % kTokenWarps == first;
+        Query queries[kWarpSets];
+        if (!wait_for_query(words + token * kQkvStride, words + (has_row ? row_token : 0) * kQkvStride, layer, kv_head, 0, position, row_position, has_fresh,
+                            tag_in(layer), queries))
+            return false;
+        if (warp == 0) stamp(role, kQuerySeen, turn, product);
+        const u32 half = kAttendedHalves == 1 ? 0 : num_items & 1;
+        Mixed mixed[kWarpSets];
+#pragma unroll 1
+        while (!now.is_at_end()) {
+#pragma unroll
+            for (u32 i = 0; i < kBatches; ++i) {
+                if (now.is_at_end()) break;
+                mix(rows, 0, now.batch, ahead.batch, queries, batches + i, mixed);
+                if (!ahead.is_at_end()) ahead.go_on(rows.num_batches);
+                const u32 share = now.share;
+                now.go_on(rows.num_batches);
+                if (now.share == share) continue;
+                keep_mixed(half, token, share, 0, mixed[0]);
+                mixed[0] = Mixed{};
+            }
+        }
+        // Shares without a batch.
+#pragma unroll 1
+        for (u32 share = first; share < kTeamWarps; share += kTokenWarps)
+            if (share >= rows.num_batches) keep_mixed(half, token, share, 0, Mixed{});
+        // A row of a later token: this warp's threads will read it in later passes.
+        if (has_fresh && !sees_row) {
+            rows = rows_of(layer, lane_idx, item_idx, 0, row_position);
+            load_keys<kWholeWindows, false>(rows, row_batch, batches[0]), load_values<kWholeWindows, false>(rows, row_batch, batches[0]);
+            put_fresh(rows, batches[0]);
+        }
+        if (warp == 0) stamp(role, kMixed, turn, product);
+        return merge_shares(layer, kv_head, split, 0, lane_idx, token, first);
+    }
+
     // Four values of unit `unit` of an item's outputs, and with a head's first ones the log-sum. `row`: head and split.
-    __device__ __forceinline__ void publish(u32 row, u32 partition, u32 lane_idx, u32 unit, u64 first, u64 second, float log_sum, u32 tag) const {
+    __device__ __forceinline__ void publish(u32 row, u32 partition, u32 lane_idx, u32 unit, u64 first, u64 second, float log_sum, u32 tag, u32 token = 0) const {
         u64* base = reinterpret_cast<u64*>(params.words_ptr);
         const u32 place = unit % kHeadUnits;
-        store_relaxed_x2(base + kPartOffset + lane_idx * kPartStride + partition * kPartitionWords + (row * kHeadUnits + place) * 2, first, second);
+        store_relaxed_x2(base + kPartOffset + (lane_idx * kTokens + token) * kPartStride + partition * kPartitionWords + (row * kHeadUnits + place) * 2, first, second);
         if (place == 0)
-            store_relaxed(base + kLogSumOffset + lane_idx * kLogSumStride + partition * kLogSumWords + row,
+            store_relaxed(base + kLogSumOffset + (lane_idx * kTokens + token) * kLogSumStride + partition * kLogSumWords + row,
                           make_value_word(__float_as_uint(log_sum), tag));
     }
     static constexpr int kHeadUnits = kHeadDim / 4;
@@ -141,74 +211,132 @@ struct Attender : BatchMixer {
                 }
                 values += kPartitionWords, log_sums += kLogSumWords;
             }
-            float top = peak;
+            publish_mixed(words, lane_idx, 0, head, place, split, is_mine, peak, total, sum, sink, tag);
+        }
+        return true;
+    }
+    // What neighbouring threads have of a unit's splits, mixed. `sink`: one more logit of the head.
+    __device__ __forceinline__ void publish_mixed(u64* words, u32 lane_idx, u32 token, u32 head, u32 place, u32 split, bool is_mine, float peak, float total,
+                                                  float4 sum, float sink, u32 tag) const {
+        float top = peak;
 #pragma unroll
-            for (int offset = 1; offset < kMixThreads; offset <<= 1) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
-            if constexpr (kSinks) top = fmaxf(top, sink);
-            const float weight = exp2_approx(peak - (top == -INFINITY ? 0.0f : top));
-            total *= weight;
-            sum = make_float4(sum.x * weight, sum.y * weight, sum.z * weight, sum.w * weight);
+        for (int offset = 1; offset < kMixThreads; offset <<= 1) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+        if constexpr (kSinks) top = fmaxf(top, sink);
+        const float weight = exp2_approx(peak - (top == -INFINITY ? 0.0f : top));
+        total *= weight;
+        sum = make_float4(sum.x * weight, sum.y * weight, sum.z * weight, sum.w * weight);
 #pragma unroll
-            for (int offset = 1; offset < kMixThreads; offset <<= 1) {
-                total += __shfl_xor_sync(kFullWarp, total, offset);
-                sum.x += __shfl_xor_sync(kFullWarp, sum.x, offset), sum.y += __shfl_xor_sync(kFullWarp, sum.y, offset);
-                sum.z += __shfl_xor_sync(kFullWarp, sum.z, offset), sum.w += __shfl_xor_sync(kFullWarp, sum.w, offset);
+        for (int offset = 1; offset < kMixThreads; offset <<= 1) {
+            total += __shfl_xor_sync(kFullWarp, total, offset);
+            sum.x += __shfl_xor_sync(kFullWarp, sum.x, offset), sum.y += __shfl_xor_sync(kFullWarp, sum.y, offset);
+            sum.z += __shfl_xor_sync(kFullWarp, sum.z, offset), sum.w += __shfl_xor_sync(kFullWarp, sum.w, offset);
+        }
+        if constexpr (kSinks) total += exp2_approx(sink - top);
+        const float inverse = reciprocal_approx(total);
+        if (is_mine && split < kReplicas)
+            store_relaxed_x2(words + kAttendedOffset + ((lane_idx * kReplicas + split) * kTokens + token) * kAttendedStride + (head * kHeadUnits + place) * 2,
+                             make_pair_word(sum.x * inverse, sum.y * inverse, tag), make_pair_word(sum.z * inverse, sum.w * inverse, tag));
+    }
+
+    // The same of all tokens of a pass: their looks are under way together.
+    __device__ __forceinline__ bool mix_parts_of_pass(u32 lane_idx, u32 item_idx, u32 layer) const {
+        const u32 lane = opaque(this->lane), warp = opaque(this->warp), kv_head = item_idx / kSplits, share = item_idx % kSplits, split = lane % kMixThreads, tag = tag_in(layer);
+        u64* words = reinterpret_cast<u64*>(params.words_ptr);
+#pragma unroll 1
+        for (u32 first = warp * kUnitsOfWarp; first < kShareUnits; first += kAttendWarps * kUnitsOfWarp) {
+            const u32 of_share = first + lane / kMixThreads, unit = share * kShareUnits + of_share;
+            const bool is_mine = of_share < kShareUnits && unit < kUnits, has_part = is_mine && split < kMixThreads - kMissingSplits;
+            const u32 head = kv_head * kGroup + (is_mine ? unit / kHeadUnits : 0), place = is_mine ? unit % kHeadUnits : 0, row = head * kSplits + split;
+            const u64* values = words + kPartOffset + lane_idx * (kTokens * kPartStride) + (row * kHeadUnits + place) * 2;
+            const u64* log_sums = words + kLogSumOffset + lane_idx * (kTokens * kLogSumStride) + row;
+            [[maybe_unused]] float sink = 0;
+            if constexpr (kSinks) sink = WeightFormat::low(reinterpret_cast<const u16*>(params.sinks_ptr)[(layer * kLanes + lane_idx) * kHeads + head]) * kLog2e;
+            Part got[kTokens] = {};
+            bool is_here[kTokens];
+#pragma unroll
+            for (u32 token = 0; token < kTokens; ++token) is_here[token] = !has_part;
+            while (true) {
+                bool ready = true;
+#pragma unroll
+                for (u32 token = 0; token < kTokens; ++token)
+                    if (!is_here[token]) got[token] = {load_relaxed_x2(values + token * kPartStride), load_relaxed(log_sums + token * kLogSumStride)};
+#pragma unroll
+                for (u32 token = 0; token < kTokens; ++token) {
+                    if (!is_here[token]) is_here[token] = is_part(got[token], tag);
+                    ready = ready && is_here[token];
+                }
+                if (__all_sync(kFullWarp, ready)) break;
+                if (must_leave(role.stopped())) return false;
             }
-            if constexpr (kSinks) total += exp2_approx(sink - top);
-            const float inverse = reciprocal_approx(total);
-            if (is_mine && split < kReplicas)
-                store_relaxed_x2(words + kAttendedOffset + (lane_idx * kReplicas + split) * kAttendedStride + (head * kHeadUnits + place) * 2,
-                                 make_pair_word(sum.x * inverse, sum.y * inverse, tag), make_pair_word(sum.z * inverse, sum.w * inverse, tag));
+#pragma unroll
+            for (u32 token = 0; token < kTokens; ++token) {
+                const float own = has_part ? __uint_as_float(static_cast<u32>(got[token].log_sum)) : -INFINITY, peak = fmaxf(-INFINITY, own);
+                const float base = peak == -INFINITY ? 0.0f : peak, shrink = exp2_approx(-INFINITY - base), weight_of_part = exp2_approx(own - base);
+                const ulonglong2 pairs = got[token].values;
+                const float4 v = make_float4(first_of(pairs.x), second_of(pairs.x), first_of(pairs.y), second_of(pairs.y));
+                float4 sum = make_float4(0.0f * shrink + weight_of_part * v.x, 0.0f * shrink + weight_of_part * v.y, 0.0f * shrink + weight_of_part * v.z,
+                                         0.0f * shrink + weight_of_part * v.w);
+                float total = 0.0f * shrink + weight_of_part;
+                publish_mixed(words, lane_idx, token, head, place, split, is_mine, peak, total, sum, sink, tag);
+            }
         }
         return true;
     }
 
     // The parts of a team's warps of an item, normalised and published with the logarithm (base 2) of their sum.
     __device__ __forceinline__ bool merge(u32 layer, u32 kv_head, u32 split, u32 partition, u32 lane_idx, const Mixed (&mixed)[kWarpSets]) {
+        const u32 warp = opaque(this->warp), half = num_items & 1;
+#pragma unroll
+        for (u32 s = 0; s < kWarpSets; ++s) keep_mixed(half, 0, warp, s, mixed[s]);
+        return merge_shares(layer, kv_head, split, partition, lane_idx, 0, warp);
+    }
+    // What a share of an item's batches has become, for set `s` of the warp's.
+    __device__ __forceinline__ void keep_mixed(u32 half, u32 token, u32 share, u32 s, const Mixed& own) {
         Shared& shared = *role.shared;
-        const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, head = lane & 3;
-        const u32 half = num_items++ & 1;
+        const u32 lane = opaque(this->lane), group = lane >> 2, head = lane & 3;
+        float sum = own.sum;
 #pragma unroll
-        for (u32 s = 0; s < kWarpSets; ++s) {
-            const Mixed& own = mixed[s];
-            float sum = own.sum;
+        for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+        const float offset = kKvRotated ? (own.weights[0] + own.weights[1]) * (kKvMostValue * kMiddle) : 0.0f;
+        if (head < num_heads((kTokens == 1 ? team_of(share) : 0) * kWarpSets + s)) {
+            const u32 place = s * kSetHeads + head;
 #pragma unroll
-            for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-            const float offset = kKvRotated ? (own.weights[0] + own.weights[1]) * (kKvMostValue * kMiddle) : 0.0f;
-            if (head < num_heads(team_of(warp) * kWarpSets + s)) {
-                const u32 place = s * kSetHeads + head;
-#pragma unroll
-                for (int i = 0; i < kHeadDim / 16; ++i)
-                    *reinterpret_cast<float2*>(&shared.attended[half][warp][place][value_dim(group, 2 * i)]) =
-                        make_float2((own.outputs[i][0] + own.outputs[i][1] - offset) * kUnscale,
-                                    (own.outputs[i][2] + own.outputs[i][3] - offset * kOddPairs) * (kUnscale / kOddPairs));
-                if (group == 0) {
-                    shared.attended_max[half][warp][place] = own.peak;
-                    shared.attended_sum[half][warp][place] = sum;
-                }
+            for (int i = 0; i < kHeadDim / 16; ++i)
+                *reinterpret_cast<float2*>(&shared.attended[half][token][share][place][value_dim(group, 2 * i)]) =
+                    make_float2((own.outputs[i][0] + own.outputs[i][1] - offset) * kUnscale,
+                                (own.outputs[i][2] + own.outputs[i][3] - offset * kOddPairs) * (kUnscale / kOddPairs));
+            if (group == 0) {
+                shared.attended_max[half][token][share][place] = own.peak;
+                shared.attended_sum[half][token][share][place] = sum;
             }
         }
+    }
+    // All shares of an item of a token, by warp `own` of its warps.
+    __device__ __forceinline__ bool merge_shares(u32 layer, u32 kv_head, u32 split, u32 partition, u32 lane_idx, u32 token, u32 own) {
+        Shared& shared = *role.shared;
+        const u32 lane = opaque(this->lane), number = num_items++, half = kAttendedHalves == 1 ? 0 : number & 1;
+        const u32 full = role.base + KOG_OFFSET(merge_full) + (half * kTokens + token) * 8;
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(merge_full[half]));
-        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(merge_full[half]), (num_items - 1) >> 1 & 1)) return false;
+        if (lane == 0) mbar_arrive(full);
+        if (!mbar_wait(role.stopped(), full, number / kAttendedHalves & 1)) return false;
         if (warp == 0) stamp(role, kMerged, turn, product);
         const u32 tag = tag_in(layer);
 #pragma unroll 1
-        for (u32 unit = warp * 32 + lane; unit - lane < kUnits; unit += kAttendThreads) {  // whole warps: rows are rotated
+        for (u32 unit = own * 32 + lane; unit - lane < kUnits; unit += kTokenWarps * 32) {  // whole warps: rows are rotated
             const bool is_mine = unit < kUnits;
             const u32 query_head = is_mine ? unit / kHeadUnits : 0, dim = (unit % kHeadUnits) * 4;
             const u32 first_warp = query_head / kWarpHeads * kTeamWarps, head = query_head % kWarpHeads;
-            float top = shared.attended_max[half][first_warp][head];
+            float top = shared.attended_max[half][token][first_warp][head];
 #pragma unroll
-            for (int i = 1; i < kTeamWarps; ++i) top = fmaxf(top, shared.attended_max[half][first_warp + i][head]);
+            for (int i = 1; i < kTeamWarps; ++i) top = fmaxf(top, shared.attended_max[half][token][first_warp + i][head]);
             const float safe_top = top == -INFINITY ? 0.0f : top;
             float total = 0;
             float4 outputs = make_float4(0, 0, 0, 0);
 #pragma unroll
             for (int i = 0; i < kTeamWarps; ++i) {
-                const float weight = exp2_approx(shared.attended_max[half][first_warp + i][head] - safe_top);
-                const float4 v = *reinterpret_cast<const float4*>(&shared.attended[half][first_warp + i][head][dim]);
-                total += weight * shared.attended_sum[half][first_warp + i][head];
+                const float weight = exp2_approx(shared.attended_max[half][token][first_warp + i][head] - safe_top);
+                const float4 v = *reinterpret_cast<const float4*>(&shared.attended[half][token][first_warp + i][head][dim]);
+                total += weight * shared.attended_sum[half][token][first_warp + i][head];
                 outputs = make_float4(outputs.x + weight * v.x, outputs.y + weight * v.y, outputs.z + weight * v.z, outputs.w + weight * v.w);
             }
             if constexpr (kKvRotated) outputs = rotated_row<kHeadUnits>(outputs, lane, kKvFactorOut);
@@ -216,7 +344,7 @@ struct Attender : BatchMixer {
             const float log_sum = top == -INFINITY ? -INFINITY : top + log2_approx(total);
             const u64 first = make_pair_word(outputs.x * inverse, outputs.y * inverse, tag);
             const u64 second = make_pair_word(outputs.z * inverse, outputs.w * inverse, tag);
-            if (is_mine) publish((kv_head * kGroup + query_head) * kSplits + split, partition, lane_idx, unit, first, second, log_sum, tag);
+            if (is_mine) publish((kv_head * kGroup + query_head) * kSplits + split, partition, lane_idx, unit, first, second, log_sum, tag, token);
         }
         return true;
     }
@@ -234,6 +362,16 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
             attender.product = kQkvProducts[i];
             const Place at(attender.product);
             const u32 lane_idx = at.lane() + i % kQkvLanes;
+            if constexpr (kTokens > 1) {
+#pragma unroll 1
+                for (u32 item = first_item(role, at.layer(), lane_idx, 0); item < kItems; item += kNumCtas)
+                    if (!attender.item_of_pass(pass, at.layer(), lane_idx, item)) return;
+#pragma unroll 1
+                for (u32 item = first_item(role, at.layer(), lane_idx, 0); item < kItems; item += kNumCtas)
+                    if (!attender.mix_parts_of_pass(lane_idx, item, at.layer())) return;
+                if (warp == 0) stamp(role, kAttended, turn, attender.product);
+                continue;
+            }
 #pragma unroll 1
             for (u32 partition = 0; partition < num_partitions(at.layer(), position); ++partition) {
 #pragma unroll 1

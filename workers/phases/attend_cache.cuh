@@ -73,6 +73,9 @@ __device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_
 constexpr u32 kMixedBatches = kKvRotated && kWarpSets == 1 ? 2 : 1, kBatches = kKvCoded && !kKvRotated ? 3 : 2;
 constexpr u32 kBatchesAhead = kKvRotated ? 4 : kKvCoded ? 2 : 1;
 static_assert(kBatches % kMixedBatches == 0);
+// Of several tokens each has warps of its own, which mix the batches of all warps of a single token, share by share. Each split has at most one of
+// their rows: all tokens' warps store it, and those read it that see it.
+static_assert(kTokens == 1 || (kSets == 1 && kPartitions == 1 && kMixedBatches == 1 && kTokens <= kSplits && !kHasWindows && !kExperts), "passes of several tokens");
 
 struct CacheReader {
     const KogDecodeParams& params;
@@ -130,11 +133,12 @@ struct CacheReader {
     }
     static constexpr u32 kNoBatch = ~0u;
     __device__ __forceinline__ u32 team_of(u32 warp) const { return kTeams == 1 ? 0 : warp / kTeamWarps; }
+    __device__ __forceinline__ u32 token_of(u32 warp) const { return kTokens == 1 ? 0 : warp / kTokenWarps; }
     // Of its team's warps: which batches are its.
     __device__ __forceinline__ u32 share_of(u32 warp) const { return kTeams == 1 ? warp : warp % kTeamWarps; }
     // Where its team's new row lies, with shared memory beginning at `base`.
     __device__ __forceinline__ u32 staged_row(u32 base) const {
-        return base + KOG_OFFSET(fresh) + (kTeams == 1 ? 0 : team_of(opaque(warp)) * (kHeadDim * 4));
+        return base + KOG_OFFSET(fresh) + (kTokens * kTeams == 1 ? 0 : (kTokens == 1 ? team_of(opaque(warp)) : token_of(opaque(warp))) * (kHeadDim * 4));
     }
 
     // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V. Where

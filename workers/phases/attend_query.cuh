@@ -34,8 +34,9 @@ struct QueryReader : CacheReader {
 
     // Wait for the query of the thread's head of each set, in high and low halves; the warp that has the batch of the new row stages K and V
     // of it in shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
-    __device__ __forceinline__ bool wait_for_query(const u64* words, u32 layer, u32 kv_head, u32 first_set, u32 position, bool has_fresh,
-                                                   u32 tag, Query (&queries)[kWarpSets]) {
+    // `row_words` and `row_position`: of the token whose row is new.
+    __device__ __forceinline__ bool wait_for_query(const u64* words, const u64* row_words, u32 layer, u32 kv_head, u32 first_set, u32 position,
+                                                   u32 row_position, bool has_fresh, u32 tag, Query (&queries)[kWarpSets]) {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, is_low = group & 1;
         [[maybe_unused]] HeadNorm<kQkNorm ? kHalf : 1> query_norm;
         [[maybe_unused]] HeadNorm<kQkNorm ? kNewKeys : 1> key_norm;
@@ -44,14 +45,14 @@ struct QueryReader : CacheReader {
             for (int i = 0; i < kHalf; ++i) query_norm.load(params, i, layer, 0, position, key_pair(part, is_low * kHalf + i));
 #pragma unroll
             for (int i = 0; i < kNewKeys; ++i)
-                if (i * 32 + lane < kNewWords / 2) key_norm.load(params, i, layer, 1, position, i * 32 + lane);
+                if (i * 32 + lane < kNewWords / 2) key_norm.load(params, i, layer, 1, row_position, i * 32 + lane);
         }
         if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), first_vector + product + 1)) return false;
         const u64* query_words[kWarpSets];
 #pragma unroll
         for (u32 s = 0; s < kWarpSets; ++s)
             query_words[s] = words + ((kv_head * kGroup + (first_set + s) * kSetHeads + head_of(group, first_set + s)) * kHeadDim) / 2;
-        const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
+        const u64* new_words = row_words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
         u64 got[kWarpSets][kHalf], got_new[kNew];
         while (true) {
             bool ready = true;

@@ -18,43 +18,54 @@ constexpr bool kRoundsHalves = kOneStream && kModelLanes > 1;
 struct Finalizer : BiasedRows {
     SumFromPeers<kRanks, OutOp::kRows> sums;  // of the next product, if `early`
     bool early = false;
-    float shared_scale = 0;                   // of the stream that all lanes share, for their QKV or GATE_UP
+    float shared_scale[kTokens] = {};         // of the stream that all lanes share, for their QKV or GATE_UP
 
     // Scale of the normed vector that a lane's product has. Of a stream that all lanes share, the first one has the squares.
-    __device__ __forceinline__ bool norm_scale(u32 lane_idx, float& scale) {
+    __device__ __forceinline__ bool norm_scale(u32 lane_idx, float (&scale)[kTokens]) {
         if constexpr (!kOneStream) return rms_scale(scale);
         if (lane_idx == 0 && !rms_scale(shared_scale)) return false;
-        scale = shared_scale;
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) scale[token] = shared_scale[token];
         return true;
     }
 
     // Biases are added here; where heads are normed, attention does that and turns them, since it has whole heads.
     __device__ __forceinline__ bool qkv(u32 layer, u32 lane_idx, u32 tag) {
-        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
-        const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) + pass.position * (kHeadDim / 2);
-        float scale;
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
+        const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr);
+        float scale[kTokens];
 #pragma unroll 1
         for (u32 block = 0; block < QkvOp::kBlocks; ++block) {
             const u32 row = role.cta * QkvOp::kCtaRows + block * QkvOp::kRows + lane;
             const u32 lane_row = kQkvLanes > 1 ? row % kQkvRows : row;
-            float2 turn = make_float2(1.0f, 0.0f);
-            if (!kQkNorm && lane_row < kQueryRows + kKvRows) turn = rope[(lane_row % kHeadDim) / 2];
+            float2 turns[kTokens];
+#pragma unroll
+            for (int token = 0; token < kTokens; ++token) {
+                turns[token] = make_float2(1.0f, 0.0f);
+                if (!kQkNorm && lane_row < kQueryRows + kKvRows)
+                    turns[token] = rope[pass.position_of(token) * (kHeadDim / 2) + (lane_row % kHeadDim) / 2];
+            }
             [[maybe_unused]] float bias = 0;
             if (kQkvBias && row < kQkvLanes * kQkvRows)
                 bias = WeightFormat::low(reinterpret_cast<const u16*>(params.qkv_bias_ptr)[(layer * kLanes + lane_idx) * kQkvRows + row]);
-            float sum;
+            float sums[kTokens];
             const float own_scale = row_scale<QkvOp>(block);
             if (block == 0 && !norm_scale(lane_idx, scale)) return false;
-            if (!row_sum(sum, QkvOp::kRows)) return false;
-            if constexpr (kRowScales) sum *= own_scale;
-            sum *= scale;
-            if constexpr (kQkvBias) sum += bias;
-            const float other = __shfl_xor_sync(kFullWarp, sum, 1);
-            const float turned = (lane & 1) ? other * turn.y + sum * turn.x : sum * turn.x - other * turn.y;
-            const u32 half = make_half_word(turned, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
-            if ((lane & 1) == 0 && lane < QkvOp::kRows && row < kQkvLanes * kQkvRows) {
-                u64* to = kQkvLanes > 1 ? words + row / kQkvRows * kQkvStride : words;
-                store_relaxed(to + lane_row / 2, join_halves(half, next));
+            if (!row_sum(sums, QkvOp::kRows)) return false;
+#pragma unroll
+            for (int token = 0; token < kTokens; ++token) {
+                float sum = sums[token];
+                const float2 turn = turns[token];
+                if constexpr (kRowScales) sum *= own_scale;
+                sum *= scale[token];
+                if constexpr (kQkvBias) sum += bias;
+                const float other = __shfl_xor_sync(kFullWarp, sum, 1);
+                const float turned = (lane & 1) ? other * turn.y + sum * turn.x : sum * turn.x - other * turn.y;
+                const u32 half = make_half_word(turned, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
+                if ((lane & 1) == 0 && lane < QkvOp::kRows && row < kQkvLanes * kQkvRows) {
+                    u64* to = (kQkvLanes > 1 ? words + row / kQkvRows * (kTokens * kQkvStride) : words) + token * kQkvStride;
+                    store_relaxed(to + lane_row / 2, join_halves(half, next));
+                }
             }
             end_block();
         }
@@ -63,22 +74,27 @@ struct Finalizer : BiasedRows {
     }
 
     __device__ __forceinline__ bool gate_up(u32 lane_idx, u32 tag) {
-        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + lane_idx * kReplicas * kActivationStride;
-        float scale;
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + lane_idx * (kReplicas * kTokens * kActivationStride);
+        float scale[kTokens];
 #pragma unroll 1
         for (u32 block = 0; block < GateUpOp::kBlocks; ++block) {
-            float sum;
+            float sums[kTokens];
             const float own_scale = row_scale<GateUpOp>(block);
             if (block == 0 && !norm_scale(lane_idx, scale)) return false;
-            if (!row_sum(sum, GateUpOp::kRows)) return false;
-            if constexpr (kRowScales) sum *= own_scale;
-            sum *= scale;
-            const float up = __shfl_down_sync(kFullWarp, sum, 1);
-            const float activation = swiglu(sum, up);
+            if (!row_sum(sums, GateUpOp::kRows)) return false;
             u32 end = kGateUpLanes * kFfn;
             if (GateUpOp::kLastRows != GateUpOp::kRows) end = min(end, (role.cta + 1) * GateUpOp::kCtaRows / 2);
-            publish<GateUpOp::kRows / 2, 2, kGateUpLanes == 1 ? 0 : kFfn, GateUpOp::kCtaRows / 2>(
-                words, kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2, end, activation, tag);
+#pragma unroll
+            for (int token = 0; token < kTokens; ++token) {
+                float sum = sums[token];
+                if constexpr (kRowScales) sum *= own_scale;
+                sum *= scale[token];
+                const float up = __shfl_down_sync(kFullWarp, sum, 1);
+                const float activation = swiglu(sum, up);
+                publish<GateUpOp::kRows / 2, 2, kGateUpLanes == 1 ? 0 : kFfn, GateUpOp::kCtaRows / 2>(
+                    words + token * kActivationStride, kTokens * kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2, end,
+                    activation, tag);
+            }
             end_block();
         }
         count_vector<kGateUpLanes>(lane_idx);
@@ -99,14 +115,14 @@ struct Finalizer : BiasedRows {
     }
 
     // Rows of a lane's stream, for this rank's thread blocks; the last ones for those of all ranks that read them for the LM head.
-    __device__ __forceinline__ void publish_stream(u32 kind, u32 layer, u32 lane_idx, u32 first_row, float stream, u32 tag) {
+    __device__ __forceinline__ void publish_stream(u32 kind, u32 layer, u32 lane_idx, u32 first_row, float stream, u32 tag, u32 token = 0) {
         if (kStreamsToAll && kind == 1 && layer == kLayers - 1) {
             const u64 at = stream_box().row(kRanks, 0, peers.rank) + lane_idx * kReplicas * kStreamCopyWords;
             publish_vector_to_all<kRanks, OutOp::kRows, kReplicas>(peers, at, kStreamCopyWords, first_row, kHidden, stream, tag);
             return;
         }
-        u64* words = reinterpret_cast<u64*>(params.words_ptr) + (kind == 0 ? kMiddleOffset : kStreamOffset);
-        publish<OutOp::kRows, 1>(words + lane_idx * kReplicas * kStreamStride, kStreamStride, first_row, kHidden, stream, tag);
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + (kind == 0 ? kMiddleOffset : kStreamOffset) + token * kStreamStride;
+        publish<OutOp::kRows, 1>(words + lane_idx * (kReplicas * kTokens * kStreamStride), kTokens * kStreamStride, first_row, kHidden, stream, tag);
     }
     // Push the own lanes' sum of these rows to the peers; does not wait.
     __device__ __forceinline__ void publish_sum(u32 kind, u32 layer, u32 first_row, float own_sum) {
@@ -140,8 +156,8 @@ struct Finalizer : BiasedRows {
         const bool delayed = delayed_layers(kind).has(layer);
         Shared& shared = *role.shared;
         const bool summed = kRanks > 1 && lane_idx == kLanes - 1 && summed_mask(kind).has(layer);
-        auto& now = shared.history[kind][layer % kHistory];
-        auto& then = shared.history[kind][(layer + 1) % kHistory];  // of layer - kDelay
+        auto& now = shared.history[0][kind][layer % kHistory];
+        auto& then = shared.history[0][kind][(layer + 1) % kHistory];  // of layer - kDelay
         const bool mine = lane < OutOp::kRows;
 #pragma unroll 1
         for (u32 block = 0; block < OutOp::kBlocks; ++block) {
@@ -153,7 +169,7 @@ struct Finalizer : BiasedRows {
                 others -= then[lane_idx][row];
             }
             if (block == OutOp::kBlocks - 1) look_ahead(product);
-            float stream = load_shared_f32(role.base + KOG_OFFSET(residual[lane_idx][row]));
+            float stream = load_shared_f32(role.base + KOG_OFFSET(residual[0][lane_idx][row]));
             const float own_scale = row_scale<OutOp>(block);
             if (!row_sum(sum, OutOp::kRows)) return false;
             if constexpr (kRowScales) sum *= own_scale;
@@ -161,7 +177,7 @@ struct Finalizer : BiasedRows {
             if (!blocking) {  // the usual way, with as little as possible between the sum and its publication
                 stream += (delayed ? sum : sum * kLocalScale) + others;
                 publish_stream(kind, layer, lane_idx, first_row, stream, tag);
-                if (mine) now[lane_idx][row] = sum, shared.residual[lane_idx][row] = stream;
+                if (mine) now[lane_idx][row] = sum, shared.residual[0][lane_idx][row] = stream;
                 end_block();
                 if (block == OutOp::kBlocks - 1) count_vector(lane_idx);  // nobody here waits for what goes to the peers
                 if (kSendsDelayed && summed) publish_sum(kind, layer, first_row, lane_sum(now, row));
@@ -178,8 +194,8 @@ struct Finalizer : BiasedRows {
             }
 #pragma unroll 1
             for (; from < kLanes; ++from) {
-                stream = shared.residual[from][row] + sum;
-                if (mine) shared.residual[from][row] = stream;
+                stream = shared.residual[0][from][row] + sum;
+                if (mine) shared.residual[0][from][row] = stream;
                 publish_stream(kind, layer, from, first_row, stream, tag);
             }
             end_block();
@@ -192,19 +208,23 @@ struct Finalizer : BiasedRows {
     // wait for is sent before anything is awaited.
     __device__ __forceinline__ bool shared_residual(u32 kind, u32 layer, u32 lane_idx, u32 tag) {
         Shared& shared = *role.shared;
-        auto& now = shared.history[kind][0];
         const bool mine = lane < OutOp::kRows, is_last = lane_idx == kLanes - 1;
 #pragma unroll 1
         for (u32 block = 0; block < OutOp::kBlocks; ++block) {
             const u32 row = block * OutOp::kRows + (mine ? lane : 0);
-            float sum;
+            float sums[kTokens];
             const float own_scale = row_scale<OutOp>(block), bias = residual_bias(kind, layer, lane_idx, role.cta * OutOp::kCtaRows + row);
-            if (!row_sum(sum, OutOp::kRows)) return false;
-            if constexpr (kRowScales) sum *= own_scale;
-            sum *= kInverseXScale;
-            if constexpr (kHasResidualBias) sum += bias;
-            if (mine) now[lane_idx][row] = sum;
+            if (!row_sum(sums, OutOp::kRows)) return false;
+#pragma unroll
+            for (int token = 0; token < kTokens; ++token) {
+                float sum = sums[token];
+                if constexpr (kRowScales) sum *= own_scale;
+                sum *= kInverseXScale;
+                if constexpr (kHasResidualBias) sum += bias;
+                if (mine) shared.history[token][kind][0][lane_idx][row] = sum;
+            }
             end_block();
+            [[maybe_unused]] const auto& now = shared.history[0][kind][0];
             if (kDirectSums && is_last) {
                 publish_vector_to_all<kRanks, OutOp::kRows, kSumCopies>(peers, sum_box(kind).row(kRanks, 0, peers.rank), kHidden / 2,
                                                                        role.cta * OutOp::kCtaRows + block * OutOp::kRows, kHidden, lane_sum(now, row), tag);
@@ -213,12 +233,15 @@ struct Finalizer : BiasedRows {
 #pragma unroll 1
         for (u32 block = is_last && !kDirectSums ? 0 : OutOp::kBlocks; block < OutOp::kBlocks; ++block) {
             const u32 row = block * OutOp::kRows + (mine ? lane : 0), first_row = role.cta * OutOp::kCtaRows + block * OutOp::kRows;
-            float sum = lane_sum(now, row);
-            SumFromPeers<kRanks, OutOp::kRows> from;
-            if (!total_of_ranks(from, false, kind, layer, first_row, sum)) return false;
-            const float stream = shared.residual[0][row] + sum;
-            if (mine) shared.residual[0][row] = stream;
-            publish_stream(kind, layer, 0, first_row, stream, tag);
+#pragma unroll
+            for (int token = 0; token < kTokens; ++token) {
+                float sum = lane_sum(shared.history[token][kind][0], row);
+                SumFromPeers<kRanks, OutOp::kRows> from;
+                if (!total_of_ranks(from, false, kind, layer, first_row, sum)) return false;
+                const float stream = shared.residual[token][0][row] + sum;
+                if (mine) shared.residual[token][0][row] = stream;
+                publish_stream(kind, layer, 0, first_row, stream, tag, token);
+            }
         }
         count_vector(lane_idx);
         return true;
@@ -238,44 +261,48 @@ struct Finalizer : BiasedRows {
     }
 
     // Product number `product` of the LM head. Those of several streams are summed in `logits`, in the order of the model's lanes; the last
-    // one's are the logits that are chosen from.
-    __device__ __forceinline__ bool head(u32 product, Candidate& best) {
+    // one's are the logits that are chosen from. Of several tokens their logits lie one behind the other.
+    __device__ __forceinline__ bool head(u32 product, Candidate (&best)[kTokens]) {
         float* logits = reinterpret_cast<float*>(params.logits_ptr);
         const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
-        [[maybe_unused]] float scale = kInverseXScale;
+        [[maybe_unused]] float scale[kTokens] = {kInverseXScale};
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
-            float logit;
+            float sums[kTokens];
             [[maybe_unused]] float before = 0;
             if constexpr (kStreamHead) {
                 if (product > 0 && is_own_row(block)) before = logits[vocab_row(block)];
                 if (block == 0 && !rms_scale(scale)) return false;
             }
             const float own_scale = head_row_scale(product, block);
-            if (!row_sum(logit, HeadOp::kRows)) return false;
+            if (!row_sum(sums, HeadOp::kRows)) return false;
             end_block();
-            if constexpr (HeadOp::kCoded) logit *= own_scale;
-            logit *= scale;
-            const u32 row = vocab_row(block);
-            if constexpr (kStreamHead) {
-                logit += before;
-                if (product + 1 < kHeadProducts) {
-                    if (is_own_row(block)) logits[row] = logit;
-                    continue;
+#pragma unroll
+            for (int token = 0; token < kTokens; ++token) {
+                float logit = sums[token];
+                if constexpr (HeadOp::kCoded) logit *= own_scale;
+                logit *= scale[token];
+                const u32 row = vocab_row(block);
+                if constexpr (kStreamHead) {
+                    logit += before;
+                    if (product + 1 < kHeadProducts) {
+                        if (is_own_row(block)) logits[row] = logit;
+                        continue;
+                    }
                 }
-            }
 #ifdef KOG_PROCESSORS
-            hand_logits(role, block, row, logit, logits);
-            continue;
+                hand_logits(role, block, row, logit, logits);
+                continue;
 #endif
-            if (is_own_row(block)) {
-                const u32 id = params.vocab_first + row;
-                logits[row] = logit;
-                float score = logit;
-                if (inverse_temperature > 0)
-                    score = __fadd_rn(__fmul_rn(logit, inverse_temperature), gumbel(id, pass.position, params.seed));
-                const bool finite = fabsf(logit) < INFINITY;
-                best = better(best, {finite ? score : -INFINITY, finite ? id : id | kNotFinite});
+                if (is_own_row(block)) {
+                    const u32 id = params.vocab_first + row;
+                    logits[token * kVocabRows + row] = logit;
+                    float score = logit;
+                    if (inverse_temperature > 0)
+                        score = __fadd_rn(__fmul_rn(logit, inverse_temperature), gumbel(id, pass.position + token, params.seed));
+                    const bool finite = fabsf(logit) < INFINITY;
+                    best[token] = better(best[token], {finite ? score : -INFINITY, finite ? id : id | kNotFinite});
+                }
             }
         }
         ++num_vectors;
@@ -283,35 +310,42 @@ struct Finalizer : BiasedRows {
     }
 
     __device__ __forceinline__ void begin() {
-        const u16* row = reinterpret_cast<const u16*>(params.embedding_ptr) + static_cast<u64>(pass.token) * kHidden;
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+            const u16* row = reinterpret_cast<const u16*>(params.embedding_ptr) + static_cast<u64>(pass.tokens[token]) * kHidden;
 #pragma unroll 1
-        for (u32 i = lane; i < OutOp::kCtaRows; i += 32) {
-            const u32 column = role.cta * OutOp::kCtaRows + i;
-            const float value = column < kHidden ? WeightFormat::low(row[column]) : 0.0f;
+            for (u32 i = lane; i < OutOp::kCtaRows; i += 32) {
+                const u32 column = role.cta * OutOp::kCtaRows + i;
+                const float value = column < kHidden ? WeightFormat::low(row[column]) : 0.0f;
 #pragma unroll 1
-            for (u32 stream = 0; stream < kStreams; ++stream) role.shared->residual[stream][i] = value;
+                for (u32 stream = 0; stream < kStreams; ++stream) role.shared->residual[token][stream][i] = value;
+            }
         }
         __syncwarp();
     }
 
     // Every thread block publishes a candidate in every pass, an empty one if it has none: the end of a pass is an exchange
     // of all with all, which is also what makes the words' slots safe to write again.
-    __device__ __forceinline__ void end(Candidate best) {
+    __device__ __forceinline__ void end(Candidate (&candidates)[kTokens]) {
 #ifdef KOG_PROCESSORS  // the sampler does it
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(pass_ended));
         return;
 #endif
-        best = best_of_warp(best);
-        if (role.cta == 0 && (kRanks == 1 || peers.rank == 0) && role.shared->cancelled) best.id |= kCancelled;
         const u32 tag = pass.number + 1;
+        const bool is_cancelled = role.cta == 0 && (kRanks == 1 || peers.rank == 0) && role.shared->cancelled;
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+        Candidate best = best_of_warp(candidates[token]);
+        if (is_cancelled) best.id |= kCancelled;
         if constexpr (kRanks > 1) {
             publish_candidate<kRanks, kReplicas>(peers, candidate_box(), tag & 1, kCandidateCopyWords, role.cta,
                                                  __float_as_uint(best.score), best.id, tag);
         } else {
             u64* words = reinterpret_cast<u64*>(params.words_ptr) + kCandidateOffset;
             if (lane < kReplicas)
-                store_relaxed_x2(words + lane * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), tag),
+                store_relaxed_x2(words + (lane * kTokens + token) * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), tag),
                                  make_value_word(best.id, tag));
+        }
         }
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(pass_ended));
@@ -341,7 +375,9 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
             else ok = finalizer.residual(at.phase() >> 1, at.layer(), at.lane(), tag, number);
             if (!ok) return;
         }
-        Candidate best{-INFINITY, kIdMask};
+        Candidate best[kTokens];
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) best[token] = {-INFINITY, kIdMask};
         if (has_head(role, turn)) {
 #pragma unroll 1
             for (u32 product = 0; product < kHeadProducts; ++product)

@@ -32,18 +32,21 @@ struct FinalizedRows {
         }
     }
 
-    // Scale of the vector that is being multiplied: 1 / rms for normed ones.
-    __device__ __forceinline__ bool rms_scale(float& scale) {
+    // Scale of the vector that is being multiplied, of each token: 1 / rms for normed ones.
+    __device__ __forceinline__ bool rms_scale(float (&scales)[kTokens]) {
         Shared& shared = *role.shared;
         const u32 at = num_vectors % kSquares;
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(squares_full[at]), squares_parity >> at & 1)) return false;
         squares_parity ^= 1u << at;
-        float sum = 0;
 #pragma unroll
-        for (int warp = 0; warp < kMatrixWarps; ++warp) sum += shared.squares[at][warp][lane];
+        for (int token = 0; token < kTokens; ++token) {
+            float sum = 0;
 #pragma unroll
-        for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-        scale = inverse_root_approx(sum * (1.0f / kHidden) + kNormEps) * kInverseXScale;
+            for (int warp = 0; warp < kMatrixWarps; ++warp) sum += shared.squares[at][token][warp][lane];
+#pragma unroll
+            for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+            scales[token] = inverse_root_approx(sum * (1.0f / kHidden) + kNormEps) * kInverseXScale;
+        }
         return true;
     }
 
@@ -59,19 +62,35 @@ struct FinalizedRows {
         return 1.0f;
     }
 
-    // Sum of row `lane` of the next block, over the matrix warps. Threads past the last row get 0.
-    __device__ __forceinline__ bool row_sum(float& sum, u32 num_rows) {
+    // Sum of row `lane` of the next block, over the matrix warps, of each token. Threads past the last row get 0.
+    __device__ __forceinline__ bool row_sum(float (&sums)[kTokens], u32 num_rows) {
         Shared& shared = *role.shared;
         const u32 at = num_blocks % kSums;
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_full[at]), num_blocks / kSums & 1)) return false;
-        float parts[kMatrixWarps];
 #pragma unroll
-        for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < num_rows ? shared.red[at][warp][lane] : 0.0f;
-        stamp(role, kMultiplied, turn, num_vectors - first_vector);
-        static_assert(kMatrixWarps == 8 || kMatrixWarps == 12, "the tree");
-        sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
-        if constexpr (kMatrixWarps == 12) sum += (parts[8] + parts[9]) + (parts[10] + parts[11]);
+        for (int token = 0; token < kTokens; ++token) {
+            float parts[kMatrixWarps];
+#pragma unroll
+            for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < num_rows ? shared.red[at][token][warp][lane] : 0.0f;
+            if (token == 0) stamp(role, kMultiplied, turn, num_vectors - first_vector);
+            static_assert(kMatrixWarps == 8 || kMatrixWarps == 12, "the tree");
+            sums[token] = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
+            if constexpr (kMatrixWarps == 12) sums[token] += (parts[8] + parts[9]) + (parts[10] + parts[11]);
+        }
         return true;
+    }
+    // Where a pass has one token.
+    __device__ __forceinline__ bool rms_scale(float& scale) {
+        float scales[kTokens];
+        const bool is_there = rms_scale(scales);
+        scale = scales[0];
+        return is_there;
+    }
+    __device__ __forceinline__ bool row_sum(float& sum, u32 num_rows) {
+        float sums[kTokens];
+        const bool is_there = row_sum(sums, num_rows);
+        sum = sums[0];
+        return is_there;
     }
     // The matrix warps may write the sums of a later block there.
     __device__ __forceinline__ void end_block() {

@@ -11,7 +11,10 @@ struct Gatherer : ExpertsGatherer {
     // ---- the embedding ----
     // The token's embedding, where the words of a stream will lie later.
     __device__ __forceinline__ void load_embedding() {
-        const u64* row = reinterpret_cast<const u64*>(params.embedding_ptr) + static_cast<u64>(pass.token) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
+        load_embedding_of(0);
+    }
+    __device__ __forceinline__ void load_embedding_of(u32 token) {
+        const u64* row = reinterpret_cast<const u64*>(params.embedding_ptr) + static_cast<u64>(pass.tokens[token]) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
 #pragma unroll
         for (int i = 0; i < HiddenSlice::kLoads; ++i)
             if (HiddenSlice::is_real(warp, lane, i)) got[i].x = row[32 * i];
@@ -35,7 +38,10 @@ struct Gatherer : ExpertsGatherer {
         return gathered_lanes(phase) / (!kOneStream ? 1 : phase == kQkvPhase ? kQkvLanes : phase == kGateUpPhase ? kGateUpLanes : 1);
     }
     // Norms' weights are read as early, where there are registers for them while products are multiplied.
-    static constexpr bool kReadsWordsAhead = kLanes > 2, kReadsNormsAhead = kReadsWordsAhead && !kFourBits;
+    static constexpr bool kReadsWordsAhead = kLanes > 2, kReadsNormsAhead = kReadsWordsAhead && !kFourBits && kTokens == 1;
+    // Words of several tokens only where products leave registers for them.
+    template <class S>
+    static constexpr bool kFitsAhead = kTokens == 1 || kAtOnce<S> == kTokens;
     // Read what may be there already of the next vector; never waits. One lane alone is never ahead of itself. Of two lanes only the
     // attention's output is early enough: two of three looks at other words would come too early, and each delays the present product.
     __device__ __forceinline__ void read_ahead(const Place& at) {
@@ -52,21 +58,25 @@ struct Gatherer : ExpertsGatherer {
             else if (at.phase() == kGateUpPhase) load_norm<kGateUpPhase>(at);
         }
         if (at.index() == 0) {
+            if constexpr (kTokens > 1) return;
             load_embedding();
         } else if (kDirectSums && !(at.phase() & 1)) {
             return;
         } else if (!is_near(role, (at.phase() & 1) || !kOneStream ? at.lane() : kLanes - 1, at.index())) {
             return;
         } else if (at.phase() == kOutPhase) {
+            if constexpr (!kFitsAhead<AttendedSlice>) return;
             load_vectors<AttendedSlice, kOutPhase>(source<kOutPhase>(at));
         } else if constexpr (kReadsWordsAhead) {
             if (at.phase() == kDownPhase) {
 #ifdef KOG_EXPERTS
                 load_activations<false>(at);
 #else
+                if constexpr (!kFitsAhead<FfnSlice>) return;
                 load_vectors<FfnSlice, kDownPhase>(source<kDownPhase>(at));
 #endif
-            } else load_units<HiddenSlice>(at.phase() == kGateUpPhase ? source<kGateUpPhase>(at).words : source<kQkvPhase>(at).words);
+            } else if constexpr (kTokens > 1) return;
+            else load_units<HiddenSlice>(at.phase() == kGateUpPhase ? source<kGateUpPhase>(at).words : source<kQkvPhase>(at).words);
         }
         loaded = true;
     }
@@ -86,11 +96,28 @@ struct Gatherer : ExpertsGatherer {
 #endif
         return true;
     }
-    // x of the vector, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
+    // x of the vector of each token, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
     template <int kPhase>
-    __device__ __forceinline__ bool gather(const Place& at, float& squares) {
-        squares = 0;
-        if constexpr (kPhase == kOutPhase) {
+    __device__ __forceinline__ bool gather(const Place& at, float (&squares)[kTokens]) {
+        if constexpr (kTokens > 1) {
+            if constexpr (kPhase == kOutPhase) {
+                if (!gather_tokens<AttendedSlice, kOutPhase, false, AttentionX>(at, squares)) return false;
+            } else if constexpr (kPhase == kDownPhase) {
+                if (!gather_tokens<FfnSlice, kDownPhase, false, LayerX>(at, squares)) return false;
+            } else {
+                load_norm<kPhase>(at);  // words take as long
+                if (kPhase == kQkvPhase && at.index() == 0) {
+#pragma unroll
+                    for (int token = 0; token < kTokens; ++token) {
+                        load_embedding_of(token);
+                        widen_embedding();
+                        write_token<HiddenSlice, true, AttentionX>(token, squares[token]);
+                    }
+                } else if (!gather_tokens<HiddenSlice, kPhase, true, LayerX>(at, squares)) {
+                    return false;
+                }
+            }
+        } else if constexpr (kPhase == kOutPhase) {
             if (!wait_for_own_attention(at)) return false;
             if (!gather_units<AttendedSlice, kOutPhase>(at)) return false;
             write_units<AttendedSlice, false, AttentionX>(squares);

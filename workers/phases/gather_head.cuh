@@ -8,10 +8,10 @@ struct HeadGatherer : VectorGatherer {
     // Of the form `replicate` its input is the mean over the model's lanes of rmsnorm(h), or rmsnorm of the sum of h. The scales need whole vectors: the
     // warps add up their sums of squares through shared memory. Every rank reads all lanes in the same order, hence the same bits.
     // Streams lie one behind the other, those of a peer's lanes, too: its row of the mailbox has no gap (kernel_boxes.py).
-    static constexpr u32 kStreamWords = kReplicas * (kStreamsToAll ? kStreamCopyWords : kStreamStride);
+    static constexpr u32 kStreamWords = kReplicas * (kStreamsToAll ? kStreamCopyWords : kTokens * kStreamStride);
     __device__ __forceinline__ const u64* last_stream(u32 lane_idx) const {
         const u64* first = kStreamsToAll ? heap_of(peers, peers.rank) + stream_box().row(kRanks, 0, 0) + role.cta % kReplicas * kStreamCopyWords
-                                         : reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
+                                         : reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * (kTokens * kStreamStride);
         return first + lane_idx * kStreamWords;
     }
     // A norm that all lanes share is multiplied into their sum. Its weights wait in x, where the sum will be, while registers are full.
@@ -30,7 +30,7 @@ struct HeadGatherer : VectorGatherer {
         load_units<HiddenSlice, kStreamsToAll>(last_source(lane_idx).words);
     }
     // The same from the ranks' last sums. One thread block publishes it, for those who look at what layers have left.
-    __device__ __forceinline__ bool gather_last_sums(float& squares) {
+    __device__ __forceinline__ bool gather_last_sums(float (&squares)[kTokens]) {
         const u32 tag = last_source(0).tag;
         load_last_norm(0);
         if (!wait_until_near<kQkvPhase>(role, kLanes - 1, 4 * kLayers)) return false;
@@ -47,9 +47,16 @@ struct HeadGatherer : VectorGatherer {
         __syncwarp();
         return true;
     }
-    __device__ __forceinline__ bool gather_last_stream(const Place& at, float& squares) {
+    __device__ __forceinline__ bool gather_last_stream(const Place& at, float (&squares)[kTokens]) {
         const u32 lane_idx = kVocabParallelHead ? vocab_lane(role.cta) : at.lane();
         if (kDirectSums && !kHeadOnly) return gather_last_sums(squares);
+        if constexpr (kTokens > 1) {
+            load_last_norm(lane_idx);
+            if (!gather_tokens<HiddenSlice, kHeadPhase, true, HeadX>(at, squares)) return false;
+            loaded = false;
+            __syncwarp();
+            return true;
+        }
         if (!loaded) {
             if (!wait_until_near<kQkvPhase>(role, kVocabParallelHead ? lane_idx : kLanes - 1, 4 * kLayers)) return false;
             load_last_stream(lane_idx);
@@ -94,7 +101,7 @@ struct HeadGatherer : VectorGatherer {
             if (rounds % 1024 == 0) note_wait(kHeadPhase, kNowhere, first, tag, last_stream(first), kHidden / 2);
         }
     }
-    __device__ __forceinline__ bool gather_head(const Place& at, float& squares) {
+    __device__ __forceinline__ bool gather_head(const Place& at, float (&squares)[kTokens]) {
         if constexpr (kStreamHead) return gather_last_stream(at, squares);
         else return gather_agreed();
     }

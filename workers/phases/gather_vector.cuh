@@ -51,7 +51,7 @@ struct VectorGatherer {
     u32 turn = 0, num_heads = 0;  // of the pass in this launch
     Pass pass = {};
     bool loaded = false;     // `got` holds words that were read for the next vector; perhaps too early
-    ulonglong2 got[kMany];
+    ulonglong2 got[kTokens * kMany];  // of as many tokens as are gathered at a time, those of a token kMany behind the one's before
     uint2 scale[kMany];      // norm weights, four 16-bit values
 
     static __device__ __forceinline__ float4 values(const ulonglong2& words) {
@@ -70,7 +70,9 @@ struct VectorGatherer {
     static __device__ __forceinline__ float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
     // Where unit `unit` of this warp's slice stands in x.
-    __device__ __forceinline__ u32 place_of(u32 unit) {
+    __device__ __forceinline__ u32 place_of(u32 unit, u32 token = 0) {
+        if constexpr (kTokens > 1)
+            return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * kXStepBytes + token * 128 + ((unit & 7) >> 1) * 16 + (unit & 1) * 8;
         return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
     }
     // x of this warp's units, of which each thread has kLoads: number i * 32 + `lane` is `unit(i)`, if it `is_mine(i)`.
@@ -96,7 +98,7 @@ struct VectorGatherer {
         const u32 high0 = Format::pack(v.x, v.y), high1 = Format::pack(v.z, v.w);
         const u32 low0 = pack_rest<Format>(v.x, v.y, high0), low1 = pack_rest<Format>(v.z, v.w, high1);
         store_shared(at, make_uint2(high0, high1));
-        store_shared(at + 32, make_uint2(low0, low1));
+        store_shared(at + (kTokens == 1 ? 32 : 64), make_uint2(low0, low1));
     }
 
     // What a wait looks at, for the record of one that did not end.
@@ -117,22 +119,23 @@ struct VectorGatherer {
     template <int kPhase>
     __device__ __forceinline__ Source source(const Place& at) {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
-        const u32 copy = at.lane() * kReplicas + role.cta % kReplicas;
+        const u32 copy = (at.lane() * kReplicas + role.cta % kReplicas) * kTokens;
         const u32 tag = layer_tag(pass.number, at.layer());
         if constexpr (kPhase == kOutPhase) return {words + kAttendedOffset + copy * kAttendedStride, tag};
         if constexpr (kPhase == kDownPhase) return {words + kActivationOffset + copy * kActivationStride, tag};
-        const u32 stream_copy = stream_of(at.lane()) * kReplicas + role.cta % kReplicas;
+        const u32 stream_copy = (stream_of(at.lane()) * kReplicas + role.cta % kReplicas) * kTokens;
         if constexpr (kPhase == kGateUpPhase) return {words + kMiddleOffset + stream_copy * kStreamStride, tag};
         return {words + kStreamOffset + stream_copy * kStreamStride, (tag - 1) & 0xffffu};
     }
     // The lane whose last product before this one made the vector: a stream that all lanes share is whole after the last one's.
     template <int kPhase>
     static __device__ __forceinline__ u32 source_lane(u32 lane_idx) {
-        return kOneStream && (kPhase == kQkvPhase || kPhase == kGateUpPhase) ? kLanes - 1 : lane_idx;
+        return kOneStream && (kPhase == kQkvPhase || kPhase == kGateUpPhase || kPhase == kHeadPhase) ? kLanes - 1 : lane_idx;
     }
-    // kTogether vectors of kColumns values, of each of which a warp has kPer times 32 neighbouring ones.
-    template <int kColumns_, int kPer_, int kTogether_ = 1>
+    // kTogether vectors of kColumns values, of each of which a warp has kPer times 32 neighbouring ones. kTokenWords: from a token's to the next one's.
+    template <int kColumns_, int kPer_, u32 kTokenWords_, int kTogether_ = 1>
     struct Slice {
+        static constexpr u32 kTokenWords = kTokenWords_;
         static constexpr int kColumns = kColumns_, kOfVector = kPer_ * 8, kUnits = kTogether_ * kOfVector, kLoads = (kUnits + 31) / 32;
         static constexpr bool kEven = kUnits % 32 == 0 && kOfVector * 4 * kMatrixWarps == kColumns;  // no thread without a unit
         // The i-th unit of a thread: which vector's it is, and which of the warp's units of that vector.
@@ -144,34 +147,40 @@ struct VectorGatherer {
             return kEven || (is_mine(lane, i) && warp * kOfVector + unit_of(lane, i) < kColumns / 4);
         }
     };
-    using HiddenSlice = Slice<kHidden, QkvOp::kPer>;
-    using AttendedSlice = Slice<kQueryRows, OutOp::kPer, kGatheredAttended>;
-    using FfnSlice = Slice<kFfn, DownOp::kPer, kGatheredActivations>;
+    using HiddenSlice = Slice<kHidden, QkvOp::kPer, kStreamStride>;
+    using AttendedSlice = Slice<kQueryRows, OutOp::kPer, kAttendedStride, kGatheredAttended>;
+    using FfnSlice = Slice<kFfn, DownOp::kPer, kActivationStride, kGatheredActivations>;
     static_assert(QkvOp::kPer == GateUpOp::kPer && QkvOp::kPer == HeadOp::kPer, "products of the hidden size");
 
     // `kSystem`: words that peers may write, too. `kApart`: words from one of the vectors to the next. `kMissing`: only those that have
     // another tag than `tag` now.
     template <class S, bool kSystem = false, u32 kApart = 0, bool kMissing = false>
     __device__ __forceinline__ void load_units(const u64* words, u32 tag = 0) { load_units_to<S, kSystem, kApart, kMissing>(got, words, tag); }
-    template <class S, bool kSystem, u32 kApart, bool kMissing, int kRoom>
+    // `kCount` tokens' words.
+    template <class S, bool kSystem, u32 kApart, bool kMissing, int kCount = 1, int kRoom>
     __device__ __forceinline__ void load_units_to(ulonglong2 (&got)[kRoom], const u64* words, u32 tag) {
         const u64* mine = words + 2 * (warp * S::kOfVector + lane);
 #pragma unroll
-        for (int i = 0; i < S::kLoads; ++i)
-            if (S::is_real(warp, lane, i) && (!kMissing || tag_difference(got[i], tag) != 0)) {
-                const u64* at = mine + 64 * i;
-                if constexpr (kApart != 0) at = words + S::vector_of(lane, i) * kApart + 2 * (warp * S::kOfVector + S::unit_of(lane, i));
-                got[i] = kSystem ? load_system_x2(at) : load_relaxed_x2(at);
-            }
+        for (int token = 0; token < kCount; ++token)
+#pragma unroll
+            for (int i = 0; i < S::kLoads; ++i)
+                if (S::is_real(warp, lane, i) && (!kMissing || tag_difference(got[token * kMany + i], tag) != 0)) {
+                    const u64* at = mine + 64 * i;
+                    if constexpr (kApart != 0) at = words + S::vector_of(lane, i) * kApart + 2 * (warp * S::kOfVector + S::unit_of(lane, i));
+                    at += token * S::kTokenWords;
+                    got[token * kMany + i] = kSystem ? load_system_x2(at) : load_relaxed_x2(at);
+                }
     }
     template <class S>
     __device__ __forceinline__ bool units_ready(u32 tag) { return have_tag<S>(got, tag); }
-    template <class S, int kRoom>
+    template <class S, int kCount = 1, int kRoom>
     __device__ __forceinline__ bool have_tag(const ulonglong2 (&got)[kRoom], u32 tag) {
         u32 wrong = 0;
 #pragma unroll
-        for (int i = 0; i < S::kLoads; ++i)
-            if (S::is_real(warp, lane, i)) wrong |= tag_difference(got[i], tag);
+        for (int token = 0; token < kCount; ++token)
+#pragma unroll
+            for (int i = 0; i < S::kLoads; ++i)
+                if (S::is_real(warp, lane, i)) wrong |= tag_difference(got[token * kMany + i], tag);
         return __all_sync(kFullWarp, wrong == 0);
     }
     // Until all of this warp's words have come; `note`: writes down what is missing.
@@ -227,11 +236,13 @@ struct VectorGatherer {
     }
     // From a lane's vector to the next one's, where a phase takes those of several lanes at a time.
     template <int kPhase>
-    static constexpr u32 kLanesApart = kPhase == kOutPhase && kGatheredAttended > 1       ? kReplicas * kAttendedStride
-                                       : kPhase == kDownPhase && kGatheredActivations > 1 ? kReplicas * kActivationStride
+    static constexpr u32 kLanesApart = kPhase == kOutPhase && kGatheredAttended > 1       ? kReplicas * kTokens * kAttendedStride
+                                       : kPhase == kDownPhase && kGatheredActivations > 1 ? kReplicas * kTokens * kActivationStride
                                                                                           : 0;
     template <class S, int kPhase>
-    __device__ __forceinline__ void load_vectors(const Source& from) { load_units<S, false, kLanesApart<kPhase>>(from.words); }
+    __device__ __forceinline__ void load_vectors(const Source& from) {
+        load_units_to<S, false, kLanesApart<kPhase>, false, kAtOnce<S>>(got, from.words, 0);
+    }
     template <class S, int kPhase>
     __device__ __forceinline__ bool gather_units(const Place& at) {
         const Source from = source<kPhase>(at);
@@ -243,16 +254,63 @@ struct VectorGatherer {
             note_wait(kPhase, at.layer(), at.lane(), from.tag, from.words, S::kColumns / 2);
         });
     }
+    // Of several tokens as many at a time as registers hold; those that follow have come by then.
+    static constexpr int kUnitsAtOnce = 8;
+    template <class S>
+    static constexpr int kAtOnce = kTokens * S::kLoads <= kUnitsAtOnce ? kTokens : kTokens / 2 * S::kLoads <= kUnitsAtOnce ? (kTokens + 1) / 2 : 1;
+    // The LM head's input lies where the next layer's would.
+    template <int kPhase>
+    __device__ __forceinline__ Source source_of_pass(const Place& at) {
+        if constexpr (kPhase == kHeadPhase) return source<kQkvPhase>(at);
+        else return source<kPhase>(at);
+    }
+    template <class S, int kPhase, bool kNormed, class X>
+    __device__ __forceinline__ bool gather_tokens(const Place& at, float (&squares)[kTokens]) {
+        Source from = source_of_pass<kPhase>(at);
+        const u64* const words = from.words;
+        if (!loaded && !wait_until_near<kPhase == kHeadPhase ? kQkvPhase : kPhase>(role, source_lane<kPhase>(at.lane()), at.index())) return false;
+#pragma unroll
+        for (int first = 0; first < kTokens; first += kAtOnce<S>) {
+            from.words = words + first * S::kTokenWords;
+            if (!loaded || first > 0) load_units_to<S, false, kLanesApart<kPhase>, false, kAtOnce<S>>(got, from.words, 0);
+            for (u32 rounds = 1; !have_tag<S, kAtOnce<S>>(got, from.tag); ++rounds) {
+                if (must_leave(role.stopped())) return false;
+                if (rounds % 1024 == 0) note_wait(kPhase, kPhase == kHeadPhase ? kNowhere : at.layer(), at.lane(), from.tag, from.words, S::kColumns / 2);
+                load_units_to<S, false, kLanesApart<kPhase>, true, kAtOnce<S>>(got, from.words, from.tag);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce<S>; ++i) write_token<S, kNormed, X>(first + i, squares[first + i], i * kMany);
+        }
+        return true;
+    }
+    // x of a token whose words are in `got` from `from` on.
+    template <class S, bool kNormed, class X>
+    __device__ __forceinline__ void write_token(u32 token, float& squares, int from = 0) {
+        const u32 lane = opaque(this->lane);  // addresses, and norms' weights as floats, are not kept from token to token: registers are full
+#pragma unroll
+        for (int i = 0; i < S::kLoads; ++i) {
+            if (!S::is_mine(lane, i)) continue;
+            float4 v = make_float4(0, 0, 0, 0);
+            if (S::is_real(warp, lane, i)) {
+                v = values(got[from + i]);
+                if (kNormed) {
+                    squares += square_sum(v);
+                    v = times(v, widen(make_uint2(opaque(scale[i].x), opaque(scale[i].y))));
+                }
+            }
+            write_x<X>(place_of(i * 32 + lane, token), v);
+        }
+    }
     // `kForRouter`: and once more as a router wants it, kRouterX behind.
     template <class S, bool kNormed, class X = LayerX, bool kForRouter = false>
-    __device__ __forceinline__ void write_units(float& squares) {
+    __device__ __forceinline__ void write_units(float (&squares)[kTokens]) {
         static_assert(!X::kIsInteger || S::kOfVector % 32 == 0, "whole steps");
         const auto unit = [&](int i) {
             float4 v = make_float4(0, 0, 0, 0);
             if (S::is_real(warp, lane, i)) {
                 v = values(got[i]);
                 if (kNormed) {
-                    squares += square_sum(v);
+                    squares[0] += square_sum(v);
                     v = times(v, widen(scale[i]));
                 }
             }

@@ -10,6 +10,16 @@
 
 namespace kog {
 
+// One of two types.
+template <bool kFirst, class First, class Second>
+struct OneOf {
+    using Type = First;
+};
+template <class First, class Second>
+struct OneOf<false, First, Second> {
+    using Type = Second;
+};
+
 // Warps of a thread block. The matrix warps split K between them; everything else is one warp, attention is four.
 constexpr int kLoaderWarp = kMatrixWarps, kFinalWarp = kMatrixWarps + 1, kSampleWarp = kMatrixWarps + 2, kWatchWarp = kMatrixWarps + 3;
 constexpr int kAttendWarp = kMatrixWarps + 4, kAttendWarps = 4, kAttendThreads = 32 * kAttendWarps;
@@ -59,7 +69,9 @@ static_assert(kMatrixWarps % kPieces == 0, "pieces of a tile");
 static_assert(kPacked ? kPieces == 1 : kRingBytes == kNumSlots * kSlotBytes, "a slot for each tile, or none");
 // A piece stands at the same place of its slot in tiles of all sizes: what is given back by itself must not lie where another piece was.
 constexpr u32 kPieceWarps = kMatrixWarps / kPieces, kPieceBytes = kSlotBytes / kPieces;
-constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector, as high and low halves
+// One activation vector of each token, as high and low halves: bytes of a step of 32 columns, and of all.
+constexpr u32 kXStepBytes = 128 * kTokens, kXBytes = kMaxPer * kMatrixWarps * kXStepBytes;
+static_assert(kTokens == 1 || kTokens == 2 || kTokens == 4, "the matrix unit's eight columns are two for each token");
 
 constexpr float kLog2e = 1.44269504f;
 constexpr int kMaxFragments = 4;  // of a tile in each warp: eight rows (or fewer) and 32 columns, what one mma takes
@@ -162,28 +174,33 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 // The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
 // does not need while the LM head and sampling run, or in room of their own.
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
-constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kWarpHeads * kHeadDim * 4;
+// What attention's warps leave of an item: of several tokens those of a token's warps, or of its only one, which needs no second buffer.
+constexpr int kAttendedHalves = kTokens == kAttendWarps ? 1 : 2, kTokenWarps = kAttendWarps / kTokens;
+constexpr bool kScoresFit = kScoreBytes <= kAttendedHalves * kTokens * 4 * kWarpHeads * kHeadDim * 4;
 
 // A pass of the weights, as the sampler announces it: tags count passes, and positions are those of its tokens.
 struct alignas(16) Pass {
     u32 position, number;  // of its first token; among all since the words were zeroed
     u32 is_none;           // the launch ends instead
-    u32 token;
+    u32 tokens[kTokens];
+
+    // A token beyond the context has the last place: it is none that counts.
+    __device__ __forceinline__ u32 position_of(u32 token) const { return kTokens == 1 ? position : min(position + token, kMaxContext - 1u); }
 };
 
 struct Shared {
     unsigned char ring[kRingBytes];
     unsigned char x[kXBytes];
-    float red[kSums][kMatrixWarps][kTileRows];                   // partial sums of the last blocks of rows
-    float squares[kSquares][kMatrixWarps][32];                   // sums of squares of the last vectors, by matrix thread
+    float red[kSums][kTokens][kMatrixWarps][kTileRows];          // partial sums of the last blocks of rows
+    float squares[kSquares][kTokens][kMatrixWarps][32];          // sums of squares of the last vectors, by matrix thread
     float head_squares[2][kMatrixWarps][kModelLanes];
-    float residual[kStreams][OutOp::kCtaRows];
-    float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
-    alignas(16) float attended[2][4][kWarpHeads][kHeadDim];      // unnormalised outputs of the attention warps, two items in turn
-    alignas(16) u32 fresh[kTeams][kHeadDim];                     // K and V of the new position, in pairs, for each team
-    float attended_max[2][4][kWarpHeads], attended_sum[2][4][kWarpHeads];
+    float residual[kTokens][kStreams][OutOp::kCtaRows];
+    float history[kTokens][2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
+    alignas(16) float attended[kAttendedHalves][kTokens][4][kWarpHeads][kHeadDim];  // unnormalised outputs of the attention warps, items in turn
+    alignas(16) u32 fresh[kTokens * kTeams][kHeadDim];           // K and V of a new position, in pairs, for each team
+    float attended_max[kAttendedHalves][kTokens][4][kWarpHeads], attended_sum[kAttendedHalves][kTokens][4][kWarpHeads];
     u64 full[kRingPieces], empty[kRingPieces];
-    u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[2], pass_full, pass_ended, lane_done[kLanes];
+    u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[kAttendedHalves * kTokens], pass_full, pass_ended, lane_done[kLanes];
     Pass passes[2];                                  // of a launch, in turn
     volatile u32 newest_position;                    // of the newest one
     WaitNote note;
@@ -285,7 +302,9 @@ __device__ __forceinline__ u32 vocab_lane(u32 cta) { return min(cta / kHeadCtas,
 __device__ __forceinline__ u32 layer_tag(u32 number, u32 layer) { return (number * (kLayers + 1) + layer + 1) & 0xffffu; }
 
 // Passes of a launch that begins at `position` whose tokens' successors are all known: their LM head is skipped.
-__device__ __forceinline__ u32 num_headless(u32 position, u32 num_prompt) { return num_prompt > position + 1 ? num_prompt - 1 - position : 0; }
+__device__ __forceinline__ u32 num_headless(u32 position, u32 num_prompt) {
+    return num_prompt > position + 1 ? (num_prompt - 1 - position) / kTokens : 0;
+}
 // Of pass `turn` of this launch.
 __device__ __forceinline__ bool has_head(const Role& role, u32 turn) { return turn >= role.num_headless; }
 // Partitions of the positions up to `position` that have items of their own in this layer.

@@ -54,8 +54,26 @@ __device__ __forceinline__ float row_sum(const HeadSums& sums, u32 lane, int gro
     return sum + __shfl_xor_sync(kFullWarp, sum, 1);
 }
 #endif
+// Of several tokens, for each two groups of eight rows: of the first halves of the columns and of the second ones, columns are tokens' high and
+// low parts in turn. So a thread has one token's sums, and adds its four parts up in the order of a single token's.
+struct TokenSums {
+    float of[(kRowGroups + 1) / 2][2][4] = {};
+
+    __device__ __forceinline__ float row_sum(int group) const {
+        const int i = 2 * (group & 1);
+        return (of[group / 2][0][i] + of[group / 2][0][i + 1]) + (of[group / 2][1][i] + of[group / 2][1][i + 1]);
+    }
+};
+template <class Weights>
+struct SumsOfPass {
+    using Type = typename SumsOfKind<Weights>::Type;
+};
+template <>
+struct SumsOfPass<PlainWeights> {
+    using Type = typename OneOf<(kTokens > 1), TokenSums, SumsOfKind<PlainWeights>::Type>::Type;
+};
 template <class O>
-using SumsOf = typename SumsOfKind<typename O::Kind>::Type;
+using SumsOf = typename SumsOfPass<typename O::Kind>::Type;
 __device__ __forceinline__ float row_sum(const float (&sums)[kRowGroups][4], u32 lane, int group) {
     const float sum = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
     return sum + __shfl_xor_sync(kFullWarp, sum, 1);
@@ -105,7 +123,7 @@ struct Multiplier {
     template <int kGroups, int kSteps>
     struct Tile {
         uint4 weights[kSteps * kGroups];
-        uint2 x[kSteps];
+        typename OneOf<(kTokens > 1), uint4, uint2>::Type x[kSteps];  // of several tokens those of both halves of the columns
     };
     // A step's weights are kStepBytes behind those of the step before, the first at `offset` in the slot. A group of fewer than eight
     // rows reads some of what follows it: nobody looks at those products.
@@ -113,7 +131,7 @@ struct Multiplier {
     __device__ __forceinline__ void read(Tile<kGroups, kSteps>& tile, u32 offset, u32 x_address) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            load_shared(x_address + step * 128, tile.x[step]);
+            load_shared(x_address + step * kXStepBytes, tile.x[step]);
 #pragma unroll
             for (int group = 0; group < kGroups; ++group)
                 load_shared(slot_at + offset + step * kStepBytes + group * 512, tile.weights[step * kGroups + group]);
@@ -127,6 +145,20 @@ struct Multiplier {
             for (int group = 0; group < kGroups; ++group) {
                 const uint4& w = tile.weights[step * kGroups + group];
                 Format::mma(sums[group], w.x, w.y, w.z, w.w, tile.x[step].x, tile.x[step].y);
+            }
+    }
+    // The same of several tokens: rows of two groups are the upper and the lower ones of A, first halves of their columns and then the second ones.
+    template <class Format, int kGroups, int kSteps>
+    static __device__ __forceinline__ void add_products(const Tile<kGroups, kSteps>& tile, TokenSums& sums) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int group = 0; group < kGroups; group += 2) {
+                const uint4& x = tile.x[step];
+                const uint4& upper = tile.weights[step * kGroups + group];
+                const uint4 lower = group + 1 < kGroups ? tile.weights[step * kGroups + (group + 1 < kGroups ? group + 1 : group)] : make_uint4(0, 0, 0, 0);
+                Format::mma(sums.of[group / 2][0], upper.x, lower.x, upper.z, lower.z, x.x, x.y);
+                Format::mma(sums.of[group / 2][1], upper.y, lower.y, upper.w, lower.w, x.z, x.w);
             }
     }
     // Partial sums of a block of rows over this warp's columns.
@@ -163,7 +195,7 @@ struct Multiplier {
                 read<kGroups, kSteps, kSteps == 1 ? 0 : O::kRows * 64>(tile, offset, x_address);
                 const u32 held = full;
                 next_slot(tile_bytes);
-                x_address += kSteps * 128;
+                x_address += kSteps * kXStepBytes;
                 add_products<typename O::Format>(tile, sums);
                 u32 loaded = 0;
 #pragma unroll
@@ -179,12 +211,18 @@ struct Multiplier {
         constexpr u32 kTogether = kGroupsOfSum<S>, kThreads = 4 / kTogether;  // of a row
         const u32 place = num_blocks % kSums;
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[place]), (num_blocks / kSums & 1) ^ 1)) return false;
-        const u32 at = role.base + KOG_OFFSET(red[place][warp]) + (lane & ~3u);
+        const u32 token = kTokens == 1 ? 0 : lane % kTokens, at = role.base + KOG_OFFSET(red[place][token][warp]) + (lane & ~3u);
+        if constexpr (kTokens > 1) {
 #pragma unroll
-        for (u32 first = 0; first < kGroups; first += kTogether) {
-            const float sum = row_sum(sums, lane, first / kTogether);
-            const u32 group = first + (lane & 3) / kThreads;
-            if (lane % kThreads == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, sum);
+            for (u32 group = 0; group < kGroups; ++group)
+                if ((lane & 3) < kTokens && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, sums.row_sum(group));
+        } else {
+#pragma unroll
+            for (u32 first = 0; first < kGroups; first += kTogether) {
+                const float sum = row_sum(sums, lane, first / kTogether);
+                const u32 group = first + (lane & 3) / kThreads;
+                if (lane % kThreads == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, sum);
+            }
         }
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[place]));
@@ -220,6 +258,7 @@ struct Multiplier {
 // What thread `lane` of a matrix warp reads of x for its first mma.
 template <class O>
 __device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
+    if constexpr (kTokens > 1) return role.base + KOG_OFFSET(x) + warp * (kMaxPer * kXStepBytes) + lane % (8 * kTokens) * 16;
     return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (O::kIntegers ? lane * 16 : (lane & 15) * 8);
 }
 
@@ -230,7 +269,7 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
                                              u32 turn, u32 number) {
     const u32 warp = multiplier.warp, lane = gatherer.lane;
     constexpr u32 kTogether = kPhase == kHeadPhase ? 1 : Gatherer::products_of_gather(kPhase);
-    float squares = 0;
+    float squares[kTokens] = {};
     if constexpr (kPhase == kHeadPhase) {
         if (!gatherer.gather_head(at, squares)) return false;
     } else {
@@ -242,7 +281,8 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
     }
     if constexpr (kPhase == kQkvPhase || kPhase == kGateUpPhase || (kStreamHead && kPhase == kHeadPhase)) {  // the finaliser scales the product
         const u32 slot = multiplier.num_vectors % kSquares;
-        store_shared(role.base + KOG_OFFSET(squares[slot][warp][lane]), squares);
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) store_shared(role.base + KOG_OFFSET(squares[slot][token][warp][lane]), squares[token]);
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[slot]));
     }
@@ -250,7 +290,7 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
     if constexpr (kPhase == kGateUpPhase)
         if (!multiplier.template blocks<RouteOp, false>(first_x<RouteOp>(role, warp, opaque(lane)) + kRouterX)) return false;
 #endif
-    constexpr u32 kApart = kPhase == kOutPhase || kPhase == kDownPhase ? O::kPer * 128 : 0;  // from the x of one product to the next one's
+    constexpr u32 kApart = kPhase == kOutPhase || kPhase == kDownPhase ? O::kPer * kXStepBytes : 0;  // from the x of one product to the next one's
 #pragma unroll 1
     for (u32 i = 0; i + 1 < kTogether; ++i) {
         if (!multiplier.template blocks<O>(first_x<O>(role, warp, opaque(lane)) + i * kApart)) return false;

@@ -6,10 +6,12 @@
 
 namespace kog {
 
+static_assert(kTokens == 1, "one token is chosen at a time");
+
 // Tell the thread block's other warps of a pass. If there is none, thread block 0 leaves the state to the next launch.
 __device__ __forceinline__ void announce_pass(const Role& role, KogDecodeState* state, u32 turn, const Pass& pass, u32 finish) {
     if (pass.is_none && role.cta == 0 && laneid() == 0 && turn > 0) {
-        state->token = pass.token;
+        state->token = pass.tokens[0];
         state->position = pass.position;
         state->epoch = pass.number;
         state->finish = finish;
@@ -52,14 +54,14 @@ __device__ __forceinline__ void sample_processors(const KogDecodeParams& params,
     for (u32 turn = 0;; turn = chooser.turn() + 1) {
         const bool leave = turn == num_steps || finish != kNone;
         // The last report comes before the thread block says that it has finished: then nobody keeps the time of waits any more.
-        if (!leave) announce_pass(role, state, turn, {position, number, 0, token}, finish);
+        if (!leave) announce_pass(role, state, turn, {position, number, 0, {token}}, finish);
         // What nobody here waits for comes after that.
         if (turn > 0) tell_host(params, role, turn - 1, position - 1, token, finish);
         if (after & kRemembers) chooser.remember();
         if ((after & kReports) && !reporter.report(number, position - role.num_prompt, params.request_tag)) return;
         if (leave) {
             if (role.cta == 0 && laneid() == 0 && turn > 0) state->num_exchanges = chooser.number();
-            announce_pass(role, state, turn, {position, number, 1, token}, finish);
+            announce_pass(role, state, turn, {position, number, 1, {token}}, finish);
             return;
         }
         finish = kNone;

@@ -35,6 +35,9 @@ def latency(
     whole_windows: Annotated[
         bool, typer.Option("--whole-windows", help="Windowed layers of a shape keep all positions, as with kv_windows whole.")
     ] = False,
+    pass_tokens: Annotated[
+        int, typer.Option(help="Tokens of a pass of the weights: 1, 2 or 4, of dense 16-bit models; times are those of a pass.")
+    ] = 1,
     output: Output = None,
 ) -> None:
     """Microseconds per token of the kernel on one GPU. Beside the time that reading the weights alone takes."""
@@ -53,10 +56,12 @@ def latency(
         raise ConfigError("--router-skew is for random weights of a shape with experts: --random --spec qwen3-30b-a3b")
     if whole_windows and (model is not None or not named_shape(spec)[0].window_layers):
         raise ConfigError("--whole-windows is for random weights of a shape with windowed layers: --random --spec gpt-oss-20b")
+    if pass_tokens != 1 and sampling:
+        raise ConfigError("--sampling is for passes of one token: leave out --pass-tokens")
     check_destination(trace)
     counts, samplings = counts_of(lanes, "--lanes"), samplings_of(sampling)
     with writing(output):
         benchmark.run(
             model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings, kv_dtype, router_skew,
-            whole_windows=whole_windows,
+            whole_windows=whole_windows, pass_tokens=pass_tokens,
         )  # fmt: skip

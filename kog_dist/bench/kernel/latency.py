@@ -40,6 +40,7 @@ def run(
     router_skew: float = 1.0,
     *,
     whole_windows: bool = False,
+    pass_tokens: int = 1,
 ) -> None:
     """Measure every lane count at every context and print the report; its last line is one JSON object."""
     configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}
@@ -49,13 +50,17 @@ def run(
         configuration["router_skew"] = router_skew
     if whole_windows:
         configuration["whole_windows"] = True
+    if pass_tokens != 1:
+        configuration["pass_tokens"] = pass_tokens
     before = machine()
     figures: list[dict[str, Any]] = []
     traces: dict[str, Any] = {}
     with finishing("latency", configuration, before, figures):
         for lanes in lane_counts:
             page = _mask_page(model, spec_name) if samplings else None
-            kernel = _kernel(model, spec_name, lanes, kv_dtype, router_skew, page=page, whole_windows=whole_windows)
+            kernel = _kernel(
+                model, spec_name, lanes, kv_dtype, router_skew, page=page, whole_windows=whole_windows, pass_tokens=pass_tokens
+            )
             _measure(kernel, contexts, tokens, figures)
             if page is not None:
                 at = _nearest(contexts, 512)
@@ -143,7 +148,7 @@ def _mask_page(model: str | None, spec_name: str) -> ControlPage:
 
 def _kernel(
     model: str | None, spec_name: str, lanes: int, kv_dtype: str | None, router_skew: float, page: ControlPage | None, *,
-    whole_windows: bool,
+    whole_windows: bool, pass_tokens: int,
 ) -> Monokernel:  # fmt: skip
     from kog_dist.workers.cuda.load import load_weights
     from kog_dist.workers.cuda.random_weights import random_weights
@@ -151,7 +156,7 @@ def _kernel(
     if model is None:
         spec, codings = named_shape(spec_name)
         hosted, own_type = _hosted(spec, lanes), kv_dtype or "bfloat16"
-        shape = KernelShape(spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, **codings)
+        shape = KernelShape(spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, tokens=pass_tokens, **codings)
         weights = random_weights(shape, SEED, router_skew=router_skew)
         return Monokernel(shape, weights, processors=page is not None, masks=None if page is None else page.masks)
     from kog_dist.model.checkpoint import open_checkpoint
@@ -160,7 +165,8 @@ def _kernel(
     checkpoint = open_checkpoint(Path(model), verify=False)
     hosted = _hosted(checkpoint.spec, lanes)
     dtype, codings = checkpoint.dtype, codings_of(checkpoint)
-    shape = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=kv_dtype or dtype, **codings)
+    own_type = kv_dtype or dtype
+    shape = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=own_type, tokens=pass_tokens, **codings)
     return Monokernel(
         shape, load_weights(shape, checkpoint), processors=page is not None, masks=None if page is None else page.masks
     )

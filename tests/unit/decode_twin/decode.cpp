@@ -4,6 +4,8 @@
 // Prints the bytes of weights that each launch has copied; the last one's loaders may have begun with a token that is not decoded.
 // UNREST in the environment: a seed, by which warps stand still now and then. LIMIT_US: of waits, instead of 2 s. SILENCE: which
 // of the faults that `twin_silence` makes, if the sources were given some.
+// DRAFTS: with it drafts.bin (uint32) has the token that is expected at each position, for passes of several tokens. INVERSE_TEMPERATURE:
+// the bits of 1 / temperature, with seed 5. kv.RANK.bin gets the cache.
 // FIRST: the position of the first token that is decoded, for a log of accesses: with LOG in the environment accesses.bin says who stored and
 // found which words, of ranks' own memories and then of their heaps.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well (record.RANK.bin says why), with 6 when invalid streams were
@@ -77,6 +79,8 @@ int main(int num_arguments, char** argv) {
     if (const char* fault = getenv("SILENCE")) twin_silence = atoll(fault);
     const char* limit = getenv("LIMIT_US");
     twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
+    const Memory drafts = getenv("DRAFTS") ? read("drafts") : Memory(0);
+    const char* inverse_temperature = getenv("INVERSE_TEMPERATURE");
     const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt");
     const u32 num_prompt = prompt.size() / 4;
     const bool begins_at_head = num_arguments > 6;
@@ -86,7 +90,7 @@ int main(int num_arguments, char** argv) {
         std::vector<Memory> optional;
         for (const char* name : kOptional) optional.push_back(read(name + number));
         ranks.push_back({std::move(optional), read("tape" + number), read("norms" + number), read("final_norm" + number), Memory(kv_bytes), Memory(8 * num_words),
-                         Memory(8 * heap_words), Memory(4 * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
+                         Memory(8 * heap_words), Memory(4 * kTokens * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
                          Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext), Memory(8 * kKeptWords)});
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
         if (const char* first = getenv("FIRST")) state->position = atoll(first);
@@ -132,6 +136,7 @@ int main(int num_arguments, char** argv) {
             p.rope_ptr = rope.ptr(), p.kv_ptr = r.kv.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr();
             p.prompt_ptr = prompt.ptr(), p.state_ptr = r.state.ptr(), p.record_ptr = r.record.ptr(), p.host_ptr = r.host.ptr();
             p.ring_ptr = r.ring.ptr(), p.wait_limit_us = limit ? atoll(limit) : 2000000, p.num_steps = launches[launch];
+            p.drafts_ptr = drafts.size() ? drafts.ptr() : 0, p.inverse_temperature_bits = inverse_temperature ? atoll(inverse_temperature) : 0, p.seed = 5;
             p.trace_ptr = r.kept.ptr(), p.request_tag = 7, p.vocab_first = rank * kVocabRows;
             for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
             packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
@@ -148,6 +153,6 @@ int main(int num_arguments, char** argv) {
         write("record" + number, ranks[rank].record);
         if (reinterpret_cast<const KogDecodeState*>(ranks[rank].state.at)->abort_mirror) return 5;
         write("logits" + number, ranks[rank].logits), write("state" + number, ranks[rank].state), write("ring" + number, ranks[rank].ring);
-        write("kept" + number, ranks[rank].kept);
+        write("kept" + number, ranks[rank].kept), write("kv" + number, ranks[rank].kv);
     }
 }

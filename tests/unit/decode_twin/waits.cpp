@@ -253,7 +253,7 @@ int main(int, char** argv) {
         for (const u32 first_row : {kQueryRows, kQueryRows + kKvRows}) add(query, words + first_row / 2, kHeadDim / 2);  // of K and V
         ask("query", query, tag, [&] {
             Attender::Query got[kWarpSets];
-            return attender.wait_for_query(words, 0, 0, 0, 0, true, tag, got);
+            return attender.wait_for_query(words, words, 0, 0, 0, 0, 0, true, tag, got);
         });
 
         // ---- choosing a token ----
@@ -297,7 +297,7 @@ int main(int, char** argv) {
             add(candidates, heap_of(peers, 0) + candidate_box().row(kRanks, tag & 1, rank) + copy * kCandidateCopyWords, 2 * kNumCtas, kValue);
         ask("candidates", candidates, tag, [&] {
             Candidate best;
-            return collect_best(params, peers, role, tag, best);
+            return collect_best(params, peers, role, tag, 0, best);
         });
     });
     if (!twin::run(100000000)) return 4;

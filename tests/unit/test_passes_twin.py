@@ -1,0 +1,142 @@
+"""Passes of several tokens on a CPU (decode_twin/): the bits of plain decoding, whatever is drafted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.decode.ring import Finish
+from kog_dist.errors import ConfigError
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
+from kog_dist.workers.cuda.kernel_header import headers
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from tests.unit.cpu_compiler import needs_compiler
+from tests.unit.test_decode_twin import HEAD_ONLY, NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, twin_sources
+
+pytestmark = needs_compiler
+
+# Three groups of eight rows in a product, so that one has no neighbour; and two query heads for a KV head.
+DENSE = replace(
+    SPEC, num_lanes=2, num_heads=8, num_kv_heads=4, own_head_dim=16, shared_norm_scale=True, delay=0, intermediate_size=432
+)  # fmt: skip
+NORMED = replace(DENSE, own_head_dim=32, qkv_bias=True, qk_norm=True, out_bias=False, num_layers=1)
+PROMPT = [3, 70, 11, 5, 42, 9]
+MAX_TOKENS = 30  # more than the context leaves
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`logits`: of the last token; `passes`: how many there were."""
+
+    tokens: list[int]
+    finish: Finish
+    logits: bytes
+    scores: bytes
+    passes: int
+
+
+class Twin:
+    """A program for passes of so many tokens."""
+
+    def __init__(self, model: Model, tokens: int, folder: Path) -> None:
+        self.shape = KernelShape(
+            model.spec, range(model.spec.num_lanes), max_ctas=5, copies=2, max_slots=6, keeps_hashes=True, tokens=tokens
+        )
+        self.folder = folder
+        folder.mkdir()
+        sources = twin_sources(headers(self.shape))
+        sources["layout.cuh"] = (
+            sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
+        )
+        build_twin("decode", sources, folder)
+        weights = model.weights(self.shape)
+        for name in (*NAMES, *OF_EXPERTS):
+            held = None if name in OF_EXPERTS else getattr(weights, name)
+            np.ascontiguousarray(np.zeros(0, np.uint16) if held is None else held).tofile(folder / f"{name}.0.bin")
+        weights.embedding.tofile(folder / "embedding.bin")
+        np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
+
+    def answer(self, drafts: Sequence[int], max_tokens: int = MAX_TOKENS, environ: Mapping[str, str] | None = None) -> Answer:
+        np.array(PROMPT, np.uint32).tofile(self.folder / "prompt.bin")
+        context = self.shape.spec.max_context
+        np.array([*drafts, *[0] * context][:context], np.uint32).tofile(self.folder / "drafts.bin")
+        program, there, _, *sizes = command_of(self.shape)
+        done = subprocess.run(
+            [program, there, str(max_tokens), *sizes], cwd=self.folder, env={**os.environ, "DRAFTS": "1", **(environ or {})},
+            capture_output=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, "see decode.cpp"
+        ring = np.fromfile(self.folder / "ring.0.bin", np.uint64).reshape(-1, 2)
+        ring = ring[ring[:, 0] != 0]
+        state = np.fromfile(self.folder / "state.0.bin", DECODE_STATE.dtype, count=1)[0]
+        logits = np.fromfile(self.folder / "logits.0.bin", np.float32).reshape(self.shape.tokens, -1)
+        row = int(state["num_kept"]) - 1 if self.shape.tokens > 1 else 0
+        return Answer(
+            [int(word) & 0xFFFFFFFF for word in ring[:, 0]], Finish(int(ring[-1, 1]) & 0xFFFFFFFF), logits[row].tobytes(),
+            state["hash"].tobytes(), int(state["epoch"]),
+        )  # fmt: skip
+
+
+def drafts_of(plain: Answer, wrong: Sequence[int] = ()) -> list[int]:
+    """By position what plain decoding says there, but for answer's tokens in `wrong`."""
+    tokens = [token if i not in wrong else (token + 1) % 70 for i, token in enumerate(plain.tokens)]
+    return [*PROMPT, *tokens]
+
+
+@pytest.mark.parametrize("spec", [DENSE, NORMED], ids=["halves of groups", "normed heads"])
+def test_passes_have_the_bits_of_plain_decoding(spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(spec, "bfloat16", monkeypatch)
+    plain_twin = Twin(model, 1, tmp_path / "1")
+    plain = plain_twin.answer([])
+    assert plain.finish is Finish.LENGTH
+    assert len(plain.tokens) == spec.max_context - len(PROMPT)  # as far as the context goes
+    assert plain.tokens[:4] == greedy(model, plain.tokens[:3])
+    warm = {"INVERSE_TEMPERATURE": str(np.float32(2).view(np.uint32))}
+    plain_warm = plain_twin.answer([], 9, warm)
+    for tokens in (2, 4):
+        twin = Twin(model, tokens, tmp_path / str(tokens))
+        prompt_passes = (len(PROMPT) - 1) // tokens
+        for drafts, passes in (
+            (drafts_of(plain), prompt_passes + -(-(plain.passes - tokens * prompt_passes) // tokens)),
+            ([*PROMPT, *[71] * 40], None),  # hardly ever right
+            (drafts_of(plain, wrong=(1, 4, 5, 6, 11, 13, 22)), None),
+        ):
+            found = twin.answer(drafts)
+            assert replace(found, passes=plain.passes) == plain
+            assert passes is None or found.passes == passes
+        assert replace(twin.answer(drafts_of(plain_warm, wrong=(3,)), 9, warm), passes=plain_warm.passes) == plain_warm
+        assert twin.answer(drafts_of(plain), 7).tokens == plain.tokens[:7]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "finding"),
+    [
+        ("llama-3.2-1b", {"tokens": 3}, "passes of 3 tokens (1, 2 or 4)"),
+        ("llama-3.2-1b", {"tokens": 2, "kv_dtype": "fp8"}, "a cache of fp8"),
+        ("llama-3.2-1b", {"tokens": 2, "num_ranks": 2}, "2 ranks"),
+        ("2b", {"tokens": 4}, "a stream of each lane; windows; positions in partitions"),
+        ("gpt-oss-20b", {"tokens": 4}, "experts; quantised weights; windows; more than four query heads for a KV head"),
+    ],
+)
+def test_what_passes_of_several_tokens_cannot_do_is_refused_by_name(name: str, options: dict[str, Any], finding: str) -> None:
+    spec, codings = named_shape(name)
+    hosted = range(spec.num_lanes // options.get("num_ranks", 1))
+    with pytest.raises(ConfigError) as raised:
+        KernelShape(spec, hosted, **codings, **options)
+    assert finding in str(raised.value)
+    assert str(raised.value).endswith("use passes of one token")
+
+
+def greedy(model: Model, tokens: Sequence[int]) -> list[int]:
+    """Of the oracle, behind the prompt and each of `tokens`."""
+    found: list[int] = model.logits([*PROMPT, *tokens])[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+    return found
