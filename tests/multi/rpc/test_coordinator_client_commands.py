@@ -47,7 +47,8 @@ def test_generate_json_is_one_object(start_engine: StartEngine) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     answer = json.loads(done.stdout)
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("abab", [97, 98, 97, 98], "length")
-    assert answer["usage"] == {"num_prompt_tokens": 3, "num_cached_tokens": 0, "num_generated_tokens": 4}
+    counts = {"num_prompt_tokens": 3, "num_cached_tokens": 0, "num_generated_tokens": 4}
+    assert answer["usage"] == {**counts, "num_drafted_tokens": 0, "num_accepted_tokens": 0}
     assert [len(digest) for digest in answer["logit_digests"]] == [64] * 4
     assert len(answer["timings"]["stamps_s"]) == 4
     assert answer["timings"]["ttft_s"] == answer["timings"]["stamps_s"][0]
