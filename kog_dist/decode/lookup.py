@@ -116,10 +116,12 @@ class Lookup:
         expected = self._expected
         if expected == _NOWHERE:
             return None
-        places = range(max(0, expected - _BEHIND), min(expected + _AHEAD, len(self._tokens) - 1))
-        found = [self._match(end) for end in places if self._is_followed(end)]
+        tokens, first = self._tokens, max(0, expected - _BEHIND)
+        last, around = tokens[-1], tokens[first : min(expected + _AHEAD, len(tokens) - 1)]
+        alike = [end for end, token in enumerate(around, start=first) if token == last]
+        found = [self._match(end) for end in alike if self._is_followed(end)]
         best = max(found, key=lambda match: (match.length, -abs(match.start - expected)), default=None)
-        if best is not None and best.length:
+        if best is not None:
             return best
         is_begin = not expected and not self._num_missed  # of the prediction
         blind = expected + (self._num_missed > 0)  # as if one token were another
