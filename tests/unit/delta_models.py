@@ -41,7 +41,10 @@ EIGHT_LANES = {
     "linear_num_key_heads": 8, "linear_num_value_heads": 16, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
 CONFIGS: dict[str, tuple[Any, Any]] = {
-    "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SIZES, intermediate_size=56)),
+    "qwen3_5": (  # a lane has two key heads
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig(**SIZES | {"linear_num_key_heads": 8, "linear_num_value_heads": 24}, intermediate_size=60),
+    ),
     "qwen3_5, tied, three layers": (
         Qwen3_5ForCausalLM,
         Qwen3_5TextConfig(

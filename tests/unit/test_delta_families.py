@@ -116,8 +116,8 @@ def test_a_state_goes_on_behind_its_end_or_anew(tmp_path: Path) -> None:
     ("damage", "message"),
     [
         ({"in_proj_qkv": None}, r"lacks tensor model.layers.0.linear_attn.in_proj_qkv.weight, which its config.json asks for"),
-        ({"conv1d": (2, 1, 4)}, r"conv1d.weight has shape \(2, 1, 4\), but config.json asks for \(168, 1, 4\)"),
-        ({"A_log": (3,)}, r"A_log has shape \(3,\), but config.json asks for \(12,\)"),
+        ({"conv1d": (2, 1, 4)}, r"conv1d.weight has shape \(2, 1, 4\), but config.json asks for \(336, 1, 4\)"),
+        ({"A_log": (3,)}, r"A_log has shape \(3,\), but config.json asks for \(24,\)"),
         ({"q_proj": (40, 40)}, r"q_proj.weight has shape \(40, 40\), but config.json asks for \(320, 40\)"),
     ],
 )
