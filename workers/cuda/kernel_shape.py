@@ -18,7 +18,7 @@ from kog_dist.decode.steps import LAYER_OPS, NONE, Kind, Phase
 from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
-from kog_dist.workers.cuda.cache_shape import CacheShape
+from kog_dist.workers.cuda.cache_shape import BATCH, CacheShape
 from kog_dist.workers.cuda.division import Divider, stream_steps
 from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, SPLITS, TWELVE_WARPS, Geometry, choose, splits_for
@@ -131,14 +131,20 @@ class KernelShape:
             "a stream of each lane": not spec.has_one_stream,
             "experts": spec.experts is not None,
             "quantised weights": self.coding is not None or self.head_coding is not None,
-            f"a cache of {self.kv_dtype}": self.kv_dtype not in FORMATS,
-            "windows": bool(spec.window_layers),
-            "more than four query heads for a KV head": self.num_sets > 1,
+            "a cache of int4": self.kv_dtype == "int4",
+            f"windows of {spec.sliding_window} positions, whose rings have no room for another token": not self._rings_have_room,
             "positions in partitions": self.cache.num_partitions > 1,
             f"{self.num_ranks} ranks": self.num_ranks > 1,
             "choices of experts to keep": self.checks_experts,
         }
         return [name for name, is_so in against.items() if is_so]
+
+    @property
+    def _rings_have_room(self) -> bool:
+        """Whether a pass's new rows take the places of none that one of its tokens sees."""
+        if not self.spec.window_layers:
+            return True
+        return self.cache.window_batches * BATCH * self.splits >= (self.spec.sliding_window or 0) + self.tokens - 1
 
     # ---- work of a thread block ----
     @cached_property
@@ -526,7 +532,7 @@ class KernelShape:
         values += tokens * warps * (self.num_sums * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
         values += warps * 2 * lanes * self.num_ranks  # head_squares
         values += tokens * rows * (self.num_streams + lanes * 2 * (spec.delay + 1))  # residual, history
-        values += attended + tokens * (self.num_sets // self.warp_sets) * spec.head_dim  # ..., fresh
+        values += attended + (tokens if tokens > 1 else self.num_sets // self.warp_sets) * spec.head_dim  # ..., fresh
         values += 2 * attended // spec.head_dim  # attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 11 + 2 * (-(-(3 + tokens) // 4) * 4)  # done_cycles, those by themselves, passes

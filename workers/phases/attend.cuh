@@ -61,43 +61,51 @@ struct Attender : BatchMixer {
         const bool has_row = row_token < kTokens, sees_row = has_row && row_token <= token;
         const u32 row_position = pass.position_of(has_row ? row_token : 0);
         Rows rows = rows_of(layer, lane_idx, item_idx, 0, position);
-        const u32 row_batch = has_row ? row_position / kSplits / 16 : kNoBatch;
+        const u32 row_batch = has_row ? row_position / kSplits % rows.capacity / 16 : kNoBatch;
         rows.fresh_batch = sees_row ? row_batch : kNoBatch;
-        Walk now{first, first}, ahead{first, first};
-        if (first >= rows.num_batches) now = ahead = {kTeamWarps, ~0u};
-        Batch batches[kBatches];
-#pragma unroll
-        for (u32 i = 0; i < kBatches; ++i) {
-            load_keys<kWholeWindows, false>(rows, ahead.batch, batches[i]), load_values<kWholeWindows, false>(rows, ahead.batch, batches[i]);
-            if (!ahead.is_at_end()) ahead.go_on(rows.num_batches);
-        }
-        const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
         const bool has_fresh = has_row && row_batch % kTokenWarps == first;
-        Query queries[kWarpSets];
-        if (!wait_for_query(words + token * kQkvStride, words + (has_row ? row_token : 0) * kQkvStride, layer, kv_head, 0, position, row_position, has_fresh,
-                            tag_in(layer), queries))
-            return false;
-        if (warp == 0) stamp(role, kQuerySeen, turn, product);
+        const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
         const u32 half = kAttendedHalves == 1 ? 0 : num_items & 1;
-        Mixed mixed[kWarpSets];
+        Batch batches[kBatches];
+        // Sets that a single token's teams have at the same time follow each other.
 #pragma unroll 1
-        while (!now.is_at_end()) {
+        for (u32 team = 0; team < kTeams; ++team) {
+            const u32 first_set = team * kWarpSets;
+            Walk now{first, first};
+            if (first >= rows.num_batches) now = {kTeamWarps, ~0u};
+            Walk ahead = now;
 #pragma unroll
             for (u32 i = 0; i < kBatches; ++i) {
-                if (now.is_at_end()) break;
-                mix(rows, 0, now.batch, ahead.batch, queries, batches + i, mixed);
+                load_keys<kWholeWindows, false>(rows, ahead.batch, batches[i]), load_values<kWholeWindows, false>(rows, ahead.batch, batches[i]);
                 if (!ahead.is_at_end()) ahead.go_on(rows.num_batches);
-                const u32 share = now.share;
-                now.go_on(rows.num_batches);
-                if (now.share == share) continue;
-                keep_mixed(half, token, share, 0, mixed[0]);
-                mixed[0] = Mixed{};
             }
-        }
-        // Shares without a batch.
+            Query queries[kWarpSets];
+            if (!wait_for_query(words + token * kQkvStride, words + (has_row ? row_token : 0) * kQkvStride, layer, kv_head, first_set, position, row_position,
+                                has_fresh && team == 0, tag_in(layer), queries))
+                return false;
+            if (warp == 0) stamp(role, kQuerySeen, turn, product);
+            Mixed mixed[kWarpSets];
+            const auto keep = [&](u32 share) {
+#pragma unroll
+                for (u32 s = 0; s < kWarpSets; ++s) keep_mixed(half, token, team * kTeamWarps + share, s, mixed[s]), mixed[s] = Mixed{};
+            };
 #pragma unroll 1
-        for (u32 share = first; share < kTeamWarps; share += kTokenWarps)
-            if (share >= rows.num_batches) keep_mixed(half, token, share, 0, Mixed{});
+            while (!now.is_at_end()) {
+#pragma unroll
+                for (u32 i = 0; i < kBatches; ++i) {
+                    if (now.is_at_end()) break;
+                    mix(rows, first_set, now.batch, ahead.batch, queries, batches + i, mixed);
+                    if (!ahead.is_at_end()) ahead.go_on(rows.num_batches);
+                    const u32 share = now.share;
+                    now.go_on(rows.num_batches);
+                    if (now.share != share) keep(share);
+                }
+            }
+            // Shares without a batch.
+#pragma unroll 1
+            for (u32 share = first; share < kTeamWarps; share += kTokenWarps)
+                if (share >= rows.num_batches) keep(share);
+        }
         // A row of a later token: this warp's threads will read it in later passes.
         if (has_fresh && !sees_row) {
             rows = rows_of(layer, lane_idx, item_idx, 0, row_position);
@@ -290,7 +298,7 @@ struct Attender : BatchMixer {
         for (u32 s = 0; s < kWarpSets; ++s) keep_mixed(half, 0, warp, s, mixed[s]);
         return merge_shares(layer, kv_head, split, partition, lane_idx, 0, warp);
     }
-    // What a share of an item's batches has become, for set `s` of the warp's.
+    // What a share of an item's batches has become, for set `s` of a team's. `share`: the warp of a single token that has it.
     __device__ __forceinline__ void keep_mixed(u32 half, u32 token, u32 share, u32 s, const Mixed& own) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), group = lane >> 2, head = lane & 3;
@@ -298,7 +306,7 @@ struct Attender : BatchMixer {
 #pragma unroll
         for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
         const float offset = kKvRotated ? (own.weights[0] + own.weights[1]) * (kKvMostValue * kMiddle) : 0.0f;
-        if (head < num_heads((kTokens == 1 ? team_of(share) : 0) * kWarpSets + s)) {
+        if (head < num_heads(team_of(share) * kWarpSets + s)) {
             const u32 place = s * kSetHeads + head;
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)

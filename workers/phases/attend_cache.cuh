@@ -75,7 +75,8 @@ constexpr u32 kBatchesAhead = kKvRotated ? 4 : kKvCoded ? 2 : 1;
 static_assert(kBatches % kMixedBatches == 0);
 // Of several tokens each has warps of its own, which mix the batches of all warps of a single token, share by share. Each split has at most one of
 // their rows: all tokens' warps store it, and those read it that see it.
-static_assert(kTokens == 1 || (kSets == 1 && kPartitions == 1 && kMixedBatches == 1 && kTokens <= kSplits && !kHasWindows && !kExperts), "passes of several tokens");
+static_assert(kTokens == 1 || (kPartitions == 1 && kMixedBatches == 1 && kTokens <= kSplits && kTokenWarps <= kTeamWarps && !kExperts), "passes of several tokens");
+static_assert(kTokens == 1 || !kHasWindows || kWindowBatches * 16 * kSplits >= kWindow + kTokens - 1, "a token's row takes the place of none that another one sees");
 
 struct CacheReader {
     const KogDecodeParams& params;
@@ -138,7 +139,7 @@ struct CacheReader {
     __device__ __forceinline__ u32 share_of(u32 warp) const { return kTeams == 1 ? warp : warp % kTeamWarps; }
     // Where its team's new row lies, with shared memory beginning at `base`.
     __device__ __forceinline__ u32 staged_row(u32 base) const {
-        return base + KOG_OFFSET(fresh) + (kTokens * kTeams == 1 ? 0 : (kTokens == 1 ? team_of(opaque(warp)) : token_of(opaque(warp))) * (kHeadDim * 4));
+        return base + KOG_OFFSET(fresh) + (kTokens > 1 ? token_of(opaque(warp)) * (kHeadDim * 4) : kTeams == 1 ? 0 : team_of(opaque(warp)) * (kHeadDim * 4));
     }
 
     // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V. Where
@@ -171,7 +172,7 @@ struct CacheReader {
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
     }
-    static constexpr bool kTurnsFurtherOn = kWholeWindows && kWindowBatches > static_cast<int>(kBatches) * kTeamWarps;
+    static constexpr bool kTurnsFurtherOn = kWholeWindows && (kTokens > 1 || kWindowBatches > static_cast<int>(kBatches) * kTeamWarps);
     // `kIsThere`: there is such a batch.
     template <bool kTurns = kTurnsFurtherOn, bool kIsThere = kKvCoded>
     __device__ __forceinline__ void load_keys(const Rows& rows, u32 batch, Batch& to) const {

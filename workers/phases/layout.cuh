@@ -197,7 +197,7 @@ struct Shared {
     float residual[kTokens][kStreams][OutOp::kCtaRows];
     float history[kTokens][2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
     alignas(16) float attended[kAttendedHalves][kTokens][4][kWarpHeads][kHeadDim];  // unnormalised outputs of the attention warps, items in turn
-    alignas(16) u32 fresh[kTokens * kTeams][kHeadDim];           // K and V of a new position, in pairs, for each team
+    alignas(16) u32 fresh[kTokens > 1 ? kTokens : kTeams][kHeadDim];  // K and V of a new position, in pairs, for each token or team
     float attended_max[kAttendedHalves][kTokens][4][kWarpHeads], attended_sum[kAttendedHalves][kTokens][4][kWarpHeads];
     u64 full[kRingPieces], empty[kRingPieces];
     u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[kAttendedHalves * kTokens], pass_full, pass_ended, lane_done[kLanes];
