@@ -84,7 +84,7 @@ class ExpertCalls:
             if compares:
                 own[:] = choice[:, 0]
                 publish(own.reshape(-1))
-                _compare(collect(own.reshape(-1)), step.layer, cursor.token)
+                _compare(collect(own.reshape(-1)).reshape(-1, *own.shape), step.layer, cursor.position)
 
         return run
 
@@ -180,8 +180,9 @@ class ExpertCalls:
         return lane_math.chosen_products(operands, self.memory.scratch)
 
 
-def _compare(rows: Array, layer: int, token: int) -> None:
-    """Raise PlanError if of the choices (ranks, tokens * K) of all ranks one differs."""
-    found = choices.difference([tuple(map(int, row)) for row in rows], layer, token)
-    if found:
-        raise PlanError(found)
+def _compare(of_ranks: Array, layer: int, first_position: int) -> None:
+    """Raise PlanError if of the choices (ranks, tokens, K) of all ranks one differs; the first token where one does is named."""
+    differing = np.flatnonzero((of_ranks != of_ranks[:1]).any(axis=(0, 2)))
+    if differing.size:
+        rows = of_ranks[:, differing[0]]
+        raise PlanError(choices.difference([tuple(map(int, row)) for row in rows], layer, first_position + int(differing[0])))

@@ -58,7 +58,7 @@ def test_equal_choices_change_no_bit(folder: Path) -> None:
 
 @pytest.mark.parametrize(("world_size", "rank", "layer"), [(4, 2, 0), (4, 0, 3), (8, 7, 5), (2, 1, 4)])
 def test_a_wrong_choice_of_one_rank_is_found_with_its_layer(folder: Path, world_size: int, rank: int, layer: int) -> None:
-    with pytest.raises(PlanError, match=rf"rank {rank} chose experts \d+, \d+ in layer {layer} at token 3, but rank \d \d+,"):
+    with pytest.raises(PlanError, match=rf"rank {rank} chose experts \d+, \d+ in layer {layer} at position 2, but rank \d \d+,"):
         logits_of(folder, world_size, planted=(rank, layer))
 
 
@@ -80,7 +80,7 @@ def test_every_rank_sees_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     def work(rank: int, exchange: ThreadExchange) -> None:
         engine = Interpreter(plan, rank, open_checkpoint(folder).rank_weights(plan.ranks[rank].lanes), exchange)
-        with pytest.raises(PlanError, match="in layer 0 at token 1") as caught:
+        with pytest.raises(PlanError, match="in layer 0 at position 0") as caught:
             engine.step(1, 0, SamplingParams())
         errors.append(str(caught.value))
 

@@ -27,11 +27,11 @@ def test_the_first_that_differs_from_most_is_named() -> None:
     assert difference([(1, 4)] * 3, 2, 9) == ""
     assert difference([(1, 4)], 2, 9) == ""
     assert difference([(0, 4), (1, 4), (1, 4)], 2, 9) == (
-        f"rank 0 chose experts 0, 4 in layer 2 at token 9, but rank 1 1, 4: the ranks do {REMEDY}"
+        f"rank 0 chose experts 0, 4 in layer 2 at position 9, but rank 1 1, 4: the ranks do {REMEDY}"
     )
-    assert difference([(1, 4), (0, 4)], 2, 9).startswith("rank 1 chose experts 0, 4 in layer 2 at token 9, but rank 0 1, 4:")
+    assert difference([(1, 4), (0, 4)], 2, 9).startswith("rank 1 chose experts 0, 4 in layer 2 at position 9, but rank 0 1, 4:")
     assert difference([(7,), (7,), (5,), (7,)], 0, 1, blocks_of=3) == (
-        f"thread block 2 chose experts 5 in layer 0 at token 1 on rank 3, but thread block 0 7: they do {REMEDY}"
+        f"thread block 2 chose experts 5 in layer 0 at position 1 on rank 3, but thread block 0 7: they do {REMEDY}"
     )
 
 
@@ -68,7 +68,7 @@ def test_what_is_new_is_compared_once(kernel: ScriptedKernel) -> None:
     assert gather.rounds == 1
 
 
-def test_a_rank_that_differs_is_named_with_the_token_since_the_start(kernel: ScriptedKernel) -> None:
+def test_a_rank_that_differs_is_named_with_the_position(kernel: ScriptedKernel) -> None:
     def wrong(own: bytes) -> bytes:
         words = np.frombuffer(own, "<u8", offset=1).reshape(-1, LAYERS).copy()
         words[min(2, len(words) - 1) :, 1:] ^= 3
@@ -85,7 +85,7 @@ def test_a_rank_that_differs_is_named_with_the_token_since_the_start(kernel: Scr
     with pytest.raises(PlanError) as caught:
         check.compare(kernel)
     assert str(caught.value) == (
-        f"rank 2 chose experts {other}, 9 in layer 1 at token 7, but rank 0 {usual}, 9: the ranks do {REMEDY}"
+        f"rank 2 chose experts {other}, 9 in layer 1 at position 12, but rank 0 {usual}, 9: the ranks do {REMEDY}"
     )
 
 
@@ -110,7 +110,7 @@ def test_a_thread_block_that_differs_is_named_on_every_rank(
     with pytest.raises(PlanError) as caught:
         ChoiceCheck(1, 2, gather).compare(kernel)
     assert str(caught.value) == (
-        f"thread block 3 chose experts 1, 5 in layer 2 at token 5 on rank 1, but thread block 0 {usual}, 9: they do {REMEDY}"
+        f"thread block 3 chose experts 1, 5 in layer 2 at position 4 on rank 1, but thread block 0 {usual}, 9: they do {REMEDY}"
     )
     monkeypatch.undo()
     with pytest.raises(PlanError) as heard:  # by a rank whose own ones agree

@@ -361,7 +361,7 @@ def test_a_wrong_choice_ends_a_request_without_its_token(
         return words
 
     monkeypatch.setattr(kernel, "choices", wrong)
-    with pytest.raises(PlanError, match=rf"^thread block 2 chose experts 0, 0 in layer 1 at token {position + 1} on rank 0, "):
+    with pytest.raises(PlanError, match=rf"^thread block 2 chose experts 0, 0 in layer 1 at position {position} on rank 0, "):
         checked.run(1, request(num_prompt=20))
     assert [entry.token_id for entry in answer(control)] == list(range(119, 100 + position))
 

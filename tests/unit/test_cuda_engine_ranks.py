@@ -435,7 +435,7 @@ def test_a_wrong_choice_of_one_rank_ends_all_with_one_sentence(checked: Ranks, p
     sentences = {str(error) for error in errors if not isinstance(error, AbortedError)}
     usual = f"{int(choices_at(position)[2, 0]) & 0xFF}, 9"
     assert sentences == {
-        f"rank {odd} chose experts 3, 8 in layer 2 at token {position + 2}, but rank 0 {usual}: the ranks do not compute "
+        f"rank {odd} chose experts 3, 8 in layer 2 at position {position}, but rank 0 {usual}: the ranks do not compute "
         f"the same; start again, and report it if it comes back"
     }, checked.happened
     assert [entry.token_id for entry in answer(checked.page, 1)] == list(range(119, 100 + position))
@@ -448,7 +448,7 @@ def test_a_wrong_choice_on_trial_is_no_start(checked: Ranks, monkeypatch: pytest
 
     monkeypatch.setattr(RankKernel, "choices", wrong)
     errors = checked.on_all(lambda engine: engine.startup())
-    assert any("rank 1 chose experts 2, 0 in layer 0 at token 1, but rank 0 0, 0:" in str(error) for error in errors), errors
+    assert any("rank 1 chose experts 2, 0 in layer 0 at position 0, but rank 0 0, 0:" in str(error) for error in errors), errors
 
 
 @pytest.mark.parametrize("checked", [2], indirect=True)

@@ -16,15 +16,12 @@ _CHOICES, _FINDING = b"=", b"!"  # what a rank gives: its choices, or a sentence
 
 
 class ChoiceCheck:
-    """One rank's side. `gather` gives what all ranks give, in their order; all methods are collective.
-
-    Tokens are counted from 1 over the life of the engine, as on CPU ranks.
-    """
+    """One rank's side. `gather` gives what all ranks give, in their order; all methods are collective."""
 
     def __init__(self, rank: int, per_token: int, gather: Callable[[bytes], list[bytes]]) -> None:
         """`per_token`: experts of a choice."""
         self._rank, self._per_token, self._gather = rank, per_token, gather
-        self._position = self._num_tokens = 0  # of the next token to compare; that were compared
+        self._position = 0  # of the next token to compare
 
     def begin(self, position: int) -> None:
         """A request begins, with a token at `position`."""
@@ -37,26 +34,25 @@ class ChoiceCheck:
         if self._position == first:
             return
         choices: NDArray[Any] = kernel.choices(first, self._position)
-        finding = self._first_difference(choices, blocks_of=self._rank)
+        finding = self._first_difference(choices, first, blocks_of=self._rank)
         own = _FINDING + finding.encode() if finding else _CHOICES + choices[:, :, 0].astype("<u8").tobytes()
         given = self._gather(own)
         for raw in given:
             if raw.startswith(_FINDING):
                 raise PlanError(raw.removeprefix(_FINDING).decode())
         of_ranks = [np.frombuffer(raw, "<u8", offset=len(_CHOICES)).reshape(choices.shape[:2]) for raw in given]
-        finding = self._first_difference(np.stack(of_ranks, axis=2))
+        finding = self._first_difference(np.stack(of_ranks, axis=2), first)
         if finding:
             raise PlanError(finding)
-        self._num_tokens += len(choices)
 
-    def _first_difference(self, choices: NDArray[Any], blocks_of: int | None = None) -> str:
-        """See `difference`: of the first token and layer of (tokens, layers, ranks or thread blocks) where there is one."""
+    def _first_difference(self, choices: NDArray[Any], first: int, blocks_of: int | None = None) -> str:
+        """See `difference`: of the first token, from position `first`, and layer of (tokens, layers, ranks or thread blocks)."""
         differs = (choices != choices[:, :, :1]).any(axis=2)
         if not differs.any():
             return ""
         index, layer = np.argwhere(differs)[0]
         numbers = [self._numbers(int(word)) for word in choices[index, layer]]
-        return difference(numbers, int(layer), self._num_tokens + int(index) + 1, blocks_of=blocks_of)
+        return difference(numbers, int(layer), first + int(index), blocks_of=blocks_of)
 
     def _numbers(self, word: int) -> tuple[int, ...]:
         return tuple(word >> 8 * place & 0xFF for place in range(self._per_token))
