@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.delta_models import CONFIGS, definition, published
 @pytest.mark.timeout(300)
 def test_a_published_folder_answers(tmp_path: Path) -> None:
     tensors = published("qwen3_5_moe", tmp_path)
-    answers = []
+    answers: list[tuple[list[Any], ...]] = []
     for ranks, flags in ((1, ()), (2, ("--check-experts",))):
         with running(str(tmp_path), "--device=cpu", f"--ranks={ranks}", *flags) as (_, client):
             answers.append(ask(client))

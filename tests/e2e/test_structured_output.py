@@ -111,7 +111,7 @@ def test_tokens_are_those_of_one_rank_with_the_same_masks(engine: tuple[EngineSe
             position,
             sampling,
             gather_logits=True,
-            choose=partial(shaper.choose, position=position, mask=matcher.mask()),
+            choose=partial(shaper.choose, mask=matcher.mask()),
         )
         token_id = output.token_id
         shaper.accept(token_id)

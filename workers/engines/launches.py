@@ -34,7 +34,10 @@ class DecodeKernel(Protocol):
     """What this engine needs of `monokernel.Monokernel`."""
 
     stream: Any
-    logits: Any
+
+    @property
+    def logits(self) -> Any:
+        """float32 of the last token that had logits, this rank's rows."""
 
     def rouse(self) -> None:
         """Let the GPU do next to nothing, so that it wakes."""

@@ -16,6 +16,7 @@ from kog_dist.bench.engine.decode import cpu_s
 from kog_dist.bench.engine.session import EngineSession, engine_session, until
 from kog_dist.bench.report import finish, machine
 from kog_dist.errors import ConfigError
+from kog_dist.foreign_file import read_text
 from kog_dist.runtime.http_file import HttpFile
 from kog_dist.speculation import Speculation
 
@@ -37,7 +38,7 @@ def _text_of(task: Mapping[str, Any]) -> str:
     if spec is None or spec.origin is None:
         raise ConfigError(f"this Python has no source of {task['module']}, which the workload quotes")
     first, last = task["lines"]
-    return "\n".join(Path(spec.origin).read_text(encoding="utf-8").splitlines()[first - 1 : last])
+    return "\n".join(read_text(Path(spec.origin)).splitlines()[first - 1 : last])
 
 
 def body_of(task: Mapping[str, Any], speculate: str) -> dict[str, Any]:
