@@ -67,6 +67,7 @@ __device__ __forceinline__ void sample_processors(const KogDecodeParams& params,
         finish = kNone;
         chooser.set_turn(turn);
         if (!chooser.choose(finish)) return;
+        position = chooser.position(), number = chooser.pass_number();  // read again: no registers are left to keep them in while choosing
         const u32 index = position + 1 - role.num_prompt;
         after = 0;
         if (position + 1 < role.num_prompt) {
