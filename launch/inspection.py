@@ -138,6 +138,7 @@ def dry_run(settings: LaunchConfig) -> str:
     ]
     for rank in range(target.world_size):
         lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank)}"]
+    lines.append(f"drafts     {_drafts(target, plan, settings)}")
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
     first, *others = predictions(
         _as_published(target, settings), bytes_per_token(target.checkpoint), weight_bytes(target.checkpoint), settings.kv_dtype
@@ -149,6 +150,19 @@ def dry_run(settings: LaunchConfig) -> str:
     lines += [f"note       {target.note}"] if target.note else []
     lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]
     return "\n".join(lines)
+
+
+def _drafts(target: Target, plan: Plan, settings: LaunchConfig) -> str:
+    """Whether tokens are drafted where a request does not say, and how many in a pass."""
+    from kog_dist.decode.passes import most_verified
+
+    if target.device == "cuda":
+        return "none: GPUs have no drafts yet"
+    most = most_verified(plan) - 1
+    if not most:
+        return "none: the model has layers whose state a refused draft would change"
+    asked = f"speculate {settings.speculate}"
+    return f"{asked}; a request may ask for them" if settings.speculate == "off" else f"{asked}: lookup, up to {most} in a pass"
 
 
 def _as_published(target: Target, settings: LaunchConfig) -> ModelSpec:

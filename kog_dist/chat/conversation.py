@@ -13,6 +13,7 @@ from typing import Any, Final
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_file
 from kog_dist.sampling_params import MAX_SEED
+from kog_dist.speculation import Speculation
 
 HELP: Final = """\
 /help                this list
@@ -24,6 +25,7 @@ HELP: Final = """\
 /thought             what the model thought before its last answer
 /system TEXT         instructions for the model; without TEXT: none
 /temperature NUMBER  0 takes the most likely token; also /top_p /seed /max_tokens; without NUMBER: the service's default
+/speculate HOW       drafts of later tokens: off, lookup or auto; they change no answer; without HOW: the service's default
 /chat, /completion   talk to the model, or have it continue a text
 /settings            what is set
 /quit, /exit         end; so does Ctrl-D
@@ -36,6 +38,8 @@ _LIMITS: Final[Mapping[str, tuple[Callable[[str], float], float, float]]] = {
     "seed": (int, 0, MAX_SEED),
     "max_tokens": (int, 1, 2**31 - 1),
 }
+_WORDS: Final[Mapping[str, tuple[str, ...]]] = {"speculate": tuple(Speculation)}
+_SETTINGS: Final = (*_LIMITS, *_WORDS)
 
 
 MAX_TOKENS: Final = 512  # of an answer, unless something else is asked for
@@ -83,13 +87,19 @@ class Settings:
     top_p: float | None = None
     seed: int | None = None
     max_tokens: int | None = MAX_TOKENS
+    speculate: str | None = None
 
     def change(self, name: str, text: str) -> None:
         """Set one of them. Raises ConfigError for what it cannot be."""
-        kind, low, high = _LIMITS[name]
         if not text:
             setattr(self, name, None)
             return
+        if name in _WORDS:
+            if text not in _WORDS[name]:
+                raise ConfigError(f"{name} must be one of {', '.join(_WORDS[name])}, got {text[:40]!r}")
+            setattr(self, name, text)
+            return
+        kind, low, high = _LIMITS[name]
         try:
             value = kind(text)
         except ValueError:
@@ -137,12 +147,13 @@ class Conversation:
         """Obey a line that begins with a slash; returns what to say, or ask. Raises ConfigError, and EOFError for the end."""
         name, _, rest = line[1:].partition(" ")
         name, rest = name.lower().replace("-", "_"), rest.strip()
-        if name in _LIMITS:
+        if name in _SETTINGS:
             self.settings.change(name, rest)
-            return f"{name} is {value:g}" if (value := getattr(self.settings, name)) is not None else f"{name} is the service's"
+            value = getattr(self.settings, name)
+            return f"{name} is the service's" if value is None else f"{name} is {_shown(value)}"
         commands = self._commands(rest)
         if name not in commands:
-            near = difflib.get_close_matches(name, [*commands, *_LIMITS], 1)
+            near = difflib.get_close_matches(name, [*commands, *_SETTINGS], 1)
             raise ConfigError(f"there is no command /{name[:40]}; " + (f"did you mean /{near[0]}?" if near else "see /help"))
         return commands[name]()
 
@@ -168,7 +179,7 @@ class Conversation:
 
     def completions(self, begin: str) -> list[str]:
         """Commands that begin so."""
-        return [name for name in sorted(f"/{name}" for name in (*self._commands(""), *_LIMITS)) if name.startswith(begin)]
+        return [name for name in sorted(f"/{name}" for name in (*self._commands(""), *_SETTINGS)) if name.startswith(begin)]
 
     def _again(self, prompt: str | None) -> Again:
         """Forget the last turn, and ask the same or something else instead."""
@@ -231,9 +242,13 @@ class Conversation:
 
     def _describe(self) -> str:
         mode = "continues a text" if self.is_completion else "talks"
-        shown = [f"{name} {value:g}" for name, value in self.settings.fields().items()]
+        shown = [f"{name} {_shown(value)}" for name, value in self.settings.fields().items()]
         system = [f"instructions: {self.system}"] if self.system else []
         return ", ".join([f"{self.model} {mode}, {len(self.messages)} messages so far", *shown, *system])
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _quit() -> str:

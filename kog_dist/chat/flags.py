@@ -33,6 +33,9 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="Default: the service's.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer. Default: 512.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    speculate: Annotated[
+        str | None, typer.Option(help="Drafts of later tokens: off, lookup or auto. Default: the service's.")
+    ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long the service may say nothing.")] = 120.0,
     api_key: Annotated[str | None, typer.Option(help="Better: --api-key-file, KOG_API_KEY or OPENAI_API_KEY.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with the key.")] = None,
@@ -52,7 +55,9 @@ def chat(
         raise ConfigError(f"--timeout must be more than 0 seconds, got {timeout:g}")
     check_stdout()
     settings = Settings()
-    for name, value in (("temperature", temperature), ("max_tokens", max_tokens), ("seed", seed)):
+    for name, value in (
+        ("temperature", temperature), ("max_tokens", max_tokens), ("seed", seed), ("speculate", speculate),
+    ):  # fmt: skip
         if value is not None:
             settings.change(name, str(value))
     is_alone = prompt is not None or not sys.stdin.isatty()

@@ -45,11 +45,13 @@ def event(chunk: Any) -> bytes:
     return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
-def completion(texts: Sequence[str], *, usage: dict[str, Any] | None = None, finish: str | None = "length") -> list[bytes]:
-    """Events of a /v1/completions stream."""
+def completion(
+    texts: Sequence[str], *, usage: dict[str, Any] | None = None, finish: str | None = "length", **last: Any
+) -> list[bytes]:
+    """Events of a /v1/completions stream; `last` is put into the final chunk."""
     chunks = [event({"choices": [{"text": text, "finish_reason": None}]}) for text in texts]
     if finish is not None:
-        chunks.append(event({"choices": [{"text": "", "finish_reason": finish}]}))
+        chunks.append(event({"choices": [{"text": "", "finish_reason": finish}], **last}))
     return [*chunks, *([event({"choices": [], "usage": usage})] if usage else []), DONE]
 
 

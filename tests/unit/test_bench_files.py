@@ -172,8 +172,8 @@ def test_figures_of_a_dirty_tree_are_not_written_into_results(monkeypatch: pytes
 
 
 def test_a_command_writes_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("tokens_per_s", "itl_p50_ms", "itl_p99_ms", "ready_s", "idle_cpu_percent_max")
-    monkeypatch.setattr(decode, "_measure", lambda *arguments: {"ranks": 1, **dict.fromkeys(names, 1.0)})
+    names = ("tokens_per_s", "itl_p50_ms", "itl_p99_ms", "ready_s", "idle_cpu_percent_max", "drafted_tokens")
+    monkeypatch.setattr(decode, "_measure", lambda *arguments: {"ranks": 1, **dict.fromkeys((*names, "accepted_tokens"), 1.0)})
     path = tmp_path / "a.csv"
     assert CliRunner().invoke(app, ["decode", "--ranks=1", "-o", str(path)]).exit_code == 0
-    assert path.read_text().splitlines()[1] == "1,1.0,1.0,1.0,1.0,1.0"
+    assert path.read_text().splitlines()[1] == "1,1.0,1.0,1.0,1.0,1.0,1.0,1.0"

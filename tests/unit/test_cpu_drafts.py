@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
+from kog_dist.config import LaunchConfig
 from kog_dist.decode import host_library
 from kog_dist.decode.draft_lengths import SIZES
 from kog_dist.decode.drafts import Draft
@@ -21,6 +22,7 @@ from kog_dist.decode.passes import most_tokens, most_verified
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
+from kog_dist.launch.inspection import dry_run
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.runtime.control import ControlPage, EpochWaits
 from kog_dist.runtime.wait import Deadline
@@ -244,3 +246,13 @@ def test_costs_are_measured_at_the_start(trial_s: float, page: Page) -> None:
     assert pass_costs(alone, trial_s, cast(Any, Alone()), cast(Any, None)) == list(SIZES)
     assert most_verified(one) == SIZES[-1]
     assert most_tokens(one) == 64
+
+
+def test_a_dry_run_says_whether_tokens_are_drafted() -> None:
+    def told(speculate: str) -> str:
+        text = dry_run(LaunchConfig(device="cpu", ranks=1, speculate=speculate))
+        (line,) = (line for line in text.splitlines() if line.startswith("drafts "))
+        return line.removeprefix("drafts").strip()
+
+    assert told("auto") == "speculate auto: lookup, up to 15 in a pass"
+    assert told("off") == "speculate off; a request may ask for them"

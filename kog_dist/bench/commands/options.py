@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kog_dist.errors import ConfigError
+from kog_dist.speculation import Speculation
 
 SAMPLING_HELP = (
     "Compare kinds of sampling, the first with the others: greedy,temperature,top-p-logprobs,mask; a wrong one lists all."
@@ -31,6 +32,13 @@ ApiKey = Annotated[
     str, typer.Option(envvar=["KOG_API_KEY", "OPENAI_API_KEY"], show_envvar=False, help="Or KOG_API_KEY, OPENAI_API_KEY.")
 ]
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")]
+
+
+def speculation_of(text: str) -> Speculation:
+    """off, lookup or auto. Raises ConfigError."""
+    if text not in tuple(Speculation):
+        raise ConfigError(f"--speculate must be one of {', '.join(Speculation)}, got {text[:40]!r}")
+    return Speculation(text)
 
 
 def counts_of(text: str, option: str = "--ranks") -> tuple[int, ...]:

@@ -35,6 +35,9 @@ def serve(
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Another seed: other prompts and arrivals.")] = 0,
     timeout: AnswerTimeout = 600.0,
+    speculate: Annotated[
+        str | None, typer.Option(help="Drafts of later tokens: off, lookup or auto. Default: the server's.")
+    ] = None,
     extra_body: ExtraBody = "{}",
     api_key: ApiKey = "",
     output: Annotated[
@@ -50,7 +53,7 @@ def serve(
         url=url, backend=backend, model=model, num_prompts=num_prompts, num_warmups=num_warmups, max_concurrency=max_concurrency,
         request_rate=request_rate, input_len=input_len, output_len=output_len, prompts=prompts, ignore_eos=ignore_eos,
         temperature=temperature, seed=seed, timeout_s=timeout, extra_body=extra_body, api_key=api_key,
-        agents=agents, shared_len=shared_len,
+        agents=agents, shared_len=shared_len, speculate=speculate,
     )  # fmt: skip
     check_destination(output, html)
     paths = (None if path is None else Path(path) for path in (output, html))

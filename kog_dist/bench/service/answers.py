@@ -30,6 +30,8 @@ class RequestRecord:
     text: str = ""
     finish_reason: str = ""
     cached_tokens: int | None = None
+    drafted_tokens: int = 0  # and those that were right, where the server says so in llama.cpp's `timings`
+    accepted_tokens: int = 0
     error: str = ""
 
     @property
@@ -64,6 +66,7 @@ def answer_of(exchange: SentRequest, num_words: int) -> RequestRecord:
 def _read_chunks(exchange: SentRequest, answer: RequestRecord) -> None:
     pieces: list[str] = []
     usage: dict[str, Any] | None = None
+    timings: dict[str, Any] = {}
     is_finished = False
     for stamp_ns, payload in zip(exchange.stamps_ns, exchange.payloads, strict=True):
         if payload == b"[DONE]":
@@ -73,7 +76,7 @@ def _read_chunks(exchange: SentRequest, answer: RequestRecord) -> None:
         if error := chunk.get("error"):
             answer.error = f"error in the stream: {error.get('message', error) if isinstance(error, dict) else error}"[:300]
             break
-        usage = chunk.get("usage") or usage
+        usage, timings = chunk.get("usage") or usage, chunk.get("timings") or timings
         for choice in chunk.get("choices") or ():
             stamp_s = (stamp_ns - exchange.sent_ns) / 1e9
             answer.latency_s = stamp_s
@@ -87,6 +90,9 @@ def _read_chunks(exchange: SentRequest, answer: RequestRecord) -> None:
     answer.ttft_s = answer.stamps_s[0] if answer.stamps_s else 0.0
     answer.error = answer.error or _flaw(exchange, answer, is_finished=is_finished)
     _count(answer, usage)
+    drafted, accepted = timings.get("draft_n"), timings.get("draft_n_accepted")
+    if isinstance(drafted, int) and isinstance(accepted, int):
+        answer.drafted_tokens, answer.accepted_tokens = drafted, accepted
 
 
 def _content(choice: dict[str, Any]) -> tuple[str, bool]:

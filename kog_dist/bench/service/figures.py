@@ -85,6 +85,8 @@ def _own_figures(good: Sequence[RequestRecord]) -> dict[str, Any]:
         "output_tokens_from": " and ".join(sorted({answer.counts_from for answer in good})),
         "tokens_per_chunk": sum(answer.output_tokens for answer in good) / num_chunks if num_chunks else None,
         "cached_input_tokens": sum(answer.cached_tokens or 0 for answer in good),
+        "spec_decode_draft_tokens": sum(answer.drafted_tokens for answer in good),
+        "spec_decode_accepted_tokens": sum(answer.accepted_tokens for answer in good),
     }
 
 
@@ -133,6 +135,9 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         notes.append(f"note: a chunk brought {per_chunk:.2f} tokens on average; itl is the gap between chunks, tpot is per token")
     if result["cached_input_tokens"]:
         notes.append(f"note: {result['cached_input_tokens']} input tokens came from the server's cache and were not prefilled")
+    if drafted := result["spec_decode_draft_tokens"]:
+        right = result["spec_decode_accepted_tokens"]
+        notes.append(f"note: {right} of {drafted} drafted tokens were right; those of a pass come together, with one gap")
     share = result["client_cpu_share"]
     spent = f"{result['client_us_per_chunk'] or 0:.0f} us for each chunk, {share * 100:.0f}% of a core in all"
     notes.append(f"note: this client spent {spent}")

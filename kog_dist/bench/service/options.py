@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from kog_dist.bench.commands.options import speculation_of
 from kog_dist.bench.service.prompts import Prompt, prompts_from_file, prompts_of_agents, random_prompts
 from kog_dist.bench.service.serve import PATHS, ServeSettings
 from kog_dist.chat.wire import ServiceUrl
@@ -18,6 +19,7 @@ def settings_of(
     *, url: str, backend: str, model: str | None, num_prompts: int, num_warmups: int, max_concurrency: int | None,
     request_rate: float | None, input_len: int, output_len: int, prompts: str | None, ignore_eos: bool, temperature: float,
     seed: int, timeout_s: float, extra_body: str, api_key: str, agents: int = 0, shared_len: int = 0,
+    speculate: str | None = None,
 ) -> tuple[ServeSettings, list[Prompt]]:  # fmt: skip
     """What to ask and how. Raises ConfigError naming the flag that is wrong."""
     hide_own("--api-key", api_key or None)
@@ -34,10 +36,11 @@ def settings_of(
         raise ConfigError(f"--timeout must be more than 0 seconds, got {timeout_s:g}")
     if request_rate is not None and not request_rate > 0:
         raise ConfigError(f"--request-rate must be more than 0 requests per second, got {request_rate:g}")
+    drafts = {} if speculate is None else {"speculate": speculation_of(speculate)}
     settings = ServeSettings(
         ServiceUrl.parse(url), backend, model, output_len, math.inf if request_rate is None else request_rate,
         1 if max_concurrency is None and request_rate is None else max_concurrency, num_warmups, seed,
-        temperature if temperature >= 0 else None, ignore_eos, timeout_s, _object(extra_body), api_key,
+        temperature if temperature >= 0 else None, ignore_eos, timeout_s, drafts | _object(extra_body), api_key,
     )  # fmt: skip
     if min(agents, shared_len) < 0 or (shared_len and not agents) or (agents and prompts is not None):
         raise ConfigError("--agents and --shared-len must not be negative; --shared-len needs --agents, which --prompts excludes")

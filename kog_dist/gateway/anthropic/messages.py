@@ -109,6 +109,7 @@ def as_chat(request: CountTokensRequest) -> dict[str, Any]:
         chat |= _output(request, chat.get("reasoning_effort"))
         chat |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences, "stream": request.stream}
         chat |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+        chat["speculate"] = request.speculate
     return chat
 
 

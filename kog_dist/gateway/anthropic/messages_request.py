@@ -17,6 +17,7 @@ from kog_dist.gateway.openai.request_model import (
     Refusal,
     RequestModel,
     Schema,
+    Speculate,
     StopString,
     Temperature,
     Tokens,
@@ -258,7 +259,7 @@ class MessagesRequest(CountTokensRequest):
     """A conversation to be answered. `top_k`, `temperature`, `top_p`: the model's own where they are left out."""
 
     refused: ClassVar[Mapping[str, Refusal]] = _REFUSED
-    inert: ClassVar[frozenset[str]] = frozenset()
+    inert: ClassVar[frozenset[str]] = frozenset({"speculate"})
 
     max_tokens: Tokens = Field(description="Of the answer at most; what does not fit the context is cut to what does.")
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
@@ -266,6 +267,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    speculate: Speculate = None
     metadata: Any = ignored("nobody is reported")
     service_tier: Any = ignored("there is one")
     inference_geo: Any = ignored("there is one place")

@@ -69,7 +69,7 @@ def _streams(request: Body) -> bool:
 def _common(request: Body) -> dict[str, Any]:
     """The fields of a chat or a completion that both bodies have."""
     options = request.options
-    fields: dict[str, Any] = {"max_tokens": -1}
+    fields: dict[str, Any] = {"max_tokens": -1, "speculate": request.speculate}
     if options is not None:
         names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
         fields |= {name: getattr(options, name) for name in names}

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from kog_dist.gateway.ollama.errors import error_body
+from kog_dist.gateway.openai.accounting import draft_counts
 from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.gateway.openai.one_choice import OneChoiceReply
 from kog_dist.gateway.openai.tools import ToolUse
@@ -114,6 +115,7 @@ class OllamaReply(OneChoiceReply):
             "prompt_eval_duration": _ns(done.prefill_s or 0.0),
             "eval_count": done.num_generated_tokens,
             "eval_duration": _ns(gaps / done.tokens_per_s if done.tokens_per_s else 0.0),
+            **draft_counts([done]),
         }
 
 

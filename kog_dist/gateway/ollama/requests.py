@@ -17,6 +17,7 @@ from kog_dist.gateway.openai.request_model import (
     RequestModel,
     Schema,
     Seed,
+    Speculate,
     StopString,
     Temperature,
     TopP,
@@ -89,11 +90,14 @@ class OllamaMessage(RequestModel):
 class Body(RequestModel):
     """What both have."""
 
+    inert: ClassVar[frozenset[str]] = frozenset({"speculate"})
+
     model: ModelName
     stream: bool | None = Field(default=None, description="Default: yes.")
     format: Literal["", "json"] | Schema | None = Field(default=None, description="JSON, or what it must satisfy.")
     options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
+    speculate: Speculate = None
     keep_alive: Any = ignored("the model stays loaded")
     truncate: Any = ignored("prompts are never cut")
     shift: Any = ignored("prompts are never cut")

@@ -37,6 +37,14 @@ def predicted_tokens(dones: Sequence[Done]) -> dict[str, int]:
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted} if drafted else {}
 
 
+def draft_counts(dones: Sequence[Done]) -> dict[str, int]:
+    """llama.cpp's `draft_n` and `draft_n_accepted`: tokens that were drafted, and of them those that were right; nothing where
+    none were.
+    """
+    drafted, accepted = (sum(getattr(done, f"num_{kind}_tokens") for done in dones) for kind in ("drafted", "accepted"))
+    return {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
+
+
 def response_usage(done: Done, num_reasoning: int) -> dict[str, Any]:
     """The same for the Responses API."""
     return {
@@ -53,9 +61,8 @@ def timings(dones: Sequence[Done]) -> dict[str, Any]:
 
     queue_ms: until the first choice was handed to the ranks, which no other time contains. prompt_n: prompt tokens that were
     not cached; prompt_ms: from the hand-over to the first token. predicted_ms: from the first token to the last, and so
-    predicted_per_token_ms and predicted_per_second count the tokens after the first. draft_n, draft_n_accepted: tokens that were
-    drafted, and of them those that were right; only where there were any. Of several choices: sums, for they are decoded one
-    after the other.
+    predicted_per_token_ms and predicted_per_second count the tokens after the first. Of drafts: `draft_counts`. Of several
+    choices: sums, for they are decoded one after the other.
     """
     cached = sum(done.num_cached_tokens for done in dones)
     prompt_n = sum(done.num_prompt_tokens for done in dones) - cached
@@ -65,7 +72,6 @@ def timings(dones: Sequence[Done]) -> dict[str, Any]:
     gaps = sum(done.num_generated_tokens - 1 for done in timed)
     decode_s = sum((done.num_generated_tokens - 1) / done.tokens_per_s for done in timed if done.tokens_per_s)
     prompt_s = sum(prefills) if prefills else None
-    drafted, accepted = (sum(getattr(done, f"num_{kind}_tokens") for done in dones) for kind in ("drafted", "accepted"))
     return {
         "queue_ms": _ms(dones[0].queue_s) if dones else None,
         "cache_n": cached,
@@ -77,7 +83,7 @@ def timings(dones: Sequence[Done]) -> dict[str, Any]:
         "predicted_ms": _ms(decode_s) if timed else None,
         "predicted_per_token_ms": _ms(decode_s / gaps) if gaps and timed else None,
         "predicted_per_second": round(gaps / decode_s, 3) if decode_s else None,
-        **({"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}),
+        **draft_counts(dones),
     }
 
 

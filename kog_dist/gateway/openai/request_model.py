@@ -11,7 +11,6 @@ from pydantic.fields import FieldInfo
 
 from kog_dist.rpc.messages import MAX_STOP_BYTES, MAX_STOP_STRINGS
 from kog_dist.sampling_params import LEAST_TEMPERATURE, LIMITS, MAX_LOGIT_BIAS, MAX_SEED, MAX_TOP_LOGPROBS
-from kog_dist.speculation import Speculation
 
 MAX_CHOICES: Final = 8  # answers to one HTTP request: n times the number of prompts
 MAX_MESSAGES: Final = 4096
@@ -106,6 +105,10 @@ AnswerTokens = Annotated[Tokens | None, _instead_of_minus_1(MOST_TOKENS)]
 NoTokens = Annotated[Annotated[Whole, Field(ge=0, le=MOST_TOKENS)] | None, _instead_of_minus_1(MOST_TOKENS)]
 Seed = Annotated[Annotated[Whole, Field(ge=-(MAX_SEED // 2) - 1, le=MAX_SEED)] | None, _instead_of_minus_1(None)]
 TopLogprobs = Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Speculate = Annotated[
+    Literal["off", "lookup", "auto"] | None,
+    Field(description="Drafts of later tokens; they change no answer. Default: as the engine was started."),
+]
 ModelName = Annotated[str, Field(max_length=1024, description="A name of /v1/models, or `default`.")]
 
 
@@ -151,9 +154,7 @@ class SamplingFields(RequestModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = Field(
         default=None, description="As in vLLM: only what requests with the same one have left is used again."
     )
-    speculate: Literal[tuple(Speculation)] | None = Field(  # type: ignore[valid-type]
-        default=None, description="Drafts of later tokens; they change no answer. Default: as the engine was started."
-    )
+    speculate: Speculate = None
     metadata: Any = ignored("nothing is stored")
     store: Any = ignored("nothing is stored")
     safety_identifier: Any = ignored("nobody is reported")

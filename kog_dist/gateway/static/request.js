@@ -18,8 +18,8 @@ import { asked } from "./conversation.js";
 
 /** Fields that the `openai` package has no argument for. */
 const OPENAI_LACKS = {
-  completion: new Set(["top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "response_format"]),
-  conversation: new Set(["top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "continue_final_message", "add_generation_prompt"]),
+  completion: new Set(["top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "response_format", "speculate"]),
+  conversation: new Set(["top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "continue_final_message", "add_generation_prompt", "speculate"]),
 };
 const PATHS = { completion: "/v1/completions", conversation: "/v1/chat/completions" };
 

@@ -15,16 +15,18 @@ const input = (id) => /** @type {HTMLInputElement} */ (document.getElementById(i
 
 let own = "";
 
-/** Numbers and flags by the names of the API; the elements say their limits. @returns {(HTMLInputElement & {dataset: {field: string}})[]} */
+/** Numbers, flags and choices by the names of the API; the elements say their limits. @returns {(HTMLInputElement & {dataset: {field: string}})[]} */
 const simple = () => [...document.querySelectorAll("#sampling [data-field]")];
 
 /** @returns {Settings} */
 export function settings() {
   /** @type {Record<string, unknown>} */
   const fields = {};
-  for (const { dataset, type, checked, valueAsNumber } of simple()) {
+  for (const { dataset, type, checked, value, valueAsNumber } of simple()) {
     if (type === "checkbox") {
       if (checked) fields[dataset.field] = true;
+    } else if (type === "select-one") {
+      if (value) fields[dataset.field] = value;
     } else if (!Number.isNaN(valueAsNumber)) fields[dataset.field] = valueAsNumber;
   }
   const maxTokens = /** @type {number | undefined} */ (fields.max_tokens) ?? null;

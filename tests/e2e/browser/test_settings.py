@@ -61,21 +61,22 @@ def test_all_parameters_reach_the_request(opened: Page, server: ReplayServer, mo
     fill(opened, ALL)
     opened.fill("#logit-bias", "199: -2, 42=1.5")
     opened.check("#ignore-eos")
+    opened.select_option("#speculate", "off")
     opened.select_option("#num-logprobs", "3")
     run(opened, "x")
     ended(opened)
-    wanted = {**ALL, "logit_bias": {"199": -2, "42": 1.5}, "ignore_eos": True}
+    wanted = {**ALL, "logit_bias": {"199": -2, "42": 1.5}, "ignore_eos": True, "speculate": "off"}
     wanted |= {"logprobs": 3} if mode == "Complete text" else {"logprobs": True, "top_logprobs": 3}
     sent = server.served[0].body
     assert {name: value for name, value in sent.items() if name in wanted} == wanted
-    for words in ("top-k 40", "min-p 0.05", "seed 7", "ignore-eos", "logit-bias", "log-probabilities"):
+    for words in ("top-k 40", "min-p 0.05", "seed 7", "ignore-eos", "speculate off", "logit-bias", "log-probabilities"):
         expect(opened.locator("#sampling-summary")).to_contain_text(words)
     opened.click("#copy-request")
     opened.click("#as-python")
     calls: list[dict[str, Any]] = []
     exec(opened.inner_text("#snippet").replace("from openai import OpenAI", ""), {"OpenAI": lambda **_: _Client(calls)})
     extra = calls[0].pop("extra_body")
-    assert set(extra) == {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"}
+    assert set(extra) == {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "speculate"}
     for wire in (calls[0] | extra,):
         assert {name: value for name, value in wire.items() if name in wanted} == wanted
 

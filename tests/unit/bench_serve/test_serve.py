@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kog_dist.bench.service import serve
-from kog_dist.bench.service.figures import DETAILS
+from kog_dist.bench.service.figures import DETAILS, notes_of
 from kog_dist.bench.service.options import settings_of
 from kog_dist.bench.service.prompts import prompts_of_agents
 from kog_dist.errors import ConfigError, LaunchError, RequestFailed
@@ -56,6 +56,20 @@ def test_the_result_has_the_keys_of_vllm_and_the_last_line_is_one_object(
     assert (result["output_tokens_from"], result["cached_input_tokens"]) == ("usage", 4)
     assert len(stub.requests) == 3, "one warm-up, two that count"
     assert result["generated_texts"] == ["abc", "abc"]
+
+
+def test_drafts_are_asked_for_and_counted(tmp_path: Path) -> None:
+    timings = {"draft_n": 5, "draft_n_accepted": 2}
+    with openai_stub(Scripted(completion(["a", "b", "c"], usage=USAGE, timings=timings))) as stub:
+        result = measure(stub, tmp_path, speculate="lookup")
+    assert [request["speculate"] for request in stub.requests] == ["lookup"] * 2
+    assert (result["spec_decode_draft_tokens"], result["spec_decode_accepted_tokens"]) == (10, 4)
+    assert any("4 of 10 drafted tokens" in note for note in notes_of(result))
+    with openai_stub(Scripted(completion(["a"], usage=USAGE))) as stub:
+        result = measure(stub, tmp_path)
+    assert "speculate" not in stub.requests[0]
+    assert result["spec_decode_draft_tokens"] == 0
+    assert not any("drafted" in note for note in notes_of(result))
 
 
 def test_requests_are_what_was_asked_for(tmp_path: Path) -> None:
@@ -213,6 +227,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     ("flags", "reason"),
     [
         ({"backend": "x"}, "--backend"), ({"num_prompts": 0}, "--num-prompts"), ({"request_rate": 0.0}, "--request-rate"),
+        ({"speculate": "eagle"}, "--speculate"),
         ({"extra_body": "[]"}, "--extra-body"), ({"extra_body": "{"}, "--extra-body"), ({"timeout_s": math.nan}, "--timeout"),
         ({"prompts": "/nonexistent"}, "--prompts"), ({"max_concurrency": 0}, "--max-concurrency"),
     ],

@@ -40,6 +40,18 @@ def test_completion_mode_sends_the_text_alone() -> None:
     assert talk.request("x", counts_tokens=False)[0] == "/chat/completions"
 
 
+def test_drafts_are_asked_for_in_words() -> None:
+    talk = Conversation("m")
+    assert "speculate" not in talk.request("x", counts_tokens=True)[1]
+    assert talk.command("/speculate lookup") == "speculate is lookup"
+    assert talk.request("x", counts_tokens=True)[1]["speculate"] == "lookup"
+    assert "speculate lookup" in str(talk.command("/settings"))
+    with pytest.raises(ConfigError, match="speculate must be one of off, lookup, auto, got 'eagle'"):
+        talk.command("/speculate eagle")
+    assert talk.command("/speculate") == "speculate is the service's"
+    assert talk.completions("/spec") == ["/speculate"]
+
+
 def test_reset_system_and_save(tmp_path: Path) -> None:
     talk = Conversation("m")
     talk.command("/system speak  German")
@@ -120,7 +132,7 @@ def test_stats_are_of_all_answers() -> None:
 
 def test_commands_complete() -> None:
     completions = Conversation("m").completions
-    assert completions("/s") == ["/save", "/seed", "/settings", "/stats", "/system"]
+    assert completions("/s") == ["/save", "/seed", "/settings", "/speculate", "/stats", "/system"]
     assert all(name in HELP for name in completions("/"))
 
 

@@ -21,6 +21,7 @@ from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.openai.thinking import BUDGET
 from kog_dist.gateway.packing import packed, unpacked
 from kog_dist.rpc.messages import Error, ErrorCode, FinishReason
+from kog_dist.speculation import Speculation
 from tests.unit.gateway_openai.conftest import base_model, tagged_model
 from tests.unit.gateway_openai.engine_script import events_of, play
 
@@ -79,6 +80,16 @@ CHATS: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
 @pytest.mark.parametrize(("sent", "wanted"), CHATS)
 def test_turns_become_messages_of_a_chat(sent: list[Any], wanted: list[Any]) -> None:
     assert chat_of(messages=sent)["messages"] == wanted
+
+
+def test_speculate_is_the_engines(base_model: ServedModel) -> None:
+    assert plan_messages({**ASK, "model": base_model.name}, base_model).generates[0].speculate is None
+    for value in Speculation:
+        body = {**ASK, "model": base_model.name, "speculate": value.value}
+        planned = plan_messages(body, base_model)
+        assert (planned.generates[0].speculate, planned.left_out) == (value, ())
+    with pytest.raises(ApiError, match="speculate"):
+        plan_messages({**ASK, "model": base_model.name, "speculate": "eagle"}, base_model)
 
 
 def test_fields_have_one_meaning() -> None:

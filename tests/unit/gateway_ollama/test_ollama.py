@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,7 +18,8 @@ from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.packing import packed, unpacked
-from kog_dist.rpc.messages import Error, ErrorCode, FinishReason, Generate
+from kog_dist.rpc.messages import Done, Error, ErrorCode, FinishReason, Generate
+from kog_dist.speculation import Speculation
 from tests.unit.gateway.conftest import engine, folder, http, running, shared_engine
 from tests.unit.gateway.scripted_engine import ScriptedEngine, says
 from tests.unit.gateway_openai.conftest import base_model, channels_model, tagged_model
@@ -171,6 +173,28 @@ def test_an_answer_is_the_same_streamed_and_whole(
         cuts = sorted(random.Random(seed).randrange(len(said) + 1) for _ in range(seed % 9))
         cut = [said[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(said)], strict=True)]
         assert rebuilt(lines(play(planned({**ASK, **fields}, tagged_model), cut, finish))) == (text, calls)
+
+
+def test_drafts_are_asked_for_and_counted(tagged_model: ServedModel, base_model: ServedModel) -> None:
+    for body, served in (
+        (ASK, tagged_model),
+        ({"model": "demo", "prompt": "x"}, tagged_model),
+        ({"model": "demo", "prompt": "x"}, base_model),
+    ):
+        assert asked(body, served).speculate is None
+        for value in Speculation:
+            plan = planned({**body, "speculate": value.value}, served)
+            assert (plan.generates[0].speculate, plan.left_out) == (value, ())
+        with pytest.raises(ApiError, match="speculate"):
+            planned({**body, "speculate": "eagle"}, served)
+    for drafted in (0, 8):
+        plan = planned(ASK, tagged_model)
+        *events, done = events_of(plan.generates[0], ["a", "b"], FinishReason.STOP, 0, None)
+        assert isinstance(done, Done)
+        for event in (*events, replace(done, num_drafted_tokens=drafted, num_accepted_tokens=drafted // 2)):
+            plan.reply.on_event(0, event)
+        told = {name: value for name, value in lines(plan.reply.end())[-1].items() if name.startswith("draft")}
+        assert told == ({"draft_n": 8, "draft_n_accepted": 4} if drafted else {})
 
 
 def test_an_error_ends_a_stream(tagged_model: ServedModel) -> None:
