@@ -203,7 +203,7 @@ class Coordinator:
             request = replace(request, mask_epoch=self._grammars.reserve_epochs(request.max_tokens))
         stream.request = self._slot.submit(request, reuse_kv=stream.reuses_kv, scope=stream.cache_salt)
         if constraint is not None and self._slot.seq is not None:
-            self._grammars.run(self._slot.seq, request.mask_epoch, constraint)
+            self._grammars.run(self._slot.seq, request.mask_epoch, constraint, drafts=request.drafts)
 
     def _score_prompt(self, stream: RequestStream) -> None:
         prompt, num_top = stream.request.prompt, stream.request.sampling.logprobs

@@ -51,28 +51,36 @@ class DraftLengths:
         """Whether the smallest draft may be lost."""
         return self._costs[1] - 1 <= self._balance
 
-    def best(self, length: int, most: int) -> int:
-        """Tokens to draft behind a match of so many tokens, `most` at most; 0: none."""
+    def best(self, length: int, most: int, num_forced: int = 0) -> int:
+        """Tokens to draft behind a match of so many tokens, `most` at most; 0: none. The first `num_forced` are right."""
         kind = bisect_right(_LENGTHS, length) - 1
         hope = self._right[kind] / (self._right[kind] + self._wrong[kind])
         best, best_rate, expected, chance, drafted = 0, _WORTH, 1.0, 1.0, 0
         for size, cost in zip(SIZES[1:], self._costs[1:], strict=True):
-            if size > most + 1 or cost - 1 > self._balance:
+            if size > most + 1 or cost - self._forced_cost(min(num_forced, size - 1)) > max(self._balance, 0.0):
                 break
             while drafted < size - 1:
-                chance *= hope
+                chance *= hope if drafted >= num_forced else 1.0
                 expected, drafted = expected + chance, drafted + 1
             if expected / cost > best_rate:
                 best, best_rate = drafted, expected / cost
         return best
 
-    def took(self, length: int, num_drafted: int, num_right: int) -> None:
-        """A pass had so many drafts behind a match of so many tokens, of which the first `num_right` were right."""
+    def took(self, length: int, num_drafted: int, num_right: int, num_forced: int = 0) -> None:
+        """A pass had so many drafts behind a match of so many tokens, of which the first `num_right` were right.
+
+        Those that were forced, fewer than all, say nothing about the others.
+        """
         kind = bisect_right(_LENGTHS, length) - 1
-        self._right[kind] = self._right[kind] * _MEMORY + num_right
+        won = num_right - num_forced
+        self._right[kind] = self._right[kind] * _MEMORY + max(won, 0)
         self._wrong[kind] = self._wrong[kind] * _MEMORY + (num_right < num_drafted)
         cost = self._costs[SIZES.index(num_drafted + 1)]
-        self._balance = min(self._balance + num_right - (cost - 1), _SAVED)
+        self._balance = min(self._balance + won - (cost - self._forced_cost(num_forced)), _SAVED)
+
+    def _forced_cost(self, num_forced: int) -> float:
+        """Of a pass with these drafts alone."""
+        return self._costs[bisect_left(SIZES, num_forced + 1)]
 
     def passed(self, num_tokens: int) -> None:
         """The answer has so many tokens more."""

@@ -22,37 +22,57 @@ NO_DRAFT = Draft()
 class Drafter(Protocol):
     """Of one request. Every rank has its own, and all make the same drafts."""
 
-    def draft(self, most: int) -> Draft:
-        """What may come next, `most` tokens at most."""
+    def draft(self, most: int, forced: Sequence[int] = ()) -> Draft:
+        """What may come next, `most` tokens at most. `forced`: what must, as the request's grammar says."""
 
     def took(self, token_ids: Sequence[int]) -> None:
         """The answer goes on with these: what was right of the last draft, and one token more."""
 
 
+class _Last(NamedTuple):
+    """What was drafted: `num_forced` tokens, and behind them those of a match."""
+
+    match: Match
+    num_drafted: int
+    num_forced: int
+
+
 class LookupDrafter:
-    """Drafts from prompt, answer and prediction, as long as they pay. `costs` as of DraftLengths."""
+    """Drafts from prompt, answer and prediction, as long as they pay, and what a grammar forces. `costs` as of DraftLengths."""
 
     def __init__(self, prompt: Sequence[int], prediction: Sequence[int], costs: Sequence[float]) -> None:
         self._lookup, self._lengths = Lookup(prompt, prediction), DraftLengths(costs)
-        self._last: tuple[Match, int] | None = None
+        self._last: _Last | None = None
+        self._forced: list[int] = []  # in the last draft
+        self._trusts_forced = True
 
-    def draft(self, most: int) -> Draft:
+    def draft(self, most: int, forced: Sequence[int] = ()) -> Draft:
         """See `Drafter.draft`."""
-        self._last = None
-        match = self._lookup.find() if most > 0 and self._lengths.may_draft() else None
-        num = 0 if match is None else self._lengths.best(match.length, most)
-        if match is None or not num:
-            return NO_DRAFT
-        found = self._lookup.take(match, num)
+        self._last, self._forced = None, [*forced[: max(most, 0)]] if self._trusts_forced else []
+        match = self._lookup.find() if most > 0 and (self._forced or self._lengths.may_draft()) else None
+        num_forced = len(self._forced)
+        if match is not None and (not num_forced or self._lookup.following(match, num_forced) == self._forced):
+            num = self._lengths.best(match.length, most, num_forced)
+            if num > num_forced:
+                return self._of_match(match, num)
+        self._forced = self._forced[: self._lengths.best(0, num_forced, num_forced)]
+        return Draft(self._forced) if self._forced else NO_DRAFT
+
+    def _of_match(self, match: Match, num: int) -> Draft:
+        found, num_forced = self._lookup.take(match, num), len(self._forced)
         fitting = max(size for size in SIZES if size <= len(found) + 1) - 1
-        self._last = (match, fitting)
+        if fitting > num_forced:
+            self._last = _Last(match, fitting, num_forced)
+        self._forced = self._forced[:fitting]
         return Draft(found[:fitting], self._lookup.is_predicted(match))
 
     def took(self, token_ids: Sequence[int]) -> None:
         """See `Drafter.took`."""
-        if self._last is not None and self._last[1]:
-            match, num_drafted = self._last
-            self._lengths.took(match.length, num_drafted, len(token_ids) - 1)
+        num_right = len(token_ids) - 1
+        if num_right < len(self._forced):
+            self._trusts_forced = False  # nobody knows why; it costs time, and nothing else
+        elif self._last is not None:
+            self._lengths.took(self._last.match.length, self._last.num_drafted, num_right, self._last.num_forced)
         self._lengths.passed(len(token_ids))
         for token_id in token_ids:
             self._lookup.push(token_id)

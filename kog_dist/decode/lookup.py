@@ -71,13 +71,17 @@ class Lookup:
         return self._near()
 
     def take(self, match: Match, num: int) -> list[int]:
+        """The first `num` tokens from there, which are drafted: see `following`."""
+        self._expected, self._num_missed = match.start, 0
+        return self.following(match, num)
+
+    def following(self, match: Match, num: int) -> list[int]:
         """The first `num` tokens from there, fewer at the end of the prediction; a run that ends with the answer is repeated."""
         found = self._tokens[match.start : match.start + num]
         if match.start < self._num_predicted < match.start + num:
             return found[: self._num_predicted - match.start]
         while len(found) < num:
             found += found[: num - len(found)]
-        self._expected, self._num_missed = match.start, 0
         return found
 
     def is_predicted(self, match: Match) -> bool:

@@ -35,7 +35,7 @@ def mask_bytes(vocab_size: int) -> int:
     return round_up(NUM_SLOTS * 8 * num_words(vocab_size))
 
 
-def _tag(epoch: int) -> np.uint64:
+def tag_of(epoch: int) -> np.uint64:
     """The upper half of an epoch's words; never 0, which stands in slots that nobody has written."""
     return np.uint64(epoch % _LARGEST_TAG + 1)
 
@@ -59,12 +59,12 @@ class MaskSlots:
 
     def put(self, epoch: int, mask: MaskWords) -> None:
         """Write the mask (num_words,) of `epoch`, from 1. One process at a time writes; it never waits."""
-        self._slots[epoch % NUM_SLOTS] = mask.astype(np.uint64) | _tag(epoch) << np.uint64(32)
+        self._slots[epoch % NUM_SLOTS] = mask.astype(np.uint64) | tag_of(epoch) << np.uint64(32)
 
     def get(self, epoch: int) -> MaskWords | None:
         """A copy of the mask of `epoch`, or None when it is not completely there. Never waits."""
         words = self._slots[epoch % NUM_SLOTS].copy()
-        if (words >> np.uint64(32) != _tag(epoch)).any():
+        if (words >> np.uint64(32) != tag_of(epoch)).any():
             return None
         mask: MaskWords = words.astype(np.uint32)  # keeps the lower halves
         return mask

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Final
 
+from kog_dist.decode.forced import FORCED_BYTES, ForcedSlot
 from kog_dist.decode.masks import MaskSlots, mask_bytes
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.request_blocks import NUM_BLOCKS, RequestBlocks, block_bytes
@@ -131,6 +132,7 @@ class ControlPage:
         self._doorbell_futex = FutexWord(segment.buffer, 8 * _DOORBELL)
         self.ring = TokenRing(segment, header["ring_offset"], self.max_context)
         self.masks = MaskSlots(segment, header["mask_offset"], header["vocab_size"])
+        self.forced = ForcedSlot(segment, header["mask_offset"] + mask_bytes(header["vocab_size"]))
 
     @classmethod
     def create(cls, world_size: int, max_context: int, generation: int = 1, *, vocab_size: int = 0) -> ControlPage:
@@ -143,7 +145,7 @@ class ControlPage:
         request_stride = block_bytes(max_context)
         ring_offset = request_offset + NUM_BLOCKS * request_stride
         mask_offset = ring_offset + ring_bytes(max_context)
-        segment = Segment.create("kog-control", mask_offset + mask_bytes(vocab_size))
+        segment = Segment.create("kog-control", mask_offset + mask_bytes(vocab_size) + FORCED_BYTES)
         header = dict.fromkeys(CONTROL_HEADER.offsets, 0) | {
             "magic": CONTROL_MAGIC, "abi_digest": abi_digest(), "generation": generation, "world_size": world_size,
             "max_context": max_context, "total_bytes": segment.size_bytes, "rank_offset": rank_offset,
@@ -380,6 +382,7 @@ class ControlPage:
         """Unmap the page in this process. Nothing may be called afterwards."""
         self.ring.close()
         self.masks.close()
+        self.forced.close()
         self._doorbell_futex.close()
         self._words.release()
         self._segment.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -84,7 +84,7 @@ class Foretold:
     def __init__(self, answer: Sequence[int], share_of_mistakes: float) -> None:
         self.answer, self.share, self.chance, self.said = answer, share_of_mistakes, random.Random(3), 0
 
-    def draft(self, most: int) -> Draft:
+    def draft(self, most: int, forced: Sequence[int] = ()) -> Draft:
         size = self.chance.choice([size for size in SIZES if size <= most + 1]) if most > 0 else 1
         right = [*self.answer[self.said : self.said + size - 1]]
         right += [0] * (size - 1 - len(right))
@@ -225,6 +225,44 @@ def test_masks_follow_the_drafts(page: Page, monkeypatch: pytest.MonkeyPatch) ->
             found = answered(replace(request, drafts=True, stop_ids=(answer[end],)), 1000 * nth + 500 + 30 * end)
             assert [entry.token_id for entry in found] == answer[: answer.index(answer[end]) + 1]
             assert found[-1].finish is Finish.STOP
+
+
+@pytest.mark.parametrize("name", ["greedy", "drawn", "all that is looked at"])
+def test_forced_tokens_are_drafted(name: str, page: Page) -> None:
+    """Told as a grammar process tells them: at once, too late, not at all, and once wrong, which nobody believes again."""
+    control, request = page.control, REQUESTS[name]
+    everything = np.full(num_words(TINY.vocab_size), 0xFFFFFFFF, np.uint32)
+    plain, _ = page.run(request)
+    answer = [entry.token_id for entry in plain]
+    epochs = iter(range(10_000, 20_000, 100))
+
+    def answered(forced: Callable[[int], Sequence[int] | None]) -> list[TokenEntry]:
+        epoch = next(epochs)
+
+        def follow(seq: int) -> None:
+            for index in range(len(answer)):
+                if (told := forced(index)) is not None:
+                    control.forced.put(epoch + index, told)
+                control.masks.put(epoch + index, everything)
+                entry = control.ring.wait(seq, index, Deadline.after(20.0), poll_s=0.001)
+                if entry is None or entry.finish is not Finish.NONE:
+                    return
+
+        runner = threading.Thread(target=follow, args=(control.doorbell() + 1,))
+        runner.start()
+        entries, _ = page.run(replace(request, mask_epoch=epoch, drafts=True))
+        runner.join(30.0)
+        assert not runner.is_alive()
+        assert without_moments(entries) == without_moments(plain)
+        return entries
+
+    def num_right(entries: Sequence[TokenEntry]) -> int:
+        return sum(entry.drafted.num_right for entry in entries)
+
+    assert num_right(answered(lambda index: answer[index : index + 40])) > 15
+    assert num_right(answered(lambda index: answer[index : index + 2] if index % 3 else None)) > 3
+    assert num_right(answered(lambda index: [])) == num_right(answered(lambda index: None))
+    answered(lambda index: [answer[index], 0, 0])
 
 
 class Alone:

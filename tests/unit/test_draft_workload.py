@@ -18,13 +18,24 @@ def test_every_task_is_a_chat() -> None:
     tokenizer = Tokenizer.from_folder(Path(str(resources.files("kog_dist"))) / "models" / "demo")
     served = ServedModel("demo", (), 8192, 4096, tokenizer, None, 1_700_000_000)
     found = tasks()
-    assert {task["kind"] for task in found} == {"edit", "edit with prediction", "quote", "json", "tool calls", "prose"}
+    assert {task["kind"] for task in found} == {
+        "edit",
+        "edit with prediction",
+        "quote",
+        "json",
+        "tool calls",
+        "json with a schema",
+        "required call",
+        "prose",
+    }
     for task in found:
         with_drafts, without = (body_of(task, value) for value in (Speculation.AUTO, Speculation.OFF))
         assert {**with_drafts, "speculate": "off"} == without
         assert "{text}" not in json.dumps(with_drafts)
         if "tools" in task:
             continue  # this model has no template for them
+        if "schema" in task:
+            assert plan_chat(with_drafts, served).generates[0].constraints
         (generate,) = plan_chat(with_drafts, served).generates
         assert generate.speculate is Speculation.AUTO
         assert bool(generate.prediction_ids) is bool(task.get("predicts"))

@@ -164,3 +164,55 @@ def test_all_ranks_draft_alike() -> None:
         for drafter in drafters:
             drafter.took(answer[at : at + right + 1])
         at += right + 1
+
+
+# ---- what a grammar forces ----
+def test_what_is_forced_is_drafted_at_once_and_whole() -> None:
+    drafter = LookupDrafter([1, 2, 3], (), COSTS)
+    forced = [*range(50, 65)]
+    assert drafter.draft(15, forced).token_ids == forced
+    assert drafter.draft(9, forced).token_ids == forced[:7], "a pass of 8; 12 are too many"
+    assert drafter.draft(0, forced).token_ids == ()
+    assert drafter.draft(15).token_ids == ()
+
+
+def test_a_match_goes_on_behind_what_is_forced() -> None:
+    text = [*range(100, 140)]
+    drafter = LookupDrafter(text, (), COSTS)
+    drafter.took(text[:9])
+    draft = drafter.draft(15, text[9:11])
+    assert list(draft.token_ids) == text[9 : 9 + len(draft.token_ids)]
+    assert len(draft.token_ids) > 2
+    assert list(drafter.draft(15, [text[9], 7]).token_ids) == [text[9], 7], "the match is another one"
+
+
+def test_what_is_forced_costs_nothing_however_wrong_other_drafts_were() -> None:
+    text = [*range(100, 140)]
+    drafter = LookupDrafter([*text, *text], (), COSTS)
+    at = 0
+    while drafter.draft(15).token_ids or at < 3:  # always wrong behind a match
+        drafter.took([*text[at : at + 3], 7])
+        at += 3
+        assert at < len(text)
+    assert list(drafter.draft(15, [1, 2, 3]).token_ids) == [1, 2, 3]
+
+
+def test_who_was_wrong_of_what_is_forced_is_not_believed_again() -> None:
+    drafter = LookupDrafter([1, 2, 3], (), COSTS)
+    assert drafter.draft(15, [5, 6]).token_ids == [5, 6]
+    drafter.took([5, 6, 9])
+    assert drafter.draft(15, [5, 6]).token_ids == [5, 6]
+    drafter.took([5, 9])
+    assert drafter.draft(15, [5, 6]).token_ids == ()
+
+
+def test_forced_tokens_say_nothing_of_others() -> None:
+    lengths, other = DraftLengths(COSTS), DraftLengths(COSTS)
+    for _ in range(20):
+        lengths.took(5, 3, 3, num_forced=3)
+    assert lengths.best(5, 15) == other.best(5, 15)
+    for _ in range(20):
+        lengths.took(5, 7, 3, num_forced=3)  # the others are wrong
+        lengths.passed(1)
+    assert lengths.best(5, 15) == 0
+    assert lengths.best(5, 15, num_forced=3) == 3

@@ -100,3 +100,37 @@ def test_what_a_request_may_ask_for() -> None:
     ):  # fmt: skip
         with pytest.raises(BadMessage, match=words):
             Generate("r", prompt="x", **fields)
+
+
+# ---- what is forced ----
+PROPERTIES = {"full_name": {"type": "string", "maxLength": 5}, "kind": {"enum": ["buyer", "seller"]}}
+SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["full_name", "kind"], "additionalProperties": False}
+FORCING = [
+    Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    Constraint(ConstraintKind.REGEX, "order [0-9]{2} is (sent|stopped)"),
+    grammar(f'start: <[{END_ID}]> "call f with " schema_0', SCHEMA),
+    Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA), END_ID, 3),
+    Constraint(ConstraintKind.THOUGHT, "", END_ID, 3),
+]
+
+
+@pytest.mark.parametrize("constraint", FORCING)
+def test_masks_allow_what_is_forced_and_nothing_else(constraint: Constraint) -> None:
+    """And are the same as where nobody asks what is forced."""
+    rng, num_forced = np.random.default_rng(3), 0
+    matcher, unasked = compiler().compile(constraint), compiler().compile(constraint)
+    expected: list[int] = []
+    for _ in range(60):
+        forced = matcher.forced()
+        assert forced[: len(expected)] == expected
+        found = allowed(matcher)
+        assert found == allowed(unasked)
+        assert not forced or found == {forced[0]}
+        num_forced += len(forced) > 0
+        if EOS_ID in found:
+            break
+        token_id = int(rng.choice(sorted(found)))
+        matcher.accept(token_id)
+        unasked.accept(token_id)
+        expected = forced[1:]
+    assert num_forced >= (1 if constraint.kind is ConstraintKind.THOUGHT else 3)

@@ -35,8 +35,10 @@ from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.engines import forced_drafts
 from kog_dist.workers.engines.agreement import agree, common_terms
 from kog_dist.workers.engines.cpu_blocks import BLOCK_TOKENS, CpuBlocks, num_slots
+from kog_dist.workers.engines.forced_drafts import ForcedDrafts
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.pass_costs import pass_costs
@@ -95,7 +97,7 @@ class CpuEngine:
                     box.name, box.num_slots, box.length, max(plan.num_tokens, self._pass_tokens if box.name in by_token else 1)
                 )
                 for box in plan.mailboxes
-            ],
+            ] + ([forced_drafts.MAILBOX] if plan.num_tokens > 1 else []),
             rendezvous=self._rendezvous, control=self._control, deadline=deadline, timeout_s=args.step_timeout_s,
         )  # fmt: skip
         self._comm.explain = partial(with_place, spec)
@@ -164,10 +166,11 @@ class CpuEngine:
     def _decode(self, seq: int, request: DecodeRequest) -> Finish:
         """Pass by pass: the newest token, and drafts of those behind it."""
         root, drafter = self._root_choice(seq, request), self._drafter(request)
+        forced = None if drafter is None or not request.mask_epoch else self._forced(request)
         token_id, index, position = request.prompt[-1], 0, len(request.prompt) - 1
         while True:
             most = min(request.max_tokens - index, self._spec.max_context - 1 - position, self._most_verified) - 1
-            draft = NO_DRAFT if drafter is None else drafter.draft(most)
+            draft = NO_DRAFT if drafter is None else drafter.draft(most, () if forced is None else forced.next(index))
             told: list[int] = []  # tokens of this pass that are in the ring already
             if root is not None:
                 root.begin_pass(position, partial(self._tell, seq, request, root, index, position, told))
@@ -193,6 +196,11 @@ class CpuEngine:
         if not request.drafts or self._most_verified == 1:
             return None
         return LookupDrafter(request.prompt, request.prediction, self._costs)
+
+    def _forced(self, request: DecodeRequest) -> ForcedDrafts:
+        assert self._interpreter is not None
+        comm = self._comm if self._interpreter.plan.world_size > 1 else None
+        return ForcedDrafts(request, self._control, comm, self._rank)
 
     def _tell(
         self, seq: int, request: DecodeRequest, root: RootChoice, index: int, position: int, told: list[int], idx: int,

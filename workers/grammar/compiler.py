@@ -203,6 +203,13 @@ class Matcher:
             words[:] = 0
         return words
 
+    def forced(self) -> list[int]:
+        """Tokens that come next whatever is chosen: masks then allow no other. Those that the library knows of."""
+        if self._matcher.is_error():
+            return []
+        found: list[int] = self._matcher.compute_ff_tokens()
+        return found
+
     def accept(self, token_id: int) -> None:
         """Go on with a token that the mask allowed."""
         self._matcher.consume_token(token_id)

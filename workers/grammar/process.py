@@ -49,9 +49,9 @@ class GrammarArgs(JsonArguments):
     memory_bytes: int = _MEMORY_BYTES
 
 
-def run_message(seq: int, mask_epoch: int, constraint: Constraint) -> dict[str, Any]:
-    """Tells the runner to follow request `seq` through the ring."""
-    return {"run": seq, "mask_epoch": mask_epoch, **constraint.as_message()}
+def run_message(seq: int, mask_epoch: int, constraint: Constraint, *, drafts: bool) -> dict[str, Any]:
+    """Tells the runner to follow request `seq` through the ring. `drafts`: rank 0 wants to know what is forced, too."""
+    return {"run": seq, "mask_epoch": mask_epoch, "drafts": drafts, **constraint.as_message()}
 
 
 def main() -> int:
@@ -92,17 +92,23 @@ def run_requests(channel: socket.socket, control: ControlPage, compiler: Grammar
     """Follow one request after the other, until the coordinator closes its end."""
     while packet := channel.recv(MAX_PACKET_BYTES):
         message = msgpack.unpackb(packet)
-        follow(control, compiler, Constraint.of_message(message), message["run"], message["mask_epoch"])
+        constraint = Constraint.of_message(message)
+        follow(control, compiler, constraint, message["run"], message["mask_epoch"], drafts=message["drafts"])
 
 
-def follow(control: ControlPage, compiler: GrammarCompiler, constraint: Constraint, seq: int, mask_epoch: int) -> None:
+def follow(
+    control: ControlPage, compiler: GrammarCompiler, constraint: Constraint, seq: int, mask_epoch: int, *, drafts: bool
+) -> None:  # fmt: skip
     """Write the mask of each token of request `seq` as soon as the token before it is in the ring, until its last entry.
 
+    `drafts`: in front of it, what is forced: rank 0 begins its pass with that, and needs the mask at its end.
     Returns early when the engine is being stopped, or when the coordinator has handed out a newer request.
     """
     matcher, pace = compiler.compile(constraint), Pace()
     index = 0
     while True:
+        if drafts:
+            control.forced.put(mask_epoch + index, matcher.forced())
         control.masks.put(mask_epoch + index, matcher.mask())
         if matcher.error:
             print(f"grammar of request {seq}, token {index}: {matcher.error}", file=sys.stderr, flush=True)

@@ -306,8 +306,8 @@ class GrammarService(Generic[Asker]):
         self._next_epoch += max_tokens
         return first
 
-    def run(self, seq: int, mask_epoch: int, constraint: Constraint) -> None:
-        """Have the masks of request `seq` made, which the ranks have been given."""
+    def run(self, seq: int, mask_epoch: int, constraint: Constraint, *, drafts: bool = False) -> None:
+        """Have the masks of request `seq` made, which the ranks have been given; with `drafts` also what is forced."""
         self._first_epoch = mask_epoch
         if self._runner is not None and self._runner.is_stopped():
             self._runner.end()
@@ -317,7 +317,7 @@ class GrammarService(Generic[Asker]):
         except OSError:
             self._has_no_runner = True
             return
-        self._runner.send(run_message(seq, mask_epoch, constraint))
+        self._runner.send(run_message(seq, mask_epoch, constraint, drafts=drafts))
 
     def close(self) -> None:
         """End the processes."""

@@ -14,6 +14,9 @@ class Mask(Protocol):
     def mask(self) -> MaskWords:
         """What may come next."""
 
+    def forced(self) -> list[int]:
+        """Tokens that must come next, one after the other, as far as it is known."""
+
     def accept(self, token_id: int) -> None:
         """Go on with a token."""
 
@@ -39,7 +42,18 @@ class Thought:
         """See Mask."""
         if self._is_over:
             return self._all if self._answer is None else self._answer.mask()
-        return self._end if self._most is not None and self._num_tokens >= self._most else self._free
+        return self._end if self._is_full else self._free
+
+    def forced(self) -> list[int]:
+        """See Mask."""
+        if not self._is_over and not self._is_full:
+            return []
+        behind = [] if self._answer is None else self._answer.forced()
+        return behind if self._is_over else [self._end_id, *behind]
+
+    @property
+    def _is_full(self) -> bool:
+        return self._most is not None and self._num_tokens >= self._most
 
     def accept(self, token_id: int) -> None:
         """See Mask."""

@@ -14,6 +14,7 @@ def drafts(
     model: Model = None,
     ranks: Annotated[str, typer.Option(help="Rank counts to measure: 1,2.")] = "1,2",
     repeats: Annotated[int, typer.Option(help="Answers with and without drafts, in turn; the medians count.")] = 3,
+    kinds: Annotated[str, typer.Option(help="Kinds of tasks, with commas: json with a schema,prose. None: all.")] = "",
 ) -> None:
     """Speed of answers with drafts and without, on CPU ranks. Edits, quotes, JSON, tool calls, prose. Code 1: one was another."""
     from kog_dist.bench.engine import drafts as benchmark
@@ -21,5 +22,5 @@ def drafts(
     counts = counts_of(ranks)
     if repeats < 1:
         raise ConfigError(f"--repeats must be at least 1, got {repeats}")
-    if not benchmark.run(model, counts, repeats=repeats):
+    if not benchmark.run(model, counts, repeats=repeats, kinds=[part for part in kinds.split(",") if part]):
         raise typer.Exit(1)

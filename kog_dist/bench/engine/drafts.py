@@ -49,21 +49,31 @@ def body_of(task: Mapping[str, Any], speculate: str) -> dict[str, Any]:
     }  # fmt: skip
     if "tools" in task:
         body["tools"] = task["tools"]
+    if task.get("must_call"):
+        body["tool_choice"] = "required"
+    if "schema" in task:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": task["schema"]}}
     if task.get("predicts"):
         body["prediction"] = {"type": "content", "content": f"```python\n{task['text']}\n```"}
     return body
 
 
-def run(model: str | None, rank_counts: Sequence[int], *, repeats: int) -> bool:
-    """Measure each number of ranks on a fresh engine; prints a table, then the JSON object. True: all answers were the same."""
+def run(model: str | None, rank_counts: Sequence[int], *, repeats: int, kinds: Sequence[str] = ()) -> bool:
+    """Measure each number of ranks on a fresh engine; prints a table, then the JSON object. True: all answers were the same.
+
+    `kinds`: of tasks; none: all. Raises ConfigError for one that is not there.
+    """
+    chosen = [task for task in tasks() if not kinds or task["kind"] in kinds]
+    if wrong := set(kinds) - {task["kind"] for task in chosen}:
+        known = ", ".join(dict.fromkeys(task["kind"] for task in tasks()))
+        raise ConfigError(f"there are no tasks of the kind {', '.join(sorted(wrong))}; there are {known}")
     before = machine()
     figures: list[dict[str, Any]] = []
     for ranks in rank_counts:
         with _engine(model, ranks) as (session, url):
             rank = session.processes()["rank 0"]
-            rows = [_measured(url, rank, task, repeats) for task in tasks()]
-        kinds = list(dict.fromkeys(row["kind"] for row in rows))
-        for kind in kinds:
+            rows = [_measured(url, rank, task, repeats) for task in chosen]
+        for kind in dict.fromkeys(row["kind"] for row in rows):
             of_kind = [row for row in rows if row["kind"] == kind]
             off, auto = (_rate(of_kind, name) for name in (Speculation.OFF, Speculation.AUTO))
             less = _rate(of_kind, Speculation.AUTO, "tokens_per_cpu_s") / _rate(of_kind, Speculation.OFF, "tokens_per_cpu_s")
