@@ -14,7 +14,7 @@ from kog_dist.hardware.gpus import Gpu, Inventory, read_inventory
 from kog_dist.hardware.selection import GpuRequest, select_gpus
 from kog_dist.hardware.visible import Visible, visible_gpus
 from kog_dist.launch.gpu_leases import use_of
-from kog_dist.speculation import Speculation
+from kog_dist.speculation import Speculation, has_drafts
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -55,12 +55,14 @@ def choose_gpus(
     if windows != "auto" and not checkpoint.spec.window_layers:
         raise ConfigError(f"kv_windows {windows} is for models with windowed layers, and this one has none; leave it out")
     found = None if settings.device == "cpu" else _choose(settings, checkpoint, environ, inventory)
+    if found is None and settings.device != "cpu" and _drafts(settings):
+        without = _choose(replace(settings, speculate=Speculation.OFF), checkpoint, environ, inventory)
+        if without is not None:  # drafts alone stand against GPUs: that is to be said
+            gpu_rank_bytes(checkpoint, 0, without.count, without.kv_dtype, drafts=True)
     if found is None and settings.prefill == "on":
         raise ConfigError("--prefill on is for GPUs, and the model would run on CPU ranks here; leave it out, or use --gpus")
     if found is not None and settings.check_experts and settings.prefill == "on":
         raise ConfigError("--prefill on contradicts --check-experts, which compares what the decoder chooses; leave one out")
-    if found is not None and settings.speculate == Speculation.LOOKUP:
-        raise ConfigError("speculate lookup is for CPU ranks: GPUs have no drafts yet; leave it out")
     if found is None and windows == "ring":
         raise ConfigError("kv_windows ring is for GPUs, and CPU ranks keep all positions; leave it out, or use --gpus")
     if found is not None and windows == "whole" and not found.whole_windows:
@@ -131,7 +133,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
         shapes = _window_shapes(settings, checkpoint, count, kv_dtype)
         found = list[_Need]()
         for shape in shapes:
-            uses = _bytes_by_use(checkpoint, shape, prefill=prefill != "off" and not obstacle)
+            uses = _bytes_by_use(checkpoint, shape, prefill=prefill != "off" and not obstacle, drafts=_drafts(settings))
             of_windows = _ring_note(*shapes) if found else ""
             notes = "; ".join(filter(None, (note, of_windows)))
             found.append(_Need(uses, prefill, notes, obstacle, whole_windows=shape.whole_windows))
@@ -213,15 +215,20 @@ def _choice(
     )  # fmt: skip
 
 
+def _drafts(settings: LaunchConfig) -> bool:
+    return has_drafts("cuda", settings.speculate)
+
+
 def gpu_rank_bytes(
-    checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, prefill: bool = False, whole_windows: bool = False
+    checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, prefill: bool = False, whole_windows: bool = False,
+    drafts: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """GPU memory of a rank by use; "prefill" begins what prefill takes, and "experts" are those of all layers.
 
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
     shape = gpu_rank_shape(checkpoint, rank, world_size, kv_dtype, whole_windows=whole_windows)
-    return _bytes_by_use(checkpoint, shape, prefill=prefill)
+    return _bytes_by_use(checkpoint, shape, prefill=prefill, drafts=drafts)
 
 
 def gpu_rank_shape(
@@ -238,8 +245,10 @@ def gpu_rank_shape(
     )  # fmt: skip
 
 
-def _bytes_by_use(checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool) -> dict[str, int]:
+def _bytes_by_use(checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool, drafts: bool) -> dict[str, int]:
+    """Raises ConfigError if drafts are asked for, and the kernel has no passes of several tokens of such a model."""
     from kog_dist.collectives.mailbox import place
+    from kog_dist.workers.cuda.draft_builds import draft_bytes
     from kog_dist.workers.prefill.model.memory import prefill_bytes
 
     spec = checkpoint.spec
@@ -255,6 +264,8 @@ def _bytes_by_use(checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool) 
         "cache": shape.cache.num_bytes,
         "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))),
     }
+    if drafts:
+        uses["drafts"] = draft_bytes(shape)
     return uses | (prefill_bytes(shape) if prefill else {})
 
 

@@ -31,6 +31,7 @@ from kog_dist.model.checkpoint import has_weights
 from kog_dist.model.formats.rounded_cache import RoundedCache
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised, weight_bytes
+from kog_dist.speculation import has_drafts
 
 if TYPE_CHECKING:
     from kog_dist.decode.plan import Plan
@@ -136,8 +137,9 @@ def dry_run(settings: LaunchConfig) -> str:
         "           " + ", ".join(f"{count} {name}" for name, count in steps.items()),
         f"mailboxes  {', '.join(f'{box.name} {box.num_slots} x {box.length}' for box in plan.mailboxes) or 'none'}",
     ]
+    drafts = has_drafts(target.device, settings.speculate)
     for rank in range(target.world_size):
-        lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank)}"]
+        lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank, drafts=drafts)}"]
     lines.append(f"drafts     {_drafts(target, plan, settings)}")
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
     first, *others = predictions(
@@ -155,9 +157,12 @@ def dry_run(settings: LaunchConfig) -> str:
 def _drafts(target: Target, plan: Plan, settings: LaunchConfig) -> str:
     """Whether tokens are drafted where a request does not say, and how many in a pass."""
     from kog_dist.decode.passes import most_verified
+    from kog_dist.workers.cuda.draft_builds import PASS_TOKENS
 
+    if target.device == "cuda" and not has_drafts("cuda", settings.speculate):
+        return "none" + ("" if settings.speculate == "off" else ": auto has none on GPUs until measured there; lookup has")
     if target.device == "cuda":
-        return "none: GPUs have no drafts yet"
+        return f"speculate {settings.speculate}: lookup, up to {PASS_TOKENS - 1} in a pass"
     most = most_verified(plan) - 1
     if not most:
         return "none: the model has layers whose state a refused draft would change"
@@ -203,16 +208,16 @@ def _place(target: Target, rank: int) -> str:
     return f"{hosted} on {target.place(rank)}{f' of node {nodes}' if nodes else ''}"
 
 
-def _memory(target: Target, rank: int) -> str:
+def _memory(target: Target, rank: int, *, drafts: bool) -> str:
     if target.device == "cuda":
         uses = gpu_rank_bytes(
             target.checkpoint, rank, target.world_size, target.kv_dtype, prefill=target.prefill != "off",
-            whole_windows=target.whole_windows,
+            whole_windows=target.whole_windows, drafts=drafts,
         )  # fmt: skip
         windows = f" ({_windows(target)})" if target.checkpoint.spec.window_layers else ""
         shown = {
             "tape": "weights tape", "experts": "experts", "tables": "tables and norms",
-            "cache": f"{target.kv_dtype} KV cache{windows}", "words": "words",
+            "cache": f"{target.kv_dtype} KV cache{windows}", "words": "words", "drafts": "for drafts",
             "prefill weights": "weights of prefill", "prefill": "memory of prefill",
         }  # fmt: skip
         return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses) + _kept(target)

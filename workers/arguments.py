@@ -37,6 +37,7 @@ class WorkerArgs(JsonArguments):
     quantize_head: str = "none"  # and the LM head
     rounded_cache_bytes: int = 0  # on disk for what they were rounded to, of all models
     check_experts: bool = False  # whether ranks compare the experts that they choose
+    drafts: bool = False  # whether a GPU has what requests with drafts need
 
     def __post_init__(self) -> None:
         for name in ("prefill", "quantize", "quantize_head"):

@@ -88,7 +88,8 @@ class ModelFolder:
         if self.speculate is None:
             if message.speculate is Speculation.LOOKUP:
                 raise RequestError(
-                    ErrorCode.INVALID_REQUEST, "speculate lookup needs CPU ranks: GPUs have no drafts yet; leave it out"
+                    ErrorCode.INVALID_REQUEST,
+                    "speculate lookup needs an engine on GPUs that was started with --speculate lookup; leave it out",
                 )
             return False
         return (message.speculate or self.speculate) is not Speculation.OFF

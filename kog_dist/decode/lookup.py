@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
+from kog_dist.late_numpy import np
 
 LEAST: Final = 3  # tokens that must be alike, but near to where an earlier draft was
 MOST: Final = 32  # tokens that are compared

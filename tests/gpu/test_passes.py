@@ -34,14 +34,18 @@ def answer(kernel: Monokernel, sampling: SamplingParams, drafts: Sequence[int] =
     kernel.kv.fill(0)
     if drafts:
         kernel.expect(NUM_PROMPT, drafts)
-    before = int(kernel.state()["epoch"])
+    before = int(kernel.state()["pass_epoch" if kernel.shape.tokens > 1 else "epoch"])
     kernel.begin(prompt, NUM_TOKENS, sampling, first_position=NUM_PROMPT - NUM_FED)
     for _ in range(2):  # a launch goes on where the one before has ended
         kernel.launch(NUM_FED)
     kernel.launch(NUM_TOKENS)
     kernel.finish()
     tokens = [kernel.token(index) for index in range(NUM_TOKENS)]
-    return [token.token_id for token in tokens if token is not None], kernel.logits.get(), int(kernel.state()["epoch"]) - before
+    return (
+        [token.token_id for token in tokens if token is not None],
+        kernel.logits.get(),
+        int(kernel.state()["pass_epoch" if kernel.shape.tokens > 1 else "epoch"]) - before,
+    )
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.7, seed=3)], ids=["greedy", "seeded"])

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kog_dist.decode.pass_drafts import PassDrafts
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.decode.sampling import token_logprobs
 from kog_dist.errors import AbortedError, LaunchError, PlanError, RequestFailed
 from kog_dist.runtime.control import AbortCause, ControlPage
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, PassCosts
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines import launches
@@ -33,6 +35,7 @@ MAX_CONTEXT, VOCAB, LAYERS = 400, 1000, 3
 class Entry:
     token_id: int
     finish: Finish
+    drafted: Drafted = NOT_DRAFTED
 
 
 class Event:
@@ -74,7 +77,7 @@ def choices_at(position: int) -> Any:
 
 
 class ScriptedKernel:
-    """Runs every launch at once; the token after position p is 100 + p. Ends as the real one does."""
+    """Runs every launch at once; the token after position p is 100 + p, or comes again. Ends as the real one does."""
 
     def __init__(self) -> None:
         self.stream, self.logits = Stream(self), Logits(self)
@@ -87,6 +90,10 @@ class ScriptedKernel:
         self.begun: list[tuple[int, int]] = []  # length of the prompt, first position
         self.fault_at = self.silent_from = 10**9
         self.failure: Exception | None = None  # of a launch
+        self.period = 10**9
+        self.drafts: PassDrafts | None = None  # of the request
+        self.passes: list[int] = []  # their tokens, of a request with drafts
+        self.num_measured = 0  # times that costs of passes were
 
     def rouse(self) -> None:
         pass
@@ -101,21 +108,53 @@ class ScriptedKernel:
         first_position: int = 0,
         processed: ProcessedRequest | None = None,
         streams: Any = None,
+        prediction: Sequence[int] | None = None,
     ) -> None:
-        self.processed, self.streams = processed, streams
+        self.processed, self.streams, self.passes, self.drafts = processed, streams, [], None
+        if prediction is not None:
+            num_left = len(prompt) - first_position
+            self.drafts = PassDrafts(prompt, prediction, max_tokens, PASS_TOKENS, num_left=num_left, extra=100, edge=50)
         self.prompt, self.max_tokens, self.stop_ids, self.position = tuple(prompt), max_tokens, stop_ids, first_position
         self.begun.append((len(prompt), first_position))
         self.entries, self.launches, self.ended = [], [], False
 
     def launch(self, num_steps: int) -> None:
         self.launches.append(num_steps)
-        for _ in range(num_steps):
+        if self.drafts is None:
+            self.decode(num_steps)
+            return
+        for per_pass in (1, PASS_TOKENS):  # the builds take turns
+            for _ in range(num_steps):
+                if self.ended or self.drafts.per_pass != per_pass:
+                    break
+                self.verify(self.drafts)
+
+    def verify(self, drafts: PassDrafts) -> None:
+        """A pass."""
+        self.passes.append(drafts.per_pass)
+        if self.position + drafts.per_pass < len(self.prompt):  # it is within the prompt
+            self.decode(drafts.per_pass)
+            return
+        self.decode(len(self.prompt) - 1 - self.position)
+        first, draft = len(self.entries), drafts.draft if drafts.per_pass > 1 else []
+        for token_id in [*draft, None]:
+            self.decode(1)
+            if len(self.entries) == first or self.ended or self.entries[-1].token_id != token_id:
+                break
+        if new := self.entries[first:]:
+            drafted = Drafted(len(draft), len(new) - 1, drafts.is_predicted) if draft else NOT_DRAFTED
+            self.entries[-1] = replace(self.entries[-1], drafted=drafted)
+            drafts.took([entry.token_id for entry in new])
+
+    def decode(self, num_tokens: int) -> None:
+        """One after the other."""
+        for _ in range(num_tokens):
             if self.ended:
                 return
             self.position += 1
             if self.position < len(self.prompt):
                 continue
-            index = len(self.entries)
+            index, token_id = len(self.entries), 100 + (self.position - 1) % self.period
             if index >= self.silent_from:
                 continue
             finish = Finish.NONE
@@ -123,12 +162,12 @@ class ScriptedKernel:
                 finish = Finish.CANCELLED
             elif self.position - 1 == self.fault_at:
                 finish = Finish.NUMERICAL_FAULT
-            elif 99 + self.position in self.stop_ids:
+            elif token_id in self.stop_ids:
                 finish = Finish.STOP
             elif index + 1 == self.max_tokens:
                 finish = Finish.LENGTH
             has_token = finish not in (Finish.CANCELLED, Finish.NUMERICAL_FAULT)
-            self.entries.append(Entry(99 + self.position if has_token else NO_TOKEN, finish))
+            self.entries.append(Entry(token_id if has_token else NO_TOKEN, finish))
             self.ended = finish is not Finish.NONE
 
     def state(self) -> Any:
@@ -165,6 +204,10 @@ class ScriptedKernel:
 
     def finish(self) -> None:
         pass
+
+    def measure_drafts(self) -> PassCosts:
+        self.num_measured += 1
+        return PassCosts()
 
     def recover(self) -> None:
         self.recovered += 1
@@ -273,6 +316,94 @@ def test_a_fault_is_no_token_and_the_kernel_forgets_its_state(
     assert [entry.token_id for entry in answer(control)] == [102, 103, 104, 105, NO_TOKEN]
     assert kernel.recovered == 1
     assert control.progress(1) == 0
+
+
+# ---- drafts ----
+@pytest.fixture
+def drafting(engine: CudaEngine, kernel: ScriptedKernel) -> CudaEngine:
+    """The engine with drafts, and a kernel that repeats itself."""
+    engine._args, kernel.period = replace(engine._args, drafts=True), 9
+    return engine
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "length": {"max_tokens": 50},
+    "in the middle of a pass": {"max_tokens": 51},
+    "seeded": {"sampling": SamplingParams(temperature=0.7, seed=3)},
+    "a stop": {"stop_ids": (105,)},
+    "an ignored stop": {"stop_ids": (105,), "ignore_eos": True},
+    "a long prompt": {"num_prompt": 210},
+    "the end of the context": {"num_prompt": MAX_CONTEXT - 30, "max_tokens": 100},
+    "a prediction": {"prediction": (104, 105, 106, 107, 108, 100)},
+    "a wrong prediction": {"prediction": (7, 8, 9)},
+    "a kept prefix": {"num_prompt": 60, "kv": KvUse(num_cached=59)},
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_answers_are_the_same_with_drafts(control: ControlPage, kernel: ScriptedKernel, drafting: CudaEngine, name: str) -> None:
+    finish = drafting.run(1, request(**ENDS[name]))
+    plain = answer(control, 1)
+    assert drafting.run(2, request(**ENDS[name], drafts=True)) is finish
+    drafted = answer(control, 2)
+    assert [(entry.token_id, entry.finish) for entry in drafted] == [(entry.token_id, entry.finish) for entry in plain]
+    assert all(entry.drafted == NOT_DRAFTED for entry in plain)
+    assert control.progress(2) == kernel.position == len(request(**ENDS[name]).prompt) + len(plain) - 1
+    assert [entry.drafted for entry in drafted] == [entry.drafted for entry in kernel.entries]
+    if name != "a stop":  # it comes before anything is repeated
+        assert PASS_TOKENS in kernel.passes
+        assert sum(entry.drafted.num_right for entry in drafted) > len(drafted) // 3
+        assert len(kernel.passes) < len(drafted) + len(request(**ENDS[name]).prompt)
+
+
+def test_launches_go_on_while_passes_change(control: ControlPage, kernel: ScriptedKernel, drafting: CudaEngine) -> None:
+    """Each gives a token at least, however often the builds take turns: here no draft is right, so that they do so."""
+    kernel.period = 10**9
+    drafting.run(1, request(num_prompt=1, max_tokens=300, drafts=True, prediction=(1, 2, 3)))
+    assert len(answer(control)) == 300
+    assert {1, PASS_TOKENS} == set(kernel.passes)
+    assert len(kernel.launches) > 3
+    assert kernel.launches[2:] == [256] * (len(kernel.launches) - 2)
+
+
+def test_a_cancel_ends_a_request_with_drafts(control: ControlPage, kernel: ScriptedKernel, drafting: CudaEngine) -> None:
+    kernel.cancelled = True
+    assert drafting.run(1, request(drafts=True)) is Finish.CANCELLED
+    assert [entry.token_id for entry in answer(control)] == [NO_TOKEN]
+
+
+def test_a_kernel_with_drafts_that_gives_no_token_is_an_error(kernel: ScriptedKernel, drafting: CudaEngine) -> None:
+    kernel.silent_from = 5
+    with pytest.raises(RequestFailed, match="the kernel ended without token 5 of request 1"):
+        drafting.run(1, request(max_tokens=20, drafts=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampling": SamplingParams(frequency_penalty=0.5)},
+        {"sampling": SamplingParams(temperature=1.0, top_p=0.9)},
+        {"sampling": SamplingParams(logprobs=2)},
+        {"logit_digests": True},
+    ],
+)
+def test_requests_that_passes_cannot_take_decode_without_drafts_and_the_log_says_so_once(
+    kernel: ScriptedKernel, drafting: CudaEngine, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for seq in (1, 2):
+        drafting.run(seq, request(max_tokens=5, drafts=True, **options))
+        assert kernel.drafts is None
+    assert capfd.readouterr().err.count("decode without drafts on GPUs") == 1
+
+
+def test_a_request_without_drafts_has_none(kernel: ScriptedKernel, drafting: CudaEngine) -> None:
+    drafting.run(1, request(max_tokens=5))
+    assert kernel.drafts is None
+
+
+def test_an_engine_without_drafts_has_none(kernel: ScriptedKernel, engine: CudaEngine) -> None:
+    engine.run(1, request(max_tokens=5, drafts=True, prediction=(1, 2)))
+    assert kernel.drafts is None
 
 
 # ---- KV cache ----

@@ -76,7 +76,9 @@ class RankKernel(ScriptedKernel):
         first_position: int = 0,
         processed: ProcessedRequest | None = None,
         streams: Any = None,
+        prediction: Sequence[int] | None = None,
     ) -> None:
+        assert prediction is None, "several ranks have no drafts"
         assert self.is_idle(), "a launch is under way"
         with self.all_ranks.lock:
             super().begin(

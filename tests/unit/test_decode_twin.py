@@ -111,6 +111,16 @@ def twin_sources(generated: Mapping[str, str]) -> dict[str, str]:
     return sources
 
 
+def decode_sources(generated: Mapping[str, str]) -> dict[str, str]:
+    """Those of decode.cpp: whether a launch is an LM head alone is said when it begins."""
+    sources = twin_sources(generated)
+    assert HEAD_ONLY in sources["layout.cuh"]
+    sources["layout.cuh"] = (
+        sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
+    )
+    return sources
+
+
 def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
     """Build `program`.cpp of decode_twin/ in a folder, with these sources beside its own."""
     own = (TWIN.parent / "e4m3_on_cpu.h", *BOTH_TWINS.iterdir(), *TWIN.iterdir())
@@ -150,11 +160,7 @@ def answer(
         )
         for rank in range(num_ranks)
     ]
-    sources = twin_sources(headers(shapes[0]))
-    assert HEAD_ONLY in sources["layout.cuh"]
-    sources["layout.cuh"] = (
-        sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
-    )
+    sources = decode_sources(headers(shapes[0]))
     folder.mkdir()
     build_twin("decode", changed(sources), folder)
     np.array(PROMPT, np.uint32).tofile(folder / "prompt.bin")

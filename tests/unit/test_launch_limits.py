@@ -13,7 +13,7 @@ import pytest
 from kog_dist.collectives.cuda_abi import MAX_RANKS
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, KogError
-from kog_dist.hardware.gpus import Gpu, inventory_from
+from kog_dist.hardware.gpus import Gpu, Inventory, inventory_from
 from kog_dist.launch import gpu_choice
 from kog_dist.launch.gpu_choice import (
     BESIDES_BYTES,
@@ -24,6 +24,7 @@ from kog_dist.launch.gpu_choice import (
     gpu_rank_bytes,
     gpu_rank_shape,
 )
+from kog_dist.launch.inspection import dry_run
 from kog_dist.launch.liveness import HELD_UP_S, Vigil
 from kog_dist.launch.outcome import EXIT_TIMEOUT, Outcome
 from kog_dist.launch.replica_scaling import Scaler
@@ -47,11 +48,15 @@ def with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
 
 
-def choose(demo: Checkpoint, free_bytes: int, num_gpus: int = 1, **settings: Any) -> GpuChoice:
+def inventory_with(free_bytes: int, num_gpus: int = 1) -> Inventory:
     def apply(_index: int, gpu: FakeGpu) -> None:
         gpu.free = free_bytes
 
-    found = choose_gpus(LaunchConfig(**settings), demo, {}, inventory_from(node(num_gpus, apply)))
+    return inventory_from(node(num_gpus, apply))
+
+
+def choose(demo: Checkpoint, free_bytes: int, num_gpus: int = 1, **settings: Any) -> GpuChoice:
+    found = choose_gpus(LaunchConfig(**settings), demo, {}, inventory_with(free_bytes, num_gpus))
     assert found is not None
     return found
 
@@ -65,6 +70,51 @@ def test_a_gpu_with_just_the_room_is_taken(demo: Checkpoint) -> None:
     for free_bytes, prefill in ((with_prefill, "auto"), (with_prefill - 1, "off")):
         found = choose(demo, free_bytes, gpus="1")
         assert (found.prefill, found.obstacles) == (prefill, ())
+
+
+@pytest.mark.parametrize("gpus", ["1", None])
+def test_drafts_are_counted_and_refused_where_the_kernel_has_no_passes(
+    demo: Checkpoint, tmp_path: Path, gpus: str | None
+) -> None:
+    """Also where nobody asked for GPUs: that they are not used would surprise. With auto there are none on GPUs."""
+    dense, free_bytes = planned_checkpoint(write_config(tmp_path)), 100 << 30
+    for speculate in ("auto", "off"):
+        assert choose(demo, free_bytes, gpus=gpus, speculate=speculate).gpus
+    with pytest.raises(
+        ConfigError, match=r"speculate lookup cannot be had on GPUs here: .* it has a stream of each lane.*; leave it out$"
+    ):
+        choose(demo, free_bytes, gpus=gpus, speculate="lookup")
+    assert "drafts" not in gpu_rank_bytes(dense, 0, 1, "bfloat16")
+    uses = gpu_rank_bytes(dense, 0, 1, "bfloat16", drafts=True)
+    needed = sum(uses.values()) + BESIDES_BYTES
+    assert uses["drafts"] > 4 * 4 * dense.spec.vocab_size
+    fits, lacks = (
+        choose_gpus(LaunchConfig(gpus="1", prefill="off", speculate="lookup", context=32768), dense, {}, inventory_with(room))
+        for room in (needed, needed - 1)
+    )
+    assert fits is not None
+    assert lacks is not None
+    assert (len(fits.obstacles), len(lacks.obstacles)) == (0, 1)
+
+
+def test_several_ranks_have_no_drafts(tmp_path: Path) -> None:
+    dense = planned_checkpoint(write_config(tmp_path))
+    settings = LaunchConfig(gpus="2", speculate="lookup")
+    with pytest.raises(ConfigError, match=r"cannot be had on GPUs here: .* it has 2 ranks; leave it out"):
+        choose_gpus(settings, dense, {}, inventory_with(100 << 30, 2))
+    found = choose_gpus(replace(settings, gpus=None), dense, {}, inventory_with(100 << 30, 2))  # as many as can be used
+    assert found is not None
+    assert found.count == 1
+
+
+def test_a_dry_run_says_whether_there_are_drafts(tmp_path: Path) -> None:
+    settings = LaunchConfig(model=str(write_config(tmp_path)), gpus="1")
+    shown = {speculate: dry_run(replace(settings, speculate=speculate)) for speculate in ("auto", "off", "lookup")}
+    assert "drafts     none: auto has none on GPUs until measured there; lookup has" in shown["auto"].splitlines()
+    assert "drafts     none" in shown["off"].splitlines()
+    assert "drafts     speculate lookup: lookup, up to 3 in a pass" in shown["lookup"].splitlines()
+    assert " for drafts" in shown["lookup"]
+    assert " for drafts" not in shown["auto"]
 
 
 def test_a_context_that_does_not_fit_is_shortened_to_what_does(demo: Checkpoint) -> None:

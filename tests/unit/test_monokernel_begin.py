@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 from kog_dist.collectives.mailbox import place
-from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.pass_drafts import CREDIT
+from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.runtime.abi import NO_PEER, WaitOp, WaitRecord
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.draft_builds import GAP, NOWHERE, PASS_TOKENS, DraftBuilds, PassCosts, costs_of
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
-from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, STREAM_PARAMS, STREAM_THREADS
+from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, DRAFT_PARAMS, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import LONGEST_WAIT_US, DeviceToken, Monokernel
 
@@ -70,7 +72,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     made._tag, made._left, made.stream = 0, None, SimpleNamespace(ptr=STREAM)
     made._forget_epochs()
     spec = SimpleNamespace(num_layers=12)
-    made.shape = SimpleNamespace(num_ctas=5, num_threads=640, spec=spec, full_layers=(1, 4))  # type: ignore[assignment]
+    made._draft_builds, made._has_drafts = None, False
+    made.shape = SimpleNamespace(num_ctas=5, num_threads=640, spec=spec, full_layers=(1, 4), tokens=1)  # type: ignore[assignment]
     made.words, made._begins_at_head, made._processors, made._peers = Memory(4, np.uint64), False, None, b"peers"
     made._kernel, start = Launched(), HeadStart.__new__(HeadStart)  # type: ignore[assignment]
     start._peers, start._num_pairs, start._publisher, start.plain = b"peers", 768, Launched(), Launched()  # type: ignore[assignment]
@@ -116,6 +119,86 @@ def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> Non
     kernel.begin((5, 6, 7), 4, SamplingParams(), first_position=2, streams=LastStreams(1, 2))
     kernel.launch(1)
     assert (len(head.plain.steps), len(whole.steps)) == (2, 2)  # type: ignore[attr-defined]
+
+
+# ---- drafts ----
+class RawLaunches:
+    """A build that is never run; keeps the parameters."""
+
+    def __init__(self) -> None:
+        self.params: list[bytes] = []
+
+    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream: int) -> None:
+        assert (num_ctas, num_threads, stream) == (5, 640, STREAM)
+        self.params.append(params)
+
+
+@pytest.fixture
+def builds(kernel: Monokernel, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made: Any = DraftBuilds.__new__(DraftBuilds)
+    made._shape = SimpleNamespace(spec=SimpleNamespace(max_context=CONTEXT))
+    made.small, made.large, made.costs, made._num_predicted = RawLaunches(), RawLaunches(), PassCosts(0.25, 0.125), 0
+    made.words, made.logits = Memory(8, np.uint64), Memory(4, np.float32)
+    made._tokens, made._staged = Memory(2 * CONTEXT + 8, np.uint32), np.zeros(2 * CONTEXT + 8, np.uint32)
+    kernel._draft_builds = made
+    monkeypatch.setattr(kernel, "_params", lambda num_steps: np.array((num_steps, 1, 2, 3, 4, 5), DRAFT_FIELDS)[()].copy())
+    return made
+
+
+DRAFT_FIELDS = [(name, np.uint64) for name in ("num_steps", "stamps_ptr", "prompt_ptr", "drafts_ptr", "words_ptr", "logits_ptr")]
+
+
+def test_a_request_with_drafts_has_its_tokens_where_they_are_looked_up(kernel: Monokernel, builds: Any) -> None:
+    kernel.begin((5, 6, 7), 9, SamplingParams(), first_position=2, prediction=(8, 9))
+    assert builds._tokens.array[:6].tolist() == [8, 9, GAP, 5, 6, 7]
+    assert builds.prompt_ptr == builds._tokens.data.ptr + 12
+    state = kernel.state()
+    names = ("token", "position", "pass_tokens", "draft_place", "draft_start", "draft_tokens", "draft_balance", "draft_looked")
+    assert [int(state[name]) for name in names] == [7, 2, PASS_TOKENS, 0, 0, 2, CREDIT, 2]
+    state_of_others: Any = kernel._state
+    state_of_others.array.view(DECODE_STATE.dtype)["pass_epoch"] = 12
+    kernel._left = None
+    for first_position, pass_tokens in ((2, 1), (1, PASS_TOKENS)):  # what is left of a prompt goes several tokens at a time
+        kernel.begin((5, 6, 7), 9, SamplingParams(), first_position=first_position, prediction=())
+        state = kernel.state()
+        assert [int(state[name]) for name in names[2:6]] == [pass_tokens, NOWHERE, NOWHERE, 0]
+        assert int(state["pass_epoch"]) == 12, "words of passes are never taken for later ones"
+    assert builds._tokens.array[:4].tolist() == [GAP, 5, 6, 7]
+    assert not kernel._prompt.array.any()
+    kernel.begin((5, 6, 7), 9, SamplingParams())
+    assert int(kernel.state()["pass_epoch"]) == 12
+    assert kernel._prompt.array[1:3].tolist() == [6, 7]
+
+
+def test_builds_take_turns_with_words_of_their_own(kernel: Monokernel, builds: Any) -> None:
+    kernel.begin((5, 6, 7), 9, SamplingParams(), prediction=(8, 9))
+    kernel.launch(30)
+    of_drafts = np.frombuffer(builds.params(), DRAFT_PARAMS.dtype)[0]
+    assert of_drafts["tokens_ptr"] == builds._tokens.data.ptr
+    assert of_drafts.tolist()[1:] == (2, PASS_TOKENS, 256, 128)
+    size = np.dtype(DRAFT_FIELDS).itemsize
+    places = {}
+    for build in (builds.small, builds.large):
+        (raw,) = build.params
+        assert raw[size:] == b"peers" + builds.params()
+        places[build] = np.frombuffer(raw[:size], DRAFT_FIELDS)[0].tolist()
+    assert places[builds.small] == (30, 0, builds.prompt_ptr, 0, 4, 5)
+    assert places[builds.large] == (30, 0, builds.prompt_ptr, 0, builds.words.data.ptr, builds.logits.data.ptr)
+    assert not kernel._kernel.steps, "the plain build has none of it"  # type: ignore[attr-defined]
+
+
+def test_costs_are_what_passes_took_beyond_the_edges_of_launches() -> None:
+    assert costs_of(2.0, 2.5, 0.1) == PassCosts(0.25, 0.1)
+    assert costs_of(2.0, 1.9, -0.1) == PassCosts(0.0, 0.0)
+    assert costs_of(0.0, 1.0, 0.1) == PassCosts()
+
+
+def test_what_the_ring_says_of_drafts(kernel: Monokernel) -> None:
+    ring = kernel._ring = np.zeros(2 * CONTEXT, np.uint64)
+    kernel._ring_words, kernel._tag = ring.data, 3
+    ring[:4] = 3 << 32 | 5, 3 << 32 | Finish.LENGTH | 3 << 8 | 2 << 16 | 1 << 24, 3 << 32 | 5, 3 << 32 | 1 << 8
+    assert kernel.token(0) == DeviceToken(5, Finish.LENGTH, Drafted(3, 2, True))
+    assert kernel.token(1) == DeviceToken(5, Finish.NONE, Drafted(1, 0, False))
 
 
 def test_a_launch_says_where_everything_is(kernel: Monokernel) -> None:

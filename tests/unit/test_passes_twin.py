@@ -16,11 +16,12 @@ from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit.cpu_compiler import needs_compiler
-from tests.unit.test_decode_twin import HEAD_ONLY, NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, twin_sources
+from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources
 
 pytestmark = needs_compiler
 
@@ -72,17 +73,9 @@ class Twin:
         self.folder, self.first = folder, FIRST if model.spec.max_context > FIRST else 0
         self.prompt = [*[1] * self.first, *PROMPT]
         folder.mkdir()
-        sources = twin_sources(headers(self.shape))
-        sources["layout.cuh"] = (
-            sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
-        )
-        build_twin("decode", sources, folder)
-        weights = model.weights(self.shape)
-        for name in (*NAMES, *OF_EXPERTS):
-            held = None if name in OF_EXPERTS else getattr(weights, name)
-            np.ascontiguousarray(np.zeros(0, np.uint16) if held is None else held).tofile(folder / f"{name}.0.bin")
-        weights.embedding.tofile(folder / "embedding.bin")
-        np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
+        build_twin("decode", decode_sources(headers(self.shape)), folder)
+        for name, array in arrays_of(model.weights(self.shape)).items():
+            array.tofile(folder / f"{name}.bin")
 
     def answer(self, drafts: Sequence[int], max_tokens: int = MAX_TOKENS, environ: Mapping[str, str] | None = None) -> Answer:
         np.array(self.prompt, np.uint32).tofile(self.folder / "prompt.bin")
@@ -102,8 +95,15 @@ class Twin:
         row = int(state["num_kept"]) - 1 if self.shape.tokens > 1 else 0
         return Answer(
             [int(word) & 0xFFFFFFFF for word in ring[:, 0]], Finish(int(ring[-1, 1]) & 0xFFFFFFFF), logits[row].tobytes(),
-            state["hash"].tobytes(), int(state["epoch"]),
+            state["hash"].tobytes(), int(state["epoch" if self.shape.tokens == 1 else "pass_epoch"]),
         )  # fmt: skip
+
+
+def arrays_of(weights: DeviceWeights) -> dict[str, Any]:
+    """What the program reads of a dense model on one rank, by file name."""
+    arrays = {f"{name}.0": None if name in OF_EXPERTS else getattr(weights, name) for name in (*NAMES, *OF_EXPERTS)}
+    found = {name: np.ascontiguousarray(np.zeros(0, np.uint16) if held is None else held) for name, held in arrays.items()}
+    return found | {"embedding": weights.embedding, "rope": np.ascontiguousarray(weights.rope, np.float32)}
 
 
 def drafts_of(plain: Answer, wrong: Sequence[int] = ()) -> list[int]:

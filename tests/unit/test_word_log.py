@@ -23,7 +23,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import CheckedToken, TokenEvents
 from kog_dist.workers.cuda.word_places import Word
 from tests.unit.cpu_compiler import needs_compiler
-from tests.unit.test_decode_twin import HEAD_ONLY, NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, twin_sources
+from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources
 from tests.unit.test_expert_twin import VARIANTS as OF_MODELS_WITH_EXPERTS
 from tests.unit.test_passes_twin import DENSE
 
@@ -81,9 +81,7 @@ def log_of(
 ) -> Log:
     """The accesses of the case's tokens, of sources that `changed` has changed."""
     shapes, model = shapes_of(case), Model(case.spec, "bfloat16", monkeypatch)
-    sources = twin_sources(headers(shapes[0]))
-    layout = sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
-    build_twin("decode", changed({**sources, "layout.cuh": layout}), folder)
+    build_twin("decode", changed(decode_sources(headers(shapes[0]))), folder)
     prompt = np.random.default_rng(1).integers(0, case.spec.vocab_size, case.first + TOKENS - 1).astype(np.uint32)
     prompt.tofile(folder / "prompt.bin")
     for rank, shape in enumerate(shapes):

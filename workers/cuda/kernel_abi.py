@@ -62,8 +62,32 @@ DECODE_STATE = Struct(
         Field("num_exchanges", "u32", "of the build with processors since the words were zeroed"),
         Field("num_kept", "u32", "tokens of the last pass that counted, where a pass has several"),
         Field("hash", "u32", "running hash of all tokens and scores, low and high half; in a build with hashes", count=2),
+        Field("pass_epoch", "u32", "the same as epoch of the build with several tokens, which has words of its own"),
+        Field("pass_tokens", "u32", "tokens of the next pass, of builds with drafts: the other build does nothing"),
+        Field(
+            "draft_place",
+            "u32",
+            "where the next token stands if an earlier draft goes on; ~0: nowhere. As in lookup.py, here and below",
+        ),
+        Field("draft_missed", "u32", "tokens since one was as expected"),
+        Field("draft_start", "u32", "where the draft of the next pass stands"),
+        Field("draft_tokens", "u32", "how many tokens it has; 0: there is none"),
+        Field("draft_idle", "u32", "passes without a draft"),
+        Field("draft_balance", "u32", "time that drafts may lose, an int: see pass_drafts.py"),
+        Field("draft_looked", "u32", "position of the newest token that was looked up"),
     ),
     size_multiple=128,
+)
+DRAFT_PARAMS = Struct(
+    "DraftParams",
+    "What builds with drafts take besides DecodeParams and Peers.",
+    (
+        Field("tokens_ptr", "u64", "uint32 (prediction, a gap of ~0, max_context of prompt and answer): what is looked up"),
+        Field("num_predicted", "u32", "tokens of the prediction"),
+        Field("pass_tokens", "u32", "tokens of a pass with drafts"),
+        Field("extra", "u32", "what it costs more than one of a token, and"),
+        Field("edge", "u32", "what beginning and ending with such passes costs: in parts of kDraftUnit of a pass of one token"),
+    ),
 )
 STREAM_THREADS = 256  # of a thread block of kog_publish_streams
 STREAM_PARAMS = Struct(
@@ -123,7 +147,7 @@ HOST_PAGE = Struct(
     ),
     size_multiple=128,
 )
-KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, PROCESSOR_PARAMS, STREAM_PARAMS)
+KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, PROCESSOR_PARAMS, STREAM_PARAMS, DRAFT_PARAMS)
 
 
 def abi_header() -> str:

@@ -6,6 +6,7 @@ import math
 
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.coding import Coding
+from kog_dist.decode.pass_drafts import MOST_SAVED, PATIENCE, PLACES, SHARE, UNIT
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
@@ -128,6 +129,11 @@ def shape_header(shape: KernelShape) -> str:
         lines += [f"#define KOG_HASHES {NUM_HASHES}", f"#define KOG_HASH_TOKENS {HASH_TOKENS}"]
     if shape.checks_experts:
         lines.append(f"#define KOG_CHOICES {CHOICE_POSITIONS}")
+    if shape.looks_up:
+        lines += ["#define KOG_DRAFTS", f"namespace kog {{ constexpr u32 kPlaces = {PLACES}, kDraftPatience = {PATIENCE}; }}"]
+        lines += [
+            f"namespace kog {{ constexpr int kDraftUnit = {UNIT}, kDraftShare = {SHARE}, kDraftMostSaved = {MOST_SAVED}; }}"
+        ]
     if shape.traced_step >= 0:
         lines += ["#define KOG_TRACE 1", f"namespace kog {{ constexpr u32 kTracedStep = {shape.traced_step}; }}"]
     return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ from math import prod
 
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.order import product_order
+from kog_dist.decode.pass_drafts import PLACES
 from kog_dist.decode.products import Product, product_list
 from kog_dist.decode.recipes import all_recipes
 from kog_dist.decode.steps import LAYER_OPS, NONE, Kind, Phase
@@ -64,6 +65,7 @@ class KernelShape:
     splits: int = 0
     partition_batches: int = 0  # 0: see `CacheShape.batches_of_partition`
     tokens: int = 1  # of a pass of the weights, of PASS_TOKENS; see `_of_tokens` for what has more than one
+    drafts: bool = False  # passes of one token that look for drafts, and end where another build is to verify them
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
     pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
@@ -123,7 +125,7 @@ class KernelShape:
 
     def _of_tokens(self) -> list[str]:
         """What stands against as many tokens in a pass as there are."""
-        if self.tokens == 1:
+        if not self.looks_up:
             return []
         spec = self.spec
         against = {
@@ -138,6 +140,11 @@ class KernelShape:
             "choices of experts to keep": self.checks_experts,
         }
         return [name for name, is_so in against.items() if is_so]
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the kernel looks for drafts."""
+        return self.drafts or self.tokens > 1
 
     @property
     def _rings_have_room(self) -> bool:
@@ -537,5 +544,6 @@ class KernelShape:
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 11 + 2 * (-(-(3 + tokens) // 4) * 4)  # done_cycles, those by themselves, passes
         values += 2 * spec.num_ffns_read  # chosen, chosen_weights
+        values += tokens * (3 * PLACES + 1) if self.looks_up else 0  # drafting
         barriers = 4 + halves * tokens + self.awaits_attention + 2 * self.num_sums + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES

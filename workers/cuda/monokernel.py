@@ -18,15 +18,16 @@ from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.masks import MaskSlots
 from kog_dist.decode.places import with_place
 from kog_dist.decode.reported import TokenLogprobs
-from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
+from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, DraftBuilds, PassCosts
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
-from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE
+from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DRAFT_PARAMS, HOST_PAGE
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, NUM_HASHES, SHARED_BYTES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
@@ -53,13 +54,14 @@ class DeviceToken:
 
     token_id: int  # NO_TOKEN if the entry only ends the answer
     finish: Finish
+    drafted: Drafted = NOT_DRAFTED  # of the pass whose last token this is
 
 
 class Monokernel:
     """One GPU's kernel with its weights, caches and words. One request at a time; not thread-safe.
 
     With several ranks `heap` holds `shape.boxes`, first and in that order. `processors`: with the build that has them, which
-    gets the masks of grammars from `masks`, if any.
+    gets the masks of grammars from `masks`, if any. `drafts`: with the builds of requests that have drafts.
     `wait_limit_us` bounds every wait on the device. Raises CompileError or LaunchError when the kernel cannot be had.
     """
 
@@ -73,6 +75,7 @@ class Monokernel:
         heap: CudaHeap | None = None,
         processors: bool = False,
         masks: MaskSlots | None = None,
+        drafts: bool = False,
     ) -> None:
         import cupy
 
@@ -91,6 +94,7 @@ class Monokernel:
         self._head_start: HeadStart | None = None
         self._begins_at_head = False  # the next launch
         self._processed_request: ProcessedRequest | None = None
+        self._has_drafts = False  # the request
         context = shape.spec.max_context
         first, last = shape.vocab_rows
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -116,6 +120,7 @@ class Monokernel:
         sizes = (CHOICE_POSITIONS, shape.spec.num_layers, shape.num_ctas)
         self._choices = cupy.zeros(sizes, cupy.uint64) if shape.checks_experts else None  # of position p: at p % CHOICE_POSITIONS
         self._forget_epochs()
+        self._draft_builds = DraftBuilds(shape, KERNEL_NAME) if drafts else None
         # Last, since it maps memory of the host, which whoever tries again after an error could not.
         self._processors = ProcessorsBuild(shape, KERNEL_NAME, masks) if processors else None
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
@@ -143,13 +148,15 @@ class Monokernel:
         first_position: int = 0,
         processed: ProcessedRequest | None = None,
         streams: LastStreams | None = None,
+        prediction: Sequence[int] | None = None,
     ) -> None:
         """Set up a request; the KV cache must hold `first_position` tokens of the prompt. No launch may be under way.
 
-        `processed`: what it asks for besides; its launches are of the build with processors. `streams`: those of the prompt's
-        last token, which is at `first_position`, and which the cache holds, too: its step is an LM head alone. What makes them
-        and fills the cache need only be queued; if they turn out to be invalid, launches do nothing, and the request is to begin
-        anew.
+        `processed`: what it asks for besides; its launches are of the build with processors. `prediction`: what the answer may be
+        like, for drafts, which are also looked up in the prompt and in the answer; None: the request has no drafts. `streams`:
+        those of the prompt's last token, which is at `first_position`, and which the cache holds, too: its step is an LM head
+        alone. What makes them and fills the cache need only be queued; if they turn out to be invalid, launches do nothing, and
+        the request is to begin anew.
         """
         from cupy.cuda import runtime
 
@@ -163,11 +170,17 @@ class Monokernel:
         if processed is not None:
             assert self._processors is not None, "made without the build with processors"
             self._processors.begin(processed, sampling, prompt, self.stream)
+        self._has_drafts = prediction is not None
         state, rest = self._staged_state, np.frombuffer(array("I", prompt[first_position + 1 :]), np.uint32)
         state[0] = np.zeros((), DECODE_STATE.dtype)
         state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
         state["max_tokens"], state["epoch"], state["num_exchanges"] = max_tokens, self._epoch, before["num_exchanges"]
-        state["hash"] = before["hash"]
+        state["hash"], state["pass_epoch"] = before["hash"], before["pass_epoch"]
+        if prediction is not None:
+            assert processed is None, "a request with processors has no drafts"
+            assert self._draft_builds is not None, "made without drafts"
+            self._draft_builds.begin(prompt, prediction, max_tokens, first_position, state, self.stream)
+            rest = rest[:0]
         copies = [(self._state.data.ptr, state, DECODE_STATE.size_bytes)]
         if len(rest):  # the first token is in the state, and the kernel never looks at what lies before
             self._staged_prompt[: len(rest)] = rest
@@ -231,17 +244,48 @@ class Monokernel:
             self._begins_at_head = False
             self._launch(self._head_start.processors if is_processed else self._head_start.plain, 1, stamps_ptr)
             num_steps, stamps_ptr = num_steps - 1, stamps_ptr and stamps_ptr + 8
-        if num_steps:
-            self._launch(self._processors.kernel if is_processed and self._processors else self._kernel, num_steps, stamps_ptr)
+        if not num_steps:
+            return
+        if self._has_drafts and (builds := self._draft_builds) is not None:
+            self._launch(builds.small, num_steps, 0)
+            self._launch(builds.large, num_steps, 0)
+            return
+        self._launch(self._processors.kernel if is_processed and self._processors else self._kernel, num_steps, stamps_ptr)
 
-    def _launch(self, kernel: Kernel | None, num_steps: int, stamps_ptr: int) -> None:
+    def _launch(self, kernel: Kernel | None, num_steps: int, stamps_ptr: int, *, fixed_ptr: int = 0) -> None:
+        """Queue passes of a build. `fixed_ptr`: see `drafts_ptr` of DECODE_PARAMS."""
         assert kernel is not None, "made without the build with processors"
-        params = self._params(num_steps)
+        params, builds = self._params(num_steps), self._draft_builds
         params["stamps_ptr"] = stamps_ptr
+        if builds is not None and self._has_drafts:
+            params["prompt_ptr"], params["drafts_ptr"] = builds.prompt_ptr, fixed_ptr
+            if kernel is builds.large:
+                params["words_ptr"], params["logits_ptr"] = builds.words.data.ptr, builds.logits.data.ptr
         raw = params.tobytes() + self._peers
         if self._processors is not None and self._processed_request is not None:
             raw += self._processors.params()
+        elif builds is not None and kernel in (builds.small, builds.large):
+            raw += builds.params()
+        elif self.shape.tokens > 1:
+            raw += bytes(DRAFT_PARAMS.size_bytes)  # tokens are expected, not looked up
         kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr)
+
+    def measure_drafts(self) -> PassCosts:
+        """Find out what passes of several tokens cost, and go by that from now on. No request may be under way.
+
+        Where the context is too short for that, or the passes end early, what is assumed stands.
+        """
+        assert self._draft_builds is not None, "made without drafts"
+        room, assumed = self.shape.spec.max_context, self._draft_builds.costs
+        if room < 2 * MEASURED_POSITION:
+            return assumed
+        self.begin((0,) * (MEASURED_POSITION + 1), room, SamplingParams(), first_position=MEASURED_POSITION, prediction=())
+        fixed_ptr = self._prompt.data.ptr  # any tokens: passes with these do not take turns
+        self._draft_builds.measure(lambda kernel, passes: self._launch(kernel, passes, 0, fixed_ptr=fixed_ptr), self.stream)
+        self.finish()
+        if int(self.state()["finish"]):
+            self._draft_builds.costs = assumed
+        return self._draft_builds.costs
 
     def stream_us(self, num_steps: int) -> float:
         """Microseconds per token that reading the tape alone takes: the ceiling of this shape and machine."""
@@ -292,8 +336,9 @@ class Monokernel:
         words = self._ring_words[2 * index], self._ring_words[2 * index + 1]  # what is checked is what is used
         if words[0] >> 32 != self._tag or words[1] >> 32 != self._tag:
             return None
-        token_id, finish = words[0] & 0xFFFFFFFF, words[1] & 0xFFFFFFFF
-        return DeviceToken(NO_TOKEN if token_id == _NO_TOKEN_WORD else token_id, Finish(finish))
+        token_id, ending = words[0] & 0xFFFFFFFF, words[1] & 0xFFFFFFFF
+        drafted = Drafted(ending >> 8 & 0xFF, ending >> 16 & 0xFF, bool(ending >> 24)) if ending > 0xFF else NOT_DRAFTED
+        return DeviceToken(NO_TOKEN if token_id == _NO_TOKEN_WORD else token_id, Finish(ending & 0xFF), drafted)
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
         """Those of token `index`, if the request wants them; None when the kernel has not written them yet. Only on rank 0."""
@@ -393,7 +438,8 @@ class Monokernel:
         else:
             self._host["abort"] = 0
             self._host["cancelled_tag"] = 0
-            for held in (self.kv, self.words, self._state, self._record):
+            of_drafts = () if self._draft_builds is None else (self._draft_builds.words,)
+            for held in (self.kv, self.words, self._state, self._record, *of_drafts):
                 held.fill(0)
             self._forget_epochs()
         cupy.cuda.Device().synchronize()  # they were filled on another stream than the kernel's

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, KogError, LaunchError, RequestFailed
 from kog_dist.runtime.control import ControlPage, KvLayout, RankState
@@ -29,6 +30,7 @@ from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import kv_blocks
+from kog_dist.workers.cuda.draft_builds import PASS_TOKENS
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.choice_check import ChoiceCheck
@@ -69,6 +71,7 @@ class CudaEngine:
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
         self._min_prefill_tokens = MIN_PREFILL_TOKENS
         self._has_overflown = False  # prefill, in any request so far
+        self._has_said_undrafted = False  # that a request has none
         self._choices: ChoiceCheck | None = None  # None: nobody compares which experts are chosen
         self._max_context = 0
         self._start = StartTeller(partial(control.set_startup, self._rank))
@@ -110,10 +113,12 @@ class CudaEngine:
         slots, host_slots = (
             num_bytes // kv_blocks.block_bytes(shape) for num_bytes in (self._args.kept_bytes, self._args.kept_host_bytes)
         )
-        layout = KvLayout(1, shape.cache.ring_positions)
+        # Drafts that were wrong are in the way of as many of the oldest positions.
+        ring_positions = max(shape.cache.ring_positions - (PASS_TOKENS - 1 if self._args.drafts else 0), 0)
+        layout = KvLayout(1, ring_positions)
         if slots and num_tokens:
             self._blocks = kv_blocks.KvBlocks(shape, kernel.kv.data.ptr, slots, host_slots)
-            layout = KvLayout(1, shape.cache.ring_positions, num_tokens, slots, host_slots)
+            layout = KvLayout(1, ring_positions, num_tokens, slots, host_slots)
         self._control.set_kv_layout(self._rank, layout)
 
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
@@ -168,6 +173,11 @@ class CudaEngine:
             raise LaunchError(f"rank {self._rank}: the kernel ended its trial without a token; start the engine again")
         if self._peers is not None:
             self._peers.compare_trials(entry.token_id)
+        if self._args.drafts:
+            costs = kernel.measure_drafts()
+            note(f"passes with drafts have {PASS_TOKENS} tokens, and take {1 + costs.extra:.2f} times as long as those of one")
+            if self._prefill is not None:
+                self._prefill.forget(0)
 
     def _tried(self, prefill: Prefiller) -> Prefiller | None:
         """Prefill if it runs; with `auto` None if not, and the kernel's own trial shows whether the GPU is still usable.
@@ -263,17 +273,30 @@ class CudaEngine:
             first, streams = num_cached - 1, self._prefill.streams
         max_tokens, sampling = self._max_tokens(request), request.sampling
         processed = ProcessedRequest(request.sampling, request.mask_epoch) if request.needs_all_logits else None
+        prediction = self._prediction(request)
         kernel.begin(
-            request.prompt, max_tokens, sampling, request.end_ids, first_position=first, processed=processed, streams=streams
+            request.prompt, max_tokens, sampling, request.end_ids, first_position=first, processed=processed, streams=streams,
+            prediction=prediction,
         )  # fmt: skip
         if self._choices is not None:
             self._choices.begin(first)
         launches = Launches(
             kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests,
-            check=None if self._choices is None else self._compare_choices,
+            check=None if self._choices is None else self._compare_choices, has_drafts=prediction is not None,
         )  # fmt: skip
         self._tell(RankStage.LAUNCHED)
         return launches
+
+    def _prediction(self, request: DecodeRequest) -> Sequence[int] | None:
+        """What the answer may be like, if tokens are drafted; None: each has a pass of its own."""
+        if not request.drafts or not self._args.drafts:
+            return None
+        if not request.needs_all_logits and not request.logit_digests:
+            return request.prediction
+        if not self._has_said_undrafted and self._rank == 0:
+            note("requests with a grammar, penalties, filters, log-probabilities or digests decode without drafts on GPUs")
+        self._has_said_undrafted = True
+        return None
 
     def _tell(self, stage: RankStage) -> None:
         """Stamp a stage from which on the coordinator looks for the first token."""
@@ -306,7 +329,7 @@ class CudaEngine:
                 self._control.set_progress(self._rank, seq, num_prompt + index)
             else:
                 self._settle(seq, token.finish)
-            self._put(seq, index, token.token_id, token.finish, logits, logprobs)
+            self._put(seq, index, token.token_id, token.finish, logits, logprobs, token.drafted)
             if token.finish is not Finish.NONE:
                 return token.finish
         raise RequestFailed("rank_failed", f"the kernel gave {max_tokens} tokens of request {seq} and did not end it")
@@ -375,13 +398,13 @@ class CudaEngine:
 
     def _put(
         self, seq: int, index: int, token_id: int, finish: Finish, digested: NDArray[Any] | None = None,
-        logprobs: TokenLogprobs | None = None,
+        logprobs: TokenLogprobs | None = None, drafted: Drafted = NOT_DRAFTED,
     ) -> None:  # fmt: skip
         """Rank 0 hands a token out, with a digest of the logits `digested`."""
         if self._rank != 0:
             return
         digest = None if digested is None else _sha256(digested)
-        self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish, logprobs)
+        self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish, logprobs, drafted)
 
     def _logits(self, seq: int) -> NDArray[Any] | None:
         """The float32 logits (vocab_size,) of the token that was just decoded; None on ranks above 0. Collective."""

@@ -178,7 +178,7 @@ class Start:
         from kog_dist.workers.cuda.monokernel import Monokernel
 
         self.tell.begin(StartStage.KERNEL)
-        options: Any = {"processors": True, "masks": self.masks}
+        options: Any = {"processors": True, "masks": self.masks, "drafts": self.args.drafts}
         return Monokernel(self.shape, weights, rank=self.args.info.rank, wait_limit_us=self.limit_us, heap=heap, **options)
 
 

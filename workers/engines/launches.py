@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kog_dist.decode.reported import TokenLogprobs
-from kog_dist.decode.ring import Finish
+from kog_dist.decode.ring import Drafted, Finish
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.draft_builds import PassCosts
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS
 from kog_dist.workers.cuda.processors import ProcessedRequest
@@ -28,6 +29,10 @@ class Token(Protocol):
     @property
     def finish(self) -> Finish:
         """Not NONE: the last entry."""
+
+    @property
+    def drafted(self) -> Drafted:
+        """Of the pass whose last token this is."""
 
 
 class DecodeKernel(Protocol):
@@ -52,15 +57,18 @@ class DecodeKernel(Protocol):
         first_position: int = 0,
         processed: ProcessedRequest | None = None,
         streams: LastStreams | None = None,
+        prediction: Sequence[int] | None = None,
     ) -> None:
-        """Set up a request whose first tokens are in the KV cache already.
+        """Set up a request whose first tokens are in the KV cache already. `prediction`: for drafts; None: there are none.
 
         `streams`: of its last token, if prefill runs that one's layers, too; if they turn out to be invalid, launches do
         nothing.
         """
 
     def launch(self, num_steps: int) -> None:
-        """Queue steps; they do nothing once the request has ended."""
+        """Queue steps, with drafts passes: of several tokens, and fewer than so many where their number changes. They do nothing
+        once the request has ended.
+        """
 
     def token(self, index: int) -> Token | None:
         """A token of the answer, None if it is not there yet."""
@@ -86,6 +94,9 @@ class DecodeKernel(Protocol):
     def state(self) -> Any:
         """What the last launch left; its `position` counts those in the KV cache."""
 
+    def measure_drafts(self) -> PassCosts:
+        """Find out what passes of several tokens cost, in a kernel that has them. No request is under way."""
+
     def recover(self) -> None:
         """Forget the KV cache, and on one rank all words, in which values that are not finite may stand."""
 
@@ -99,11 +110,13 @@ class Launches:
     With `one_by_one` every answer token is a launch of its own, queued when the one before was taken: its logits can be read.
     So it is with `check`, which is called when a launch has ended, before the next one is queued. Then no launch has more
     steps than the kernel keeps choices of experts of.
+
+    With `has_drafts` nobody knows how many tokens a launch gives, but one at least: they are queued until the answer has ended.
     """
 
     def __init__(
         self, kernel: DecodeKernel, num_prompt_steps: int, max_tokens: int, *, one_by_one: bool,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] | None = None, has_drafts: bool = False,
     ) -> None:  # fmt: skip
         self._kernel, self._check = kernel, check
         self._most_queued = CHUNKS_QUEUED if check is None else 1
@@ -117,12 +130,13 @@ class Launches:
             rest = num_prompt_steps % PROMPT_STEPS + max_tokens
             plan = [(PROMPT_STEPS, 0)] * num_whole + [(steps, 0) for steps in _chunks(rest, ANSWER_STEPS)]
         self._waiting = deque(plan)  # steps of a launch, and tokens that must have been taken before it
+        self._num_more = num_prompt_steps + max_tokens if has_drafts else 0  # launches behind them, at most
         self.refill(0)
 
     @property
     def all_ended(self) -> bool:
         """Whether nothing is queued and nothing is left to queue."""
-        return not self._queued and not self._waiting
+        return not self._queued and not self._waiting and not self._num_more
 
     @property
     def num_prompt_steps_ended(self) -> int:
@@ -137,6 +151,9 @@ class Launches:
             ended = True
         if ended and self._check is not None:
             self._check()
+        if not self._waiting and self._num_more and len(self._queued) < self._most_queued:
+            self._num_more -= 1
+            self._waiting.append((ANSWER_STEPS, 0))
         while self._waiting and len(self._queued) < self._most_queued and self._waiting[0][1] <= num_taken:
             steps = self._waiting.popleft()[0]
             self._kernel.launch(steps)

@@ -8,6 +8,9 @@
 #ifdef KOG_PROCESSORS
 #include "sample_processors.cuh"
 #endif
+#ifdef KOG_DRAFTS
+#include "sample_drafts.cuh"
+#endif
 #include "attend.cuh"
 
 namespace kog {
@@ -67,6 +70,8 @@ struct KogLaunch {
     KogPeers peers;
 #ifdef KOG_PROCESSORS
     KogProcessorParams processors;
+#elif defined KOG_DRAFTS
+    KogDraftParams drafts;
 #endif
 };
 
@@ -94,6 +99,8 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
         else if (warp == kSampleWarp) {
 #ifdef KOG_PROCESSORS
             sample_processors(params, peers, launch.processors, role, num_steps);
+#elif defined KOG_DRAFTS
+            sample_drafts(params, peers, launch.drafts, role, num_steps);
 #else
             sample(params, peers, role, num_steps);
 #endif

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kog::kStreamThreads) kog_publish_st
         return;
     }
     const float2 values = reinterpret_cast<const float2*>(params.streams_ptr)[i];
-    const u32 tag = layer_tag(state->epoch, kLayers - 1);
+    const u32 tag = layer_tag(kTokens == 1 ? state->epoch : state->pass_epoch, kLayers - 1);
     const u64 word = make_pair_word(values.x, values.y, tag);
     if constexpr (kStreamsToAll) {
         const u64 at = stream_box().row(kRanks, 0, launch.peers.rank) + lane * kReplicas * kStreamCopyWords + pair;

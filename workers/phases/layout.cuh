@@ -188,6 +188,14 @@ struct alignas(16) Pass {
     __device__ __forceinline__ u32 position_of(u32 token) const { return kTokens == 1 ? position : min(position + token, kMaxContext - 1u); }
 };
 
+#ifdef KOG_DRAFTS
+// Of each number of tokens that the pass may give: places where all but the newest one stood before, how many tokens are alike there, and which one
+// follows. See drafts.cuh.
+struct Drafting {
+    u32 num_places[kTokens], places[kTokens][kPlaces], lengths[kTokens][kPlaces], followers[kTokens][kPlaces];
+};
+#endif
+
 struct Shared {
     unsigned char ring[kRingBytes];
     unsigned char x[kXBytes];
@@ -222,6 +230,9 @@ struct Shared {
     alignas(8) u32 top_p_limit[2];
     u32 mask[kMaskWords];                            // of a grammar, from the word that has the first own id
     u32 scores[kScoresFit ? 1 : kScoreBytes / 4];
+#endif
+#ifdef KOG_DRAFTS
+    Drafting drafting;
 #endif
     u32 places[kPacked ? kRingPieces : 1];           // where tiles begin in a packed ring, for the loader
 };

@@ -113,18 +113,7 @@ __device__ __forceinline__ u64 hashed(u64 hash, const Candidate& best) {
 }
 #endif
 
-// What is known before a pass of the tokens of the next one: thread i has the one that is expected i places behind this pass's first token, that of
-// the prompt or a draft. Any token will do where there is none: it counts only if it is the one that is chosen.
-__device__ __forceinline__ u32 expected_token(const KogDecodeParams& params, const Role& role, u32 position) {
-    const u32 at = position + laneid();
-    const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
-    const u32* drafts = reinterpret_cast<const u32*>(params.drafts_ptr);
-    if (kTokens == 1 || laneid() >= 2 * kTokens || at >= kMaxContext) return 0;
-    return at < role.num_prompt ? prompt[at] : drafts != nullptr ? drafts[at] : 0;
-}
-
-// The sampling warp of every thread block: gathers all candidates and decides, like all others, what the next token is. Of a pass those tokens
-// count that are what is chosen in front of them; behind the first that is not, the next pass begins.
+// The sampling warp of every thread block: gathers all candidates and decides, like all others, what the next token is.
 __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 num_steps) {
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
     const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
@@ -133,7 +122,6 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogP
     const u32 lane = laneid();
     const u32 max_tokens = state->max_tokens;
     u32 token = state->token, finish = state->finish, position = state->position, number = state->epoch;
-    [[maybe_unused]] u32 num_kept = 0, expected = expected_token(params, role, position);
 #ifdef KOG_HASHES
     u64 hash = static_cast<u64>(state->hash[1]) << 32 | state->hash[0];
 #endif
@@ -147,61 +135,44 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogP
             state->position = position;
             state->epoch = number;
             state->finish = finish;
-            if (kTokens > 1) state->num_kept = num_kept;
         }
-        Pass pass{position, number, leave, {token}};
-        if constexpr (kTokens > 1) {
-#pragma unroll
-            for (u32 i = 1; i < kTokens; ++i) pass.tokens[i] = __shfl_sync(kFullWarp, expected, num_kept + i);
-            expected = expected_token(params, role, position);
-        }
-        if (lane == 0) announce(role, turn, pass);
+        if (lane == 0) announce(role, turn, {position, number, leave, {token}});
         __syncwarp();
         if (leave || !mbar_wait(role.stopped(), role.base + KOG_OFFSET(pass_ended), turn & 1)) return;
         const u32 tag = ++number;
-        bool counts = true;
-        num_kept = 0;
-#pragma unroll 1
-        for (u32 i = 0; i < kTokens; ++i) {
-            Candidate best;  // of all tokens, whether they count or not: who has them all may write words anew
-            if (!collect_best(params, peers, role, tag, i, best)) return;
-            if (kTokens > 1 && !counts) continue;
-            const bool is_inner = position + 1 < role.num_prompt;
+        Candidate best;
+        if (!collect_best(params, peers, role, tag, 0, best)) return;
 #ifdef KOG_HASHES
-            hash = hashed(hash, kTokens > 1 && is_inner ? Candidate{-INFINITY, kIdMask} : best);
-            if (role.cta == 0 && lane == 0 && tag % KOG_HASH_TOKENS == 0)
-                reinterpret_cast<u64*>(params.trace_ptr)[tag / KOG_HASH_TOKENS % KOG_HASHES] = hash;
+        hash = hashed(hash, best);
+        if (role.cta == 0 && lane == 0 && tag % KOG_HASH_TOKENS == 0)
+            reinterpret_cast<u64*>(params.trace_ptr)[tag / KOG_HASH_TOKENS % KOG_HASHES] = hash;
 #endif
-            if (is_inner) {
-                token = prompt[position + 1];
-                if (best.id & kCancelled) finish = kCancelledFinish;
-            } else {
-                token = best.id & kIdMask;
-                const u32 index = position + 1 - role.num_prompt;
-                bool stops = false;
-                for (u32 k = 0; k < params.num_stop_ids; ++k) stops = stops || params.stop_ids[k] == token;
-                if (best.id & kCancelled) finish = kCancelledFinish;
-                else if (best.id & kNotFinite) finish = kNumericalFault;
-                else if (stops) finish = kStop;
-                else if (index + 1 >= max_tokens || position + 2 >= kMaxContext) finish = kLength;
-            }
-            if (role.cta == 0 && lane == 0) {
-                const u64 now = globaltimer_ns();
-                if (stamps != nullptr) stamps[turn] = now;
-                // One entry of the host's ring: each word carries the request's tag.
-                const bool is_told = !is_inner || finish != kNone;
-                const u32 entry = is_inner ? 0 : position + 1 - role.num_prompt;
-                const bool has_token = finish != kCancelledFinish && finish != kNumericalFault;
-                if (is_told)
-                    store_system_x2(ring + 2 * entry, make_value_word(has_token ? token : 0xffffffffu, params.request_tag),
-                                    make_value_word(finish, params.request_tag));
-            }
-            ++position;
-            if constexpr (kTokens > 1) {
-                ++num_kept;  // behind an LM head alone the other tokens' layers have not run
-                counts = !kHeadOnly && finish == kNone && i + 1 < kTokens && token == role.shared->passes[turn & 1].tokens[(i + 1) % kTokens];
-            }
+        const bool is_inner = position + 1 < role.num_prompt;
+        if (is_inner) {
+            token = prompt[position + 1];
+            if (best.id & kCancelled) finish = kCancelledFinish;
+        } else {
+            token = best.id & kIdMask;
+            const u32 index = position + 1 - role.num_prompt;
+            bool stops = false;
+            for (u32 k = 0; k < params.num_stop_ids; ++k) stops = stops || params.stop_ids[k] == token;
+            if (best.id & kCancelled) finish = kCancelledFinish;
+            else if (best.id & kNotFinite) finish = kNumericalFault;
+            else if (stops) finish = kStop;
+            else if (index + 1 >= max_tokens || position + 2 >= kMaxContext) finish = kLength;
         }
+        if (role.cta == 0 && lane == 0) {
+            const u64 now = globaltimer_ns();
+            if (stamps != nullptr) stamps[turn] = now;
+            // One entry of the host's ring: each word carries the request's tag.
+            const bool is_told = !is_inner || finish != kNone;
+            const u32 entry = is_inner ? 0 : position + 1 - role.num_prompt;
+            const bool has_token = finish != kCancelledFinish && finish != kNumericalFault;
+            if (is_told)
+                store_system_x2(ring + 2 * entry, make_value_word(has_token ? token : 0xffffffffu, params.request_tag),
+                                make_value_word(finish, params.request_tag));
+        }
+        ++position;
     }
 }
 

@@ -407,6 +407,7 @@ inline ulonglong2 load_relaxed_x2(const u64* p) {
     return {load_relaxed(p), load_relaxed(p + 1)};
 }
 inline u32 load_relaxed_u32(const u32* p) { return *const_cast<const volatile u32*>(p); }
+inline void store_relaxed_u32(u32* p, u32 a) { *const_cast<volatile u32*>(p) = a; }
 inline u32 load_system_u32(const u32* p) { return load_relaxed_u32(p); }
 inline u64 load_system(const u64* p) { return load_relaxed(p); }
 inline ulonglong2 load_system_x2(const u64* p) { return load_relaxed_x2(p); }

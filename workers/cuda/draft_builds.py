@@ -1,0 +1,135 @@
+"""The monokernel's builds for requests with drafts: passes of one token and of several take turns. See docs/passes.md."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kog_dist.decode.pass_drafts import CREDIT, PassDrafts, in_units
+from kog_dist.errors import ConfigError
+from kog_dist.late_numpy import np
+from kog_dist.workers.cuda.build import build
+from kog_dist.workers.cuda.kernel_abi import DRAFT_PARAMS
+from kog_dist.workers.cuda.kernel_header import headers
+from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kog_dist.cuda.driver import Kernel
+
+PASS_TOKENS = 4  # of a pass with drafts
+GAP = NOWHERE = 0xFFFFFFFF
+MEASURED_POSITION, _MEASURED_PASSES = 512, 8
+_ROOM = 8  # tokens behind the context that a pass may have, and the gap
+
+
+def drafting_shape(shape: KernelShape) -> KernelShape:
+    """What the build with several tokens is compiled for. Raises ConfigError naming what it cannot run."""
+    try:
+        return replace(shape, tokens=PASS_TOKENS)
+    except ConfigError as error:
+        cause = str(error).removesuffix("; use passes of one token")
+        raise ConfigError(f"speculate lookup cannot be had on GPUs here: {cause}; leave it out") from error
+
+
+def draft_bytes(shape: KernelShape) -> int:
+    """GPU memory of both builds besides that of `Monokernel`."""
+    large = drafting_shape(shape)
+    first, end = shape.vocab_rows
+    return 8 * large.num_words + 4 * large.tokens * (end - first) + 4 * (2 * shape.spec.max_context + _ROOM)
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """In passes of one token: what a pass of PASS_TOKENS takes more, and what it takes to begin with such passes and to end."""
+
+    extra: float = 0.12
+    edge: float = 0.06
+
+
+class DraftBuilds:
+    """Both kernels with their memory. Raises CompileError or LaunchError."""
+
+    def __init__(self, shape: KernelShape, kernel_name: str) -> None:
+        import cupy
+
+        from kog_dist.cuda.driver import Kernel
+        from kog_dist.workers.cuda.pinned import pinned
+
+        self._shape, self.large_shape = shape, drafting_shape(shape)
+        self.small = Kernel(build(headers(replace(shape, drafts=True))).path, kernel_name, SHARED_BYTES)
+        self.large = Kernel(build(headers(self.large_shape)).path, kernel_name, SHARED_BYTES)
+        first, end = shape.vocab_rows
+        self.words = cupy.zeros(self.large_shape.num_words, cupy.uint64)
+        self.logits = cupy.zeros((PASS_TOKENS, end - first), cupy.float32)
+        self._tokens = cupy.zeros(2 * shape.spec.max_context + _ROOM, cupy.uint32)
+        self._staged = pinned(4 * self._tokens.size).view(np.uint32)
+        self.costs = PassCosts()
+        self._num_predicted = 0
+
+    @property
+    def prompt_ptr(self) -> int:
+        """Where the prompt of the request stands: between prediction and answer."""
+        return int(self._tokens.data.ptr) + 4 * (self._num_predicted + 1)
+
+    def begin(
+        self, prompt: Sequence[int], prediction: Sequence[int], max_tokens: int, first_position: int, state: NDArray[Any],
+        stream: Any,
+    ) -> None:  # fmt: skip
+        """Set up a request, whose passes begin at `first_position`, in `state`; no launch may be under way."""
+        from cupy.cuda import runtime
+
+        prediction = prediction[: self._shape.spec.max_context]
+        self._num_predicted, num_tokens = len(prediction), len(prediction) + 1 + len(prompt)
+        staged = self._staged
+        staged[: len(prediction)], staged[len(prediction)] = prediction, GAP
+        staged[len(prediction) + 1 : num_tokens] = prompt
+        runtime.memcpyAsync(
+            self._tokens.data.ptr, staged.ctypes.data, 4 * num_tokens, runtime.memcpyHostToDevice, stream.ptr
+        )  # fmt: skip
+        drafts = PassDrafts(
+            prompt, prediction, max_tokens, PASS_TOKENS, num_left=len(prompt) - first_position, extra=in_units(self.costs.extra),
+            edge=in_units(self.costs.edge),
+        )  # fmt: skip
+        state["pass_tokens"], state["draft_balance"], state["draft_looked"] = drafts.per_pass, CREDIT, len(prompt) - 1
+        state["draft_place"] = state["draft_start"] = drafts.start if drafts.start >= 0 else NOWHERE
+        state["draft_tokens"] = drafts.num_found
+
+    def params(self) -> bytes:
+        """The request's `DRAFT_PARAMS`."""
+        params = np.zeros((), DRAFT_PARAMS.dtype)
+        params["tokens_ptr"], params["num_predicted"] = self._tokens.data.ptr, self._num_predicted
+        params["pass_tokens"] = PASS_TOKENS
+        params["extra"], params["edge"] = in_units(self.costs.extra), in_units(self.costs.edge)
+        return params.tobytes()
+
+    def measure(self, launch: Callable[[Kernel, int], None], stream: Any) -> None:
+        """Set `costs`. `launch` queues so many passes of a build, none of which leaves early, at MEASURED_POSITION."""
+        import cupy
+
+        def elapsed_ms(kernel: Kernel, *launches: int) -> float:
+            events = [cupy.cuda.Event(), cupy.cuda.Event()]
+            events[0].record(stream)
+            for num_passes in launches:
+                launch(kernel, num_passes)
+            events[1].record(stream)
+            events[1].synchronize()
+            return float(cupy.cuda.get_elapsed_time(*events))
+
+        many = _MEASURED_PASSES
+        elapsed_ms(self.small, many), elapsed_ms(self.large, many)  # the first ones take longer
+        # The edge of a launch is in both, so that differences are of passes alone.
+        small_ms = elapsed_ms(self.small, 2 * many) - elapsed_ms(self.small, many)
+        large_ms = elapsed_ms(self.large, 2 * many) - elapsed_ms(self.large, many)
+        edges_ms = elapsed_ms(self.small, *itertools.repeat(1, many)) - elapsed_ms(self.small, many)
+        self.costs = costs_of(small_ms / many, large_ms / many, edges_ms / (many - 1))
+
+
+def costs_of(small_ms: float, large_ms: float, edge_ms: float) -> PassCosts:
+    """From what passes of one token and of several take, and the edge of a launch; none of them is a gain."""
+    if small_ms <= 0:
+        return PassCosts()
+    return PassCosts(max(large_ms / small_ms - 1, 0.0), max(2 * edge_ms / small_ms, 0.0))
