@@ -10,11 +10,12 @@ any more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kog_dist.records import dataclass
 
 Vector = NDArray[np.float32]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -24,6 +23,7 @@ from kog_dist.collectives.cuda_abi import MAX_RANKS, PEERS
 from kog_dist.collectives.device_memory import DeviceMemory, Place
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.errors import ConfigError, KogError, LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime.abi import LINE_BYTES
 from kog_dist.runtime.memfd import round_up
 from kog_dist.runtime.topology import Rendezvous

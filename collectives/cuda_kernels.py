@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from kog_dist.collectives.cuda_abi import abi_header
 from kog_dist.cuda.build import Cubin, build, read_sources
 from kog_dist.errors import ConfigError
+from kog_dist.records import dataclass
 
 EXCHANGE_THREADS: Final = 288  # eight warps that exchange and one that keeps the time: exchange.cu
 _FOLDERS: Final = (("kog_dist.collectives", "kernels"), ("kog_dist.collectives", "device"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from ctypes import addressof as address_of
 from ctypes import c_uint64, sizeof
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import LaunchError, install
+from kog_dist.records import dataclass
 from kog_dist.runtime.instance import process_start_time
 
 _HOST_TO_DEVICE: Final = 1

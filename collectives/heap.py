@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from kog_dist.collectives.words import WORD_BYTES, Words
 from kog_dist.errors import ConfigError, LaunchError, PeerLost
+from kog_dist.records import dataclass
 from kog_dist.runtime.memfd import Segment, round_up
 from kog_dist.runtime.topology import Rendezvous
 from kog_dist.runtime.wait import Deadline

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.errors import PlanError
+from kog_dist.records import dataclass
 from kog_dist.runtime.abi import LINE_BYTES
 
 _LINE_WORDS = LINE_BYTES // WORD_BYTES

@@ -18,12 +18,12 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kog_dist.collectives.api import Communicator, MailboxSpec
 from kog_dist.errors import LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime import python_child
 from kog_dist.runtime.control import AbortCause, ControlPage
 from kog_dist.runtime.parent_death import die_with_parent

@@ -10,11 +10,12 @@ and its first epoch is below 2^bits: memory starts as zero, and epochs start at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kog_dist.records import dataclass
 
 WORD_BYTES: Final = 8
 TAG_BITS: Final = 32

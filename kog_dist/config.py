@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,6 +13,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.misspelt import is_misspelt
 from kog_dist.model.limits import MAX_CONTEXT
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 from kog_dist.speculation import Speculation
 
 MIN_KEY_LENGTH, MAX_KEY_LENGTH = 8, 1024

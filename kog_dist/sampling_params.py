@@ -7,9 +7,11 @@ parameters derive from it. What each parameter does, and in which order, is in d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from types import MappingProxyType
 from typing import Any, Final
+
+from kog_dist.records import dataclass
 
 MAX_TOP_LOGPROBS: Final = 20
 MAX_LOGIT_BIAS: Final = 1024  # ids in one request

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError
+from kog_dist.records import dataclass
 from kog_dist.runtime.rank_env import read_rank_variables
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from kog_dist.hardware.gpus import Gpu, Inventory, read_inventory
 from kog_dist.hardware.selection import GpuRequest, select_gpus
 from kog_dist.hardware.visible import Visible, visible_gpus
 from kog_dist.launch.gpu_leases import use_of
+from kog_dist.records import dataclass
 from kog_dist.speculation import Speculation, has_drafts
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +22,7 @@ from kog_dist.launch.liveness import WatchedChild
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, signal_name
 from kog_dist.launch.restarts import RestartBudget
+from kog_dist.records import dataclass
 from kog_dist.runtime.http_file import HttpFile
 from kog_dist.runtime.process_page import ProcessPage
 from kog_dist.runtime.socket_file import SocketFile

@@ -15,11 +15,11 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from kog_dist.launch.local import Child
 from kog_dist.launch.process import EngineProcess
+from kog_dist.records import dataclass
 from kog_dist.runtime.process_page import ProcessPage
 
 LOOP_STALL_FACTOR: Final = 5  # times --stall-timeout: a loop may be busy with messages on a loaded machine

@@ -15,7 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from kog_dist.launch.mpi_starter import starter_lifelines
 from kog_dist.launch.mpi_watchdog import Watchdog, remove_shared_memory
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.supervisor import supervise as supervise_engine
+from kog_dist.records import dataclass
 from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.runtime.mpi_rendezvous import MpiRendezvous
 from kog_dist.runtime.rank_env import RankVariables, read_rank_variables

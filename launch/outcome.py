@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from kog_dist.launch.events import say_lost
+from kog_dist.records import dataclass
 from kog_dist.runtime.files import EXIT_FILE, write_at_once
 
 INTERRUPTED = "stopped_by_"  # how the reason of an interrupted run begins

@@ -7,12 +7,12 @@ import signal
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from kog_dist.launch.events import LogFile
 from kog_dist.launch.oom import KILLED, OomKills
 from kog_dist.launch.outcome import how_it_ended
+from kog_dist.records import dataclass
 from kog_dist.workers.notes import NOTE
 
 _TAIL_LINES = 20

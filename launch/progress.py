@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from kog_dist.launch.events import is_terminal, say
 from kog_dist.quoting import quoted
+from kog_dist.records import dataclass
 from kog_dist.runtime.control import ControlPage, RankState
 from kog_dist.runtime.startup import DOING, StartReport, StartStage, StartTeller
 

@@ -14,11 +14,11 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from kog_dist.errors import LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime.ray_join import Say, first_line, import_ray, init_quietly, join, resolve_address
 
 CLOSE_S = 5.0

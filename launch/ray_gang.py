@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from kog_dist.launch.ray_actors import EngineHost, RankActor
 from kog_dist.launch.ray_cluster import RayCluster, run_bounded, shortfall
 from kog_dist.launch.ray_host import HostArgs
 from kog_dist.launch.target import Target, plan_target
+from kog_dist.records import dataclass
 from kog_dist.rpc.ray_engines import actor_name
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.launcher_file import LauncherFile

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from kog_dist.launch.progress import StartupProgress
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.supervisor import Supervisor
 from kog_dist.launch.target import choose_target
+from kog_dist.records import dataclass
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.runtime.folder_file import read_object
 from kog_dist.runtime.instance import instances_root

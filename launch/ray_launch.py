@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from kog_dist.config import LaunchConfig
@@ -27,6 +27,7 @@ from kog_dist.launch.reaper import Reaper, acquire_watched
 from kog_dist.launch.restarts import RestartBudget
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import Target
+from kog_dist.records import dataclass
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.rpc.transport import Access

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from kog_dist.errors import AbortedError, ConfigError, RendezvousTimeout
+from kog_dist.records import dataclass
 from kog_dist.runtime.wait import Deadline
 
 _ASK_S = 0.25  # a question may be repeated; `aborted` is looked at in between

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kog_dist.errors import LaunchError
+from kog_dist.records import dataclass
 from kog_dist.router.orders import FleetReport, ReplicaOrder
 from kog_dist.rpc.transport import Access
 

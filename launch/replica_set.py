@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kog_dist.errors import KogError
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome
 from kog_dist.launch.replica_places import Replica, StartReplica
 from kog_dist.launch.restarts import RestartBudget
+from kog_dist.records import dataclass
 from kog_dist.router.orders import FleetReport, ReplicaOrder, ReplicaReport
 
 STOP_S: Final = 5.0  # for a replica with nothing to do to stop; then it is killed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from kog_dist.launch.progress import compilers_shown
 from kog_dist.model.gguf.folder import model_name, tagged_file
 from kog_dist.model.gguf.tensors import is_gguf
 from kog_dist.model.hub_cache import find_snapshot, hub_name, hub_name_and_tag, is_hub_name
+from kog_dist.records import dataclass
 from kog_dist.runtime import memfd
 
 CPU_KV_CACHES = 4  # unless told otherwise

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from kog_dist.config import CHOICES
 from kog_dist.errors import ConfigError
 from kog_dist.hardware.placement import ANYWHERE, Placement
+from kog_dist.records import dataclass
 from kog_dist.runtime.process_arguments import JsonArguments
 from kog_dist.runtime.topology import RankInfo
 

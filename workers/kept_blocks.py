@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from kog_dist.decode.request import KvCopy, KvCopyKind
 from kog_dist.late_numpy import np
+from kog_dist.records import dataclass
 
 
 @dataclass(slots=True, eq=False)

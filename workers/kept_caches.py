@@ -25,10 +25,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from kog_dist.decode.kept_states import copies_of, still_there
 from kog_dist.decode.request import KvCopy, KvUse
+from kog_dist.records import dataclass
 from kog_dist.runtime.control import KvLayout
 from kog_dist.workers.kept_blocks import KeptBlocks, num_common
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kog_dist.decode.request import DecodeRequest
@@ -14,6 +13,7 @@ from kog_dist.model.generation_config import read_eos_ids, read_sampling_default
 from kog_dist.model.published_config import spec_of_folder
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer, text_unavailable
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.speculation import Speculation

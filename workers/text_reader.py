@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from kog_dist.decode.request import DecodeRequest
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import Generate
 from kog_dist.runtime.rounds import Rounds
 

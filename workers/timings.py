@@ -23,8 +23,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from kog_dist.records import dataclass
 from kog_dist.runtime.stages import RANK_STAGES, STAGES
 
 

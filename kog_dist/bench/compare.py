@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kog_dist.bench.report import print_json
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
+from kog_dist.records import dataclass
 from kog_dist.rpc.output import write_out
 
 if TYPE_CHECKING:

@@ -6,12 +6,13 @@ import difflib
 import json
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_file
+from kog_dist.records import dataclass
 from kog_dist.sampling_params import MAX_SEED
 from kog_dist.speculation import Speculation
 

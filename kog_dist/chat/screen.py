@@ -8,11 +8,11 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kog_dist.chat.service import Piece
 from kog_dist.quoting import Verbatim, quoted
+from kog_dist.records import dataclass
 from kog_dist.rpc.output import write_error
 
 _FRAME_S: Final = 0.016  # text is written once per frame of a screen, not once per token

@@ -8,11 +8,11 @@ import ssl
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kog_dist.chat.wire import EventParser, ResponseParser, ServiceUrl, error_text, request_bytes
 from kog_dist.errors import LaunchError, ProtocolError, RequestError, RequestFailed
+from kog_dist.records import dataclass
 
 CONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_TIMEOUT_S: Final = 10.0  # for what is not generated

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +15,7 @@ from kog_dist.chat.screen import Meter, Screen, now, summary
 from kog_dist.chat.service import ChatService, ServiceFacts
 from kog_dist.errors import ConfigError, KogError
 from kog_dist.foreign_file import read_file
+from kog_dist.records import dataclass
 from kog_dist.rpc.output import OutputError, not_written, silence
 
 EXIT_INTERRUPTED: Final = 130

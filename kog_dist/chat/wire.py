@@ -10,10 +10,10 @@ import json
 import re
 import urllib.parse
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError, ProtocolError
+from kog_dist.records import dataclass
 
 MAX_HEAD_BYTES: Final = 1 << 16  # status line and header fields
 MAX_LINE_BYTES: Final = 1 << 22  # one line of an event stream

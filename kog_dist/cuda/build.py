@@ -16,12 +16,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CompileError, LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime.files import user_cache_folder, write_at_once
 from kog_dist.runtime.startup import compiling
 

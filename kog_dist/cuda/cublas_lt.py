@@ -9,10 +9,10 @@ import ctypes
 import functools
 import importlib.util
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from kog_dist.errors import LaunchError
+from kog_dist.records import dataclass
 
 WORKSPACE_BYTES = 32 << 20
 MOST_ALGORITHMS = 16

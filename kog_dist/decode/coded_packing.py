@@ -15,7 +15,6 @@ The functions take numpy or cupy arrays and return the same kind.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.tape_packing import AnyArray, OpShape, interleave
 from kog_dist.model.formats.weight_format import CodedMatrix
+from kog_dist.records import dataclass
 
 WORD_COLUMNS = 8  # of a row of 4-bit codes, which are one word
 _UNIT_WORDS = 16  # of the 64 bytes of a row that lie together

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.formats.numbers import NUMBERS
 from kog_dist.model.formats.weight_format import SCALE_BYTES, WeightFormat
+from kog_dist.records import dataclass
 
 CODED_COLUMNS = 128  # of a step of the layers' matrices
 

@@ -13,7 +13,7 @@ keys and values of these must be overwritten before anybody reads them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from kog_dist.decode.definition import Term, definition
@@ -23,6 +23,7 @@ from kog_dist.decode.step_rules import malformed, value_name
 from kog_dist.decode.steps import NONE, Kind, Message, Phase, Site, Step, Value, When
 from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.records import dataclass
 
 MAX_FINDINGS = 20
 Terms = tuple[Term, ...]  # of a value: one for each token of the pass

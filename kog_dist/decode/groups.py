@@ -7,7 +7,6 @@ them at once; what depends on the order of additions stays one call per lane (se
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from kog_dist.decode.memory import Memory
 from kog_dist.decode.recipes import LASTING
 from kog_dist.decode.steps import NONE, Kind, Phase, Step, Value, When
 from kog_dist.errors import PlanError
+from kog_dist.records import dataclass
 
 Array = NDArray[Any]
 

@@ -7,7 +7,6 @@ compared with what the plan says they must be (value and token): a wrong plan en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -31,6 +30,7 @@ from kog_dist.decode.validate import check
 from kog_dist.errors import ConfigError, PlanError
 from kog_dist.model.layers import DeltaNet, Experts
 from kog_dist.model.weights import RankWeights
+from kog_dist.records import dataclass
 from kog_dist.sampling_params import SamplingParams
 
 KV_DTYPES = ("float32", "float16", "bfloat16", "float64", *KV_FORMATS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import cached_property
 
 from kog_dist.decode.products import Product, RowShare, undivided
@@ -17,6 +17,7 @@ from kog_dist.decode.schedule import RankPlan, Scheduler
 from kog_dist.decode.steps import Message, PlannedMailbox, Value, place
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 
 LARGEST_VOCAB = 1 << 24  # candidates travel as float32, which counts exactly to here
 

@@ -7,7 +7,6 @@ a layer is, and whether lanes share a stream. `definition` knows nothing of them
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from kog_dist.decode.steps import NONE, Kind, Phase, Site, Value
 from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 
 Shape = tuple[int, ...]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kog_dist.errors import RequestError
+from kog_dist.records import dataclass
 from kog_dist.sampling_params import GREEDY, SamplingParams
 
 

@@ -13,10 +13,10 @@ import enum
 import struct
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kog_dist.decode.reported import TokenLogprobs
+from kog_dist.records import dataclass
 from kog_dist.runtime.abi import LOGPROB_ENTRY, RING_HEADER, TOKEN_ENTRY
 from kog_dist.runtime.memfd import Segment, round_up
 from kog_dist.runtime.wait import Deadline, FutexWord

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from kog_dist.decode.products import Product
@@ -11,6 +10,7 @@ from kog_dist.decode.recipes import Recipe, Stage, all_recipes, recipe_of, recip
 from kog_dist.decode.steps import NONE, Kind, Message, Phase, PlannedMailbox, Site, Step, Value, When
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
+from kog_dist.records import dataclass
 
 CANDIDATE_VALUES = 2  # a candidate travels as (value, token id)
 STOP_VALUES = 1  # after a rank's candidates: whether it wants the request to end; rank 0's counts

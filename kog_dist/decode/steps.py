@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from kog_dist.records import dataclass
 
 NONE = -1  # a value or step without this coordinate (no lane, no layer)
 

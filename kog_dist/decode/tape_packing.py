@@ -14,12 +14,12 @@ The functions take numpy or cupy arrays of any 16-bit type and return the same k
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kog_dist.decode.coding import Coding
+from kog_dist.records import dataclass
 
 STEP_COLUMNS = 32  # columns that one mma takes of eight rows
 _STEP = (4, 2, 2, 2)  # a step's columns: threads, halves (upper and lower rows of the operand), pairs, columns of a pair

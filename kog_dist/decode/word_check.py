@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from kog_dist.records import dataclass
 
 _MOST_FINDINGS = 20
 

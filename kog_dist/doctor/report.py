@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
 from kog_dist import __version__
 from kog_dist.quoting import json_text
+from kog_dist.records import dataclass
 
 _WIDTH = 8
 _COLUMNS = 110

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from kog_dist.errors import ConfigError
+from kog_dist.records import dataclass
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.process_arguments import JsonArguments
 

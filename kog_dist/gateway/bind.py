@@ -10,11 +10,11 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime.socket_file import SocketFile, check_file, listen_on_file
 
 BACKLOG = 1024  # connections that wait while the gateway starts, or is started again

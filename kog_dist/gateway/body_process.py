@@ -12,7 +12,7 @@ import signal
 import socket
 import struct
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -25,6 +25,7 @@ from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.packing import packed, packed_error
+from kog_dist.records import dataclass
 from kog_dist.runtime.python_child import begin_helper
 from kog_dist.sampling_params import SamplingParams
 

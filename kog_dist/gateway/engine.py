@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Final
 
 import zmq
@@ -19,6 +18,7 @@ from kog_dist.errors import KogError, LaunchError
 from kog_dist.gateway.line import Line, Sink
 from kog_dist.gateway.logs import Log
 from kog_dist.gateway.readiness import ASK_EVERY_S, ASK_FIRST_S, Readiness
+from kog_dist.records import dataclass
 from kog_dist.rpc.file_end import EngineBusy
 from kog_dist.rpc.messages import Error, ErrorCode, Event, Generate, Hello, Status, StatusReport, Welcome, build_hash
 from kog_dist.rpc.transport import Access

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import EngineState, StatusReport
 
 UNREACHABLE = "unreachable"  # the state of an engine that does not answer

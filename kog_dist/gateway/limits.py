@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+from kog_dist.records import dataclass
 
 MAX_BODY_BYTES: Final = 4 << 20
 

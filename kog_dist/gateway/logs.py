@@ -16,12 +16,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import UTC, datetime
 from typing import TextIO
 
 from kog_dist.errors import ConfigError
 from kog_dist.quoting import printable
+from kog_dist.records import dataclass
 
 FORMATS = ("text", "json")
 MAX_VALUE_CHARS = 512  # of one field; what is longer is cut and says so

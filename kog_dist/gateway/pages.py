@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from importlib import resources
 from typing import Final
 
@@ -11,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError
+from kog_dist.records import dataclass
 
 INDEX: Final = "index.html"
 POLICY: Final = (

@@ -8,9 +8,9 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import EngineState, StatusReport
 
 ASK_EVERY_S: Final = 0.1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from kog_dist.hardware.cpu_lists import parse_cpu_list
+from kog_dist.records import dataclass
 
 _CPUS = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeVar
 
 from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.nvml import DriverHangs, NvmlUnavailable, nvml_session
 from kog_dist.hardware.peers import peer_obstacle
+from kog_dist.records import dataclass
 
 _CPU_WORD_BITS = 64
 _MAX_CPUS = 8192  # NR_CPUS of distribution kernels

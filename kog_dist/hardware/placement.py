@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from kog_dist.errors import ConfigError
 from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.visible import VARIABLE
+from kog_dist.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

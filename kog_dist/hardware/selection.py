@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.hardware.gpus import Gpu, Inventory
 from kog_dist.hardware.visible import VARIABLE, Visible
+from kog_dist.records import dataclass
 
 _UUID, _MIG = "GPU-", "MIG-"
 _CPU = "use --device cpu for CPU ranks"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import typer
@@ -16,6 +15,7 @@ from kog_dist.chat.flags import app as chat
 from kog_dist.doctor.cli import parser as doctor_parser
 from kog_dist.gateway.cli import app as gateway
 from kog_dist.launch.flags import app as launch
+from kog_dist.records import dataclass
 from kog_dist.rpc.flags import app as client
 from kog_dist.rpc.help_examples import EXAMPLES
 

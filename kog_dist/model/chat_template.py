@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ from kog_dist.errors import CheckpointError, RequestError
 from kog_dist.model.template_files import template_sources
 from kog_dist.model.template_trials import TemplateFacts, facts_of
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.records import dataclass
 from kog_dist.runtime import killed_child, python_child
 from kog_dist.runtime.stopped_child import LOOK_EVERY_S, STOPPED_S, StopWatch
 

@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,7 @@ from kog_dist.model.safetensors_file import (
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME, open_shards, shard_names
 from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 
 if TYPE_CHECKING:
     from kog_dist.model.weights import RankWeights

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model import limits
 from kog_dist.model.limits import MAX_EXPERTS
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

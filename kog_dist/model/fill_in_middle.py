@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.records import dataclass
 
 # What stands before the text before, before the text after, and where the model begins; the order is the same in all families.
 _MARKS: Final = (

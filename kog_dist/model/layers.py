@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from kog_dist.model.experts import ExpertsSpec
+from kog_dist.records import dataclass
 
 
 class MixerKind(Protocol):

@@ -7,13 +7,14 @@ NumPy here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.records import dataclass
 
 EMBEDDING = "model.tok_embeddings.weight"
 SINKS = ".attention.sinks"

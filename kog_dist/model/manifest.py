@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from kog_dist.model.layout import TensorLayout
 from kog_dist.model.limits import FILES, OTHER_FILE
 from kog_dist.model.safetensors_file import SafetensorsFile
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 from kog_dist.runtime.files import write_at_once
 from kog_dist.strict_json import parse_object
 

@@ -7,13 +7,13 @@ Each says what becomes of the plain frequencies, and by how much cosines and sin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from kog_dist.errors import ConfigError
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model import limits
 from kog_dist.model.limits import check_range
+from kog_dist.records import dataclass
 
 Frequencies = NDArray["np.float32"]  # radians per position of each pair, (head_dim / 2,)
 

@@ -9,7 +9,6 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly, refuse_pointer
 from kog_dist.model.limits import MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_TENSORS
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 from kog_dist.strict_json import parse_json
 
 _CHUNK_BYTES = 2**20

@@ -6,7 +6,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn, FfnKind, LayerSpec, MixerKind, Norm
 from kog_dist.model.rope_scaling import RopeScaling, YarnScaling
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 
 MODEL_TYPES = ("laneformer_tp", "laneformer")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +10,7 @@ from kog_dist.errors import CheckpointError
 from kog_dist.model.added_tokens import TOKENIZER_CONFIG_NAME
 from kog_dist.model.manifest import Manifest, read_json, read_small_file
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 
 TEMPLATE_NAME: Final = "chat_template.jinja"
 TEMPLATES_FOLDER: Final = "additional_chat_templates"  # NAME.jinja of templates besides the default one

@@ -6,10 +6,10 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kog_dist.errors import RequestError
+from kog_dist.records import dataclass
 
 WORD: Final = "Kolibri"
 _NAME: Final = "fetch_kolibri"

@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from kog_dist.model.limits import FILES
 from kog_dist.model.literal_text import LiteralTexts, around, cuts_everywhere
 from kog_dist.model.manifest import Manifest, read_json, read_small_file
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 from kog_dist.strict_json import parse_object
 
 SPECIAL_TOKENS_NAME = "special_tokens_map.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from itertools import chain
 from math import prod
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -32,6 +32,7 @@ from kog_dist.model.layout import (
     norm_name,
 )
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.records import dataclass
 
 BFLOAT16 = np.dtype(np.uint16)  # of a matrix that is kept as it is stored: NumPy has no type for such values
 MXFP4_CODES = np.dtype(np.uint8)  # of experts that are kept in MXFP4: codes, two in a byte

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from kog_dist.records import dataclass
 from kog_dist.runtime.process_arguments import JsonArguments
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
 from typing import Final
 
 import zmq
 
 from kog_dist.errors import LaunchError, ProtocolError
+from kog_dist.records import dataclass
 from kog_dist.router.orders import ReplicaOrder
 from kog_dist.rpc.messages import EngineState, Hello, Request, Status, StatusReport, Welcome, build_hash, encode
 from kog_dist.rpc.port_end import PortEnd, PortEvent

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from kog_dist.errors import LaunchError
+from kog_dist.records import dataclass
 from kog_dist.rpc.transport import Access
 
 MAX_BYTES = 1 << 18  # of one packet: several hundred replicas

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from kog_dist.records import dataclass
 from kog_dist.router.affinity import Affinity, conversation_key, ids_keys, text_keys
 from kog_dist.router.link import ReplicaLink
 from kog_dist.router.rules import Waiting

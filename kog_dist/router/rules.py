@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
+
+from kog_dist.records import dataclass
 
 STICKY_WAIT_S: Final = 2.0  # most that a request waits for the replica that has its beginning while another is free
 BLOCK_S: Final = 0.0016  # to compute a block of a prompt, until there is a measurement: 64 tokens at 40,000 a second

@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError, KogError, LaunchError, RequestError, RequestFailed
 from kog_dist.quoting import Verbatim, json_text
+from kog_dist.records import dataclass
 from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client, StreamEvent
 from kog_dist.rpc.messages import Accepted, Alive, Done, ErrorCode, PrefillProgress, Tokens
 from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out

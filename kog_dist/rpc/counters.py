@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import ErrorCode, FinishReason
 
 

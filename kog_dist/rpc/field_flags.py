@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from kog_dist import __version__
+from kog_dist.records import dataclass
 
 JSON_SCHEMA = typer.Option(metavar="TEXT|@FILE", help="The answer is JSON that satisfies this schema.")
 REGEX = typer.Option(help="The answer, as a whole, matches this regular expression.")

@@ -7,11 +7,11 @@ import select
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.records import dataclass
 from kog_dist.rpc.log_tail import LogTail, log_names
 from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out
 from kog_dist.runtime.files import EXIT_FILE, log_folder

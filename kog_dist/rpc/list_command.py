@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Final
 
 from kog_dist.errors import KogError
 from kog_dist.quoting import json_text
+from kog_dist.records import dataclass
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.output import check_stdout, write_out
 from kog_dist.rpc.paths import url_of_instance

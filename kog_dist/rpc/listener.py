@@ -16,13 +16,14 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 import zmq
 
 from kog_dist.errors import LaunchError
 from kog_dist.foreign_file import read_file
+from kog_dist.records import dataclass
 from kog_dist.rpc.file_port import FilePort, Gone
 from kog_dist.rpc.messages import (
     MAX_MESSAGE_BYTES,

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages.limits import MAX_SCHEMA_BYTES
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.speculation import Speculation

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime.launcher_file import LauncherFile
 
 ANSWER_S: Final = 30.0  # for an actor to answer, which may have to be started first

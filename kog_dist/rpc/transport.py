@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 import zmq
@@ -16,6 +16,7 @@ from zmq.utils import z85
 
 from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.foreign_file import opened, read_rest
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import MAX_MESSAGE_BYTES
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.strict_json import parse_json

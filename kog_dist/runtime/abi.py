@@ -11,12 +11,12 @@ import enum
 import hashlib
 import struct
 import time
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.late_numpy import np
+from kog_dist.records import dataclass
 from kog_dist.sampling_params import DEFAULTS, HELP, MAX_TOP_LOGPROBS
 
 ABI_VERSION = 1

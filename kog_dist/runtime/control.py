@@ -14,7 +14,7 @@ import enum
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Final
 
 from kog_dist.decode.forced import FORCED_BYTES, ForcedSlot
@@ -23,6 +23,7 @@ from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.request_blocks import NUM_BLOCKS, RequestBlocks, block_bytes
 from kog_dist.decode.ring import TokenRing, ring_bytes
 from kog_dist.errors import LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime.abi import (
     CONTROL_HEADER,
     CONTROL_MAGIC,

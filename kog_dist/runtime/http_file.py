@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kog_dist.records import dataclass
 from kog_dist.runtime.folder_file import check_process, read_record
 
 HTTP_FILE: Final = "http.json"  # there once the gateway answers; see Service.announce

@@ -17,11 +17,11 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 from kog_dist.errors import ConfigError, LaunchError, remedy_of
+from kog_dist.records import dataclass
 from kog_dist.runtime.folder_file import check_process, read_record
 from kog_dist.runtime.wait import Deadline
 

@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 from kog_dist.config import MAX_TIMEOUT_S
 from kog_dist.errors import LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime.files import write_at_once
 from kog_dist.runtime.folder_file import check_path, check_process, read_record
 from kog_dist.runtime.instance import process_start_time

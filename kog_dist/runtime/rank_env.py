@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kog_dist.errors import ConfigError
+from kog_dist.records import dataclass
 
 _MOST_RANKS = 1_000_000
 

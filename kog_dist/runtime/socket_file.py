@@ -10,11 +10,11 @@ import socket
 import stat
 import struct
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime.instance import MAX_SOCKET_PATH_BYTES, private_folder
 from kog_dist.runtime.port_holder import launcher_of, process_name
 from kog_dist.runtime.wait import Deadline

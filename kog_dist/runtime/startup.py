@@ -10,8 +10,9 @@ import enum
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Final
+
+from kog_dist.records import dataclass
 
 
 class StartStage(enum.IntEnum):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from kog_dist.errors import AbortedError, ConfigError, LaunchError, RendezvousTimeout
+from kog_dist.records import dataclass
 from kog_dist.runtime.memfd import Segment
 from kog_dist.runtime.process_arguments import JsonArguments
 from kog_dist.runtime.wait import Deadline, WaitResult, wait

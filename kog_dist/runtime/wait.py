@@ -16,8 +16,9 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from mmap import mmap
+
+from kog_dist.records import dataclass
 
 POLLS_PER_CHECK = 64  # `aborted`, `on_poll` and the clock cost more than a poll; after the first sleep they come with every poll
 

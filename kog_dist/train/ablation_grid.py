@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.train.config import read_tables, settings_of, spec_of
 from kog_dist.train.model import Residual
 from kog_dist.train.settings import Execution, RunSettings

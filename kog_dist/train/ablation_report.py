@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kog_dist.bench.service.svg_plots import intervals
+from kog_dist.records import dataclass
 from kog_dist.train.ablation_grid import REFERENCE
 from kog_dist.train.curves import standalone
 from kog_dist.train.intervals import Mean, mean_of, paired

@@ -16,7 +16,6 @@ coupling of such pairs inside lanes grows: for one module after the other it exc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from torch.nn import functional
 from kog_dist.errors import ConfigError
 from kog_dist.model.laneformer import Laneformer, LaneLayer
 from kog_dist.model.spec import ModelSpec, Sublayer
+from kog_dist.records import dataclass
 
 Module = tuple[int, Sublayer]
 _NUM_SWEEPS = 4

@@ -7,10 +7,10 @@ import re
 import textwrap
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from kog_dist.foreign_file import read_text
+from kog_dist.records import dataclass
 
 SPECIAL_TOKENS = (END_OF_TEXT, FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE) = (
     "<|endoftext|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",

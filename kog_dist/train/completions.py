@@ -9,13 +9,14 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.published_config import read_config
+from kog_dist.records import dataclass
 from kog_dist.train.cleaning import margin
 from kog_dist.train.generate import Continuation, continue_texts
 from kog_dist.train.held_out import HeldOutFunction

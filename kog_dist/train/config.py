@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -12,6 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.train.settings import Execution, RunSettings
 from kog_dist.train.specs import named_spec
 

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.metadata import Distribution, distributions
 from itertools import chain
 from pathlib import Path
 
 from kog_dist.errors import ConfigError
+from kog_dist.records import dataclass
 from kog_dist.train.cleaning import Unfit, read_source, short_functions, standalone
 from kog_dist.train.licences import PERMISSIVE, licence_of_folder, permissive_licence
 from kog_dist.train.near_duplicates import NearDuplicates, Signature, signature

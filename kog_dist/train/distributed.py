@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kog_dist.errors import ConfigError
+from kog_dist.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kog_dist.model.laneformer import KvCache, Laneformer
+from kog_dist.records import dataclass
 from kog_dist.train.cleaning import END_OF_TEXT
 
 IsOver = Callable[[int, str], bool]  # (row, last line so far with the newline in front of it) -> whether the text ends before it

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.train.affinity import Regrouping, regrouped_for_delay
 from kog_dist.train.config import read_tables, settings_of, spec_of
 from kog_dist.train.curves import data_digest

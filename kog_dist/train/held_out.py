@@ -6,11 +6,12 @@ import ast
 import json
 import textwrap
 from collections.abc import Container, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
+from kog_dist.records import dataclass
 from kog_dist.train.cleaning import parsed, short_functions
 from kog_dist.train.corpus import Document, function_digest
 from kog_dist.train.unit_tests import UnitTests, make_unit_tests

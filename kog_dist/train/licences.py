@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
+
+from kog_dist.records import dataclass
 
 PERMISSIVE = frozenset(
     """0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSD-3-Clause-Open-MPI BSL-1.0 CC0-1.0 CNRI-Python HPND ISC MIT MIT-0 MIT-CMU

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.records import dataclass
 from kog_dist.train.optimizers import OPTIMIZERS
 from kog_dist.train.schedule import SCHEDULES
 

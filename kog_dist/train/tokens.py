@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import opened, read_text
+from kog_dist.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import ast
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from kog_dist.records import dataclass
 from kog_dist.train.cleaning import parsed
 from kog_dist.train.invented_calls import invented_call
 from kog_dist.train.sandbox import SAFE_BUILTINS, call_function, free_names, hidden_uses

@@ -17,8 +17,8 @@ def test_a_client_needs_neither_numpy_nor_a_model() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     core = (
-        "errors", "foreign_file", "quoting", "runtime", "runtime.folder_file", "runtime.instance", "runtime.process_arguments",
-        "runtime.stages", "runtime.wait", "sampling_params", "speculation", "strict_json",
+        "errors", "foreign_file", "quoting", "records", "runtime", "runtime.folder_file", "runtime.instance",
+        "runtime.process_arguments", "runtime.stages", "runtime.wait", "sampling_params", "speculation", "strict_json",
     )  # fmt: skip
     assert done.stdout.strip() == str([f"kog_dist.{name}" for name in core])
 

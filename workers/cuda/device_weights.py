@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from kog_dist.model.formats.head import rounded_rows
 from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.expert_weights import DeviceExperts, ExpertsBatch, behind, interleaved, put_expert
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 

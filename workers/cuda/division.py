@@ -6,7 +6,6 @@ For each op: how many lanes' matrices are one product, and which rows a thread b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.products import Division, RowShare
@@ -14,6 +13,7 @@ from kog_dist.decode.recipes import Recipe, Stage, all_recipes
 from kog_dist.decode.steps import Kind, Phase, Site
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.geometry import GATE_AND_UP, Geometry, lanes_together
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.decode.pass_drafts import CREDIT, PassDrafts, in_units
 from kog_dist.errors import ConfigError
 from kog_dist.late_numpy import np
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.kernel_abi import DRAFT_PARAMS
 from kog_dist.workers.cuda.kernel_header import headers

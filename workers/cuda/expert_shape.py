@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.geometry import Geometry
 
 _SKEWED_GROUP = 32  # columns of a group that two lanes may share: so gpt-oss's are

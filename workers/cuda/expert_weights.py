@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kog_dist.decode.coded_packing import WORD_COLUMNS, Codes, CodeWords, put_codes
 from kog_dist.decode.tape_packing import OpShape, pack
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.expert_shape import ExpertShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types

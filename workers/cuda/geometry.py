@@ -8,13 +8,13 @@ in tests/unit/test_geometry.py.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.recipes import Stage, recipes
 from kog_dist.decode.steps import Kind
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_rows
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 
 _LITTLE = 0.01  # of the weights
 GATE_AND_UP = 4  # rows that belong together: gate and up of two columns, a word's; thread blocks may own fewer in the last block

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from kog_dist.cuda.driver import Kernel
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.build import PLAIN_HEAD_SOURCE, PROCESSORS_HEAD_SOURCE, STREAMS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_header import headers

@@ -14,13 +14,13 @@ from 1, and the slot is that place. Candidates have the token's number as epoch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.decode.schedule import is_summed
 from kog_dist.model.spec import ModelSpec, Sublayer
+from kog_dist.records import dataclass
 from kog_dist.runtime.abi import LINE_BYTES
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 

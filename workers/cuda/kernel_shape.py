@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -19,6 +18,7 @@ from kog_dist.decode.steps import LAYER_OPS, NONE, Kind, Phase
 from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.cache_shape import BATCH, CacheShape
 from kog_dist.workers.cuda.division import Divider, stream_steps
 from kog_dist.workers.cuda.expert_shape import ExpertShape

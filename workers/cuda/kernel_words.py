@@ -35,7 +35,6 @@ and tags that come again over thousands of steps that are an LM head alone (`Mon
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from kog_dist.decode.products import Product
@@ -43,6 +42,7 @@ from kog_dist.decode.steps import Phase
 from kog_dist.decode.word_check import Event, Read, Scope, Version, WordCheck, WordKind, Write
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.word_places import Word, WordPlaces
 

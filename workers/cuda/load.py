@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -20,6 +19,7 @@ from kog_dist.decode.coded_packing import Codes
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.model.layout import EXPERTS, ffn_prefixes, tensor_layouts
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.coded_source import CodesReader, is_coded
 from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_parts, needed_rows
 from kog_dist.workers.cuda.expert_weights import ExpertsBatch

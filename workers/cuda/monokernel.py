@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.errors import DeviceError, LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from kog_dist.decode.masks import MaskSlots, num_words
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.sampling.logprobs import logprobs_of
 from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance
+from kog_dist.records import dataclass
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import PROCESSORS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import PROCESSOR_PARAMS, REPORT_WORDS, ProcessorFlag

@@ -6,12 +6,12 @@ For debugging; the formats are those of collectives/device/words.cuh, the places
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.kernel_header import shape_header
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 

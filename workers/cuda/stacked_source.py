@@ -9,7 +9,6 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +23,7 @@ from kog_dist.model.formats.source import StoredPiece
 from kog_dist.model.formats.stacked_experts import Stacks, stacks
 from kog_dist.model.layout import ffn_prefixes
 from kog_dist.model.safetensors_file import DTYPES, converted
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.expert_weights import ExpertsBatch, GpuArray, lane_columns
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.staging import Stages

@@ -8,12 +8,13 @@ compares all of it with what the device code does on a CPU (tests/unit/test_word
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from kog_dist.collectives import mailbox
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import Sublayer
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.cache_shape import BATCH
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 

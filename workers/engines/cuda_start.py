@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kog_dist.cuda.errors import is_out_of_memory
 from kog_dist.errors import AbortedError, CheckpointError, LaunchError
+from kog_dist.records import dataclass
 from kog_dist.runtime.startup import NOBODY, StartStage, StartTeller
 from kog_dist.workers.notes import Watch, note
 

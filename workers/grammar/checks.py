@@ -13,11 +13,11 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import msgpack  # type: ignore[import-untyped]
 
+from kog_dist.records import dataclass
 from kog_dist.runtime.parent_death import die_with_parent
 from kog_dist.runtime.stopped_child import LOOK_EVERY_S, StopWatch
 from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler

@@ -12,7 +12,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ import msgpack  # type: ignore[import-untyped]
 from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.records import dataclass
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.pace import Pace
 from kog_dist.runtime.process_arguments import JsonArguments

@@ -12,12 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import ErrorCode
 from kog_dist.runtime import killed_child, python_child
 from kog_dist.runtime.control import ControlPage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from kog_dist.cuda import cublas_lt
 from kog_dist.cuda.driver import Graph, has_ended, launch_graph
 from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.runtime.startup import NOBODY, StartStage, StartTeller
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel

@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
 from kog_dist.bench.chaos.engine import CONSTRAINED, DRAINED, LONG, PROBE, SHORT, ChaosEngine
@@ -15,6 +15,7 @@ from kog_dist.bench.chaos.table import CLEAN_S, DRAIN_S, HELPERS, KILLED_S, READ
 from kog_dist.bench.engine.injection import FaultKind, Injected, Point, fault_of_process, find
 from kog_dist.bench.engine.session import TimedOut, until
 from kog_dist.errors import KogError, LaunchError
+from kog_dist.records import dataclass
 
 Answers = Mapping[Question, tuple[list[int], str]]
 _POINT_S, _PROGRESS_S, _READ_S, _HANG_S = 60.0, 5.0, 40.0, 25.0

@@ -8,11 +8,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 from urllib.parse import urlsplit
 
 from kog_dist.errors import KogError, RequestFailed
+from kog_dist.records import dataclass
 from kog_dist.rpc.connection import Connection
 from kog_dist.rpc.messages import Cancel, Done, Error, FinishReason, Generate, PrefillProgress, Tokens
 from kog_dist.rpc.transport import Access

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kog_dist.bench.engine.injection import PAUSE_S, FaultKind, Point
+from kog_dist.records import dataclass
 
 STALL_S = 1.0  # --stall-timeout
 KILLED_S, STOPPED_S = 0.25, STALL_S + 0.25  # until the client has its error

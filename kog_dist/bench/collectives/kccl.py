@@ -8,7 +8,6 @@ import signal
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from kog_dist.collectives.cuda_kernels import ChainShape, chain_cubin
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.cuda.driver import Kernel
 from kog_dist.errors import AbortedError, DeviceError, KogError
+from kog_dist.records import dataclass
 
 WARM_STEPS = 16
 WAIT_LIMIT_S = 2.0

@@ -10,11 +10,11 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.errors import LaunchError
+from kog_dist.records import dataclass
 
 PAUSE_S = (0.1, 0.6)  # below the stall limit (1 s): no fault at all
 DELAY_S = 1.0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from kog_dist.errors import KogError
+from kog_dist.records import dataclass
 from kog_dist.rpc.connection import Connection
 from kog_dist.rpc.messages import Accepted, Cancel, Done, Error, Generate, Tokens
 from kog_dist.rpc.transport import Access

@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kog_dist.bench.engine.request_client import RequestClient, TimedAnswer
@@ -19,6 +18,7 @@ from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.bench.report import percentile
 from kog_dist.errors import ConfigError, RequestFailed
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import Done, Error, FinishReason
 
 BUDGET_S = 3.0  # for the repeats of one figure, of which two are always made

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kog_dist.bench.engine.router import fleet
 from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.records import dataclass
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, Tokens
 from kog_dist.rpc.transport import Access

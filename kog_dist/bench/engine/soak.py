@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +27,7 @@ from kog_dist.hardware.visible import visible_gpus
 from kog_dist.launch.target import CPU_KV_CACHES, model_folder
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, StatusReport
 from kog_dist.rpc.transport import Access

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from kog_dist.bench.engine.soak_requests import Fate, SoakRequest
 from kog_dist.errors import RequestFailed
+from kog_dist.records import dataclass
 from kog_dist.rpc.connection import Connection
 from kog_dist.rpc.messages import (
     Accepted,

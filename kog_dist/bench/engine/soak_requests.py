@@ -6,11 +6,12 @@ import enum
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kog_dist.bench.fakes.tiny_model import EOS_ID
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.speculation import Speculation

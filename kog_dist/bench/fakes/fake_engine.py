@@ -14,11 +14,12 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Final
 
 from kog_dist.bench.fakes.replay_script import ReplayScript, decoder_of
 from kog_dist.errors import RequestError
+from kog_dist.records import dataclass
 from kog_dist.rpc.client_events import NOT_STARTED, Farewell
 from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.listener import RpcListener

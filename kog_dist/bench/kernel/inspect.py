@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.model.weights import LaneWeights, RankWeights
+from kog_dist.records import dataclass
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.published import Published, Vector

@@ -9,7 +9,7 @@ What several GPUs cost once a token beyond that is fitted to two of them, where 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from kog_dist.decode.products import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 _TOKENS = 2  # the second one is steady: its weights ran ahead during the first

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.kernel_shape import MAX_CTAS
 
 

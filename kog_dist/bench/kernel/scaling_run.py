@@ -13,7 +13,7 @@ to all others: so attention far into a context has keys and values that are not 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.bench.report import finishing, machine, percentile
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.errors import ConfigError
+from kog_dist.records import dataclass
 from kog_dist.runtime.control import ControlPage
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.cache_shape import BATCH

@@ -8,7 +8,6 @@ stages at those of qkv.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from kog_dist.bench.report import percentile
 from kog_dist.model.spec import ReduceMode, Sublayer
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import STAMP_KINDS
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from kog_dist.errors import ConfigError
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 
 _NUM_BYTES = 256  # tokens that a tokenizer has in any case
 _WORD = re.compile(r"\s*\S+|\s+$")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from kog_dist.model.layout import EMBEDDING, head_name, tensor_layouts
 from kog_dist.model.published_config import read_config
 from kog_dist.model.safetensors_file import narrow, write_safetensors
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",

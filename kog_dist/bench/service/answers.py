@@ -7,12 +7,13 @@ sees (text, reasoning, a tool call), so that the role, which servers send before
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any
 
 from kog_dist.bench.service.client import SentRequest
 from kog_dist.chat.wire import error_text
+from kog_dist.records import dataclass
 
 
 @dataclass(slots=True)

@@ -10,11 +10,12 @@ import asyncio
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final
 
 from kog_dist.chat.wire import EventParser, ResponseParser, ServiceUrl, request_bytes
 from kog_dist.errors import LaunchError, ProtocolError
+from kog_dist.records import dataclass
 
 CONNECT_TIMEOUT_S: Final = 10.0
 _CLOSE_TIMEOUT_S: Final = 1.0

@@ -18,7 +18,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from kog_dist.bench.service.client import LoadClient
 from kog_dist.chat.wire import EventParser, ResponseParser, ServiceUrl, error_text, request_bytes
 from kog_dist.errors import RequestFailed
 from kog_dist.gateway.args import GatewayArgs
+from kog_dist.records import dataclass
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Tokens
 from kog_dist.rpc.paths import SOCKET_NAME

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
+from kog_dist.records import dataclass
 
 # Short words that most vocabularies have as one token; how many tokens they were is what the server says.
 _WORDS = (

@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from kog_dist.bench.service.prompts import Prompt
 from kog_dist.bench.service.report import report_html
 from kog_dist.chat.wire import ServiceUrl, error_text
 from kog_dist.errors import ConfigError, LaunchError, RequestFailed
+from kog_dist.records import dataclass
 from kog_dist.rpc.output import progress_line, write_out
 
 PATHS: Final = {"openai": "/completions", "openai-chat": "/chat/completions"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from kog_dist.gateway.openai.body import parse
 from kog_dist.gateway.openai.planning import check_model
 from kog_dist.gateway.openai.served import DEFAULT_ALIAS, ServedModel
 from kog_dist.model.generation_config import shown_sampling
+from kog_dist.records import dataclass
 
 API_LEVEL: Final = "0.12.0"  # of Ollama, whose API this is; clients refuse to talk to what they take for an older one
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kog_dist.gateway.openai.accounting import predicted_tokens
@@ -33,6 +32,7 @@ from kog_dist.gateway.reading.deltas import CallArguments, CallStart, Delta, Rea
 from kog_dist.gateway.reading.reader import PlainText
 from kog_dist.gateway.reading.styles import Style
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import Done, Generate, Tokens
 
 __all__ = ["ChatReply", "ChatRequest", "plan_chat"]

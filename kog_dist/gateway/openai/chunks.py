@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from kog_dist.gateway.openai.logprobs import to_json
 from kog_dist.gateway.openai.planning import Stamp
 from kog_dist.gateway.openai.reply import EVENTS, KEEPALIVE, StreamEvent
 from kog_dist.gateway.openai.request_model import StreamOptions
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import Accepted, Done, Error, FinishReason, PromptLogprobs, Tokens
 
 DONE: Final = b"data: [DONE]\n\n"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kog_dist.gateway.openai.errors import invalid
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

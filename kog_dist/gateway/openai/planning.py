@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from kog_dist.errors import RequestError
@@ -19,6 +19,7 @@ from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.request_model import MOST_TOKENS, JsonObjectFormat, SamplingFields
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import MAX_PROMPT_IDS, MAX_SCHEMA_BYTES, BadMessage, ErrorCode, Generate
 from kog_dist.sampling_params import LIMITS, MAX_SEED, SamplingParams
 

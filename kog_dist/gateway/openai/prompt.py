@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kog_dist.errors import CheckpointError, RequestError
@@ -18,6 +17,7 @@ from kog_dist.gateway.openai.unseen import MOST_NAMED, unseen_fields
 from kog_dist.model.chat_template import RenderedChat, continued
 from kog_dist.model.template_trials import as_parts, with_text_arguments
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.records import dataclass
 from kog_dist.strict_json import parse_json
 
 _MAX_ARGUMENTS = 1 << 17  # values of one call

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
 
 from kog_dist.gateway.openai.errors import ApiError
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Generate, PrefillProgress, PromptLogprobs, Tokens
 
 StreamEvent: TypeAlias = Accepted | Alive | PrefillProgress | PromptLogprobs | Tokens | Done

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from kog_dist.records import dataclass
 from kog_dist.rpc.messages import MAX_STOP_BYTES, MAX_STOP_STRINGS
 from kog_dist.sampling_params import LEAST_TEMPERATURE, LIMITS, MAX_LOGIT_BIAS, MAX_SEED, MAX_TOP_LOGPROBS
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
@@ -13,6 +12,7 @@ from kog_dist.model.chat_template import RenderedChat
 from kog_dist.model.generation_config import OPENAI_DEFAULTS
 from kog_dist.model.template_trials import TemplateFacts
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.records import dataclass
 from kog_dist.sampling_params import SamplingParams
 
 DEFAULT_ALIAS: Final = "default"  # names the served model whatever it is called

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final
 
 from kog_dist.errors import CheckpointError
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.reading.channels import ANALYSIS, MESSAGE, MESSAGE_END
+from kog_dist.records import dataclass
 
 BUDGET: Final = "thinking_budget"
 _EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

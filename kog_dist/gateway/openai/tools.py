@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Final
 
 from kog_dist.gateway.openai.closed_schemas import closed
@@ -18,6 +18,7 @@ from kog_dist.gateway.reading.reader import AnswerParser
 from kog_dist.gateway.reading.styles import Reading
 from kog_dist.json_schema import rewritten
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.records import dataclass
 
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
 
 from kog_dist.gateway.reading.json_text import BLANKS, Expects, JsonText
+from kog_dist.records import dataclass
 
 ARGUMENTS: Final = frozenset({"arguments", "parameters"})
 MAX_HELD: Final = 1 << 18  # characters before it is known whether it is a call; what is longer is text

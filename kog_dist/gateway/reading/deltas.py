@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
+
+from kog_dist.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Final
@@ -23,6 +23,7 @@ from kog_dist.gateway.reading.reader import (
 from kog_dist.gateway.reading.tags import TagFinder
 from kog_dist.gateway.reading.xml_call import FUNCTION, TOOL_CALL_END
 from kog_dist.model.tokenizer import CHANNEL_TAGS, Tokenizer
+from kog_dist.records import dataclass
 
 _THOUGHT_TAGS: Final = {
     "think": ("<think>", "</think>"), "deepseek_r1": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"),

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

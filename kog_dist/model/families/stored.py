@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from kog_dist.model.formats.source import Box
 from kog_dist.model.layout import TensorLayout
 from kog_dist.model.safetensors_file import SafetensorsFile
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ each row, (rows, 1), or as above.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kog_dist.late_numpy import np
 from kog_dist.model.formats.source import FLOAT_SCALES, Box, Pieces, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
+from kog_dist.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

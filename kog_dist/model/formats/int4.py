@@ -12,13 +12,14 @@ Of all three the value is (code - zero point) * scale; a matrix without zero poi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.numbers import Codes, nibbles
 from kog_dist.model.formats.source import FLOAT_SCALES, Box, Pieces, StoredPiece, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
+from kog_dist.records import dataclass
 
 PER_WORD: Final = 8
 _IN_ORDER: Final = tuple(range(PER_WORD))

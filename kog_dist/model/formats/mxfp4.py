@@ -7,13 +7,13 @@ compressed-tensors has `weight_packed` (rows, columns / 2) and `weight_scale` (r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.numbers import Codes, e8m0_values, nibbles
 from kog_dist.model.formats.source import Box, Pieces, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
+from kog_dist.records import dataclass
 
 GROUP: Final = 32
 STEP: Final = 128  # columns that CPU ranks multiply at a time; rows are kept with codes of 0 up to a whole number of steps

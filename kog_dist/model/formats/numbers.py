@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from kog_dist.late_numpy import NDArray, np
+from kog_dist.records import dataclass
 
 Codes = NDArray["np.uint8"]
 Values = NDArray["np.float32"]

@@ -7,7 +7,6 @@ products take them as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError
@@ -18,6 +17,7 @@ from kog_dist.model.formats.mxfp4 import MxStorage
 from kog_dist.model.formats.source import Storage
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 
 KEY: Final = "quantization_config"
 MODELOPT_NAME: Final = "hf_quant_config.json"

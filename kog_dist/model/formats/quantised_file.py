@@ -7,7 +7,7 @@ of a code and a scale fits no 16-bit type, but float32 in all formats but two, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -18,6 +18,7 @@ from kog_dist.model.formats.quantisation import Quantisation
 from kog_dist.model.formats.source import FLOAT_SCALES, Box, BoxReader, Pieces, StoredPiece
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import SafetensorsFile, StoredTensor
+from kog_dist.records import dataclass
 
 _VALUES: Final = 4 * 2**20  # that are dequantised at a time
 _WIDTH: Final = 4  # bytes of one

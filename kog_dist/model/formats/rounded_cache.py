@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,6 +33,7 @@ from kog_dist.model.formats.numbers import NUMBERS, nibbles
 from kog_dist.model.formats.rounding import ROUNDING_VERSION
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import SafetensorsFile
+from kog_dist.records import dataclass
 from kog_dist.runtime.files import is_ours_alone, user_cache_folder, write_at_once
 from kog_dist.strict_json import parse_object
 

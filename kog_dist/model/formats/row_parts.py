@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -15,6 +14,7 @@ from kog_dist.errors import CheckpointError
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.quantised_file import QuantisedFile, QuantisedMatrix
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
+from kog_dist.records import dataclass
 
 _CHUNK_BYTES: Final = 8 << 20
 _WIDTH: Final = 4  # bytes of a value of a quantised matrix

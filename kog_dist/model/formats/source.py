@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -12,6 +11,7 @@ from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.numbers import Values, e8m0_values
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, StoredTensor, widen
+from kog_dist.records import dataclass
 
 # By a dtype's name in a header: E8M0 stands for powers of two; scales of MX formats are also stored as plain bytes.
 _ARRAYS: Final = {"F8_E4M3": "u1", "F8_E8M0": "u1", "U8": "u1", "I32": "<u4", "I64": "<i8"}

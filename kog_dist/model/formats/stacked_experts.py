@@ -10,7 +10,6 @@ and `_scales` (experts, D, F / 32). Biases of both: `gate_up_proj_bias` (experts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,6 +22,7 @@ from kog_dist.model.formats.source import Box, Pieces, StoredPiece
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 
 Place = Mapping[str, SafetensorsFile]
 _CODES: Final = ("U8",)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.numbers import INT4_ZERO, NUMBERS, Codes, Values
+from kog_dist.records import dataclass
 
 Indices = NDArray["np.intp"]
 SCALE_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "E8M0": 1}

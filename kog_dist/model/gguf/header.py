@@ -6,7 +6,6 @@ import hashlib
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -15,6 +14,7 @@ from kog_dist.errors import CheckpointError
 from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly, refuse_pointer
 from kog_dist.model.limits import MAX_DIMENSIONS, MAX_GGUF_HEADER_BYTES, MAX_GGUF_ITEMS, MAX_GGUF_KEYS, MAX_TENSORS
 from kog_dist.quoting import short
+from kog_dist.records import dataclass
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from kog_dist.model.exact_file import file_identity, opened, read_exactly
 from kog_dist.model.gguf.config import ROPE_FACTORS
 from kog_dist.model.gguf.header import PLAIN, GgufHeader, GgufTensor
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, StoredTensor, narrow, widen
+from kog_dist.records import dataclass
 
 _READ_BYTES = 2**20  # of the file, or one row or head where that is more
 _LAYER: Final = re.compile(r"blk\.([0-9]{1,5})\.([a-z_]+)\.(weight|bias)")

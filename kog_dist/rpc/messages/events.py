@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from kog_dist.records import dataclass
 from kog_dist.rpc.fields import array, checked, choice, flag, integer, number, optional, text
 from kog_dist.rpc.messages.checks import COUNT, ID, NAME, SECONDS, TEXT, BadMessage, Checked, tagged
 from kog_dist.rpc.messages.codes import EngineState, ErrorCode, FinishReason
@@ -25,7 +25,7 @@ class Welcome(Checked):
     build: str = checked(NAME)
     instance: str = checked(NAME)
     model: str = checked(NAME)
-    state: EngineState = checked(choice(EngineState))  # noqa: RUF009
+    state: EngineState = checked(choice(EngineState))
     world_size: int = checked(COUNT)
     max_context: int = checked(COUNT)
     vocab_size: int = checked(COUNT)
@@ -118,7 +118,7 @@ class Done(Checked):
     """The request ended well. Times are None where there was no such moment; workers/timings.py defines them."""
 
     request_id: str = checked(ID)
-    finish_reason: FinishReason = checked(choice(FinishReason))  # noqa: RUF009
+    finish_reason: FinishReason = checked(choice(FinishReason))
     num_prompt_tokens: int = checked(COUNT)
     num_generated_tokens: int = checked(COUNT)
     queue_s: float = checked(SECONDS)
@@ -150,7 +150,7 @@ class Error(Checked):
     `retry_after_s`, with `queue_full`: an estimate of when there will be room.
     """
 
-    code: ErrorCode = checked(choice(ErrorCode))  # noqa: RUF009
+    code: ErrorCode = checked(choice(ErrorCode))
     message: str = checked(text(1, 16384))
     request_id: str | None = checked(optional(ID), default=None)
     retry_after_s: float | None = checked(optional(SECONDS), default=None)

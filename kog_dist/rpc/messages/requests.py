@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from kog_dist.records import dataclass
 from kog_dist.rpc.fields import array, checked, choice, flag, integer, number, optional, text, token_ids
 from kog_dist.rpc.messages.checks import ID, NAME, TEXT, BadMessage, Checked, tagged
 from kog_dist.rpc.messages.codes import ErrorCode
@@ -72,7 +72,7 @@ class Generate(Checked):
     prompt: str | None = checked(optional(TEXT), default=None)
     prompt_ids: Sequence[int] | None = checked(optional(token_ids(MAX_PROMPT_IDS)), default=None)
     max_tokens: int | None = checked(optional(integer(0, MAX_TOKENS)), default=None)  # None: what fits, at most 256
-    sampling: SamplingParams = checked(_sampling, default=GREEDY)  # noqa: RUF009
+    sampling: SamplingParams = checked(_sampling, default=GREEDY)
     stop: tuple[str, ...] = checked(array(text(1, MAX_STOP_BYTES), MAX_STOP_STRINGS), default=())
     ignore_eos: bool = checked(flag, default=False)
     logit_digests: bool = checked(flag, default=False)
@@ -89,7 +89,7 @@ class Generate(Checked):
     )  # workers/grammar/compiler.py says of which form
     thought_end: int | None = checked(optional(integer(0, MAX_TOKENS)), default=None)  # the id that ends a thought before it
     thought_tokens: int | None = checked(optional(integer(0, MAX_TOKENS)), default=None)  # then it is forced
-    speculate: Speculation | None = checked(optional(choice(Speculation)), default=None)  # noqa: RUF009  # None: as the engine was told
+    speculate: Speculation | None = checked(optional(choice(Speculation)), default=None)  # None: as the engine was told
     prediction_ids: Sequence[int] | None = checked(optional(token_ids(MAX_PROMPT_IDS)), default=None)
 
     def __post_init__(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kog_dist.records import dataclass
 from kog_dist.rpc.fields import array, checked, choice, flag, optional
 from kog_dist.rpc.messages.checks import COUNT, ID, NAME, SECONDS, Checked
 from kog_dist.rpc.messages.codes import EngineState
@@ -22,7 +21,7 @@ class StatusReport(Checked):
     `epochs_waited`, `waited_s`: how often and how long each rank has waited for peers; None for ranks that do not count it.
     """
 
-    state: EngineState = checked(choice(EngineState))  # noqa: RUF009
+    state: EngineState = checked(choice(EngineState))
     instance: str = checked(NAME)
     model: str = checked(NAME)
     build: str = checked(NAME)

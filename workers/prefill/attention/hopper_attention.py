@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
+from kog_dist.records import dataclass
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.arrays import Array, address, library_of
 from kog_dist.workers.prefill.attention.attention_abi import (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from kog_dist.model.spec import Sublayer
+from kog_dist.records import dataclass
 from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.experts.rows import ExpertRows, expert_row_bytes, expert_rows
 from kog_dist.workers.prefill.model.buffers import PromptBuffers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.recipes import matrix_stages
 from kog_dist.decode.steps import LAYER_OPS, Phase
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from kog_dist.model.experts import ClampedSwiglu
 from kog_dist.model.layout import ffn_prefixes
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.workers.prefill.arrays import Array, float32_of
 from kog_dist.workers.prefill.model.reference import multiply, silu
 

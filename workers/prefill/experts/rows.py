@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.workers.prefill.arrays import Array
 
 TILE_BYTES = 8  # see PairsTile in experts.cu

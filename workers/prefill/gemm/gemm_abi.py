@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kog_dist.collectives.cuda_abi import device_header
+from kog_dist.records import dataclass
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.kv_format import FORMATS
 from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUPS, product

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -12,6 +12,7 @@ from kog_dist.decode.coding import Coding
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.prefill.arrays import Array, address, library, repeated
 from kog_dist.workers.prefill.attention.attention_abi import MAX_HEAD_DIM

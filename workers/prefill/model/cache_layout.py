@@ -8,11 +8,12 @@ the odd one. Caches in codes: coded_rows.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 
 import numpy as np
 
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.cache_shape import BATCH, CacheShape
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import CODE_BITS

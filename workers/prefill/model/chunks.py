@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 
 # Rows of a chunk. The smallest takes about as long as reading the weights; larger ones use the matrix units better. Few rows are
 # what an agent's conversation goes on with, so small sizes lie close together.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from kog_dist.decode.recipes import matrix_stages
 from kog_dist.decode.steps import LAYER_OPS, Phase
 from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
+from kog_dist.records import dataclass
 from kog_dist.workers.prefill.arrays import Array, library_of, on_host, put_scaled
 
 _NORMS = ("attention_norm", "ffn_norm")

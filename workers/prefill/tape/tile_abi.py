@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape
+from kog_dist.records import dataclass
 from kog_dist.workers.cuda.code_names import CODES, SCALES
 from kog_dist.workers.prefill.arrays import Array, address
 from kog_dist.workers.prefill.hopper_abi import SHARED_BYTES, product
