@@ -37,7 +37,7 @@ def run_coordinator(args: CoordinatorArgs) -> int:
     listener = RpcListener(Path(args.folder), tcp_port=args.rpc_port, tcp_host=args.rpc_host)
     control = ControlPage.from_fd(args.control_fd)
     control.beat(COORDINATOR)
-    if not args.rank_places.startswith("cpu"):
+    if args.rank_places:  # which only GPUs have
         importlib.import_module("numpy")  # while GPUs load: their first long prompt or grammar shall not wait for it
     instance = Instance.inherit(Path(args.folder), args.lease_fd) if args.lease_fd >= 0 else None
     model = ModelFolder.from_folder(Path(args.model), args.model_name, args.context, args.speculate)
