@@ -12,6 +12,8 @@ from kog_dist.gateway.ollama import facts
 from kog_dist.gateway.ollama import plans as ollama
 from kog_dist.gateway.openai.body import read_body
 from kog_dist.gateway.openai.chat import plan_chat
+from kog_dist.gateway.openai.chat_request import ChatRequest
+from kog_dist.gateway.openai.completion_request import CompletionRequest
 from kog_dist.gateway.openai.completions import plan_completion
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.responses import plan_response
@@ -33,6 +35,12 @@ TOKENS: Final[Mapping[str, Work]] = {
     "/v1/messages/count_tokens": count_tokens,
     "/api/show": facts.show,
 }
+
+
+def prepare() -> None:
+    """Build what most requests are read with, so that the first of them need not wait for it. Others are built when they come."""
+    for model in (ChatRequest, CompletionRequest):
+        model.model_rebuild()
 
 
 def read(path: str, raw: bytes, served: ServedModel, key_scope: str = "") -> Planned | bytes:

@@ -29,6 +29,7 @@ SPARE_FILES = 128  # descriptors besides those of HTTP connections
 def run_gateway(args: GatewayArgs) -> int:
     """The life of the process. Returns its exit code; raises KogError if it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to decide on, until `serve` answers signals
+    from kog_dist.gateway import body_work
     from kog_dist.gateway.body_reader import SMALL_AT_ONCE
     from kog_dist.gateway.logs import Log
     from kog_dist.gateway.server import serve
@@ -51,6 +52,7 @@ def run_gateway(args: GatewayArgs) -> int:
         asyncio.get_running_loop().set_default_executor(
             ThreadPoolExecutor(SMALL_AT_ONCE + SPARE_THREADS, thread_name_prefix="check")
         )
+        body_work.prepare()
         service = Service(args, log, url=url_of(args.host, listener), limits=limits)
         gc.freeze()  # what is there now stays: looking through it again and again would hold up the streams
         log.event("serving", url=service.url, key="required" if keys else "none")

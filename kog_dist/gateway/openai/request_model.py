@@ -50,9 +50,13 @@ CACHE_CONTROL: Final = "Anthropic's mark of what to cache; caches are used whene
 
 
 class RequestModel(BaseModel):
-    """A value of another type is refused: "5" is no number. Unknown fields are kept until `unknown_fields` has seen them."""
+    """A value of another type is refused: "5" is no number. Unknown fields are kept until `unknown_fields` has seen them.
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+    Each class is built when it first reads something: most gateways see requests of one API, and parts of requests need no
+    reader of their own.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True)
     refused: ClassVar[Mapping[str, Refusal]] = {}
     inert: ClassVar[frozenset[str]] = frozenset()  # fields that are read, and that change no answer
     _left_out: tuple[str, ...] = PrivateAttr(default=())
