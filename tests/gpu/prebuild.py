@@ -1,7 +1,8 @@
 """Builds device programs on all cores, before the steps that need them: `python -m tests.gpu.prebuild GROUP...`. Needs no GPU.
 
 A group is `name:numbers of GPUs`, with a name of `models` or of bench/kernel/shapes.py, or `name/FORMAT:numbers` for a KV cache
-in another format than bfloat16. What is not foreseen here the step builds itself, one after the other: it only takes longer.
+in another format than bfloat16. `kernel.name:numbers` is what decoding and reading the weights alone need, without prefill. What
+is not foreseen here the step builds itself, one after the other: it only takes longer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.monokernel import stream_cubin
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import hopper_attention as attention
 from kog_dist.workers.prefill.attention.choice import heads_of
@@ -40,6 +42,7 @@ from kog_dist.workers.prefill.model.chunks import sizes_within
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape, tape_header
 
+_KERNEL = "kernel."
 CHUNK_ROWS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest chunk, where it is not the default
 
 
@@ -76,7 +79,7 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
         of_forms = [Coding.of(form) for form in FORMS.values()]
         yield from ((spec, {"kv_dtype": "float16", "coding": one}) for spec in SPECS.values() for one in of_forms)
     else:
-        name, _, kv_dtype = group.partition("/")
+        name, _, kv_dtype = group.removeprefix(_KERNEL).partition("/")
         spec, codings = named_shape(name)
         yield spec, {**codings, "kv_dtype": kv_dtype or "bfloat16"}
 
@@ -85,8 +88,10 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     spec, layout = shape.spec, CacheLayout.of(shape)
     if shape.num_ranks > 1:
         yield partial(exchange_cubin, shape.num_ranks)
-    if group in ("benchmarks", "forms") or misfit(spec, shape.coding):
+    if group in ("benchmarks", "forms") or group.startswith(_KERNEL) or misfit(spec, shape.coding):
         yield partial(build, headers(shape), PLAIN_SOURCE)
+        if group.startswith(_KERNEL):
+            yield partial(stream_cubin, shape)
         if group == "benchmarks" and shape.num_ranks > 1:
             yield partial(build_without_delayed_sums, shape)
         return

@@ -4,6 +4,8 @@ A step is a name, or a number of GPUs for all that need so many and have no grou
 which one.
 Steps run side by side where GPUs are free and nothing measures. At its limit a step gets SIGINT, upon which benchmarks print what
 they have, and GRACE_S later SIGKILL. Exit code 1 if one failed.
+
+`--publish RAW_DIR` measures the tables of README and docs/results.md on one commit instead (docs/reproduce.md).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kog_dist.bench.engine.processes import marked_processes
+from kog_dist.errors import ConfigError
 from kog_dist.hardware.gpus import Gpu, read_inventory
 from kog_dist.hardware.visible import ORDER_VARIABLE, VARIABLE, visible_gpus
 from tests.gpu.steps import STEPS, Step
@@ -200,8 +203,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.run", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-logs"), help="folder of the logs")
     parser.add_argument("--no-prebuild", action="store_true", help="do not build device programs beforehand")
-    parser.add_argument("steps", nargs="+", metavar="STEP")
+    parser.add_argument("--publish", type=Path, metavar="RAW_DIR", help="measure the tables' rows that this folder lacks")
+    parser.add_argument("--dry-run", action="store_true", help="with --publish: say what would be measured, and the time")
+    parser.add_argument("--begin", action="store_true", help="with --publish: only note the commit, for a machine without git")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="with --publish: begin no row that would end later")
+    parser.add_argument("--gpus", type=int, choices=(1, 2, 4), help="with --publish: on so many instead of all")
+    parser.add_argument("steps", nargs="*", metavar="STEP")
     given = parser.parse_args()
+    if given.publish:
+        from tests.gpu.publish.measure import publish  # it has this module's results
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return publish(given, visible_gpus(read_inventory().gpus, os.environ).gpus, run)
+        except ConfigError as error:
+            parser.error(str(error))
+    if not given.steps:
+        parser.error("give steps, `list`, or --publish RAW_DIR")
     if given.steps == ["list"]:
         for name, step in STEPS.items():
             group = f" ({step.group})" if step.group else ""

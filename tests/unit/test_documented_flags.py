@@ -1,6 +1,6 @@
 """Every command of ours that README and docs show exists, with all options that it requires and none that it does not know.
 
-Those in ```console blocks also run: tests/e2e/test_documented_commands.py. docs/reproduce.md explains those of docs/results.md.
+Those in ```console blocks also run: tests/e2e/test_documented_commands.py. docs/reproduce.md explains those of docs/results*.md.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_every_command_of_the_results_is_explained() -> None:
         found = [arguments_of(command) for name, command in COMMANDS if name == f"docs/{page}"]
         return {(program, *arguments[:1]) for program, arguments in found if arguments or program.startswith("python")}
 
-    results = measured("results.md")
+    results = measured("results.md") | measured("results-requests.md")
     assert {("kog-bench", "decode"), ("kog-bench", "latency"), ("python -m kog_dist.train", "evaluate")} <= results
     assert results <= measured("reproduce.md")
 

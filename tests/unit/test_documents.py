@@ -21,9 +21,14 @@ PAGES = sorted(
         *(ROOT / "kog_dist").rglob("*.md"),
     ]
 )
+_SHORT = ("results", "monokernel", "prefill", "kccl", "launchers", "plan", "architecture")
 LIMITS = {
     "README.md": 100,
-    **{f"docs/{name}.md": 200 for name in ("results", "monokernel", "prefill", "kccl", "launchers", "plan", "architecture")},
+    "docs/results-requests.md": 240,
+    **{
+        f"docs/{name}.md": 200
+        for name in ("results", "results-requests", "monokernel", "prefill", "kccl", "launchers", "plan", "architecture")
+    },
 }
 FOLDERS = "kog_dist|collectives|workers|launch|tests|configs|docs"
 CODE = {".py", ".c", ".cu", ".cuh", ".js", ".css", ".html"}

@@ -23,6 +23,7 @@ from kog_dist.bench.cli import app
 from kog_dist.hardware.gpus import Gpu
 from tests.gpu import prebuild
 from tests.gpu import run as runner
+from tests.gpu.publish.rows import rows_on
 from tests.gpu.run import Result, run
 from tests.gpu.steps import STEPS, Step
 
@@ -70,7 +71,8 @@ def test_every_test_is_in_a_step_and_no_step_is_empty(tests_by_file: dict[str, l
     assert not left, "in no step"
 
 
-BENCHMARKS = {name: step.command[3:] for name, step in STEPS.items() if "kog_dist.bench.cli" in step.command}
+PUBLISHED = {f"{row.name} of {gpus}": row.step for gpus in (1, 2, 4) for row in rows_on(gpus)}
+BENCHMARKS = {name: step.command[3:] for name, step in (STEPS | PUBLISHED).items() if "kog_dist.bench.cli" in step.command}
 
 MODULES = {"scaling": "kernel.scaling_run", "collectives": "collectives.run"} | {
     name: f"engine.{name}" for name in ("requests", "soak")
@@ -78,8 +80,10 @@ MODULES = {"scaling": "kernel.scaling_run", "collectives": "collectives.run"} | 
 
 
 def test_benchmarks_of_reproduce_md_are_steps() -> None:
-    text = (ROOT / "docs/reproduce.md").read_text(encoding="utf-8").partition("## One H200")[2].partition("## Demo model")[0]
-    assert set(re.findall(r"`kog-bench (\w+)", text)) == {words[0] for words in BENCHMARKS.values()}
+    text = (
+        (ROOT / "docs/reproduce.md").read_text(encoding="utf-8").partition("| single benchmarks")[2].partition("## CPU ranks")[0]
+    )
+    assert set(re.findall(r"`kog-bench ([\w-]+)", text)) == {words[0] for words in BENCHMARKS.values()}
 
 
 @pytest.mark.parametrize("words", BENCHMARKS.values(), ids=BENCHMARKS)
@@ -101,10 +105,12 @@ def test_benchmarks_get_as_far_as_the_gpu(words: tuple[str, ...], monkeypatch: p
 
 
 def test_limits_leave_room_and_groups_exist() -> None:
-    assert all(step.limit_s >= 1.25 * step.about_s and step.gpus in (1, 2, 4) for step in STEPS.values())
-    groups = {group.partition(":")[0] for step in STEPS.values() for group in step.builds}
+    assert all(step.limit_s >= 1.25 * step.about_s and step.gpus in (1, 2, 4) for step in [*STEPS.values(), *PUBLISHED.values()])
+    steps = [*STEPS.values(), *PUBLISHED.values()]
+    groups = {group.partition(":")[0] for step in steps for group in step.builds}
     assert all(group in prebuild.CHUNK_ROWS or next(prebuild.models(group)) for group in groups)
     assert len(prebuild.builds_of(["2b:1,2"])) == 10 + 7 + 2  # products of one rank; of two the exchange, and the sums
+    assert len(prebuild.builds_of(["kernel.qwen3-4b@9216:1,2"])) == 2 * 2 + 1  # the kernel, what reads its tape, the exchange
     kv_dtypes = ("bfloat16", "fp8")
     assert [next(prebuild.models(f"qwen3-4b/{name}"))[1]["kv_dtype"] for name in kv_dtypes] == list(kv_dtypes)
 

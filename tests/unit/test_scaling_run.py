@@ -98,12 +98,12 @@ def test_other_builds_stand_beside_the_kernel(ranks: dict[int, Any], capsys: pyt
 
 
 def test_weights_alone_stand_beside_the_slowest_rank(ranks: dict[int, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    ranks |= {2: [rank_of(2, 520.0) | {"alone_us": us} for us in (410.0, 416.0)]}
+    ranks |= {2: [rank_of(2, 520.0) | {"alone_us": us, "memory_us": {"64": us + 1, "512": us + 8}} for us in (410.0, 416.0)]}
     plan = replace(PLAN, memory_alone=True, kv_dtype="fp8", yardstick=False, long_run=False)
     assert scaling_run.run(plan, (2,))
     text, figures = figures_of(capsys)
     assert "1923.1 tokens/s (wanted 1880), weights alone 416.0 us (80.0 %), bits the same" in text
-    assert [figure["alone_us"] for figure in figures] == [416.0, 416.0]
+    assert [(figure["alone_us"], figure["memory_us"]) for figure in figures] == [(416.0, 417.0), (416.0, 424.0)]
 
 
 def test_ranks_are_asked_for_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, ranks: dict[int, Any]) -> None:
@@ -113,7 +113,7 @@ def test_ranks_are_asked_for_what_the_plan_says(monkeypatch: pytest.MonkeyPatch,
         asked.append(arguments)
         return ranks[count]
 
-    ranks |= {2: [rank_of(2, 520.0) | {"alone_us": 400.0}] * 2}
+    ranks |= {2: [rank_of(2, 520.0) | {"alone_us": 400.0, "memory_us": {"64": 401.0, "512": 408.0}}] * 2}
     monkeypatch.setattr(scaling_run, "decode", decode)
     assert scaling_run.run(replace(PLAN, memory_alone=True, kv_dtype="int4", filled=True), (2,))
     first, again = asked

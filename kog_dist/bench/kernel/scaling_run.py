@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kog_dist.bench.kernel.gpu import gpu_name, require_gpus
-from kog_dist.bench.kernel.latency import TRACED_STEP, draw_trace, traced_token
+from kog_dist.bench.kernel.latency import TRACED_STEP, draw_trace, kv_bytes_read, traced_token
 from kog_dist.bench.kernel.rank_kernel import (
     attempted,
     cubin_for,
@@ -82,7 +82,8 @@ class ScalingPlan:
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     """What one rank does. By context: `us` of its tokens, `bits` of each of its lanes' logits (SHA-256), `repeated_bits` of a
     launch that is repeated, and how many of the `repeats` had others. What the arguments ask for besides: `alone_us` of the
-    weights by themselves, `long`, `samplings`, `builds`, `rounds` of the yardstick; or the `trace` alone.
+    weights by themselves and `memory_us` of these with keys and values, `long`, `samplings`, `builds`, `rounds` of the yardstick;
+    or the `trace` alone.
     """
     from kog_dist.workers.cuda.monokernel import stream_cubin
     from kog_dist.workers.cuda.random_weights import random_weights
@@ -106,6 +107,9 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
             fill_cache(kernel)
         if is_alone:
             found["alone_us"] = kernel.stream_us(_STREAMED_TOKENS)
+            found["memory_us"] = {
+                str(at): found["alone_us"] * (1 + kv_bytes_read(shape, at) / shape.read_bytes) for at in contexts
+            }
         for at in contexts:
             context.rendezvous.barrier(context.deadline)
             found["us"][str(at)] = token_times_us(kernel, at, max_tokens)
@@ -236,6 +240,7 @@ def _figure(
     alone = ""
     if plan.memory_alone:  # of the slowest rank
         figure["alone_us"] = round(max(rank["alone_us"] for rank in ranks), 1)
+        figure["memory_us"] = round(max(rank["memory_us"][at] for rank in ranks), 1)
         alone = f", weights alone {figure['alone_us']:.1f} us ({100 * figure['alone_us'] / median:.1f} %)"
     line = (
         f"{count} GPUs, context {context:>5}: {figure['us_per_token']:8.1f} us median, {figure['p99_us']:8.1f} p99, "
