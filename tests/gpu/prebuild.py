@@ -1,8 +1,9 @@
 """Builds device programs on all cores, before the steps that need them: `python -m tests.gpu.prebuild GROUP...`. Needs no GPU.
 
 A group is `name:numbers of GPUs`, with a name of `models` or of bench/kernel/shapes.py, or `name/FORMAT:numbers` for a KV cache
-in another format than bfloat16. `kernel.name:numbers` is what decoding and reading the weights alone need, without prefill. What
-is not foreseen here the step builds itself, one after the other: it only takes longer.
+in another format than bfloat16. `kernel.name:numbers` is what decoding and reading the weights alone need, without prefill;
+`drafts.name:1` what an engine needs that drafts. What is not foreseen here the step builds itself, one after the other: it only
+takes longer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -25,6 +27,7 @@ from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
+from kog_dist.workers.cuda.draft_builds import drafting_shape
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import stream_cubin
@@ -42,7 +45,7 @@ from kog_dist.workers.prefill.model.chunks import sizes_within
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape, tape_header
 
-_KERNEL = "kernel."
+_KERNEL, _DRAFTS = "kernel.", "drafts."
 CHUNK_ROWS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest chunk, where it is not the default
 
 
@@ -79,13 +82,15 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
         of_forms = [Coding.of(form) for form in FORMS.values()]
         yield from ((spec, {"kv_dtype": "float16", "coding": one}) for spec in SPECS.values() for one in of_forms)
     else:
-        name, _, kv_dtype = group.removeprefix(_KERNEL).partition("/")
+        name, _, kv_dtype = group.removeprefix(_KERNEL).removeprefix(_DRAFTS).partition("/")
         spec, codings = named_shape(name)
         yield spec, {**codings, "kv_dtype": kv_dtype or "bfloat16"}
 
 
 def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     spec, layout = shape.spec, CacheLayout.of(shape)
+    if group.startswith(_DRAFTS):
+        yield from (partial(build, headers(one), PLAIN_SOURCE) for one in (replace(shape, drafts=True), drafting_shape(shape)))
     if shape.num_ranks > 1:
         yield partial(exchange_cubin, shape.num_ranks)
     if group in ("benchmarks", "forms") or group.startswith(_KERNEL) or misfit(spec, shape.coding):

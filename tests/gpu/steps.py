@@ -13,6 +13,7 @@ _OF_TESTS = r"passed|failed|no tests|FAILED|ERROR|SKIPPED|^E  |GPUs, (SIG|memory
 _OF_REQUESTS = r"first token after|by the bare kernel|tokens/s|cancels? .*during|aborted during|[Ee]rror"
 _OF_GPUS = r"GPUs?[,:]|wanted|[Ee]rror"
 _OF_AGENTS = r"first token, median|^ttft|requests answered|[Ee]rror"
+_OF_CHAINS = r"tokens/s|passes with drafts|[Ee]rror"
 _OF_COLLECTIVES = r"KCCL|best of|wanted|one word|nccl|torch|killed|[Ee]rror"
 _TABLE = r"^[^{]"
 
@@ -157,11 +158,26 @@ def _bytes_of(name: str) -> Step:
     return _module(1, 45, 250, f"tests.gpu.counted_bytes {name}", r"ratio|[Ee]rror|ncu", f"{name}:1", group="bytes")
 
 
+_DRAFTING = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-4b")
+_PASS_CONTEXT = 8300  # tokens, of docs/passes.md
+
+
+def _passes_of(name: str, per_pass: int) -> Step:
+    arguments = (
+        f"latency --random --spec {name}@{_PASS_CONTEXT} --lanes {_lanes(name)} --contexts 512,8000 --pass-tokens {per_pass}"
+    )
+    return _bench(1, 20, 120, arguments, _TABLE, group="drafts")
+
+
+def _chains_of(name: str) -> Step:
+    return _module(1, 120, 300, f"tests.gpu.chains --spec {name}", _OF_CHAINS, f"drafts.{name}@8192:1", group="drafts")
+
+
 STEPS = {
     # ---- one GPU ----
     "monokernel": _tests(1, 45, 200, "test_monokernel", builds="one_gpu:1"),
     "monokernel_2b": _tests(1, 85, 240, "test_monokernel_2b", builds="benchmarks:1"),
-    "passes": _tests(1, 25, 120, "test_passes"),
+    "passes": _tests(1, 100, 300, "test_passes"),
     "prefill": _tests(1, 200, 360, "test_prefill", builds="one_gpu:1 2b:1"),
     "attention": _tests(1, 10, 100, "test_prefill_attention"),
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),
@@ -213,6 +229,8 @@ STEPS = {
         1, 100, 240, f"requests --gpus 1 --spec qwen3-4b@{_FAR} {_REQUESTS_OF_AGENTS}", _OF_REQUESTS, f"qwen3-4b@{_FAR}:1",
         group="agents",
     ),
+    **{f"drafts_{name}": _chains_of(name) for name in _DRAFTING},
+    **{f"passes_{per_pass}_{name}": _passes_of(name, per_pass) for name in _DRAFTING for per_pass in (1, 2, 4)},
     # ---- two GPUs ----
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2 benchmarks:1,2"),
     "prefill_ranks_2": _tests(2, 250, 420, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),

@@ -30,8 +30,9 @@ from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import kv_blocks
-from kog_dist.workers.cuda.draft_builds import PASS_TOKENS
+from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
+from kog_dist.workers.cuda.kernel_words import check_words
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.choice_check import ChoiceCheck
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
@@ -89,6 +90,8 @@ class CudaEngine:
         shapes = kernel_shapes(
             checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows, checks_experts=args.check_experts
         )
+        if args.drafts:
+            check_words(drafting_shape(shapes[self._rank]))
         plan = kernel_plan(shapes)
         check(plan)
         with translated_errors(args.device), self._start.hearing_compilers():
