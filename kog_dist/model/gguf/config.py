@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.families.computation import differs_by_one
+from kog_dist.model.gguf import delta_nets
 from kog_dist.model.gguf.header import GgufHeader
 from kog_dist.model.rope_scaling import Llama3Scaling
 from kog_dist.quoting import short
 
-ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
+ARCHITECTURES: Final = ("llama", "qwen2", "qwen3", *delta_nets.MODEL_TYPES)
 NO_TOKEN: Final = 2**32 - 1  # how older files write that there is none
 ROPE_FACTORS: Final = "rope_freqs.weight"  # by what each rotary frequency is divided: how Llama 3's scaling is stored
 _HEAD: Final = "output.weight"
@@ -52,27 +54,38 @@ def read_config(header: GgufHeader, rope_factors: Callable[[], NDArray[np.float3
     `rope_factors` reads the tensor of that name, if the file has it.
     """
     architecture = header.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"general.architecture {short(architecture)} is not supported; supported: {known}")
     prefix = f"{architecture}."
     given = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    for key, neutral in _CHANGING.items():
+    has_nets = architecture in delta_nets.MODEL_TYPES
+    read = _READ | delta_nets.READ if has_nets else _READ
+    changing = {key: neutral for key, neutral in _CHANGING.items() if key not in read}
+    changing |= delta_nets.CHANGING if has_nets else {}
+    for key, neutral in changing.items():
         if key in given and given[key] not in neutral:
             raise ValueError(f"{short(prefix + key)} {short(given[key])} is not supported")
-    unread = sorted(set(given) - set(_SIZES) - _READ - set(_CHANGING))
-    missing = [prefix + key for key in {*_SIZES, *_READ} - set(given)]
+    unread = sorted(set(given) - set(_SIZES) - read - set(changing))
+    missing = [prefix + key for key in {*_SIZES, *read} - set(given)]
     for key in header.metadata:
         if (meant := next((name for name in missing if differs_by_one(key, name)), None)) is not None:
             raise ValueError(f"unknown key {short(key)}; is it {meant}, which is missing?")
-    config: dict[str, Any] = {"model_type": architecture} | {prefix + key: given[key] for key in unread}  # to be left out
+    model_type = delta_nets.MODEL_TYPES.get(architecture, architecture)
+    config: dict[str, Any] = {"model_type": model_type} | {prefix + key: given[key] for key in unread}  # to be left out
+    if has_nets:
+        given["attention.head_count_kv"] = delta_nets.kv_heads(given, "attention.head_count_kv")
     given |= {key: _of_all_layers(given, key, prefix) for key in _OF_A_LAYER if isinstance(given.get(key), list)}
-    config |= {name: _number(given, key, int, None, prefix) for key, name in _SIZES.items()}
+    has_experts = architecture in delta_nets.WITH_EXPERTS
+    sizes = {key: name for key, name in _SIZES.items() if key in given or key != "feed_forward_length" or not has_experts}
+    config |= {name: _number(given, key, int, None, prefix) for key, name in sizes.items()}
     heads = config["num_attention_heads"]
     if heads < 1:
         raise ValueError(f"{prefix}attention.head_count is {heads}")
     config["num_key_value_heads"] = _number(given, "attention.head_count_kv", int, heads, prefix)
-    config["head_dim"] = _head_dim(given, config["hidden_size"], heads, prefix)
+    config["head_dim"] = _head_dim(given, config["hidden_size"], heads, prefix, turns_all=not has_nets)
+    if has_nets:
+        config |= delta_nets.read_delta_nets(architecture, given, partial(_number, given, prefix=prefix), config["head_dim"])
     config["rms_norm_eps"] = _number(given, "attention.layer_norm_rms_epsilon", float, None, prefix)
     config["rope_theta"] = _number(given, "rope.freq_base", float, 1e4, prefix)
     config["vocab_size"] = _vocab_size(header, given)
@@ -116,9 +129,9 @@ def _of_all_layers(given: Mapping[str, Any], key: str, prefix: str) -> Any:
     return values[0]
 
 
-def _head_dim(given: Mapping[str, Any], hidden_size: int, heads: int, prefix: str) -> int:
+def _head_dim(given: Mapping[str, Any], hidden_size: int, heads: int, prefix: str, *, turns_all: bool) -> int:
     size: int = _number(given, "attention.key_length", int, hidden_size // heads, prefix)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *(("rope.dimension_count",) if turns_all else ())):
         other = _number(given, key, int, size, prefix)
         if other != size:
             raise ValueError(f"{prefix}{key} {other} is not the head size {size}, which is not supported")

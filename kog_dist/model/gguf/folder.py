@@ -15,10 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from kog_dist.errors import CheckpointError
+from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.exact_file import FileIdentity, file_identity, opened
+from kog_dist.model.families import delta_nets
 from kog_dist.model.gguf import config, vocabulary
+from kog_dist.model.gguf.delta_nets import MODEL_TYPES
 from kog_dist.model.gguf.header import GgufHeader, read_header
 from kog_dist.model.gguf.tensors import GgufFile, is_gguf, read_plain
 from kog_dist.model.hub_cache import check_inside, download_again
@@ -123,9 +125,12 @@ class _Model:
         return self._made[name]
 
     def weights(self) -> tuple[GgufFile, ...]:
-        head_dim = self._make("config.json")["head_dim"]
-        architecture = self.header.metadata.get("general.architecture")
-        return tuple(GgufFile.from_header(header, architecture, head_dim) for header in self.headers)
+        made, architecture = self._make("config.json"), self.header.metadata.get("general.architecture")
+        try:
+            spec = delta_nets.read_config(made) if architecture in MODEL_TYPES else None
+        except ConfigError as error:
+            raise CheckpointError(f"{self.header.path}: {error}") from None
+        return tuple(GgufFile.from_header(header, architecture, made["head_dim"], spec) for header in self.headers)
 
     def _rope_factors(self) -> NDArray[np.float32]:
         return read_plain(next(header for header in self.headers if config.ROPE_FACTORS in header.tensors), config.ROPE_FACTORS)

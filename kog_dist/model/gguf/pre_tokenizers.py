@@ -49,11 +49,13 @@ _GPT2: Final = Cut([byte_level(use_regex=True)])
 _DIGITS: Final = Cut([{"type": "Digits", "individual_digits": True}, byte_level(use_regex=True)])
 _LLAMA3: Final = Cut(_split(_WORDS % "{1,3}"), ignores_merges=True, begins=True)
 _QWEN2: Final = Cut(_split(_WORDS % ""), is_composed=True)
+_QWEN35: Final = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 CUTS: Final[Mapping[str, Cut]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "a.x-4.0", "mellum", "mpt", "olmo", "jais", "trillion", "granite-docling"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN2),
+    "qwen35": Cut(_split(_QWEN35), is_composed=True),
     **dict.fromkeys(("stablelm2", "hunyuan"), Cut(_split(_WORDS % ""))),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3),
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), Cut(_split(_WORDS % "{1,3}"))),
