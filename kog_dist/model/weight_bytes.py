@@ -82,16 +82,16 @@ def _sum(checkpoint: Checkpoint, of_tensors: Mapping[str, int], of_token: bool) 
 
 
 def _differences(checkpoint: Checkpoint) -> dict[str, int]:
-    """Of quantised matrices the bytes, less those in 16 bit."""
+    """Of quantised matrices the bytes, less those in 16 bit; what lanes have in common counts once."""
     found = {}
     for name, form in checkpoint.forms.items():
-        layout = checkpoint.layouts[name]
+        layout, stored = checkpoint.layouts[name], checkpoint.names[name]
         if checkpoint.is_rounded(name):
             lanes, rows, columns = layout.shape
-            num_bytes = lanes * form.num_bytes(rows, columns)
+            num_bytes = lanes // stored.copies * form.num_bytes(rows, columns)
         else:
-            num_bytes = form.num_bytes(*checkpoint.names[name].shape(layout))
-        found[name] = num_bytes - _HALF * prod(layout.shape)
+            num_bytes = form.num_bytes(*stored.shape(layout))
+        found[name] = num_bytes - _HALF * prod(layout.shape) // stored.copies
     if checkpoint.head_rounding is not None:
         name = head_name(checkpoint.spec)
         shape = checkpoint.layouts[name].shape

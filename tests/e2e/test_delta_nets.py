@@ -11,7 +11,9 @@ import pytest
 from kog_dist.bench.engine.session import running
 from kog_dist.rpc.messages import Done, Tokens
 from tests.e2e.test_quantised import NUM_TOKENS, PROMPT_IDS, ask
-from tests.unit.delta_models import CONFIGS, definition, published
+from tests.unit.delta_models import CONFIGS, OF_BLOCKS, WITHOUT_DELTA, definition, published
+from tests.unit.formats.writers import METHODS
+from tests.unit.test_delta_gguf import converted, keys_of, write
 
 
 @pytest.mark.timeout(300)
@@ -31,5 +33,27 @@ def test_a_published_folder_answers(tmp_path: Path) -> None:
                 assert done.num_cached_tokens == num_cached
     assert answers[0] == answers[1]
     logits = definition(CONFIGS["qwen3_5_moe"][1], tensors, [*PROMPT_IDS, *answers[0][0][:-1]])[len(PROMPT_IDS) - 1 :]
+    best = logits.max(axis=1)
+    assert (best - logits[np.arange(NUM_TOKENS), answers[0][0]] < 1e-4 * np.abs(logits).max()).all(), "the definition's choices"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", ["pack-quantized", "gguf", "--quantize=int4"])
+def test_quantised_weights_answer(form: str, tmp_path: Path) -> None:
+    """On one rank and on two, where lanes are two: codes as published, a GGUF file, and rounded at the start."""
+    name, folder = "qwen3_5_moe, blocks", tmp_path / "model"
+    method, flags = METHODS.get(form), (form,) if form.startswith("--") else ()
+    tensors = published(name, folder, method=method, ends=WITHOUT_DELTA)
+    if form == "gguf":
+        folder, config = tmp_path / "model.gguf", OF_BLOCKS[name][1]
+        write(folder, "qwen35moe", keys_of(config, "qwen35moe"), converted(config, "qwen35moe", tensors), "Q8_0")
+    answers = []
+    for ranks in (1, 2):
+        with running(str(folder), "--device=cpu", f"--ranks={ranks}", "--quantize-cache=off", *flags) as (_, client):
+            answers.append(ask(client))
+    assert answers[0] == answers[1]
+    if form != "pack-quantized":
+        return
+    logits = definition(OF_BLOCKS[name][1], tensors, [*PROMPT_IDS, *answers[0][0][:-1]])[len(PROMPT_IDS) - 1 :]
     best = logits.max(axis=1)
     assert (best - logits[np.arange(NUM_TOKENS), answers[0][0]] < 1e-4 * np.abs(logits).max()).all(), "the definition's choices"

@@ -47,6 +47,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qwen3_5", hidden_size=4096, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4,
         linear_num_value_heads=32, intermediate_size=12_288,
     ),
+    "Qwen3.5-397B-A17B": _wrapped(
+        "qwen3_5_moe", hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=2,
+        linear_num_value_heads=64, moe_intermediate_size=1024, shared_expert_intermediate_size=1024, num_experts=512,
+        num_experts_per_tok=10, router_aux_loss_coef=0.001, output_router_logits=False, mlp_only_layers=[],
+    ),
+    "Qwen3.5-122B-A10B": _wrapped(
+        "qwen3_5_moe", hidden_size=3072, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=2,
+        linear_num_value_heads=64, moe_intermediate_size=1024, shared_expert_intermediate_size=1024, num_experts=256,
+        num_experts_per_tok=8, router_aux_loss_coef=0.001, output_router_logits=False, mlp_only_layers=[],
+    ),
+    "Qwen3.5-0.8B": _wrapped(
+        "qwen3_5", hidden_size=1024, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2,
+        linear_num_value_heads=16, intermediate_size=3584, tie_word_embeddings=True,
+    ) | {"tie_word_embeddings": True},
     "Qwen3-Next-80B-A3B": {
         **_NET, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
         "num_hidden_layers": 48,
@@ -59,3 +73,4 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "output_router_logits": False, "router_aux_loss_coef": 0.001, "use_cache": True, "use_sliding_window": False,
     },
 }  # fmt: skip
+CONFIGS["Qwen3-Coder-Next"] = CONFIGS["Qwen3-Next-80B-A3B"] | {"rope_theta": 5_000_000}

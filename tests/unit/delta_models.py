@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
 
 # Sizes of whole blocks of 16 rows and columns.
 _BLOCKS: dict[str, Any] = SIZES | {
-    "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 _EXPERTS_OF_BLOCKS = {
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
@@ -74,12 +76,27 @@ OF_BLOCKS: dict[str, tuple[Any, Any]] = {
     "qwen3_next, blocks": (Qwen3NextForCausalLM, Qwen3NextConfig(**_BLOCKS, **_EXPERTS_OF_BLOCKS)),
     "qwen3_5, blocks": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**_BLOCKS, intermediate_size=32)),
 }
+
+
+def _steady(config: Any) -> Any:
+    found = copy.deepcopy(config)
+    found.rms_norm_eps = 1e-2
+    return found
+
+
+# The same with an epsilon so large that no norm makes roundings of what is nearly 0 larger.
+STEADY: dict[str, tuple[Any, Any]] = {
+    f"{name}, steady": (kind, _steady(config)) for name, (kind, config) in CONFIGS.items() if "," not in name
+}
+# Modules that Qwen quantises, and those that are left by writers of INT4 who keep delta nets in 16 bit.
+QUANTISED = tuple("in_proj_qkv in_proj_z in_proj_qkvz out_proj q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
+WITHOUT_DELTA = QUANTISED[4:]
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 
 
 def random_model(name: str) -> Any:
-    """A model of CONFIGS in bfloat16, all of whose tensors differ. Rounding to float32 changes no choice of the tests."""
-    kind, config = (CONFIGS | OF_BLOCKS)[name]
+    """A model of these in bfloat16, all of whose tensors differ. Rounding to float32 changes no choice of the tests."""
+    kind, config = (CONFIGS | OF_BLOCKS | STEADY)[name]
     torch.manual_seed(8 if "some layers dense" in name else 7)
     model = kind(config)
     with torch.no_grad():
@@ -104,9 +121,11 @@ def logits_of(model: Any, prompt: list[int]) -> Array:
         return np.asarray(model(torch.tensor([prompt])).logits[0].float().numpy())
 
 
-def published(name: str, folder: Path, *, stacks_experts: bool = True, method: Method | None = None) -> Tensors:
+def published(
+    name: str, folder: Path, *, stacks_experts: bool = True, method: Method | None = None, ends: Sequence[str] = QUANTISED
+) -> Tensors:  # fmt: skip
     """Write a model as Qwen publishes it: names of tensors, a wrapper with a part that sees, and an MTP layer; its tensors by the
-    names that a text alone has. `method`: how those matrices are quantised that Qwen quantises, one expert after the other.
+    names that a text alone has. `method`: how matrices with these ends of names are quantised, one expert after the other.
     """
     model = random_model(name)
     config = json.loads(model.config.to_json_string())
@@ -118,7 +137,7 @@ def published(name: str, folder: Path, *, stacks_experts: bool = True, method: M
         written = {key: part for name_, tensor in tensors.items() for key, part in _one_by_one(name_, tensor).items()}
     if method is not None:
         config["quantization_config"] = method.config
-        for key in [key for key in written if key.endswith(_QUANTISED)]:
+        for key in [key for key in written if key.endswith(tuple(f"{end}.weight" for end in ends))]:
             made = method.write(written.pop(key))
             written |= {f"{key.removesuffix('.weight')}.{end}": tensor.contiguous() for end, tensor in made.tensors.items()}
             _put(tensors, key, made.values)
@@ -153,12 +172,6 @@ def published(name: str, folder: Path, *, stacks_experts: bool = True, method: M
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config))
     return tensors
-
-
-_QUANTISED = tuple(
-    f"{end}.weight"
-    for end in "in_proj_qkv in_proj_z in_proj_qkvz out_proj q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-)
 
 
 def _put(tensors: Tensors, key: str, values: torch.Tensor) -> None:

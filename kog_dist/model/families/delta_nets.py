@@ -40,6 +40,8 @@ _OWN: Final[Mapping[str, tuple[Any, ...]]] = {
 _OF_MROPE: Final = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
 _FROM_OUTSIDE: Final = ("quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
 
+_OF_MODULES: Final = ("modules_to_not_convert", "ignored_layers", "ignore")  # lists of a quantization_config
+
 
 def text_of(config: Config) -> Config:
     """What a config says of the text, in one object; rotary sections of images, which text has not, and the part of a head that
@@ -52,6 +54,8 @@ def text_of(config: Config) -> Config:
     if inner is not None:
         text |= {key: config[key] for key in _FROM_OUTSIDE if config.get(key) is not None}
         text["model_type"] = config["model_type"]
+        if "quantization_config" in text:
+            text["quantization_config"] = _of_text(text["quantization_config"])
     for key in ("rope_parameters", "rope_scaling"):
         raw = text.get(key)
         if not isinstance(raw, Mapping):
@@ -65,6 +69,17 @@ def text_of(config: Config) -> Config:
         rest = {name: value for name, value in raw.items() if name not in _OF_MROPE}
         text[key] = {name: ("default" if value == "mrope" else value) for name, value in rest.items()} or None
     return text
+
+
+def _of_text(quantisation: Any) -> Any:
+    """What a wrapper says of codes, with the names that modules of a text alone have."""
+    if not isinstance(quantisation, Mapping):
+        return quantisation
+    named = {key: quantisation[key] for key in _OF_MODULES if isinstance(quantisation.get(key), list)}
+    return {**quantisation} | {
+        key: [name.replace("language_model.", "") if isinstance(name, str) else name for name in names]
+        for key, names in named.items()
+    }
 
 
 def read_config(config: Config) -> ModelSpec:
@@ -150,8 +165,7 @@ def _ffn(config: Config, layer: int) -> FfnKind:
 
 def lanes_of(spec: ModelSpec, columns: int = 0) -> int:
     """Lanes of such a model: as `dense.lanes_of`, but neighbouring lanes may have the same KV head."""
-    layer_weights = min(layer.mixer.num_values(spec.hidden_size) + layer.ffn.num_read(spec.hidden_size) for layer in spec.layers)
-    lanes = MOST_LANES
+    layer_weights, lanes = _layer_weights(spec), MOST_LANES
     while lanes > 1 and (
         any(size % lanes for part in spec.kinds for size in part.divided().values())
         or (spec.num_kv_heads % lanes and lanes % spec.num_kv_heads)
@@ -161,6 +175,11 @@ def lanes_of(spec: ModelSpec, columns: int = 0) -> int:
     ):
         lanes //= 2
     return lanes
+
+
+def _layer_weights(spec: ModelSpec) -> int:
+    """Those of the smallest layer that a token reads."""
+    return min(layer.mixer.num_values(spec.hidden_size) + layer.ffn.num_read(spec.hidden_size) for layer in spec.layers)
 
 
 def _widths(part: MixerKind) -> tuple[int, ...]:
@@ -305,10 +324,17 @@ DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 _STARTS = ("model.visual.", "visual.", "mtp.", "model.mtp.")
 
 
+def _rounded_lanes(spec: ModelSpec, columns: int) -> int:
+    """As `dense.rounded_lanes`; with experts lanes stay as they are."""
+    is_small = _layer_weights(spec) < SMALL_LAYER
+    return spec.num_lanes if is_small or any(isinstance(kind, Experts) for kind in spec.kinds) else lanes_of(spec, columns)
+
+
 def _family(model_types: tuple[str, ...], of_parts: Callable[[ModelSpec], dict[str, RowPart]], keys: frozenset[str]) -> Family:
     return Family(
         model_types, read_config, stored_names, IGNORED, HEAD, keys=KEYS | _KEYS | keys, own=_OWN, has_experts=bool(keys),
-        parts=of_parts, prepared=text_of, renamed=(("model.language_model.", "model."),), skipped=_STARTS,
+        parts=of_parts, prepared=text_of, rounded_lanes=_rounded_lanes, renamed=(("model.language_model.", "model."),),
+        skipped=_STARTS,
     )  # fmt: skip
 
 

@@ -107,7 +107,8 @@ def weight_format(checkpoint: CodedSource, name: str) -> WeightFormat | None:
     said = checkpoint.quantisation
     if said is None or not is_layer_matrix(checkpoint.layouts, name) or (said.is_of_experts and EXPERTS not in name):
         return None
-    return None if checkpoint.names[name].name.removesuffix(".weight") in said.ignored else said.form
+    module = checkpoint.names[name].name.partition("[")[0].removesuffix(".weight")
+    return None if said.leaves_out(module) else said.form
 
 
 def lane_codes(checkpoint: CodedSource, name: str, lane: int, *, may_split: bool = False) -> CodedMatrix:

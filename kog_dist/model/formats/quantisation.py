@@ -6,7 +6,11 @@ products take them as they are.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
+from functools import lru_cache
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError
@@ -35,8 +39,10 @@ Raw = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """`method` as published. `ignored`: modules that are not quantised, where there are no files to tell.
+    """`method` as published. `ignored`: modules that are not quantised, where there are no files to tell: names, parts of names,
+    and regular expressions behind "re:".
 
+    `others`: as `form`, but with groups of other sizes, which some matrices have; their scales tell.
     `is_of_experts`: experts alone are quantised, as `stacked_experts` says.
     Files may have another type of scales than `form.scale`, and columns in order although `form.is_ordered`.
     """
@@ -46,9 +52,14 @@ class Quantisation:
     storage: Storage
     ignored: tuple[str, ...] = ()
     is_of_experts: bool = False
+    others: tuple[WeightFormat, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         return f"{self.form.without_scales} ({self.method})"
+
+    def leaves_out(self, module: str) -> bool:
+        """Whether `ignored` names a module, or what it is in."""
+        return any(_names_module(rule, module) for rule in self.ignored)
 
     @property
     def lane_columns(self) -> int:
@@ -56,7 +67,9 @@ class Quantisation:
 
         Of gpt-oss's experts half a group: 2,880 columns are 90 groups, and 4 lanes of 22 and a half.
         """
-        return self.form.block_columns // 2 if self.is_of_experts else self.form.block_columns or 1
+        if self.is_of_experts:
+            return self.form.block_columns // 2
+        return math.lcm(*(form.block_columns or 1 for form in (self.form, *self.others)))
 
 
 def read_quantisation(config: Raw) -> Quantisation | None:
@@ -169,7 +182,8 @@ def _gptq(raw: Raw) -> Quantisation:
         raise ConfigError(f"{KEY}: checkpoint_format {short(version)} is not supported; supported: gptq, gptq_v2")
     is_ordered = raw.get("desc_act") is True and not raw.get("static_groups")
     form = WeightFormat("INT4", 1, _group(raw, "group_size"), "F16", has_zeros=True, is_ordered=is_ordered)
-    return Quantisation("gptq", form, GptqStorage(less))
+    ignored = [f"re:{rule.removeprefix(_NOT)}" for rule in raw.get("dynamic") or {} if rule.startswith(_NOT)]
+    return Quantisation("gptq", form, GptqStorage(less), tuple(ignored))
 
 
 def _mxfp4(raw: Raw) -> Quantisation:
@@ -184,9 +198,14 @@ def _compressed_tensors(raw: Raw) -> Quantisation:
         raise ConfigError(f"{KEY}: quantization_status {short(raw['quantization_status'])} is not supported; save it compressed")
     ignored = _names(raw, "ignore")
     found = [_scheme(group, group.get("format") or raw.get("format"), ignored) for group in groups.values()]
-    if any(other != found[0] for other in found):
-        raise ConfigError(f"{KEY}: config_groups have {len(found)} schemes, {found[0]} and others; supported: one for all")
-    return found[0]
+    first, others = found[0], tuple(dict.fromkeys(other.form for other in found if other != found[0]))
+    for other in found:
+        if other != replace(first, form=other.form) or other.form != replace(first.form, block_columns=other.form.block_columns):
+            raise ConfigError(
+                f"{KEY}: config_groups have {len(found)} schemes, {first} and others; supported: one for all, or groups of other "
+                "sizes"
+            )
+    return replace(first, others=others)
 
 
 def _scheme(group: Raw, kind: object, ignored: tuple[str, ...]) -> Quantisation:
@@ -257,7 +276,7 @@ def _check_packing(raw: Raw, method: str) -> None:
     if not isinstance(rules, Mapping):
         raise ConfigError(f"{KEY}: dynamic {short(rules)} must be an object")
     for pattern, changes in rules.items():
-        if pattern.startswith("-:"):
+        if pattern.startswith(_NOT):
             continue  # modules that are not quantised: the files say so as well
         other = [key for key in _OF_A_MODULE if isinstance(changes, Mapping) and changes.get(key, raw.get(key)) != raw.get(key)]
         if other or not isinstance(changes, Mapping):
@@ -268,6 +287,8 @@ def _check_packing(raw: Raw, method: str) -> None:
         raise ConfigError(f"{KEY}: pack_dtype {short(raw['pack_dtype'])} is not supported; supported: int32")
 
 
+_NOT: Final = "-:"  # in front of a rule for modules that are not quantised
+_REGEX: Final = "re:"
 _OF_A_MODULE: Final = ("bits", "group_size", "desc_act", "static_groups", "pack_dtype", "format", "checkpoint_format")
 
 
@@ -283,6 +304,22 @@ def _block(value: object, key: str) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(v) is int and 1 <= v <= _MAX_BLOCK for v in value):
         raise ConfigError(f"{KEY}: {key} must be rows and columns of a block, got {short(value)}")
     return value[0], value[1]
+
+
+# What is read of a regular expression: names, dots, and at most four of what stands for any text.
+_READ_REGEX: Final = re.compile(r"\^?(?:[A-Za-z0-9_-]|\\?\.|\.[*+]|\\d\+|\[0-9\]\+){1,256}\$?")
+_MOST_WILD: Final = 4
+
+
+@lru_cache(4096)
+def _names_module(rule: str, module: str) -> bool:
+    """Of an expression that is not read: no. Where there are files, they tell."""
+    if not rule.startswith(_REGEX):
+        return f".{rule}." in f".{module}."
+    pattern = rule.removeprefix(_REGEX)
+    if _READ_REGEX.fullmatch(pattern) is None or pattern.count("*") + pattern.count("+") > _MOST_WILD:
+        return False
+    return re.match(pattern, module) is not None
 
 
 def _names(raw: Raw, *keys: str) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ def _matrix(
     quantisation: Quantisation, module: str, shape: tuple[int, ...], place: Mapping[str, SafetensorsFile]
 ) -> QuantisedMatrix:
     """The tensors of a module, found as its format wants them."""
-    storage, form = quantisation.storage, quantisation.form
+    storage, form = quantisation.storage, _form_of(quantisation, module, shape, place)
     file = place[f"{module}.{storage.codes}"]
     try:
         expected = storage.expected(form, *shape)
@@ -148,6 +148,20 @@ def _matrix(
     scale = pieces["scales"].tensor.dtype
     found = replace(form, scale=scale if scale in FLOAT_SCALES else "E8M0", is_ordered=_is_ordered(form, pieces, shape[1]))
     return QuantisedMatrix(found, storage, pieces)
+
+
+def _form_of(
+    quantisation: Quantisation, module: str, shape: tuple[int, ...], place: Mapping[str, SafetensorsFile]
+) -> WeightFormat:
+    """Of several the one whose scales the file has; else the first, to be refused if it is not as that says."""
+    for form in (quantisation.form, *quantisation.others) if quantisation.others else ():
+        try:
+            wanted = quantisation.storage.expected(form, *shape)["scales"]
+        except ValueError:
+            continue
+        if any((name := f"{module}.{end}") in place and place[name].tensors[name].shape in wanted.shapes for end in wanted.ends):
+            return form
+    return quantisation.form
 
 
 def _is_ordered(form: WeightFormat, pieces: Pieces, columns: int) -> bool:

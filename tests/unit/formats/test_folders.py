@@ -363,7 +363,7 @@ def packed(**weights: Any) -> dict[str, Any]:
         (packed(dynamic=True), "dynamic weights"),
         (packed(strategy="tensor"), "strategy 'tensor' of pack-quantized"),
         (
-            PACKED | {"config_groups": PACKED["config_groups"] | {"b": packed(group_size=64)["config_groups"]["group_0"]}},
+            PACKED | {"config_groups": PACKED["config_groups"] | {"b": packed(symmetric=False)["config_groups"]["group_0"]}},
             "config_groups have 2 schemes",
         ),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {}}}, "has no weights"),
