@@ -1,4 +1,4 @@
-"""Nine published chat templates in their essentials, with the tokens that their vocabularies have for tags, and an answer of
+"""Ten published chat templates in their essentials, with the tokens that their vocabularies have for tags, and an answer of
 each: a thought, and two calls in the model's own form.
 """
 
@@ -72,6 +72,84 @@ OPEN_THOUGHT = "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else 
 def chatml(how: str, thought: str, call: str, opening: str) -> str:
     return CHATML.replace("HOW", how).replace("THOUGHT", thought).replace("CALL", call).replace("OPENING", opening)
 
+
+# How Qwen3.5 and later do it: parts of a message, the last question, thoughts before it left out, and refusals of their own.
+QWEN35 = """\
+{%- macro shown(content, is_system=false) %}
+{%- if content is string %}{{ content }}
+{%- elif content is iterable and content is not mapping %}
+{%- for item in content %}
+{%- if item.type == 'image' or 'image' in item or 'image_url' in item %}
+{%- if is_system %}{{ raise_exception('A system message has no images.') }}{% endif %}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif 'text' in item %}{{ item.text }}
+{%- else %}{{ raise_exception('Of an unknown type.') }}{% endif %}
+{%- endfor %}
+{%- elif content is not none and content is not undefined %}{{ raise_exception('Of an unknown type.') }}{% endif %}
+{%- endmacro %}
+{%- if not messages %}{{ raise_exception('There are no messages.') }}{% endif %}
+{%- if tools and tools is iterable and tools is not mapping %}<|im_start|>system
+# Functions
+
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+
+HOW
+{%- if messages[0].role == 'system' and shown(messages[0].content, true) | trim %}
+
+{{ shown(messages[0].content, true) | trim }}{% endif %}<|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ shown(messages[0].content, true) | trim }}<|im_end|>
+{% endif %}
+{%- set ns = namespace(seeks=true, last=messages | length - 1) %}
+{%- for message in messages[::-1] %}
+{%- if ns.seeks and message.role == 'user' %}
+{%- set asked = shown(message.content) | trim %}
+{%- if not (asked.startswith('<tool_response>') and asked.endswith('</tool_response>')) %}
+{%- set ns.seeks = false %}{% set ns.last = messages | length - 1 - loop.index0 %}{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if ns.seeks %}{{ raise_exception('Nobody asks anything.') }}{% endif %}
+{%- for message in messages %}
+{%- set content = shown(message.content) | trim %}
+{%- if message.role == 'system' %}
+{%- if not loop.first %}{{ raise_exception('A system message is the first.') }}{% endif %}
+{%- elif message.role == 'user' %}<|im_start|>user
+{{ content }}<|im_end|>
+{% elif message.role == 'assistant' %}
+{%- set thought = '' %}
+{%- if message.reasoning_content is string %}{% set thought = message.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1] %}{% set content = content.split('</think>')[-1] %}{% endif %}
+{{- '<|im_start|>assistant\n' }}
+{%- if loop.index0 > ns.last %}{{ '<think>\n' ~ (thought | trim) ~ '\n</think>\n\n' ~ (content | trim) }}
+{%- else %}{{ content | trim }}{% endif %}
+{%- if message.tool_calls and message.tool_calls is iterable and message.tool_calls is not mapping %}
+{%- for call in message.tool_calls %}
+{%- set call = call.function if call.function is defined else call %}
+{{- ('\n\n' if loop.first and content | trim else '' if loop.first else '\n') ~ '<tool_call>\n<function=' ~ call.name ~ '>\n' }}
+{%- if call.arguments is defined %}
+{%- for key, value in call.arguments | items %}
+{{- '<parameter=' ~ key ~ '>\n' }}
+{%- set text = value | tojson | safe if value is mapping or (value is sequence and value is not string) else value | string %}
+{{- text ~ '\n</parameter>\n' }}
+{%- endfor %}
+{%- endif %}
+{{- '</function>\n</tool_call>' }}
+{%- endfor %}
+{%- endif %}<|im_end|>
+{% elif message.role == 'tool' %}
+{%- if loop.previtem and loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}
+<tool_response>
+{{ content }}
+</tool_response>
+{%- if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>
+{% endif %}
+{%- else %}{{ raise_exception('Of an unknown role.') }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{{ '<think>\n\n</think>\n\n' if enable_thinking is defined and enable_thinking is false else '<think>\n' }}
+{%- endif %}"""
 
 LLAMA = """\
 {{- '<|begin_of_text|><|start_header_id|>system<|end_header_id|>' }}
@@ -197,6 +275,11 @@ FAMILIES = {
     "Qwen3.6": Published(
         chatml(XML_HOW, THOUGHT, XML_CALL, OPEN_THOUGHT), CHAT_MARKS, QWEN_TAGS, XML_CALLS,
         "<function=weather>\n<parameter=town>\nKöln\n</parameter>", begin="",
+    ),
+    "Qwen3.5": Published(
+        QWEN35.replace("HOW", XML_HOW), (*CHAT_MARKS, "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"), QWEN_TAGS,
+        XML_CALLS,
+        "<function=weather>\n<parameter=town>\nKöln\n</parameter>\n<parameter=days>\n2\n</parameter>", begin="",
     ),
     "Llama 3.1": Published(
         LLAMA, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"), (),

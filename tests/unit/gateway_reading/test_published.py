@@ -1,4 +1,4 @@
-"""Conversations of nine families through the HTTP service: a thought and two calls, then what came of them and an answer."""
+"""Conversations of ten families through the HTTP service: a thought and two calls, then what came of them and an answer."""
 
 from __future__ import annotations
 
@@ -124,6 +124,93 @@ def test_the_same_as_a_response(talk: Talk) -> None:
     streamed = events[-1]["response"]["output"]
     assert [item["type"] for item in streamed] == ["reasoning", "function_call", "function_call"]
     assert [item.get("arguments") for item in streamed] == [item.get("arguments") for item in response["output"]]
+
+
+def anthropic_blocks(http: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The content of a message; streamed it is the same."""
+    whole: list[dict[str, Any]] = http.post("/v1/messages", json=body).raise_for_status().json()["content"]
+    found: list[dict[str, Any]] = []
+    for line in http.post("/v1/messages", json=body | {"stream": True}).raise_for_status().text.splitlines():
+        event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
+        if event.get("type") == "content_block_start":
+            found.append(event["content_block"] | ({"input": ""} if event["content_block"]["type"] == "tool_use" else {}))
+        elif event.get("type") == "content_block_delta":
+            for kind, key in (("text", "text"), ("thinking", "thinking"), ("partial_json", "input")):
+                if kind in event["delta"]:
+                    found[event["index"]][key] += event["delta"][kind]
+    for block in found:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block["input"])
+    told = [{key: value for key, value in block.items() if key not in ("id", "signature")} for block in (*found, *whole)]
+    assert told[: len(found)] == told[len(found) :]
+    return whole
+
+
+def test_the_same_as_a_message_of_anthropics(talk: Talk) -> None:
+    """Then with the thought left out."""
+    family = talk.family
+    talk.says = f"{family.begin}Two things.{family.end}{family.calls}"
+    tools = [{"name": tool["name"], "description": "x", "input_schema": tool["parameters"]} for tool in (WEATHER, CLOCK)]
+    body = {"model": "default", "max_tokens": 500, "messages": [QUESTION], "tools": tools}
+    thinks = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}
+    thought, *calls = anthropic_blocks(talk.http, body | thinks)
+    assert (thought["type"], thought["thinking"]) == ("thinking", "Two things.")
+    assert [(call["name"], call["input"]) for call in calls] == CALLED
+    if "nine characters" in family.template:
+        return  # it refuses ids that are as long as Anthropic's
+    results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "Mild."} for call in calls]
+    talk.says = "Yes." if "enable_thinking" in family.template else f"{family.begin}x{family.end}Yes."
+    if family.begin.startswith("<|channel|>"):
+        talk.says = "<|channel|>final<|message|>Yes."
+    messages = [QUESTION, {"role": "assistant", "content": [thought, *calls]}, {"role": "user", "content": results}]
+    answer = anthropic_blocks(talk.http, body | {"messages": messages, "thinking": {"type": "disabled"}})
+    assert [block["text"] for block in answer if block["type"] == "text"] == ["Yes."]
+
+
+def test_the_same_as_a_chat_of_ollamas(talk: Talk) -> None:
+    """Streamed and whole; then with the thought left out."""
+    family = talk.family
+    talk.says = f"{family.begin}Two things.{family.end}{family.calls}"
+    body = {"model": "default", "messages": [QUESTION], "tools": TOOLS, "think": True}
+    for stream in (False, True):
+        text = talk.http.post("/api/chat", json=body | {"stream": stream}).raise_for_status().text
+        parts = [json.loads(line)["message"] for line in text.splitlines()]
+        assert "".join(part.get("thinking") or "" for part in parts) == "Two things."
+        calls = [call["function"] for part in parts for call in part.get("tool_calls") or ()]
+        assert [(call["name"], call["arguments"]) for call in calls] == CALLED
+        assert not "".join(part["content"] for part in parts)
+    if "enable_thinking" in family.template:
+        talk.says = "Yes."
+        answer = talk.http.post("/api/chat", json=body | {"think": False, "stream": False}).raise_for_status().json()["message"]
+        assert (answer["content"], answer.get("thinking")) == ("Yes.", None)
+
+
+PICTURE = "iVBORw0KGgo="
+WITH_PICTURES: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/chat/completions",
+        {
+            "content": [
+                {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}},
+                {"type": "text", "text": "?"},
+            ]
+        },
+    ),
+    (
+        "/v1/messages",
+        {"content": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PICTURE}}]},
+    ),
+    ("/api/chat", {"content": "?", "images": [PICTURE]}),
+]
+
+
+@pytest.mark.parametrize(("path", "message"), WITH_PICTURES, ids=[path for path, _ in WITH_PICTURES])
+def test_pictures_are_refused_with_the_reason(talk: Talk, path: str, message: dict[str, Any]) -> None:
+    before = len(talk.engine.received)
+    answer = talk.http.post(path, json={"model": "default", "max_tokens": 8, "messages": [{"role": "user", **message}]})
+    assert answer.status_code == 400
+    assert "text" in json.dumps(answer.json()["error"])
+    assert len(talk.engine.received) == before
 
 
 def test_calls_in_a_thought_are_thoughts(talk: Talk) -> None:
