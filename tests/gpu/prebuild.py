@@ -2,8 +2,8 @@
 
 A group is `name:numbers of GPUs`, with a name of `models` or of bench/kernel/shapes.py, or `name/FORMAT:numbers` for a KV cache
 in another format than bfloat16. `kernel.name:numbers` is what decoding and reading the weights alone need, without prefill;
-`drafts.name:1` what an engine needs that drafts. What is not foreseen here the step builds itself, one after the other: it only
-takes longer.
+`drafts.name:1` what an engine needs that drafts, and what measures its passes. What is not foreseen here the step builds
+itself, one after the other: it only takes longer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
-from kog_dist.workers.cuda.draft_builds import drafting_shape
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kernel_shape import PASS_TOKENS, KernelShape
 from kog_dist.workers.cuda.monokernel import stream_cubin
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import hopper_attention as attention
@@ -76,6 +75,10 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
         yield from ((TINY_WITH_EXPERTS, {"checks_experts": checks}) for checks in (False, True))
     elif group in (others := {"2b": laneformer_2b(), "tiny": TINY_ON_GPUS}):
         yield others[group], {}
+    elif group == "passes":
+        from tests.gpu.test_passes import options_of_builds
+
+        yield from ((one.pop("spec"), one) for one in options_of_builds())
     elif group == "forms":
         from tests.gpu.test_quantised import FORMS, SPECS
 
@@ -90,10 +93,12 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
 def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     spec, layout = shape.spec, CacheLayout.of(shape)
     if group.startswith(_DRAFTS):
-        yield from (partial(build, headers(one), PLAIN_SOURCE) for one in (replace(shape, drafts=True), drafting_shape(shape)))
+        of_passes = [replace(shape, tokens=tokens) for tokens in PASS_TOKENS]
+        yield from (partial(build, headers(one), PLAIN_SOURCE) for one in (replace(shape, drafts=True), *of_passes))
+        yield from (partial(stream_cubin, one) for one in of_passes)
     if shape.num_ranks > 1:
         yield partial(exchange_cubin, shape.num_ranks)
-    if group in ("benchmarks", "forms") or group.startswith(_KERNEL) or misfit(spec, shape.coding):
+    if group in ("benchmarks", "forms", "passes") or group.startswith(_KERNEL) or misfit(spec, shape.coding):
         yield partial(build, headers(shape), PLAIN_SOURCE)
         if group.startswith(_KERNEL):
             yield partial(stream_cubin, shape)

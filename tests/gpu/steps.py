@@ -166,7 +166,7 @@ def _passes_of(name: str, per_pass: int) -> Step:
     arguments = (
         f"latency --random --spec {name}@{_PASS_CONTEXT} --lanes {_lanes(name)} --contexts 512,8000 --pass-tokens {per_pass}"
     )
-    return _bench(1, 20, 120, arguments, _TABLE, group="drafts")
+    return _bench(1, 20, 120, arguments, _TABLE, f"drafts.{name}@{_PASS_CONTEXT}:1", group="drafts")
 
 
 def _chains_of(name: str) -> Step:
@@ -177,7 +177,7 @@ STEPS = {
     # ---- one GPU ----
     "monokernel": _tests(1, 45, 200, "test_monokernel", builds="one_gpu:1"),
     "monokernel_2b": _tests(1, 85, 240, "test_monokernel_2b", builds="benchmarks:1"),
-    "passes": _tests(1, 100, 300, "test_passes"),
+    "passes": _tests(1, 100, 300, "test_passes", builds="passes:1 drafts.qwen3-0.6b@1536:1"),
     "prefill": _tests(1, 200, 360, "test_prefill", builds="one_gpu:1 2b:1"),
     "attention": _tests(1, 10, 100, "test_prefill_attention"),
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),

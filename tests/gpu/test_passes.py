@@ -40,7 +40,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 NUM_PROMPT, NUM_FED, NUM_TOKENS = 500, 30, 64  # the first positions of the cache are empty
 WRONG = (range(0), (3, 4, 9, 15, 16, 17, 18, 30, 63), range(NUM_TOKENS))  # drafts that are
+DRAFTING = ("llama-3.2-1b", "qwen3-0.6b, fp8", "qwen2.5-0.5b", "windows")
+MEASURED = {"spec": named_shape(f"llama-3.2-1b@{4 * MEASURED_POSITION}")[0]}
 SAMPLINGS = {"greedy": SamplingParams(), "seeded": SamplingParams(temperature=0.7, seed=3)}
+
+
+def options_of_builds() -> Iterator[dict[str, Any]]:
+    """Of KernelShape, for all that these tests build but the engine."""
+    for options in SHAPES.values():
+        yield from ({**options, "tokens": tokens} for tokens in (1, 2, 4))
+    for name in DRAFTING:
+        yield from ({**SHAPES[name], "keeps_hashes": True, **of_build} for of_build in ({}, {"drafts": True}, {"tokens": 4}))
+    yield from ({**MEASURED, **of_build} for of_build in ({}, {"drafts": True}, {"tokens": 4}))
 
 
 def shape_of(name: str, **options: Any) -> KernelShape:
@@ -103,7 +114,7 @@ def drafted_answer(kernel: Monokernel, sampling: SamplingParams, prediction: Seq
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b, fp8", "qwen2.5-0.5b", "windows"])
+@pytest.mark.parametrize("name", DRAFTING)
 def test_builds_that_take_turns_give_the_answer_of_plain_decoding(name: str, sampling: str) -> None:
     """Tokens and, by hashes, scores; a plain request between two with drafts is as it ever was."""
     shape = shape_of(name, keeps_hashes=True)
@@ -124,8 +135,7 @@ def test_builds_that_take_turns_give_the_answer_of_plain_decoding(name: str, sam
 
 
 def test_measuring_changes_no_answer() -> None:
-    shape = KernelShape(spec := named_spec(f"llama-3.2-1b@{4 * MEASURED_POSITION}"), range(spec.num_lanes))
-    kernel = kernel_of(shape, drafts=True)
+    kernel = kernel_of(KernelShape(MEASURED["spec"], range(MEASURED["spec"].num_lanes)), drafts=True)
     tokens, _, _ = answer(kernel, SamplingParams())
     costs = kernel.measure_drafts()
     print(f"\na pass of four tokens costs {costs.extra:.3f} of one more, its edges {costs.edge:.3f}")
@@ -153,7 +163,7 @@ WITHOUT = ("penalties", "log-probabilities", "digests")  # that have no drafts
 @pytest.fixture(scope="module")
 def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense")
-    write_published(folder, {**DENSE["qwen3-0.6b"], "num_hidden_layers": 4, "max_position_embeddings": ENGINE_CONTEXT})
+    write_published(folder, {**DENSE["qwen3-0.6b"], "max_position_embeddings": ENGINE_CONTEXT})
     return folder
 
 
