@@ -253,17 +253,17 @@ def _bytes_by_use(checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool, 
     from kog_dist.workers.prefill.model.memory import prefill_bytes
 
     spec = checkpoint.spec
-    norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.final_norm_lanes)
+    norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.head.norm_lanes)
     rope = 4 * spec.max_context * spec.head_dim
     of_qkv = spec.num_layers * shape.num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
     of_qkv += spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0
     experts = {} if shape.experts is None else {"experts": shape.experts.num_bytes}
     uses = {
-        "tape": 2 * shape.weight_words,
+        "tape": 2 * shape.tape.weight_words,
         **experts,
         "tables": 2 * (spec.vocab_size * spec.hidden_size + norms + of_qkv) + rope,
         "cache": shape.cache.num_bytes,
-        "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))),
+        "words": 8 * (shape.words.num_words + sum(box.num_words for box in place(shape.words.boxes.specs(), shape.num_ranks))),
     }
     if drafts:
         uses["drafts"] = draft_bytes(shape)

@@ -25,8 +25,8 @@ def make_silent(kernel: Monokernel, cta: int) -> None:
     from kog_dist.cuda.build import build
     from kog_dist.cuda.driver import Kernel
     from kog_dist.workers.cuda.build import PLAIN_SOURCE, device_sources
-    from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES
     from kog_dist.workers.cuda.monokernel import KERNEL_NAME
+    from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
     sources = with_silent_cta({**device_sources(), **headers(kernel.shape)}, cta)
     kernel._kernel = Kernel(build(sources, PLAIN_SOURCE).path, KERNEL_NAME, SHARED_BYTES)

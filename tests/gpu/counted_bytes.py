@@ -1,6 +1,6 @@
 """Bytes of memory that a token reads, as Nsight Compute counts them: `python -m tests.gpu.counted_bytes SHAPE...`, one GPU.
 
-Beside them what `KernelShape.read_bytes` says of the weights, and `kv_bytes_read` of keys and values. What else a token reads is
+Beside them what `TapeShape.read_bytes` says of the weights, and `kv_bytes_read` of keys and values. What else a token reads is
 small: an embedding, norms, biases, scales that lie behind the tapes.
 
 Each shape has a process of its own (`--run`) under `ncu`: one launch of the monokernel warms up, the next one is counted. One
@@ -53,7 +53,7 @@ def decode(name: str) -> dict[str, Any]:
         token_times_us(kernel, CONTEXT, TOKENS)
     kernel.close()
     kv_bytes = sum(kv_bytes_read(shape, CONTEXT + step) for step in range(TOKENS))
-    return {"weight_bytes": TOKENS * shape.read_bytes, "kv_bytes": kv_bytes, "gpu": gpu_name()}
+    return {"weight_bytes": TOKENS * shape.tape.read_bytes, "kv_bytes": kv_bytes, "gpu": gpu_name()}
 
 
 def counted(log: str) -> int:

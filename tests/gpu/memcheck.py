@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kog_dist.bench.kernel.stream import stream_us
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
@@ -64,7 +65,7 @@ def main() -> None:
         kernel.begin(prompt[:1], 1, SamplingParams(), first_position=0)
         kernel.launch(1)
         kernel.finish()
-        kernel.stream_us(2)
+        stream_us(kernel, 2)
         print(f"{name}: {len(tokens)} and {len(at_the_end)} tokens", flush=True)
     shape = SHAPES["8 lanes"]
     kernel = Monokernel(shape, random_weights(shape, 1), wait_limit_us=200_000)

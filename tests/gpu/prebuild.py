@@ -21,6 +21,7 @@ from typing import Any
 
 from kog_dist.bench.fakes.tiny_model import TINY_ON_GPUS, TINY_WITH_EXPERTS
 from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.kernel.stream import stream_cubin
 from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.collectives.cuda_kernels import exchange_cubin
 from kog_dist.decode.coding import Coding
@@ -29,7 +30,6 @@ from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import PASS_TOKENS, KernelShape
-from kog_dist.workers.cuda.monokernel import stream_cubin
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import hopper_attention as attention
 from kog_dist.workers.prefill.attention.choice import heads_of
@@ -116,7 +116,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
         if spec.experts is not None:
             yield partial(compiled.build, "experts", experts_header(shape))
         if shape.coding is not None and spec.experts is None:
-            yield partial(compiled.build, "expand", expand_header(shape.coding, shape.scale_rows))
+            yield partial(compiled.build, "expand", expand_header(shape.coding, shape.tape.scale_rows))
         if is_multiplied_on_tape(shape):
             yield partial(compiled.build, "tape", tape_header(shape))
         yield from _attention_and_sums(shape)

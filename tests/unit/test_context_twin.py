@@ -17,13 +17,15 @@ import numpy as np
 import pytest
 import torch
 
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.kv_formats import INT4_KEY_LEVELS, INT4_VALUE_LEVELS, KV_FORMATS, _rotated, encode_int4, rotation_factors
 from kog_dist.model.kv_oracle import KvForm
 from kog_dist.model.laneformer import KvCache, Laneformer, LaneLayer
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import NEAR_CONTEXT, KernelShape
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.published import Published, Words
+from kog_dist.workers.cuda.ring_shape import NEAR_CONTEXT
 from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from tests.sweeps import cases
@@ -94,7 +96,7 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
     found: list[dict[int, bytes]] = []
     has_two_sets = num_heads > 4
     for whole_windows in (False, True) if RUNS_ALL or not has_two_sets else (False,):
-        shape = KernelShape(
+        shape = TrialShape(
             spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, partition_batches=PARTS[head_dim],
             kv_dtype=kv_dtype, whole_windows=whole_windows,
         )  # fmt: skip
@@ -129,7 +131,7 @@ def logits_behind(
             layout.store(cache, layer, gone, keys[gone:first], values[gone:first])
         before[first] = cache
         cache.tofile(folder / f"kv.{first}.bin")
-    command = ["./context", ".", str(shape.cache.num_bytes), str(shape.num_words), str(STEPS), str(LIMIT_US), *map(str, firsts)]
+    command = ["./context", ".", *map(str, (shape.cache.num_bytes, shape.words.num_words, STEPS, LIMIT_US, *firsts))]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"ended with {done.returncode} (6: two threads had to do with one row; see context.cpp)"
     for number, first in enumerate(firsts):
@@ -183,7 +185,7 @@ def on_their_side(new: Array, found: Array, exact: Array, levels: int) -> Array:
 
 def check_later_parts(shape: KernelShape, words: Words, first: int, number: int) -> None:
     """Parts that the context has not come to have the tag of the last step, and nothing in them. `number`: of the start."""
-    epoch, first_full = (number + 1) * STEPS - 1, shape.full_layers[0]
+    epoch, first_full = (number + 1) * STEPS - 1, shape.cache.full_layers[0]
     published, tag = Published(shape, words, epoch), (epoch * (shape.spec.num_layers + 1) + first_full + 1) & 0xFFFF
     num_used = (first + STEPS - 1) // (16 * shape.cache.batches_of_partition * shape.splits) + 1
     published._tag = tag

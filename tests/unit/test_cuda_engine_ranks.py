@@ -59,7 +59,7 @@ class RankKernel(ScriptedKernel):
         self.chunks: list[int] = []
         self.ended = True
         self.has_invalid_streams = False  # as prefill leaves them when it gives up: launches behind it do nothing
-        first, last = shape.vocab_rows
+        first, last = shape.head.vocab_rows
         self.logits: Any = _Slice(self, first, last)
         self.stream: Any = SimpleNamespace(record=self._record, synchronize=lambda: None)
 

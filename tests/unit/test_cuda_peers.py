@@ -29,7 +29,8 @@ def test_slices_of_other_lengths_and_every_choice_arrive(monkeypatch: pytest.Mon
     whole = np.array([0.0, -0.0, np.inf, -np.inf, *np.linspace(-1.0, 1.0, 9)], np.float32)
     whole[7] = np.uint32(0x7FC12345).view(np.float32)  # bits are kept, also of what is no number
     choices = [(0, Finish.NONE), (2**31 - 1, Finish.LENGTH), (70_000, Finish.STOP), (NO_TOKEN, Finish.NO_MASK)]
-    shapes: list[Any] = [SimpleNamespace(vocab_rows=each, boxes=SimpleNamespace(specs=list)) for each in rows]
+    heads, words = (SimpleNamespace(vocab_rows=each) for each in rows), SimpleNamespace(boxes=SimpleNamespace(specs=list))
+    shapes: list[Any] = [SimpleNamespace(head=head, words=words) for head in heads]
     page, meeting = ControlPage.create(len(rows), MAX_CONTEXT), LocalRendezvous.create(len(rows))
     found: dict[int, Any] = {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.kv_formats import KV_FORMATS
@@ -141,7 +142,7 @@ def answer(
     """
     spec = model.spec
     shapes = [
-        KernelShape(
+        TrialShape(
             spec,
             spec.lanes_of_rank(rank, num_ranks),
             model.dtype,
@@ -192,17 +193,17 @@ def answer(
 
 def first_launch_bytes(shape: KernelShape) -> int:
     """Of weights, by `read_bytes`: the prompt, of which the last token alone needs the LM head, and one token more."""
-    head_bytes = 2 * shape.num_head_products * shape.head.num_values * shape.num_ctas
-    return (len(PROMPT) + 1) * shape.read_bytes - (len(PROMPT) - 1) * head_bytes
+    head_bytes = 2 * shape.head.num_products * shape.head.form.num_values * shape.num_ctas
+    return (len(PROMPT) + 1) * shape.tape.read_bytes - (len(PROMPT) - 1) * head_bytes
 
 
 def command_of(shape: KernelShape) -> list[str]:
     """Of decode.cpp, in its folder."""
-    heap_words = sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))
-    return ["./decode", ".", *map(str, (MAX_TOKENS, shape.cache.num_bytes, shape.num_words, heap_words))]
+    heap_words = sum(box.num_words for box in place(shape.words.boxes.specs(), shape.num_ranks))
+    return ["./decode", ".", *map(str, (MAX_TOKENS, shape.cache.num_bytes, shape.words.num_words, heap_words))]
 
 
-def _read_answer(shapes: list[KernelShape], folder: Path) -> tuple[list[int], Any, bytes]:
+def _read_answer(shapes: Sequence[KernelShape], folder: Path) -> tuple[list[int], Any, bytes]:
     """Tokens, logits, and the kernel's hash of all tokens and scores."""
     num_ranks = len(shapes)
     rings = [np.fromfile(folder / f"ring.{rank}.bin", np.uint64).reshape(-1, 2) for rank in range(num_ranks)]
@@ -211,7 +212,7 @@ def _read_answer(shapes: list[KernelShape], folder: Path) -> tuple[list[int], An
     assert states[0]["hash"].all() == shapes[0].keeps_hashes
     assert all((state["hash"] == states[0]["hash"]).all() for state in states)
     logits = [
-        np.fromfile(folder / f"logits.{rank}.bin", np.float32)[: shape.vocab_rows[1] - shape.vocab_rows[0]]
+        np.fromfile(folder / f"logits.{rank}.bin", np.float32)[: shape.head.vocab_rows[1] - shape.head.vocab_rows[0]]
         for rank, shape in enumerate(shapes)
     ]
     tokens = [int(word) & 0xFFFFFFFF for word in rings[0][:MAX_TOKENS, 0]]

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode import lookup
 from kog_dist.decode.pass_drafts import CREDIT, PLACES, PassDrafts
 from kog_dist.decode.ring import Finish
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import Model, build_twin, command_of, decode_sources, twin_sources
 from tests.unit.test_passes_twin import DENSE, arrays_of
@@ -58,7 +58,7 @@ class Build:
     """A program in a folder."""
 
     def __init__(self, model: Model, folder: Path, **options: Any) -> None:
-        self.shape = KernelShape(
+        self.shape = TrialShape(
             model.spec, range(model.spec.num_lanes), max_ctas=2, copies=2, max_slots=6, keeps_hashes=True, **options
         )  # fmt: skip
         self.folder = folder
@@ -168,7 +168,7 @@ def test_builds_that_take_turns_give_the_answer_of_plain_decoding(
 def test_the_kernel_looks_up_and_decides_as_is_defined(per_pass: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In answers that are known, which repeat themselves, the prompt, and predictions that are more or less right."""
     monkeypatch.setattr(lookup, "_LOOKED_AT", 10**6)
-    shape = KernelShape(SPEC, range(1), max_ctas=2, copies=2, max_slots=6, tokens=4)
+    shape = TrialShape(SPEC, range(1), max_ctas=2, copies=2, max_slots=6, tokens=4)
     build_twin("lookups", twin_sources(headers(shape)), tmp_path)
     cases, all_wanted = list[int](), list[tuple[int, ...]]()
     num_cases = num_small = num_large = num_predicted = 0

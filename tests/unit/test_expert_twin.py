@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.bench.kernel.yardsticks import replaced
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
@@ -153,7 +154,7 @@ def logits_and_choices(model: Model, ids: list[int], monkeypatch: pytest.MonkeyP
 
 
 def waits_name_layer_and_expert(model: Model, folder: Path) -> None:
-    shape = KernelShape(model.spec, range(model.spec.num_lanes), model.dtype, model.dtype, max_ctas=4, copies=2, max_slots=6)
+    shape = TrialShape(model.spec, range(model.spec.num_lanes), model.dtype, model.dtype, max_ctas=4, copies=2, max_slots=6)
     assert shape.experts is not None
     records = []
     for silence in (1, 2, 3):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kog_dist.bench.kernel.shapes import DENSE, MOE, named_shape, named_spec
+from kog_dist.decode.steps import LAYER_OPS
 from kog_dist.errors import ConfigError
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec, laneformer_2b
@@ -71,15 +72,15 @@ def test_the_2b_shape_keeps_twelve_warps_and_dense_ones_have_eight() -> None:
 def test_padding_is_small_and_the_ring_holds_more_than_is_under_way(key: tuple[str, int, int]) -> None:
     shape, spec = SHAPES[key], SPECS[key[:2]]
     lane_values = spec.hidden_size * ((2 * spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim + 3 * spec.lane_ffn)
-    first, last = shape.vocab_rows
+    first, last = shape.head.vocab_rows
     values = spec.num_layers * shape.num_lanes * lane_values + (last - first) * spec.hidden_size
-    assert values <= shape.num_ctas * shape.tape_values <= values * (1 + MORE_PADDING.get(key[:2], MOST_PADDING))
+    assert values <= shape.num_ctas * shape.tape.num_values <= values * (1 + MORE_PADDING.get(key[:2], MOST_PADDING))
     assert shape.geometry == choose(spec, 128), "K is divided alike on every number of ranks"
-    assert shape.num_pieces * shape.num_slots > shape.in_flight + 1
+    assert shape.ring.num_pieces * shape.ring.num_slots > shape.ring.in_flight + 1
     if shape.geometry is EIGHT_WARPS:
-        ops = shape.layer_ops.values()
+        ops = [shape.ops[op] for op in LAYER_OPS]
         assert (
-            shape.in_flight * max(2 * op.tile_values for op in ops) <= 1.7 * EIGHT_WARPS.in_flight_bytes
+            shape.ring.in_flight * max(2 * op.tile_values for op in ops) <= 1.7 * EIGHT_WARPS.in_flight_bytes
         )  # counted in mean tiles
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.kernel.inspect import LIMITS, Expected, compare, first_suspicious, limited, limited_weights, table
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.sampling import sample
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.published import Published, pair_values
 
 SPEC = ModelSpec(
@@ -52,10 +52,10 @@ class MadeUp:
         write_checkpoint(folder, spec, random_tensors(spec, 2), manifest=False)
         weights = limited_weights(open_checkpoint(folder).rank_weights(range(spec.num_lanes)), num_layers)
         self.spec = limited(spec, num_layers)
-        self.shape = KernelShape(self.spec, range(spec.num_lanes), copies=2, splits=8, partition_batches=1)
+        self.shape = TrialShape(self.spec, range(spec.num_lanes), copies=2, splits=8, partition_batches=1)
         assert self.shape.cache.num_partitions == num_partitions
         self.expected = Expected(self.spec, weights, IDS, "bfloat16")
-        self.words = np.zeros(self.shape.num_words, np.uint64)
+        self.words = np.zeros(self.shape.words.num_words, np.uint64)
         self.tag = (EPOCH * (num_layers + 1) + num_layers) & 0xFFFF
         self.offset = 0
         self._write()
@@ -74,7 +74,7 @@ class MadeUp:
         best = sample(expected.logits, len(IDS) - 1, SamplingParams())
         candidates[best % self.shape.num_ctas] = expected.logits[best].astype(np.float32).view(np.uint32), best
         self._put([value_words(candidates.reshape(-1), EPOCH + 1)] * 2)
-        boxes = self.shape.boxes  # of the build with processors come last
+        boxes = self.shape.words.boxes  # of the build with processors come last
         assert self.offset + 2 * boxes.choice_words + boxes.report_words == len(self.words)
 
     def _put(self, copies: list[Words]) -> None:
@@ -116,8 +116,8 @@ def test_parts_are_read_by_partition(tmp_path: Path) -> None:
     values, sums = (rng.standard_normal((3, count), np.float32) for count in (num_rows * SPEC.head_dim, num_rows))
     made.offset = made.place("Part") + -(-3 * values.shape[1] // 2 // 16) * 16  # of lane 1
     made._put([pair_words(values.reshape(-1), made.tag)])
-    made.offset = made.place("LogSum") + 3 * shape.log_sum_words
-    made._put([np.resize(value_words(row.view(np.uint32), made.tag), shape.log_sum_words) for row in sums])
+    made.offset = made.place("LogSum") + 3 * shape.words.log_sums
+    made._put([np.resize(value_words(row.view(np.uint32), made.tag), shape.words.log_sums) for row in sums])
     for partition in range(3):
         outputs, log_sums = Published(shape, made.words, EPOCH).parts(1, partition)
         assert outputs.num_wrong_tags == log_sums.num_wrong_tags == 0

@@ -109,14 +109,14 @@ class Tapes:
 
     def head(self) -> np.ndarray[Any, Any]:
         """The LM head's rows of the hosted lanes."""
-        shape, (first, last) = self.shape, self.shape.vocab_rows
-        op, columns = shape.head, shape.spec.hidden_size
+        shape, (first, last) = self.shape, self.shape.head.vocab_rows
+        op, columns = shape.head.form, shape.spec.hidden_size
         if shape.spec.head_type is not HeadType.VOCAB_PARALLEL:
-            return np.concatenate([self.next(op, last - first, columns) for _ in range(shape.num_head_products)], axis=1)
+            return np.concatenate([self.next(op, last - first, columns) for _ in range(shape.head.num_products)], axis=1)
         tiles = self._tiles(op)
-        parts = [tiles[:, lane * shape.head_ctas : (lane + 1) * shape.head_ctas] for lane in range(shape.num_lanes)]
-        assert not tiles[:, shape.num_lanes * shape.head_ctas :].any(), "thread blocks without rows"
-        return np.concatenate([unpack(part, op, shape.lane_vocab, columns) for part in parts])
+        parts = [tiles[:, lane * shape.head.num_ctas : (lane + 1) * shape.head.num_ctas] for lane in range(shape.num_lanes)]
+        assert not tiles[:, shape.num_lanes * shape.head.num_ctas :].any(), "thread blocks without rows"
+        return np.concatenate([unpack(part, op, shape.head.lane_vocab, columns) for part in parts])
 
 
 def checkpoint_of(folder: Path, spec: ModelSpec, dtype: str = "bfloat16", *, manifest: bool = True) -> Checkpoint:
@@ -153,11 +153,11 @@ def test_every_word_arrives_in_its_place(tmp_path: Path, variant: str, dtype: st
             layers = [wanted.lanes[lane].layers[i] for lane in (hosted[:1] if spec.shared_norm_scale else hosted)]
             norms.append([[layer.attention_norm for layer in layers], [layer.ffn_norm for layer in layers]])
         head = np.concatenate([wanted.heads[lane] for lane in hosted])
-        lanes = shape.head_lanes
+        lanes = shape.head.lanes
         if spec.head_type is HeadType.LANE:
             head = head[:, lanes[0] * spec.hidden_size : (lanes[-1] + 1) * spec.hidden_size]
         assert np.array_equal(tapes.head(), stored_words(head, dtype))
-        assert tapes.position == shape.tape_values
+        assert tapes.position == shape.tape.num_values
         assert np.array_equal(weights.norms, stored_words(np.array(norms), dtype))
         shares_final = spec.shared_norm_scale or spec.pre_norm_lane_agg
         norm_of = checkpoint.rank_weights(whole).norms
@@ -212,17 +212,17 @@ def packed_products(shape: KernelShape) -> list[tuple[Phase, int, int]]:
         asked.append((phase, layer, lane))
         return np.full((1, 1), len(asked), np.uint16)  # the first value of the first thread block's first tile
 
-    tapes = np.zeros(shape.num_ctas * shape.tape_values, np.uint16)
+    tapes = np.zeros(shape.num_ctas * shape.tape.num_values, np.uint16)
     pack_tape(shape, source, tapes)
     layers = [layer for phase, layer, _ in asked if phase is not Phase.HEAD]
     assert layers == sorted(layers), "a layer's tensors are read together"
     found, position = [], 0
-    while position < shape.tape_values:
+    while position < shape.tape.num_values:
         number = int(tapes[position * shape.num_ctas])
         assert number, f"no product begins at value {position}"
         found.append(asked[number - 1])
         position += shape.ops[found[-1][0]].num_values
-    assert position == shape.tape_values
+    assert position == shape.tape.num_values
     return found
 
 

@@ -282,7 +282,7 @@ def test_a_gpu_reads_little_more_than_the_chosen_experts(name: str) -> None:
     for count in (1, 2, 4):
         shape = KernelShape(spec, spec.lanes_of_rank(0, count), num_ranks=count, **codings)
         # On four a thread block has eleven rows of gpt-oss's QKV, which come in pairs; and every rank reads the router.
-        assert shape.read_bytes * count < (1.04 if count < 4 else 1.1) * PER_TOKEN_MB[name] * 1e6
+        assert shape.tape.read_bytes * count < (1.04 if count < 4 else 1.1) * PER_TOKEN_MB[name] * 1e6
 
 
 @pytest.mark.parametrize(("per_token", "reason"), [(6, "6 experts for each token .1, 2, 4 or 8."), (1, "")])
@@ -316,7 +316,7 @@ def test_a_gpu_reads_quantised_experts_attention_and_little_more(tmp_path: Path)
     assert coding_of(plan_target(settings, needs_weights=False)[0].checkpoint) == codings["coding"] == Coding("E4M3", 1, "BF16")
     values = PER_TOKEN_MB["qwen3-30b-a3b"] * 1e6 / 2
     head = spec.vocab_size * spec.hidden_size
-    read = KernelShape(spec, range(spec.num_lanes), **codings).read_bytes
+    read = KernelShape(spec, range(spec.num_lanes), **codings).tape.read_bytes
     assert values - head < read - 2 * head < 1.05 * (values - head)
 
 

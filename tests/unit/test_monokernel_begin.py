@@ -73,7 +73,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     made._forget_epochs()
     spec = SimpleNamespace(num_layers=12)
     made._draft_builds, made._has_drafts = None, False
-    made.shape = SimpleNamespace(num_ctas=5, num_threads=640, spec=spec, full_layers=(1, 4), tokens=1)  # type: ignore[assignment]
+    cache = SimpleNamespace(full_layers=(1, 4))
+    made.shape = SimpleNamespace(num_ctas=5, num_threads=640, spec=spec, cache=cache, tokens=1)  # type: ignore[assignment]
     made.words, made._begins_at_head, made._processors, made._peers = Memory(4, np.uint64), False, None, b"peers"
     made._kernel, start = Launched(), HeadStart.__new__(HeadStart)  # type: ignore[assignment]
     start._peers, start._num_pairs, start._publisher, start.plain = b"peers", 768, Launched(), Launched()  # type: ignore[assignment]
@@ -211,7 +212,8 @@ def test_a_launch_says_where_everything_is(kernel: Monokernel) -> None:
     of_experts = ("matrices", "router_bias", "gate_up_bias", "down_bias")
     experts = SimpleNamespace(**{name: held() for name in of_experts})
     weights = SimpleNamespace(**{name: held() for name in (*always, *optional)}, experts=experts)
-    kernel.weights, kernel.shape, kernel._limit_us, kernel._tag = weights, SimpleNamespace(vocab_rows=(48, 96)), 1234, 9  # type: ignore[assignment]
+    shape = SimpleNamespace(head=SimpleNamespace(vocab_rows=(48, 96)))
+    kernel.weights, kernel.shape, kernel._limit_us, kernel._tag = weights, shape, 1234, 9  # type: ignore[assignment]
     kernel._drafts = held()
     kernel.kv, kernel.words, kernel._logits, kernel._prompt, kernel._state, kernel._record = (held() for _ in range(6))
     kernel._host, kernel._ring, kernel.trace, kernel.hashes, kernel._choices = held(), held(), None, None, held()
@@ -270,7 +272,7 @@ def test_no_epoch_has_the_tags_of_words_that_were_left_long_ago(
     """Thousands of requests of one token, whose only step is an LM head; then one whose layers read words again."""
     num_tags, last = 1 << 16, num_layers - 1
     spec = SimpleNamespace(num_layers=num_layers)
-    kernel.shape = SimpleNamespace(spec=spec, full_layers=full_layers)  # type: ignore[assignment]
+    kernel.shape = SimpleNamespace(spec=spec, cache=SimpleNamespace(full_layers=full_layers))  # type: ignore[assignment]
 
     def layer_tag(epoch: int, layer: int) -> int:
         return (epoch * (num_layers + 1) + layer + 1) % num_tags
@@ -327,12 +329,12 @@ def test_one_rank_recovers_with_epochs_from_the_beginning(kernel: Monokernel, mo
 
 def heap_with_streams(shape: KernelShape, tag: int, has_come: Callable[[int, int], bool]) -> Any:
     """The heap of a rank in which some copies of last streams have a tag, and the others another one. Their floats are data."""
-    boxes = place(shape.boxes.specs(), shape.num_ranks)
+    boxes = place(shape.words.boxes.specs(), shape.num_ranks)
     words = np.random.default_rng(0).integers(1 << 63, size=sum(box.num_words for box in boxes), dtype=np.uint64)
     for box in (box for box in boxes if box.spec.name == "streams"):
-        lane_words, copy_words = shape.replicas * shape.boxes.stream_copy_words, shape.boxes.stream_copy_words
+        lane_words, copy_words = shape.words.replicas * shape.words.boxes.stream_copy_words, shape.words.boxes.stream_copy_words
         for lane in range(shape.spec.num_lanes):
-            for copy in range(shape.replicas):
+            for copy in range(shape.words.replicas):
                 row = box.row(0, lane // shape.num_lanes) + lane % shape.num_lanes * lane_words + copy * copy_words
                 own = words[row : row + shape.spec.hidden_size // 2]
                 wanted = tag if has_come(lane, copy) else tag + 0x100
@@ -402,7 +404,7 @@ def test_a_wait_for_a_sum_names_product_and_layer(kernel: Monokernel) -> None:
         num_lanes=8, delay=0,
     )  # fmt: skip
     kernel.shape, kernel.rank = KernelShape(spec, range(2, 4), max_ctas=8, num_ranks=4), 1
-    boxes = [box.name for box in kernel.shape.boxes.specs()]
+    boxes = [box.name for box in kernel.shape.words.boxes.specs()]
     for name, slot, what in (
         ("mlp", 2, "the sum of DOWN of layer 2"),
         ("attention", 0, "the sum of OUT of layer 0"),

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources
 
@@ -60,7 +60,7 @@ class Twin:
     """A program for passes of so many tokens."""
 
     def __init__(self, model: Model, tokens: int, folder: Path, options: Mapping[str, Any]) -> None:
-        self.shape = KernelShape(
+        self.shape = TrialShape(
             model.spec,
             range(model.spec.num_lanes),
             max_ctas=5,
@@ -153,7 +153,7 @@ def test_what_passes_of_several_tokens_cannot_do_is_refused_by_name(name: str, o
     spec, codings = named_shape(name)
     hosted = range(spec.num_lanes // options.get("num_ranks", 1))
     with pytest.raises(ConfigError) as raised:
-        KernelShape(spec, hosted, **codings, **options)
+        TrialShape(spec, hosted, **codings, **options)
     assert finding in str(raised.value)
     assert str(raised.value).endswith("use passes of one token")
 

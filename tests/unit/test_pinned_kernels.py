@@ -66,6 +66,16 @@ def numbers_of(name: str, made: object) -> Iterator[str]:
             yield f"{name}.{attribute} = {text}"
 
 
+def numbers_of_all(shape: KernelShape) -> Iterator[str]:
+    """The same of a shape and its members."""
+    members = ("head", "tape", "shared", "ring", "words", "sets", "geometry", "experts")
+    parts = {"shape": shape} | {name: getattr(shape, name) for name in members}
+    parts |= {"boxes": shape.words.boxes, "cache": CacheLayout.of(shape)}
+    for name, made in parts.items():
+        if made is not None:
+            yield from numbers_of(name, made)
+
+
 def numbers_in(header: str) -> Iterator[str]:
     """What a header says of a model: no structs and no instructions."""
     return (
@@ -77,10 +87,7 @@ def lines_of(name: str, rank: int, num_ranks: int, kv_dtype: str) -> Iterator[st
     spec, codings = named_shape(name)
     shape = KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, kv_dtype=kv_dtype, **codings)
     yield f"{name}, rank {rank} of {num_ranks}, {kv_dtype}: {spec}"
-    for part, made in (("shape", shape), ("geometry", shape.geometry), ("boxes", shape.boxes), ("cache", CacheLayout.of(shape))):
-        yield from numbers_of(part, made)
-    if shape.experts is not None:
-        yield from numbers_of("experts", shape.experts)
+    yield from numbers_of_all(shape)
     for header, text in headers(shape).items():
         yield from (f"{header}: {line}" for line in numbers_in(text) if header != "abi.cuh")
     for one in builds(shape, name):
@@ -103,7 +110,7 @@ def of_variant(spec: ModelSpec, num_ranks: int, kv_dtype: str) -> Iterator[str]:
     for rank in sorted({0, num_ranks - 1}):
         shape = KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, kv_dtype=kv_dtype)
         yield f"headers {rank} {digest(repr(headers(shape)))}"
-        yield f"numbers {rank} {digest(repr([*numbers_of('shape', shape), *numbers_of('cache', CacheLayout.of(shape))]))}"
+        yield f"numbers {rank} {digest(repr(list(numbers_of_all(shape))))}"
     yield f"words {digest(repr(list(words_of(shape))))}"
 
 

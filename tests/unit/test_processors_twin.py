@@ -85,8 +85,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
             (folder / file_name).write_text(text)
         for twin in (BOTH_TWINS, Path(__file__).parent / "kccl_twin", Path(__file__).parent / "processors_twin"):
             shutil.copytree(twin, folder, dirs_exist_ok=True)
-        heap_words = sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))
-        sizes = f"#define KOG_TWIN_WORDS {shape.num_words}\n#define KOG_TWIN_HEAP_WORDS {heap_words}\n"
+        heap_words = sum(box.num_words for box in place(shape.words.boxes.specs(), shape.num_ranks))
+        sizes = f"#define KOG_TWIN_WORDS {shape.words.num_words}\n#define KOG_TWIN_HEAP_WORDS {heap_words}\n"
         (folder / "sizes.h").write_text(sizes)
         return build(folder / "processors.cpp", "processors")
 

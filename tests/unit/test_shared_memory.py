@@ -11,7 +11,8 @@ import pytest
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 from tests.unit.cpu_compiler import BOTH_TWINS, build, needs_compiler
 
 TWIN = Path(__file__).parent / "decode_twin"
@@ -43,7 +44,7 @@ def test_shared_memory_is_counted_to_the_last_member(shape: KernelShape, tmp_pat
         (tmp_path / name).write_text(re.sub(r"static_assert\(sizeof\(Shared\).*", "", text) if name == "layout.cuh" else text)
     program = build(tmp_path / "size.cpp", "size", "-O0")
     found = int(subprocess.run([program], capture_output=True, check=True, timeout=20).stdout)
-    per_tile = 16 * shape.num_pieces + 4 * shape.is_packed
-    counted = shape.shared_bytes_besides + shape.ring_bytes + shape.num_slots * per_tile
-    assert found <= counted <= found + 64, shape.is_packed
+    per_tile = 16 * shape.ring.num_pieces + 4 * shape.ring.is_packed
+    counted = shape.shared.bytes_besides + shape.ring.num_bytes + shape.ring.num_slots * per_tile
+    assert found <= counted <= found + 64, shape.ring.is_packed
     assert counted <= SHARED_BYTES

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kog_dist.decode.steps import Phase
+from kog_dist.bench.kernel.trial_shape import TrialShape
+from kog_dist.decode.steps import LAYER_OPS, Phase
 from kog_dist.decode.tape_packing import (
     STEP_COLUMNS,
     OpShape,
@@ -93,21 +94,30 @@ def test_a_matrix_that_is_too_large_is_refused() -> None:
 
 def test_2b_shape_divides_without_rounding_loss() -> None:
     shape = KernelShape(laneformer_2b(), range(8))
-    assert (shape.num_ctas, shape.num_slots) == (128, 10)
-    assert [op.cta_rows for op in shape.layer_ops.values()] == [6, 24, 24, 24]
-    tape_bytes = 2 * shape.tape_values * shape.num_ctas
+    assert (shape.num_ctas, shape.ring.num_slots) == (128, 10)
+    assert [op.cta_rows for op in (shape.ops[name] for name in LAYER_OPS)] == [6, 24, 24, 24]
+    tape_bytes = 2 * shape.tape.num_values * shape.num_ctas
     assert laneformer_2b().bytes_per_token() <= tape_bytes < 1.001 * laneformer_2b().bytes_per_token()
 
 
 def test_few_lanes_have_halves_of_tiles() -> None:
     shapes = [KernelShape(laneformer_2b(), range(num_lanes)) for num_lanes in (1, 2, 4, 8)]
-    assert [(shape.num_pieces, shape.in_flight) for shape in shapes] == [(2, 4), (2, 5), (1, 3), (1, 3)]
-    whole = replace(shapes[0], pieces=1)
-    assert [shape.far_in_flight for shape in (*shapes, replace(shapes[1], pieces_in_flight=5))] == [4, 4, 3, 3, 5]
-    assert (whole.num_pieces, whole.in_flight, whole.num_slots) == (1, 2, shapes[0].num_slots)
-    assert (replace(shapes[3], pieces=2).in_flight, replace(shapes[1], pieces_in_flight=4).in_flight) == (6, 4)
+    assert [(shape.ring.num_pieces, shape.ring.in_flight) for shape in shapes] == [(2, 4), (2, 5), (1, 3), (1, 3)]
+    assert [shape.ring.far_in_flight for shape in shapes] == [4, 4, 3, 3]
+
+
+def test_other_numbers_of_a_ring_can_be_tried() -> None:
+    shapes = [KernelShape(laneformer_2b(), range(num_lanes)) for num_lanes in (1, 2, 8)]
+    whole = TrialShape.of(shapes[0], pieces=1).ring
+    assert (whole.num_pieces, whole.in_flight, whole.num_slots) == (1, 2, shapes[0].ring.num_slots)
+    assert TrialShape.of(shapes[2], pieces=2).ring.in_flight == 6
+    ring = TrialShape.of(TrialShape.of(shapes[1], pieces_in_flight=5), pieces_in_flight=4).ring
+    assert (ring.in_flight, ring.far_in_flight) == (4, 4)
+    assert TrialShape.of(shapes[2], max_slots=8).ring.num_slots == 8 < shapes[2].ring.num_slots
+    assert TrialShape.of(shapes[2], copies=2).words.replicas == 2 < shapes[2].words.replicas
+    assert TrialShape.of(shapes[0], matrix_warps=8).geometry is EIGHT_WARPS
     with pytest.raises(ConfigError, match="ring tiles in 5 pieces"):
-        replace(shapes[0], pieces=5)
+        TrialShape.of(shapes[0], pieces=5)
 
 
 @pytest.mark.parametrize(("head", "columns"), [(HeadType.LANE, 8), (HeadType.VOCAB_PARALLEL, 1)])
@@ -115,9 +125,9 @@ def test_few_lanes_have_halves_of_tiles() -> None:
 def test_all_heads_of_the_2b_shape_divide_alike(head: HeadType, columns: int, world_size: int) -> None:
     spec = replace(laneformer_2b(), head_type=head)
     shape = KernelShape(spec, spec.lanes_of_rank(0, world_size), num_ranks=world_size)
-    assert (shape.num_head_products, shape.head_ctas) == (columns, 128 // shape.num_lanes if columns == 1 else 128)
-    assert 250 // world_size <= shape.head.cta_rows <= 264 // world_size
-    tape_bytes = 2 * shape.tape_values * shape.num_ctas * world_size
+    assert (shape.head.num_products, shape.head.num_ctas) == (columns, 128 // shape.num_lanes if columns == 1 else 128)
+    assert 250 // world_size <= shape.head.form.cta_rows <= 264 // world_size
+    tape_bytes = 2 * shape.tape.num_values * shape.num_ctas * world_size
     assert spec.bytes_per_token() <= tape_bytes < 1.03 * spec.bytes_per_token()
 
 
@@ -128,7 +138,7 @@ def test_every_thread_block_owns_a_row_of_the_residual() -> None:
         owned = shape.ops[Phase.OUT].cta_rows
         assert shape.ops[Phase.DOWN].cta_rows == owned
         assert (shape.num_ctas - 1) * owned < hidden <= shape.num_ctas * owned
-        assert shape.num_ctas * shape.head.cta_rows >= spec.vocab_size
+        assert shape.num_ctas * shape.head.form.cta_rows >= spec.vocab_size
 
 
 def test_models_that_the_kernel_cannot_run_are_refused_by_name() -> None:

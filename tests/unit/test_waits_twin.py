@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.collectives.mailbox import place
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import build_twin, twin_sources
 
@@ -33,10 +33,10 @@ ASKED = {
 
 
 def test_every_wait_looks_at_every_bit_of_every_tag(tmp_path: Path) -> None:
-    shape = KernelShape(SPEC, range(1), num_ranks=2, max_ctas=48, copies=2, max_slots=6)
+    shape = TrialShape(SPEC, range(1), num_ranks=2, max_ctas=48, copies=2, max_slots=6)
     build_twin("waits", twin_sources(headers(shape)), tmp_path)
-    heap_words = sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))
-    command = ["./waits", str(shape.num_words), str(heap_words)]
+    heap_words = sum(box.num_words for box in place(shape.words.boxes.specs(), shape.num_ranks))
+    command = ["./waits", str(shape.words.num_words), str(heap_words)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     found = dict[str, tuple[int, int, int]]()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.runtime.abi import WaitRecord
 from kog_dist.workers.cuda.kernel_abi import abi_header
@@ -39,11 +40,11 @@ LIMIT_US = 300  # enough for the 1,024 looks after which a warp notes what it wa
 def stalled(silence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[WaitRecord, KernelShape]:
     """What is recorded when thread block 2 never publishes its rows at `silence`."""
     spec = HEADS[48]
-    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6)
+    shape = TrialShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6)
     model, ids = Model(spec, "bfloat16", monkeypatch), np.zeros(CONTEXT, np.uint32)
     prepare(shape, model, ids, tmp_path, lambda sources: with_silent_cta(sources, 2, silence))
     (tmp_path / "kv.0.bin").write_bytes(bytes(shape.cache.num_bytes))
-    command = ["./context", ".", str(shape.cache.num_bytes), str(shape.num_words), "4", str(LIMIT_US), "0"]
+    command = ["./context", ".", str(shape.cache.num_bytes), str(shape.words.num_words), "4", str(LIMIT_US), "0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 5, "4: somebody waits for ever"
     return WaitRecord.unpack((tmp_path / "record.bin").read_bytes()), shape

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.word_check import Event, Version, WordCheck
 from kog_dist.errors import PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
@@ -55,8 +56,8 @@ def test_all_forms_of_models_are_accepted(name: str, num_ranks: int) -> None:
 def test_passes_of_several_tokens_are_accepted(name: str, tokens: int) -> None:
     spec = PLAIN[name] if name in PLAIN else named_shape(name)[0]
     shape = KernelShape(spec, range(spec.num_lanes), max_ctas=4 if name in PLAIN else 128, tokens=tokens)
-    of_one = KernelShape(spec, range(spec.num_lanes), max_ctas=shape.max_ctas).word_lists
-    for name, (words, count) in shape.word_lists.items():  # choices and reports are of the build with processors alone
+    of_one = KernelShape(spec, range(spec.num_lanes), max_ctas=shape.max_ctas).words.lists
+    for name, (words, count) in shape.words.lists.items():  # choices and reports are of the build with processors alone
         assert (words, count) == (of_one[name][0], of_one[name][1] * (1 if name in ("Choice", "Report") else tokens)), name
     assert word_findings(shape) == ()
     # Words of tokens that are left out of some passes would be older than a pass, and so may have any tag.
@@ -212,7 +213,7 @@ def test_what_is_planted_is_found(fault: str) -> None:
 
 
 def test_a_product_in_front_of_the_one_that_it_waits_for_is_found() -> None:
-    shape = replace(DENSE, max_slots=15)  # no shape that other tests have looked at
+    shape = TrialShape.of(DENSE, max_slots=15)  # no shape that other tests have looked at
     order = list(shape.products)
     last = len(shape.layer_products) - 1
     order[0], order[last] = order[last], order[0]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.bench.kernel.yardsticks import replaced
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_header import headers
@@ -63,9 +64,7 @@ CASES = {
     "an LM head alone": Case(SPEC, has_head_alone=True),
     "two ranks, sums that are late, and an LM head alone": Case(SPEC, num_ranks=2, has_head_alone=True),
     "two ranks, sums for all": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe"], num_ranks=2, options={"max_ctas": 4}),
-    "two ranks, sums that are awaited": Case(
-        replace(SPEC, shared_norm_scale=True, delay=0), num_ranks=2, options={"direct_sums": False}
-    ),
+    "four ranks, sums that are awaited": Case(replace(SPEC, shared_norm_scale=True, delay=0), num_ranks=4),
 }
 
 
@@ -73,7 +72,7 @@ def shapes_of(case: Case) -> list[KernelShape]:
     """Of all ranks."""
     options: dict[str, Any] = {"max_ctas": 5, "copies": 2, "max_slots": 6, "keeps_hashes": True, "num_ranks": case.num_ranks}
     lanes = [case.spec.lanes_of_rank(rank, case.num_ranks) for rank in range(case.num_ranks)]
-    return [KernelShape(case.spec, hosted, "bfloat16", "bfloat16", **{**options, **case.options}) for hosted in lanes]
+    return [TrialShape(case.spec, hosted, "bfloat16", "bfloat16", **{**options, **case.options}) for hosted in lanes]
 
 
 def log_of(

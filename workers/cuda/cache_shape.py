@@ -27,6 +27,11 @@ class CacheShape:
     whole_windows: bool = False
 
     @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers that see everything."""
+        return tuple(layer for layer in range(self.spec.num_layers) if self.spec.window(layer) is None)
+
+    @property
     def window_batches(self) -> int:
         """Batches of a split that attention of a windowed layer reads: its ring."""
         window = min(self.spec.sliding_window or self.spec.max_context, self.spec.max_context)
@@ -71,8 +76,7 @@ class CacheShape:
     @property
     def num_partitions(self) -> int:
         """Items that share a split of a layer that sees everything, at the end of the context."""
-        sees_all = any(self.spec.window(layer) is None for layer in range(self.spec.num_layers))
-        return -(-self.full_batches // self.batches_of_partition) if sees_all else 1
+        return -(-self.full_batches // self.batches_of_partition) if self.full_layers else 1
 
     @property
     def batch_bytes(self) -> int:

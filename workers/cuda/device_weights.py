@@ -26,7 +26,7 @@ GpuArray = Any  # cupy.ndarray; cupy has no types
 
 # Matrix (rows, K) of a phase as 16-bit words on the GPU: (phase, layer, hosted lane counted from 0, or the first of
 # `KernelShape.lanes_of`, whose matrices stand one below the other). GATE_UP is interleaved, ROUTE has no lane (0).
-# HEAD: all vocabulary rows of the rank; with `vocab_parallel` the lane's, with `lane` the columns of one of `shape.head_lanes`.
+# HEAD: all vocabulary rows of the rank; with `vocab_parallel` the lane's, with `lane` the columns of one of `shape.head.lanes`.
 MatrixSource = Callable[[Phase, int, int], GpuArray]
 # A tensor of a checkpoint as 16-bit words on the GPU, only the rows that `needed_rows` names.
 TensorSource = Callable[[str], GpuArray]
@@ -46,7 +46,7 @@ class DeviceWeights:
     tape: GpuArray  # (weight_words,): those of all thread blocks, see decode/tape_packing.py, and scales of rows
     embedding: GpuArray  # (vocab, hidden)
     norms: GpuArray  # (layers, 2, lanes or 1, hidden)
-    final_norm: GpuArray  # (KernelShape.final_norm_lanes, hidden)
+    final_norm: GpuArray  # (HeadShape.norm_lanes, hidden)
     rope: GpuArray  # (max_context, head_dim / 2, 2) float32
     qkv_bias: GpuArray | None = None  # (layers, lanes, QKV rows)
     head_norms: GpuArray | None = None  # (layers, 2, head_dim): of query heads, of key heads
@@ -75,7 +75,7 @@ def needed_parts(shape: KernelShape, name: str) -> range:
     num_parts = len(tensor_layouts(shape.spec)[name].parts)
     if name == EMBEDDING or num_parts == 1:
         return range(num_parts)
-    return shape.head_lanes if name == norm_name(shape.spec, "model.norm") else shape.hosted_lanes
+    return shape.head.lanes if name == norm_name(shape.spec, "model.norm") else shape.hosted_lanes
 
 
 def needed_rows(shape: KernelShape, name: str) -> tuple[int, int]:
@@ -92,7 +92,7 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray, coded: P
     position = 0
     numbers = {product: number for number, product in enumerate(shape.layer_products)}  # those that may have scales of rows
     places: list[tuple[Product, int]] = []
-    for product in shape.taped_products:
+    for product in shape.tape.taped:
         if product.op is not Phase.HEAD:
             places.append((product, position))
             position += shape.ops[product.op].num_values
@@ -105,42 +105,42 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray, coded: P
         assert coded is not None
         matrix = coded(*place)
         put_codes(tape, start, op, shape.num_ctas, matrix)
-        if shape.scale_rows:
+        if shape.tape.scale_rows:
             put_row_scales(_row_scales(shape, tape)[numbers[product]], op, matrix.scales)
-    for index in range(shape.num_head_products):
+    for index in range(shape.head.num_products):
         if shape.head_coding is None:
-            put_on_tape(tape, position, shape.head, _packed_head(shape, source, index))
+            put_on_tape(tape, position, shape.head.form, _packed_head(shape, source, index))
         else:
             _put_coded_head(shape, tape, position, source, index)
-        position += shape.head.num_values
+        position += shape.head.form.num_values
 
 
 def _row_scales(shape: KernelShape, tape: GpuArray) -> GpuArray:
     """View (products, num_ctas, scale_rows) of what lies behind the tapes, float32."""
-    behind = tape[shape.num_ctas * shape.tape_values : shape.head_scales_place].view(np.float32)
-    return behind.reshape(len(shape.layer_products), shape.num_ctas, shape.scale_rows)
+    behind = tape[shape.num_ctas * shape.tape.num_values : shape.tape.head_scales_place].view(np.float32)
+    return behind.reshape(len(shape.layer_products), shape.num_ctas, shape.tape.scale_rows)
 
 
 def _packed_head(shape: KernelShape, source: MatrixSource, index: int) -> GpuArray:
     """The tiles (head.num_tiles, num_ctas, head.tile_values) of a product of the LM head."""
     if shape.spec.head_type is not HeadType.VOCAB_PARALLEL:
-        return pack(source(Phase.HEAD, 0, index), shape.head, shape.num_ctas)
-    parts = [pack(source(Phase.HEAD, 0, lane), shape.head, shape.head_ctas) for lane in range(shape.num_lanes)]
-    left_over = shape.num_ctas - shape.num_lanes * shape.head_ctas  # each lane has its own thread blocks
-    parts.append(np.zeros_like(parts[0], shape=(shape.head.num_tiles, left_over, shape.head.tile_values)))
+        return pack(source(Phase.HEAD, 0, index), shape.head.form, shape.num_ctas)
+    parts = [pack(source(Phase.HEAD, 0, lane), shape.head.form, shape.head.num_ctas) for lane in range(shape.num_lanes)]
+    left_over = shape.num_ctas - shape.num_lanes * shape.head.num_ctas  # each lane has its own thread blocks
+    parts.append(np.zeros_like(parts[0], shape=(shape.head.form.num_tiles, left_over, shape.head.form.tile_values)))
     return np.concatenate(parts, axis=1)
 
 
 def _put_coded_head(shape: KernelShape, tape: GpuArray, position: int, source: MatrixSource, index: int) -> None:
     """The same of integers, rounded a block of rows at a time, with its scales."""
-    head, num_ctas = shape.head, shape.num_ctas
+    head, num_ctas = shape.head.form, shape.num_ctas
     by_lane = shape.spec.head_type is HeadType.VOCAB_PARALLEL
     parts = [source(Phase.HEAD, 0, lane) for lane in (range(shape.num_lanes) if by_lane else [index])]
     rows = np.zeros_like(parts[0], shape=(num_ctas, head.cta_rows, parts[0].shape[1]))
     for lane, part in enumerate(parts):  # each lane has its own thread blocks
-        first = lane * shape.head_ctas * head.cta_rows
+        first = lane * shape.head.num_ctas * head.cta_rows
         rows.reshape(-1, rows.shape[2])[first : first + len(part)] = part
-    scales = tape[shape.head_scales_place :].view(np.float32).reshape(-1, num_ctas, head.cta_rows)[index]
+    scales = tape[shape.tape.head_scales_place :].view(np.float32).reshape(-1, num_ctas, head.cta_rows)[index]
     one = replace(head, blocks=1)
     for block in range(head.blocks):
         own = slice(block * head.rows, (block + 1) * head.rows)
@@ -165,7 +165,7 @@ def from_tensors(
 
     spec = shape.spec
     assert (shape.coding is None) == (codes is None)
-    tape = cupy.empty(shape.weight_words, cupy.uint16)
+    tape = cupy.empty(shape.tape.weight_words, cupy.uint16)
     embedding = tensors(EMBEDDING)
     experts = None if shape.experts is None else _Experts(shape, tensors, codes, stacked, repeats=repeats_experts)
     layer = _LayerTensors(shape, tensors, embedding, codes, experts)
@@ -265,12 +265,12 @@ class _LayerTensors:
         if self._head is None:
             self._matrices.clear()
             self.final_norm = self._norm("model.norm")
-            first, last = self.shape.vocab_rows
+            first, last = self.shape.head.vocab_rows
             self._head = self.embedding[first:last] if spec.tied_embeddings else self.tensors(head_name(spec))
         if spec.head_type is HeadType.VOCAB_PARALLEL:
             return self._head[lane]
         if spec.head_type is HeadType.LANE:
-            first = self.shape.head_lanes[lane] * spec.hidden_size
+            first = self.shape.head.lanes[lane] * spec.hidden_size
             return self._head[:, first : first + spec.hidden_size]
         return self._head
 

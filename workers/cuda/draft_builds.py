@@ -14,7 +14,8 @@ from kog_dist.records import dataclass
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.kernel_abi import DRAFT_PARAMS
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,8 +40,8 @@ def drafting_shape(shape: KernelShape) -> KernelShape:
 def draft_bytes(shape: KernelShape) -> int:
     """GPU memory of both builds besides that of `Monokernel`."""
     large = drafting_shape(shape)
-    first, end = shape.vocab_rows
-    return 8 * large.num_words + 4 * large.tokens * (end - first) + 4 * (2 * shape.spec.max_context + _ROOM)
+    first, end = shape.head.vocab_rows
+    return 8 * large.words.num_words + 4 * large.tokens * (end - first) + 4 * (2 * shape.spec.max_context + _ROOM)
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class DraftBuilds:
         self._shape, self.large_shape = shape, drafting_shape(shape)
         self.small = Kernel(build(headers(replace(shape, drafts=True))).path, kernel_name, SHARED_BYTES)
         self.large = Kernel(build(headers(self.large_shape)).path, kernel_name, SHARED_BYTES)
-        first, end = shape.vocab_rows
-        self.words = cupy.zeros(self.large_shape.num_words, cupy.uint64)
+        first, end = shape.head.vocab_rows
+        self.words = cupy.zeros(self.large_shape.words.num_words, cupy.uint64)
         self.logits = cupy.zeros((PASS_TOKENS, end - first), cupy.float32)
         self._tokens = cupy.zeros(2 * shape.spec.max_context + _ROOM, cupy.uint32)
         self._staged = pinned(4 * self._tokens.size).view(np.uint32)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
+from kog_dist.decode.recipes import all_recipes
+from kog_dist.decode.steps import Kind, Phase
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
@@ -42,6 +44,12 @@ class ExpertShape:
         """Of a layer."""
         assert self.spec.experts is not None
         return self.spec.experts.num_experts
+
+    @cached_property
+    def ops(self) -> tuple[Phase, ...]:
+        """What is multiplied with matrices of the chosen ones, which lie where the choice finds them."""
+        stages = (stage for recipe in all_recipes(self.spec) for stage in recipe.stages)
+        return tuple(stage.phase for stage in stages if stage.num_rows and Kind.CHOICE in stage.reads)
 
     @property
     def ctas(self) -> int:

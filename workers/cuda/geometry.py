@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.recipes import Stage, recipes
+from kog_dist.decode.recipes import Stage, all_recipes, recipes
 from kog_dist.decode.steps import Kind
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_rows
 from kog_dist.model.spec import ModelSpec
@@ -41,7 +41,7 @@ class Geometry:
     matrix_warps: int
     tile_rows: int
     most_blocks: float = 1.0  # of rows, by how many are needed: more of them have less padding
-    in_flight_bytes: int = 0  # under way from memory at a time; 0: in pieces, by the number of lanes (`KernelShape.in_flight`)
+    in_flight_bytes: int = 0  # under way from memory at a time; 0: in pieces, by the number of lanes (`RingShape.in_flight`)
 
     @property
     def slot_bytes(self) -> int:
@@ -82,11 +82,13 @@ TWELVE_WARPS = Geometry(12, 24)
 EIGHT_WARPS = Geometry(8, 32, 1.5, 48 * 1024)
 
 
-def choose(spec: ModelSpec, max_ctas: int) -> Geometry:
+def choose(spec: ModelSpec, max_ctas: int, *, is_coded: bool = False) -> Geometry:
     """Of the geometries that have the registers for a model's attention the one that stores fewer padded weights.
 
-    Twelve warps if it makes little difference.
+    Twelve warps if it makes little difference. Eight for experts, and for weights that are quantised (`is_coded`).
     """
+    if is_coded or any(Kind.CHOICE in recipe.shapes for recipe in all_recipes(spec)):
+        return EIGHT_WARPS
     needed = attention_registers(spec.head_dim)
     fitting = [one for one in (TWELVE_WARPS, EIGHT_WARPS) if min(one.registers(n).attend for n in (1, 2, 8)) >= needed] or [
         EIGHT_WARPS

@@ -9,7 +9,8 @@ from kog_dist.records import dataclass
 from kog_dist.workers.cuda.build import PLAIN_HEAD_SOURCE, PROCESSORS_HEAD_SOURCE, STREAMS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 STREAMS_KERNEL_NAME = "kog_publish_streams"
 

@@ -16,18 +16,18 @@ from kog_dist.workers.cuda.kernel_boxes import by_kind, layer_mask
 from kog_dist.workers.cuda.kernel_shape import (
     CHOICE_POSITIONS,
     HASH_TOKENS,
-    NEAR_CONTEXT,
     NUM_HASHES,
-    NUM_SQUARES,
     KernelShape,
 )
 from kog_dist.workers.cuda.kv_format import FORMATS, kv_lines
+from kog_dist.workers.cuda.ring_shape import NEAR_CONTEXT
+from kog_dist.workers.cuda.shared_memory import NUM_SQUARES
 
 
 def headers(shape: KernelShape) -> dict[str, str]:
     """By name, the generated headers that the kernels are compiled with. The same on all ranks that host equally much."""
-    placed = place(shape.boxes.specs(), shape.num_ranks)
-    return {"shape.cuh": shape_header(shape), "abi.cuh": abi_header(), "peers_shape.cuh": shape.boxes.header(placed)}
+    placed = place(shape.words.boxes.specs(), shape.num_ranks)
+    return {"shape.cuh": shape_header(shape), "abi.cuh": abi_header(), "peers_shape.cuh": shape.words.boxes.header(placed)}
 
 
 def shape_header(shape: KernelShape) -> str:
@@ -37,14 +37,14 @@ def shape_header(shape: KernelShape) -> str:
         "kTokens": shape.tokens,
         "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": shape.num_lanes, "kStreams": shape.num_streams,
         "kDelay": spec.delay, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim,
-        "kSetHeads": shape.set_heads, "kWarpSets": shape.warp_sets, "kFfn": spec.lane_ffn,
-        "kVocabRows": shape.vocab_rows[1] - shape.vocab_rows[0],
+        "kSetHeads": shape.sets.num_heads, "kWarpSets": shape.sets.of_warp, "kFfn": spec.lane_ffn,
+        "kVocabRows": shape.head.vocab_rows[1] - shape.head.vocab_rows[0],
         "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": shape.num_ctas,
-        "kReplicas": shape.replicas, "kSplits": shape.splits, "kPartitions": shape.cache.num_partitions,
+        "kReplicas": shape.words.replicas, "kSplits": shape.splits, "kPartitions": shape.cache.num_partitions,
         "kPartitionBatches": shape.cache.batches_of_partition,
-        "kFirstFull": min(shape.full_layers, default=0),
-        "kNumSlots": shape.num_slots, "kRingBytes": shape.ring_bytes,
-        "kPieces": shape.num_pieces, "kPiecesInFlight": shape.in_flight, "kFarPiecesInFlight": shape.far_in_flight,
+        "kFirstFull": min(shape.cache.full_layers, default=0),
+        "kNumSlots": shape.ring.num_slots, "kRingBytes": shape.ring.num_bytes,
+        "kPieces": shape.ring.num_pieces, "kPiecesInFlight": shape.ring.in_flight, "kFarPiecesInFlight": shape.ring.far_in_flight,
         "kNearContext": NEAR_CONTEXT, "kSquares": NUM_SQUARES,
         "kSums": shape.num_sums,
         "kMatrixWarps": shape.geometry.matrix_warps, "kTileRows": shape.geometry.tile_rows,
@@ -56,10 +56,10 @@ def shape_header(shape: KernelShape) -> str:
         "kGatheredAttended": shape.gathered_lanes(Phase.OUT), "kGatheredActivations": shape.gathered_lanes(Phase.DOWN),
         "kNumProducts": len(shape.layer_products),
         "kNormLanes": 1 if spec.shared_norm_scale else shape.num_lanes,
-        "kFinalNormLanes": shape.final_norm_lanes,
-        "kHeadProducts": shape.num_head_products, "kHeadCtas": shape.head_ctas, "kLaneVocab": shape.lane_vocab,
+        "kFinalNormLanes": shape.head.norm_lanes,
+        "kHeadProducts": shape.head.num_products, "kHeadCtas": shape.head.num_ctas, "kLaneVocab": shape.head.lane_vocab,
     }  # fmt: skip
-    numbers["kLogSumWords"] = shape.log_sum_words
+    numbers["kLogSumWords"] = shape.words.log_sums
     numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
     by_mode = {
         mode: [
@@ -88,7 +88,7 @@ def shape_header(shape: KernelShape) -> str:
     lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
     codes = [p.op | (p.first_lane - shape.hosted_lanes[0]) << 2 | p.layer << 8 for p in shape.layer_products]
     end = spec.num_layers << 8  # the LM head's place, and what comes after it
-    heads = [end | index << 2 for index in range(shape.num_head_products)]
+    heads = [end | index << 2 for index in range(shape.head.num_products)]
     queries = [i for i, p in enumerate(shape.layer_products) if p.op is Phase.QKV for _ in p.lanes]
     for name, values in (("kProducts", [*codes, *heads, end]), ("kQkvProducts", queries)):
         lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
@@ -97,14 +97,14 @@ def shape_header(shape: KernelShape) -> str:
         "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
         "kGathersStreams": shape.gathers_streams, "kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm,
         "kOutBias": spec.out_bias, "kSinks": spec.attention_sinks, "kExperts": spec.experts is not None,
-        "kPacked": shape.is_packed,
+        "kPacked": shape.ring.is_packed,
         "kHasWindows": bool(spec.window_layers), "kDirectSums": shape.sends_sums_directly,
     }  # fmt: skip
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-    lines += [f"constexpr u64 kTapeBytes = {2 * shape.tape_values}ull;"]
+    lines += [f"constexpr u64 kTapeBytes = {2 * shape.tape.num_values}ull;"]
     lines += [f"using WeightFormat = {FORMATS[shape.weight_dtype]};", *kv_lines(shape.kv_dtype, spec.head_dim)]
     offset = 0
-    for name, (words, count) in shape.word_lists.items():
+    for name, (words, count) in shape.words.lists.items():
         lines += [f"constexpr u32 k{name}Offset = {offset}, k{name}Stride = {words};"]
         offset += words * count
     lines += ["}  // namespace kog"]
@@ -113,12 +113,12 @@ def shape_header(shape: KernelShape) -> str:
         f"{op.rows_of(op.blocks - 1)}"
         for phase, op in sorted(shape.ops.items())
     ]
-    lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, shape.delays))}"]
+    lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, shape.words.delays))}"]
     if shape.coding is not None:
         lines += _coding_header(shape, shape.coding)
     if shape.head_coding is not None:
         lines += [f"#define KOG_HEAD_FORMAT {FORMATS[shape.head_coding.expanded or shape.weight_dtype]}"]
-        lines += [f"namespace kog {{ constexpr u64 kHeadScalesOffset = {2 * shape.head_scales_place}ull; }}"]
+        lines += [f"namespace kog {{ constexpr u64 kHeadScalesOffset = {2 * shape.tape.head_scales_place}ull; }}"]
     if shape.experts is not None:
         lines += shape.experts.header()
     if shape.awaits_attention:
@@ -143,7 +143,7 @@ def _coding_header(shape: KernelShape, coding: Coding) -> list[str]:
     """What the kernel knows of quantised weights."""
     numbers = {
         "kCodeBits": coding.bits, "kCodeScales": coding.scales, "kCodeScaleBytes": coding.scale_bytes,
-        "kCodeZeroBytes": coding.zero_bytes, "kScaleRows": shape.scale_rows,
+        "kCodeZeroBytes": coding.zero_bytes, "kScaleRows": shape.tape.scale_rows,
     }  # fmt: skip
     return [
         f"#define KOG_CODE {CODES[coding.number]}",

@@ -222,7 +222,7 @@ class TokenEvents:
     def _keep_apart(self, token: CheckedToken) -> Event | None:
         """Words of partitions that nobody reads yet, written empty: as the first layer without a window would."""
         shape = self.shape
-        layer = min(shape.full_layers, default=0)
+        layer = min(shape.cache.full_layers, default=0)
         unread = range(self.places.num_partitions(layer, token.position), shape.cache.num_partitions)
         if not unread:
             return None
@@ -267,7 +267,7 @@ class TokenEvents:
             else:
                 reads += [Read(version) for head in self.heads for version in self._of_tokens(ATTENDED, layer, one, head)]
         mode = spec.reduce_mode(layer, sublayer)
-        is_summed = shape.num_ranks > 1 and is_last and layer in shape.boxes.summed_layers(sublayer)
+        is_summed = shape.num_ranks > 1 and is_last and layer in shape.words.boxes.summed_layers(sublayer)
         if shape.sends_sums_directly:
             own = [Write(self._by_layer(DIRECT_SUM, layer, sublayer.name))] if is_last else []
             yield self._finalised(name, reads, own)
@@ -284,7 +284,7 @@ class TokenEvents:
             yield self._finalised(name, reads, [*self._stream_writes(sublayer, layer, lane), *own])
 
     def _sum(self, sublayer: Sublayer, layer: int) -> Version:
-        layers = self.shape.boxes.summed_layers(sublayer)
+        layers = self.shape.words.boxes.summed_layers(sublayer)
         return Version(SUM, (sublayer.name, layer), (self._epoch + 1) * len(layers) + layers.index(layer))
 
     def _stream_writes(self, sublayer: Sublayer, layer: int, stream: int) -> list[Write]:

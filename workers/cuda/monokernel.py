@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ import numpy as np
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.collectives.words import WORD_BYTES, pair_tags
-from kog_dist.cuda.build import Cubin
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.masks import MaskSlots
 from kog_dist.decode.places import with_place
@@ -30,9 +28,10 @@ from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, DraftBuilds, P
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DRAFT_PARAMS, HOST_PAGE
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, NUM_HASHES, SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, NUM_HASHES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild
+from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
@@ -42,11 +41,6 @@ KERNEL_NAME = "kog_decode"
 LONGEST_WAIT_US = 2_000_000
 _NO_TOKEN_WORD = 0xFFFFFFFF
 _NOT_READY = 600  # cudaErrorNotReady
-
-
-def stream_cubin(shape: KernelShape) -> Cubin:
-    """What reads the tape of this shape and does nothing else, from the cache or built now."""
-    return build(headers(replace(shape, pieces_in_flight=shape.num_pieces * (shape.num_slots - 2))), "stream.cu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +55,8 @@ class DeviceToken:
 class Monokernel:
     """One GPU's kernel with its weights, caches and words. One request at a time; not thread-safe.
 
-    With several ranks `heap` holds `shape.boxes`, first and in that order. `processors`: with the build that has them, which
-    gets the masks of grammars from `masks`, if any. `drafts`: with the builds of requests that have drafts.
+    With several ranks `heap` holds `shape.words.boxes`, first and in that order. `processors`: with the build that has
+    them, which gets the masks of grammars from `masks`, if any. `drafts`: with the builds of requests that have drafts.
     `wait_limit_us` bounds every wait on the device. Raises CompileError or LaunchError when the kernel cannot be had.
     """
 
@@ -97,12 +91,12 @@ class Monokernel:
         self._processed_request: ProcessedRequest | None = None
         self._has_drafts = False  # the request
         context = shape.spec.max_context
-        first, last = shape.vocab_rows
+        first, last = shape.head.vocab_rows
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._logits = cupy.zeros((shape.tokens, last - first), cupy.float32)
         self._drafts = cupy.zeros(context, cupy.uint32) if shape.tokens > 1 else None
         self.kv = cupy.zeros(shape.cache.num_bytes, cupy.uint8)
-        self.words = cupy.zeros(shape.num_words, cupy.uint64)
+        self.words = cupy.zeros(shape.words.num_words, cupy.uint64)
         self._prompt = cupy.zeros(context, cupy.uint32)
         self._state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
         self._record = cupy.zeros(WAIT_RECORD.size_bytes, cupy.uint8)
@@ -227,7 +221,7 @@ class Monokernel:
         self._epoch, self._num_heads_alone = epoch, int(begins_at_head)
         num_layers = self.shape.spec.num_layers
         left = {num_layers - 2, num_layers - 1, num_layers}  # how many layers before the one that waits words may be from
-        if full := self.shape.full_layers:
+        if full := self.shape.cache.full_layers:
             left |= {0, full[-1] - full[0], num_layers - full[0]}
         since = self._epoch + self._num_heads_alone - self._whole_epoch
         while any((since * (num_layers + 1) - layer) % 0x10000 == 0 for layer in left):
@@ -288,20 +282,6 @@ class Monokernel:
             self._draft_builds.costs = assumed
         return self._draft_builds.costs
 
-    def stream_us(self, num_steps: int) -> float:
-        """Microseconds per token that reading the tape alone takes: the ceiling of this shape and machine."""
-        import cupy
-
-        shape, kernel = self.shape, Kernel(stream_cubin(self.shape).path, "kog_stream", SHARED_BYTES)
-        params = self._params(num_steps).tobytes()
-        events = [cupy.cuda.Event() for _ in range(4)]
-        for event in events:  # the first launch warms up
-            kernel.launch(shape.num_ctas, shape.num_threads, params, self.stream.ptr)
-            event.record(self.stream)
-        self.stream.synchronize()
-        times = [cupy.cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)]
-        return 1000.0 * float(min(times)) / num_steps
-
     def _params(self, num_steps: int) -> Any:
         weights = self.weights
         params = np.zeros((), DECODE_PARAMS.dtype)
@@ -326,7 +306,7 @@ class Monokernel:
         if self._sampling.temperature > 0:
             inverse = np.float32(1.0) / np.float32(self._sampling.temperature)
             params["inverse_temperature_bits"] = inverse.view(np.uint32)
-        params["vocab_first"] = self.shape.vocab_rows[0]
+        params["vocab_first"] = self.shape.head.vocab_rows[0]
         params["num_steps"], params["request_tag"] = num_steps, self._tag
         params["num_stop_ids"] = len(self._stop_ids)
         params["stop_ids"][: len(self._stop_ids)] = self._stop_ids
@@ -392,7 +372,7 @@ class Monokernel:
         if record.phase == NONE and self.shape.num_ranks > 1:  # matrix warps that noted nothing have no phase either
             if not record.num_missing:
                 return replace(record, peer=self.rank)
-            return with_place(self.shape.spec, replace(record, label=self.shape.boxes.specs()[record.mailbox].name))
+            return with_place(self.shape.spec, replace(record, label=self.shape.words.boxes.specs()[record.mailbox].name))
         if self.shape.sends_sums_directly and record.phase in (Phase.QKV, Phase.GATE_UP, Phase.HEAD):
             return replace(record, peer=record.lane if record.num_missing else NO_PEER, lane=NONE)
         if record.phase != Phase.HEAD or not self.shape.gathers_streams:
@@ -406,7 +386,7 @@ class Monokernel:
         from cupy.cuda import runtime
 
         assert self._heap is not None
-        boxes, num_pairs = self.shape.boxes, self.shape.spec.hidden_size // 2
+        boxes, num_pairs = self.shape.words.boxes, self.shape.spec.hidden_size // 2
         box = next(box for box in place(boxes.specs(), self.shape.num_ranks) if box.spec.name == "streams")
         words = np.zeros(box.num_words, np.uint64)
         source = self._heap.peer_ptr(self.rank, WORD_BYTES * box.first_word)

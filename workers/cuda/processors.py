@@ -19,8 +19,9 @@ from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import PROCESSORS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import PROCESSOR_PARAMS, REPORT_WORDS, ProcessorFlag
 from kog_dist.workers.cuda.kernel_header import headers
-from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.pinned import pinned
+from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 IN_PROMPT = np.uint32(1 << 31)  # of the history
 _FIRST_TOP = 4  # of a report: mass low, mass high, largest logit, chosen logit; then pairs of logit and id
@@ -42,7 +43,7 @@ class ProcessorsBuild:
 
         self._shape, context = shape, shape.spec.max_context
         self.kernel = Kernel(build(headers(shape), PROCESSORS_SOURCE).path, kernel_name, SHARED_BYTES)
-        self._first, last = shape.vocab_rows
+        self._first, last = shape.head.vocab_rows
         self._num_rows = last - self._first
         self._bias = cupy.zeros(self._num_rows, cupy.float32)
         self._history = cupy.zeros(self._num_rows, cupy.uint32)
@@ -121,7 +122,7 @@ def request_params(shape: KernelShape, request: ProcessedRequest, sampling: Samp
     params["top_k"], params["min_tokens"], params["num_top"] = asked.top_k, asked.min_tokens, request.sampling.logprobs or 0
     params["mask_epoch"], params["num_mask_words"] = request.mask_epoch, num_words(shape.spec.vocab_size)
     for rank, of_rank in enumerate(shapes_of_ranks(shape)):
-        params["first_ids"][rank], params["cta_rows"][rank] = of_rank.vocab_rows[0], of_rank.head.cta_rows
+        params["first_ids"][rank], params["cta_rows"][rank] = of_rank.head.vocab_rows[0], of_rank.head.form.cta_rows
     return params
 
 

@@ -65,7 +65,7 @@ class Published:
         spec, shape = self.shape.spec, self.shape
         num_rows = spec.lane_heads * shape.splits
         outputs = self._pairs("Part", [lane], num_rows * spec.head_dim, partition * num_rows * spec.head_dim // 2)
-        payloads, tags = value_payloads(self._slice("LogSum", lane, num_rows, partition * shape.log_sum_words))
+        payloads, tags = value_payloads(self._slice("LogSum", lane, num_rows, partition * shape.words.log_sums))
         return outputs, Vector(payloads.view(np.float32), int((tags != self._tag).sum()))
 
     def middle(self, lane: int) -> Vector:
@@ -88,7 +88,7 @@ class Published:
         return float(scores[best]), int(ids[best]), int((tags != np.uint32(self.epoch + 1)).sum())
 
     def _copies(self, lane: int) -> list[int]:
-        return [lane * self.shape.replicas + replica for replica in range(self.shape.replicas)]
+        return [lane * self.shape.words.replicas + replica for replica in range(self.shape.words.replicas)]
 
     def _stream_copies(self, lane: int) -> list[int]:
         return self._copies(0 if self.shape.spec.has_one_stream else lane)

@@ -47,7 +47,7 @@ class WordPlaces:
     def _lists(self) -> dict[str, tuple[int, int]]:
         """By name: offset of the first copy, and words from copy to copy."""
         lists, offset = {}, 0
-        for name, (words, count) in self.shape.word_lists.items():
+        for name, (words, count) in self.shape.words.lists.items():
             lists[name] = offset, words
             offset += words * count
         return lists
@@ -55,7 +55,7 @@ class WordPlaces:
     def _copies(self, name: str, index: int, token: int, place: int, writer: int, *, is_value: bool = False) -> Iterator[Word]:
         """A word at `place` of a token's vector `index` of a list; copy r is for the thread blocks whose number gives r."""
         offset, stride = self._lists[name]
-        replicas, tokens, num_ctas = self.shape.replicas, self.shape.tokens, self.shape.num_ctas
+        replicas, tokens, num_ctas = self.shape.words.replicas, self.shape.tokens, self.shape.num_ctas
         for copy in range(replicas):
             readers = frozenset(range(copy, num_ctas, replicas))
             yield Word(offset + ((index * replicas + copy) * tokens + token) * stride + place, writer, readers, is_value)
@@ -93,7 +93,7 @@ class WordPlaces:
     def _to_all(self, name: str, slot: int, begin: int, copies: int, copy_words: int, writers: Sequence[int]) -> Iterator[Word]:
         """Words of every rank in all heaps, in copies, from word `begin` of a row on; `writers`: of each."""
         num_ctas, ranks = self.shape.num_ctas, self.shape.num_ranks
-        box = next(box for box in mailbox.place(self.shape.boxes.specs(), ranks) if box.spec.name == name)
+        box = next(box for box in mailbox.place(self.shape.words.boxes.specs(), ranks) if box.spec.name == name)
         for source in range(ranks):
             first = box.first_word + (slot * ranks + source) * box.row_words + begin
             for copy in range(copies):
@@ -108,7 +108,7 @@ class WordPlaces:
 
     def last_stream(self, lane: int) -> Iterator[Word]:
         """The last stream of a lane of each rank, for the LM head of all."""
-        copy_words, replicas = self.shape.boxes.stream_copy_words, self.shape.replicas
+        copy_words, replicas = self.shape.words.boxes.stream_copy_words, self.shape.words.replicas
         yield from self._to_all("streams", 0, lane * replicas * copy_words, replicas, copy_words, self._row_owners)
 
     def direct_sums(self, sublayer: str) -> Iterator[Word]:
@@ -117,7 +117,7 @@ class WordPlaces:
 
     def sums(self, sublayer: str, layer: int) -> Iterator[Word]:
         """Sums of each rank for the owners of the same rows on its peers: a word for each row."""
-        slot = self.shape.boxes.summed_layers(Sublayer[sublayer]).index(layer)
+        slot = self.shape.words.boxes.summed_layers(Sublayer[sublayer]).index(layer)
         owners = [row // self._owned_rows for row in range(self.shape.spec.hidden_size)]
         for word in self._to_all(sublayer.lower(), slot, 0, 1, 0, owners):
             yield replace(word, readers=frozenset({word.writer}), is_value=True, is_own_too=False)
@@ -126,7 +126,9 @@ class WordPlaces:
         """Two words of each thread block."""
         if self.shape.num_ranks > 1:
             writers = [word // 2 for word in range(2 * self.shape.num_ctas)]
-            yield from self._to_all("candidates", slot, 0, self.shape.replicas, self.shape.boxes.candidate_copy_words, writers)
+            yield from self._to_all(
+                "candidates", slot, 0, self.shape.words.replicas, self.shape.words.boxes.candidate_copy_words, writers
+            )
             return
         for place in range(2 * self.shape.num_ctas):
             yield from self._copies("Candidate", 0, token, place, place // 2, is_value=True)
@@ -161,7 +163,7 @@ class WordPlaces:
     def num_partitions(self, layer: int, position: int) -> int:
         """Partitions of a split that the context has reached."""
         shape = self.shape
-        if shape.cache.num_partitions == 1 or layer not in shape.full_layers:
+        if shape.cache.num_partitions == 1 or layer not in shape.cache.full_layers:
             return 1
         return position // self.partition_positions + 1
 
@@ -198,7 +200,7 @@ class WordPlaces:
         parts += (lane * self.shape.tokens + token) * parts_stride + partition * (
             shape.spec.lane_heads * shape.spec.head_dim * shape.splits // 2
         )
-        sums += (lane * self.shape.tokens + token) * sums_stride + partition * shape.log_sum_words
+        sums += (lane * self.shape.tokens + token) * sums_stride + partition * shape.words.log_sums
         for query_head in range(self._group):
             units = range(query_head * head_units, (query_head + 1) * head_units)
             mixers = [self._mixer(layer, lane, head, unit) for unit in units]

@@ -44,7 +44,7 @@ class CudaPeers:
         self._args, self._control, self._deadline = args, control, deadline
         self._rank, self._shapes = args.info.rank, shapes
         self._sources = (*KERNEL_SOURCES, *(HEAD_SOURCES if args.prefill != "off" else ()))
-        self._slices = [last - first for first, last in (shape.vocab_rows for shape in shapes)]
+        self._slices = [last - first for first, last in (shape.head.vocab_rows for shape in shapes)]
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, self._rank, aborted=self._is_over)
         self._comm: CudaCommunicator | None = None
         self._num_gathered = self._num_chosen = self._prefill_tokens = 0
@@ -89,7 +89,7 @@ class CudaPeers:
         shape = self._shapes[self._rank]
         self._prefill_tokens = prefill_tokens
         boxes = [
-            *shape.boxes.specs(),
+            *shape.words.boxes.specs(),
             MailboxSpec(_LOGITS, _SLOTS, max(self._slices)),
             MailboxSpec(_CHOICE, _SLOTS, _CHOICE_VALUES),
             *(peer_exchange.mailboxes(shape.spec, prefill_tokens, shape.num_ranks) if prefill_tokens else ()),

@@ -76,9 +76,9 @@ def samplings_of(text: str) -> tuple[str, ...]:
 
 def builds_of(text: str) -> tuple[dict[str, int], ...]:
     """Options of builds: max_slots=8;pieces=1,pieces_in_flight=3. Raises ConfigError."""
-    from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.bench.kernel.trial_shape import TrialShape
 
-    known = {field.name for field in fields(KernelShape) if field.type == "int"}
+    known = {field.name for field in fields(TrialShape) if field.type == "int"}
     builds: list[dict[str, int]] = []
     for part in filter(None, text.split(";")):
         try:

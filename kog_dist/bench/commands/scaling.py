@@ -24,7 +24,7 @@ def scaling(
     long_run: Annotated[bool, typer.Option("--long-run", help="Also one launch to the end of the context; its tokens.")] = False,
     yardstick: Annotated[bool, typer.Option("--yardstick", help="Also, in turn, with the delayed sums left out.")] = False,
     builds: Annotated[
-        str, typer.Option(help="Also other builds, in turn, by options of KernelShape (max_slots=8;pieces=1,pieces_in_flight=3).")
+        str, typer.Option(help="Also other builds, in turn, by options of TrialShape (max_slots=8;pieces=1,pieces_in_flight=3).")
     ] = "",
     trace: Annotated[str | None, typer.Option(help="Also trace a token on each number of GPUs; folder for the pictures.")] = None,
     lanes_us: Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kog_dist.bench.kernel import sampling as processed_requests
 from kog_dist.bench.kernel.gpu import free_memory, gpu_name
 from kog_dist.bench.kernel.shapes import SEED, named_shape
+from kog_dist.bench.kernel.stream import stream_us
 from kog_dist.bench.kernel.token_times import token_times_us
 from kog_dist.bench.report import drawn, finishing, machine, percentile
 from kog_dist.errors import ConfigError
@@ -82,8 +83,8 @@ def run(
 def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures: list[dict[str, Any]]) -> None:
     """Add a figure for each context to `figures` as soon as it is there."""
     shape = kernel.shape
-    ceiling_us = kernel.stream_us(_STREAMED_TOKENS)
-    tape_bytes = shape.read_bytes
+    ceiling_us = stream_us(kernel, _STREAMED_TOKENS)
+    tape_bytes = shape.tape.read_bytes
     print(
         f"{shape.num_lanes} lanes hosted: {tape_bytes / 1e6:.1f} MB per token, read alone in {ceiling_us:.1f} us "
         f"({tape_bytes / ceiling_us / 1e6:.3f} TB/s)"

@@ -71,7 +71,7 @@ def prepared(
     tuning = tuning.within(spec)
     matrices, observe = matrices_for(shape)
     weights = random_weights(shape, seed, observe)
-    boxes = [*shape.boxes.specs(), *peer_exchange.mailboxes(spec, max(tuning.sizes), world_size)]
+    boxes = [*shape.words.boxes.specs(), *peer_exchange.mailboxes(spec, max(tuning.sizes), world_size)]
     comm = context.cuda_communicator(boxes, timeout_s=_LIMIT_S) if world_size > 1 else None
     kernel = Monokernel(shape, weights, rank=rank, wait_limit_us=2_000_000, heap=None if comm is None else comm.heap)
     exchange = None

@@ -32,11 +32,11 @@ _PAUSE_S = 0.05  # before each turn: without it figures drift by several per cen
 
 
 def rank_shape(context: RankContext, spec: ModelSpec, **options: Any) -> KernelShape:
-    """The shape of this rank's kernel; options go to KernelShape."""
-    from kog_dist.workers.cuda.kernel_shape import KernelShape
+    """The shape of this rank's kernel; options go to TrialShape."""
+    from kog_dist.bench.kernel.trial_shape import TrialShape
 
     rank, world_size = context.info.rank, context.info.world_size
-    return KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, **options)
+    return TrialShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, **options)
 
 
 def prepare(
@@ -81,7 +81,7 @@ def rank_kernel(
 
     comm = None
     if context.info.world_size > 1:
-        comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=WAIT_LIMIT_US / 1e6)
+        comm = context.cuda_communicator(shape.words.boxes.specs(), timeout_s=WAIT_LIMIT_US / 1e6)
     heap = None if comm is None else comm.heap
     kernel = Monokernel(
         shape,
@@ -114,8 +114,8 @@ def medians_in_turn(
 
     from kog_dist.bench.kernel.token_times import token_times_us
     from kog_dist.cuda.driver import Kernel
-    from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES
     from kog_dist.workers.cuda.monokernel import KERNEL_NAME
+    from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
     builds = [kernel._kernel, *(Kernel(path, KERNEL_NAME, SHARED_BYTES) for path in others)]
     found, same = list[list[float]](), [True] * len(builds)
@@ -139,7 +139,7 @@ def cubin_for(kernel: Monokernel, shape: KernelShape) -> Path:
     from kog_dist.workers.cuda.build import build
 
     own = kernel.shape
-    if (shape.num_words, shape.cache.num_bytes) != (own.num_words, own.cache.num_bytes):
+    if (shape.words.num_words, shape.cache.num_bytes) != (own.words.num_words, own.cache.num_bytes):
         raise ConfigError("builds with other words or another KV cache cannot be compared in the same memory")
     return build(headers(shape)).path
 
@@ -147,7 +147,7 @@ def cubin_for(kernel: Monokernel, shape: KernelShape) -> Path:
 def lane_digests(kernel: Monokernel) -> list[str]:
     """SHA-256 of the logits of each hosted lane's slice of the vocabulary, after the last step of a launch that has ended."""
     shape, logits = kernel.shape, kernel.logits.get()
-    first = shape.vocab_rows[0]
+    first = shape.head.vocab_rows[0]
     slices = [shape.spec.vocab_slice(lane) for lane in shape.hosted_lanes]
     return [hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest() for begin, end in slices]
 

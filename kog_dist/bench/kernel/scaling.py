@@ -69,7 +69,7 @@ def _kernel(spec: ModelSpec, num_lanes: int) -> tuple[KernelShape, list[_Work]]:
     def work(product: Product | None, op: OpShape) -> _Work:
         return _Work(product, op.num_tiles, 2 * op.tile_values / 1000)
 
-    heads = [work(None, shape.head)] * shape.num_head_products
+    heads = [work(None, shape.head.form)] * shape.head.num_products
     return shape, [*(work(product, ops[product.op]) for product in shape.layer_products), *heads]
 
 
@@ -79,7 +79,7 @@ class _Simulation:
     def __init__(self, shape: KernelShape, world_size: int, costs: Costs) -> None:
         self.shape, self.spec, self.costs = shape, shape.spec, costs
         self.exchange_us = costs.peer_hop_us if world_size > 1 else 0.0
-        self.num_slots = shape.ring_tiles
+        self.num_slots = shape.ring.num_tiles
         self.consumed = [0.0] * self.num_slots  # when each tile's room was given back; the first are free
         self.loaded_us = 0.0
         self.begin_us = 0.0

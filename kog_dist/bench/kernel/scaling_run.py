@@ -71,7 +71,7 @@ class ScalingPlan:
     samplings: Sequence[str] = ()
     long_run: bool = False
     yardstick: bool = False
-    builds: Sequence[Mapping[str, int]] = ()  # options of KernelShape
+    builds: Sequence[Mapping[str, int]] = ()  # options of TrialShape
     trace: str | None = None  # folder of its pictures
     kv_dtype: str = "bfloat16"
     memory_alone: bool = False
@@ -85,7 +85,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     weights by themselves and `memory_us` of these with keys and values, `long`, `samplings`, `builds`, `rounds` of the yardstick;
     or the `trace` alone.
     """
-    from kog_dist.workers.cuda.monokernel import stream_cubin
+    from kog_dist.bench.kernel.stream import stream_cubin, stream_us
     from kog_dist.workers.cuda.random_weights import random_weights
 
     arguments, world_size = context.arguments, context.info.world_size
@@ -106,9 +106,9 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
         if arguments.get("filled"):
             fill_cache(kernel)
         if is_alone:
-            found["alone_us"] = kernel.stream_us(_STREAMED_TOKENS)
+            found["alone_us"] = stream_us(kernel, _STREAMED_TOKENS)
             found["memory_us"] = {
-                str(at): found["alone_us"] * (1 + kv_bytes_read(shape, at) / shape.read_bytes) for at in contexts
+                str(at): found["alone_us"] * (1 + kv_bytes_read(shape, at) / shape.tape.read_bytes) for at in contexts
             }
         for at in contexts:
             context.rendezvous.barrier(context.deadline)

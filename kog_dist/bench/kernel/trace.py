@@ -55,7 +55,7 @@ class Trace:
             for index, made in enumerate(shape.layer_products)
             for lane in made.lanes
         }
-        for _ in range(shape.num_head_products):
+        for _ in range(shape.head.num_products):
             self.products.append(Traced(len(self.products), "head", shape.spec.num_layers, shape.hosted_lanes[0]))
 
     def of(self, kind: str, product: int) -> Stamps:

@@ -218,9 +218,9 @@ def test_gpus_keep_codes_and_read_half_of_the_head(tmp_path: Path) -> None:
     (before,), (after,) = (kernel_shapes(one, "bfloat16", 1) for one in (plain, checkpoint))
     assert before.head_coding is None
     assert after.head_coding == HEAD_CODING
-    assert before.read_bytes - after.read_bytes == spec.hidden_size * before.num_ctas * before.head.cta_rows
+    assert before.tape.read_bytes - after.tape.read_bytes == spec.hidden_size * before.num_ctas * before.head.form.cta_rows
     tapes = [gpu_rank_bytes(one, 0, 1, "bfloat16")["tape"] for one in (plain, checkpoint)]
-    assert tapes[0] - tapes[1] == before.read_bytes - after.read_bytes - 4 * after.num_ctas * after.head.cta_rows
+    assert tapes[0] - tapes[1] == before.tape.read_bytes - after.tape.read_bytes - 4 * after.num_ctas * after.head.form.cta_rows
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-4b+int4", "qwen3-30b-a3b+fp8", "gpt-oss-20b", "qwen3-30b-a3b"])
@@ -232,8 +232,8 @@ def test_tiles_of_the_head_are_as_large_and_half_as_many(name: str) -> None:
     after = KernelShape(coded_spec, lanes, **with_head)
     assert coded_spec == spec
     assert with_head == {**codings, "head_coding": HEAD_CODING}
-    assert {**after.ops, Phase.HEAD: before.head} == before.ops
-    assert after.head.tile_sizes[0] == before.head.tile_sizes[0]
-    assert 2 * after.head.num_tiles == before.head.num_tiles * before.head.steps
-    assert (after.in_flight, after.num_slots) == (before.in_flight, before.num_slots)
-    assert after.head.x_steps == before.head.x_steps
+    assert {**after.ops, Phase.HEAD: before.head.form} == before.ops
+    assert after.head.form.tile_sizes[0] == before.head.form.tile_sizes[0]
+    assert 2 * after.head.form.num_tiles == before.head.form.num_tiles * before.head.form.steps
+    assert (after.ring.in_flight, after.ring.num_slots) == (before.ring.in_flight, before.ring.num_slots)
+    assert after.head.form.x_steps == before.head.form.x_steps

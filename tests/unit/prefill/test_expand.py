@@ -72,7 +72,7 @@ def test_expanded_weights_are_the_definition(
     hosted = spec.lanes_of_rank(rank, num_ranks)
     shape = KernelShape(spec, hosted, dtype, num_ranks=num_ranks, max_ctas=4 if spec.experts else 5, coding=Coding.of(form))
     assert shape.coding is not None
-    library = libraries(expand_header(shape.coding, shape.scale_rows))
+    library = libraries(expand_header(shape.coding, shape.tape.scale_rows))
     weights = model.weights(shape)
     launch, routers = launcher(library, "expand", EXPAND_PARAMS.size_bytes), routers_of(model)
     layers = expanded_layers(shape, weights, launch, "cpu", routers)

@@ -68,7 +68,7 @@ def start(
         return name == failing and rank == 1
 
     def rank_of(shape: Any) -> int:
-        return int(shape.vocab_rows[0] > 0)
+        return int(shape.head.vocab_rows[0] > 0)
 
     def obstacle(shape: Any) -> str:
         return "no cuBLASLt" if is_failing("cuBLAS", rank_of(shape)) else ""
@@ -161,7 +161,7 @@ def test_the_one_that_others_wait_for_is_seen(ranks: Ranks, monkeypatch: pytest.
     state = ranks.page.state
 
     def slow(kernel: Any, matrices: Any, exchange: Any, ended: Any, tell: Any) -> Trial:
-        if kernel.shape.vocab_rows[0] > 0:
+        if kernel.shape.head.vocab_rows[0] > 0:
             assert state(1) is RankState.LOADING
             deadline = Deadline.after(20.0)
             assert wait(lambda: state(0) is RankState.LINKING, aborted=ranks.page.aborted, deadline=deadline) is WaitResult.OK

@@ -68,7 +68,7 @@ class ExpandedMatrices:
         shape, op, params = self.shape, self.shape.ops[phase], np.zeros((), EXPAND_PARAMS.dtype)
         _, lane_rows, columns = self._sizes[phase]
         tape = address(self._tape)
-        params["tape_ptr"], params["scales_ptr"] = tape, tape + 2 * shape.num_ctas * shape.tape_values
+        params["tape_ptr"], params["scales_ptr"] = tape, tape + 2 * shape.num_ctas * shape.tape.num_values
         params["places_ptr"] = address(self.places[layer, LAYER_OPS.index(phase)])
         params["out_ptr"] = address(self._memory)
         if factors is not None:
@@ -137,7 +137,7 @@ class ExpandedDenseLayer(ExpandedLayer):
 def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights, routers: Sequence[Array | None]) -> list[Any]:
     """All layers, on cupy's current stream. `routers`: of each. Raises CompileError or LaunchError."""
     assert shape.coding is not None
-    cubin = compiled.build("expand", expand_header(shape.coding, shape.scale_rows))
+    cubin = compiled.build("expand", expand_header(shape.coding, shape.tape.scale_rows))
     return expanded_layers(shape, weights, partial(compiled.launch, Kernel(cubin.path, "expand", 0)), "cuda", routers)
 
 
@@ -184,7 +184,7 @@ def places_on_tape(shape: KernelShape) -> Any:
     """int64 (layers, phases, lanes, 2): the first byte of each product on the tape, and its number among all."""
     places = np.zeros((shape.spec.num_layers, len(LAYER_OPS), shape.num_lanes, 2), np.int64)
     position, numbers = 0, {product: number for number, product in enumerate(shape.layer_products)}
-    for product in shape.taped_products:  # as `device_weights.pack_tape` writes them
+    for product in shape.tape.taped:  # as `device_weights.pack_tape` writes them
         if product in numbers:
             lane = product.first_lane - shape.hosted_lanes[0]
             index = product.layer, LAYER_OPS.index(product.op), lane // product.num_lanes

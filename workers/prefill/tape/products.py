@@ -49,7 +49,7 @@ class TapeProducts:
         self._across = {phase: num * pairs_of(shape, phase) for phase, num in self._num_products.items()}
         self._pairs_at_once = max(shape.num_ctas // PAIR, 1)  # of one thread block on a multiprocessor
         self._launchers, self._make_map, self._last_position = launchers, make_map, last_position
-        self._scales_ptr = address(self._tape) + 2 * shape.num_ctas * shape.tape_values
+        self._scales_ptr = address(self._tape) + 2 * shape.num_ctas * shape.tape.num_values
 
     def __call__(self, phase: Phase, layer: int, size: int, place: Array, x: Array, out: Array) -> None:
         """What a chunk of `size` rows gives, of which the first stands at `place`. `x` (size, columns) or (lanes, size, columns)

@@ -96,7 +96,7 @@ def constants(shape: KernelShape) -> str:
     numbers |= {
         "kLanes": shape.num_lanes, "kHidden": spec.hidden_size, "kFfn": spec.lane_ffn,
         "kMixedColumns": spec.lane_heads * spec.head_dim, "kQkvRows": shape.num_lanes * spec.lane_qkv_rows,
-        "kScaleRows": shape.scale_rows,
+        "kScaleRows": shape.tape.scale_rows,
     }  # fmt: skip
     floats |= {"kActivationScale": ACTIVATION_SCALE}
     lines = [device_header("kog_dist.workers.prefill.tape.tape_abi", (TAPE_PARAMS,)), '#include "ptx.cuh"', "namespace kog {"]

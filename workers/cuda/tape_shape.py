@@ -1,0 +1,78 @@
+"""How long the tape of a thread block is, and what lies behind all tapes (docs/monokernel.md)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+
+from kog_dist.decode.coding import Coding
+from kog_dist.decode.products import Product
+from kog_dist.decode.steps import LAYER_OPS, Phase
+from kog_dist.decode.tape_packing import OpShape
+from kog_dist.records import dataclass
+from kog_dist.workers.cuda.expert_shape import ExpertShape
+
+
+@dataclass(frozen=True)
+class TapeShape:
+    """The tapes of `num_ctas` thread blocks with the weights of `products`, of the forms of their ops.
+
+    `coding`, `head_coding`: of the layers and of the LM head. `experts`: None in a model without.
+    """
+
+    products: tuple[Product, ...]
+    ops: Mapping[Phase, OpShape]
+    num_ctas: int
+    coding: Coding | None
+    head_coding: Coding | None
+    experts: ExpertShape | None
+
+    @cached_property
+    def taped(self) -> tuple[Product, ...]:
+        """Those whose weights lie on the tape: all but experts', which lie where the choice finds them."""
+        apart = () if self.experts is None else self.experts.ops
+        return tuple(product for product in self.products if product.op not in apart)
+
+    @cached_property
+    def _num_taped(self) -> Counter[Phase]:
+        return Counter(product.op for product in self.taped)
+
+    @cached_property
+    def num_values(self) -> int:
+        """Weights on the tape of one thread block: 16-bit words."""
+        return sum(count * self.ops[op].num_values for op, count in self._num_taped.items())
+
+    @cached_property
+    def num_tiles(self) -> int:
+        """Tiles on the tape of one thread block."""
+        return sum(count * self.ops[op].num_tiles for op, count in self._num_taped.items())
+
+    @cached_property
+    def scale_rows(self) -> int:
+        """Scales of a product in a thread block that lie behind all tapes: where each row of a quantised matrix has one."""
+        if self.coding is None or self.coding.scales:
+            return 0
+        return max(self.ops[op].cta_rows for op in LAYER_OPS)
+
+    @property
+    def head_scale_rows(self) -> int:
+        """Scales of a product of the LM head in a thread block, which lie behind those of layers."""
+        return 0 if self.head_coding is None else self.ops[Phase.HEAD].cta_rows
+
+    @property
+    def head_scales_place(self) -> int:
+        """Where they begin, in 16-bit words from that of all tapes."""
+        num_scaled = sum(product.op in LAYER_OPS for product in self.products)
+        return self.num_ctas * (self.num_values + 2 * num_scaled * self.scale_rows)
+
+    @property
+    def weight_words(self) -> int:
+        """16-bit words of all tapes and of what lies behind them."""
+        num_heads = sum(product.op is Phase.HEAD for product in self.products)
+        return self.head_scales_place + 2 * self.head_scale_rows * num_heads * self.num_ctas
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a token reads: the tapes, and the experts that it uses."""
+        return 2 * (self.num_values * self.num_ctas + (self.experts.read_values if self.experts is not None else 0))
