@@ -10,7 +10,6 @@ namespace kog {
 
 constexpr u32 kNoRow = ~0u;
 constexpr u32 kRoundsBeforeNote = 256;
-enum WaitOp : u32 { kCollectOp = 1, kBarrierOp = 2 };  // abi.WaitOp
 
 // In shared memory, one for each warp that waits. Written by that warp, read by the watchdog.
 struct PeerNote {

@@ -11,7 +11,7 @@ NONE = -1  # a value or step without this coordinate (no lane, no layer)
 
 
 class Phase(enum.IntEnum):
-    """Stage of one decode step, numbered alike in device programs (`phase_enum`).
+    """Stage of one decode step, numbered alike in device programs (`kernel_abi`).
 
     The first five and ROUTE multiply with a matrix; the others only move or combine values. Device programs use that the first
     four fit into two bits, and that OUT and DOWN, whose outputs go to the residual, are the odd ones.
@@ -37,15 +37,7 @@ class Phase(enum.IntEnum):
     DELTA = 17  # its convolution and its state
 
 
-ON_DEVICES = tuple(phase for phase in Phase if phase <= Phase.SELECT)
-
-
-def phase_enum() -> str:
-    """Those `Phase`s that device programs have, as C++."""
-    names = ("k" + "".join(part.capitalize() for part in phase.name.split("_")) for phase in ON_DEVICES)
-    return f"enum Phase : unsigned int {{ {', '.join(f'{name}Phase' for name in names)} }};"
-
-
+ON_DEVICES = tuple(phase for phase in Phase if phase <= Phase.SELECT)  # those that device programs have
 LAYER_OPS = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # what each lane multiplies with in a layer, in this order
 WEIGHT_PHASES = (*LAYER_OPS, Phase.HEAD, Phase.ROUTE, Phase.DELTA_IN)
 

@@ -37,7 +37,6 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_shared_memory_is_counted_to_the_last_member(shape: KernelShape, tmp_path: Path) -> None:
     sources = {**device_sources(), **headers(shape), "ptx.cuh": (TWIN / "ptx.cuh").read_text(), "size.cpp": PROGRAM}
-    assert f"<= {SHARED_BYTES}" in sources["layout.cuh"]
     sources["e4m3_on_cpu.h"] = (TWIN.parent / "e4m3_on_cpu.h").read_text()
     sources |= {path.name: path.read_text() for path in BOTH_TWINS.iterdir()}
     for name, text in sources.items():

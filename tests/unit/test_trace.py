@@ -12,8 +12,8 @@ from kog_dist.bench.kernel.trace import Trace
 from kog_dist.bench.kernel.trace_picture import bars_of, draw
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.kernel_abi import StampKind
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.monokernel import STAMP_KINDS
 
 SPEC = ModelSpec(128, 3, 8, 8, 256, 100, max_context=64, num_lanes=4, delay=1)
 SHAPE = KernelShape(SPEC, range(4), max_ctas=4)  # layer 0 sums blocking; then lanes 2 and 3 are half a layer behind 0 and 1
@@ -24,14 +24,14 @@ QKV, OUT, GATE_UP, DOWN = Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN
 def made_up(shape: KernelShape = SHAPE) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
     """Product i of thread block c: vector there at 100 i + c, multiplied 30 later, published at 40, attention at 60 to 100."""
     lanes, layers = shape.num_lanes, shape.spec.num_layers
-    raw = np.zeros((shape.num_ctas, len(STAMP_KINDS), 4 * lanes * layers + 1), np.uint64)
+    raw = np.zeros((shape.num_ctas, len(StampKind), 4 * lanes * layers + 1), np.uint64)
     at = 1_000_000 + 100 * np.arange(raw.shape[2], dtype=np.uint64)[None] + np.arange(shape.num_ctas, dtype=np.uint64)[:, None]
     for kind, later in (("fetched", 0), ("multiplied", 30), ("published", 40)):
-        raw[:, STAMP_KINDS.index(kind)] = at + np.uint64(later)
-    raw[:, STAMP_KINDS.index("published"), -1] = 0
+        raw[:, StampKind[kind.upper()]] = at + np.uint64(later)
+    raw[:, StampKind.PUBLISHED, -1] = 0
     queries = [index for index, product in enumerate(shape.layer_products) if product.op is QKV]
     for number, kind in enumerate(("query_seen", "scored", "mixed", "merged", "attended")):
-        raw[:2, STAMP_KINDS.index(kind), queries] = at[:2, queries] + np.uint64(60 + 10 * number)  # two blocks have items
+        raw[:2, StampKind[kind.upper()], queries] = at[:2, queries] + np.uint64(60 + 10 * number)  # two blocks have items
     return raw * np.uint64(10)
 
 

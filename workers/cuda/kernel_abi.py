@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 
-from kog_dist.collectives.cuda_abi import MAX_RANKS, PEERS, device_header
-from kog_dist.decode.steps import phase_enum
+from kog_dist.collectives.cuda_abi import MAX_RANKS, PEERS, c_enum, device_header
+from kog_dist.decode.ring import Finish
+from kog_dist.decode.steps import ON_DEVICES
 from kog_dist.runtime.abi import MAX_STOP_IDS, WAIT_RECORD, Field, Struct
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 
@@ -138,6 +139,19 @@ class ProcessorFlag(enum.IntFlag):
     REPORTS = 32
 
 
+class StampKind(enum.IntEnum):
+    """What a thread block of a traced build keeps the time of, once for each product."""
+
+    FETCHED = 0  # the slice of matrix warp 0 is in shared memory
+    MULTIPLIED = 1
+    PUBLISHED = 2
+    QUERY_SEEN = 3  # of attention, from here on
+    SCORED = 4
+    MIXED = 5
+    MERGED = 6
+    ATTENDED = 7
+
+
 HOST_PAGE = Struct(
     "HostPage",
     "Words that the host writes and one warp of the device reads.",
@@ -151,6 +165,10 @@ KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, PR
 
 
 def abi_header() -> str:
-    """`abi.cuh`: the structs as C++ for nvcc and NVRTC (which has no standard headers)."""
+    """`abi.cuh`: structs and enums as C++ for nvcc and NVRTC (which has no standard headers)."""
+    enums = (
+        c_enum("Phase", ON_DEVICES, "Phase"), c_enum("Finish", Finish, "Finish"), c_enum("ProcessorFlag", ProcessorFlag),
+        c_enum("StampKind", StampKind), f"constexpr unsigned int kStampKinds = {len(StampKind)};",
+    )  # fmt: skip
     structs = device_header("kog_dist.workers.cuda.kernel_abi", KERNEL_STRUCTS)
-    return f"{structs}\nnamespace kog {{\n{phase_enum()}\n}}  // namespace kog\n"
+    return "\n".join((structs, "namespace kog {", *enums, "}  // namespace kog\n"))

@@ -21,7 +21,8 @@ from kog_dist.workers.cuda.kernel_shape import (
 )
 from kog_dist.workers.cuda.kv_format import FORMATS, kv_lines
 from kog_dist.workers.cuda.ring_shape import NEAR_CONTEXT
-from kog_dist.workers.cuda.shared_memory import NUM_SQUARES
+from kog_dist.workers.cuda.shared_memory import NUM_SQUARES, SHARED_BYTES
+from kog_dist.workers.cuda.word_shape import SUM_COPIES
 
 
 def headers(shape: KernelShape) -> dict[str, str]:
@@ -45,7 +46,8 @@ def shape_header(shape: KernelShape) -> str:
         "kFirstFull": min(shape.cache.full_layers, default=0),
         "kNumSlots": shape.ring.num_slots, "kRingBytes": shape.ring.num_bytes,
         "kPieces": shape.ring.num_pieces, "kPiecesInFlight": shape.ring.in_flight, "kFarPiecesInFlight": shape.ring.far_in_flight,
-        "kNearContext": NEAR_CONTEXT, "kSquares": NUM_SQUARES,
+        "kNearContext": NEAR_CONTEXT, "kSquares": NUM_SQUARES, "kSumCopies": SUM_COPIES,
+        "kSharedBytes": SHARED_BYTES,
         "kSums": shape.num_sums,
         "kMatrixWarps": shape.geometry.matrix_warps, "kTileRows": shape.geometry.tile_rows,
         "kLaunchRegisters": registers.launch, "kMatrixRegisters": registers.matrix, "kServiceRegisters": registers.service,

@@ -26,7 +26,7 @@ from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, DraftBuilds, PassCosts
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
-from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DRAFT_PARAMS, HOST_PAGE
+from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DRAFT_PARAMS, HOST_PAGE, StampKind
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, NUM_HASHES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
@@ -36,7 +36,6 @@ from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
 
-STAMP_KINDS = ("fetched", "multiplied", "published", "query_seen", "scored", "mixed", "merged", "attended")  # of a traced build
 KERNEL_NAME = "kog_decode"
 LONGEST_WAIT_US = 2_000_000
 _NO_TOKEN_WORD = 0xFFFFFFFF
@@ -109,7 +108,7 @@ class Monokernel:
         self._tag = 0
         self._sampling, self._stop_ids = SamplingParams(), tuple[int, ...]()
         self._left: Any = None  # what the last launch left in `_state`, once that was read
-        kinds, vectors = len(STAMP_KINDS), shape.num_products
+        kinds, vectors = len(StampKind), shape.num_products
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
         sizes = (CHOICE_POSITIONS, shape.spec.num_layers, shape.num_ctas)

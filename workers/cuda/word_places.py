@@ -17,8 +17,7 @@ from kog_dist.model.spec import Sublayer
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.cache_shape import BATCH
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-
-SUM_COPIES = 2  # kSumCopies in layout.cuh
+from kog_dist.workers.cuda.word_shape import SUM_COPIES
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from kog_dist.runtime.abi import LINE_BYTES
 from kog_dist.workers.cuda.cache_shape import CacheShape
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
 
+SUM_COPIES = 2  # of sums that two ranks send to all thread blocks of both
 _LINE_WORDS = LINE_BYTES // 8
 _DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 _DELAYS_OF_EXPERTS = {2: (600, 5000, 500, 500)}  # where one rank has a model with experts; else as above

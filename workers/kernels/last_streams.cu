@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kog::kStreamThreads) kog_publish_st
     if (i >= kStreamPairs) return;
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
     if (*reinterpret_cast<const int*>(params.invalid_ptr) != 0) {
-        if (i == 0) state->finish = kNumericalFault;  // the launch leaves at once; its host knows, and begins anew
+        if (i == 0) state->finish = kNumericalFaultFinish;  // the launch leaves at once; its host knows, and begins anew
         return;
     }
     const float2 values = reinterpret_cast<const float2*>(params.streams_ptr)[i];

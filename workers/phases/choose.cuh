@@ -205,7 +205,7 @@ struct Chooser : OwnRows {
         if (offers.flags & kCancelFlag) finish = kCancelledFinish;
         else if (!has_head(role, turn())) return true;
         else if (offers.flags & kNoMaskFlag) finish = kNoMaskFinish;
-        else if (offers.flags & kFaultFlag) finish = kNumericalFault;
+        else if (offers.flags & kFaultFlag) finish = kNumericalFaultFinish;
         else if (offers.best.place == kNoPlace) finish = kNoMaskFinish;
         else if ((processors.flags & kFiltered) && !filter(offers, offers.best)) return false;
         store_shared(role.base + KOG_OFFSET(chosen_place), offers.best.place);

@@ -51,8 +51,7 @@ static_assert(kStreams == (kOneStream ? 1 : kLanes), "a stream of each lane, or 
 // A lane's residual stream, among this rank's.
 __device__ __forceinline__ constexpr u32 stream_of(u32 lane_idx) { return kOneStream ? 0 : lane_idx; }
 constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 1;  // last streams that are asked for at a time
-// Two ranks that share a stream send their sums as words to all thread blocks of both, in so many copies; see VectorGatherer.
-constexpr u32 kSumCopies = 2;
+// Two ranks that share a stream send their sums as words to all thread blocks of both, in kSumCopies; see VectorGatherer.
 static_assert(!kDirectSums || (kOneStream && kRanks == 2), "two halves");
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
 // Query heads of a KV head are taken in sets: the score matrix has eight columns, two (high, low) for each head. A warp has one set, or two of
@@ -236,7 +235,7 @@ struct Shared {
 #endif
     u32 places[kPacked ? kRingPieces : 1];           // where tiles begin in a packed ring, for the loader
 };
-static_assert(sizeof(Shared) <= 232448, "shared memory of a thread block");
+static_assert(sizeof(Shared) <= kSharedBytes, "shared memory of a thread block");
 
 // Where a member of `Shared` lies in it; array indices need not be constants. Shared memory is addressed by 32-bit numbers, `base` and
 // this: pointers would be generic ones, whose arithmetic is twice as wide and reads special registers.
@@ -254,10 +253,8 @@ struct Role {
     __device__ __forceinline__ u32 stopped() const { return base + KOG_OFFSET(note.stopped); }
 };
 
-// Products of one token, those of the LM head included. The kinds of stamps of a traced build, one of each per product, in the order of
-// `kProducts`; kFetched: the slice of matrix warp 0 is in shared memory.
+// Products of one token, those of the LM head included. A traced build has a stamp of each kind for each of them, in their order.
 constexpr u32 kTokenVectors = kNumProducts + kHeadProducts;
-enum StampKind : u32 { kFetched, kMultiplied, kPublished, kQuerySeen, kScored, kMixed, kMerged, kAttended, kStampKinds };
 
 __device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 turn, u32 vector) {
 #ifdef KOG_TRACE

@@ -5,9 +5,6 @@
 
 namespace kog {
 
-// Which parts a request asks for: KogProcessorParams::flags, ProcessorFlag in workers/cuda/kernel_abi.py.
-enum ProcessorFlag : u32 { kBiased = 1, kRemembers = 2, kMasked = 4, kFiltered = 8, kTopP = 16, kReports = 32 };
-
 // Shared memory of the rows' x (of those that are not allowed: minus infinity), and of their scores.
 __device__ __forceinline__ u32 x_at(const Role& role, u32 row) {
     return role.base + (kScoresFit ? KOG_OFFSET(attended) : KOG_OFFSET(scores)) + 4 * row;

@@ -7,8 +7,6 @@ namespace kog {
 // Candidates travel as two value words: the score, and the id with these flags.
 constexpr u32 kNotFinite = 1u << 31, kCancelled = 1u << 30, kIdMask = (1u << 30) - 1;
 
-enum Finish : u32 { kNone, kStop, kLength, kCancelledFinish, kNumericalFault, kNoMaskFinish };
-
 __device__ __forceinline__ float log_exactly(float x) {
     const u32 bits = __float_as_uint(x);
     int exponent = static_cast<int>(bits >> 23) - 126;
@@ -126,7 +124,7 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogP
     u64 hash = static_cast<u64>(state->hash[1]) << 32 | state->hash[0];
 #endif
     for (u32 turn = 0;; ++turn) {
-        const bool leave = turn == num_steps || finish != kNone;
+        const bool leave = turn == num_steps || finish != kNoneFinish;
         if (leave && role.cta == 0 && lane == 0 && turn > 0) {
 #ifdef KOG_HASHES
             state->hash[0] = static_cast<u32>(hash), state->hash[1] = static_cast<u32>(hash >> 32);
@@ -157,17 +155,17 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogP
             bool stops = false;
             for (u32 k = 0; k < params.num_stop_ids; ++k) stops = stops || params.stop_ids[k] == token;
             if (best.id & kCancelled) finish = kCancelledFinish;
-            else if (best.id & kNotFinite) finish = kNumericalFault;
-            else if (stops) finish = kStop;
-            else if (index + 1 >= max_tokens || position + 2 >= kMaxContext) finish = kLength;
+            else if (best.id & kNotFinite) finish = kNumericalFaultFinish;
+            else if (stops) finish = kStopFinish;
+            else if (index + 1 >= max_tokens || position + 2 >= kMaxContext) finish = kLengthFinish;
         }
         if (role.cta == 0 && lane == 0) {
             const u64 now = globaltimer_ns();
             if (stamps != nullptr) stamps[turn] = now;
             // One entry of the host's ring: each word carries the request's tag.
-            const bool is_told = !is_inner || finish != kNone;
+            const bool is_told = !is_inner || finish != kNoneFinish;
             const u32 entry = is_inner ? 0 : position + 1 - role.num_prompt;
-            const bool has_token = finish != kCancelledFinish && finish != kNumericalFault;
+            const bool has_token = finish != kCancelledFinish && finish != kNumericalFaultFinish;
             if (is_told)
                 store_system_x2(ring + 2 * entry, make_value_word(has_token ? token : 0xffffffffu, params.request_tag),
                                 make_value_word(finish, params.request_tag));

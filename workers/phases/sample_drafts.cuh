@@ -20,7 +20,7 @@ __device__ __forceinline__ void sample_drafts(const KogDecodeParams& params, con
     const u32 lane = laneid(), max_tokens = state.max_tokens, num_prompt = role.num_prompt;
     u32 token = state.token, finish = state.finish, position = state.position, number = passes_of(state), num_kept = 0;
     Drafter drafter{drafts, role, state};
-    if (fixed == nullptr && finish == kNone && drafter.per_pass == kTokens && position == num_prompt && state.draft_looked < position) {
+    if (fixed == nullptr && finish == kNoneFinish && drafter.per_pass == kTokens && position == num_prompt && state.draft_looked < position) {
         drafter.push(drafter.index_of(position), token);  // behind a first step that was an LM head alone
         drafter.find(drafter.index_of(position), token, kTokens);
     }
@@ -28,7 +28,7 @@ __device__ __forceinline__ void sample_drafts(const KogDecodeParams& params, con
     u64 hash = static_cast<u64>(state.hash[1]) << 32 | state.hash[0];
 #endif
     for (u32 turn = 0;; ++turn) {
-        const bool leave = turn == num_steps || finish != kNone || (fixed == nullptr && drafter.per_pass != kTokens);
+        const bool leave = turn == num_steps || finish != kNoneFinish || (fixed == nullptr && drafter.per_pass != kTokens);
         if (leave && role.cta == 0 && lane == 0 && turn > 0) {
 #ifdef KOG_HASHES
             state.hash[0] = static_cast<u32>(hash), state.hash[1] = static_cast<u32>(hash >> 32);
@@ -84,20 +84,20 @@ __device__ __forceinline__ void sample_drafts(const KogDecodeParams& params, con
                 bool stops = false;
                 for (u32 k = 0; k < params.num_stop_ids; ++k) stops = stops || params.stop_ids[k] == token;
                 if (best.id & kCancelled) finish = kCancelledFinish;
-                else if (best.id & kNotFinite) finish = kNumericalFault;
-                else if (stops) finish = kStop;
-                else if (index + 1 >= max_tokens || position + 2 >= kMaxContext) finish = kLength;
+                else if (best.id & kNotFinite) finish = kNumericalFaultFinish;
+                else if (stops) finish = kStopFinish;
+                else if (index + 1 >= max_tokens || position + 2 >= kMaxContext) finish = kLengthFinish;
                 ++num_new;
             }
             ++num_kept;  // behind an LM head alone the other tokens' layers have not run
-            counts = !kHeadOnly && finish == kNone && i + 1 < num_known && token == role.shared->passes[turn & 1].tokens[(i + 1) % kTokens];
+            counts = !kHeadOnly && finish == kNoneFinish && i + 1 < num_known && token == role.shared->passes[turn & 1].tokens[(i + 1) % kTokens];
             if (role.cta == 0 && lane == 0) {
                 const u64 now = globaltimer_ns();
                 if (stamps != nullptr) stamps[turn] = now;
                 // One entry of the host's ring: each word carries the request's tag. The pass's last one says what was drafted.
-                const bool is_told = !is_inner || finish != kNone;
+                const bool is_told = !is_inner || finish != kNoneFinish;
                 const u32 entry = is_inner ? 0 : position + 1 - num_prompt;
-                const bool has_token = finish != kCancelledFinish && finish != kNumericalFault;
+                const bool has_token = finish != kCancelledFinish && finish != kNumericalFaultFinish;
                 u32 ending = finish;
                 if (!counts && fixed == nullptr && num_new > 0)
                     ending |= num_drafted << 8 | min(num_new - 1, num_drafted) << 16 | (num_drafted > 0 && drafter.is_predicted(drafter.start)) << 24;
@@ -106,9 +106,9 @@ __device__ __forceinline__ void sample_drafts(const KogDecodeParams& params, con
                                     make_value_word(ending, params.request_tag));
             }
             ++position;
-            if (fixed == nullptr && !is_inner && finish == kNone) drafter.push(drafter.index_of(position), token);
+            if (fixed == nullptr && !is_inner && finish == kNoneFinish) drafter.push(drafter.index_of(position), token);
         }
-        if (fixed == nullptr && num_new > 0 && finish == kNone)
+        if (fixed == nullptr && num_new > 0 && finish == kNoneFinish)
             drafter.took(num_new, min(num_new - 1, num_drafted), drafter.index_of(position), token);
     }
 }

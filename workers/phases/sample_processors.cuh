@@ -24,7 +24,7 @@ __device__ __forceinline__ void announce_pass(const Role& role, KogDecodeState* 
 __device__ __forceinline__ u32 finish_of(const KogDecodeParams& params, u32 max_tokens, u32 token, u32 index, u32 position) {
     bool stops = false;
     for (u32 i = 0; i < params.num_stop_ids; ++i) stops = stops || params.stop_ids[i] == token;
-    return stops ? kStop : index + 1 >= max_tokens || position + 2 >= kMaxContext ? kLength : kNone;
+    return stops ? kStopFinish : index + 1 >= max_tokens || position + 2 >= kMaxContext ? kLengthFinish : kNoneFinish;
 }
 
 // Thread block 0 writes the successor of the token at `position` for the host.
@@ -33,7 +33,7 @@ __device__ __forceinline__ void tell_host(const KogDecodeParams& params, const R
     u64* stamps = reinterpret_cast<u64*>(params.stamps_ptr);
     if (stamps != nullptr) stamps[turn] = globaltimer_ns();
     // One entry of the host's ring: each word carries the request's tag.
-    const bool counts = position + 1 >= role.num_prompt || finish != kNone;
+    const bool counts = position + 1 >= role.num_prompt || finish != kNoneFinish;
     const u32 entry = position + 1 >= role.num_prompt ? position + 1 - role.num_prompt : 0;
     const bool has_token = finish < kCancelledFinish;
     if (counts)
@@ -52,7 +52,7 @@ __device__ __forceinline__ void sample_processors(const KogDecodeParams& params,
     Reporter reporter{chooser, processors, role};
     u32 position = state->position, number = state->epoch;
     for (u32 turn = 0;; turn = chooser.turn() + 1) {
-        const bool leave = turn == num_steps || finish != kNone;
+        const bool leave = turn == num_steps || finish != kNoneFinish;
         // The last report comes before the thread block says that it has finished: then nobody keeps the time of waits any more.
         if (!leave) announce_pass(role, state, turn, {position, number, 0, {token}}, finish);
         // What nobody here waits for comes after that.
@@ -64,7 +64,7 @@ __device__ __forceinline__ void sample_processors(const KogDecodeParams& params,
             announce_pass(role, state, turn, {position, number, 1, {token}}, finish);
             return;
         }
-        finish = kNone;
+        finish = kNoneFinish;
         chooser.set_turn(turn);
         if (!chooser.choose(finish)) return;
         position = chooser.position(), number = chooser.pass_number();  // read again: no registers are left to keep them in while choosing
@@ -72,7 +72,7 @@ __device__ __forceinline__ void sample_processors(const KogDecodeParams& params,
         after = 0;
         if (position + 1 < role.num_prompt) {
             token = prompt[position + 1];
-        } else if (finish == kNone) {
+        } else if (finish == kNoneFinish) {
             token = id_of(processors, chooser.chosen_place());
             finish = finish_of(params, load_shared_u32(role.base + KOG_OFFSET(max_tokens)), token, index, position);
             after = processors.flags;

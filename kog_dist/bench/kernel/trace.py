@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from kog_dist.bench.report import percentile
 from kog_dist.model.spec import ReduceMode, Sublayer
 from kog_dist.records import dataclass
+from kog_dist.workers.cuda.kernel_abi import StampKind
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.monokernel import STAMP_KINDS
 
 PHASES = ("qkv", "out", "gate_up", "down", "head")  # those with weights, in the order of a lane's products
 _BEFORE = {"gate_up": "out", "qkv": "down", "head": "down"}  # whose output they read: a residual stream
@@ -60,7 +60,7 @@ class Trace:
 
     def of(self, kind: str, product: int) -> Stamps:
         """Stamps (thread blocks,) of one kind."""
-        return self.stamps[:, STAMP_KINDS.index(kind), product]
+        return self.stamps[:, StampKind[kind.upper()], product]
 
     def last_published(self, product: Traced) -> float:
         """When the whole input of a product was published; NaN for the first ones, which read the embedding."""
@@ -150,6 +150,6 @@ class Trace:
         for cta, kind, index in np.argwhere(np.isfinite(self.stamps)).tolist():
             product = self.products[index]
             label = "head" if product.phase == "head" else f"{product.phase} layer {product.layer} lane {product.lane}"
-            event = {"name": f"{label} {STAMP_KINDS[kind]}", "ph": "X", "pid": cta, "tid": kind, "dur": 0.3}
+            event = {"name": f"{label} {StampKind(kind).name.lower()}", "ph": "X", "pid": cta, "tid": kind, "dur": 0.3}
             events.append({**event, "ts": round(float(self.stamps[cta, kind, index]), 3)})
         return events
