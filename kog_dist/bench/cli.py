@@ -22,6 +22,7 @@ from kog_dist.bench.commands.inspect import inspect
 from kog_dist.bench.commands.latency import latency
 from kog_dist.bench.commands.load import load
 from kog_dist.bench.commands.make_model import make_model
+from kog_dist.bench.commands.passes import passes
 from kog_dist.bench.commands.prefill import prefill
 from kog_dist.bench.commands.quality import quality
 from kog_dist.bench.commands.replay import replay
@@ -59,6 +60,7 @@ def _destination(
 for _command in (
     decode,
     drafts,
+    passes,
     faults,
     chaos,
     load,

@@ -49,14 +49,22 @@ class LookupDrafter:
     def draft(self, most: int, forced: Sequence[int] = ()) -> Draft:
         """See `Drafter.draft`."""
         self._last, self._forced = None, [*forced[: max(most, 0)]] if self._trusts_forced else []
-        match = self._lookup.find() if most > 0 and (self._forced or self._lengths.may_draft()) else None
+        match = self._match() if most > 0 and (self._forced or self._lengths.may_draft()) else None
         num_forced = len(self._forced)
-        if match is not None and (not num_forced or self._lookup.following(match, num_forced) == self._forced):
+        if match is not None:
             num = self._lengths.best(match.length, most, num_forced)
             if num > num_forced:
                 return self._of_match(match, num)
         self._forced = self._forced[: self._lengths.best(0, num_forced, num_forced)]
         return Draft(self._forced) if self._forced else NO_DRAFT
+
+    def _match(self) -> Match | None:
+        """What goes on with all that is forced."""
+        if not self._forced:
+            return self._lookup.find()
+        behind = self._lookup.find_behind(self._forced)
+        match = behind or self._lookup.find()
+        return match if match is not None and self._lookup.following(match, len(self._forced)) == self._forced else None
 
     def _of_match(self, match: Match, num: int) -> Draft:
         found, num_forced = self._lookup.take(match, num), len(self._forced)

@@ -70,6 +70,19 @@ class Lookup:
             return best
         return self._near()
 
+    def find_behind(self, forced: Sequence[int]) -> Match | None:
+        """The longest match that goes on with `forced`, which is what must come; in its length these count, too."""
+        if not self._has_begun:
+            return None
+        if self._newest is None:
+            self._index()
+        num = len(forced)
+        self._tokens += forced
+        found = [match for end in self._ends() if (match := self._match(end)).length >= max(num, LEAST) and match.start >= num]
+        del self._tokens[-num:]
+        best = max(found, key=self._rank, default=None)
+        return None if best is None else Match(best.start - num, best.length)
+
     def take(self, match: Match, num: int) -> list[int]:
         """The first `num` tokens from there, which are drafted: see `following`."""
         self._expected, self._num_missed = match.start, 0

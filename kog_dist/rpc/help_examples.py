@@ -50,6 +50,9 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("kog-bench serve --url http://127.0.0.1:8000", "load on any OpenAI-compatible server"),
         ("kog-bench --json decode --ranks 1,2", "CPU ranks; figures as JSON, too"),
     ),
+    "kog-bench passes": (
+        ("kog-bench passes MODEL --prompts 1500,6000 --kinds prose", "by processor time, on a machine that does other work"),
+    ),
     "kog-bench drafts": (("kog-bench drafts MODEL --ranks 1 --repeats 3", "how much faster edits and quotes come"),),
     "kog-bench decode": (("kog-bench decode --ranks 1,2,4,8 -o decode.md -o decode.png", "a table and a picture, too"),),
     "kog-bench faults": (("kog-bench faults --ranks 4 --kills 20", ""),),

@@ -7,7 +7,11 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+import pytest
+
+from kog_dist.bench.engine import cpu_passes
 from kog_dist.bench.engine.drafts import body_of, tasks
+from kog_dist.errors import ConfigError
 from kog_dist.gateway.openai.chat import plan_chat
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.model.tokenizer import Tokenizer
@@ -41,3 +45,32 @@ def test_every_task_is_a_chat() -> None:
         assert bool(generate.prediction_ids) is bool(task.get("predicts"))
         assert replace(generate, request_id="a", speculate=None).max_tokens == task["max_tokens"]
         assert "module" not in task or len(task["text"]) > 500
+
+
+def test_passes_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedy and drawn, with filters and without; answers are those of decoding without drafts, or it says so."""
+    ask = {
+        "kind": "prose",
+        "ask": "def area(width, height):\n    return width * height\n\n\ndef area(",
+        "max_tokens": 30,
+        "text": "",
+    }
+    made = [{**ask, "name": "greedy"}, {**ask, "name": "drawn", "temperature": 0.8}, {**ask, "name": "other", "kind": "json"}]
+    monkeypatch.setattr(cpu_passes, "tasks", lambda: made)
+    monkeypatch.setattr(cpu_passes, "_TURN", 7)
+    assert cpu_passes.run(None, (70,), ("prose",))
+    *lines, last = capsys.readouterr().out.splitlines()
+    figures = json.loads(last)["figures"]
+    assert [answer["name"] for answer in figures["answers"]] == ["greedy", "drawn"]
+    assert all(answer["tokens"] <= 30 and answer["is_same"] for answer in figures["answers"])
+    assert figures["answers"][0]["accepted_tokens"] > 0
+    assert figures["prompts"][0]["tokens"] == 70
+    assert figures["prompts"][0]["cpu_s"] > 0
+    assert any(line.startswith("a prompt of 70 tokens: ") for line in lines)
+    with pytest.raises(ConfigError, match="no tasks without a grammar of the kind poems; there are prose, json"):
+        cpu_passes.run(None, (), ("poems",))
+    with pytest.raises(ConfigError, match="--prompts may have 1 to"):
+        cpu_passes.run(None, (10**6,), ())
+    monkeypatch.setattr(cpu_passes._Decoding, "_pass", lambda self: self.ids.append(len(self.ids) + (self._drafter is None)))
+    assert not cpu_passes.run(None, (), ("prose",))
+    assert "ANSWERS DIFFER" in capsys.readouterr().out

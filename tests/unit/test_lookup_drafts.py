@@ -186,6 +186,28 @@ def test_a_match_goes_on_behind_what_is_forced() -> None:
     assert list(drafter.draft(15, [text[9], 7]).token_ids) == [text[9], 7], "the match is another one"
 
 
+def test_what_was_said_before_is_looked_up_behind_what_is_forced() -> None:
+    """Where the last tokens were never said, but what is forced was, and something stood behind it."""
+    lookup = Lookup([30, 31, 32, 40, 41, 42, 43, 44], ())
+    assert lookup.find_behind([40, 41, 42]) is None, "nothing was said yet"
+    lookup.push(9)
+    assert lookup.find() is None
+    match = lookup.find_behind([40, 41, 42])
+    assert match is not None
+    assert (lookup.following(match, 5), match.length) == ([40, 41, 42, 43, 44], 3)
+    assert lookup.find_behind([31, 32, 7]) is None
+    assert lookup.find_behind([41, 42]) is None, "two are too few"
+    lookup.push(41)  # all is as it was
+    lookup.push(42)
+    assert found(lookup, 2) == []
+    drafter = LookupDrafter([30, 31, 32, 40, 41, 42, *range(50, 70)], (), [1.0] * len(SIZES))
+    drafter.took([9])
+    drafted = list(drafter.draft(15, [40, 41, 42]).token_ids)
+    assert drafted == [40, 41, 42, *range(50, 62)]
+    drafter.took([*drafted, 62])
+    assert drafter.draft(3).token_ids == [63, 64, 65]
+
+
 def test_what_is_forced_costs_nothing_however_wrong_other_drafts_were() -> None:
     text = [*range(100, 140)]
     drafter = LookupDrafter([*text, *text], (), COSTS)
