@@ -15,7 +15,7 @@ _LENGTHS: Final = (0, 1, 2, 3, 5, 8, 16)  # of matches, from which on they count
 _HOPES: Final = (0.35, 0.5, 0.65, 0.6, 0.75, 0.87, 0.93)  # of each kind: how probably a token is right, before any was counted
 _TRUST, _MEMORY = 2.0, 0.95  # tokens that a hope counts for; what an earlier count is worth with each draft
 _WORTH: Final = 1.02  # tokens in the time of one, from which on a draft is made
-_CREDIT, _SHARE = 1.0, 0.005  # passes that drafts may lose in all, and of each token of the answer besides
+_CREDIT, _SHARE = 0.5, 0.003  # passes that drafts may lose in all, and of each token of the answer besides
 _SAVED: Final = 8.0  # passes won before that may be lost again
 
 
