@@ -178,12 +178,26 @@ def test_the_config_of_35b_a3b() -> None:
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size must be at least 1"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False, which qwen3_5_moe does not have"),
         ({"num_experts_per_tok": 300}, "num_experts_per_tok must be between 1 and the 256 experts"),
     ],
 )
 def test_configs_that_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(changed(**changes))
+
+
+def test_numbers_that_a_config_leaves_out_are_transformers_own() -> None:
+    """It writes no key whose value is its class's."""
+    for name, kind in (("Qwen3.5-35B-A3B", "qwen3_5_moe"), ("Qwen3.5-9B", "qwen3_5"), ("Qwen3-Next-80B-A3B", "qwen3_next")):
+        config = json.loads(json.dumps(DELTA[name]))
+        text = config.get("text_config", config)
+        for key in ("num_key_value_heads", "num_experts_per_tok"):
+            text.pop(key, None)
+        spec, theirs = read_config(config), type(CONFIGS[kind][1])()
+        assert spec.num_kv_heads == theirs.num_key_value_heads
+        if spec.experts is not None:
+            assert spec.experts.per_token == theirs.num_experts_per_tok
 
 
 def test_a_wrapper_that_is_none() -> None:

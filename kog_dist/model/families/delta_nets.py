@@ -111,7 +111,7 @@ def _attention(config: Config) -> AttentionMixer:
     rotary = int(head_dim * factor)
     if not 0 < factor <= 1 or rotary < 2 or rotary % 2:
         raise ConfigError(f"partial_rotary_factor {factor} of head_dim {head_dim} must leave an even number of values, 2 or more")
-    kv_heads = number(config, "num_key_value_heads", heads, int)
+    kv_heads = number(config, "num_key_value_heads", 4 if config["model_type"] in DENSE_TYPES else 2, int)
     return AttentionMixer(heads, kv_heads, head_dim, qk_norm=True, gated=True, rotary_dim=0 if rotary == head_dim else rotary)
 
 
@@ -152,11 +152,11 @@ def _ffn(config: Config, layer: int) -> FfnKind:
         raise ConfigError(f"decoder_sparse_step must be at least 1, got {step}")
     if layer in plain or (layer + 1) % step:
         return Ffn(number(config, "intermediate_size", None, int))
-    choice = ExpertsSpec(
-        num_experts=num_experts(config),
-        per_token=number(config, "num_experts_per_tok", 10, int),
-        is_normalised=number(config, "norm_topk_prob", True, bool),
-    )
+    is_next, is_normalised = config["model_type"] == "qwen3_next", number(config, "norm_topk_prob", True, bool)
+    if not is_normalised and not is_next:
+        raise ConfigError(f"norm_topk_prob is False, which {config['model_type']} does not have")
+    per_token = number(config, "num_experts_per_tok", 10 if is_next else 8, int)
+    choice = ExpertsSpec(num_experts=num_experts(config), per_token=per_token, is_normalised=is_normalised)
     shared = number(config, "shared_expert_intermediate_size", 512, int)
     if shared < 1:
         raise ConfigError(f"shared_expert_intermediate_size must be at least 1, got {shared}")
