@@ -16,6 +16,9 @@ from kog_dist.sampling_params import SamplingParams
 # Asked of the tokens of a pass in their order, until what it chooses is not the next of them.
 Choose: TypeAlias = Callable[[NDArray[Any], int], Candidate | None]
 
+# With a KV cache, the first draft of the last pass that counts for its state, and how many; and how many of these to keep.
+Replay: TypeAlias = Callable[[int, int, int, int], None]
+
 
 class Chosen(NamedTuple):
     """What came out behind a token of a pass; the id counts if the logits are finite and rank 0 does not want to stop."""
@@ -32,6 +35,9 @@ class Cursor:
         self.plan = plan
         self.token = 0  # passes of the engine so far; never restarts, since epochs grow with it
         self.held = [0] * num_kv_caches  # positions in each KV cache
+        self.settled = [0] * num_kv_caches  # and those that its state has: fewer where drafts of the last pass count
+        self.draft_position = 0  # of the first draft of the last pass that chose
+        self.replays: dict[tuple[int, int], Replay] = {}  # of each layer with a state, by the first lane of a call
         self.kept = [dict[int, int]() for _ in range(num_kv_caches)]  # positions of copies of each cache's state, by number
         self.kv_cache = 0  # the one in use
         self.token_ids: Sequence[int] = (0,)  # of the pass, at following positions
@@ -57,8 +63,8 @@ class Cursor:
                 raise PlanError(f"token id {token_id} is outside the vocabulary of {spec.vocab_size}")
         if not 0 <= position <= self.held[self.kv_cache]:
             raise PlanError(f"position {position} cannot follow: the KV cache holds {self.held[self.kv_cache]} positions")
-        if spec.is_recurrent and position not in (0, self.held[self.kv_cache]):
-            raise PlanError(f"position {position} cannot follow a state of {self.held[self.kv_cache]} positions")
+        if spec.is_recurrent and position not in (0, self.settled[self.kv_cache]):
+            raise PlanError(f"position {position} cannot follow a state of {self.settled[self.kv_cache]} positions")
         if position == 0:
             self.kept[self.kv_cache] = {}
         last = position + len(token_ids) - 1

@@ -1,4 +1,4 @@
-"""The C of CPU ranks (matrix_products.c, attention.c, activation.c), built for this machine at the first use and kept.
+"""The C of CPU ranks (`SOURCES`), built for this machine at the first use and kept.
 
 Without a C compiler there is none (`library` is None): weights are float32 then, and NumPy computes all.
 """
@@ -19,7 +19,7 @@ from typing import Final
 from kog_dist.runtime.files import is_ours_alone, user_cache_folder, write_at_once
 from kog_dist.runtime.startup import compiling
 
-SOURCES: Final = ("matrix_products.c", "attention.c", "activation.c")
+SOURCES: Final = ("matrix_products.c", "attention.c", "activation.c", "delta_rule.c")
 HEADERS: Final = ("vectors.h",)
 OPTIONS: Final = ("-O3", "-std=gnu17", "-ffp-contract=off", "-shared", "-fPIC")
 _BUILD_S: Final = 60.0

@@ -146,7 +146,7 @@ class Interpreter:
         self._check_options(plan, rank, comm, np.dtype(dtype), kv_dtype)
         self.plan, self.rank = plan, rank
         lanes = plan.ranks[rank].lanes
-        self.memory = Memory(plan.spec, lanes, np.dtype(dtype), num_kv_caches)
+        self.memory = Memory(plan.spec, lanes, np.dtype(dtype), num_kv_caches, plan.num_tokens - 1)
         self._cursor = Cursor(plan, len(lanes), num_kv_caches)
         self._weights, self._comm, self._kv_dtype = weights, comm, kv_dtype
         self._angles = rotation_angles(plan.spec, self.memory.dtype)
@@ -233,7 +233,8 @@ class Interpreter:
             raise PlanError(f"there are {len(cursor.held)} KV caches, asked for {cache} and {source}")
         if not 0 <= num_positions <= cursor.held[source]:
             raise PlanError(f"KV cache {source} holds {cursor.held[source]} positions, asked for {num_positions}")
-        if self.plan.spec.is_recurrent and num_positions:
+        if self.plan.spec.is_recurrent:
+            self.settle(cursor.held[cursor.kv_cache])  # the next pass takes the place of what its drafts were made of
             self._use_state(cache, source, num_positions)
         if cache != source:
             for layer in (*self.memory.keys, *self.memory.values):
@@ -242,23 +243,45 @@ class Interpreter:
         cursor.held[cache] = num_positions
 
     def _use_state(self, cache: int, source: int, num_positions: int) -> None:
-        """That of so many positions of `source`: as it is, or a copy of it."""
+        """That of so many positions of `source`: as it is, or a copy of it. That of none is whatever is there."""
         cursor, copies = self._cursor, self._cursor.kept[source]
         found = None
-        if num_positions != cursor.held[source]:
+        if num_positions not in (0, cursor.settled[source]):
             found = next((number for number, position in copies.items() if position == num_positions), None)
             if found is None:
                 raise PlanError(
-                    f"KV cache {source} holds a state of {cursor.held[source]} positions, which cannot go back to {num_positions}"
+                    f"KV cache {source} holds a state of {cursor.settled[source]} positions, which cannot go to {num_positions}"
                 )
-        if found is not None or cache != source:
+        if num_positions and (found is not None or cache != source):
             states = self.memory.states if found is None else self.memory.kept_states[found]
             _copy_states(states, source, self.memory.states, cache)
         cursor.kept[cache] = still_there(copies, num_positions) if cache == source else {}
+        cursor.settled[cache] = num_positions
+
+    def go_back(self, num_positions: int) -> None:
+        """Drop what the KV cache in use holds behind so many positions, all of the last pass."""
+        self.settle(num_positions)
+        self._cursor.held[self._cursor.kv_cache] = num_positions
+
+    def settle(self, num_positions: int) -> None:
+        """Have the state in use behind so many positions: drafts of the last pass that count change it only now."""
+        cursor = self._cursor
+        cache = cursor.kv_cache
+        first = cursor.settled[cache]
+        if not self.plan.spec.is_recurrent or num_positions == first:
+            return
+        if not first < num_positions <= cursor.held[cache]:
+            raise PlanError(f"KV cache {cache} holds a state of {first} positions, which cannot go to {num_positions}")
+        num = num_positions - first
+        with np.errstate(all="ignore"):
+            for replay in cursor.replays.values():
+                replay(cache, first - cursor.draft_position, num, num)
+        cursor.settled[cache] = num_positions
 
     def keep_state(self, number: int) -> None:
         """Copy the state of the cache in use, behind all that it holds, in the place of an earlier copy of that number."""
         cursor = self._cursor
+        self.settle(cursor.held[cursor.kv_cache])
         _copy_states(self.memory.states, cursor.kv_cache, self.memory.kept_states[number], cursor.kv_cache)
         cursor.kept[cursor.kv_cache][number] = cursor.held[cursor.kv_cache]
 
@@ -296,13 +319,17 @@ class Interpreter:
         Keys and values of the other drafts are in no kept position. Arguments and errors as of `step`.
         """
         self._check_choose(choose, gather_logits=gather_logits)
-        if len(token_ids) > 1 and self.plan.spec.is_recurrent:
-            raise PlanError("drafts cannot be verified by a model whose state refused tokens would change")
-        self.prepare(len(token_ids))
         cursor = self._cursor
+        if len(token_ids) > self.plan.num_tokens and self.plan.spec.is_recurrent:
+            raise PlanError(
+                f"a pass of {len(token_ids)} tokens has more drafts than the plan, whose passes have {self.plan.num_tokens}"
+            )
+        self.prepare(len(token_ids))
+        self._settle_for(position)
         cursor.begin(token_ids, position, sampling, stop, choose)
         self._run(When.GATHERED if gather_logits else When.SAMPLED)
         cursor.held[cursor.kv_cache] = position + len(cursor.chosen)
+        cursor.settled[cursor.kv_cache] = cursor.draft_position = position + 1
         logits = (None,) * len(token_ids) if cursor.all_logits is None else cursor.all_logits
         return [StepOutput(token, row, finite, stopped) for (token, finite, stopped), row in zip(cursor.chosen, logits)]  # noqa: B905
 
@@ -319,10 +346,17 @@ class Interpreter:
         if (When.ALWAYS, len(token_ids)) not in self._programs:
             self._compile(len(token_ids), When.ALWAYS)
         cursor = self._cursor
+        self._settle_for(position)
         cursor.begin(token_ids, position, None, stop)
         self._run(When.ALWAYS)
-        cursor.held[cursor.kv_cache] = position + len(token_ids)
+        cursor.held[cursor.kv_cache] = cursor.settled[cursor.kv_cache] = position + len(token_ids)
         return StepOutput(NONE, None, True, cursor.chosen[0].stopped)
+
+    def _settle_for(self, position: int) -> None:
+        """A pass begins at `position`: so many drafts of the one before count. What cannot follow `Cursor.begin` refuses."""
+        cursor = self._cursor
+        if cursor.settled[cursor.kv_cache] < position <= cursor.held[cursor.kv_cache]:
+            self.settle(position)
 
     def _run(self, when: When) -> None:
         cursor = self._cursor

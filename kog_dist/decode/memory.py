@@ -25,10 +25,13 @@ class Memory:
     """Arrays of one rank, one for each `steps.place` and number of tokens of a pass. All lanes' values are one array.
 
     `keys` and `values` are lists over layers of lists over the KV caches, and so are `states`: of each the arrays of `Recurrent`.
-    `kept_states`: copies of all of these (`kept_states.py`).
+    `kept_states`: copies of all of these (`kept_states.py`). `drafts`: of each layer what changes a state by the `num_drafts`
+    drafts of a pass, (own lanes, drafts, `Recurrent.replay`); they are of one pass, so all KV caches share them.
     """
 
-    def __init__(self, spec: ModelSpec, lanes: tuple[int, ...], dtype: np.dtype[Any], num_kv_caches: int = 1) -> None:
+    def __init__(
+        self, spec: ModelSpec, lanes: tuple[int, ...], dtype: np.dtype[Any], num_kv_caches: int = 1, num_drafts: int = 0
+    ) -> None:
         self.spec, self.lanes, self.dtype = spec, lanes, dtype
         self._arrays: dict[tuple[object, ...], Array] = {}
         self.scratch = Scratch()
@@ -38,6 +41,10 @@ class Memory:
         self.states = [[self._state(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)]
         self.kept_states = [
             [[self._state(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)] for _ in range(NUM_COPIES)
+        ]
+        states = [mixer.state for mixer, _ in recipes(spec)]
+        self.drafts = [
+            self.empty(len(lanes), num_drafts, state.replay if isinstance(state, Recurrent) else 0) for state in states
         ]
 
     def _state(self, state: ByPosition | Recurrent | None) -> list[Array]:
@@ -129,4 +136,5 @@ class Memory:
         """Memory of all arrays, the KV caches counted whole."""
         arrays = [*self._arrays.values(), *(cache for layer in (*self.keys, *self.values) for cache in layer)]
         arrays += [array for states in (self.states, *self.kept_states) for layer in states for cache in layer for array in cache]
+        arrays += self.drafts
         return sum(prod(array.shape) * array.itemsize for array in arrays)

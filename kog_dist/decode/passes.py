@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from kog_dist.decode.draft_lengths import SIZES
 from kog_dist.decode.plan import Plan
-from kog_dist.decode.recipes import ByPosition, recipes
 from kog_dist.decode.steps import Phase, When
 
 MOST_TOKENS = 64
@@ -31,11 +30,7 @@ def most_tokens(plan: Plan) -> int:
 
 
 def most_verified(plan: Plan) -> int:
-    """Tokens of a pass that chooses: one of SIZES, the same on all ranks. One where a mixer keeps more than rows of positions,
-    which refused drafts would change.
-    """
-    if not all(mixer.state is None or isinstance(mixer.state, ByPosition) for mixer, _ in recipes(plan.spec)):
-        return 1
+    """Tokens of a pass that chooses: one of SIZES, the same on all ranks."""
     of_token = _box_bytes(plan, frozenset(box.name for box in plan.mailboxes)) if plan.world_size > 1 else 0
     return max(size for size in SIZES if size == 1 or size * of_token <= _BOX_BYTES)
 

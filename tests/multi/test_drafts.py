@@ -22,6 +22,7 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.sampling_params import SamplingParams
 from tests.multi.test_bits import SPECS, ThreadExchange, run_ranks
 from tests.multi.test_passes import LONG, saved
+from tests.unit.delta_models import VOCAB, published
 
 PROMPT, NUM_GENERATED = [3, 17, 4, 90, 41], 20
 GREEDY = SamplingParams()
@@ -32,7 +33,7 @@ Drafter = Callable[[Sequence[int]], Sequence[int]]  # of the answer so far
 
 
 class Answer(NamedTuple):
-    """What a request leaves: ids, logits of each, and the caches of all ranks."""
+    """What a request leaves: ids, logits of each, and the caches and states of all ranks."""
 
     token_ids: list[int]
     logits: list[bytes]
@@ -76,7 +77,9 @@ def answer(
             logits += [output.logits.tobytes() for output in outputs if output.logits is not None]
             passes += 1
         held = slice(len(PROMPT) + NUM_GENERATED - 1)
+        engine.go_back(held.stop)  # drafts of the last pass change a state only when the next begins, or the answer ends
         caches = [layer[0][:, :, held].tobytes() for layer in (*engine.memory.keys, *engine.memory.values)]
+        caches += [array.tobytes() for layer in engine.memory.states for array in layer[0]]
         return ids[1:], logits, caches, passes
 
     ranks = run_ranks(world_size, work)
@@ -116,6 +119,67 @@ def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
         kind = "mixed" if world_size == 2 else "right"
         assert answer(folder, world_size, DRAWN, drafters(plain.token_ids, spec.vocab_size)[kind])[0] == one_by_one
         assert one_by_one.logits == plain.logits
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_5, tied, three layers"])
+def test_states_of_delta_nets(name: str, tmp_path: Path) -> None:
+    """A refused draft leaves nothing in a state; one that is accepted changes it once."""
+    published(name, tmp_path)
+    for sampling in (DRAWN, PENALISED):
+        plain, _ = answer(tmp_path, 1, sampling)
+        for kind, draft in drafters(plain.token_ids, VOCAB).items():
+            found, num_passes = answer(tmp_path, 1, sampling, draft)
+            assert found == plain, kind
+            assert num_passes == {"right": 3, "wrong": NUM_GENERATED}.get(kind, num_passes)
+        for world_size in (2, 4):
+            several = answer(tmp_path, world_size, sampling)[0]
+            assert several.logits == plain.logits
+            assert answer(tmp_path, world_size, sampling, drafters(plain.token_ids, VOCAB)["mixed"])[0] == several
+
+
+def test_states_of_delta_nets_without_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_library, "library", lambda: None)
+    published("qwen3_5_moe", tmp_path)
+    plain, _ = answer(tmp_path, 2, GREEDY)
+    assert answer(tmp_path, 2, GREEDY, drafters(plain.token_ids, VOCAB)["mixed"])[0] == plain
+
+
+def test_a_state_can_go_back_within_the_last_pass_alone(tmp_path: Path) -> None:
+    published("qwen3_5", tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    right = answer(tmp_path, 1, GREEDY)[0].token_ids
+
+    def engine() -> Interpreter:
+        made = Interpreter(
+            make_plan(checkpoint.spec, 1, num_tokens=8), 0, checkpoint.rank_weights(range(checkpoint.spec.num_lanes)), None,
+            num_kv_caches=2,
+        )  # fmt: skip
+        made.read(PROMPT[:-1], 0)
+        return made
+
+    def states(of: Interpreter) -> list[bytes]:
+        return [array.tobytes() for layer in of.memory.states for array in layer[0]]
+
+    end = len(PROMPT)
+    for num_kept in range(1, 7):
+        drafting, plain = engine(), engine()
+        drafting.verify((PROMPT[-1], *right[:7]), end - 1, GREEDY)
+        assert drafting.num_positions == end + 7
+        drafting.go_back(end - 1 + num_kept)
+        for idx, token in enumerate((PROMPT[-1], *right[: num_kept - 1])):
+            plain.step(token, end - 1 + idx, GREEDY)
+        assert states(drafting) == states(plain), num_kept
+        with pytest.raises(PlanError, match="cannot"):
+            drafting.verify((5,), end - 2, GREEDY)
+    drafting.verify((right[5], *right[6:9]), end + 5, GREEDY)  # a pass in another cache overwrites what its drafts were made of
+    drafting.use_cache(1, 1, 0)
+    drafting.verify((3, 5, 6), 0, GREEDY)
+    for idx in range(6, 9):
+        plain.step(right[idx - 1], end - 1 + idx, GREEDY)
+    plain.step(right[8], end + 8, GREEDY)
+    assert states(drafting) == states(plain)
+    with pytest.raises(PlanError, match="a pass of 9 tokens has more drafts than the plan, whose passes have 8"):
+        drafting.verify([1] * 9, drafting.num_positions, GREEDY)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, PENALISED], ids=["greedy", "penalised"])

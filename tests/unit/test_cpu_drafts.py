@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -30,6 +31,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.engines import cpu
 from kog_dist.workers.engines.cpu import CpuEngine
 from kog_dist.workers.engines.pass_costs import pass_costs
+from tests.unit.delta_models import VOCAB, published
 
 PROMPT = (5, 9, 200, 17, 5, 9, 200)
 CONTEXT = 64
@@ -70,7 +72,19 @@ class Page:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     folder = tmp_path_factory.mktemp("tiny")
     write_tiny_model(folder, replace(TINY, max_context=CONTEXT))
-    checkpoint = open_checkpoint(folder)
+    yield from page_of(folder)
+
+
+@pytest.fixture(scope="module")
+def delta_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """Of a model with delta nets."""
+    folder = tmp_path_factory.mktemp("delta")
+    published("qwen3_5", folder)
+    yield from page_of(folder)
+
+
+def page_of(folder: Path) -> Iterator[Page]:
+    checkpoint = open_checkpoint(folder, context=CONTEXT)
     plan = make_plan(checkpoint.spec, 1, num_tokens=16)
     weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=host_library.library() is not None)
     page = Page(Interpreter(plan, 0, weights, None, num_kv_caches=1))
@@ -81,7 +95,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 class Foretold:
     """Drafts of an answer that is known: right, or with mistakes at random places, in random lengths."""
 
-    def __init__(self, answer: Sequence[int], share_of_mistakes: float) -> None:
+    def __init__(self, answer: Sequence[int], share_of_mistakes: float, vocab_size: int = TINY.vocab_size) -> None:
+        self.vocab_size = vocab_size
         self.answer, self.share, self.chance, self.said = answer, share_of_mistakes, random.Random(3), 0
 
     def draft(self, most: int, forced: Sequence[int] = ()) -> Draft:
@@ -89,7 +104,7 @@ class Foretold:
         right = [*self.answer[self.said : self.said + size - 1]]
         right += [0] * (size - 1 - len(right))
         return Draft(
-            [token if self.chance.random() >= self.share else (token + 1) % TINY.vocab_size for token in right], self.share < 1
+            [token if self.chance.random() >= self.share else (token + 1) % self.vocab_size for token in right], self.share < 1
         )
 
     def took(self, token_ids: Sequence[int]) -> None:
@@ -158,6 +173,26 @@ def test_a_request_goes_on_behind_right_drafts_alone(page: Page, monkeypatch: py
     _, held = page.run(replace(first, drafts=True))
     kept = DecodeRequest(prompt, 9, logit_digests=True, kv=KvUse(num_cached=held))
     assert without_moments(page.run(kept)[0]) == wanted
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_a_state_ends_where_the_answer_ends(share: float, delta_page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that go beyond an end token leave a state behind the end, and the next turn goes on there, bit by bit."""
+    prompt = tuple(token % VOCAB for token in PROMPT)
+    first = DecodeRequest(prompt, 24, SamplingParams(1.1, seed=4), logit_digests=True)
+    plain = delta_page.run(first)
+    answer = [entry.token_id for entry in plain[0]]
+    monkeypatch.setattr(cpu, "LookupDrafter", lambda *_: Foretold(answer, share, VOCAB))
+    for end in range(1, 24, 3):
+        ended = replace(first, stop_ids=(answer[end],))
+        num = answer.index(answer[end]) + 1
+        entries, held = delta_page.run(replace(ended, drafts=True))
+        assert without_moments(entries)[:-1] == without_moments(plain[0])[: num - 1]
+        assert (entries[-1].token_id, entries[-1].finish, held) == (answer[num - 1], Finish.STOP, len(prompt) - 1 + num)
+        prompt_of_next = (*prompt, *answer[:num], 33, 7)
+        kept = DecodeRequest(prompt_of_next, 5, logit_digests=True, kv=KvUse(num_cached=held))
+        found = delta_page.run(kept)
+        assert without_moments(found[0]) == without_moments(delta_page.run(replace(kept, kv=KvUse()))[0])
 
 
 def test_a_cancel_ends_it_with_the_pass(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,9 @@ def test_a_published_folder_computes_its_definition_at_every_position(name: str,
     scale = np.abs(expected).max()
     found = run(checkpoint, PROMPT)
     assert np.abs(run(checkpoint, PROMPT, np.float64) - expected).max() < 1e-6 * scale
-    assert np.abs(found - expected).max() < 3e-5 * scale
+    errors = np.abs(found - expected).max(axis=1) / scale
+    assert np.median(errors) < 3e-6
+    assert errors.max() < 1e-4
     random_model(name).save_pretrained(tmp_path / "saved")
     theirs = CONFIGS[name][0].from_pretrained(tmp_path / "saved", dtype=torch.float32, attn_implementation="eager").eval()
     assert np.abs(found - logits_of(theirs, PROMPT)).max() < 1e-4 * scale
@@ -110,7 +112,7 @@ def test_a_state_goes_on_behind_its_end_or_anew(tmp_path: Path) -> None:
     first = [logits(token, at) for at, token in enumerate(PROMPT[:6])]
     with pytest.raises(PlanError, match="position 3 cannot follow a state of 6 positions"):
         engine.step(1, 3, None)
-    with pytest.raises(PlanError, match="holds a state of 6 positions, which cannot go back to 4"):
+    with pytest.raises(PlanError, match="holds a state of 6 positions, which cannot go to 4"):
         engine.use_cache(1, 0, 4)
     with pytest.raises(PlanError, match="drafts cannot be verified"):
         engine.verify([1, 2], 6, SamplingParams())

@@ -186,6 +186,8 @@ class CpuEngine:
                     seq, request, root, outputs[idx], index + idx, ends[idx], NOT_DRAFTED if idx + 1 < num else drafted
                 )  # fmt: skip
             if ends[num - 1] is not Finish.NONE:
+                assert self._interpreter is not None
+                self._interpreter.go_back(position + num)  # the pass may have gone beyond the end
                 return ends[num - 1]
             if drafter is not None:
                 drafter.took([output.token_id for output in outputs])
