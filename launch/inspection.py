@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kog_dist.config import LaunchConfig
 from kog_dist.decode import cpu_weights
 from kog_dist.decode.cpu_weights import SINGLE_BYTES, kept_and_read_bytes, kept_as
-from kog_dist.decode.kept_states import NUM_COPIES
+from kog_dist.decode.pool_sizes import BLOCK_TOKENS, pool_slots
 from kog_dist.decode.recipes import position_values, state_bytes
 from kog_dist.errors import CheckpointError
 from kog_dist.hardware.cpu_lists import parse_cpu_list
@@ -189,16 +189,15 @@ def _engines(settings: LaunchConfig) -> str:
 
 
 def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
-    """Memory of a CPU rank by use, in bytes: `weights` it keeps, `read` of them per token, `cache` of keys and values, `state`
-    of recurrent layers, and `copies` of it.
+    """Memory of a CPU rank by use, in bytes: `weights` it keeps, `read` of them per token, `cache` of keys and values, `state` of
+    recurrent layers.
     """
     spec = target.checkpoint.spec
     lanes = spec.lanes_of_rank(rank, target.world_size)
     kept, read = kept_and_read_bytes(target.checkpoint, lanes)
     cache = position_values(spec) * spec.max_context * len(lanes) // spec.num_lanes
     state = state_bytes(spec) * len(lanes) // spec.num_lanes
-    copies = NUM_COPIES * state
-    return {"weights": kept, "read": read, "cache": SINGLE_BYTES * cache, "state": state, "copies": copies}
+    return {"weights": kept, "read": read, "cache": SINGLE_BYTES * cache, "state": state}
 
 
 def _place(target: Target, rank: int) -> str:
@@ -226,8 +225,7 @@ def _memory(target: Target, rank: int, *, drafts: bool) -> str:
     form = "" if target.kv_dtype == "float32" else f" ({target.kv_dtype} values kept in float32)"
     state = ""
     if uses["state"]:
-        size, copies = _size(uses["state"]), _size(uses["copies"])
-        state = f" and {target.num_kv_caches} x ({size} state, read and written per token, and {copies} of copies)"
+        state = f" and {target.num_kv_caches} x {_size(uses['state'])} state, read and written per token"
     return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache{form}{state}{_kept(target)}"
 
 
@@ -237,7 +235,16 @@ def _windows(target: Target) -> str:
 
 def _kept(target: Target) -> str:
     of_host = f" and {_size(target.kept_host_bytes)} of the host" if target.kept_host_bytes else ""
-    return f", {_size(target.kept_bytes)}{of_host} for kept prefixes" if target.kept_bytes else ""
+    return f", {_size(target.kept_bytes)}{of_host} for kept prefixes{_kept_states(target)}" if target.kept_bytes else ""
+
+
+def _kept_states(target: Target) -> str:
+    """What these are, of a model with a state, each copy of which is large."""
+    spec = target.checkpoint.spec
+    if not spec.is_recurrent:
+        return ""
+    blocks, states = pool_slots(spec, spec.num_lanes // target.world_size, SINGLE_BYTES, target.kept_bytes)
+    return f" ({states} copies of the state, {blocks * BLOCK_TOKENS} tokens)"
 
 
 def _gpu_ceiling(target: Target) -> list[str]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from kog_dist.config import LaunchConfig, parse_gib
+from kog_dist.decode.pool_sizes import bytes_of_states
 from kog_dist.errors import ConfigError
 from kog_dist.runtime import memfd
 
 _CPU_BYTES = 64 << 20  # of a rank, unless told otherwise
+_CPU_STATES = 16  # and of a model with a state that every token changes as much as has room for so many copies of it
 _MOST_GPU_BYTES, _SHARE_OF_FREE = 16 << 30, 4  # of a GPU, and of what is free there beside the model
 _HOST_BYTES = 4 << 30  # of all ranks of a host together, page-locked
 _SHARE_OF_HOST = 8  # of what is free there
 
 
-def kept_on_cpu(settings: LaunchConfig, num_ranks: int, *, is_recurrent: bool = False) -> int:
-    """Bytes of each CPU rank. Raises ConfigError for more than is free, for memory behind that of GPUs, and for any that is asked
-    for where there is a state, which blocks do not hold (`is_recurrent`).
+def kept_on_cpu(settings: LaunchConfig, num_ranks: int, of_state: int = 0) -> int:
+    """Bytes of each CPU rank, which has `of_state` bytes of a state that every token changes. Raises ConfigError for more than is
+    free, for less than one copy of a state, and for memory behind that of GPUs.
     """
     asked = parse_gib(settings.prefix_cache)
     if parse_gib(settings.prefix_host):
@@ -22,13 +24,13 @@ def kept_on_cpu(settings: LaunchConfig, num_ranks: int, *, is_recurrent: bool = 
             f"prefix_host {settings.prefix_host} is memory behind that of GPUs, and these are CPU ranks, which have prefix_cache "
             "alone; leave it out"
         )
-    if is_recurrent and asked:
-        raise ConfigError(
-            f"prefix_cache {settings.prefix_cache} cannot be had with gated delta nets: its blocks hold keys and values, and no "
-            "states; kv_caches says how many conversations are kept, leave it out"
-        )
     if asked is None:
-        return 0 if is_recurrent else _CPU_BYTES
+        return max(_CPU_BYTES, bytes_of_states(_CPU_STATES, of_state))
+    if 0 < asked < (least := bytes_of_states(1, of_state)):
+        raise ConfigError(
+            f"prefix_cache {settings.prefix_cache} has no room for a copy of this model's state, without which nothing that is "
+            f"kept can be used; give {least / 2**30:.3f} or more, off, or auto"
+        )
     if asked * num_ranks > (free := memfd.available_bytes()):
         raise ConfigError(
             f"prefix_cache {settings.prefix_cache} does not fit: each of {num_ranks} CPU ranks would take as much, and "

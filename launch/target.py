@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from kog_dist.config import LaunchConfig
 from kog_dist.decode import host_library
 from kog_dist.decode.cpu_weights import SINGLE_BYTES, dequantised_bytes, kept_as, matrix_bytes
-from kog_dist.decode.kept_states import NUM_COPIES
 from kog_dist.decode.recipes import position_values, state_bytes
 from kog_dist.errors import CheckpointError, ConfigError, KogError, LaunchError
 from kog_dist.hardware.cpu_lists import format_cpu_list
@@ -126,7 +125,7 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
-        kept_bytes = kept_on_cpu(settings, world_size, is_recurrent=checkpoint.spec.is_recurrent)
+        kept_bytes = kept_on_cpu(settings, world_size, state_bytes(checkpoint.spec) // world_size)
         target = Target(
             folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES,
             kept_bytes=kept_bytes, note=_cpu_note(settings, checkpoint),
@@ -209,7 +208,7 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
         )
         return target, (error,)
     per_position = position_values(spec) * SINGLE_BYTES * target.num_kv_caches
-    kept = target.kept_bytes * target.world_size + state_bytes(spec) * (1 + NUM_COPIES) * target.num_kv_caches
+    kept = target.kept_bytes * target.world_size + state_bytes(spec) * target.num_kv_caches
     room = max(available - weights - kept, 0) * _SHARE_OF_MEMORY // 100 // per_position
     context = max(room // _CONTEXT_STEP, 1) * _CONTEXT_STEP
     if context >= spec.max_context:

@@ -14,6 +14,7 @@ from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import Deadline, wait
 from kog_dist.workers.kept_blocks import KeptBlocks
 from kog_dist.workers.kept_caches import KeptCaches
+from kog_dist.workers.kept_states import KeptStates
 
 # How long the first token is looked for without sleeping, from a stage on of which rank 0 tells: a core that sleeps takes 0.1 to
 # 0.3 ms to wake. A short prompt is through by then; the end of prefill comes some 50 us before the token.
@@ -55,6 +56,11 @@ class DecodeSlot:
         return None if self._caches is None else self._caches.blocks
 
     @property
+    def kept_states(self) -> KeptStates:
+        """Which copies of states there are; none of a model without a state, or before the first request."""
+        return KeptStates(0) if self._caches is None else self._caches.states
+
+    @property
     def ring_positions(self) -> int:
         """Positions that windowed layers keep; 0 if there are none or they keep all, or before the first request."""
         return 0 if self._caches is None else self._caches.ring_positions
@@ -81,7 +87,8 @@ class DecodeSlot:
         assert not self.busy, "the ranks decode one request at a time"
         if self._caches is None:
             self._caches = KeptCaches(self._control.kv_layout(), self._window, is_recurrent=self._is_recurrent)
-        request = request.at(self._caches.take(request.prompt, reuse=reuse_kv, scope=scope))
+        num_answer = min(request.max_tokens, self._control.max_context - len(request.prompt))
+        request = request.at(self._caches.take(request.prompt, reuse=reuse_kv, scope=scope, num_answer=num_answer))
         self._seq = self._control.submit(request)
         self._next_index, self._num_cached, self._sequence = 0, request.kv.num_cached, array("I", request.prompt)
         return request

@@ -14,8 +14,8 @@ and if they cannot, no shorter beginning can. Once the ring is full, a step back
 is just the window can go on behind the very end and one position before it, and nowhere else. Whatever was decoded after a stop
 string before the ranks knew of it has to be stepped back over, so a ring should be some tens of positions longer than the window.
 
-A state that every token changes (`is_recurrent`) has only its end, and copies at some positions that ranks make by the rule of
-`kept_states.py`: a request goes on behind all that was written, behind one of these, or anew.
+A state that every token changes (`is_recurrent`) has only its end, and copies behind some beginnings (kept_states.py): a request
+goes on behind all that was written, behind one of these, or anew.
 
 Where the ranks have a block pool (kept_blocks.py), what a cache holds at the end of an answer is copied there, and a request gets
 from there what no cache has.
@@ -27,11 +27,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import field
 
-from kog_dist.decode.kept_states import copies_of, still_there
-from kog_dist.decode.request import KvCopy, KvUse
+from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
 from kog_dist.records import dataclass
 from kog_dist.runtime.control import KvLayout
 from kog_dist.workers.kept_blocks import KeptBlocks, num_common
+from kog_dist.workers.kept_states import KeptStates
 
 _WORTH = 32  # tokens more that blocks have, to be copied from there
 
@@ -44,14 +44,14 @@ class _Kept:
     scope: str = ""
     num_written: int = 0
     last_used: int = 0  # 0: never
-    copies: dict[int, int] = field(default_factory=dict)  # positions of those of its state, by their number
 
 
 class KeptCaches:
     """The books of all KV caches. `window`: of the model's windowed layers, None if it has none.
 
     `ring_positions`: that these keep; 0: there are none, or they keep all.
-    One request runs at a time, between `take` and `give_back`. `blocks`: those of the block pool; None without one.
+    One request runs at a time, between `take` and `give_back`. `blocks`: those of the block pool; None without one. `states`:
+    copies of states there, none of a model that has none.
     """
 
     def __init__(self, layout: KvLayout, window: int | None, *, is_recurrent: bool = False) -> None:
@@ -62,12 +62,15 @@ class KeptCaches:
         self._uses = 0
         self._running = KvUse()
         self._scope = ""  # of the running request
-        self._num_prompt = 1  # tokens of the running request's
         self._num_inherited = 0  # positions ever written in the cache that the running request goes on in
+        self._places: list[tuple[int, int]] = []  # where the running request's state is copied, and the slots
         self.blocks = KeptBlocks(layout.block_tokens, layout.num_slots, layout.num_host_slots) if layout.block_tokens else None
+        self.states = KeptStates(layout.num_states if is_recurrent else 0)
 
-    def take(self, prompt: Sequence[int], *, reuse: bool, scope: str = "") -> KvUse:
+    def take(self, prompt: Sequence[int], *, reuse: bool, scope: str = "", num_answer: int = 0) -> KvUse:
         """Where a request runs and what it can use; what else that cache held is lost. What other scopes have left is nobody's.
+
+        Of a model with a state also where copies of it are to be made; the answer has `num_answer` tokens at most.
 
         A sequence of which less than half would be left is copied, not cut: its conversation may go on. In a block pool it is
         anyway.
@@ -77,43 +80,61 @@ class KeptCaches:
             return KvUse()
         oldest = min(range(len(self._kept)), key=lambda idx: self._kept[idx].last_used)
         use = KvUse(oldest, oldest, 0)
+        wanted = (prompt if isinstance(prompt, array) else array("I", prompt))[:-1]
+        common = [num_common(kept.tokens, wanted) if kept.scope == scope else 0 for kept in self._kept]
+        copies = self.states.find(scope, wanted) if self.states.num_slots else {}
         if reuse:
-            wanted = prompt if isinstance(prompt, array) else array("I", prompt)
-            lengths = [self._usable(kept, wanted, scope) for kept in self._kept]
+            lengths = [self._usable(*pair, copies) for pair in zip(self._kept, common, strict=True)]
             source = max(range(len(lengths)), key=lambda idx: (lengths[idx], -len(self._kept[idx].tokens)))
             if num_cached := lengths[source]:
                 others = [idx for idx in range(len(self._kept)) if idx != source]
                 is_small_part = 2 * num_cached < len(self._kept[source].tokens)
                 cache = min(others, key=lambda idx: self._kept[idx].last_used) if is_small_part and others else source
                 use = KvUse(cache, source, num_cached)
-            use = self._with_blocks(use, wanted)
+            use = self._with_blocks(use, wanted, copies)
+        if self._is_recurrent:
+            branch = max(*common, self.blocks.match(scope, wanted)[0] if self.blocks is not None else 0)
+            use = self._with_states(use, len(wanted), num_answer, branch, copies)
         self._num_inherited = self._kept[use.source].num_written if use.num_cached and not self._is_recurrent else 0
-        copies = still_there(self._kept[use.source].copies, use.num_cached) if use.cache == use.source else {}
-        self._kept[use.cache].copies = copies
-        self._num_prompt = len(prompt)
         self._uses += 1
         for idx in (use.source, use.cache):
             self._kept[idx].last_used = self._uses
         self._running = use
         return use
 
-    def _with_blocks(self, use: KvUse, wanted: array[int]) -> KvUse:
+    def _with_blocks(self, use: KvUse, wanted: array[int], copies: dict[int, int]) -> KvUse:
         """The same with what the block pool has of the prompt, where that is more."""
         if self.blocks is None:
             return use
-        num_kept, path = self.blocks.match(self._scope, wanted[:-1])
+        num_kept, path = self.blocks.match(self._scope, wanted)
+        if self._is_recurrent:
+            num_kept = max((at for at in copies if at <= num_kept), default=0)
+            path = path[: -(-num_kept // self.blocks.block_tokens)]
         if num_kept < use.num_cached + _WORTH:
             return use
         stays = use.num_cached if use.cache == use.source else 0
         return KvUse(use.cache, use.cache, num_kept, self.blocks.load(path, stays // self.blocks.block_tokens))
 
-    def _usable(self, kept: _Kept, wanted: array[int], scope: str) -> int:
-        """Positions of a cache that the prompt can go on behind."""
-        if kept.scope != scope:
-            return 0
-        common = num_common(kept.tokens, wanted[:-1])
+    def _with_states(self, use: KvUse, prompt_end: int, num_answer: int, branch: int, copies: dict[int, int]) -> KvUse:
+        """The same with the copy of a state that it goes on behind, unless that is the state of the cache, and those to be made.
+
+        The prompt has `prompt_end` tokens but for its last, `branch` of them in common with an earlier sequence.
+        """
+        is_live = not use.copies and use.num_cached == self._kept[use.source].num_written
+        slot = copies[use.num_cached] if use.num_cached and not is_live else None
+        loads: tuple[KvCopy, ...] = ()
+        if slot is not None:
+            self.states.use(slot)
+            loads = (KvCopy(KvCopyKind.LOAD_STATE, slot, use.num_cached),)
+        places = self.states.places(use.num_cached, prompt_end, num_answer, branch, copies, slot)
+        self._places = places
+        saves = tuple(KvCopy(KvCopyKind.SAVE_STATE, slot, position) for position, slot in places)
+        return KvUse(use.cache, use.source, use.num_cached, (*use.copies, *loads, *saves))
+
+    def _usable(self, kept: _Kept, common: int, copies: dict[int, int]) -> int:
+        """Positions of a cache that the prompt, which begins with `common` of them, can go on behind."""
         if self._is_recurrent:
-            return max((at for at in (kept.num_written, *kept.copies.values()) if at <= common), default=0)
+            return max((at for at in (kept.num_written, *copies) if at <= common), default=0)
         return common if self.is_intact(common, kept.num_written) else 0
 
     def is_intact(self, num_positions: int, num_written: int) -> bool:
@@ -128,22 +149,25 @@ class KeptCaches:
             kept = self._kept[self._running.cache]
             kept.tokens, kept.scope = array("I", tokens[:num_positions]), self._scope
             kept.num_written = max(num_written, self._num_inherited)
-            if self._is_recurrent:
-                # A copy is made when a prompt has been read so far, but not by a request that was cancelled just then.
-                made = copies_of(self._running.num_cached, self._num_prompt)
-                kept.copies |= {number: at for number, at in made.items() if at < num_positions}
+            self.states.made(self._scope, kept.tokens, [place for place in self._places if place[0] <= num_positions])
+            self._places = []
 
     def save(self) -> KvUse | None:
         """What is to be copied to the block pool of the cache that the last request ran in; None if nothing is."""
-        if self.blocks is None or not self._kept:
+        if not self._kept:
             return None
         cache = self._running.cache
-        copies: tuple[KvCopy, ...] = self.blocks.save(self._scope, self._kept[cache].tokens)
+        tokens, copies = self._kept[cache].tokens, tuple[KvCopy, ...]()
+        if self.blocks is not None:
+            copies = self.blocks.save(self._scope, tokens)
+            if (slot := self.states.end(self._scope, tokens)) is not None:
+                copies += (KvCopy(KvCopyKind.SAVE_STATE, slot, len(tokens)),)
         return KvUse(cache, cache, 0, copies) if copies else None
 
     def forget(self) -> None:
         """Nothing is kept any more: a device may have cleared all its caches."""
         for kept in self._kept:
-            kept.tokens, kept.num_written, kept.last_used, kept.copies = array("I"), 0, 0, {}
+            kept.tokens, kept.num_written, kept.last_used = array("I"), 0, 0
+        self.states.clear()
         if self.blocks is not None:
             self.blocks.clear()

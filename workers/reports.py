@@ -58,4 +58,5 @@ def _kept(slot: DecodeSlot) -> dict[str, Any]:
     return {
         "kept_block_tokens": blocks.block_tokens, "kept_used": used, "kept_slots": blocks.num_slots,
         "kept_host_used": used_of_host, "kept_host_slots": blocks.num_host_slots, "kept_ring": slot.ring_positions,
+        "kept_states_used": slot.kept_states.num_used, "kept_states": slot.kept_states.num_slots,
     }  # fmt: skip

@@ -38,7 +38,6 @@ class Cursor:
         self.settled = [0] * num_kv_caches  # and those that its state has: fewer where drafts of the last pass count
         self.draft_position = 0  # of the first draft of the last pass that chose
         self.replays: dict[tuple[int, int], Replay] = {}  # of each layer with a state, by the first lane of a call
-        self.kept = [dict[int, int]() for _ in range(num_kv_caches)]  # positions of copies of each cache's state, by number
         self.kv_cache = 0  # the one in use
         self.token_ids: Sequence[int] = (0,)  # of the pass, at following positions
         self.position = 0  # of the first of them
@@ -65,8 +64,6 @@ class Cursor:
             raise PlanError(f"position {position} cannot follow: the KV cache holds {self.held[self.kv_cache]} positions")
         if spec.is_recurrent and position not in (0, self.settled[self.kv_cache]):
             raise PlanError(f"position {position} cannot follow a state of {self.settled[self.kv_cache]} positions")
-        if position == 0:
-            self.kept[self.kv_cache] = {}
         last = position + len(token_ids) - 1
         if last >= spec.max_context:
             raise PlanError(f"position {last} exceeds the model's context of {spec.max_context}")

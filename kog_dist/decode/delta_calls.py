@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kog_dist.decode import delta_rule, lane_math
 from kog_dist.decode.cursor import Cursor
-from kog_dist.decode.delta_rule import DeltaOperands, LaneNets, State
+from kog_dist.decode.delta_rule import DeltaOperands, DeltaState, LaneNets
 from kog_dist.decode.exchange_calls import ExchangeCalls
 from kog_dist.decode.groups import Array, Finder, Group
 from kog_dist.decode.steps import Kind, Phase
@@ -61,7 +61,7 @@ class DeltaCalls:
         net = self.spec.layers[layer].mixer
         assert isinstance(net, DeltaNet)
         nets = LaneNets.of(net, self.spec.num_lanes, [weights.own for weights in self._layers(group)], self.spec.norm_eps)
-        states = [State(*(array[own] for array in cache)) for cache in self.memory.states[layer]]
+        states = [DeltaState(*(array[own] for array in cache)) for cache in self.memory.states[layer]]
         drafts, channels, num_factors = self.memory.drafts[layer][own], nets.channels, 2 * nets.num_heads
         scratch = self.memory.scratch
         advance = delta_rule.bound(nets, DeltaOperands(projected, states, mixed), scratch)

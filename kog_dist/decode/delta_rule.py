@@ -21,7 +21,7 @@ Array = NDArray[Any]
 _NORM_EPS = 1e-6  # under the root of the norms of queries and keys
 
 
-class State(NamedTuple):
+class DeltaState(NamedTuple):
     """Of some lanes: `heads` (n, heads, key_dim, value_dim), and `past` (n, conv_width - 1, channels): the convolution's last
     inputs.
     """
@@ -80,7 +80,7 @@ class DeltaOperands(NamedTuple):
     """
 
     rows: Array
-    states: Sequence[State]
+    states: Sequence[DeltaState]
     mixed: Array | None
 
 
@@ -152,7 +152,7 @@ def bound_in_numpy(nets: LaneNets, operands: DeltaOperands) -> Advance:
     scale = rows.dtype.type(key_dim**-0.5)
     of_ab = channels + (0 if mixed is None else heads * value_dim)
 
-    def step(row: Array, state: State, out_row: Array | None) -> None:
+    def step(row: Array, state: DeltaState, out_row: Array | None) -> None:
         inputs = np.concatenate((state.past, row[:, None, :channels]), axis=1)
         state.past[...] = inputs[:, 1:]
         conv = inputs[:, 0] * nets.taps[:, :, 0]
@@ -183,7 +183,7 @@ def bound_in_numpy(nets: LaneNets, operands: DeltaOperands) -> Advance:
         state = operands.states[cache]
         for number in range(count):
             if number == num_kept:
-                state = State(*(array.copy() for array in state))
+                state = DeltaState(*(array.copy() for array in state))
             step(rows[:, first + number], state, None if mixed is None else mixed[:, number])
 
     return advance

@@ -17,8 +17,7 @@ from kog_dist.decode.cursor import Choose, Cursor
 from kog_dist.decode.delta_calls import DeltaCalls
 from kog_dist.decode.exchange_calls import ExchangeCalls, RankExchange
 from kog_dist.decode.expert_calls import ExpertCalls
-from kog_dist.decode.groups import Array, Finder, Group, group_steps
-from kog_dist.decode.kept_states import still_there
+from kog_dist.decode.groups import Finder, Group, group_steps
 from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.decode.lane_calls import LaneCalls, rotation_angles
 from kog_dist.decode.memory import Memory
@@ -111,13 +110,6 @@ def _runs(cells: list[tuple[int, int]]) -> Iterator[Write]:
 
 def _nothing(_tags: list[int]) -> None:
     return None
-
-
-def _copy_states(source: list[list[list[Array]]], source_cache: int, target: list[list[list[Array]]], cache: int) -> None:
-    """Of all layers, from one KV cache to another."""
-    for layer_from, layer_to in zip(source, target, strict=True):
-        for array, other in zip(layer_from[source_cache], layer_to[cache], strict=True):
-            other[...] = array
 
 
 class Interpreter:
@@ -223,9 +215,12 @@ class Interpreter:
         """Positions that the KV cache in use holds."""
         return self._cursor.held[self._cursor.kv_cache]
 
-    def use_cache(self, cache: int, source: int, num_positions: int) -> None:
+    def use_cache(
+        self, cache: int, source: int, num_positions: int, load_state: Callable[[], None] | None = None
+    ) -> None:  # fmt: skip
         """Go on in KV cache `cache` behind the first `num_positions` of cache `source`, which are copied if the two differ.
 
+        `load_state` puts a state of so many positions into `cache`; None: it is that of `source`.
         Epochs go on as well: every rank must have run the same number of steps. Raises PlanError if that cannot be.
         """
         cursor = self._cursor
@@ -235,28 +230,21 @@ class Interpreter:
             raise PlanError(f"KV cache {source} holds {cursor.held[source]} positions, asked for {num_positions}")
         if self.plan.spec.is_recurrent:
             self.settle(cursor.held[cursor.kv_cache])  # the next pass takes the place of what its drafts were made of
-            self._use_state(cache, source, num_positions)
-        if cache != source:
-            for layer in (*self.memory.keys, *self.memory.values):
-                layer[cache][:, :, :num_positions] = layer[source][:, :, :num_positions]
-        cursor.kv_cache = cache
-        cursor.held[cache] = num_positions
-
-    def _use_state(self, cache: int, source: int, num_positions: int) -> None:
-        """That of so many positions of `source`: as it is, or a copy of it. That of none is whatever is there."""
-        cursor, copies = self._cursor, self._cursor.kept[source]
-        found = None
-        if num_positions not in (0, cursor.settled[source]):
-            found = next((number for number, position in copies.items() if position == num_positions), None)
-            if found is None:
+            if load_state is not None:
+                load_state()
+            elif num_positions not in (0, cursor.settled[source]):
                 raise PlanError(
                     f"KV cache {source} holds a state of {cursor.settled[source]} positions, which cannot go to {num_positions}"
                 )
-        if num_positions and (found is not None or cache != source):
-            states = self.memory.states if found is None else self.memory.kept_states[found]
-            _copy_states(states, source, self.memory.states, cache)
-        cursor.kept[cache] = still_there(copies, num_positions) if cache == source else {}
-        cursor.settled[cache] = num_positions
+            elif cache != source:
+                for layer in self.memory.states:
+                    for array, other in zip(layer[source], layer[cache], strict=True):
+                        other[...] = array
+        if cache != source:
+            for layer_caches in (*self.memory.keys, *self.memory.values):
+                layer_caches[cache][:, :, :num_positions] = layer_caches[source][:, :, :num_positions]
+        cursor.kv_cache = cache
+        cursor.held[cache] = cursor.settled[cache] = num_positions
 
     def go_back(self, num_positions: int) -> None:
         """Drop what the KV cache in use holds behind so many positions, all of the last pass."""
@@ -278,16 +266,12 @@ class Interpreter:
                 replay(cache, first - cursor.draft_position, num, num)
         cursor.settled[cache] = num_positions
 
-    def keep_state(self, number: int) -> None:
-        """Copy the state of the cache in use, behind all that it holds, in the place of an earlier copy of that number."""
-        cursor = self._cursor
-        self.settle(cursor.held[cursor.kv_cache])
-        _copy_states(self.memory.states, cursor.kv_cache, self.memory.kept_states[number], cursor.kv_cache)
-        cursor.kept[cursor.kv_cache][number] = cursor.held[cursor.kv_cache]
-
     def filled(self, cache: int, num_positions: int) -> None:
-        """Keys and values of the first positions of a cache have been put there (`memory`), as many as it then holds."""
-        self._cursor.held[cache] = num_positions
+        """Keys and values of the first positions of a cache have been put there (`memory`), as many as it then holds.
+
+        The state that belongs to them comes with `use_cache`.
+        """
+        self._cursor.held[cache] = self._cursor.settled[cache] = num_positions
 
     def step(
         self, token_id: int, position: int, sampling: SamplingParams | None, gather_logits: bool = False, *, stop: bool = False,

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.decode.kept_states import NUM_COPIES
 from kog_dist.decode.recipes import ByPosition, Recurrent, recipes, stream_lanes
 from kog_dist.decode.scratch import Scratch
 from kog_dist.decode.steps import NONE, Kind, Value, place
@@ -25,7 +24,7 @@ class Memory:
     """Arrays of one rank, one for each `steps.place` and number of tokens of a pass. All lanes' values are one array.
 
     `keys` and `values` are lists over layers of lists over the KV caches, and so are `states`: of each the arrays of `Recurrent`.
-    `kept_states`: copies of all of these (`kept_states.py`). `drafts`: of each layer what changes a state by the `num_drafts`
+    `drafts`: of each layer what changes a state by the `num_drafts`
     drafts of a pass, (own lanes, drafts, `Recurrent.replay`); they are of one pass, so all KV caches share them.
     """
 
@@ -39,9 +38,6 @@ class Memory:
             [[self._cache(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)] for _ in ("keys", "values")
         )
         self.states = [[self._state(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)]
-        self.kept_states = [
-            [[self._state(mixer.state) for _ in range(num_kv_caches)] for mixer, _ in recipes(spec)] for _ in range(NUM_COPIES)
-        ]
         states = [mixer.state for mixer, _ in recipes(spec)]
         self.drafts = [
             self.empty(len(lanes), num_drafts, state.replay if isinstance(state, Recurrent) else 0) for state in states
@@ -135,6 +131,6 @@ class Memory:
     def num_bytes(self) -> int:
         """Memory of all arrays, the KV caches counted whole."""
         arrays = [*self._arrays.values(), *(cache for layer in (*self.keys, *self.values) for cache in layer)]
-        arrays += [array for states in (self.states, *self.kept_states) for layer in states for cache in layer for array in cache]
+        arrays += [array for layer in self.states for cache in layer for array in cache]
         arrays += self.drafts
         return sum(prod(array.shape) * array.itemsize for array in arrays)

@@ -18,13 +18,16 @@ class KvCopyKind(enum.IntEnum):
     LOAD = 0  # from a slot of the block pool to a block of the KV cache
     SAVE = 1  # from a block of the KV cache to a slot
     MOVE = 2  # from a slot to another one
+    LOAD_STATE = 3  # from a slot for states to that of the KV cache: its state behind the first `place` positions
+    SAVE_STATE = 4  # the other way round, once the request has come so far
 
 
 class KvCopy(NamedTuple):
     """A copy of the keys and values of `KvLayout.block_tokens` neighbouring positions, in all layers.
 
     `place`: number of the block in the request's KV cache, which begins at position `place * block_tokens`; of MOVE the slot that
-    gets them. See workers/kept_blocks.py.
+    gets them. See workers/kept_blocks.py. Of a model with a state that every token changes: a copy of that, in slots of its own
+    (workers/kept_states.py).
     """
 
     kind: KvCopyKind

@@ -99,7 +99,7 @@ def _queue(report: StatusReport, facts: EngineFacts, labels: list[str]) -> Itera
 
 
 def _kept(report: StatusReport, labels: list[str]) -> Iterator[Metric]:
-    """The block pool's tokens; nothing without one."""
+    """The block pool's tokens, and copies of states; nothing without one."""
     names = (*LABELS, "memory")
     used = GaugeMetricFamily("kog:kept_tokens", "Tokens of earlier requests that blocks are taken for.", labels=names)
     room = GaugeMetricFamily("kog:kept_tokens_limit", "Tokens of earlier requests that there are blocks for.", labels=names)
@@ -112,6 +112,10 @@ def _kept(report: StatusReport, labels: list[str]) -> Iterator[Metric]:
     if room.samples:
         yield used
         yield room
+    if report.kept_states:
+        text = "Copies of states of earlier requests"
+        yield _gauge("kog:kept_states", f"{text} that are kept.", labels, report.kept_states_used)
+        yield _gauge("kog:kept_states_limit", f"{text} that there is room for.", labels, report.kept_states)
 
 
 def _ranks(report: StatusReport, labels: list[str]) -> Iterator[Metric]:

@@ -14,7 +14,8 @@ from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
 
 _SHOWN = 4096  # items of an array in a status report
-_KEPT = ("kept_used", "kept_slots", "kept_host_used", "kept_host_slots")  # of replicas that have blocks of the same size
+# Of replicas that have blocks of the same size.
+_KEPT = ("kept_used", "kept_slots", "kept_host_used", "kept_host_slots", "kept_states_used", "kept_states")
 _Value = TypeVar("_Value")
 
 

@@ -58,7 +58,8 @@ def _kept(report: StatusReport) -> str:
     if not report.kept_slots:
         return f"the last sequence; windowed layers have a ring of {report.kept_ring} positions"
     of_host = f", {report.kept_host_used} of {report.kept_host_slots} behind them on the host" if report.kept_host_slots else ""
-    return f"{report.kept_used} of {report.kept_slots} blocks of {report.kept_block_tokens} tokens{of_host}"
+    states = f", {report.kept_states_used} of {report.kept_states} copies of states" if report.kept_states else ""
+    return f"{report.kept_used} of {report.kept_slots} blocks of {report.kept_block_tokens} tokens{of_host}{states}"
 
 
 def _running(report: StatusReport) -> str:

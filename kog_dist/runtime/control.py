@@ -55,6 +55,7 @@ _KV_LAYOUT = tuple(  # the fields of KvLayout
         "kv_block_tokens",
         "kv_num_slots",
         "kv_num_host_slots",
+        "kv_num_states",
     )
 )
 _HEEDS_ROUSING, _HAS_PREFILL = RANK_CONTROL.word("heeds_rousing"), RANK_CONTROL.word("has_prefill")
@@ -92,7 +93,7 @@ class RankState(enum.IntEnum):
 class KvLayout:
     """The KV caches of every rank, and its block pool. A windowed layer may keep only the newest `ring_positions` of a cache; 0:
     it keeps all. Blocks have `block_tokens` positions, and there are slots for `num_slots` of them in the device's memory, and
-    behind these for `num_host_slots` in the host's.
+    behind these for `num_host_slots` in the host's. `num_states`: copies of a state that every token changes.
     """
 
     num_caches: int
@@ -100,6 +101,7 @@ class KvLayout:
     block_tokens: int = 0  # 0: there is no pool
     num_slots: int = 0
     num_host_slots: int = 0
+    num_states: int = 0
 
 
 @dataclass(slots=True)

@@ -9,11 +9,41 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.engine.session import running
+from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, Tokens
 from tests.e2e.test_quantised import NUM_TOKENS, PROMPT_IDS, ask
-from tests.unit.delta_models import CONFIGS, OF_BLOCKS, WITHOUT_DELTA, definition, published
+from tests.unit.delta_models import CONFIGS, OF_BLOCKS, VOCAB, WITHOUT_DELTA, definition, published
 from tests.unit.formats.writers import METHODS
 from tests.unit.test_delta_gguf import converted, keys_of, write
+
+
+def answer(client: Client, prompt: tuple[int, ...], cache_salt: str | None = None) -> tuple[list[int], list[str], int]:
+    """Ids of an answer, digests of its logits, and how much of the prompt was there."""
+    *events, done = client.generate(
+        prompt_ids=prompt, max_tokens=12, ignore_eos=True, logit_digests=True, cache_salt=cache_salt, timeout_s=60.0
+    )
+    assert isinstance(done, Done)
+    told = [event for event in events if isinstance(event, Tokens)]
+    ids = [token for event in told for token in event.token_ids]
+    return ids, [digest for event in told for digest in event.digests], done.num_cached_tokens
+
+
+@pytest.mark.timeout(300)
+def test_conversations_take_turns_in_one_cache(tmp_path: Path) -> None:
+    """Copies of states and blocks bring each back, for those with its salt alone; drafts change nothing."""
+    published("qwen3_5", tmp_path)
+    first = tuple(int(token) for token in np.random.default_rng(1).integers(0, VOCAB, 100))
+    second, found = first[::-1], []
+    for ranks, pool, speculate in ((2, "auto", "auto"), (1, "off", "off")):
+        flags = (f"--ranks={ranks}", "--kv-caches=1", f"--prefix-cache={pool}", f"--speculate={speculate}")
+        with running(str(tmp_path), "--device=cpu", *flags) as (_, client):
+            answers = [answer(client, first), answer(client, second)]
+            answers += [answer(client, (*first, *answers[0][0], 5)), answer(client, first, "another"), answer(client, second)]
+            status = client.status()
+        found.append([(ids, digests) for ids, digests, _ in answers])
+        assert [num_cached for _, _, num_cached in answers] == ([0, 0, 111, 0, 99] if pool == "auto" else [0] * 5)
+        assert (status.kept_states_used > 5, status.kept_states > 16) == (pool == "auto",) * 2
+    assert found[0] == found[1]
 
 
 @pytest.mark.timeout(300)

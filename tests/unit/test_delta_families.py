@@ -12,12 +12,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from kog_dist.config import LaunchConfig
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.validate import check
 from kog_dist.errors import CheckpointError, ConfigError, PlanError
-from kog_dist.launch.kept_prefixes import kept_on_cpu
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.layers import DeltaNet
 from kog_dist.model.published_config import read_config
@@ -205,13 +203,6 @@ def test_numbers_that_a_config_leaves_out_are_transformers_own() -> None:
 def test_a_wrapper_that_is_none() -> None:
     with pytest.raises(ConfigError, match="text_config must be an object"):
         read_config(REAL | {"text_config": 3})
-
-
-def test_blocks_do_not_hold_states() -> None:
-    assert kept_on_cpu(LaunchConfig(), 2, is_recurrent=True) == 0
-    assert kept_on_cpu(LaunchConfig(prefix_cache="off"), 2, is_recurrent=True) == 0
-    with pytest.raises(ConfigError, match="prefix_cache 1 cannot be had with gated delta nets"):
-        kept_on_cpu(LaunchConfig(prefix_cache="1"), 2, is_recurrent=True)
 
 
 def test_gpus_refuse_them_by_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kog_dist.decode import delta_rule, host_library
-from kog_dist.decode.delta_rule import DeltaOperands, LaneNets, State
+from kog_dist.decode.delta_rule import DeltaOperands, DeltaState, LaneNets
 from kog_dist.decode.scratch import Scratch
 from tests.unit.host_builds import MARCHES, has_instructions
 
@@ -57,10 +57,10 @@ def drawn(shape: Shape, dtype: Any = np.float32) -> tuple[LaneNets, Array]:
     return nets, rows
 
 
-def empty_state(shape: Shape, dtype: Any = np.float32) -> State:
+def empty_state(shape: Shape, dtype: Any = np.float32) -> DeltaState:
     n, key_heads, heads, key_dim, value_dim, width = shape
     channels = 2 * key_heads * key_dim + heads * value_dim
-    return State(np.zeros((n, heads, key_dim, value_dim), dtype), np.zeros((n, width - 1, channels), dtype))
+    return DeltaState(np.zeros((n, heads, key_dim, value_dim), dtype), np.zeros((n, width - 1, channels), dtype))
 
 
 def passes(
@@ -71,7 +71,9 @@ def passes(
     return mixed.tobytes(), b"".join(array.tobytes() for array in state)
 
 
-def run(shape: Shape, sizes: list[int], form: Callable[..., Any] | None = None, dtype: Any = np.float32) -> tuple[Array, State]:
+def run(
+    shape: Shape, sizes: list[int], form: Callable[..., Any] | None = None, dtype: Any = np.float32
+) -> tuple[Array, DeltaState]:
     nets, rows = drawn(shape, dtype)
     state, mixed = empty_state(shape, dtype), []
     for first, stop in pairwise(np.cumsum([0, *sizes]).tolist()):

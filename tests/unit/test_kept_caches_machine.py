@@ -1,18 +1,25 @@
 """The books of the KV caches against caches that keep everything, place by place: many requests one after the other.
 
 The twin holds, at each place of each cache, which token of which position stands there: a layer that keeps all positions, and a
-windowed one in a ring. Whatever the books allow must be there; and what they leave unused must not be.
+windowed one in a ring. Whatever the books allow must be there; and what they leave unused must not be. A second twin knows of
+which tokens states and their copies were made.
 """
 
 from __future__ import annotations
 
+from array import array
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from kog_dist.decode.request import KvCopyKind, KvUse
 from kog_dist.runtime.control import KvLayout
+from kog_dist.workers import kept_caches, kept_states
+from kog_dist.workers.kept_blocks import num_common
 from kog_dist.workers.kept_caches import KeptCaches
 
 Place = tuple[int, int] | None  # position and token
@@ -102,3 +109,107 @@ class KeptCachesMachine(RuleBasedStateMachine):
 
 TestKeptCaches = KeptCachesMachine.TestCase
 TestKeptCaches.settings = settings(max_examples=150, stateful_step_count=12, deadline=None)
+
+
+# ---- a state that every token changes ----
+STEP, BLOCK_TOKENS = 8, 4
+
+
+@dataclass
+class TwinState:
+    """What a cache of a rank holds: tokens by position, and of which tokens its state was made."""
+
+    keys: dict[int, int] = field(default_factory=dict)
+    state: tuple[int, ...] = ()
+
+
+class KeptStatesMachine(RuleBasedStateMachine):
+    """The books of a model with a state against ranks that do what they are told, and know what every copy was made of."""
+
+    @initialize(num_caches=st.integers(1, 3), states=st.sampled_from([0, 1, 3, 7, 500]), slots=st.sampled_from([0, 3, 12, 500]))
+    def begin(self, num_caches: int, states: int, slots: int) -> None:
+        self.patches = ExitStack()
+        self.patches.enter_context(patch.object(kept_states, "STEP", STEP))
+        self.patches.enter_context(patch.object(kept_caches, "_WORTH", 1))
+        layout = KvLayout(num_caches, 0, BLOCK_TOKENS if slots else 0, slots, 0, states)
+        self.books = KeptCaches(layout, None, is_recurrent=True)
+        self.caches = [TwinState() for _ in range(num_caches)]
+        self.blocks: dict[int, dict[int, int]] = {}
+        self.states: dict[int, tuple[int, ...]] = {}
+        self.kept: dict[str, list[tuple[int, ...]]] = {"": [], "mine": []}
+        self.is_roomy = min(states, slots) == 500
+        self.next_token = 100
+
+    def teardown(self) -> None:
+        if hasattr(self, "patches"):
+            self.patches.close()
+
+    def fresh(self, count: int) -> tuple[int, ...]:
+        self.next_token += count
+        return tuple(range(self.next_token - count, self.next_token))
+
+    @rule(
+        scope=st.sampled_from(["", "mine"]), which=st.integers(0, 9), share=st.floats(0, 1), num_new=st.integers(1, 40),
+        num_answer=st.integers(1, 2 * STEP), ends=st.floats(0, 1), reuse=st.sampled_from([True, True, True, False]),
+    )  # fmt: skip
+    def request(
+        self, scope: str, which: int, share: float, num_new: int, num_answer: int, ends: float, reuse: bool
+    ) -> None:  # fmt: skip
+        """Of one that begins like an earlier one, or not; it ends within its prompt, within its answer, or with it."""
+        kept = self.kept[scope]
+        stem = kept[which % len(kept)] if kept else ()
+        prompt = stem[: round(share * len(stem))] + self.fresh(num_new)
+        use = self.books.take(prompt, reuse=reuse, scope=scope, num_answer=num_answer)
+        cache, is_told = self.caches[use.cache], tuple(prompt[: use.num_cached])
+        copies = [copy for copy in use.copies if copy.kind is not KvCopyKind.SAVE_STATE]
+        if use.cache != use.source:
+            source = self.caches[use.source]
+            cache.keys, cache.state = dict(list(source.keys.items())[: use.num_cached]), source.state
+        for kind, slot, place in copies:
+            if kind is KvCopyKind.LOAD:
+                cache.keys |= {place * BLOCK_TOKENS + at: token for at, token in self.blocks[slot].items()}
+            else:
+                assert (kind, place) == (KvCopyKind.LOAD_STATE, use.num_cached)
+                cache.state = self.states[slot]
+        assert reuse or not use.num_cached
+        assert not is_told or cache.state == is_told, "the state is another one's, or of another position"
+        assert all(cache.keys[position] == token for position, token in enumerate(is_told))
+        if self.is_roomy and reuse:
+            common = max((num_common(array("I", other), array("I", prompt[:-1])) for other in kept), default=0)
+            assert common - use.num_cached <= STEP, "more is read anew than it must be"
+        sequence = prompt + self.fresh(num_answer)
+        held = max(use.num_cached, round(ends * (len(sequence) - 1)))
+        saves = [copy for copy in use.copies if copy.kind is KvCopyKind.SAVE_STATE]
+        assert [copy.place for copy in saves] == sorted(copy.place for copy in saves)
+        for position in range(use.num_cached, held + 1):
+            while saves and saves[0].place == position:
+                self.states[saves.pop(0).slot] = sequence[:position]
+            if position < held:
+                cache.keys[position] = sequence[position]
+        cache.keys = {position: cache.keys[position] for position in range(held)}
+        cache.state = sequence[:held]
+        self.books.give_back(sequence, held, held)
+        kept.append(sequence[:held])
+        if (saved := self.books.save()) is not None:
+            self.save(cache, saved)
+
+    def save(self, cache: TwinState, saved: KvUse) -> None:
+        for kind, slot, place in saved.copies:
+            if kind is KvCopyKind.SAVE:
+                first = place * BLOCK_TOKENS
+                self.blocks[slot] = {at: cache.keys[first + at] for at in range(BLOCK_TOKENS) if first + at in cache.keys}
+            else:
+                assert (kind, place) == (KvCopyKind.SAVE_STATE, len(cache.state))
+                self.states[slot] = cache.state
+
+    @rule()
+    def ranks_clear_their_caches(self) -> None:
+        self.books.forget()
+        self.kept = {"": [], "mine": []}
+        self.states, self.blocks = {}, {}
+        for cache in self.caches:
+            cache.keys, cache.state = {}, ()
+
+
+TestKeptStates = KeptStatesMachine.TestCase
+TestKeptStates.settings = settings(max_examples=150, stateful_step_count=12, deadline=None)

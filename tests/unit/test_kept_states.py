@@ -1,112 +1,360 @@
-"""Requests that begin alike go on behind copies of a state, and get what they would get alone; books and ranks agree where."""
+"""Requests go on behind copies of a state, and get what a fresh engine gives: tokens, log-probabilities, bits of all logits."""
 
 from __future__ import annotations
 
 import random
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from kog_dist.decode import kept_states
+from kog_dist.config import LaunchConfig
+from kog_dist.decode import host_library
 from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.kept_states import copies_of, still_there
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.pool_sizes import bytes_of_states, pool_slots
+from kog_dist.decode.recipes import state_bytes
+from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
+from kog_dist.decode.ring import Finish, TokenEntry
+from kog_dist.errors import ConfigError
+from kog_dist.launch.kept_prefixes import kept_on_cpu
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.published_config import read_config
 from kog_dist.runtime.control import KvLayout
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.engines.cpu import CpuEngine
+from kog_dist.workers import kept_caches, kept_states
+from kog_dist.workers.engines import cpu, cpu_blocks
+from kog_dist.workers.engines.cpu_blocks import CpuBlocks
 from kog_dist.workers.kept_caches import KeptCaches
+from kog_dist.workers.kept_states import KeptStates
+from tests.unit.delta_configs import CONFIGS
 from tests.unit.delta_models import VOCAB, published
-from tests.unit.test_cpu_prompts import StubControl, engine_of
+from tests.unit.test_cpu_drafts import Foretold, Page, without_moments
+
+STEP, BLOCK_TOKENS = 8, 4
+SAMPLING = SamplingParams(0.9, seed=3, logprobs=2)
+
+
+# ---- the books ----
+def ids(count: int, first: int = 0) -> array[int]:
+    return array("I", range(first, first + count))
 
 
 @pytest.mark.parametrize(
-    ("num_cached", "num_prompt", "copies"),
+    ("num_cached", "end", "num_answer", "branch", "places"),
     [
-        (0, 1, {1: 0}), (0, 512, {1: 511}), (0, 513, {1: 512}), (0, 514, {0: 512, 1: 513}), (512, 514, {1: 513}),
-        (511, 1600, {0: 1536, 1: 1599}), (1599, 1600, {1: 1599}),
+        (0, 0, 1, 0, {0}), (0, 511, 1, 0, {511, 512}), (0, 513, 3, 0, {512, 513}),
+        (512, 513, 600, 512, {513, 1024}), (0, 2000, 10, 700, {512, 700, 1024, 1536, 2000}),
+        (1900, 2000, 1100, 1950, {1950, 2000, 2048, 2560, 3072}), (300, 400, 10, 400, {400}),
     ],
 )  # fmt: skip
-def test_where_copies_are_made(num_cached: int, num_prompt: int, copies: dict[int, int]) -> None:
-    assert copies_of(num_cached, num_prompt) == copies
-    assert still_there({0: 512, 1: 600}, 599) == {0: 512}
+def test_where_copies_are_made(num_cached: int, end: int, num_answer: int, branch: int, places: set[int]) -> None:
+    found = KeptStates(64).places(num_cached, end, num_answer, branch, {}, None)
+    assert {position for position, _ in found} == places
+    assert found == sorted(found)
+    of_prompt = [slot for position, slot in found if position <= end]
+    assert len(set(of_prompt)) == len(of_prompt), "what a prompt leaves stays"
 
 
-class Model:
-    """An engine of one rank with two KV caches, and its books."""
+def test_a_long_prompt_has_fewer_and_a_long_answer_two() -> None:
+    states = KeptStates(16)
+    found = states.places(0, 100_000, 5_000, 0, {}, None)
+    of_prompt = [position for position, _ in found if position <= 100_000]
+    assert of_prompt == [32768, 65536, 98304, 99840, 100_000]
+    assert np.diff(of_prompt).tolist()[:2] == [32768, 32768]
+    assert len({slot for position, slot in found if position > 100_000}) == 2
+    states.made("", ids(105_000), found)
+    assert sorted(states.find("", ids(105_000))) == [*of_prompt, 104_448, 104_960]
+    assert states.num_used == len(of_prompt) + 2
 
-    def __init__(self, folder: Path) -> None:
-        checkpoint = open_checkpoint(folder)
-        weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes))
-        self.interpreter = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None, num_kv_caches=2)
-        self.books = KeptCaches(KvLayout(2), None, is_recurrent=True)
-        self.engine: CpuEngine
-        self.num_read = 0
 
-    def ask(self, prompt: list[int], num_tokens: int, *, reuse: bool = True, cancel_after: int = 99) -> list[bytes]:
-        """Logits of each token of an answer; none if it is cancelled after so many passes of its prompt."""
-        control = StubControl(cancel_after)
-        self.engine, _ = engine_of(control)
-        cast(Any, self.engine)._interpreter, cast(Any, self.engine)._pass_tokens = self.interpreter, 4
-        use = self.books.take(prompt, reuse=reuse)
-        self.interpreter.use_cache(use.cache, use.source, use.num_cached)
+def test_few_slots_hold_what_matters_most() -> None:
+    for num_slots, places in ((0, []), (1, [2000]), (2, [2000, 2048]), (4, [1536, 2000, 2048, 2560]), (5, [1536, 1800, 2000])):
+        found = [position for position, _ in KeptStates(num_slots).places(0, 2000, 700, 1800, {}, None)]
+        assert found[: len(places)] == places, num_slots
+    assert KeptStates(1).places(0, 2000, 700, 0, {}, 0) == [], "what the request itself goes on behind stays"
+
+
+def test_the_least_recently_used_makes_room_and_scopes_know_nothing_of_each_other() -> None:
+    states = KeptStates(2)
+    states.made("a", ids(10), [(4, 0), (8, 1)])
+    assert states.find("a", ids(10)) == {4: 0, 8: 1}
+    assert states.find("a", ids(7)) == {4: 0}
+    assert states.find("b", ids(10)) == states.find("a", ids(10, 1)) == {}
+    states.use(0)
+    assert states.end("b", ids(6)) == 1
+    assert states.find("a", ids(10)) == {4: 0}
+    assert states.end("b", ids(6)) is None, "it is there"
+    states.made("b", ids(6), [(6, 0)])
+    assert (states.find("b", ids(6)), states.num_used) == ({6: 0}, 1), "one copy of a beginning"
+    states.clear()
+    assert (states.find("b", ids(6)), states.num_used) == ({}, 0)
+
+
+def test_the_trace_of_an_agent_of_16_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens that each turn reads besides what is new, with the pool that Qwen3.5-35B-A3B has by default.
+
+    A prompt ends with four tokens that open a thought. The next one has the answer there without its thoughts, and what a tool
+    said. A second agent, who has the same 6,000 tokens of system prompt and tools, begins in the middle.
+    """
+    spec, chosen = read_config(CONFIGS["Qwen3.5-35B-A3B"]), random.Random(3)
+    slots, states = pool_slots(spec, spec.num_lanes, 4, kept_on_cpu(LaunchConfig(), 1, state_bytes(spec)))
+    books = KeptCaches(KvLayout(4, 0, 64, slots, 0, states), None, is_recurrent=True)
+
+    def said(count: int) -> list[int]:
+        return [chosen.randrange(spec.vocab_size) for _ in range(count)]
+
+    system, opening = said(6000), said(4)
+    chats = [[*system, *said(200)], [*system, *said(300)]]
+    known, all_anew = [0, 0], [list[int](), list[int]()]
+    for agent in [0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]:
+        prompt = [*chats[agent], *opening]
+        use = books.take(prompt, reuse=True, num_answer=4096)
+        num_new = len(prompt) - known[agent]
+        all_anew[agent].append(len(prompt) - use.num_cached - num_new)
+        known[agent] = len(chats[agent])
+        thoughts, answer = said(chosen.randint(50, 900)), said(chosen.randint(30, 300))
+        sequence = [*prompt, *thoughts, *answer]
+        books.give_back(sequence, len(sequence) - 1, len(sequence) - 1)
+        books.save()
+        chats[agent] += [*answer, *said(chosen.randint(50, 2500))]
+    with capsys.disabled():
+        print(f"\nread anew, agent 1: {all_anew[0]}, agent 2: {all_anew[1]}; {len(chats[0])} and {len(chats[1])} tokens")
+    assert len(all_anew[0]) == 16
+    assert all_anew[0][0] == 0
+    assert max(all_anew[0]) <= kept_states.STEP
+    assert max(all_anew[1]) <= kept_states.STEP
+
+
+# ---- with an engine ----
+class Kept(Page):
+    """An engine of one rank with KV caches and a pool, and its books."""
+
+    def __init__(self, folder: Path, *, slots: int = 200, states: int = 200, num_caches: int = 2, context: int = 320) -> None:
+        checkpoint = open_checkpoint(folder, context=context)
+        plan = make_plan(checkpoint.spec, 1, num_tokens=8)
+        weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes), keeps_halves=host_library.library() is not None)
+        self.interpreter = Interpreter(plan, 0, weights, None, num_kv_caches=num_caches)
+        super().__init__(self.interpreter)
+        cast(Any, self.engine)._blocks = CpuBlocks(self.interpreter.memory, slots, states)
+        cast(Any, self.engine)._pass_tokens = 4
+        layout = KvLayout(num_caches, 0, BLOCK_TOKENS if slots else 0, slots, 0, states)
+        self.books = KeptCaches(layout, None, is_recurrent=True)
+        self.num_read, self.cancel_after = 0, 10**6
+        self.begin = self.engine._begin
+        cast(Any, self.engine)._begin = self._cancelling
+
+    def _cancelling(self, seq: int) -> bool:
+        """Rank 0 hears of a cancel so many passes later."""
+        self.cancel_after -= 1
+        return self.begin(seq) or self.cancel_after < 0
+
+    def ask(
+        self, prompt: list[int], num_tokens: int, *, reuse: bool = True, scope: str = "", cancel_after: int = 10**6,
+        drafts: bool = False, stop_ids: tuple[int, ...] = (),
+    ) -> list[TokenEntry]:  # fmt: skip
+        """The entries of an answer."""
+        self.cancel_after = cancel_after
+        use = self.books.take(prompt, reuse=reuse, scope=scope, num_answer=num_tokens)
         self.num_read = len(prompt) - use.num_cached
-        tokens, logits = list(prompt), list[bytes]()
-        if self.engine._prefill(1, DecodeRequest(tuple(prompt), num_tokens, kv=use)):
-            for _ in range(num_tokens):
-                output = self.interpreter.step(tokens[-1], len(tokens) - 1, SamplingParams(), gather_logits=True)
-                assert output.logits is not None
-                logits.append(output.logits.tobytes())
-                tokens.append(output.token_id)
-        position = self.interpreter.num_positions
-        self.books.give_back(tokens, position, position)
-        return logits
+        request = DecodeRequest(prompt, num_tokens, SAMPLING, stop_ids, logit_digests=True, kv=use, drafts=drafts)
+        entries, held = self.run(request)
+        tokens = [entry.token_id for entry in entries if entry.token_id >= 0]
+        self.books.give_back(prompt + tokens, held, held)
+        if (saved := self.books.save()) is not None:
+            self.engine.copy_blocks(saved)
+        return without_moments(entries)
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
-    monkeypatch.setattr(kept_states, "STEP", 8)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(kept_states, "STEP", STEP)
+    monkeypatch.setattr(cpu_blocks, "BLOCK_TOKENS", BLOCK_TOKENS)
+    monkeypatch.setattr(kept_caches, "_WORTH", 1)
     published("qwen3_5, tied, three layers", tmp_path)
-    return Model(tmp_path)
+    return tmp_path
 
 
-def test_requests_in_any_order_get_what_they_would_get_alone(model: Model, tmp_path: Path) -> None:
-    """Prompts that share beginnings, answers that are gone behind, cancels within prompts."""
-    chosen, alone = random.Random(4), Model(tmp_path)
-    stems = [[chosen.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
-    num_saved = 0
-    for _ in range(60):
-        stem = chosen.choice(stems)
-        prompt = stem[: chosen.randint(1, 40)] + [chosen.randrange(VOCAB) for _ in range(chosen.randint(0, 3))]
-        cancel_after = chosen.choice([99, 99, 99, 1, 2])
-        found = model.ask(prompt, 2, cancel_after=cancel_after)
-        num_saved += len(prompt) - model.num_read
-        if found:
-            assert found == alone.ask(prompt, 2, reuse=False)
-    assert num_saved > 200
+@pytest.fixture
+def kept(folder: Path) -> Iterator[Kept]:
+    made = Kept(folder)
+    yield made
+    made.control.close()
 
 
-def test_turns_of_an_agent_read_little_anew(model: Model) -> None:
-    """Each turn repeats the one before but for the last two tokens of its prompt, which a template writes otherwise."""
+@pytest.fixture
+def fresh(folder: Path) -> Iterator[Kept]:
+    """Reads everything anew."""
+    made = Kept(folder, slots=0, states=0, num_caches=1)
+    yield made
+    made.control.close()
+
+
+def drawn(chosen: random.Random, count: int) -> list[int]:
+    return [chosen.randrange(VOCAB) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("slots", "states"), [(200, 200), (20, 5), (9, 1), (200, 0), (0, 0)])
+def test_requests_in_any_order_get_what_a_fresh_engine_gives(
+    slots: int, states: int, folder: Path, fresh: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three beginnings that are shared by two scopes; cancels in prompts and answers, end tokens, drafts right and wrong."""
+    kept, chosen, num_saved = Kept(folder, slots=slots, states=states), random.Random(4), 0
+    stems = [drawn(chosen, 40) for _ in range(3)]
+    for _ in range(40):
+        prompt = chosen.choice(stems)[: chosen.randint(1, 40)] + drawn(chosen, chosen.randint(0, 3))
+        prompt = [*prompt, *chosen.choice([[], drawn(chosen, 14)])]
+        num_tokens = chosen.randint(1, 20)
+        plain = fresh.ask(prompt, num_tokens, reuse=False)
+        tokens = [entry.token_id for entry in plain]
+        share = chosen.choice([0.0, 0.3])
+        monkeypatch.setattr(cpu, "LookupDrafter", lambda *_, tokens=tokens, share=share: Foretold(tokens, share, VOCAB))
+        stop_ids = (chosen.choice(tokens),) if chosen.random() < 0.3 else ()
+        found = kept.ask(
+            prompt, num_tokens, cancel_after=chosen.choice([10**6, 10**6, 1, 2, 8]), scope=chosen.choice("ab"),
+            drafts=chosen.random() < 0.6, stop_ids=stop_ids,
+        )  # fmt: skip
+        num_saved += len(prompt) - kept.num_read
+        assert [replace(entry, finish=Finish.NONE) for entry in found[:-1]] == [
+            replace(entry, finish=Finish.NONE) for entry in plain[: len(found) - 1]
+        ]
+        last, wanted = found[-1], plain[len(found) - 1]
+        if last.finish is not Finish.CANCELLED:
+            assert replace(last, finish=Finish.NONE) == replace(wanted, finish=Finish.NONE)
+            assert stop_ids or last.finish is Finish.LENGTH
+    assert num_saved > {200: 300, 20: 100, 9: 20, 0: 0}[slots] if states else num_saved >= 0
+    kept.control.close()
+
+
+def test_an_agent_of_16_turns_reads_little_anew(kept: Kept, fresh: Kept) -> None:
+    """Each turn is what came before, but for the prompt's last two tokens and the thoughts of the answer, which the template
+    leaves out; then what a tool says. Another agent, who begins alike, takes turns with it.
+    """
     chosen = random.Random(2)
-    prompt, anew = [chosen.randrange(VOCAB) for _ in range(30)], []
-    for _ in range(6):
-        model.ask(prompt, 3)
-        anew.append(model.num_read)
-        prompt = prompt[:-2] + [chosen.randrange(VOCAB) for _ in range(12)]
-    assert anew[0] == 30
-    assert max(anew[1:]) <= 12 + 8 + 2, "what is new, and at most a step and what changed"
+    system = drawn(chosen, 60)
+    chats, heads = [system + drawn(chosen, 10) for _ in range(2)], [0, 0]
+    anew: list[int] = []
+    for turn in range(16):
+        agent = turn % 2 if turn < 4 else turn // 4 % 2
+        prompt = [*chats[agent], 5, 6]
+        entries = kept.ask(prompt, 7)
+        assert entries == fresh.ask(prompt, 7, reuse=False), turn
+        anew.append(kept.num_read - (len(prompt) - heads[agent]))
+        heads[agent] = len(chats[agent])
+        chats[agent] += [entry.token_id for entry in entries[4:]] + drawn(chosen, 9)
+    assert anew[0] == 0, "all of it is new"
+    assert anew[1] <= STEP - len(system), "of the other agent's beginning"
+    assert max(anew[2:]) <= STEP, "beside what is new"
+    assert kept.books.states.num_used < 200
 
 
-def test_a_stop_string_goes_back_to_the_end_of_the_prompt(model: Model) -> None:
-    prompt = [int(token) for token in np.random.default_rng(1).integers(0, VOCAB, 20)]
-    first = model.ask(prompt, 6)
-    assert model.ask(prompt, 6) == first
-    assert model.num_read == 1, "the last of the prompt, which is decoded"
-    model.ask([*prompt, 5, 6], 1)
-    assert model.num_read == 3
-    assert model.ask(prompt, 6) == first
-    assert model.num_read == 4, "the copy behind two steps; that behind the prompt's end is the longer one's"
+def test_more_conversations_than_caches_take_turns(kept: Kept, fresh: Kept) -> None:
+    chosen = random.Random(8)
+    chats = [drawn(chosen, 30) for _ in range(5)]
+    for turn in range(15):
+        chat = chats[turn % 5]
+        entries = kept.ask(chat, 6)
+        assert entries == fresh.ask(chat, 6, reuse=False)
+        if turn >= 5:
+            assert kept.num_read == 4, "the last token of the answer, which was never decoded, and three new ones"
+        chat += [entry.token_id for entry in entries] + drawn(chosen, 3)
+
+
+def test_a_stop_string_goes_back_within_the_answer(kept: Kept, fresh: Kept) -> None:
+    """Ranks were further than the stop string when they heard of it: the next turn repeats the answer up to that alone. Of an
+    answer the last two whole steps stay.
+    """
+    prompt = drawn(random.Random(5), 21)
+    answer = [entry.token_id for entry in kept.ask(prompt, 40)]
+    for num_said in (39, 34, 29):
+        following = [*prompt, *answer[:num_said], 9, 4]
+        assert kept.ask(following, 5) == fresh.ask(following, 5, reuse=False)
+        assert kept.num_read <= 2 + STEP, num_said
+    again = kept.ask(prompt, 40)
+    assert (again, kept.num_read) == (fresh.ask(prompt, 40, reuse=False), 1)
+
+
+def test_without_a_pool_a_conversation_goes_on(folder: Path, fresh: Kept) -> None:
+    """Behind its end alone."""
+    kept, chosen = Kept(folder, slots=0, states=0), random.Random(9)
+    chat = drawn(chosen, 20)
+    for turn, num_read in enumerate((20, 4, 4)):
+        entries = kept.ask(chat, 5)
+        assert (entries, kept.num_read) == (fresh.ask(chat, 5, reuse=False), num_read), turn
+        chat += [entry.token_id for entry in entries] + drawn(chosen, 3)
+    kept.ask(chat[:-4], 5)
+    assert kept.num_read == len(chat) - 4, "a state cannot go back"
+    kept.control.close()
+
+
+def test_a_cancel_within_a_prompt_leaves_what_was_read(kept: Kept, fresh: Kept) -> None:
+    prompt = drawn(random.Random(6), 50)
+    for num_passes in range(1, 12):
+        kept.books.forget()
+        assert kept.ask(prompt, 3, cancel_after=num_passes)[-1].finish is Finish.CANCELLED
+        assert kept.ask(prompt, 3) == fresh.ask(prompt, 3, reuse=False)
+        assert kept.num_read < 50 - 2 * num_passes
+
+
+def test_what_two_prompts_share_is_copied_when_the_second_leaves_it(kept: Kept) -> None:
+    """Between two whole steps, of which there are few in a long prompt: the third prompt finds it."""
+    chosen = random.Random(7)
+    system = drawn(chosen, 45)
+    for number, num_read in enumerate((45 + 30, 5 + 30, 30)):
+        kept.ask([*system, number, *drawn(chosen, 29)], 2, scope="")
+        assert kept.num_read == num_read
+
+
+def test_a_request_at_the_end_of_a_context_of_262_144(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions, copies and the request block reach that far; the answer ends where the context does, drafts or not."""
+    published("qwen3_5, tied, three layers", tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("320", "262144"))
+    answers: list[tuple[list[int], bytes | None, list[bytes]]] = []
+    context, num_cached = 262_144, 262_100
+    prompt = drawn(random.Random(1), num_cached + 30)
+    for drafts in (False, True):
+        kept = Kept(tmp_path, slots=10, states=20, context=context)
+        rng = np.random.default_rng(3)
+        for layer in kept.interpreter.memory.states:
+            for array_ in layer[0]:
+                array_[...] = rng.standard_normal(array_.shape)
+        kept.engine.copy_blocks(KvUse(0, 0, 0, (KvCopy(KvCopyKind.SAVE_STATE, 19, 0),)))
+        kept.interpreter.filled(0, num_cached)
+        places = (262_120, *range(262_129, 262_142))  # within passes of drafts, too
+        saves = tuple(KvCopy(KvCopyKind.SAVE_STATE, slot, at) for slot, at in enumerate(places))
+        if drafts:
+            monkeypatch.setattr(cpu, "LookupDrafter", lambda *_: Foretold(answers[0][0], 0.2, VOCAB))
+        use = KvUse(0, 0, num_cached, (KvCopy(KvCopyKind.LOAD_STATE, 19, num_cached), *saves))
+        entries, held = kept.run(DecodeRequest(prompt, 1000, SAMPLING, logit_digests=True, kv=use, drafts=drafts))
+        assert (len(entries), entries[-1].finish, held) == (14, Finish.LENGTH, context - 1)
+        blocks = cast(Any, kept.engine)._blocks
+        copies = [array_[slot].tobytes() for slot in range(len(places)) for layer in blocks._states for array_ in layer]
+        answers.append(([entry.token_id for entry in entries], without_moments(entries)[-1].digest, copies))
+        kept.control.close()
+    assert answers[0] == answers[1]
+    assert len(set(answers[0][2])) == len(answers[0][2])
+    books = KeptCaches(KvLayout(4, 0, 64, 4096, 0, 1024), None, is_recurrent=True)
+    use = books.take(prompt, reuse=True, num_answer=context - len(prompt))
+    assert 200 < len(use.copies) < 600
+
+
+# ---- how much it is ----
+def test_memory_of_the_pool() -> None:
+    spec = read_config(CONFIGS["Qwen3.5-35B-A3B"])
+    of_state = state_bytes(spec)
+    assert kept_on_cpu(LaunchConfig(prefix_cache="off"), 2, of_state) == 0
+    default = kept_on_cpu(LaunchConfig(), 2, of_state)
+    blocks, states = pool_slots(spec, spec.num_lanes, 4, default)
+    assert states == 16
+    assert bytes_of_states(16, of_state) == default
+    token_bytes = 2 * 10 * spec.num_lanes * spec.lane_kv_heads * 256 * 4
+    assert 0 <= default - states * of_state - blocks * 64 * token_bytes < 64 * token_bytes
+    assert pool_slots(spec, spec.num_lanes, 4, of_state) == (0, 0)
+    with pytest.raises(ConfigError, match=r"prefix_cache 0\.01 has no room for a copy of this model's state"):
+        kept_on_cpu(LaunchConfig(prefix_cache="0.01"), 1, of_state)
+    assert kept_on_cpu(LaunchConfig(prefix_cache="1"), 2, of_state) == 1 << 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,12 @@ from kog_dist.decode import host_library
 from kog_dist.decode.draft_lengths import SIZES
 from kog_dist.decode.drafts import NO_DRAFT, Drafter, LookupDrafter
 from kog_dist.decode.interpreter import Interpreter, StepOutput
-from kog_dist.decode.kept_states import copies_of
 from kog_dist.decode.passes import most_tokens, most_verified, pass_mailboxes, pass_sizes
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import make_plan
+from kog_dist.decode.pool_sizes import BLOCK_TOKENS, pool_slots
 from kog_dist.decode.reported import TokenLogprobs
-from kog_dist.decode.request import DecodeRequest, KvUse
+from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
 from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError
@@ -37,7 +38,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines import forced_drafts
 from kog_dist.workers.engines.agreement import agree, common_terms
-from kog_dist.workers.engines.cpu_blocks import BLOCK_TOKENS, CpuBlocks, num_slots
+from kog_dist.workers.engines.cpu_blocks import CpuBlocks
 from kog_dist.workers.engines.forced_drafts import ForcedDrafts
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.opening import opened
@@ -117,23 +118,25 @@ class CpuEngine:
         """The caches, and a block pool where the memory that it may take has room for a block."""
         assert self._interpreter is not None
         memory = self._interpreter.memory
-        slots = num_slots(spec, num_lanes, memory.dtype.itemsize, self._args.kept_bytes)
+        slots, states = pool_slots(spec, num_lanes, memory.dtype.itemsize, self._args.kept_bytes)
         layout = KvLayout(self._args.num_kv_caches)
         if not slots:
             return layout
-        self._blocks = CpuBlocks(memory, slots)
-        return replace(layout, block_tokens=BLOCK_TOKENS, num_slots=slots)
+        self._blocks = CpuBlocks(memory, slots, states)
+        return replace(layout, block_tokens=BLOCK_TOKENS, num_slots=slots, num_states=states)
 
     # ---- requests ----
     def run(self, seq: int, request: DecodeRequest) -> Finish:
         """See `Engine.run`."""
         with self._heartbeat:
             assert self._interpreter is not None
-            use = request.kv
-            if use.copies:
-                self.copy_blocks(use)
+            use, kinds = request.kv, KvCopyKind
+            if blocks := tuple(copy for copy in use.copies if copy.kind is kinds.LOAD):
+                self.copy_blocks(replace(use, copies=blocks))
                 self._interpreter.filled(use.source, use.num_cached)
-            self._interpreter.use_cache(use.cache, use.source, use.num_cached)
+            states = tuple(copy for copy in use.copies if copy.kind is kinds.LOAD_STATE)
+            load = partial(self.copy_blocks, replace(use, copies=states)) if states else None
+            self._interpreter.use_cache(use.cache, use.source, use.num_cached, load)
             self._control.set_progress(self._rank, seq, use.num_cached)
             if not self._prefill(seq, request):
                 self._put(seq, 0, NO_TOKEN, None, None, Finish.CANCELLED)
@@ -148,26 +151,31 @@ class CpuEngine:
 
     def _prefill(self, seq: int, request: DecodeRequest) -> bool:
         """Fill the KV cache with the prompt up to its last token; False when the request was cancelled meanwhile."""
-        position = request.kv.num_cached
-        copies = copies_of(position, len(request.prompt)) if self._spec.is_recurrent else {}
-        for stop in sorted({*copies.values(), len(request.prompt) - 1}):
+        position, end = request.kv.num_cached, len(request.prompt) - 1
+        saves = deque(copy for copy in _state_saves(request.kv) if copy.place <= end)
+        for stop in sorted({*(copy.place for copy in saves), end}):
             for size in pass_sizes(stop - position, self._pass_tokens):
-                if self._read(seq, request.prompt[position : position + size], position).stopped:
-                    return False
+                is_stopped = self._read(seq, request.prompt[position : position + size], position).stopped
                 position += size
-            self._keep_states([number for number, at in copies.items() if at == stop])
+                if is_stopped:
+                    self._save_states(request.kv, saves, position)
+                    return False
+            self._save_states(request.kv, saves, position)
         return True
 
-    def _keep_states(self, numbers: Sequence[int]) -> None:
+    def _save_states(self, kv: KvUse, saves: deque[KvCopy], num_positions: int) -> None:
+        """Make those copies of the state that are due: the request has come so far."""
         assert self._interpreter is not None
-        for number in numbers:
-            self._interpreter.keep_state(number)
+        while saves and saves[0].place <= num_positions:
+            self._interpreter.settle(saves[0].place)
+            self.copy_blocks(replace(kv, copies=(saves.popleft(),)))
 
     def _decode(self, seq: int, request: DecodeRequest) -> Finish:
         """Pass by pass: the newest token, and drafts of those behind it."""
         root, drafter = self._root_choice(seq, request), self._drafter(request)
         forced = None if drafter is None or not request.mask_epoch else self._forced(request)
         token_id, index, position = request.prompt[-1], 0, len(request.prompt) - 1
+        saves = deque(copy for copy in _state_saves(request.kv) if copy.place > position)
         while True:
             most = min(request.max_tokens - index, self._spec.max_context - 1 - position, self._most_verified) - 1
             draft = NO_DRAFT if drafter is None else drafter.draft(most, () if forced is None else forced.next(index))
@@ -179,6 +187,7 @@ class CpuEngine:
                 self._control.stamp(self._rank, RankStage.CHOSEN)
             ends = [self._finish(request, root, output, index + idx, position + idx) for idx, output in enumerate(outputs)]
             num = next((idx + 1 for idx, finish in enumerate(ends) if finish is not Finish.NONE), len(ends))
+            self._save_states(request.kv, saves, position + num)
             self._end(seq, position + num)
             drafted = Drafted(len(draft.token_ids), len(outputs) - 1, draft.is_predicted)
             for idx in range(len(told), num):
@@ -308,3 +317,8 @@ class CpuEngine:
             self._comm.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
+
+
+def _state_saves(kv: KvUse) -> list[KvCopy]:
+    """Copies of the state that are made on the way, in order."""
+    return [copy for copy in kv.copies if copy.kind is KvCopyKind.SAVE_STATE]

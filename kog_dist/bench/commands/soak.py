@@ -19,6 +19,9 @@ def soak(
         bool, typer.Option("--long", help="Long prompts, room for few kept prefixes; on GPUs an INT4 KV cache.")
     ] = False,
     demo: Annotated[bool, typer.Option("--demo", help="With --long: the demo model, which is slower than a tiny one.")] = False,
+    delta_nets: Annotated[
+        bool, typer.Option("--delta-nets", help="A model with gated delta nets, on CPU ranks: kept states, longer prompts.")
+    ] = False,
     drafts: Annotated[
         bool,
         typer.Option(
@@ -36,10 +39,14 @@ def soak(
         raise ConfigError("--requests must be at least 2, --clients, --ranks and --gpus at least 1")
     if demo and (not long or gpus is not None):
         raise ConfigError("--demo goes with --long, on CPU ranks; add --long, or leave --gpus out")
+    if delta_nets and (long or gpus is not None):
+        raise ConfigError("--delta-nets is for CPU ranks, with prompts of its own; leave out --gpus and --long")
     if drafts and gpus is not None:
         raise ConfigError("--drafts is for CPU ranks: GPUs have no drafts yet; leave --gpus out")
     num_ranks = gpus or ranks or 2
-    if not long:
+    if delta_nets:
+        engine = benchmark.SoakedEngine.delta_nets(num_ranks)
+    elif not long:
         engine = benchmark.SoakedEngine.tiny(on_gpus=gpus is not None)
     elif gpus is not None:
         engine = benchmark.SoakedEngine.long_on_gpus(gpus)

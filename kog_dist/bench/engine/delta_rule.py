@@ -13,7 +13,7 @@ import numpy as np
 
 from kog_dist.bench.report import commit, machine, print_json
 from kog_dist.decode import delta_rule
-from kog_dist.decode.delta_rule import DeltaOperands, LaneNets, State
+from kog_dist.decode.delta_rule import DeltaOperands, DeltaState, LaneNets
 from kog_dist.decode.scratch import Scratch
 
 _LANES, _KEY_HEADS, _HEADS, _DIM, _WIDTH = 8, 2, 4, 128, 4  # Qwen3.5-9B
@@ -33,7 +33,7 @@ def main() -> None:
     other = np.ones(_OTHER_BYTES // 8, np.int64)
     found: dict[str, dict[str, float]] = {"C": {}, "NumPy": {}}
     for size in _SIZES:
-        state = State(normal(_HEADS, _DIM, _DIM) * 0, normal(_WIDTH - 1, channels))
+        state = DeltaState(normal(_HEADS, _DIM, _DIM) * 0, normal(_WIDTH - 1, channels))
         operands = DeltaOperands(normal(size, channels + _HEADS * _DIM + 2 * _HEADS), [state], normal(size, _HEADS, _DIM))
         forms: dict[str, Callable[[int, int, int, int], None]] = {
             "C": delta_rule.bound(nets, operands, Scratch()), "NumPy": delta_rule.bound_in_numpy(nets, operands),

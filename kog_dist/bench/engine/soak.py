@@ -19,19 +19,22 @@ from kog_dist.bench.engine.session import EngineSession, TimedOut, engine_sessio
 from kog_dist.bench.engine.soak_client import Record, SoakClient
 from kog_dist.bench.engine.soak_replay import compare, compare_rounded, replay_of
 from kog_dist.bench.engine.soak_requests import PREFIX_LENGTHS, RequestMix, SoakRequest
+from kog_dist.bench.fakes.tiny_delta_model import CONFIG, write_tiny_delta_model
 from kog_dist.bench.fakes.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
 from kog_dist.bench.report import finish, machine
 from kog_dist.config import LaunchConfig
+from kog_dist.decode.pool_sizes import BLOCK_TOKENS, bytes_of_states, pool_slots
+from kog_dist.decode.recipes import state_bytes
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.hardware.visible import visible_gpus
 from kog_dist.launch.target import CPU_KV_CACHES, model_folder
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, StatusReport
 from kog_dist.rpc.transport import Access
-from kog_dist.workers.engines.cpu_blocks import BLOCK_TOKENS
 
 MORE_RSS_KB = 5 * 1024  # that a process may have grown by; in file descriptors: nothing
 MORE_MAPPINGS = 4
@@ -44,6 +47,7 @@ _STALL_S = 10.0  # many clients on few cores are slow; who judges a silent proce
 _SHOWN = 20
 LONG_CONTEXT, LONG_PREFIXES = 768, (150, 400)  # tokens
 LONG_BLOCKS = 6  # for kept prefixes: less than the longest sequence has
+DELTA_PREFIXES, NUM_STATES = (150, 900), 14  # room for fewer copies of states than are made
 LONG_ON_GPUS = replace(TINY_ON_GPUS, delay=0, own_head_dim=64, sliding_window=None, window_layers=(), max_context=2048)
 LONG_PREFIXES_ON_GPUS = (300, 1200)  # of blocks of 128 or 256 tokens
 LONG_REPLAY_EVERY, _ALL_REPLAYED = 8, 1000
@@ -64,6 +68,7 @@ class SoakedEngine:
     num_blocks: int | None = None
     replay_every: int = 1  # streams; the others are compared with nothing
     repeats: bool = False  # see RequestMix
+    has_delta_nets: bool = False
 
     @classmethod
     def tiny(cls, *, on_gpus: bool = False) -> SoakedEngine:
@@ -80,6 +85,15 @@ class SoakedEngine:
         flags = ("--kv-dtype=float32", "--kv-caches=1", f"--prefix-cache={gib:.12f}")
         every = 1 if num_requests <= _ALL_REPLAYED else LONG_REPLAY_EVERY
         return cls("demo" if is_demo else "tiny", spec, folder, False, LONG_PREFIXES, flags, LONG_BLOCKS, every)
+
+    @classmethod
+    def delta_nets(cls, ranks: int) -> SoakedEngine:
+        """Gated delta nets on CPU ranks, with prompts that begin alike for longer than copies of states are apart."""
+        spec = read_config(CONFIG)
+        num_bytes = bytes_of_states(NUM_STATES, state_bytes(spec) // ranks) + 4096
+        num_blocks, _ = pool_slots(spec, spec.num_lanes // ranks, 4, num_bytes)
+        flags = ("--kv-dtype=float32", "--kv-caches=2", f"--prefix-cache={num_bytes / 2**30:.12f}")
+        return cls("tiny, delta nets", spec, None, False, DELTA_PREFIXES, flags, num_blocks, has_delta_nets=True)
 
     @classmethod
     def long_on_gpus(cls, gpus: int) -> SoakedEngine:
@@ -119,7 +133,7 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
     with TemporaryDirectory(prefix="kog-soak-") as folder:
         model, begin_s = engine.folder or Path(folder) / "model", time.monotonic()
         if engine.folder is None:
-            write_tiny_model(model, engine.spec)
+            write_tiny_delta_model(model) if engine.has_delta_nets else write_tiny_model(model, engine.spec)
         mix = RequestMix(
             engine.spec, seed, kept_is_exact=not on_gpus, prefix_lengths=engine.prefix_lengths, repeats=engine.repeats
         )  # fmt: skip
@@ -152,6 +166,7 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
             **checker.figures(),
             **seconds,
             "kept_blocks": report.kept_used,
+            "kept_states": report.kept_states_used,
             "engine": counters,
             "growth": growth,
             "sizes": sizes[1],

@@ -17,7 +17,8 @@ class StatusReport(Checked):
     `own_sampling`: the model's own sampling for people, which HTTP uses where a request says nothing; empty for a router.
     `kept_...`: blocks of `kept_block_tokens` tokens of earlier requests, used and as many as there is room for, in the memory of
     the devices and behind it in the hosts'; 0: there are none, or not before the first request. `kept_ring`: positions that
-    windowed layers keep, where these are not all, so that requests go on behind the last sequence alone.
+    windowed layers keep, where these are not all, so that requests go on behind the last sequence alone. `kept_states`: copies of
+    a state that every token changes.
     `epochs_waited`, `waited_s`: how often and how long each rank has waited for peers; None for ranks that do not count it.
     """
 
@@ -60,3 +61,5 @@ class StatusReport(Checked):
     kept_host_used: int = checked(COUNT, default=0)
     kept_host_slots: int = checked(COUNT, default=0)
     kept_ring: int = checked(COUNT, default=0)
+    kept_states_used: int = checked(COUNT, default=0)
+    kept_states: int = checked(COUNT, default=0)

@@ -1,0 +1,133 @@
+"""The books of the ranks' copies of states: behind which beginnings of sequences a request can go on that has a state.
+
+A state that every token changes cannot be taken back, so ranks copy it, while they read a prompt and while they answer, into
+slots of the pool beside its blocks. `places` says where: behind whole STEPs of a prompt (fewer of a long one, but always the
+last), behind its end, where it leaves what others have begun with, behind whole STEPs of the answer, of which the last two stay,
+and behind its end. The least recently used copies make room.
+
+A copy is found by a digest of scope and tokens before it, whatever KV cache or blocks hold the keys and values of these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+
+from kog_dist.records import dataclass
+
+STEP = 512  # tokens: so many at most are read anew in front of the newest that two prompts share
+_SHARE_OF_SLOTS = 4  # a fourth of them at most for whole STEPs of one prompt
+_NUM_OF_ANSWER = 2
+
+
+@dataclass(slots=True)
+class _Copy:
+    """In a slot. `last_used` 0: nothing is."""
+
+    scope: str = ""
+    position: int = 0
+    digest: bytes = b""
+    last_used: int = 0
+
+
+class KeptStates:
+    """See the top of this file."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots, self._uses = num_slots, 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is kept any more."""
+        self._copies = [_Copy() for _ in range(self.num_slots)]
+        self._slots: dict[str, dict[int, dict[bytes, int]]] = {}  # by scope, position, digest
+
+    @property
+    def num_used(self) -> int:
+        """Slots that are taken."""
+        return sum(copy.last_used > 0 for copy in self._copies)
+
+    def find(self, scope: str, tokens: array[int]) -> dict[int, int]:
+        """The slots of copies behind beginnings of `tokens`, by their positions."""
+        by_position, found = self._slots.get(scope, {}), dict[int, int]()
+        positions = sorted(position for position in by_position if position <= len(tokens))
+        for position, digest in zip(positions, _digests(tokens, positions), strict=True):
+            if (slot := by_position[position].get(digest)) is not None:
+                found[position] = slot
+        return found
+
+    def use(self, slot: int) -> None:
+        """A request goes on behind this copy now."""
+        self._uses += 1
+        self._copies[slot].last_used = self._uses
+
+    def places(
+        self, num_cached: int, end: int, num_answer: int, branch: int, known: Collection[int], spared: int | None
+    ) -> list[tuple[int, int]]:
+        """Of a request: positions behind which its state is to be copied, in order, and the slots.
+
+        Of its prompt tokens `num_cached` .. `end` are read; then that which is left, and the answer's but for the last of at most
+        `num_answer`. Its first `branch` tokens are those of an earlier request; there are copies behind its first `known` ones.
+        What stands in the slot `spared` stays.
+        """
+        every = STEP
+        while end // every - num_cached // every > max(self.num_slots // _SHARE_OF_SLOTS, 1):
+            every *= 2
+        steps = range((num_cached // every + 1) * every, end, every)
+        wanted = [end, end // STEP * STEP, branch, *sorted(steps, reverse=True)]  # the first of them before others
+        of_prompt = [at for at in dict.fromkeys(wanted) if at == end or num_cached < at < end]
+        of_prompt = [at for at in of_prompt if at not in known]
+        slots = self._oldest(spared)
+        of_answer = range((end // STEP + 1) * STEP, end + num_answer + 1, STEP)
+        num_of_answer = min(len(of_answer), _NUM_OF_ANSWER, max(len(slots) - 1, 0))
+        own = slots[:num_of_answer]
+        found = sorted(zip(of_prompt, slots[num_of_answer:], strict=False))
+        return found + [(at, own[number % num_of_answer]) for number, at in enumerate(of_answer)] if num_of_answer else found
+
+    def _oldest(self, spared: int | None = None) -> list[int]:
+        """Slots in the order in which they make room."""
+        slots = [slot for slot in range(self.num_slots) if slot != spared]
+        return sorted(slots, key=lambda slot: self._copies[slot].last_used)
+
+    def made(self, scope: str, tokens: array[int], places: Iterable[tuple[int, int]]) -> None:
+        """The state of a sequence has been copied at these positions, to these slots, in this order."""
+        by_slot = {slot: position for position, slot in places}  # of a slot that was used again the last
+        positions = sorted(set(by_slot.values()))
+        digests = dict(zip(positions, _digests(tokens, positions), strict=True))
+        self._uses += 1
+        for slot, position in sorted(by_slot.items(), key=lambda item: item[1]):
+            self._drop(slot)
+            if (twin := self._slots.get(scope, {}).get(position, {}).get(digests[position])) is not None:
+                self._drop(twin)
+            self._copies[slot] = _Copy(scope, position, digests[position], self._uses)
+            self._slots.setdefault(scope, {}).setdefault(position, {})[digests[position]] = slot
+
+    def end(self, scope: str, tokens: array[int]) -> int | None:
+        """The slot for a copy behind a whole sequence, which is made now; None if there is one, or no room."""
+        if not self.num_slots or len(tokens) in self.find(scope, tokens) or not tokens:
+            return None
+        slot = self._oldest()[0]
+        self.made(scope, tokens, [(len(tokens), slot)])
+        return slot
+
+    def _drop(self, slot: int) -> None:
+        copy = self._copies[slot]
+        if copy.last_used:
+            by_position = self._slots[copy.scope]
+            del by_position[copy.position][copy.digest]
+            if not by_position[copy.position]:
+                del by_position[copy.position]
+            if not by_position:  # scopes come without end
+                del self._slots[copy.scope]
+        self._copies[slot] = _Copy()
+
+
+def _digests(tokens: array[int], positions: Sequence[int]) -> list[bytes]:
+    """Of the first so many tokens, for ascending numbers of them."""
+    digest, found, last = hashlib.blake2b(digest_size=16), list[bytes](), 0
+    for position in positions:
+        digest.update(tokens[last:position].tobytes())
+        found.append(digest.digest())
+        last = position
+    return found
