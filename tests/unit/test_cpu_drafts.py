@@ -52,7 +52,7 @@ class Page:
             Any, type("Beat", (), {"progress": lambda: None, "__enter__": lambda _: None, "__exit__": lambda *_: None})()
         )
         stub._heartbeat.progress = lambda: None
-        stub._costs = [1.0 + 0.1 * (size - 1) for size in SIZES]
+        stub._costs = [1.0 + 0.05 * (size - 1) for size in SIZES]
 
     def run(self, request: DecodeRequest) -> tuple[list[TokenEntry], int]:
         """The entries of an answer, and how many positions the KV cache is said to hold."""
