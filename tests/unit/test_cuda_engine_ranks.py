@@ -241,9 +241,10 @@ def play_kernels(made: Ranks, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPa
     """Instead of what compiles, loads and runs."""
 
     def monokernel_of(
-        shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, processors: bool, masks: Any
+        shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, processors: bool, masks: Any, drafts: bool
     ) -> RankKernel:
         assert heap.rank == rank
+        assert not drafts  # several ranks have none yet
         assert processors
         assert masks.vocab_size == made.page.masks.vocab_size
         assert len(runtime.memory) == made.world_size
