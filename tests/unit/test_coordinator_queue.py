@@ -218,7 +218,7 @@ class Grammars:
     def reserve_epochs(self, count: int) -> int:
         return 1
 
-    def run(self, seq: int, mask_epoch: int, constraint: Any) -> None:
+    def run(self, seq: int, mask_epoch: int, constraint: Any, *, drafts: bool) -> None:
         """The next runner does it."""
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ def test_a_state_goes_on_behind_its_end_or_anew(tmp_path: Path) -> None:
         engine.step(1, 3, None)
     with pytest.raises(PlanError, match="holds a state of 6 positions, which cannot go to 4"):
         engine.use_cache(1, 0, 4)
-    with pytest.raises(PlanError, match="drafts cannot be verified"):
+    with pytest.raises(PlanError, match="a pass of 2 tokens has more drafts than the plan"):
         engine.verify([1, 2], 6, SamplingParams())
     engine.use_cache(1, 0, 6)
     copied = logits(PROMPT[6], 6)
