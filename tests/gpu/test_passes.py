@@ -24,6 +24,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import DeviceToken, Monokernel
 from kog_dist.workers.cuda.random_weights import random_weights
 from kog_dist.workers.engines.cuda import CudaEngine
+from tests.gpu.test_engine import answer as entries_of
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
@@ -180,15 +181,6 @@ def drafting(dense_folder: Path, request: pytest.FixtureRequest) -> Iterator[tup
     yield engine, control
     engine.close()
     control.close()
-
-
-def entries_of(control: ControlPage, seq: int) -> list[Any]:
-    entries: list[Any] = []
-    while (entry := control.ring.get(seq, len(entries))) is not None:
-        entries.append(entry)
-        if entry.finish is not Finish.NONE:
-            break
-    return entries
 
 
 def said(entries: Sequence[Any]) -> list[tuple[Any, ...]]:
