@@ -86,7 +86,7 @@ _LATENCY = "latency --random --lanes 8"
 _SAMPLING = "--contexts 512 --tokens 400 --sampling greedy,temperature,penalties,top-p,top-p-logprobs,top-k-top-p,mask"
 _NOT_ON_2 = "1] or 3] or 4] or missing_epoch or dead_rank"
 
-# Shapes of docs/dense.md, formats.md and moe.md, random weights.
+# Shapes of docs/results.md, formats.md and moe.md, random weights.
 _MODELS = (
     "qwen3-0.6b", "llama-3.2-1b", "qwen3-4b", "llama-3.1-8b", "qwen3-8b", "llama-3.1-8b+fp8", "llama-3.1-8b+int4",
     "qwen3-30b-a3b", "qwen3-30b-a3b+fp8", "qwen3-30b-a3b+int4", "gpt-oss-20b", "gpt-oss-120b",

@@ -102,7 +102,7 @@ def test_every_help_has_examples_of_its_own_command() -> None:
         command = command_of(program)
         for name in ("", *getattr(command, "commands", {})):
             if program.startswith("python"):
-                continue  # training is described in docs/demo-model.md
+                continue  # training is described in docs/training.md
             whole = f"{program} {name}".strip()
             assert all(shown.startswith(program) and name in shown for shown, _ in EXAMPLES[whole]), whole
             help_text = CliRunner().invoke(app, [*whole.split()[1:], "--help"]).output
