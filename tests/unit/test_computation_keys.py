@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import zlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,13 +188,6 @@ def test_each_key_changes_the_logits_of_a_model_that_has_it(key: str) -> None:
 def test_every_key_is_tried_and_none_is_inert() -> None:
     assert {*COMPUTATION, *OF_EXPERTS} == {*CASES, *SAID_OTHERWISE}
     assert not INERT & {*COMPUTATION, *OF_EXPERTS}
-
-
-def test_the_page_lists_them() -> None:
-    page = Path("docs/models.md").read_text()
-    section = page[page.index("## Keys that change the computation") :].split("\n## ")[0]
-    listed = {name for line in section.splitlines() if line.startswith("| ") for name in re.findall(r"`(\w+)`", line)}
-    assert listed == {*COMPUTATION, *OF_EXPERTS}
 
 
 def test_the_size_of_heads_is_the_model_s_own_where_it_says_one() -> None:
