@@ -102,7 +102,7 @@ def page() -> str:
     lines += _program(of_typer("python -m kog_dist.train", get_command(train)))
     lines += ["## Other environment variables", ""]
     lines += _table(["variable", "meaning"], ([f"`{name.replace(', ', '`, `')}`", why] for name, why in VARIABLES.items()))
-    lines += ["Ranks that mpirun started are known by the variables in [launchers.md](launchers.md)."]
+    lines += ["Ranks that mpirun started are known by the variables in `kog_dist/runtime/rank_env.py`."]
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
