@@ -64,10 +64,10 @@ class CacheShape:
 
     @property
     def batches_of_partition(self) -> int:
-        """Batches of a split that one of attention's items takes in a layer that sees everything.
+        """Batches of a split that a partition has in a layer that sees everything.
 
         1,536 positions of eight splits, or a quarter of a longer context: in each token unread partitions are written. All
-        batches where a layer's items keep more than half of the thread blocks busy without partitions.
+        batches where a layer's splits keep more than half of the thread blocks busy without partitions.
         """
         if self.spec.has_one_stream and 2 * self.spec.num_kv_heads * self.splits > self.max_ctas:
             return self.partition_batches or max(self.full_batches, 1)
@@ -75,7 +75,7 @@ class CacheShape:
 
     @property
     def num_partitions(self) -> int:
-        """Items that share a split of a layer that sees everything, at the end of the context."""
+        """Partitions of a layer that sees everything, at the end of the context."""
         return -(-self.full_batches // self.batches_of_partition) if self.full_layers else 1
 
     @property

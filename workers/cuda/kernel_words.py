@@ -204,11 +204,11 @@ class TokenEvents:
                 yield from self._attention(layer, lane, head, token.position)
 
     def _attention(self, layer: int, lane: int, head: int, position: int) -> Iterator[Event]:
-        """Of a KV head: its items, and then who mixes what they publish. Who mixes needs words of all of the head's items."""
+        """Of a KV head: its splits, and then who mixes what they publish. Who mixes needs words of all of the head's splits."""
         where, parts = f"layer {layer}, lane {lane}, KV head {head}", list[Version]()
         for partition in range(self.places.num_partitions(layer, position)):
             reads = [Read(version) for version in self._of_tokens(QKV, layer, lane, head, QUERY)]
-            if partition == self.places.newest_partition(layer, position):  # one item alone reads a new row
+            if partition == self.places.newest_partition(layer, position):  # one split alone reads a new row
                 reads += [Read(version, teaches=False) for version in self._of_tokens(QKV, layer, lane, head, NEW_ROW)]
             own = self._of_tokens(PART, layer, lane, head, partition)
             parts += own
@@ -236,7 +236,7 @@ class TokenEvents:
         return self._event("empty words of unread partitions", writes=[Write(version, by_all=False) for version in versions])
 
     def _is_busy_everywhere(self) -> bool:
-        """Whether each thread block has an item in each token: it writes what all wait for, behind what it did before."""
+        """Whether each thread block has a split in each token: it writes what all wait for, behind what it did before."""
         spec, splits = self.shape.spec, range(self.shape.splits)
         busy = {
             self.places.item_cta(layer, lane, head, split, 0)
@@ -322,7 +322,7 @@ class TokenEvents:
         candidates = [Version(CANDIDATE, (token,), number, slot) for token in range(self.shape.tokens)]
         end = self._finalised("end of a token", (), [] if token.num_exchanges else map(Write, candidates))
         if kept_apart is not None and self._is_busy_everywhere():
-            end.after += ((kept_apart, Scope.BLOCKS),)  # by whoever waited for those thread blocks' items
+            end.after += ((kept_apart, Scope.BLOCKS),)  # by whoever waited for those thread blocks' splits
         yield end
         self._sampled = end
         for _ in range(token.num_exchanges):

@@ -61,7 +61,7 @@ class Published:
         return self._pairs("Attended", self._copies(lane), self.shape.spec.lane_heads * self.shape.spec.head_dim)
 
     def parts(self, lane: int, partition: int) -> tuple[Vector, Vector]:
-        """Outputs (heads * splits * head_dim,) of a partition's items, and their log-sums (heads * splits,)."""
+        """Outputs (heads * splits * head_dim,) of a partition's splits, and their log-sums (heads * splits,)."""
         spec, shape = self.shape.spec, self.shape
         num_rows = spec.lane_heads * shape.splits
         outputs = self._pairs("Part", [lane], num_rows * spec.head_dim, partition * num_rows * spec.head_dim // 2)

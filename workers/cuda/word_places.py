@@ -133,7 +133,7 @@ class WordPlaces:
             yield from self._copies("Candidate", 0, token, place, place // 2, is_value=True)
 
     def query(self, layer: int, lane: int, head: int, position: int, token: int = 0) -> Iterator[Word]:
-        """The query heads of a KV head, for all its items."""
+        """The query heads of a KV head, for all its splits."""
         spec, readers = self.shape.spec, set[int]()
         for partition in range(self.num_partitions(layer, position)):
             readers |= {self.item_cta(layer, lane, head, split, partition) for split in range(self.shape.splits)}
@@ -141,7 +141,7 @@ class WordPlaces:
         yield from self._qkv(lane, token, range(head * rows, (head + 1) * rows, 2), frozenset(readers))
 
     def new_row(self, layer: int, lane: int, head: int, position: int, token: int = 0) -> Iterator[Word]:
-        """Key and value of the position, for the item that keeps them."""
+        """Key and value of the position, for the split that keeps them."""
         spec, partition = self.shape.spec, self.newest_partition(layer, position)
         readers = frozenset({self.item_cta(layer, lane, head, position % self.shape.splits, partition)})
         first, rows = spec.lane_heads * spec.head_dim + head * spec.head_dim, spec.lane_kv_heads * spec.head_dim
@@ -176,7 +176,7 @@ class WordPlaces:
         return self.shape.cache.batches_of_partition * BATCH * self.shape.splits
 
     def item_cta(self, layer: int, lane: int, head: int, split: int, partition: int) -> int:
-        """The thread block that has an item."""
+        """The thread block that has a split."""
         shape = self.shape
         items = shape.spec.lane_kv_heads * shape.splits
         first = (layer * shape.num_lanes + lane) * items + partition * (shape.num_ctas // shape.cache.num_partitions)
@@ -193,7 +193,7 @@ class WordPlaces:
         return self.item_cta(layer, lane, head, share, 0)
 
     def parts(self, layer: int, lane: int, head: int, partition: int, token: int = 0) -> Iterator[Word]:
-        """Outputs and log-sum-exps of a KV head's items, one for each split."""
+        """Outputs and log-sum-exps of a KV head's splits."""
         shape, head_units = self.shape, self.shape.spec.head_dim // 4
         (parts, parts_stride), (sums, sums_stride) = self._lists["Part"], self._lists["LogSum"]
         parts += (lane * self.shape.tokens + token) * parts_stride + partition * (

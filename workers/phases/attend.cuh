@@ -1,6 +1,6 @@
-// Attention of one position. An item is a KV head and a split: positions p with p % kSplits == split. A layer without a window has
-// more items far into a context: each takes the next kPartitionBatches batches of a split. Items are spread over the thread blocks by a
-// map that depends on layer, lane and partition only, and the batches of an item over the warps by their number. So the thread that appends its
+// Attention of one position. A split is a KV head's positions p with p % kSplits == split; an item index counts those of all KV heads. A
+// layer without a window has more of them far into a context: each partition takes the next kPartitionBatches batches of a split. Splits are
+// spread over the thread blocks by a map that depends on layer, lane and partition only, their batches over the warps. So the thread that appends its
 // share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its rows in batches of 16 (K by rows,
 // V by pairs of positions, as the matrix unit wants them). Windowed layers keep a ring of batches, or all turns of it (kWholeWindows): what is
 // read, by whom and in which order is the same.
@@ -51,7 +51,7 @@ struct Attender : BatchMixer {
         }
         __device__ __forceinline__ bool is_at_end() const { return share >= kTeamWarps; }
     };
-    // An item of all tokens of a pass, each by its own warps.
+    // A split of all tokens of a pass, each by its own warps.
     __device__ __forceinline__ bool item_of_pass(const Pass& pass, u32 layer, u32 lane_idx, u32 item_idx) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits, token = token_of(warp), first = warp % kTokenWarps;
         const u32 position = pass.position_of(token);
@@ -116,7 +116,7 @@ struct Attender : BatchMixer {
         return merge_shares(layer, kv_head, split, 0, lane_idx, token, first);
     }
 
-    // Four values of unit `unit` of an item's outputs, and with a head's first ones the log-sum. `row`: head and split.
+    // Four values of unit `unit` of a split's outputs, and with a head's first ones the log-sum. `row`: head and split.
     __device__ __forceinline__ void publish(u32 row, u32 partition, u32 lane_idx, u32 unit, u64 first, u64 second, float log_sum, u32 tag, u32 token = 0) const {
         u64* base = reinterpret_cast<u64*>(params.words_ptr);
         const u32 place = unit % kHeadUnits;
@@ -145,7 +145,7 @@ struct Attender : BatchMixer {
         }
     }
 
-    // The outputs of a KV head's items, mixed: the thread block that has split i of them does that for the i-th share of the head's values, and
+    // The outputs of a KV head's splits, mixed: the thread block that has split i of them does that for the i-th share of the head's values, and
     // publishes them as OUT's input. A thread has one split of a unit, or two where experts' warps would else have two units one after the other;
     // neighbouring threads have the others. Where splits are no power of two, the last threads have one less.
     static constexpr u32 kUnits = kGroup * kHeadUnits, kShareUnits = (kUnits + kSplits - 1) / kSplits;
@@ -291,14 +291,14 @@ struct Attender : BatchMixer {
         return true;
     }
 
-    // The parts of a team's warps of an item, normalised and published with the logarithm (base 2) of their sum.
+    // What a team's warps have of a split, normalised and published with the logarithm (base 2) of their sum.
     __device__ __forceinline__ bool merge(u32 layer, u32 kv_head, u32 split, u32 partition, u32 lane_idx, const Mixed (&mixed)[kWarpSets]) {
         const u32 warp = opaque(this->warp), half = num_items & 1;
 #pragma unroll
         for (u32 s = 0; s < kWarpSets; ++s) keep_mixed(half, 0, warp, s, mixed[s]);
         return merge_shares(layer, kv_head, split, partition, lane_idx, 0, warp);
     }
-    // What a share of an item's batches has become, for set `s` of a team's. `share`: the warp of a single token that has it.
+    // What a share of a split's batches has become, for set `s` of a team's. `share`: the warp of a single token that has it.
     __device__ __forceinline__ void keep_mixed(u32 half, u32 token, u32 share, u32 s, const Mixed& own) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), group = lane >> 2, head = lane & 3;
@@ -319,7 +319,7 @@ struct Attender : BatchMixer {
             }
         }
     }
-    // All shares of an item of a token, by warp `own` of its warps.
+    // All shares of a split of a token, by warp `own` of its warps.
     __device__ __forceinline__ bool merge_shares(u32 layer, u32 kv_head, u32 split, u32 partition, u32 lane_idx, u32 token, u32 own) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), number = num_items++, half = kAttendedHalves == 1 ? 0 : number & 1;

@@ -1,4 +1,4 @@
-// The KV cache as attention reads it: where the rows of an item lie, and the share of a batch that each thread has in registers.
+// The KV cache as attention reads it: where the rows of a split lie, and the share of a batch that each thread has in registers.
 #pragma once
 #include "kv_codes.cuh"
 #include "layout.cuh"
@@ -62,13 +62,13 @@ __device__ __forceinline__ u32 key_codes(const u32 (&codes)[kRegisters], const u
     return ((k % 2 ? codes[k / 2] >> 4 : codes[k / 2]) & 0x0f0f0f0fu) | top;
 }
 
-// The first of the items of a layer, a lane and a partition that this thread block has; the next one is kNumCtas further on.
+// The first of the splits of a layer, a lane and a partition that this thread block has; the next one is kNumCtas further on.
 __device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_idx, u32 partition) {
     const u32 first_cta = ((layer * kLanes + lane_idx) * kItems + partition * (kNumCtas / kPartitions)) % kNumCtas;
     return role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
 }
 
-// Batches of an item that are on their way to a warp's registers, further ones to L2, and those that go through softmax together: INT4's are so
+// Batches of a split that are on their way to a warp's registers, further ones to L2, and those that go through softmax together: INT4's are so
 // small that a warp with one set would wait for the steps of a single one, and two of them fit.
 constexpr u32 kMixedBatches = kKvRotated && kWarpSets == 1 ? 2 : 1, kBatches = kKvCoded && !kKvRotated ? 3 : 2;
 constexpr u32 kBatchesAhead = kKvRotated ? 4 : kKvCoded ? 2 : 1;
@@ -97,7 +97,7 @@ struct CacheReader {
     }
 
     enum ShareKind : u32 { kKeys, kTops, kValues, kScales, kShareKinds };
-    // The rows of K and V of an item.
+    // The rows of K and V of a split.
     struct Rows {
         u32 first_batch, num_batches;  // in the whole cache; that have rows
         u32 capacity, last, num_seen;  // slots; that of the last row, the current position's if it is this split's; rows in the window

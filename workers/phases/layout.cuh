@@ -32,9 +32,9 @@ constexpr int kGroup = kHeads / kKvHeads;            // query heads that share a
 constexpr int kQueryRows = kHeads * kHeadDim;        // of one lane
 constexpr int kKvRows = kKvHeads * kHeadDim;
 constexpr int kQkvRows = kQueryRows + 2 * kKvRows;
-constexpr int kItems = kKvHeads * kSplits;           // attention items of one lane and layer
-// A split's batches in layers without a window come in partitions, which have items of their own. Words of the outputs of a partition's
-// items, one of its rows for each head and split.
+constexpr int kItems = kKvHeads * kSplits;           // attention's splits of one lane and layer
+// A split's batches in layers without a window come in partitions. Words of the outputs of a partition's splits, a row for each head and
+// split.
 constexpr u32 kPartitionPositions = kPartitionBatches * 16 * kSplits, kPartitionWords = kQueryRows * kSplits / 2;
 // Windowed layers keep a ring of batches, or all of them as other layers do; attention reads as many either way.
 #ifdef KOG_WHOLE_WINDOWS
@@ -173,7 +173,7 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 // The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
 // does not need while the LM head and sampling run, or in room of their own.
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
-// What attention's warps leave of an item: of several tokens those of a token's warps, or of its only one, which needs no second buffer.
+// What attention's warps leave of a split: of several tokens those of a token's warps, or of its only one, which needs no second buffer.
 constexpr int kAttendedHalves = kTokens == kAttendWarps ? 1 : 2, kTokenWarps = kAttendWarps / kTokens;
 constexpr bool kScoresFit = kScoreBytes <= kAttendedHalves * kTokens * 4 * kWarpHeads * kHeadDim * 4;
 
@@ -203,7 +203,7 @@ struct Shared {
     float head_squares[2][kMatrixWarps][kModelLanes];
     float residual[kTokens][kStreams][OutOp::kCtaRows];
     float history[kTokens][2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
-    alignas(16) float attended[kAttendedHalves][kTokens][4][kWarpHeads][kHeadDim];  // unnormalised outputs of the attention warps, items in turn
+    alignas(16) float attended[kAttendedHalves][kTokens][4][kWarpHeads][kHeadDim];  // unnormalised outputs of the attention warps, splits in turn
     alignas(16) u32 fresh[kTokens > 1 ? kTokens : kTeams][kHeadDim];  // K and V of a new position, in pairs, for each token or team
     float attended_max[kAttendedHalves][kTokens][4][kWarpHeads], attended_sum[kAttendedHalves][kTokens][4][kWarpHeads];
     u64 full[kRingPieces], empty[kRingPieces];
@@ -315,7 +315,7 @@ __device__ __forceinline__ u32 num_headless(u32 position, u32 num_prompt) {
 }
 // Of pass `turn` of this launch.
 __device__ __forceinline__ bool has_head(const Role& role, u32 turn) { return turn >= role.num_headless; }
-// Partitions of the positions up to `position` that have items of their own in this layer.
+// Partitions of the positions up to `position` in this layer.
 __device__ __forceinline__ u32 num_partitions(u32 layer, u32 position) {
     return kPartitions == 1 || window_layers().has(layer) ? 1 : position / kPartitionPositions + 1;
 }
