@@ -374,7 +374,7 @@ def _public(name: str, value: Any) -> Any:
     return "(secret)" if name in SECRETS and value is not None else value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return (
         "-"
         if value is None

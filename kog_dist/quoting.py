@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 MAX_MESSAGE_CHARS = 1500
 # Control characters but the line feed, what turns the direction of text, line ends that are none of ours, lone surrogates.
@@ -28,7 +27,7 @@ class Verbatim(str):
     __slots__ = ()
 
 
-def json_text(value: Any) -> str:
+def json_text(value: object) -> str:
     """JSON of ASCII in which nothing acts, so that it is the same `quoted`."""
     return json.dumps(value).replace("\x7f", "\\u007f")
 

@@ -95,7 +95,7 @@ _INTEGERS: Final = frozenset({"seed", "top_k", "min_tokens", "logprobs"})
 GREEDY: Final = SamplingParams()
 
 
-def check_limits(name: str, value: Any) -> None:
+def check_limits(name: str, value: float) -> None:
     """Raises ValueError, a sentence that begins with `name`, unless a number is within the limits of that parameter."""
     low, high = LIMITS[name]
     if not low <= value <= high:  # true for NaN
@@ -135,7 +135,7 @@ def _checked_bias(pairs: Any) -> tuple[tuple[int, float], ...]:
     return tuple((token_id, float(bias) + 0.0) for token_id, bias in pairs)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A short form of a hostile value; a container's content is not looked at."""
     if isinstance(value, (list, tuple, dict)):
         return f"a {type(value).__name__} of {len(value)}"

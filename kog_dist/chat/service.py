@@ -211,6 +211,6 @@ def _piece(choice: Any, num_tokens: int | None) -> Piece:
     return Piece(text, num_tokens, finish_reason, reasoning=reasoning)
 
 
-def _count_in(usage: Any, name: str) -> int | None:
+def _count_in(usage: object, name: str) -> int | None:
     count = usage.get(name) if isinstance(usage, dict) else None
     return count if type(count) is int and 0 <= count < 2**53 else None

@@ -50,7 +50,7 @@ def group_steps(steps: Iterable[Step]) -> list[Group]:
     return [Group(tuple(group)) for group in groups]
 
 
-def _pattern(step: Step) -> tuple[Any, ...]:
+def _pattern(step: Step) -> Step:
     """A step with its lane taken out of its values."""
 
     def without_lane(values: Sequence[Value]) -> tuple[Value, ...]:

@@ -100,7 +100,7 @@ def _first_sentence(text: str) -> str:
     return text.partition(". ")[0].rstrip(".")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is None or value in ((), [], "") or callable(value):
         return ""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -80,7 +80,7 @@ def _named(config: Mapping[str, Any]) -> Iterator[str]:
                 yield text
 
 
-def _content(value: Any) -> str | None:
+def _content(value: object) -> str | None:
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) and text else None
 

@@ -90,7 +90,7 @@ def with_flags(**places: FlagsOf) -> Callable[[Command], Command]:
     return decorated
 
 
-def _shown(default: Any) -> str:
+def _shown(default: object) -> str:
     if isinstance(default, bool):
         return "yes" if default else "no"
     return f"{default:g}" if isinstance(default, float) else str(default)

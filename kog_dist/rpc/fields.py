@@ -23,7 +23,7 @@ def checked(check: Check, **keywords: Any) -> Any:
 def integer(low: int, high: int) -> Check:
     """An int (no bool) with low <= value <= high."""
 
-    def check(value: Any) -> int:
+    def check(value: object) -> int:
         if type(value) is not int:
             raise ValueError(f"must be an integer, got {_shown(value)}")
         if not low <= value <= high:
@@ -49,7 +49,7 @@ def number(low: float, high: float) -> Check:
 def text(low_bytes: int, high_bytes: int) -> Check:
     """A str of that many bytes in UTF-8."""
 
-    def check(value: Any) -> str:
+    def check(value: object) -> str:
         if type(value) is not str:
             raise ValueError(f"must be text, got {_shown(value)}")
         try:
@@ -68,7 +68,7 @@ def identifier(high_chars: int) -> Check:
 
     allowed = re.compile(rf"[A-Za-z0-9_.:-]{{1,{high_chars}}}")
 
-    def check(value: Any) -> str:
+    def check(value: object) -> str:
         if type(value) is not str or allowed.fullmatch(value) is None:
             raise ValueError(f"must be 1 to {high_chars} ASCII letters, digits or -_.: got {_shown(value)}")
         return value
@@ -76,7 +76,7 @@ def identifier(high_chars: int) -> Check:
     return check
 
 
-def flag(value: Any) -> bool:
+def flag(value: object) -> bool:
     """A bool, and nothing that is only true-ish."""
     if type(value) is not bool:
         raise ValueError(f"must be true or false, got {_shown(value)}")
@@ -152,7 +152,7 @@ def token_ids(high_items: int) -> Check:
     return check
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A short form of a hostile value for an error message; never longer than 64 characters."""
     if isinstance(value, (list, tuple, dict)):
         return f"a {type(value).__name__} of {len(value)}"

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import CODED_COLUMNS
@@ -63,19 +64,19 @@ class _Parts:
         of_any_layer = text.partition(EXPERTS)[2] or text
         self._values, self._first = self._drawn[seed], zlib.crc32(of_any_layer.encode()) % _DRAWN
 
-    def standard_normal(self, shape: tuple[int, ...], dtype: Any) -> GpuArray:
+    def standard_normal(self, shape: tuple[int, ...], dtype: DTypeLike) -> GpuArray:
         """Normally distributed values."""
         count = int(np.prod(shape))
         times = -(-(self._first + count) // _DRAWN)
         values = np.concatenate([self._values] * times) if times > 1 else self._values
         return values[self._first : self._first + count].astype(dtype).reshape(shape)
 
-    def integers(self, low: int, high: int, shape: tuple[int, ...], dtype: Any) -> GpuArray:
+    def integers(self, low: int, high: int, shape: tuple[int, ...], dtype: DTypeLike) -> GpuArray:
         """Evenly distributed ones below `high`: the lowest bits of values."""
         bits = self.standard_normal(shape, np.float32).view(np.uint32)
         return (bits % np.uint32(high - low) + np.uint32(low)).astype(dtype)
 
-    def random(self, shape: tuple[int, ...], dtype: Any) -> GpuArray:
+    def random(self, shape: tuple[int, ...], dtype: DTypeLike) -> GpuArray:
         """Values of 0 to 1."""
         return (self.integers(0, 1 << 16, shape, np.uint32) / np.float32(1 << 16)).astype(dtype)
 

@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]  # or cupy's, which has no types
 BFLOAT16 = np.dtype(np.uint16)
@@ -65,7 +65,7 @@ def on_host(array: Array) -> NDArray[np.float32]:
     return float32_of(host)
 
 
-def rounded(values: Array, dtype: Any) -> Array:
+def rounded(values: Array, dtype: DTypeLike) -> Array:
     """Floating-point values as those of another type, ties to even."""
     if dtype != BFLOAT16:
         return values.astype(dtype)

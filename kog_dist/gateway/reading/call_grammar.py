@@ -194,7 +194,7 @@ def _are_plain(value: Mapping[str, Any]) -> bool:
     )
 
 
-def _are_words(words: Any) -> bool:
+def _are_words(words: object) -> bool:
     """Whether an enum, if there is one, is of texts that are read again as they are."""
     return words is None or (
         isinstance(words, list) and bool(words) and all(isinstance(word, str) and _is_plain(word) for word in words)

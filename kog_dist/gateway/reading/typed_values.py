@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 _MAX_REFERENCES: Final = 16
 _ALL: Final = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
@@ -49,7 +49,7 @@ def _referred(reference: str, root: Any) -> Any:
     return found
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -76,9 +76,9 @@ def json_of(text: str, types: frozenset[str]) -> str:
     return bare
 
 
-def _fits(value: Any, types: frozenset[str]) -> bool:
+def _fits(value: object, types: frozenset[str]) -> bool:
     return _type_of(value) in types
 
 
-def _refuse(word: str) -> Any:
+def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is no JSON")
