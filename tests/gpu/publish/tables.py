@@ -236,8 +236,11 @@ def _models_table(publication: Publication, of: FiguresOf, numbers: Sequence[int
         at = "" if context == 512 or not limits else f" at {context:,}"
         rows.append([name, number(memory), *cells, _shares(publication, of, shape, context, numbers), limits + at, met])
     head = ["shape", "memory alone, one", *(cards(of.run.kind, [n]) for n in numbers), "share, %", "targets", "met?"]
+    if not any(row[-1] for row in rows):  # a kind of card without targets
+        head, rows = head[:-2], [row[:-2] for row in rows]
     note = _note(of) + (f" Memory alone in part of {', '.join(sorted(others))}." if others else "")
-    lines = [*caption(of, numbers, note), *table(head, rows, text_columns=(0, len(head) - 1)), *missing(absent)]
+    texts = (0, len(head) - 1) if head[-1] == "met?" else (0,)
+    lines = [*caption(of, numbers, note), *table(head, rows, text_columns=texts), *missing(absent)]
     newer = _since(publication, of, [(shape, _context(publication, shape)) for shape in SHAPES])
     return [*lines, *(["", *prose(newer)] if newer else [])]
 
