@@ -20,7 +20,7 @@ COUNTED := $(BIN)/python -m tests.core_seconds
 # An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
 .DELETE_ON_ERROR:
 
-.PHONY: demo model chat test lint timed computed compiled types check processes units alone sweeps cluster service clients first-hour fuzz chaos mutants bench clean
+.PHONY: demo model chat test lint timed computed compiled types check processes units alone sweeps page ray cluster service clients first-hour fuzz chaos mutants bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
@@ -59,8 +59,10 @@ lint: $(VENV)/.installed-dev
 	$(COUNTED) ruff-format $(BIN)/ruff format --check .
 
 # Tests of processes wait a third of their time, those that measure promised seconds more than half. What only computes takes what
-# they leave, behind them in priority, and says all that it has to say when it is done. ALSO: groups besides, such as sweeps.
+# they leave, behind them in priority, and says all that it has to say when it is done. ALSO: groups besides, of sweeps, page and
+# ray. The last two are tests of processes, and run among the others.
 ALSO ?=
+LEFT_OUT = $(if $(filter page,$(ALSO)),,--ignore=tests/e2e/browser) $(if $(filter ray,$(ALSO)),,--ignore=tests/e2e/test_ray.py)
 
 timed:
 	$(MAKE) processes
@@ -69,7 +71,7 @@ timed:
 computed:
 	$(MAKE) --output-sync=target types
 	$(MAKE) --output-sync=target units
-	$(if $(ALSO),$(MAKE) --output-sync=target $(ALSO))
+	$(if $(filter sweeps,$(ALSO)),$(MAKE) --output-sync=target sweeps)
 
 check:  ## all tests that need no GPU, without lint and types
 	$(MAKE) compiled
@@ -84,19 +86,26 @@ ASKED := not cluster and not service and not clients and not sweep
 TOGETHER := --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5 -m "$(ASKED) and not alone and not gpu"
 
 processes: $(VENV)/.installed-dev
-	$(COUNTED) processes $(BIN)/python -m pytest --numprocesses $(WORKERS) $(TOGETHER) $(PROCESSES)
+	$(COUNTED) processes $(BIN)/python -m pytest --numprocesses $(WORKERS) $(TOGETHER) $(LEFT_OUT) $(PROCESSES)
 
 units: $(VENV)/.installed-dev
 	$(COUNTED) units nice -n 3 $(BIN)/python -m pytest --numprocesses 2 $(TOGETHER) $(UNITS)
 
 alone: $(VENV)/.installed-dev
-	$(COUNTED) alone $(BIN)/python -m pytest --durations 15 --durations-min 5 -m "$(ASKED) and (alone or gpu)" tests/e2e tests/gpu
+	$(COUNTED) alone $(BIN)/python -m pytest --durations 15 --durations-min 5 -m "$(ASKED) and (alone or gpu)" $(LEFT_OUT) tests/e2e tests/gpu
+
+page: $(VENV)/.installed-dev  ## the playground in a browser
+	$(COUNTED) page $(BIN)/python -m pytest --numprocesses 2 $(TOGETHER) tests/e2e/browser
+	$(COUNTED) page-alone $(BIN)/python -m pytest -m "$(ASKED) and alone" tests/e2e/browser
+
+ray: $(VENV)/.installed-dev  ## engines on a simulated Ray cluster
+	$(COUNTED) ray $(BIN)/python -m pytest -m "$(ASKED)" tests/e2e/test_ray.py
 
 # Many shapes of what `make test` shows with a few: twins, and registers of builds by nvcc; what the bundled model says to examples.
 # Only files that have such tests are read.
 sweeps: $(VENV)/.installed-dev
 	$(COUNTED) sweeps nice -n 3 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 10 --durations-min 5 -m sweep \
-		$$(grep -rlE 'tests\.sweeps|mark\.sweep' tests/unit tests/e2e --include 'test_*.py')
+		$$(grep -rlE 'tests\.sweeps|mark\.sweep' tests/unit tests/multi tests/e2e --include 'test_*.py')
 
 # All that tests import is compiled once, by one process for each half: five workers would do it side by side.
 compiled: $(VENV)/.compiled-dev

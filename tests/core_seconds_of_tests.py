@@ -1,4 +1,4 @@
-"""Core-seconds of each test, with the processes that it waits for: a table by folder, and the slowest, at the end of a run."""
+"""Core-seconds of each test, with the processes that it waits for: by folder and file, and the slowest, at the end of a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from tests.core_seconds import used_s
 
 NUM_SLOWEST, SLOW_S = 20, 1.0
+NUM_FILES = 30  # with their names
 FEW = 50  # tests: nobody asks what so few of them cost
 
 
@@ -39,22 +40,25 @@ class CoreSeconds:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if len(self._of_test) < FEW:
             return
-        terminalreporter.section(f"core-seconds by folder, and of the {NUM_SLOWEST} slowest tests")
+        terminalreporter.section(f"core-seconds by folder and file, and of the {NUM_SLOWEST} slowest tests")
         for line in lines_of(self._of_test):
             terminalreporter.line(line)
 
 
 def lines_of(core_s: dict[str, float]) -> list[str]:
     """The tables, of core-seconds by test."""
-    folders = dict[str, float]()
+    files, folders, num_tests = dict[str, float](), dict[str, float](), Counter[str]()
     for test, of_test_s in core_s.items():
-        folder = str(Path(test.partition("::")[0]).parent)
-        folders[folder] = folders.get(folder, 0.0) + of_test_s
-    num_tests = Counter(str(Path(test.partition("::")[0]).parent) for test in core_s)
+        file = test.partition("::")[0]
+        for table, name in ((files, file), (folders, str(Path(file).parent))):
+            table[name] = table.get(name, 0.0) + of_test_s
+            num_tests[name] += 1
     by_folder = sorted(folders.items(), key=lambda one: -one[1])
+    by_file = sorted(files.items(), key=lambda one: -one[1])[:NUM_FILES]
     slowest = sorted((one for one in core_s.items() if one[1] >= SLOW_S), key=lambda one: -one[1])[:NUM_SLOWEST]
     return [
         *(f"{of_folder_s:8.1f} {folder}: {num_tests[folder]} tests" for folder, of_folder_s in by_folder),
         f"{sum(folders.values()):8.1f} {len(core_s)} tests, without imports and collection",
+        *(f"{of_file_s:8.1f} {file}: {num_tests[file]} tests" for file, of_file_s in by_file),
         *(f"{of_test_s:8.1f} {test}" for test, of_test_s in slowest),
     ]

@@ -35,7 +35,7 @@ RANKS = 2
 NUM_CPUS = 4  # of each node
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
 REFUSED_S = 15.0
-LOADED_S = 60.0  # for what has no promise of its own; a loaded machine is slow
+LOADED_S = 150.0  # for what has no promise of its own: a worker of Ray starts in seconds, and in a minute on a loaded machine
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +92,13 @@ def stream(client: Client) -> Iterator[StreamEvent]:
     return client.generate(prompt_ids=[1, 2, 3], max_tokens=NUM_ENDLESS, ignore_eos=True)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_tokens_from_actors_that_import_nothing_from_the_working_directory(
     daemons: RayDaemons, plain_tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(daemons.session, "cwd", tmp_path)
     marker = plant(tmp_path)
-    done = daemons.session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=auto", *PLAIN_PROMPT], timeout_s=100.0)
+    done = daemons.session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=auto", *PLAIN_PROMPT], timeout_s=LOADED_S)
     assert done.returncode == 0, done.stderr
     assert tokens_in(done.stdout) == plain_tokens
     assert not marker.exists()
@@ -106,7 +106,7 @@ def test_tokens_from_actors_that_import_nothing_from_the_working_directory(
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_tokens_from_a_job(job_daemons: RayDaemons, plain_tokens: list[int]) -> None:
     submitted = ray_job(job_daemons, "submit", "--", "kog-launch", "--launcher", "ray", "--ranks", str(RANKS), *PLAIN_PROMPT)
     assert submitted.returncode == 0, submitted.stdout
@@ -118,7 +118,7 @@ def ask(session: EngineSession, *arguments: str) -> subprocess.CompletedProcess[
     return session.run("kog_dist.rpc.cli", arguments, timeout_s=LOADED_S)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_logs_and_stop_of_an_engine_on_another_node(daemons: RayDaemons, tiny_model: Path, tmp_path: Path) -> None:
     """By its name where its launcher is, and by the cluster's address wherever that is: here for somebody without its folder."""
     session, elsewhere = daemons.session, tmp_path / "run"
@@ -151,7 +151,7 @@ def test_logs_and_stop_of_an_engine_on_another_node(daemons: RayDaemons, tiny_mo
     engines_are_gone(daemons, (CLEAN_S + 1.0) * slowness())
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_followed_logs_end_with_the_launcher_that_is_stopped_by_its_engines_name(daemons: RayDaemons, tiny_model: Path) -> None:
     session = daemons.session
     launcher = session.start("kog_dist.launch.cli", [str(tiny_model), f"--ranks={RANKS}", "--instance=here"], "here")
@@ -191,7 +191,7 @@ def test_a_wrong_token_is_said_at_once(daemons: RayDaemons, monkeypatch: pytest.
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_a_cancelled_job_finishes_the_running_request(job_daemons: RayDaemons) -> None:
     daemons = job_daemons
     submitted = ray_job(
@@ -268,9 +268,9 @@ def test_every_loss_leads_to_a_new_generation(daemons: RayDaemons, tiny_model: P
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_private_cluster(session: EngineSession, plain_tokens: list[int]) -> None:
-    done = session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=ray", *PLAIN_PROMPT], timeout_s=100.0)
+    done = session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=ray", *PLAIN_PROMPT], timeout_s=LOADED_S)
     assert done.returncode == 0, done.stderr
     assert tokens_in(done.stdout) == plain_tokens
     until(lambda: not session.leftovers(), (CLEAN_S + 1.0) * slowness(), lambda: f"left behind: {session.leftovers()}")

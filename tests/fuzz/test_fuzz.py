@@ -9,6 +9,7 @@ import pytest
 from tests.fuzz import runner
 from tests.fuzz.bounds import CORPUS
 from tests.fuzz.runner import PLANTED, TARGETS, run_target
+from tests.patience import slowness
 
 pytest.importorskip("atheris", reason="atheris has no wheel for this Python")
 SECONDS = 30 / len(TARGETS)
@@ -22,7 +23,7 @@ def test_nothing_is_found(target: str, tmp_path: Path) -> None:
 
 
 def test_an_exception_lost_time_lost_memory_and_a_hang_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_STUCK_S", 3.0)
+    monkeypatch.setattr(runner, "MAX_STUCK_S", 3.0 * slowness())
     ballast = b"x" * (512 << 20)  # a test process may be large: what a target takes counts from its own beginning
     outcome = run_target(PLANTED, 0, seed=1, folder=tmp_path)
     del ballast

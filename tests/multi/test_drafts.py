@@ -20,8 +20,9 @@ from kog_dist.decode.validate import check
 from kog_dist.errors import PlanError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.sampling_params import SamplingParams
-from tests.multi.test_bits import SPECS, ThreadExchange, run_ranks
+from tests.multi.test_bits import SPECS, SWEPT, ThreadExchange, run_ranks
 from tests.multi.test_passes import LONG, saved
+from tests.sweeps import cases
 from tests.unit.delta_models import VOCAB, published
 
 PROMPT, NUM_GENERATED = [3, 17, 4, 90, 41], 20
@@ -104,7 +105,7 @@ def drafters(right: Sequence[int], vocab_size: int) -> dict[str, Drafter]:
     }
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", cases(SPECS, SWEPT))
 def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
     spec = SPECS[name]
     folder = saved(spec, tmp_path)

@@ -19,7 +19,8 @@ from kog_dist.errors import PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
-from tests.multi.test_bits import SPECS, ThreadExchange, run_ranks
+from tests.multi.test_bits import SPECS, SWEPT, ThreadExchange, run_ranks
+from tests.sweeps import cases
 
 LONG = replace(SPECS["laneformer"], max_context=96, sliding_window=20)
 TOKENS = [int(token) for token in np.random.default_rng(8).integers(0, 101, 90)]
@@ -73,7 +74,7 @@ def saved(spec: ModelSpec, folder: Path, dtype: str = "float32") -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", cases(SPECS, SWEPT))
 def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
     folder = saved(SPECS[name], tmp_path)
     one_by_one = read(folder, 1, [1] * 20)

@@ -1,4 +1,4 @@
-"""What CI runs: all tests are in some group, and sweeps are left out only where nothing that they look at has changed."""
+"""What CI runs: all tests are in some group, and some are left out only where nothing that they look at has changed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not all(map(shutil.which, ("bash", "git", "make"))), reason="needs bash, git and make")
+ALL = ["sweeps", "page", "ray"]
+CHANGED = {  # a file, and the groups that look at it
+    "docs/testing.md": [],
+    "workers/worker.py": ["sweeps", "ray"],
+    "workers/phases/attend.cuh": ["sweeps"],
+    "kog_dist/gateway/static/page.js": ["sweeps", "page"],
+    "launch/ray_gang.py": ["ray"],
+    "tests/unit/test_x.py": ["sweeps"],
+    "tests/e2e/browser/test_x.py": ALL,
+    "constraints.txt": ALL,
+}
 ELSEWHERE = {"tests/clients", "tests/gpu"}  # `make clients`, and `make alone`, which skips what has no GPU
 
 
@@ -23,6 +34,12 @@ def test_every_folder_of_tests_is_in_a_group() -> None:
     planned = subprocess.run(
         ["make", "-n", "timed", "computed"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
+    for left_out in re.findall(r"--ignore=(\S+)", planned.stdout):
+        group = "page" if left_out == "tests/e2e/browser" else "ray"
+        also = ["make", "-n", group], ["make", "-n", "timed", f"ALSO={group}"]
+        shown, among = (subprocess.check_output(one, cwd=ROOT, text=True, timeout=60) for one in also)
+        assert re.search(rf"pytest .* {left_out}\b", shown)
+        assert f"--ignore={left_out}" not in among
     for folder in folders - {"tests/clients"}:
         assert re.search(rf"pytest .* {folder}\b", planned.stdout), folder
 
@@ -36,8 +53,8 @@ def git(clone: Path, *arguments: str) -> None:
 def clone(tmp_path: Path) -> Path:
     """A repository whose origin/main is its first commit; `make` only says what it was asked for."""
     folder, programs = tmp_path / "clone", tmp_path / "bin"
-    for file in (folder / "docs/testing.md", folder / "workers/worker.py", folder / "tests/unit/test_x.py"):
-        file.parent.mkdir(parents=True)
+    for file in (folder / file for file in CHANGED):
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("1\n")
     shutil.copytree(ROOT / ".ci", folder / ".ci")
     programs.mkdir()
@@ -51,35 +68,34 @@ def clone(tmp_path: Path) -> Path:
     return folder
 
 
-def sweeps(clone: Path) -> bool:
+def besides(clone: Path) -> list[str]:
+    """The groups that are run besides those of `make test`."""
     environment = os.environ | {"PATH": f"{clone.parent / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run([".ci/run"], cwd=clone, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    install, *_, tests = done.stdout.splitlines()
+    install, *left_out, tests = done.stdout.splitlines()
     assert install == "make .venv/.installed-dev"
-    assert tests in ("make test", "make test ALSO=sweeps")
-    return tests == "make test ALSO=sweeps"
+    found = re.fullmatch(r"make test ALSO=(.*)", tests)
+    assert found is not None, tests
+    assert {line.split(":")[0].removeprefix("no ") for line in left_out} == set(ALL) - set(found[1].split())
+    return found[1].split()
 
 
-@pytest.mark.parametrize(
-    ("changed", "swept"), [("docs/testing.md", False), ("workers/worker.py", True), ("tests/unit/test_x.py", True)]
-)
+@pytest.mark.parametrize("changed", CHANGED)
 @pytest.mark.parametrize("committed", [True, False])
-def test_sweeps_run_where_their_rooms_differ_from_the_merge_base(
-    clone: Path, changed: str, swept: bool, committed: bool
-) -> None:  # fmt: skip
+def test_groups_run_where_their_rooms_differ_from_the_merge_base(clone: Path, changed: str, committed: bool) -> None:
     git(clone, "commit", "--allow-empty", "--message=second")
     (clone / changed).write_text("2\n")
     if committed:
         git(clone, "commit", "--all", "--message=third")
-    assert sweeps(clone) == swept
+    assert besides(clone) == CHANGED[changed]
 
 
-def test_sweeps_run_where_no_merge_base_is_seen(clone: Path) -> None:
-    assert sweeps(clone), "origin/main is this very commit"
+def test_all_groups_run_where_no_merge_base_is_seen(clone: Path) -> None:
+    assert besides(clone) == ALL, "origin/main is this very commit"
     git(clone, "checkout", "--orphan", "other")
     git(clone, "commit", "--message=nothing in common")
-    assert sweeps(clone)
+    assert besides(clone) == ALL
     git(clone, "update-ref", "-d", "refs/remotes/origin/main")
-    assert sweeps(clone)
+    assert besides(clone) == ALL
     shutil.rmtree(clone / ".git")
-    assert sweeps(clone), "no repository"
+    assert besides(clone) == ALL, "no repository"

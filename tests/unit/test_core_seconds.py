@@ -36,9 +36,10 @@ def test_the_table_has_the_most_expensive_group_first_and_is_printed_once(tmp_pa
     assert len(table(tmp_path)) == 2
 
 
-def test_tests_are_summed_by_folder() -> None:
+def test_tests_are_summed_by_folder_and_file() -> None:
     lines = lines_of({"tests/unit/a.py::one": 1.0, "tests/unit/b.py::two[x/y]": 2.0, "tests/e2e/c.py::three": 4.0})
     assert [line.split()[:2] for line in lines] == [
         ["4.0", "tests/e2e:"], ["3.0", "tests/unit:"], ["7.0", "3"],
+        ["4.0", "tests/e2e/c.py:"], ["2.0", "tests/unit/b.py:"], ["1.0", "tests/unit/a.py:"],
         ["4.0", "tests/e2e/c.py::three"], ["2.0", "tests/unit/b.py::two[x/y]"], ["1.0", "tests/unit/a.py::one"],
     ]  # fmt: skip

@@ -20,6 +20,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_header import headers
+from tests.sweeps import cases
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources
 
@@ -40,6 +41,7 @@ SPECS: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
     "windows, fp8": (WINDOWS, {"kv_dtype": "fp8"}),
     "whole windows": (WINDOWS, {"whole_windows": True}),
 }
+SWEPT = {"halves of groups", "sets of heads", "whole windows"}
 PROMPT = [3, 70, 11, 5, 42, 9]
 FIRST = 126  # of the prompt that is decoded in a long context, from an empty cache: shortly before rings go round
 MAX_TOKENS = 30  # more than the context leaves
@@ -112,7 +114,7 @@ def drafts_of(plain: Answer, wrong: Sequence[int] = ()) -> list[int]:
     return [*PROMPT, *tokens]
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", cases(SPECS, SWEPT))
 def test_passes_have_the_bits_of_plain_decoding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, options = SPECS[name]
     model = Model(spec, "bfloat16", monkeypatch, options.get("kv_dtype", ""))

@@ -11,6 +11,7 @@ from tests.e2e.browser.replay_server import ReplayServer, Script
 from tests.e2e.browser.test_modules import evaluate
 from tests.e2e.browser.test_playground import answer, ended, run
 from tests.e2e.browser.test_rendering_speed import WATCH
+from tests.patience import in_time
 
 PIECES = ("    return", " n", " * 2", "\n", "x" * 5)
 MODES = ["Complete text", "Chat"]
@@ -135,15 +136,16 @@ def test_tokens_within_a_character_and_without_text_have_marks(page: Page) -> No
     ]  # fmt: skip
 
 
+@pytest.mark.alone
 def test_tokens_stay_smooth(page: Page, server: ReplayServer) -> None:
     """2,000 tokens/s with their log-probabilities; frames stay short where the machine has time."""
-    server.script = Script(pieces=["word "] * 8000, tokens_per_s=2000.0)
+    server.script = Script(pieces=["word "] * 4000, tokens_per_s=2000.0)
     page.click("#settings-button")
     page.select_option("#num-logprobs", "5")
-    page.fill("#max-tokens", "8000")
+    page.fill("#max-tokens", "4000")
     page.evaluate(WATCH)
     run(page)
-    page.wait_for_function("() => document.querySelectorAll('#live-tokens .tok').length === 8000")
+    page.wait_for_function("() => document.querySelectorAll('#live-tokens .tok').length === 4000")
     gaps = sorted(page.evaluate("window.watched.gaps"))
     print(f"gaps p50 {gaps[len(gaps) // 2]:.1f} ms, p99 {gaps[int(len(gaps) * 0.99)]:.1f} ms")
-    assert gaps[len(gaps) // 2] < 60
+    assert in_time(gaps[len(gaps) // 2], 60)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -84,11 +84,12 @@ def suspend(process: psutil.Process) -> None:
         pass
 
 
-def verdicts(service: GrammarService[str], count: int) -> list[Verdict[str]]:
+def verdicts(service: GrammarService[str], count: int, meanwhile: Callable[[], object] = bool) -> list[Verdict[str]]:
     deadline = Deadline.after(PATIENCE_S)
     found: list[Verdict[str]] = []
     while len(found) < count:
         assert not deadline.expired(), f"only {found} came"
+        meanwhile()
         found += service.verdicts()
         time.sleep(0.002)
     return found
@@ -115,7 +116,7 @@ def test_processes_that_were_started_ahead_serve_with_ordinary_priority(
     started = children()
     assert [child.nice() for child in started] == [psutil.Process().nice()] * 2, "that of the thread which serves"
     service.ask("a", "client", GOOD)
-    assert verdicts(service, 1) == [Verdict("a", None)]
+    assert verdicts(service, 1, meanwhile=lambda: hurry(started)) == [Verdict("a", None)], "the runner is prepared, too"
     assert children() == started
 
 
@@ -261,6 +262,7 @@ def test_a_runner_that_is_not_stopped_has_time_to_compile_but_not_to_hang(
     for skipped_s, num_lost in ((0.9 * SILENT_S, 0), (0.2 * SILENT_S, 1)):
         clock.skipped_s += skipped_s
         assert (service.verdicts(), service.num_runners_lost) == ([], num_lost)
+    service.wants(None)  # the request is over
     service.ask("two", "a", GOOD)
     verdicts(service, 1)
     epoch = service.reserve_epochs(5)
