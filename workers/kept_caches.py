@@ -30,6 +30,7 @@ from dataclasses import field
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
 from kog_dist.records import dataclass
 from kog_dist.runtime.control import KvLayout
+from kog_dist.workers import kept_states
 from kog_dist.workers.kept_blocks import KeptBlocks, num_common
 from kog_dist.workers.kept_states import KeptStates
 
@@ -42,6 +43,7 @@ class _Kept:
 
     tokens: array[int] = field(default_factory=lambda: array("I"))
     scope: str = ""
+    num_prompt: int = 0  # of the tokens
     num_written: int = 0
     last_used: int = 0  # 0: never
 
@@ -63,7 +65,9 @@ class KeptCaches:
         self._running = KvUse()
         self._scope = ""  # of the running request
         self._num_inherited = 0  # positions ever written in the cache that the running request goes on in
+        self._num_prompt = 0  # tokens of the running request's prompt
         self._places: list[tuple[int, int]] = []  # where the running request's state is copied, and the slots
+        self._stems: tuple[int, ...] = ()  # which of its beginnings others go on behind
         self.blocks = KeptBlocks(layout.block_tokens, layout.num_slots, layout.num_host_slots) if layout.block_tokens else None
         self.states = KeptStates(layout.num_states if is_recurrent else 0)
 
@@ -94,7 +98,12 @@ class KeptCaches:
             use = self._with_blocks(use, wanted, copies)
         if self._is_recurrent:
             branch = max(*common, self.blocks.match(scope, wanted)[0] if self.blocks is not None else 0)
-            use = self._with_states(use, len(wanted), num_answer, branch, copies)
+            step = kept_states.STEP  # what is shorter is soon read anew; and who leaves a prompt near its end goes on with it
+            left = [num for kept, num in zip(self._kept, common, strict=True) if step <= num <= kept.num_prompt - step]
+            second, last = kept_states.of_messages(wanted)
+            self._num_prompt, self._stems = len(wanted), tuple(at for at in (second, max(left, default=0)) if at)
+            is_near = any(branch - _WORTH <= at <= branch for at in copies)
+            use = self._with_states(use, len(wanted), num_answer, (last, *self._stems, 0 if is_near else branch), copies)
         self._num_inherited = self._kept[use.source].num_written if use.num_cached and not self._is_recurrent else 0
         self._uses += 1
         for idx in (use.source, use.cache):
@@ -115,18 +124,20 @@ class KeptCaches:
         stays = use.num_cached if use.cache == use.source else 0
         return KvUse(use.cache, use.cache, num_kept, self.blocks.load(path, stays // self.blocks.block_tokens))
 
-    def _with_states(self, use: KvUse, prompt_end: int, num_answer: int, branch: int, copies: dict[int, int]) -> KvUse:
+    def _with_states(
+        self, use: KvUse, prompt_end: int, num_answer: int, parts: Sequence[int], copies: dict[int, int]
+    ) -> KvUse:  # fmt: skip
         """The same with the copy of a state that it goes on behind, unless that is the state of the cache, and those to be made.
 
-        The prompt has `prompt_end` tokens but for its last, `branch` of them in common with an earlier sequence.
+        The prompt has `prompt_end` tokens but for its last; `parts`: see `KeptStates.places`.
         """
         is_live = not use.copies and use.num_cached == self._kept[use.source].num_written
         slot = copies[use.num_cached] if use.num_cached and not is_live else None
         loads: tuple[KvCopy, ...] = ()
         if slot is not None:
-            self.states.use(slot)
             loads = (KvCopy(KvCopyKind.LOAD_STATE, slot, use.num_cached),)
-        places = self.states.places(use.num_cached, prompt_end, num_answer, branch, copies, slot)
+        self.states.use(copies, slot, self._stems)
+        places = self.states.places(use.num_cached, prompt_end, num_answer, parts, copies, slot)
         self._places = places
         saves = tuple(KvCopy(KvCopyKind.SAVE_STATE, slot, position) for position, slot in places)
         return KvUse(use.cache, use.source, use.num_cached, (*use.copies, *loads, *saves))
@@ -148,8 +159,9 @@ class KeptCaches:
         if self._kept:
             kept = self._kept[self._running.cache]
             kept.tokens, kept.scope = array("I", tokens[:num_positions]), self._scope
-            kept.num_written = max(num_written, self._num_inherited)
-            self.states.made(self._scope, kept.tokens, [place for place in self._places if place[0] <= num_positions])
+            kept.num_prompt, kept.num_written = min(self._num_prompt, num_positions), max(num_written, self._num_inherited)
+            places = [place for place in self._places if place[0] <= num_positions]
+            self.states.made(self._scope, kept.tokens, places, self._stems)
             self._places = []
 
     def save(self) -> KvUse | None:

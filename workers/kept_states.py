@@ -3,7 +3,8 @@
 A state that every token changes cannot be taken back, so ranks copy it, while they read a prompt and while they answer, into
 slots of the pool beside its blocks. `places` says where: behind whole STEPs of a prompt (fewer of a long one, but always the
 last), behind its end, where it leaves what others have begun with, behind whole STEPs of the answer, of which the last two stay,
-and behind its end. The least recently used copies make room.
+and behind its end. The least recently used copies make room. Behind a `stem` several conversations go on: a copy there is used by
+all that pass it, and stays as long as it is among the last so used ones of a fourth of the slots.
 
 A copy is found by a digest of scope and tokens before it, whatever KV cache or blocks hold the keys and values of these.
 """
@@ -12,13 +13,26 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from kog_dist.late_numpy import np
 from kog_dist.records import dataclass
 
 STEP = 512  # tokens: so many at most are read anew in front of the newest that two prompts share
-_SHARE_OF_SLOTS = 4  # a fourth of them at most for whole STEPs of one prompt
+_SHARE_OF_SLOTS = 4  # a fourth of them at most for whole STEPs of one prompt, and as many for stems
 _NUM_OF_ANSWER = 2
+_OPENING = 32  # tokens that open an answer, at most
+
+
+def of_messages(prompt: array[int]) -> tuple[int, int]:
+    """Where a chat's second message begins and where its last one does, which opens the answer; 0: there is none.
+
+    At the second agents part that have the same system prompt and tools, at the last the next turn leaves this prompt. Messages
+    begin with the token that the prompt begins with, as Qwen's do.
+    """
+    starts = np.flatnonzero(np.frombuffer(prompt, np.uint32) == prompt[0]).tolist() if prompt else []
+    last = starts[-1] if len(starts) > 1 and len(prompt) - starts[-1] <= _OPENING else 0
+    return starts[1] if len(starts) > 2 and starts[1] >= STEP else 0, last
 
 
 @dataclass(slots=True)
@@ -29,6 +43,7 @@ class _Copy:
     position: int = 0
     digest: bytes = b""
     last_used: int = 0
+    is_stem: bool = False
 
 
 class KeptStates:
@@ -57,25 +72,31 @@ class KeptStates:
                 found[position] = slot
         return found
 
-    def use(self, slot: int) -> None:
-        """A request goes on behind this copy now."""
+    def use(self, passed: Mapping[int, int], slot: int | None, stems: Collection[int]) -> None:
+        """A request goes on behind the copy in `slot` now, if in any. Its prompt passes those of `passed`, slots by position, of
+        which those at `stems` are known to be such from now on.
+        """
         self._uses += 1
-        self._copies[slot].last_used = self._uses
+        for at, other in passed.items():
+            copy = self._copies[other]
+            copy.is_stem |= at in stems
+            if copy.is_stem or other == slot:
+                copy.last_used = self._uses
 
     def places(
-        self, num_cached: int, end: int, num_answer: int, branch: int, known: Collection[int], spared: int | None
+        self, num_cached: int, end: int, num_answer: int, parts: Sequence[int], known: Collection[int], spared: int | None
     ) -> list[tuple[int, int]]:
         """Of a request: positions behind which its state is to be copied, in order, and the slots.
 
         Of its prompt tokens `num_cached` .. `end` are read; then that which is left, and the answer's but for the last of at most
-        `num_answer`. Its first `branch` tokens are those of an earlier request; there are copies behind its first `known` ones.
-        What stands in the slot `spared` stays.
+        `num_answer`. At `parts` other requests do or may go on otherwise, the likeliest first; there are copies behind its first
+        `known` ones. What stands in the slot `spared` stays.
         """
         every = STEP
         while end // every - num_cached // every > max(self.num_slots // _SHARE_OF_SLOTS, 1):
             every *= 2
         steps = range((num_cached // every + 1) * every, end, every)
-        wanted = [end, end // STEP * STEP, branch, *sorted(steps, reverse=True)]  # the first of them before others
+        wanted = [end, end // STEP * STEP, *parts, *sorted(steps, reverse=True)]  # the first of them before others
         of_prompt = [at for at in dict.fromkeys(wanted) if at == end or num_cached < at < end]
         of_prompt = [at for at in of_prompt if at not in known]
         slots = self._oldest(spared)
@@ -86,11 +107,14 @@ class KeptStates:
         return found + [(at, own[number % num_of_answer]) for number, at in enumerate(of_answer)] if num_of_answer else found
 
     def _oldest(self, spared: int | None = None) -> list[int]:
-        """Slots in the order in which they make room."""
-        slots = [slot for slot in range(self.num_slots) if slot != spared]
+        """Slots in the order in which they make room, without those that do not."""
+        stems = [slot for slot, copy in enumerate(self._copies) if copy.is_stem]
+        stems.sort(key=lambda slot: (-self._copies[slot].last_used, self._copies[slot].position))  # of one path the shortest
+        staying = {spared, *stems[: self.num_slots // _SHARE_OF_SLOTS]}
+        slots = [slot for slot in range(self.num_slots) if slot not in staying]
         return sorted(slots, key=lambda slot: self._copies[slot].last_used)
 
-    def made(self, scope: str, tokens: array[int], places: Iterable[tuple[int, int]]) -> None:
+    def made(self, scope: str, tokens: array[int], places: Iterable[tuple[int, int]], stems: Collection[int] = ()) -> None:
         """The state of a sequence has been copied at these positions, to these slots, in this order."""
         by_slot = {slot: position for position, slot in places}  # of a slot that was used again the last
         positions = sorted(set(by_slot.values()))
@@ -98,9 +122,11 @@ class KeptStates:
         self._uses += 1
         for slot, position in sorted(by_slot.items(), key=lambda item: item[1]):
             self._drop(slot)
+            is_stem = position in stems
             if (twin := self._slots.get(scope, {}).get(position, {}).get(digests[position])) is not None:
+                is_stem |= self._copies[twin].is_stem
                 self._drop(twin)
-            self._copies[slot] = _Copy(scope, position, digests[position], self._uses)
+            self._copies[slot] = _Copy(scope, position, digests[position], self._uses, is_stem)
             self._slots.setdefault(scope, {}).setdefault(position, {})[digests[position]] = slot
 
     def end(self, scope: str, tokens: array[int]) -> int | None:

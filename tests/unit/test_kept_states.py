@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -53,7 +53,7 @@ def ids(count: int, first: int = 0) -> array[int]:
     ],
 )  # fmt: skip
 def test_where_copies_are_made(num_cached: int, end: int, num_answer: int, branch: int, places: set[int]) -> None:
-    found = KeptStates(64).places(num_cached, end, num_answer, branch, {}, None)
+    found = KeptStates(64).places(num_cached, end, num_answer, (branch,), {}, None)
     assert {position for position, _ in found} == places
     assert found == sorted(found)
     of_prompt = [slot for position, slot in found if position <= end]
@@ -62,7 +62,7 @@ def test_where_copies_are_made(num_cached: int, end: int, num_answer: int, branc
 
 def test_a_long_prompt_has_fewer_and_a_long_answer_two() -> None:
     states = KeptStates(16)
-    found = states.places(0, 100_000, 5_000, 0, {}, None)
+    found = states.places(0, 100_000, 5_000, (), {}, None)
     of_prompt = [position for position, _ in found if position <= 100_000]
     assert of_prompt == [32768, 65536, 98304, 99840, 100_000]
     assert np.diff(of_prompt).tolist()[:2] == [32768, 32768]
@@ -74,9 +74,9 @@ def test_a_long_prompt_has_fewer_and_a_long_answer_two() -> None:
 
 def test_few_slots_hold_what_matters_most() -> None:
     for num_slots, places in ((0, []), (1, [2000]), (2, [2000, 2048]), (4, [1536, 2000, 2048, 2560]), (5, [1536, 1800, 2000])):
-        found = [position for position, _ in KeptStates(num_slots).places(0, 2000, 700, 1800, {}, None)]
+        found = [position for position, _ in KeptStates(num_slots).places(0, 2000, 700, (1800,), {}, None)]
         assert found[: len(places)] == places, num_slots
-    assert KeptStates(1).places(0, 2000, 700, 0, {}, 0) == [], "what the request itself goes on behind stays"
+    assert KeptStates(1).places(0, 2000, 700, (), {}, 0) == [], "what the request itself goes on behind stays"
 
 
 def test_the_least_recently_used_makes_room_and_scopes_know_nothing_of_each_other() -> None:
@@ -85,7 +85,7 @@ def test_the_least_recently_used_makes_room_and_scopes_know_nothing_of_each_othe
     assert states.find("a", ids(10)) == {4: 0, 8: 1}
     assert states.find("a", ids(7)) == {4: 0}
     assert states.find("b", ids(10)) == states.find("a", ids(10, 1)) == {}
-    states.use(0)
+    states.use({4: 0, 8: 1}, 0, ())
     assert states.end("b", ids(6)) == 1
     assert states.find("a", ids(10)) == {4: 0}
     assert states.end("b", ids(6)) is None, "it is there"
@@ -95,39 +95,110 @@ def test_the_least_recently_used_makes_room_and_scopes_know_nothing_of_each_othe
     assert (states.find("b", ids(6)), states.num_used) == ({}, 0)
 
 
-def test_the_trace_of_an_agent_of_16_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens that each turn reads besides what is new, with the pool that Qwen3.5-35B-A3B has by default.
+@pytest.mark.parametrize(
+    ("others", "found"),
+    [
+        ((), (0, 0)), ((700,), (0, 0)), ((790,), (0, 790)), ((600, 790), (600, 790)), ((511, 600, 768), (0, 768)),
+        ((512, 600, 767), (512, 0)), ((790, 796), (790, 796)),
+    ],
+)  # fmt: skip
+def test_where_messages_of_a_chat_begin(others: tuple[int, ...], found: tuple[int, int]) -> None:
+    tokens = ids(800, 1)
+    for at in others:
+        tokens[at] = tokens[0]
+    assert kept_states.of_messages(tokens) == found
+    assert kept_states.of_messages(ids(0)) == (0, 0)
 
-    A prompt ends with four tokens that open a thought. The next one has the answer there without its thoughts, and what a tool
-    said. A second agent, who has the same 6,000 tokens of system prompt and tools, begins in the middle.
-    """
-    spec, chosen = read_config(CONFIGS["Qwen3.5-35B-A3B"]), random.Random(3)
+
+def test_stems_have_a_fourth_of_the_slots_and_are_used_by_all_that_pass_them() -> None:
+    states = KeptStates(8)
+    states.made("", ids(4000), [(at, at // 500 - 1) for at in range(500, 4001, 500)], stems=(1000, 2000, 3000))
+    assert set(states._oldest()) == set(range(8)) - {1, 3}, "of those of one sequence the shortest"
+    states.use(states.find("", ids(600)), None, (500,))
+    assert set(states._oldest()) == set(range(8)) - {0, 1}, "one that was made for something else"
+    for first in range(0, 90, 10):
+        assert states.end("", ids(5000, 9000 + first)) not in (None, 0, 1)
+    assert set(states.find("", ids(4000))) == {500, 1000}
+    states.made("", ids(1000), [(1000, 6)])
+    assert set(states._oldest()) == set(range(8)) - {0, 6}, "a copy in another slot is one as well"
+    states.made("", ids(700, 8000), [(700, 2)], stems=(700,))
+    assert set(states._oldest()) == set(range(8)) - {2, 6}
+    states.use(states.find("", ids(600)), None, ())
+    assert set(states._oldest()) == set(range(8)) - {2, 0}
+    assert KeptStates(3)._oldest() == [0, 1, 2]
+
+
+def books_of_35b_a3b() -> KeptCaches:
+    """With the pool that Qwen3.5-35B-A3B has by default."""
+    spec = read_config(CONFIGS["Qwen3.5-35B-A3B"])
     slots, states = pool_slots(spec, spec.num_lanes, 4, kept_on_cpu(LaunchConfig(), 1, state_bytes(spec)))
-    books = KeptCaches(KvLayout(4, 0, 64, slots, 0, states), None, is_recurrent=True)
+    return KeptCaches(KvLayout(4, 0, 64, slots, 0, states), None, is_recurrent=True)
 
-    def said(count: int) -> list[int]:
-        return [chosen.randrange(spec.vocab_size) for _ in range(count)]
 
-    system, opening = said(6000), said(4)
-    chats = [[*system, *said(200)], [*system, *said(300)]]
-    known, all_anew = [0, 0], [list[int](), list[int]()]
-    for agent in [0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]:
-        prompt = [*chats[agent], *opening]
-        use = books.take(prompt, reuse=True, num_answer=4096)
-        num_new = len(prompt) - known[agent]
-        all_anew[agent].append(len(prompt) - use.num_cached - num_new)
-        known[agent] = len(chats[agent])
-        thoughts, answer = said(chosen.randint(50, 900)), said(chosen.randint(30, 300))
-        sequence = [*prompt, *thoughts, *answer]
-        books.give_back(sequence, len(sequence) - 1, len(sequence) - 1)
-        books.save()
-        chats[agent] += [*answer, *said(chosen.randint(50, 2500))]
+class Agents:
+    """Conversations of any number of agents with an engine's books; a token is another one each time, but for those of templates.
+
+    A prompt ends with tokens that open an answer (three, the first as of every message) and a thought (two). The next one has
+    the answer without the thought, and what a tool said.
+    """
+
+    def __init__(self, books: KeptCaches, systems: list[list[int]], opening: list[int]) -> None:
+        self.books, self.opening, self.chosen, self.next_token = books, opening, random.Random(3), 1000
+        self.chats = [[*system, *opening[:1], *self.said(100, 400)] for system in systems]
+        self.anew: list[list[int]] = [[] for _ in systems]
+        self._heads: list[int] = [0 for _ in systems]  # tokens that the engine has had
+
+    def said(self, least: int, most: int) -> list[int]:
+        first, self.next_token = self.next_token, self.next_token + self.chosen.randint(least, most)
+        return list(range(first, self.next_token))
+
+    def turn(self, agent: int, num_had: int | None = None) -> None:
+        """`num_had`: tokens of the prompt that the engine has had before, if not this agent's own."""
+        prompt = [*self.chats[agent], *self.opening]
+        use = self.books.take(prompt, reuse=True, num_answer=4096)
+        self.anew[agent].append((self._heads[agent] if num_had is None else num_had) - use.num_cached)
+        self._heads[agent] = len(self.chats[agent]) + 3
+        answer = self.said(30, 300)
+        sequence = [*prompt, *self.said(50, 900), *answer]
+        self.books.give_back(sequence, len(sequence) - 1, len(sequence) - 1)
+        self.books.save()
+        self.chats[agent] += [*self.opening[:3], *answer, *self.opening[:1], *self.said(50, 2500)]
+
+
+def test_the_trace_of_an_agent_of_16_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens that each turn reads besides what is new. Three more agents, who have the same 6,000 tokens of system prompt and
+    tools, begin in the middle, and at the end.
+    """
+    opening, system = [1, 2, 3, 4, 5], [1, *range(10**6, 10**6 + 5999)]
+    agents = Agents(books_of_35b_a3b(), [system] * 4, opening)
+    for agent in [0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 3]:
+        agents.turn(agent, len(system) + 1 if agent and not agents.anew[agent] else None)
     with capsys.disabled():
-        print(f"\nread anew, agent 1: {all_anew[0]}, agent 2: {all_anew[1]}; {len(chats[0])} and {len(chats[1])} tokens")
-    assert len(all_anew[0]) == 16
-    assert all_anew[0][0] == 0
-    assert max(all_anew[0]) <= kept_states.STEP
-    assert max(all_anew[1]) <= kept_states.STEP
+        lengths = [len(chat) for chat in agents.chats]
+        print(f"\nread anew: {agents.anew}; tokens of the chats at the end: {lengths}")
+    assert len(agents.anew[0]) == 16
+    assert agents.anew[0][0] == 0
+    assert agents.anew == [[0, *[3] * 15], [1, 3, 3], [0], [0]], "what opens an answer, or a message"
+
+
+@pytest.mark.parametrize("begins", [range(10**7, 10**7 + 99), [7] * 99])
+def test_without_messages_a_turn_reads_at_most_a_step_anew(begins: Sequence[int]) -> None:
+    """Prompts begin with a token that does not come again, or comes again at once."""
+    agents = Agents(books_of_35b_a3b(), [list(begins)], [1, 2, 3, 4, 5])
+    for _ in range(16):
+        agents.turn(0)
+    assert 3 < max(agents.anew[0]) <= kept_states.STEP
+
+
+def test_what_two_have_parted_from_stays_while_one_goes_on() -> None:
+    """Without messages: where the second left a prompt of the first, a third finds it many turns later."""
+    shared = list(range(10**6, 10**6 + 3000))
+    agents = Agents(books_of_35b_a3b(), [[*shared, *range(2 * 10**6, 2 * 10**6 + 2000)], shared, shared], [1, 2, 3, 4, 5])
+    for agent in [0, 0, 0, 1, *[0] * 10, 2]:
+        agents.turn(agent, len(shared) if agent else None)
+    assert agents.anew[1][0] > kept_states.STEP, "nobody knew that others would leave it there"
+    assert agents.anew[2] == [0], "the copy that the second made"
+    assert max(agents.anew[0]) <= kept_states.STEP
 
 
 # ---- with an engine ----
