@@ -132,6 +132,8 @@ def test_the_mix_is_repeatable(tmp_path: Path) -> None:
     assert planned == [second.next() for _ in range(300)]
     assert planned != [other.next() for _ in range(300)]
     assert {one.fate for one in planned} == set(Fate)
+    longest = max(len(one.message.prompt or "") for one in planned)
+    assert len(planned[1].message.prompt or "") == longest, "what takes most memory comes before processes are measured"
     rounded = RequestMix(spec, 1, kept_is_exact=False)
     asked = [one.message for one in (rounded.next() for _ in range(300)) if one.fate is not Fate.REFUSED]
     reusing = [message for message in asked if message.reuse_kv]

@@ -80,6 +80,8 @@ class RequestMix:
         chance = self._chance
         self._number += 1
         request_id = f"soak-{self._number}"
+        if self._number == 2:  # at once: nothing else takes as much of the coordinator's memory, which it then has
+            return self._too_long(request_id)
         if chance.random() < 0.05 and self._number > 1:
             return self._bad(request_id)
         fates = (Fate.COMPLETE, Fate.CANCEL, Fate.DISCONNECT, Fate.DEADLINE)
@@ -153,10 +155,16 @@ class RequestMix:
             ({"prompt_ids": (*ids, spec.vocab_size)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE),
             ({"prompt_ids": ids, "max_tokens": spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
             ({"prompt": "x " * spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
-            ({"prompt": "x " * 12 * spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),  # read beside the loop
         ]
-        fields, code = self._chance.choice(choices)
+        if (chosen := self._chance.randrange(len(choices) + 1)) == len(choices):
+            return self._too_long(request_id)
+        fields, code = choices[chosen]
         return SoakRequest(Generate(request_id, **fields), Fate.REFUSED, code=code)
+
+    def _too_long(self, request_id: str) -> SoakRequest:
+        """A text so long that it is read beside the loop, and refused."""
+        message = Generate(request_id, prompt="x " * 12 * self._spec.max_context)
+        return SoakRequest(message, Fate.REFUSED, code=ErrorCode.CONTEXT_LENGTH_EXCEEDED)
 
     def _ids(self, count: int) -> tuple[int, ...]:
         return tuple(self._chance.choices(range(EOS_ID), k=count))
