@@ -47,6 +47,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qwen3_5", hidden_size=4096, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4,
         linear_num_value_heads=32, intermediate_size=12_288,
     ),
+    "Qwen3.5-4B": _wrapped(
+        "qwen3_5", hidden_size=2560, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4,
+        linear_num_value_heads=32, intermediate_size=9216, tie_word_embeddings=True,
+    ) | {"tie_word_embeddings": True},
+    "Qwen3.5-2B": _wrapped(
+        "qwen3_5", hidden_size=2048, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2,
+        linear_num_value_heads=16, intermediate_size=6144, tie_word_embeddings=True,
+    ) | {"tie_word_embeddings": True},
     "Qwen3.5-397B-A17B": _wrapped(
         "qwen3_5_moe", hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=2,
         linear_num_value_heads=64, moe_intermediate_size=1024, shared_expert_intermediate_size=1024, num_experts=512,

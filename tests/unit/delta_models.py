@@ -88,6 +88,16 @@ def _steady(config: Any) -> Any:
 STEADY: dict[str, tuple[Any, Any]] = {
     f"{name}, steady": (kind, _steady(config)) for name, (kind, config) in CONFIGS.items() if "," not in name
 }
+# Heads as wide as those of all published models, whose outputs are not nearly 0.
+_WIDE: dict[str, Any] = SIZES | {
+    "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "linear_num_value_heads": 8, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}  # fmt: skip
+WIDE: dict[str, tuple[Any, Any]] = {
+    "qwen3_5, wide": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**_WIDE, intermediate_size=512)),
+    "qwen3_5_moe, wide": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**_WIDE, **EXPERTS)),
+    "qwen3_next, wide": (Qwen3NextForCausalLM, Qwen3NextConfig(**_WIDE, **EXPERTS)),
+}
 # Modules that Qwen quantises, and those that are left by writers of INT4 who keep delta nets in 16 bit.
 QUANTISED = tuple("in_proj_qkv in_proj_z in_proj_qkvz out_proj q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
 WITHOUT_DELTA = QUANTISED[4:]
@@ -96,7 +106,7 @@ _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 
 def random_model(name: str) -> Any:
     """A model of these in bfloat16, all of whose tensors differ. Rounding to float32 changes no choice of the tests."""
-    kind, config = (CONFIGS | OF_BLOCKS | STEADY)[name]
+    kind, config = (CONFIGS | OF_BLOCKS | STEADY | WIDE)[name]
     torch.manual_seed(8 if "some layers dense" in name else 7)
     model = kind(config)
     with torch.no_grad():
@@ -199,9 +209,9 @@ def _one_by_one(name: str, tensor: torch.Tensor) -> Tensors:
 
 
 # ---- the definition ----
-def definition(config: Any, tensors: Tensors, prompt: list[int]) -> Array:
-    """Logits (positions, vocabulary) in float64."""
-    w = {name: tensor.double().numpy() for name, tensor in tensors.items()}
+def definition(config: Any, tensors: Tensors, prompt: list[int], dtype: Any = np.float64) -> Array:
+    """Logits (positions, vocabulary); all values and sums in `dtype`."""
+    w = {name: tensor.double().numpy().astype(dtype) for name, tensor in tensors.items()}
     eps = config.rms_norm_eps
 
     def norm(x: Array, weight: Array) -> Array:
@@ -230,7 +240,7 @@ def _attention(config: Any, w: dict[str, Array], p: str, x: Array, norm: Any) ->
     query, key = norm(query, 1 + w[f"{p}q_norm.weight"]), norm(key, 1 + w[f"{p}k_norm.weight"])
     rotary = int(dim * config.rope_parameters["partial_rotary_factor"])
     frequencies = (1 / config.rope_parameters["rope_theta"] ** (np.arange(0, rotary, 2) / rotary)).astype(np.float32)
-    angles = (np.arange(time, dtype=np.float32)[:, None] * frequencies).astype(np.float64)  # rounded, as published models are
+    angles = (np.arange(time, dtype=np.float32)[:, None] * frequencies).astype(x.dtype)  # rounded, as published models are
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
     def turned(part: Array) -> Array:
@@ -238,7 +248,7 @@ def _attention(config: Any, w: dict[str, Array], p: str, x: Array, norm: Any) ->
         return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
     query, key = turned(query), turned(key)
-    out = np.zeros((time, heads, dim))
+    out = np.zeros((time, heads, dim), x.dtype)
     for head in range(heads):
         shared = head // (heads // kv_heads)
         scores = query[:, head] @ key[:, shared].T * dim**-0.5
@@ -262,16 +272,16 @@ def _delta(config: Any, w: dict[str, Array], p: str, x: Array, norm: Any) -> Arr
     else:
         qkv, z, a, b = (x @ w[f"{p}in_proj_{name}.weight"].T for name in ("qkv", "z", "a", "b"))
     taps = w[f"{p}conv1d.weight"][:, 0]
-    padded = np.concatenate([np.zeros((taps.shape[1] - 1, qkv.shape[1])), qkv])
+    padded = np.concatenate([np.zeros((taps.shape[1] - 1, qkv.shape[1]), x.dtype), qkv])
     conv = np.sum([padded[tap : tap + time] * taps[:, tap] for tap in range(taps.shape[1])], axis=0)
     conv = conv * _sigmoid(conv)
     q, k, v = np.split(conv, [key_heads * dk, 2 * key_heads * dk], axis=1)
     query, key, value = q.reshape(time, -1, dk), k.reshape(time, -1, dk), v.reshape(time, -1, dv)
     query, key = (np.asarray(part / np.sqrt((part * part).sum(-1, keepdims=True) + 1e-6)) for part in (query, key))
     decay = np.exp(-np.exp(w[f"{p}A_log"]) * np.log1p(np.exp(a + w[f"{p}dt_bias"])))
-    out = np.zeros((time, heads, dv))
+    out = np.zeros((time, heads, dv), x.dtype)
     for head in range(heads):
-        state, shared = np.zeros((dk, dv)), head // each
+        state, shared = np.zeros((dk, dv), x.dtype), head // each
         for t in range(time):
             state = state * decay[t, head]
             wrong = _sigmoid(b[t, head]) * (value[t, head] - key[t, shared] @ state)

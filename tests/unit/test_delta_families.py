@@ -22,7 +22,7 @@ from kog_dist.model.published_config import read_config
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit.delta_configs import CONFIGS as DELTA
-from tests.unit.delta_models import CONFIGS, OF_BLOCKS, STEADY, VOCAB, definition, logits_of, published, random_model
+from tests.unit.delta_models import CONFIGS, OF_BLOCKS, STEADY, VOCAB, WIDE, definition, logits_of, published, random_model
 from tests.unit.formats.writers import METHODS
 
 PROMPT = [int(token) for token in np.random.default_rng(5).integers(0, VOCAB, 300)]
@@ -46,10 +46,10 @@ def run(checkpoint: Checkpoint, prompt: list[int], dtype: Any = np.float32) -> A
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_published_folder_computes_its_definition_at_every_position(name: str, tmp_path: Path) -> None:
-    """In float64 to the rounding of rotary tables; in float32 as transformers, whose delta rule is float32 as well.
+    """In float64 to the rounding of rotary tables; in float32 within 1e-5, but for the positions at which float32 cannot be.
 
-    Some heads' outputs are nearly 0, and the norm behind the rule makes their roundings up to 1,000 times as large:
-    transformers is off by 7e-5.
+    With heads as small as these some outputs are nearly 0, and the norm behind the rule makes their roundings up to 1,000 times
+    as large: transformers is off by 7e-5, and the definition itself in float32 has as many such positions.
     """
     tensors = published(name, tmp_path / "published")
     checkpoint = open_checkpoint(tmp_path / "published")
@@ -58,8 +58,10 @@ def test_a_published_folder_computes_its_definition_at_every_position(name: str,
     found = run(checkpoint, PROMPT)
     assert np.abs(run(checkpoint, PROMPT, np.float64) - expected).max() < 1e-6 * scale
     errors = np.abs(found - expected).max(axis=1) / scale
-    assert np.median(errors) < 3e-6
+    assert np.median(errors) < 2e-6
     assert errors.max() < 1e-4
+    in_float32 = np.abs(definition(CONFIGS[name][1], tensors, PROMPT, np.float32) - expected).max(axis=1) / scale
+    assert (errors > 1e-5).sum() <= (10 if in_float32.max() > 1e-5 else 0), "of 300 positions"
     random_model(name).save_pretrained(tmp_path / "saved")
     theirs = CONFIGS[name][0].from_pretrained(tmp_path / "saved", dtype=torch.float32, attn_implementation="eager").eval()
     assert np.abs(found - logits_of(theirs, PROMPT)).max() < 1e-4 * scale
@@ -67,10 +69,11 @@ def test_a_published_folder_computes_its_definition_at_every_position(name: str,
     assert np.array_equal(again, found[:8]), "the names that transformers writes lead to the same values"
 
 
-@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("name", [*STEADY, *WIDE])
 def test_float32_is_near_the_definition_where_no_head_is_nearly_0(name: str, tmp_path: Path) -> None:
+    """At every position: with heads of 128, as published models have, and with small ones and a large epsilon."""
     tensors = published(name, tmp_path)
-    expected = definition(STEADY[name][1], tensors, PROMPT)
+    expected = definition((STEADY | WIDE)[name][1], tensors, PROMPT)
     assert np.abs(run(open_checkpoint(tmp_path), PROMPT) - expected).max() < 1e-5 * np.abs(expected).max()
 
 

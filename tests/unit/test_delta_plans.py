@@ -92,7 +92,7 @@ def test_bytes_of_a_token(name: str, form: str, tmp_path: Path) -> None:
         assert abs(expected + 2 * state_bytes(checkpoint.spec) - published) < 0.02 * published
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-9B", "Qwen3.8-27B"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_dry_run_counts_states_and_their_copies(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of config.json alone, whatever this machine has; with a context of 32,768 on two ranks."""
     monkeypatch.setattr(inspection, "_read_bandwidth", lambda: 1e10)
@@ -151,7 +151,7 @@ def write_sparse(config: dict[str, Any], folder: Path) -> int:
     return begin
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3.8-27B", "Qwen3.5-9B", "Qwen3-Next-80B-A3B"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_check_of_the_published_tensors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their names and shapes as transformers has them; without their values."""
     monkeypatch.setattr(memfd, "available_bytes", lambda: 2**50)
