@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from math import prod
 from typing import Any, NamedTuple
 
@@ -120,6 +121,11 @@ class Recipe:
             if stage.num_rows:
                 found = [] if stage.is_by_lane else [*found, stage]
         return tuple(found)
+
+    def behind(self, phase: Phase) -> tuple[Stage, ...]:
+        """The stages without a matrix that follow that of a phase, up to the next one that has one."""
+        first = [stage.phase for stage in self.stages].index(phase) + 1
+        return tuple(takewhile(lambda stage: not stage.num_rows, self.stages[first:]))
 
     @property
     def lane_ops(self) -> tuple[Phase, ...]:

@@ -95,6 +95,9 @@ def test_stages_without_a_matrix_run_with_the_next_one_that_has_one() -> None:
         for stage in recipe.stages:
             if stage.num_rows:
                 assert [one.phase for one in recipe.up_to(stage.phase)] == runs[stage.phase]
+    assert [stage.phase for stage in mixer.behind(Phase.QKV)] == [Phase.ATTEND]
+    assert [stage.phase for stage in ffn.behind(Phase.ROUTE)] == [Phase.SELECT]
+    assert ffn.behind(Phase.GATE_UP) == ffn.behind(Phase.DOWN) == ()
 
 
 def test_phases_that_a_layer_has_not() -> None:

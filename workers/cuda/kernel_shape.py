@@ -200,6 +200,10 @@ class KernelShape:
         """Residual streams of this rank: one of each hosted lane, or one that all share."""
         return 1 if self.spec.has_one_stream else self.num_lanes
 
+    def stream_of(self, lane: int) -> int:
+        """The stream of a hosted lane, among those of this rank."""
+        return min(lane, self.num_streams - 1)
+
     @property
     def num_sums(self) -> int:
         """Blocks of rows whose partial sums are kept for the finaliser.

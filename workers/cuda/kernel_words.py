@@ -1,8 +1,9 @@
 """The protocol of words in the monokernel: every kind, who writes and reads it in a token, and what they waited for before.
 
 `TokenEvents` lists what the roles of a thread block do for a few tokens, in the order of products (decode/order.py), as the
-device code does it; `check_words` proves with `decode/word_check.py` that this is right for a shape, or refuses it. Which
-thread block has which word is in `word_places.py`. On several ranks all do the same.
+device code does it: what a product reads and writes its recipe says (decode/recipes.py), `WORDS` in which words. `check_words`
+proves with `decode/word_check.py` that this is right for a shape, or refuses it. Which thread block has which word is in
+`word_places.py`. On several ranks all do the same.
 
 | kind           | written by                      | read by                           | tag        | in a token           |
 |----------------|---------------------------------|-----------------------------------|------------|----------------------|
@@ -38,7 +39,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from kog_dist.decode.products import Product
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.recipes import Recipe, Stage, recipe_of
+from kog_dist.decode.steps import Kind, Phase
 from kog_dist.decode.word_check import Event, Read, Scope, Version, WordCheck, WordKind, Write
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
@@ -57,6 +59,19 @@ CANDIDATE = WordKind("candidate", tag_bits=32, tags_go_on=False)
 CHOICE = WordKind("choice", tag_bits=8, num_slots=2, tags_go_on=False)  # numbered without gaps, whichever tokens they are of
 
 QUERY, NEW_ROW = "query", "key and value"
+# Of what a product's stages write within a sublayer. Streams are of all of them, and what is not here stays in a thread block.
+WORDS = {
+    Kind.QUERY: QKV, Kind.CACHE: QKV, Kind.MIXED: ATTENDED, Kind.ACTIVATION: ACTIVATION, Kind.ROUTER_LOGITS: ROUTER_LOGIT,
+}  # fmt: skip
+_NAMES = {Phase.ROUTE: "router", Phase.SELECT: "choice of experts"}  # of stages; others have those of their phases
+
+
+def _inputs(recipe: Recipe, op: Phase) -> list[Kind]:
+    """What comes in words to a product that is not the last one of its recipe: the stream only where none before has read it."""
+    stages = recipe.up_to(op)
+    made = {kind for stage in stages for kind in stage.writes}
+    read = {kind for stage in recipe.in_front(op) for kind in stage.reads}
+    return [kind for stage in stages for kind in stage.reads if kind not in made | read]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,50 +173,59 @@ class TokenEvents:
         self._final = self._event(name, reads, writes, *before)
         return self._final
 
-    def _of_some(self, version: Version, words: Iterable[Word]) -> Write:
-        """What thread blocks write that have such words: perhaps not all."""
-        return Write(version, by_all=len({word.writer for word in words}) == self.shape.num_ctas)
-
     # ---- a layer ----
     def _product(self, product: Product, token: CheckedToken) -> Iterator[Event]:
-        layer, lane = product.layer, product.first_lane - self.shape.hosted_lanes[0]
-        match product.op:
-            case Phase.QKV:
-                yield from self._qkv(layer, lane, token)
-            case Phase.ROUTE:
-                logits = self._of_some(self._by_layer(ROUTER_LOGIT, layer), self.places.router_logits())
-                yield self._finalised(f"router of layer {layer}", self._stream_read(Sublayer.ATTENTION, layer, 0), [logits])
-            case Phase.GATE_UP:
-                yield from self._gate_up(layer, lane)
-            case _:
-                yield from self._residual(Sublayer.ATTENTION if product.op is Phase.OUT else Sublayer.MLP, layer, lane)
+        """A product of a layer, and what attention makes of it before the next one."""
+        layer, lane = product.layer, max(product.first_lane - self.shape.hosted_lanes[0], 0)
+        recipe = recipe_of(self.shape.spec, layer, product.op)
+        assert recipe is not None
+        *before, stage = recipe.up_to(product.op)
+        lanes = range(lane, lane + (product.num_lanes if stage.is_by_lane else 1))
+        if Kind.PARTIAL in stage.writes:
+            yield from self._residual(recipe, stage, layer, lane)
+            return
+        name = " and ".join(_NAMES.get(one.phase, one.phase.name) for one in (*before, stage)) + f" of layer {layer}"
+        reads = [read for kind in _inputs(recipe, product.op) for read in self._input(recipe, kind, layer, lane)]
+        writes = [
+            Write(version, by_all=self._is_of_all(kind))
+            for lane in lanes for kind in stage.writes for version in self._written(kind, layer, lane)
+        ]  # fmt: skip
+        yield self._finalised(f"{name}, lane {lane}" if stage.is_by_lane else name, reads, writes)
+        if Phase.ATTEND in (one.phase for one in recipe.behind(product.op)):
+            for lane in lanes:
+                for head in self.heads:
+                    yield from self._attention(layer, lane, head, token.position)
 
-    def _stream_read(self, sublayer: Sublayer, layer: int, lane: int) -> list[Read]:
-        """The stream behind a sublayer, for the next product: the first lane's gather is for all that share it."""
-        one_stream = self.shape.spec.has_one_stream
-        if one_stream and lane > 0:
+    def _input(self, recipe: Recipe, kind: Kind, layer: int, lane: int) -> list[Read]:
+        """What a lane's product waits for of a kind."""
+        if kind is Kind.STREAM:
+            return self._stream_read(2 * layer + recipe.site, lane)
+        return list(map(Read, self._written(kind, layer, lane)))
+
+    def _written(self, kind: Kind, layer: int, lane: int) -> list[Version]:
+        """The words of a kind of value: of each token, or of all."""
+        words = WORDS[kind]
+        if words is ROUTER_LOGIT:
+            return [self._by_layer(words, layer)]
+        if words is ACTIVATION:
+            return self._of_tokens(words, layer, lane)
+        parts = {Kind.QUERY: (QUERY,), Kind.CACHE: (NEW_ROW,)}.get(kind, ())
+        return [version for head in self.heads for version in self._of_tokens(words, layer, lane, head, *parts)]
+
+    def _is_of_all(self, kind: Kind) -> bool:
+        """Whether every thread block has words of what a stage writes of a kind: of rows it may have none."""
+        return WORDS[kind] is ROUTER_LOGIT and len({word.writer for word in self.places.router_logits()}) == self.shape.num_ctas
+
+    def _stream_read(self, number: int, lane: int) -> list[Read]:
+        """The stream after so many sublayers, for the next product: the first lane's gather is for all that share it."""
+        stream = self.shape.stream_of(lane)
+        if number == 0 or lane > stream:  # the embedding is not made of words
             return []
+        layer, sublayer = (number - 1) // 2, Sublayer((number - 1) % 2)
         if self.shape.sends_sums_directly:
             return [Read(self._by_layer(DIRECT_SUM, layer, sublayer.name), Scope.ALL)]
         kind = STREAM if sublayer is Sublayer.MLP else MIDDLE
-        return [Read(version) for version in self._of_tokens(kind, layer, 0 if one_stream else lane)]
-
-    def _qkv(self, layer: int, first: int, token: CheckedToken) -> Iterator[Event]:
-        lanes, heads = range(first, first + self.shape.lanes_of(Phase.QKV)), self.heads
-        reads = self._stream_read(Sublayer.MLP, layer - 1, first) if layer > 0 else []  # the embedding is not made of words
-        versions = [
-            version
-            for lane in lanes
-            for head in heads
-            for part in (QUERY, NEW_ROW)
-            for version in self._of_tokens(QKV, layer, lane, head, part)
-        ]
-        yield self._finalised(
-            f"QKV of layer {layer}, lane {first}", reads, [Write(version, by_all=False) for version in versions]
-        )
-        for lane in lanes:
-            for head in heads:
-                yield from self._attention(layer, lane, head, token.position)
+        return [Read(version) for version in self._of_tokens(kind, layer, stream)]
 
     def _attention(self, layer: int, lane: int, head: int, position: int) -> Iterator[Event]:
         """Of a KV head: its splits, and then who mixes what they publish. Who mixes needs words of all of the head's splits."""
@@ -247,31 +271,20 @@ class TokenEvents:
         }
         return len(busy) == self.shape.num_ctas
 
-    def _gate_up(self, layer: int, first: int) -> Iterator[Event]:
-        lanes = range(first, first + self.shape.lanes_of(Phase.GATE_UP))
-        name, reads = f"GATE_UP of layer {layer}, lane {first}", self._stream_read(Sublayer.ATTENTION, layer, first)
-        if Phase.ROUTE in self.shape.ops:  # which has read the stream
-            name, reads = f"choice of experts and {name}", [Read(self._by_layer(ROUTER_LOGIT, layer))]
-        written = [version for lane in lanes for version in self._of_tokens(ACTIVATION, layer, lane)]
-        yield self._finalised(name, reads, [Write(version, by_all=False) for version in written])
-
-    def _residual(self, sublayer: Sublayer, layer: int, lane: int) -> Iterator[Event]:
-        """OUT or DOWN, and what becomes of it: each thread block owns rows of the streams."""
-        shape, spec = self.shape, self.shape.spec
-        phase = Phase.OUT if sublayer is Sublayer.ATTENTION else Phase.DOWN
-        name, is_last = f"{phase.name} of layer {layer}, lane {lane}", lane == self._last_lane
-        together, reads = shape.gathered_lanes(phase), list[Read]()
-        for one in range(lane, lane + together) if lane % together == 0 else ():  # one gather is for so many
-            if phase is Phase.DOWN:
-                reads += map(Read, self._of_tokens(ACTIVATION, layer, one))
-            else:
-                reads += [Read(version) for head in self.heads for version in self._of_tokens(ATTENDED, layer, one, head)]
+    def _residual(self, recipe: Recipe, stage: Stage, layer: int, lane: int) -> Iterator[Event]:
+        """The last product of a recipe, and what becomes of it: each thread block owns rows of the streams."""
+        shape, spec, sublayer = self.shape, self.shape.spec, Sublayer(recipe.site)
+        name, is_last = f"{stage.phase.name} of layer {layer}, lane {lane}", lane == self._last_lane
+        together = shape.gathered_lanes(stage.phase)
+        gathered = range(lane, lane + together) if lane % together == 0 else ()  # one gather is for so many
+        kinds = [kind for kind in stage.reads if kind in WORDS]  # a choice stays in the thread block
+        reads = [read for one in gathered for kind in kinds for read in self._input(recipe, kind, layer, one)]
         mode = spec.reduce_mode(layer, sublayer)
         is_summed = shape.num_ranks > 1 and is_last and layer in shape.words.boxes.summed_layers(sublayer)
         if shape.sends_sums_directly:
             own = [Write(self._by_layer(DIRECT_SUM, layer, sublayer.name))] if is_last else []
             yield self._finalised(name, reads, own)
-        elif spec.has_one_stream or mode is ReduceMode.BLOCKING:
+        elif mode is ReduceMode.BLOCKING:
             yield self._finalised(name, reads, [Write(self._sum(sublayer, layer))] if is_summed else [])
             if is_last:
                 total = [Read(self._sum(sublayer, layer), Scope.RANKS)] if is_summed else []
@@ -306,7 +319,7 @@ class TokenEvents:
     def _head(self, token: CheckedToken) -> Iterator[Event]:
         shape, last = self.shape, self._num_layers - 1
         if shape.sends_sums_directly and not token.is_head_alone:
-            yield self._finalised("LM head", self._stream_read(Sublayer.MLP, last, 0))
+            yield self._finalised("LM head", self._stream_read(2 * self._num_layers, 0))
             return
         kind, scope = (LAST_STREAM, Scope.ALL) if shape.gathers_streams else (STREAM, Scope.BLOCKS)
         # With `vocab_parallel` a thread block reads one of them.

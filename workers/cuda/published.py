@@ -91,7 +91,7 @@ class Published:
         return [lane * self.shape.words.replicas + replica for replica in range(self.shape.words.replicas)]
 
     def _stream_copies(self, lane: int) -> list[int]:
-        return self._copies(0 if self.shape.spec.has_one_stream else lane)
+        return self._copies(self.shape.stream_of(lane))
 
     def _slice(self, name: str, copy: int, num_words: int, behind: int = 0) -> Words:
         first = self._constants[f"k{name}Offset"] + copy * self._constants[f"k{name}Stride"] + behind
