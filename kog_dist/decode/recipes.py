@@ -6,7 +6,8 @@ a layer is, and whether lanes share a stream. `definition` knows nothing of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from math import prod
@@ -27,8 +28,8 @@ class Stage(NamedTuple):
     runs with the next stage that has one.
     `together`: rows that have one owner wherever rows are divided: those that rotate together, gate and up of a column; and as
     words of thread blocks carry two values, two of what is written.
-    `tensors`: of which the matrix is made, by their names within a layer (`layout`) without `.weight`; none of experts, each of
-    which has some.
+    `tensors`: of which the matrix is made, by their names within a layer (`layout`) without `.weight`; none where each expert
+    has some.
     `compared_in`: the mailbox in which ranks may compare what it writes, which must be alike on all.
     """
 
@@ -41,6 +42,18 @@ class Stage(NamedTuple):
     tensors: tuple[str, ...] = ()
     is_by_lane: bool = True
     compared_in: str = ""
+
+
+class Vectors(NamedTuple):
+    """What a recipe has besides matrices: biases, norms of heads, sinks.
+
+    `tensors`: by their names within a layer (`layout`), one behind the other in each lane if they are lanes' (`is_by_lane`), else
+    one below the other. `num_values`: of all of them, a lane's if they are lanes'.
+    """
+
+    tensors: tuple[str, ...]
+    num_values: int
+    is_by_lane: bool = False
 
 
 class ByPosition(NamedTuple):
@@ -77,7 +90,7 @@ LASTING = (Kind.CACHE, Kind.STATE)  # what a mixer keeps for the tokens to come
 @dataclass(frozen=True)
 class Recipe:
     """How a sublayer goes from the stream to its partial outputs. `shapes`: of what its stages write on the way, a lane's or the
-    rank's.
+    rank's. `vectors`: by the names that arrays of them have on GPUs.
     """
 
     site: Site
@@ -85,6 +98,7 @@ class Recipe:
     shapes: Mapping[Kind, Shape]
     has_one_stream: bool
     state: ByPosition | Recurrent | None = None
+    vectors: Mapping[str, Vectors] = field(default_factory=dict)
 
     @cached_property
     def of_rank(self) -> set[Kind]:
@@ -151,7 +165,16 @@ def _attention(spec: ModelSpec, mixer: AttentionMixer) -> Recipe:
     )
     shapes = dict.fromkeys((Kind.QUERY, Kind.MIXED, *gates), heads)
     state = ByPosition(mixer.lane_kv_heads(lanes), mixer.head_dim)
-    return Recipe(Site.ATTENTION, stages, shapes, spec.has_one_stream, state)
+    vectors = dict[str, Vectors]()
+    if mixer.qkv_bias:
+        vectors["qkv_bias"] = Vectors(tuple(f"{name}.bias" for name in of_qkv), mixer.lane_rows(lanes), is_by_lane=True)
+    if mixer.out_bias:
+        vectors["out_bias"] = Vectors(("attention.wo.bias",), d)
+    if mixer.sinks:
+        vectors["sinks"] = Vectors(("attention.sinks",), heads[0], is_by_lane=True)
+    if mixer.qk_norm:
+        vectors["head_norms"] = Vectors(("attention.q_norm.weight", "attention.k_norm.weight"), 2 * mixer.head_dim)
+    return Recipe(Site.ATTENTION, stages, shapes, spec.has_one_stream, state, vectors)
 
 
 def _delta(spec: ModelSpec, net: DeltaNet) -> Recipe:
@@ -183,8 +206,10 @@ def _experts(spec: ModelSpec, experts: Experts) -> Recipe:
     logits, chosen, shared = Kind.ROUTER_LOGITS, Kind.CHOICE, experts.shared_width // spec.num_lanes
     made = (Kind.ACTIVATION, Kind.SHARED_ACTIVATION) if shared else (Kind.ACTIVATION,)
     width = choice.per_token * columns + shared
+    of_router = ("feed_forward.router", *(("feed_forward.shared_gate",) if shared else ()))
+    router_bias = Vectors(("feed_forward.router.bias",), choice.num_experts)
     stages = (
-        Stage(Phase.ROUTE, (Kind.STREAM,), (logits,), experts.num_logits, d, is_by_lane=False),
+        Stage(Phase.ROUTE, (Kind.STREAM,), (logits,), experts.num_logits, d, tensors=of_router, is_by_lane=False),
         Stage(Phase.SELECT, (logits,), (chosen,), is_by_lane=False, compared_in="experts"),
         Stage(Phase.GATE_UP, (Kind.STREAM, chosen), made, 2 * (columns + shared), d, 4),
         Stage(Phase.DOWN, (*made, chosen), (Kind.PARTIAL,), d, width, 2),
@@ -193,7 +218,9 @@ def _experts(spec: ModelSpec, experts: Experts) -> Recipe:
         logits: (experts.num_logits,), chosen: (2, experts.num_slots), Kind.ACTIVATION: (choice.per_token, columns),
     }  # fmt: skip
     shapes |= {Kind.SHARED_ACTIVATION: (shared,)} if shared else {}
-    return Recipe(Site.MLP, stages, shapes, spec.has_one_stream)
+    return Recipe(
+        Site.MLP, stages, shapes, spec.has_one_stream, vectors={"router_bias": router_bias} if choice.router_bias else {}
+    )
 
 
 RECIPES: dict[type, Callable[[ModelSpec, Any], Recipe]] = {
@@ -215,7 +242,21 @@ def all_recipes(spec: ModelSpec) -> list[Recipe]:
 
 def matrix_stages(spec: ModelSpec) -> dict[Phase, Stage]:
     """The stages with a matrix that is a lane's own, which those of experts are not."""
-    return {stage.phase: stage for recipe in all_recipes(spec) for stage in recipe.stages if stage.tensors}
+    return {stage.phase: stage for stage in _stages_with_tensors(spec) if stage.is_by_lane}
+
+
+def router_stage(spec: ModelSpec) -> Stage | None:
+    """The stage with a matrix of the rank, that of a model with experts."""
+    return next((stage for stage in _stages_with_tensors(spec) if not stage.is_by_lane), None)
+
+
+def _stages_with_tensors(spec: ModelSpec) -> Iterator[Stage]:
+    return (stage for recipe in all_recipes(spec) for stage in recipe.stages if stage.tensors)
+
+
+def vectors_of(spec: ModelSpec) -> dict[str, Vectors]:
+    """What layers have besides matrices and the norms of streams, in the order of tensors."""
+    return {name: vectors for recipe in all_recipes(spec) for name, vectors in recipe.vectors.items()}
 
 
 def recipe_of(spec: ModelSpec, layer: int, phase: Phase) -> Recipe | None:
@@ -225,9 +266,19 @@ def recipe_of(spec: ModelSpec, layer: int, phase: Phase) -> Recipe | None:
     return next((recipe for recipe in recipes(spec)[layer] if recipe.stage(phase) is not None), None)
 
 
+def layer_ops(spec: ModelSpec) -> tuple[Phase, ...]:
+    """What each lane multiplies with in a layer, in order, of a model whose layers are alike: a GPU numbers products by these."""
+    return tuple(op for recipe in recipes(spec)[0] for op in recipe.lane_ops)
+
+
+def share_stream(spec: ModelSpec) -> bool:
+    """Whether lanes share one residual stream."""
+    return spec.has_one_stream
+
+
 def stream_lanes(spec: ModelSpec, lanes: tuple[int, ...]) -> tuple[int, ...]:
     """The lanes of a rank that have a residual stream of their own; NONE for the one that all share."""
-    return (NONE,) if spec.has_one_stream else lanes
+    return (NONE,) if share_stream(spec) else lanes
 
 
 def position_values(spec: ModelSpec) -> int:

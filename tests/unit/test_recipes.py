@@ -64,8 +64,26 @@ def test_matrices_of_stages_are_those_of_the_layout(spec: ModelSpec) -> None:
     for layer, of_layer in enumerate(recipes(spec)):
         for stage in (stage for recipe in of_layer for stage in recipe.stages if stage.tensors):
             shapes = [layouts[f"{layer_prefix(layer)}{name}.weight"].shape for name in stage.tensors]
-            assert {shape[::2] for shape in shapes} == {(spec.num_lanes, stage.num_columns)}
-            assert sum(shape[1] for shape in shapes) == stage.num_rows
+            front = (spec.num_lanes,) if stage.is_by_lane else ()
+            assert {(*shape[:-2], shape[-1]) for shape in shapes} == {(*front, stage.num_columns)}
+            assert sum(shape[-2] for shape in shapes) == stage.num_rows
+
+
+@pytest.mark.parametrize("spec", MODELS, ids=["Laneformer", "dense", "experts"])
+def test_what_a_layer_has_besides_matrices_and_norms_of_streams_is_the_layout_s(spec: ModelSpec) -> None:
+    """In its order, all of it, with its sizes: what GPUs load and prefill makes room for."""
+    is_shared = spec is not LANEFORMER  # the stream
+    spec = replace(spec, qkv_bias=True, qk_norm=True, out_bias=is_shared, attention_sinks=is_shared)
+    prefix, (mixer, ffn) = layer_prefix(1), recipes(spec)[1]
+    matrices = {f"{name}.weight" for recipe in (mixer, ffn) for stage in recipe.stages for name in stage.tensors}
+    within = {name.removeprefix(prefix): one for name, one in tensor_layouts(spec).items() if name.startswith(prefix)}
+    others = [name for name in within if name not in matrices and not name.startswith(("attention_norm.", "ffn_norm."))]
+    found = [name for recipe in (mixer, ffn) for one in recipe.vectors.values() for name in one.tensors]
+    assert found == [name for name in others if ".experts." not in name]
+    for one in (*mixer.vectors.values(), *ffn.vectors.values()):
+        lanes = spec.num_lanes if one.is_by_lane else 1
+        assert sum(within[name].num_values for name in one.tensors) == lanes * one.num_values
+        assert {within[name].has_lanes for name in one.tensors} == {one.is_by_lane}
 
 
 def test_layers_of_one_kind_share_a_recipe() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -176,11 +177,8 @@ def from_tensors(
         norms=np.stack(layer.norms).reshape(spec.num_layers, 2, -1, spec.hidden_size),
         final_norm=layer.final_norm,
         rope=cupy.asarray(np.stack(rope_table(spec, spec.max_context), axis=-1)),  # cosines and sines, side by side
-        qkv_bias=np.stack(layer.biases) if layer.biases else None,
-        head_norms=np.stack(layer.head_norms) if layer.head_norms else None,
-        out_bias=np.stack(layer.out_biases) if layer.out_biases else None,
-        sinks=np.stack(layer.sinks) if layer.sinks else None,
         experts=None if experts is None else experts.weights(),
+        **{name: np.stack(of_layers) for name, of_layers in layer.vectors.items()},
     )
 
 
@@ -193,10 +191,7 @@ class _LayerTensors:
     ) -> None:  # fmt: skip
         self.shape, self.tensors, self.embedding, self.codes_of = shape, tensors, embedding, codes_of
         self.norms: list[GpuArray] = []  # attention, MLP, of layer 0, 1, ...
-        self.biases: list[GpuArray] = []  # by layer, (hosted lanes, QKV rows)
-        self.head_norms: list[GpuArray] = []  # by layer, (2, head_dim)
-        self.out_biases: list[GpuArray] = []  # by layer, (hidden,)
-        self.sinks: list[GpuArray] = []  # by layer, (hosted lanes, heads)
+        self.vectors = defaultdict[str, list[GpuArray]](list)  # of mixers, by layer: see `DeviceWeights`
         self.experts = experts
         self.final_norm: GpuArray = None
         self._head: GpuArray = None
@@ -237,20 +232,17 @@ class _LayerTensors:
         mixer, ffn = recipes(self.shape.spec)[layer]
 
         def matrices(recipe: Recipe) -> dict[Phase, tuple[GpuArray, ...]]:
-            stages = [stage for stage in recipe.stages if stage.tensors and self.shape.ops[stage.phase].coding is None]
+            with_tensors = [stage for stage in recipe.stages if stage.is_by_lane and stage.tensors]
+            stages = [stage for stage in with_tensors if self.shape.ops[stage.phase].coding is None]
             return {stage.phase: tuple(tensors(f"{prefix}{name}.weight") for name in stage.tensors) for stage in stages}
 
         self.norms.append(self._norm(f"{prefix}attention_norm"))
         self._matrices |= matrices(mixer)
-        if self.shape.spec.qkv_bias:
-            parts = [tensors(f"{prefix}attention.{name}.bias") for name in ("wq", "wk", "wv")]
-            self.biases.append(np.concatenate(parts, axis=1))
-        if self.shape.spec.out_bias:
-            self.out_biases.append(tensors(f"{prefix}attention.wo.bias"))
-        if self.shape.spec.attention_sinks:
-            self.sinks.append(tensors(f"{prefix}attention.sinks"))
-        if self.shape.spec.qk_norm:
-            self.head_norms.append(np.stack([tensors(f"{prefix}attention.{name}.weight") for name in ("q_norm", "k_norm")]))
+        for name, vectors in mixer.vectors.items():
+            parts = [tensors(f"{prefix}{part}") for part in vectors.tensors]
+            if len(parts) > 1:
+                parts = [np.concatenate(parts, axis=1) if vectors.is_by_lane else np.stack(parts)]
+            self.vectors[name] += parts
         self.norms.append(self._norm(f"{prefix}ffn_norm"))
         self._matrices |= matrices(ffn)
         if self.experts is not None:

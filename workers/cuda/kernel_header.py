@@ -7,6 +7,7 @@ import math
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.pass_drafts import MOST_SAVED, PATIENCE, PLACES, SHARE, UNIT
+from kog_dist.decode.recipes import layer_ops, share_stream, vectors_of
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
@@ -33,7 +34,7 @@ def headers(shape: KernelShape) -> dict[str, str]:
 
 def shape_header(shape: KernelShape) -> str:
     """`shape.cuh`."""
-    spec, registers = shape.spec, shape.geometry.registers(shape.num_ranks)
+    spec, registers, vectors = shape.spec, shape.geometry.registers(shape.num_ranks), vectors_of(shape.spec)
     numbers = {
         "kTokens": shape.tokens,
         "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": shape.num_lanes, "kStreams": shape.num_streams,
@@ -88,7 +89,8 @@ def shape_header(shape: KernelShape) -> str:
     if shape.head_coding is not None:
         floats |= {"kHeadXScale": shape.head_coding.x_scale, "kHeadFactor": shape.head_coding.factor * x_scale}
     lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
-    codes = [p.op | (p.first_lane - shape.hosted_lanes[0]) << 2 | p.layer << 8 for p in shape.layer_products]
+    number = {op: number for number, op in enumerate(layer_ops(spec))}
+    codes = [number[p.op] | (p.first_lane - shape.hosted_lanes[0]) << 2 | p.layer << 8 for p in shape.layer_products]
     end = spec.num_layers << 8  # the LM head's place, and what comes after it
     heads = [end | index << 2 for index in range(shape.head.num_products)]
     queries = [i for i, p in enumerate(shape.layer_products) if p.op is Phase.QKV for _ in p.lanes]
@@ -96,9 +98,9 @@ def shape_header(shape: KernelShape) -> str:
         lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
     flags = {
         "kPreNormSum": spec.pre_norm_lane_agg, "kLaneHead": spec.head_type is HeadType.LANE,
-        "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
-        "kGathersStreams": shape.gathers_streams, "kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm,
-        "kOutBias": spec.out_bias, "kSinks": spec.attention_sinks, "kExperts": spec.experts is not None,
+        "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": share_stream(spec),
+        "kGathersStreams": shape.gathers_streams, "kQkvBias": "qkv_bias" in vectors, "kQkNorm": "head_norms" in vectors,
+        "kOutBias": "out_bias" in vectors, "kSinks": "sinks" in vectors, "kExperts": shape.experts is not None,
         "kPacked": shape.ring.is_packed,
         "kHasWindows": bool(spec.window_layers), "kDirectSums": shape.sends_sums_directly,
     }  # fmt: skip

@@ -11,7 +11,8 @@ from functools import cached_property
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.order import product_order
 from kog_dist.decode.products import Product, product_list
-from kog_dist.decode.steps import LAYER_OPS, NONE, Phase
+from kog_dist.decode.recipes import layer_ops, share_stream, stream_lanes
+from kog_dist.decode.steps import NONE, Phase
 from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -109,7 +110,8 @@ class KernelShape:
     @cached_property
     def layer_products(self) -> tuple[Product, ...]:
         """Those that the kernel's table lists before the LM head's: without routers, whose input is that of gate and up."""
-        return tuple(product for product in self.products if product.op in LAYER_OPS)
+        ops = layer_ops(self.spec)
+        return tuple(product for product in self.products if product.op in ops)
 
     @property
     def num_products(self) -> int:
@@ -198,7 +200,7 @@ class KernelShape:
     @property
     def num_streams(self) -> int:
         """Residual streams of this rank: one of each hosted lane, or one that all share."""
-        return 1 if self.spec.has_one_stream else self.num_lanes
+        return len(stream_lanes(self.spec, tuple(self.hosted_lanes)))
 
     def stream_of(self, lane: int) -> int:
         """The stream of a hosted lane, among those of this rank."""
@@ -211,12 +213,12 @@ class KernelShape:
         More than two only where all vectors that are normed are one stream, which the finaliser completes before the next one:
         NUM_SQUARES rests on that.
         """
-        return 4 if self.spec.has_one_stream else 2
+        return 4 if share_stream(self.spec) else 2
 
     @property
     def sends_sums_directly(self) -> bool:
         """Whether both of two ranks send their sums to all who gather the stream, instead of to the owners of its rows."""
-        return self.spec.has_one_stream and self.num_ranks == 2
+        return share_stream(self.spec) and self.num_ranks == 2
 
     @property
     def gathers_streams(self) -> bool:
@@ -311,7 +313,7 @@ def _of_tokens(shape: KernelShape) -> list[str]:
     spec = shape.spec
     against = {
         f"passes of {shape.tokens} tokens (1, 2 or 4)": shape.tokens not in PASS_TOKENS,
-        "a stream of each lane": not spec.has_one_stream,
+        "a stream of each lane": not share_stream(spec),
         "experts": shape.experts is not None,
         "quantised weights": shape.coding is not None or shape.head_coding is not None,
         "a cache of int4": shape.kv_dtype == "int4",

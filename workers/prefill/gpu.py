@@ -11,6 +11,7 @@ import numpy as np
 
 from kog_dist.cuda import cublas_lt
 from kog_dist.cuda.driver import Graph, has_ended, launch_graph
+from kog_dist.decode.recipes import share_stream
 from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
@@ -142,7 +143,7 @@ def runner_for(
     buffers: Buffers | DenseBuffers
     operations: DeviceOperations | DenseDeviceOperations
     layers: Layers | DenseLayers
-    if spec.has_one_stream:
+    if share_stream(spec):
         buffers = DenseBuffers(layout, np.float16, max(tuning.sizes), "cuda")
         of_kernel = kernel.weights.experts
         experts = None if of_kernel is None else experts_on_gpu(shape, of_kernel, buffers.last_position)

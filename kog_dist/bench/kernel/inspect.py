@@ -20,9 +20,10 @@ from kog_dist.bench.report import finish, machine
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.lane_math import round_to
 from kog_dist.decode.plan import make_plan
+from kog_dist.decode.recipes import stream_lanes
 from kog_dist.decode.sampling import sample
 from kog_dist.decode.schedule import partial, stream, total
-from kog_dist.decode.steps import NONE, Kind, Site, Value
+from kog_dist.decode.steps import Kind, Site, Value
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
@@ -128,7 +129,7 @@ class Expected:
 
     def stream(self, lane: int) -> Array:
         """The residual stream after the layer."""
-        return self._memory.row(stream(2 * self.spec.num_layers, NONE if self.spec.has_one_stream else lane))
+        return self._memory.row(stream(2 * self.spec.num_layers, stream_lanes(self.spec, (lane,))[0]))
 
     def middle(self, lane: int) -> Array:
         """The residual stream after attention: that after the layer without what the MLP added."""

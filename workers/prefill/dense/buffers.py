@@ -7,7 +7,9 @@ from math import prod
 import numpy as np
 from numpy.typing import DTypeLike
 
-from kog_dist.model.spec import Sublayer
+from kog_dist.decode.recipes import matrix_stages
+from kog_dist.decode.steps import Phase
+from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.records import dataclass
 from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.experts.rows import ExpertRows, expert_row_bytes, expert_rows
@@ -60,7 +62,7 @@ class DenseBuffers(PromptBuffers):
         def view(name: str, *shape: int, dtype: DTypeLike) -> Array:
             return self._front(name + suffix, shape, dtype, prod(shape) // size * largest)
 
-        d, f32, ffn = spec.hidden_size, np.float32, spec.lane_ffn if spec.experts is None else 0
+        d, f32, ffn = spec.hidden_size, np.float32, _ffn_columns(spec)
         experts = expert_rows(spec, lanes, size, half, view)
         return DenseRows(
             size=size,
@@ -77,13 +79,19 @@ class DenseBuffers(PromptBuffers):
         )
 
 
+def _ffn_columns(spec: ModelSpec) -> int:
+    """Of a lane, of an FFN that all tokens have."""
+    down = matrix_stages(spec).get(Phase.DOWN)
+    return 0 if down is None else down.num_columns
+
+
 def dense_buffer_bytes(layout: CacheLayout, max_size: int) -> int:
     """Of `DenseBuffers` with the rows of chunks of up to so many tokens, and of one token."""
     spec, lanes = layout.spec, layout.num_lanes
     num_rows = spec.max_context + max_size
     kept = 2 * 2 * num_rows * layout.heads * spec.head_dim
     rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 3 * 4
-    ffn = spec.lane_ffn if spec.experts is None else 0
+    ffn = _ffn_columns(spec)
     of_lane = 4 * spec.lane_qkv_rows + 2 * spec.lane_heads * spec.head_dim + 2 * 3 * ffn + 2 * spec.hidden_size
     row = (4 + 2 + 2 * 4) * spec.hidden_size + lanes * of_lane + expert_row_bytes(spec, lanes)
     return kept + rope + prompt + flags + (max_size + 1) * row + 4 * spec.hidden_size

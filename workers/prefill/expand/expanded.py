@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import Kernel
-from kog_dist.decode.recipes import matrix_stages
+from kog_dist.decode.recipes import matrix_stages, share_stream
 from kog_dist.decode.steps import LAYER_OPS, Phase
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.device_weights import DeviceWeights
@@ -150,9 +150,9 @@ def expanded_layers(
     def values(words: Array) -> NDArray[np.float32]:  # they are few: no kernels of cupy's need be compiled for them
         return on_host(words if shape.weight_dtype == "bfloat16" else words.view(np.float16))
 
-    spec, layers = shape.spec, range(shape.spec.num_layers)
+    layers = range(shape.spec.num_layers)
     norms = values(weights.norms)  # layers, 2, lanes or 1, hidden
-    if not spec.has_one_stream:
+    if not share_stream(shape.spec):
         scales = np.stack([stream_scale(norms[layer, 0]) for layer in layers])
         factors = {Phase.QKV: there(norms[:, 0] / scales), Phase.GATE_UP: there(np.ascontiguousarray(norms[:, 1]))}
         matrices = ExpandedMatrices(shape, weights, launch, device, factors)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kog_dist.decode.coding import Coding
+from kog_dist.decode.recipes import stream_lanes
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
@@ -91,7 +92,7 @@ class PromptBuffers:
         self.keys, self.values = (xp.zeros(shape, dtype) for _ in range(2))
         self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next chunk begins; 1: a value was not finite
         self.last_position = self.flags[2:]  # of the prompt
-        num_streams = 1 if spec.has_one_stream else layout.num_lanes
+        num_streams = len(stream_lanes(spec, tuple(range(layout.num_lanes))))
         self.last_streams: Array = xp.zeros((num_streams, spec.hidden_size), np.float32)  # of it, behind the last layer
 
     @property

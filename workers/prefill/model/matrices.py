@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kog_dist.decode.recipes import matrix_stages
+from kog_dist.decode.recipes import Vectors, matrix_stages, router_stage, vectors_of
 from kog_dist.decode.steps import LAYER_OPS, Phase
 from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
@@ -16,11 +16,8 @@ from kog_dist.records import dataclass
 from kog_dist.workers.prefill.arrays import Array, library_of, on_host, put_scaled
 
 _NORMS = ("attention_norm", "ffn_norm")
-_BIASES = ("attention.wq.bias", "attention.wk.bias", "attention.wv.bias")
-_HEAD_NORMS = ("attention.q_norm", "attention.k_norm")
-_OUT_BIAS, _SINKS = "attention.wo.bias", "attention.sinks"
-_ROUTER, _ROUTER_BIAS = "feed_forward.router", "feed_forward.router.bias"
-_WHOLE = (*_BIASES, _OUT_BIAS, _SINKS, _ROUTER_BIAS)  # others end with .weight, or as norms do
+_OF_FIRST_LANE = "out_bias"  # the rank that hosts it adds that
+_OF_TWO_DIMENSIONS = ("qkv_bias", "head_norms")
 _LEAST_SCALE = 2.0**-6
 
 
@@ -77,16 +74,14 @@ class Matrices:
     ) -> None:  # fmt: skip
         self._spec, self._dtype = spec, dtype
         self._tensors = {op: stage.tensors for op, stage in matrix_stages(spec).items()}
-        self._parts = [*_NORMS, *(part for parts in self._tensors.values() for part in parts)]
-        self._parts += _BIASES if spec.qkv_bias else ()
-        self._parts += _HEAD_NORMS if spec.qk_norm else ()
-        self._parts += [_OUT_BIAS] if spec.out_bias and has_first_lane else []
-        self._parts += [_SINKS] if spec.attention_sinks else []
-        if spec.experts is not None:
-            self._parts += [_ROUTER, _ROUTER_BIAS] if spec.experts.router_bias else [_ROUTER]
+        router = router_stage(spec)
+        self._router_parts = () if router is None else tuple(f"{part}.weight" for part in router.tensors)
+        self._vectors = {name: one for name, one in vectors_of(spec).items() if has_first_lane or name != _OF_FIRST_LANE}
+        self._parts = [*_NORMS, *(f"{part}.weight" for parts in self._tensors.values() for part in parts), *self._router_parts]
+        self._parts += [part for one in self._vectors.values() for part in one.tensors]
         self._routers_only = routers_only
         if routers_only:
-            self._parts = [] if spec.experts is None else [_ROUTER]
+            self._parts = [*self._router_parts]
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
         self._waiting: dict[int, dict[str, Array]] = {layer: {} for layer in range(spec.num_layers)}
         self._made: dict[int, LayerMatrices | DenseMatrices | Array] = {}
@@ -119,10 +114,7 @@ class Matrices:
 
     def _tensor_names(self, layer: int) -> list[str]:
         prefix, spec = layer_prefix(layer), self._spec
-        return [
-            norm_name(spec, prefix + part) if part in _NORMS else prefix + part if part in _WHOLE else f"{prefix}{part}.weight"
-            for part in self._parts
-        ]
+        return [norm_name(spec, prefix + part) if part in _NORMS else prefix + part for part in self._parts]
 
     def _make(self, parts: dict[str, Array]) -> LayerMatrices:
         norm = on_host(parts["attention_norm"]).reshape(-1, self._spec.hidden_size)
@@ -138,29 +130,28 @@ class Matrices:
         wqkv, wo, w13, w2 = (self._matrix(parts, op) if op in self._tensors else None for op in LAYER_OPS)
         assert wqkv is not None
         assert wo is not None
-        spec, there = self._spec, library_of(wqkv).asarray
+        there = library_of(wqkv).asarray
 
-        def vector(part: str) -> Array | None:
-            values: Array | None = there(on_host(parts[part]).reshape(-1)) if part in parts else None
+        def vector(name: str, one: Vectors) -> Array:
+            found = [on_host(parts[part]) for part in one.tensors]
+            joined = np.concatenate(found, axis=1) if one.is_by_lane else np.stack(found)
+            values: Array = there(joined if name in _OF_TWO_DIMENSIONS else joined.reshape(-1))
             return values
 
         attention_norm, ffn_norm = (there(on_host(parts[name]).reshape(-1)) for name in _NORMS)
-        bias = there(np.concatenate([on_host(parts[part]) for part in _BIASES], axis=1)) if spec.qkv_bias else None
-        head_norms = there(np.stack([on_host(parts[part]) for part in _HEAD_NORMS])) if spec.qk_norm else None
-        router = self._router(parts) if _ROUTER in parts else None
-        return DenseMatrices(
-            wqkv, wo, w13, w2, attention_norm, ffn_norm, bias, head_norms, vector(_OUT_BIAS), vector(_SINKS), router,
-            vector(_ROUTER_BIAS),
-        )  # fmt: skip
+        router = self._router(parts) if self._router_parts else None
+        vectors = {name: vector(name, one) for name, one in self._vectors.items()}
+        return DenseMatrices(wqkv, wo, w13, w2, attention_norm, ffn_norm, router=router, **vectors)
 
     def _router(self, parts: dict[str, Array]) -> Array:
-        router: Array = library_of(parts[_ROUTER]).empty(parts[_ROUTER].shape, self._dtype)
-        put_scaled(router, parts[_ROUTER], None)
+        (name,) = self._router_parts
+        router: Array = library_of(parts[name]).empty(parts[name].shape, self._dtype)
+        put_scaled(router, parts[name], None)
         return router
 
     def _matrix(self, by_part: dict[str, Array], op: Phase, norm: NDArray[np.float32] | None = None) -> Array:
         """The parts of a matrix below each other, by lane, times `norm` column by column."""
-        parts = [by_part[part] for part in self._tensors[op]]
+        parts = [by_part[f"{part}.weight"] for part in self._tensors[op]]
         lanes, _, columns = parts[0].shape
         xp = library_of(parts[0])
         matrix: Array = xp.empty((lanes, sum(part.shape[1] for part in parts), columns), self._dtype)

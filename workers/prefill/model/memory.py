@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.recipes import matrix_stages
+from kog_dist.decode.recipes import matrix_stages, router_stage, share_stream, vectors_of
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
@@ -41,7 +41,7 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
         boxes = place(mailboxes(shape.spec, max(sizes), shape.num_ranks), shape.num_ranks)
         sums = 8 * sum(box.num_words for box in boxes)
     layout = CacheLayout.of(shape)
-    work = dense_buffer_bytes(layout, max(sizes)) if shape.spec.has_one_stream else buffer_bytes(layout, sizes, EXACT_SIZE)
+    work = dense_buffer_bytes(layout, max(sizes)) if share_stream(shape.spec) else buffer_bytes(layout, sizes, EXACT_SIZE)
     heads = heads_of(layout)
     parts = most_parts_bytes(heads, sizes, shape.spec.max_context, _SMS)
     parts += 2 * max(sizes) * heads.num_heads * heads.head_dim  # outputs
@@ -58,13 +58,14 @@ def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
 def expanded_bytes(shape: KernelShape) -> int:
     """Of `ExpandedMatrices`, as far as they are asked for, routers and the layers' vectors."""
     spec, places = shape.spec, 8 * 2 * 4 * shape.spec.num_layers * shape.num_lanes
-    factors = 0 if spec.has_one_stream else _norm_bytes(spec, shape.num_lanes)
+    factors = 0 if share_stream(spec) else _norm_bytes(spec, shape.num_lanes)
     largest = 0 if is_multiplied_on_tape(shape) else 2 * max(map(prod, matrix_shapes(shape).values()))
     return largest + places + factors + _router_bytes(spec) + _vector_bytes(spec, shape.num_lanes)
 
 
 def _router_bytes(spec: ModelSpec) -> int:
-    return 0 if spec.experts is None else 2 * spec.num_layers * spec.experts.num_experts * spec.hidden_size
+    router = router_stage(spec)
+    return 0 if router is None else 2 * spec.num_layers * router.num_rows * router.num_columns
 
 
 def _norm_bytes(spec: ModelSpec, num_lanes: int) -> int:
@@ -73,12 +74,8 @@ def _norm_bytes(spec: ModelSpec, num_lanes: int) -> int:
 
 
 def _vector_bytes(spec: ModelSpec, num_lanes: int) -> int:
-    biases = 4 * spec.num_layers * num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
-    head_norms = 4 * spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0
-    out_biases = 4 * spec.num_layers * spec.hidden_size if spec.out_bias else 0
-    sinks = 4 * spec.num_layers * num_lanes * spec.lane_heads if spec.attention_sinks else 0
-    router_biases = 4 * spec.num_layers * spec.experts.num_experts if spec.experts and spec.experts.router_bias else 0
-    return _norm_bytes(spec, num_lanes) + biases + head_norms + out_biases + sinks + router_biases
+    of_layer = sum(one.num_values * (num_lanes if one.is_by_lane else 1) for one in vectors_of(spec).values())
+    return _norm_bytes(spec, num_lanes) + 4 * spec.num_layers * of_layer
 
 
 def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int, split_size: int = SPLIT_SIZE) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.decode.coding import CODED_COLUMNS
-from kog_dist.decode.recipes import matrix_stages
+from kog_dist.decode.recipes import matrix_stages, share_stream
 from kog_dist.decode.steps import Phase
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -76,7 +76,7 @@ def is_multiplied_on_tape(shape: KernelShape) -> bool:
     columns come in whole groups of ORDERED_COLUMNS.
     """
     spec = shape.spec
-    if shape.attention_coding is None or spec.experts is not None or not spec.has_one_stream:
+    if shape.attention_coding is None or shape.experts is not None or not share_stream(spec):
         return False
     is_by_lane = shape.lanes_of(Phase.OUT) == shape.lanes_of(Phase.DOWN) == 1
     return is_by_lane and not any(count % ORDERED_COLUMNS for count in (spec.hidden_size, spec.lane_ffn, spec.head_dim))
