@@ -17,7 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from tests.mutants.reached import FUNCTIONS, Reach, function_at, functions, lines_of
+from tests.mutants.noted import FUNCTIONS
+from tests.mutants.reached import Reach, function_at, functions, lines_of
 
 TABLE: Final = Path(__file__).with_name("tests_of.toml")
 MOST_TRIES: Final = 4  # for each that is drawn
@@ -209,8 +210,8 @@ class _Definition:
 class Product:
     """The files of a checkout, and which tests each mutant of them has."""
 
-    def __init__(self, root: Path, reach: Reach, table: Path = TABLE) -> None:
-        self._root, self._reach, self._found = root, reach, dict[str, list[Drawn]]()
+    def __init__(self, root: Path, table: Path = TABLE) -> None:
+        self._root, self._found = root, dict[str, list[Drawn]]()
         self._trees, self._used = dict[str, ast.Module](), dict[str, dict[str, set[str]]]()
         parsed = tomllib.loads(table.read_text())
         self._folders, self._without = parsed["folders"], parsed["without"]
@@ -223,20 +224,16 @@ class Product:
         names = sorted({str(path.relative_to(self._root)) for path in paths if not _is_linked(path, self._root)})
         return [name for name in names if not any(fnmatch.fnmatch(name, one) for one in self._without)]
 
-    def tests_of(self, mutant: Drawn) -> tuple[str, ...]:
+    def tests_of(self, mutant: Drawn, reach: Reach) -> tuple[str, ...]:
         """Tests that call the function that it is in, and those that the table has for its file."""
         named = next((tests for pattern, tests in self.table.items() if fnmatch.fnmatch(mutant.file, pattern)), ())
         if not mutant.file.endswith(".py"):
             return tuple(named)
         function = function_at((self._root / mutant.file).read_text(), mutant.number)
         # What only runs while modules are imported is called by no test: those of its users may see it, or a file's own.
-        calling = (
-            self._reach.tests_of(mutant.file, function)
-            if function
-            else self._reach.tests_of_any(self._users(mutant), mutant.file)
-        )
+        calling = reach.tests_of(mutant.file, function) if function else reach.tests_of_any(self._users(mutant), mutant.file)
         importers = self._importers.get(mutant.file, ())
-        calling = calling or self._reach.tests_of(mutant.file, "") or self._reach.tests_of_any(importers, mutant.file)
+        calling = calling or reach.tests_of(mutant.file, "") or reach.tests_of_any(importers, mutant.file)
         return tuple(dict.fromkeys((*calling, *named)))
 
     def _users(self, mutant: Drawn) -> set[str]:
@@ -295,7 +292,7 @@ class Product:
         return {file: sorted(importers) for file, importers in found.items()}
 
     def draw(self, seed: int, count: int) -> list[Drawn]:
-        """So many mutants, of long files more than of short ones, no two of one line."""
+        """So many mutants, of long files more than of short ones, no two of one line; their tests are `with_tests`."""
         chance, drawn = random.Random(seed), dict[tuple[str, int], Drawn]()
         sizes = {file: (self._root / file).stat().st_size for file in self.files}
         for _ in range(MOST_TRIES * count if sizes else 0):
@@ -305,8 +302,12 @@ class Product:
             found = self._all_of(file)
             mutant = chance.choice(found) if found else None
             if mutant is not None and (file, mutant.number) not in drawn and self._compiles(mutant):
-                drawn[file, mutant.number] = replace(mutant, tests=self.tests_of(mutant))
+                drawn[file, mutant.number] = mutant
         return list(drawn.values())
+
+    def with_tests(self, mutants: Sequence[Drawn], reach: Reach) -> list[Drawn]:
+        """The same, with the tests that are known to call what they are in."""
+        return [replace(mutant, tests=self.tests_of(mutant, reach)) for mutant in mutants]
 
     def _all_of(self, file: str) -> list[Drawn]:
         if file not in self._found:

@@ -1,8 +1,8 @@
 """Which functions of the product each test calls: what a drawn mutant is tried with are tests that call the function it is in.
 
-`python -m pytest -p tests.mutants.reached FILES` with `TESTS_REACHED` naming a file writes there, by test, its seconds and its
-functions, as `file::qualified name`, also those of processes that it has started. `Reach` keeps that in build/, under hashes of
-the files of tests.
+`python -m pytest -p tests.mutants.reached FILES` in a tree whose modules note it (noted.py), with `TESTS_REACHED` naming a file,
+writes there, by test, its seconds and its functions, as `file::qualified name`, also those of processes that it has started.
+`Reach` keeps that in build/, under hashes of the files of tests.
 """
 
 from __future__ import annotations
@@ -12,85 +12,74 @@ import hashlib
 import itertools
 import json
 import os
-import re
-import sys
-import threading
+import signal
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Final
 
 import pytest
 
+from tests.mutants import noted
+
 FOLDERS: Final = ("kog_dist", "workers", "launch", "collectives")
 VARIABLE: Final = "TESTS_REACHED"
-CHILDREN: Final = Path(__file__).with_name("in_children")  # to be found by Python where it starts
 MOST_S: Final = 20.0  # of a processor, of the tests of one mutant
 MOST_OF_ONE_S: Final = 6.0
-FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
-_INNER: Final = re.compile(r"(\.<locals>)?\.?<(?!locals>)\w+>.*")  # lambdas and comprehensions belong to what they are in
 Measured = dict[str, tuple[float, list[str]]]
 
 
-class Tracer:
-    """A plugin that traces calls alone, which costs less than a microsecond each."""
+class Noter:
+    """A plugin that keeps which functions each test has called, in modules that note it (noted.py)."""
 
-    def __init__(self, path: Path, root: Path) -> None:
-        self._by_children = Path(f"{path}.children")
-        self._by_children.touch()
-        os.environ.update({"TESTS_REACHED_CHILDREN": str(self._by_children), "TESTS_REACHED_ROOT": str(root)})
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CHILDREN), os.environ.get("PYTHONPATH"))))
-        self._path, self._root, self._folders = path, root, tuple(f"{(root / folder).resolve()}/" for folder in FOLDERS)
+    def __init__(self, path: Path) -> None:
+        self._by_children = Path(os.environ[noted.CHILDREN])
+        self._path = path
         self._tests: Measured = {}
         self._not_passed: set[str] = set()
-        self._names: dict[str, str | None] = {}
+        noted.OWNER = os.getpid()
+        signal.signal(signal.SIGPROF, _give_up)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        called: dict[int, CodeType] = {}
-
-        def trace(frame: FrameType, event: str, argument: object) -> None:
-            called[id(frame.f_code)] = frame.f_code
-
         begin_s = _used_s()
-        sys.settrace(trace)
-        threading.settrace(trace)
+        noted.CALLED.clear()
         try:
             return (yield)
         finally:
-            sys.settrace(None)
-            threading.settrace(None)
-            calls = [(code.co_filename, code.co_qualname) for code in list(called.values())]
-            calls += [(file, name) for file, _, name in (line.partition("\t") for line in self._of_children())]
-            found = {name for call in calls if (name := self._name(*call)) is not None}
             if item.nodeid not in self._not_passed:
-                self._tests[item.nodeid] = round(_used_s() - begin_s, 3), sorted(found)
+                found = sorted(noted.CALLED.union(self._of_children()))
+                self._tests[item.nodeid] = round(_used_s() - begin_s, 3), found
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
+        signal.setitimer(signal.ITIMER_PROF, MOST_OF_ONE_S)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not report.passed:  # it would seem to notice everything, or nothing
             self._not_passed.add(report.nodeid)
 
     def _of_children(self) -> list[str]:
-        """What processes have written that this test, or one before, has started; once."""
+        """What processes have noted that this test, or one before, has started; each once."""
         with self._by_children.open("r+") as written:
             lines = written.read().splitlines()
             written.truncate(0)
         return lines
 
-    def _name(self, file: str, function: str) -> str | None:
-        """Of a function of the product; None of any other."""
-        if file not in self._names:
-            path = os.path.realpath(file)
-            self._names[file] = os.path.relpath(path, self._root) if path.startswith(self._folders) else None
-        return None if self._names[file] is None else f"{self._names[file]}::{_INNER.sub('', function)}"
-
     def pytest_sessionfinish(self) -> None:
         self._path.write_text(json.dumps(self._tests))
 
 
+def _give_up(*_: object) -> None:
+    pytest.fail("no mutant is tried with a test that takes so long")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if path := os.environ.get(VARIABLE):
-        config.pluginmanager.register(Tracer(Path(path), Path(config.rootpath)))
+        config.pluginmanager.register(Noter(Path(path)))
 
 
 def functions(source: str) -> list[tuple[int, int, str]]:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +25,25 @@ PAUSE_S = 0.01
 
 
 class First:
-    """A plugin that notes the first test that fails."""
+    """A plugin that notes the first test that fails, and why."""
 
     failed = ""
+    words = ""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed and not self.failed:
-            self.failed = report.nodeid
+            self.failed, self.words = report.nodeid, report.longreprtext
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed and not self.failed:
-            self.failed = report.nodeid
+    pytest_collectreport = pytest_runtest_logreport
 
 
-def run_child(arguments: list[str], printed: Path, note: Path) -> None:
-    """Run pytest, and never return."""
-    code = 70
-    try:
-        os.setsid()
-        with printed.open("wb") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        import pytest
-
-        first = First()
-        code = int(pytest.main([*OPTIONS, *arguments], plugins=[first]))
-        note.write_text(first.failed)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        os._exit(code)
-
-
-def run(arguments: list[str], limit_s: float, environ: dict[str, str]) -> dict[str, Any]:
-    """Run pytest in a fork."""
+def forked(work: Callable[[], tuple[int, First]], limit_s: float) -> dict[str, Any]:
+    """What `work` makes in a fork, which is not waited for beyond a limit: exit code, first failed test, and what it printed."""
     with tempfile.TemporaryDirectory(prefix="kog-mutant-") as folder:
         printed, note = Path(folder, "printed"), Path(folder, "failed")
         printed.touch()
         if (pid := os.fork()) == 0:
-            os.environ.update(environ)
-            run_child(arguments, printed, note)
+            _be_child(work, printed, note)
         end_s, status = time.monotonic() + limit_s, None
         while status is None and time.monotonic() < end_s:
             found, ended = os.waitpid(pid, os.WNOHANG)
@@ -79,11 +55,45 @@ def run(arguments: list[str], limit_s: float, environ: dict[str, str]) -> dict[s
             os.killpg(pid, signal.SIGKILL)  # what the tests have left behind, too
         if status is None:
             os.waitpid(pid, 0)
+        failed, _, words = (note.read_text() if note.exists() else "").partition("\n")
         return {
             "code": None if status is None else os.waitstatus_to_exitcode(status),
-            "failed": note.read_text() if note.exists() else "",
-            "printed": printed.read_text(errors="replace")[-20000:],
+            "failed": failed,
+            "printed": f"{printed.read_text(errors='replace')}{words}"[-20000:],
         }
+
+
+def _be_child(work: Callable[[], tuple[int, First]], printed: Path, note: Path) -> None:
+    """Work, and never return."""
+    code = 70
+    try:
+        os.setsid()
+        with printed.open("wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        code, first = work()
+        note.write_text(f"{first.failed}\n{first.words}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(code)
+
+
+def run(arguments: list[str], limit_s: float, environ: dict[str, str]) -> dict[str, Any]:
+    """Run pytest in a fork."""
+
+    def work() -> tuple[int, First]:
+        os.environ.update(environ)
+        import pytest
+
+        first = First()
+        return int(pytest.main([*OPTIONS, *arguments], plugins=[first])), first
+
+    return forked(work, limit_s)
 
 
 def main() -> None:

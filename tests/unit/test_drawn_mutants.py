@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.mutants import collected, noted
 from tests.mutants.drawn import Drawn, Product, of_device, of_python
 from tests.mutants.reached import VARIABLE, Reach, function_at
-from tests.mutants.run import BROKEN, KILLED, ROOT, SURVIVED, Mutant, measured, try_all
+from tests.mutants.run import BROKEN, KILLED, ROOT, SURVIVED, Mutant, Outcome, borrowed, forest, measured, num_imported, try_all
 
 MODULE = '''"""A note: 3 < 4."""
 LIMIT: Final[int] = 5
@@ -85,12 +89,9 @@ def test_times_sizes_of_reads_and_invariants_are_no_mutants() -> None:
 
 
 @pytest.fixture(scope="module")
-def product(tmp_path_factory: pytest.TempPathFactory) -> Product:
-    """The checkout, of whose tests one is known."""
-    reach = Reach(tmp_path_factory.mktemp("reached") / "build" / "reached.json")
-    reach.keep(ROOT, "tests/unit/test_config.py", {"tests/unit/test_config.py::test_a": (0.1, ["kog_dist/config.py::f"])})
-    reach.save()
-    return Product(ROOT, reach)
+def product() -> Product:
+    """The checkout."""
+    return Product(ROOT)
 
 
 def test_what_is_drawn_follows_from_the_seed(product: Product) -> None:
@@ -102,12 +103,13 @@ def test_what_is_drawn_follows_from_the_seed(product: Product) -> None:
         assert mutant.applied((ROOT / mutant.file).read_text()) != (ROOT / mutant.file).read_text()
 
 
-def test_the_table_fits_the_tree(product: Product) -> None:
+def test_the_table_fits_the_tree(product: Product, tmp_path: Path) -> None:
     for pattern, tests in product.table.items():
         assert any(fnmatch.fnmatch(file, pattern) for file in product.files), f"{pattern} fits nothing"
         assert all((ROOT / test).exists() for test in tests)
     headers = [file for file in product.files if file.endswith(".cuh")]
-    assert all(product.tests_of(Drawn(header, 1, 0, "", "")) for header in headers), "no test of the table compiles it"
+    unknown = Reach(tmp_path / "reached.json")
+    assert all(product.tests_of(Drawn(header, 1, 0, "", ""), unknown) for header in headers), "no test of the table compiles it"
 
 
 CALLED = """import functools
@@ -170,10 +172,10 @@ def test_what_is_defined_outside_of_functions_is_tried_with_tests_of_those_that_
     called = {"f": "workers/sizes.py::f", "g": "workers/sizes.py::g", "h": "launch/user.py::h", "i": "launch/user.py::i"}
     reach.keep(tmp_path, "a.py", {f"a.py::{name}": (0.1, [function]) for name, function in called.items()})
     reach.save()
-    product = Product(tmp_path, reach)
+    product = Product(tmp_path)
 
     def tried(number: int) -> set[str]:
-        return {test.partition("::")[2] for test in product.tests_of(Drawn("workers/sizes.py", number, 0, "", ""))}
+        return {test.partition("::")[2] for test in product.tests_of(Drawn("workers/sizes.py", number, 0, "", ""), reach)}
 
     assert [tried(number) for number in (1, 2, 3, 7)] == [{"f", "h"}, {"g"}, {"f"}, {"i"}]
     assert tried(11) == {"f"}
@@ -183,17 +185,145 @@ def test_it_is_seen_what_tests_call(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     for folder in ("workers", "tests/unit", "tests/multi", "tests/mutants"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "tests" / "mutants" / "reached.py").write_text((ROOT / "tests" / "mutants" / "reached.py").read_text())
+    for name in ("reached.py", "noted.py"):
+        (tmp_path / "tests" / "mutants" / name).write_text((ROOT / "tests" / "mutants" / name).read_text())
     (tmp_path / "workers" / "sums.py").write_text("def add(a, b):\n    return sum(x for x in (a, b))\n\n\ndef no():\n    pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    sweep: a\n    gpu: a\n    alone: a\n")
     (tmp_path / "tests" / "unit" / "test_sums.py").write_text(
         "from workers.sums import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n\n\ndef test_other():\n    pass\n\n\n"
         "def test_fails():\n    assert add(1, 2) == 4\n"
     )
+    assert measured(tmp_path, 1, looks=False).tests_of("workers/sums.py", "add") == ()
     reach = measured(tmp_path, 1)
     assert reach.tests_of("workers/sums.py", "add") == ("tests/unit/test_sums.py::test_add",)
     assert reach.tests_of("workers/sums.py", "no") == ()
     assert VARIABLE not in os.environ
+
+
+NOTED = '''"""Sums."""
+from __future__ import annotations
+
+class Sum:
+    """Of two."""
+
+    @classmethod
+    async def add(cls) -> Unknown:
+        """Twice."""
+        return [inner(1) for inner in [lambda one: cls.of(one)]]
+
+    @staticmethod
+    def of(one):
+        def inner(): return one
+        if inner():
+            def never(): ...
+        return inner()
+
+def fails():
+    raise ValueError(__doc__, Sum.__doc__, Sum.add.__doc__)
+'''
+USES_IT = """
+import asyncio, os, sums
+assert asyncio.run(sums.Sum.add()) == [1]
+sums.Sum.of(2)
+if os.fork() == 0:
+    try:
+        sums.fails()
+    except ValueError as error:
+        assert error.args == ("Sums.", "Of two.", "Twice."), error
+        assert error.__traceback__.tb_next.tb_lineno == 20
+        os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
+
+
+def test_processes_note_which_functions_they_call_and_are_the_same_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(NOTED)
+    (tmp_path / "empty.py").write_text("")
+    noted.write(tmp_path, noted.compiled(tmp_path, ["."]))
+    assert (tmp_path / "sums.py").read_text() == NOTED
+    (written := tmp_path / "written").touch()
+    environ = {**os.environ, noted.CHILDREN: str(written), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    subprocess.run([sys.executable, "-c", USES_IT], env=environ, check=True)
+    assert written.read_text().splitlines() == [
+        f"sums.py::{name}" for name in ("Sum.add", "Sum.of", "Sum.of.<locals>.inner", "fails")
+    ]
+
+
+def test_tests_that_import_most_of_what_is_wanted_are_looked_at_first() -> None:
+    source = "from workers.sums import add\nfrom kog_dist.launch.flags import serve\nimport kog_dist.config\n"
+    assert num_imported(source, ["workers/sums.py", "launch/flags.py", "launch/flags.py", "workers/other.py"]) == 3
+
+
+IN_MEMORY = """LIMIT = 3
+
+def add(a, b=LIMIT):
+    def twice(one): return 2 * one
+    return twice(a) + b
+
+def made(by):
+    def times(one): return one * by
+    return times
+
+class Sum:
+    @property
+    def size(self): return add(1) + 1
+
+by_five = made(5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "instead", "found"),
+    [
+        ("2 * one", "3 * one", (6, 7, 10)), ("twice(a) + b", "twice(a) - b", (-1, 0, 10)), ("add(1) + 1", "add(1)", (5, 5, 10)),
+        ("one * by", "one + by", (5, 6, 7)),
+    ],
+)  # fmt: skip
+def test_functions_are_changed_in_memory(tmp_path: Path, old: str, instead: str, found: tuple[int, int, int]) -> None:
+    (tmp_path / "sums.py").write_text(IN_MEMORY)
+    spec = importlib.util.spec_from_file_location("sums", tmp_path / "sums.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sums = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sums)
+    assert (sums.add(1), sums.Sum().size, sums.by_five(2)) == (5, 6, 10)
+    collected.put(tmp_path / "sums.py", IN_MEMORY, IN_MEMORY.replace(old, instead), collected.functions_of(f"{tmp_path}/"))
+    assert (sums.add(1), sums.Sum().size, sums.by_five(2)) == found
+
+
+@pytest.mark.parametrize(("old", "instead"), [("= 3", "= 4"), ("b=LIMIT", "b=1"), ("made(5)", "made(6)"), ("@property", "")])
+def test_what_runs_while_a_module_is_imported_is_not_changed_in_memory(tmp_path: Path, old: str, instead: str) -> None:
+    with pytest.raises(collected.NotInMemoryError):
+        collected.put(tmp_path / "sums.py", IN_MEMORY, IN_MEMORY.replace(old, instead), {})
+
+
+def test_tests_that_are_collected_are_run_with_a_mutant_without_being_imported_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    (root := tmp_path / "project").mkdir()
+    (root / "sums.py").write_text("LIMIT = 2\n\n\ndef add(a, b):\n    return min(a + b, LIMIT)\n")
+    (root / "pytest.ini").write_text("[pytest]\n")
+    (root / "test_sums.py").write_text(
+        f"from sums import add\n\n\nwith open({str(tmp_path / 'imported')!r}, 'a') as noted:\n    noted.write('x')\n\n\n"
+        "def test_one():\n    assert add(1, 0) == 1\n\n\ndef test_two():\n    assert add(1, 1) == 2\n"
+    )
+    (root / "conftest.py").write_text("import gc\n\n\ndef pytest_collection_finish():\n    gc.freeze()\n")
+    test = "test_sums.py::test_{}".format
+    with forest(root, 1) as trees, borrowed(trees) as tree:
+        tree.collect([test("one")])
+        mutant, of_import = Mutant("sums.py", "a + b", "a - b", (), ""), Mutant("sums.py", "LIMIT = 2", "LIMIT = 3", (), "")
+        with tree.mutated(mutant):
+            assert tree.in_memory([test("one")], 60, mutant) == Outcome(0, "", "")
+            found = tree.in_memory([test("one"), test("two")], 60, mutant)
+            assert found is not None
+            assert (found.code, found.failed) == (1, test("two"))
+            assert "assert 0 == 2" in found.printed
+        assert tree.in_memory([test("two")], 60) == Outcome(0, "", "")
+        with tree.mutated(of_import):
+            assert tree.in_memory([test("two")], 60, of_import) is None
+        assert tree.in_memory([test("three")], 60) is None
+    assert (tmp_path / "imported").read_text() == "x"
 
 
 def test_a_test_that_fails_without_a_mutant_has_noticed_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
