@@ -178,9 +178,7 @@ class CudaCommunicator:
             self._fault.stop(f"mailbox {name!r} alone")
         return self.mailboxes[name]
 
-    def _run(
-        self, box: Mailbox, slot: int, epoch: int, values: Vector, *, publishes: bool, collects: int
-    ) -> NDArray[np.float32]:  # fmt: skip
+    def _run(self, box: Mailbox, slot: int, epoch: int, values: Vector, *, publishes: bool, collects: int) -> NDArray[np.float32]:
         box.check(slot, values)
         tag, length = self._tag.of(epoch), box.spec.length
         doing = f"waiting for epoch {epoch} of" if collects else f"publishing epoch {epoch} to"

@@ -58,9 +58,12 @@ class ChainShape:
     def header(self) -> str:
         """`chain_shape.cuh`."""
         numbers = {
-            "kRanks": self.num_ranks, "kLength": self.length, "kRows": self.rows, "kReplicas": self.replicas,
+            "kRanks": self.num_ranks,
+            "kLength": self.length,
+            "kRows": self.rows,
+            "kReplicas": self.replicas,
             "kShift": self.shift,
-        }  # fmt: skip
+        }
         return _constants(numbers) + f"namespace kog {{ constexpr bool kEveryone = {str(self.everyone).lower()}; }}\n"
 
 

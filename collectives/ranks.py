@@ -102,9 +102,13 @@ def run_ranks(
     one another, that takes 50 times as long. Nothing is left running, whatever happens. LaunchError when the ranks could not be
     started."""
     order = {
-        "world_size": world_size, "body": body, "arguments": dict(arguments or {}), "deadline_s": deadline_s, "device": device,
+        "world_size": world_size,
+        "body": body,
+        "arguments": dict(arguments or {}),
+        "deadline_s": deadline_s,
+        "device": device,
         "ranks_per_gpu": ranks_per_gpu,
-    }  # fmt: skip
+    }
     paths = [*map(str, search_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"CUDA_MODULE_LOADING": "EAGER", **(environ or {})}  # lazy loading can wait for a kernel that waits for a peer

@@ -32,15 +32,25 @@ _SECONDS = (0.0, MAX_TIMEOUT_S)  # settings that are numbers with a fraction are
 
 
 def _setting(
-    default: Any, help_text: str, limits: tuple[float, float] | None = None, *, zero: str | None = None,
-    choices: tuple[str, ...] = (), is_positional: bool = False, is_secret: bool = False,
-) -> Any:  # fmt: skip
+    default: Any,
+    help_text: str,
+    limits: tuple[float, float] | None = None,
+    *,
+    zero: str | None = None,
+    choices: tuple[str, ...] = (),
+    is_positional: bool = False,
+    is_secret: bool = False,
+) -> Any:
     """A field. `{choices}` in its help stands for them; `zero` is what 0 means, which is then allowed besides the limits."""
     listed = " or ".join(filter(None, (", ".join(choices[:-1]), *choices[-1:])))
     metadata = {
-        "help": help_text.format(choices=listed) + (f" 0: {zero}." if zero else ""), "limits": limits, "zero": zero,
-        "choices": choices, "is_positional": is_positional, "is_secret": is_secret,
-    }  # fmt: skip
+        "help": help_text.format(choices=listed) + (f" 0: {zero}." if zero else ""),
+        "limits": limits,
+        "zero": zero,
+        "choices": choices,
+        "is_positional": is_positional,
+        "is_secret": is_secret,
+    }
     return field(default=default, repr=not is_secret, metadata=metadata)
 
 
@@ -114,13 +124,15 @@ class LaunchConfig:
     log_prompts: bool = _setting(False, "Log prompts and answers, too.")
     served_model_name: str | None = _setting(None, "Its names for requests: A,B,..., the first shown; claude-*: a pattern.")
     reasoning_parser: str = _setting(
-        "auto", "How thoughts are told from answers: {choices}.",
+        "auto",
+        "How thoughts are told from answers: {choices}.",
         choices=("auto", "think", "deepseek_r1", "mistral", "channels", "none"),
-    )  # fmt: skip
+    )
     tool_parser: str = _setting(
-        "auto", "How calls are found in answers: {choices}.",
+        "auto",
+        "How calls are found in answers: {choices}.",
         choices=("auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek", "channels", "none"),
-    )  # fmt: skip
+    )
     unknown_fields: str = _setting("warn", "Of HTTP requests: {choices}.", choices=("refuse", "warn", "ignore"))
     special_tokens_in_content: str = _setting("text", "In messages: as text, or allow them.", choices=("text", "allow"))
     quiet: bool = _setting(False, "On a terminal, neither a banner nor a line for each request.")

@@ -106,9 +106,13 @@ class LaunchError(KogError):
 
 # What optional features need: this package is on no index, so advice names none.
 PACKAGES: Final[Mapping[str, str]] = {
-    "cuda": "cupy-cuda13x nvidia-cublas", "train": "torch", "mpi": "mpi4py mpich", "ray": "'ray[default]'",
-    "bench": "matplotlib", "gguf": "gguf",
-}  # fmt: skip
+    "cuda": "cupy-cuda13x nvidia-cublas",
+    "train": "torch",
+    "mpi": "mpi4py mpich",
+    "ray": "'ray[default]'",
+    "bench": "matplotlib",
+    "gguf": "gguf",
+}
 
 
 def install(extra: str) -> str:

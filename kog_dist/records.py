@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 _NOT_GIVEN = object()  # for a parameter whose value a function makes
 
 
-def _dataclass(
-    cls: Any = None, /, *, frozen: bool = False, slots: bool = False, eq: bool = True, kw_only: bool = False
-) -> Any:  # fmt: skip
+def _dataclass(cls: Any = None, /, *, frozen: bool = False, slots: bool = False, eq: bool = True, kw_only: bool = False) -> Any:
     """The decorator, or with options what makes one. Raises TypeError as the library does."""
 
     def decorated(cls: type[Any]) -> type[Any]:

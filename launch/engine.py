@@ -59,9 +59,14 @@ class EngineProcesses:
     """Everything that `kog-launch` creates. `stop` may be called at any moment, also when `start` was never called or failed."""
 
     def __init__(
-        self, settings: LaunchConfig, target: Target, request: PromptRequest | None, log_dir: Path | None,
-        ranks: RankSource | None = None, socket_file: SocketFile | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        settings: LaunchConfig,
+        target: Target,
+        request: PromptRequest | None,
+        log_dir: Path | None,
+        ranks: RankSource | None = None,
+        socket_file: SocketFile | None = None,
+    ) -> None:
         """Take the instance name and make the control page; starts no process but the reaper. Raises LaunchError.
 
         `socket_file`: what is removed with the engine, whatever happens.
@@ -241,9 +246,13 @@ class EngineProcesses:
             speculate=settings.speculate if has_drafts(self.device, settings.speculate) else "",
         )  # fmt: skip
         child = local.spawn(
-            "coordinator", "kog_dist.workers.coordinator", [arguments.to_json()], environment=env.child_environment(os.environ),
-            pass_fds=(self.control.fd, self._lease.lease_fd), log_dir=self._log_dir,
-        )  # fmt: skip
+            "coordinator",
+            "kog_dist.workers.coordinator",
+            [arguments.to_json()],
+            environment=env.child_environment(os.environ),
+            pass_fds=(self.control.fd, self._lease.lease_fd),
+            log_dir=self._log_dir,
+        )
         self._adopt(child)
 
     def _spawn_client(self, request: PromptRequest) -> None:

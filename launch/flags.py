@@ -38,9 +38,11 @@ _muted = ExitStack()  # what keeps a process silent that mpirun started and that
 
 
 @app.command(
-    cls=LaunchCommand, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    cls=LaunchCommand,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog=examples("kog-launch"),
-)  # fmt: skip
+)
 @with_flags(settings=FlagsOf(config.LaunchConfig, shows_defaults=True), sampling=FlagsOf(SamplingParams))
 def launch(
     settings: Any = None,
@@ -76,14 +78,27 @@ def launch(
     request = None
     if prompt is not None or prompt_ids is not None:
         request = PromptRequest(
-            prompt=prompt, prompt_ids=parse_ids(prompt_ids), max_tokens=max_tokens, sampling=sampling_of(sampling),
-            stop=tuple(stop or ()), ignore_eos=ignore_eos, logit_digests=logit_digests, json_schema=read_schema(json_schema),
-            regex=regex, as_json=json,
-        )  # fmt: skip
+            prompt=prompt,
+            prompt_ids=parse_ids(prompt_ids),
+            max_tokens=max_tokens,
+            sampling=sampling_of(sampling),
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+            logit_digests=logit_digests,
+            json_schema=read_schema(json_schema),
+            regex=regex,
+            as_json=json,
+        )
     elif given := flags_of_one_request(
-        max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos, json=json, logit_digests=logit_digests, json_schema=json_schema,
-        regex=regex, **sampling,
-    ):  # fmt: skip
+        max_tokens=max_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        json=json,
+        logit_digests=logit_digests,
+        json_schema=json_schema,
+        regex=regex,
+        **sampling,
+    ):
         raise ConfigError(f"{given[0]} describes one request and goes only with --prompt or --prompt-ids")
     if sum((dry_run, check, print_config)) > 1:
         raise ConfigError("--dry-run, --check and --print-config exclude each other")

@@ -213,7 +213,7 @@ def _choice(
     spare_bytes = min((gpu.free_bytes for gpu in gpus), default=0) - need.num_bytes if gpus else 0
     return GpuChoice(
         count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context, spare_bytes, need.whole_windows
-    )  # fmt: skip
+    )
 
 
 def _drafts(settings: LaunchConfig) -> bool:
@@ -221,9 +221,15 @@ def _drafts(settings: LaunchConfig) -> bool:
 
 
 def gpu_rank_bytes(
-    checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, prefill: bool = False, whole_windows: bool = False,
+    checkpoint: Checkpoint,
+    rank: int,
+    world_size: int,
+    kv_dtype: str,
+    *,
+    prefill: bool = False,
+    whole_windows: bool = False,
     drafts: bool = False,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """GPU memory of a rank by use; "prefill" begins what prefill takes, and "experts" are those of all layers.
 
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
@@ -234,16 +240,21 @@ def gpu_rank_bytes(
 
 def gpu_rank_shape(
     checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, whole_windows: bool = False
-) -> KernelShape:  # fmt: skip
+) -> KernelShape:
     """A rank's kernel. Raises ConfigError like `gpu_rank_bytes`."""
     from kog_dist.workers.cuda.coded_source import codings_of
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
     lanes = checkpoint.spec.lanes_of_rank(rank, world_size)
     return KernelShape(
-        checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size,
-        whole_windows=whole_windows, **codings_of(checkpoint),
-    )  # fmt: skip
+        checkpoint.spec,
+        lanes,
+        weight_dtype=checkpoint.dtype,
+        kv_dtype=kv_dtype,
+        num_ranks=world_size,
+        whole_windows=whole_windows,
+        **codings_of(checkpoint),
+    )
 
 
 def _bytes_by_use(checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool, drafts: bool) -> dict[str, int]:

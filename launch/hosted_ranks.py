@@ -119,7 +119,7 @@ class HostedWorker(EngineProcess):
 
     def __init__(
         self, role: str, pid: int, visitor: socket.socket, pidfd: int, stderr_fd: int, log: LogFile | None, host_name: str
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(role, pid, ended_fd=os.dup(visitor.fileno()), stderr_fd=stderr_fd, log=log)
         visitor.setblocking(False)
         self._visitor, self._pidfd = visitor, pidfd
@@ -218,9 +218,13 @@ def _start_worker(connection: socket.socket, raw: bytes, fds: list[int]) -> subp
         sent = WorkerArgs.from_json(raw.decode())
         args = replace(sent, info=replace(sent.info, control_fd=control_fd, rendezvous_fd=rendezvous_fd))
         process = popen(
-            f"rank {args.info.rank}", WORKER_MODULE, [args.to_json()], env.child_environment(os.environ),
-            (control_fd, rendezvous_fd), output_fd,
-        )  # fmt: skip
+            f"rank {args.info.rank}",
+            WORKER_MODULE,
+            [args.to_json()],
+            env.child_environment(os.environ),
+            (control_fd, rendezvous_fd),
+            output_fd,
+        )
     except KogError as error:
         connection.send(json.dumps({"error": str(error)}).encode())
         return None

@@ -124,9 +124,13 @@ class HttpGateway:
                 reasoning_parser=settings.reasoning_parser, tool_parser=settings.tool_parser,
             )  # fmt: skip
             return local.spawn(
-                ROLE, MODULE, [arguments.to_json()], environment=env.child_environment(os.environ), log_dir=self._log_dir,
+                ROLE,
+                MODULE,
+                [arguments.to_json()],
+                environment=env.child_environment(os.environ),
+                log_dir=self._log_dir,
                 pass_fds=[fd for fd in (listen_fd, key_fd, page.fd, terminal_fd) if fd >= 0],
-            )  # fmt: skip
+            )
         finally:
             for fd in (key_fd, terminal_fd):
                 if fd >= 0:

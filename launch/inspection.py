@@ -210,15 +210,25 @@ def _place(target: Target, rank: int) -> str:
 def _memory(target: Target, rank: int, *, drafts: bool) -> str:
     if target.device == "cuda":
         uses = gpu_rank_bytes(
-            target.checkpoint, rank, target.world_size, target.kv_dtype, prefill=target.prefill != "off",
-            whole_windows=target.whole_windows, drafts=drafts,
-        )  # fmt: skip
+            target.checkpoint,
+            rank,
+            target.world_size,
+            target.kv_dtype,
+            prefill=target.prefill != "off",
+            whole_windows=target.whole_windows,
+            drafts=drafts,
+        )
         windows = f" ({_windows(target)})" if target.checkpoint.spec.window_layers else ""
         shown = {
-            "tape": "weights tape", "experts": "experts", "tables": "tables and norms",
-            "cache": f"{target.kv_dtype} KV cache{windows}", "words": "words", "drafts": "for drafts",
-            "prefill weights": "weights of prefill", "prefill": "memory of prefill",
-        }  # fmt: skip
+            "tape": "weights tape",
+            "experts": "experts",
+            "tables": "tables and norms",
+            "cache": f"{target.kv_dtype} KV cache{windows}",
+            "words": "words",
+            "drafts": "for drafts",
+            "prefill weights": "weights of prefill",
+            "prefill": "memory of prefill",
+        }
         return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses) + _kept(target)
     uses = cpu_rank_bytes(target, rank)
     weights = f"{_size(uses['weights'])} weights in {kept_as(target.checkpoint)} ({_size(uses['read'])} read per token)"

@@ -62,9 +62,13 @@ class LocalRanks:
 def spawn_rank(arguments: WorkerArgs, log_dir: Path | None) -> Child:
     """Start the worker of a rank as a child of this process. Raises LaunchError."""
     return spawn(
-        f"rank {arguments.info.rank}", WORKER_MODULE, [arguments.to_json()], environment=env.child_environment(os.environ),
-        pass_fds=(arguments.info.control_fd, arguments.info.rendezvous_fd), log_dir=log_dir,
-    )  # fmt: skip
+        f"rank {arguments.info.rank}",
+        WORKER_MODULE,
+        [arguments.to_json()],
+        environment=env.child_environment(os.environ),
+        pass_fds=(arguments.info.control_fd, arguments.info.rendezvous_fd),
+        log_dir=log_dir,
+    )
 
 
 def spawn_client(request: PromptRequest, where: Sequence[str]) -> Child:
@@ -76,9 +80,7 @@ def spawn_client(request: PromptRequest, where: Sequence[str]) -> Child:
     request_fd = request.write()
     try:
         arguments = ["generate", *where, f"--request-fd={request_fd}"]
-        return spawn(
-            "client", "kog_dist.rpc.cli", arguments, environment=environment, pass_fds=[request_fd], on_terminal=True
-        )  # fmt: skip
+        return spawn("client", "kog_dist.rpc.cli", arguments, environment=environment, pass_fds=[request_fd], on_terminal=True)
     finally:
         os.close(request_fd)
 
@@ -116,9 +118,15 @@ def spawn(
 
 
 def popen(
-    role: str, module: str, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int],
-    output_fd: int | None, *, is_tied: bool = True,
-) -> subprocess.Popen[bytes]:  # fmt: skip
+    role: str,
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    pass_fds: Sequence[int],
+    output_fd: int | None,
+    *,
+    is_tied: bool = True,
+) -> subprocess.Popen[bytes]:
     """The process itself, its output going to `output_fd` (None: to the caller's). Raises LaunchError.
 
     A tied one is killed by the kernel when the caller dies; one that is not tied prints to the terminal from the background.

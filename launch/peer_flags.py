@@ -26,12 +26,19 @@ _MEANINGS: Final[Mapping[str, str]] = {
     "--alias -a": "is --served-model-name here",
     "--data-parallel-size --dp --dp-size -dp --parallel -np --max-num-seqs --max-running-requests --max-batch-size": _REPLICAS,
     "--gpu-memory-utilization --mem-fraction-static --cuda-memory-fraction --swap-space": _MEMORY,
-    "--dtype": _TYPE, "--quantization -q --quant": _QUANTIZE, "--kv-cache-dtype --cache-type-k -ctk --cache-type-v -ctv": _KV,
-    "--threads -t": "is --ranks here", "--tool-call-parser": _READER, "--api-keys": "is --api-key-file here",
+    "--dtype": _TYPE,
+    "--quantization -q --quant": _QUANTIZE,
+    "--kv-cache-dtype --cache-type-k -ctk --cache-type-v -ctv": _KV,
+    "--threads -t": "is --ranks here",
+    "--tool-call-parser": _READER,
+    "--api-keys": "is --api-key-file here",
     "--enable-prefix-caching --trust-remote-code --enable-auto-tool-choice --jinja --flash-attn -fa --enable-reasoning": _NOTHING,
-    "--allowed-origins": "is --cors-origin here", "--uds --unix-socket-path": "is --http-socket here",
-    "--temp": "is --temperature here", "--n-predict -n --num-predict": "is --max-tokens here", "-p": "is --prompt here",
-}  # fmt: skip
+    "--allowed-origins": "is --cors-origin here",
+    "--uds --unix-socket-path": "is --http-socket here",
+    "--temp": "is --temperature here",
+    "--n-predict -n --num-predict": "is --max-tokens here",
+    "-p": "is --prompt here",
+}
 PEER_FLAGS: Final[Mapping[str, str]] = {flag: meaning for flags, meaning in _MEANINGS.items() for flag in flags.split()}
 _VERBS: Final = frozenset({"serve", "run", "start"})
 

@@ -35,9 +35,11 @@ def architecture(spec: ModelSpec) -> str:
     parts = [
         f"{spec.num_layers} layers of {spec.hidden_size}",
         f"{spec.num_heads} query and {spec.num_kv_heads} KV heads of {spec.head_dim}",
-        f"{ffn} {spec.intermediate_size}", f"vocabulary {spec.vocab_size}{' (tied)' if spec.tied_embeddings else ''}",
-        f"context {spec.max_context}", f"{spec.num_lanes} lane{'s' if spec.num_lanes > 1 else ''} with delay {spec.delay}",
-    ]  # fmt: skip
+        f"{ffn} {spec.intermediate_size}",
+        f"vocabulary {spec.vocab_size}{' (tied)' if spec.tied_embeddings else ''}",
+        f"context {spec.max_context}",
+        f"{spec.num_lanes} lane{'s' if spec.num_lanes > 1 else ''} with delay {spec.delay}",
+    ]
     if nets:
         parts[1] = (
             f"{len(nets)} of them gated delta nets of {nets[0].num_key_heads} key heads of {nets[0].key_dim} and "

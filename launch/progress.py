@@ -17,9 +17,7 @@ from kog_dist.records import dataclass
 from kog_dist.runtime.control import ControlPage, RankState
 from kog_dist.runtime.startup import DOING, StartReport, StartStage, StartTeller
 
-_ENDED: Final = {
-    RankState.READY: "ready", RankState.RUNNING: "running", RankState.STOPPED: "stopped", RankState.FAILED: "failed"
-}  # fmt: skip
+_ENDED: Final = {RankState.READY: "ready", RankState.RUNNING: "running", RankState.STOPPED: "stopped", RankState.FAILED: "failed"}
 _ON_TERMINAL_AFTER_S = 0.3  # shorter start-ups show nothing
 _ON_TERMINAL_EVERY_S = 0.1
 _LINES_AFTER_S = 10.0  # a log wants no line for an ordinary start-up

@@ -69,9 +69,12 @@ class EngineHost:
         self._log_dir = None if args.settings["log_dir"] is None else Path(args.settings["log_dir"])
         try:
             child = local.spawn(
-                "engine host", "kog_dist.launch.ray_host", [args.to_json()], environment=environment,
+                "engine host",
+                "kog_dist.launch.ray_host",
+                [args.to_json()],
+                environment=environment,
                 pass_fds=(write_fd, self._page.fd),
-            )  # fmt: skip
+            )
         finally:
             os.close(write_fd)
         os.set_blocking(read_fd, False)

@@ -104,9 +104,13 @@ def _start_private(num_ranks: int, folder: Path, say: Say) -> None:
     num_cpus = max(num_ranks, len(os.sched_getaffinity(0)))
     try:
         init_quietly(
-            ray, address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+            ray,
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(folder),
-        )  # fmt: skip
+        )
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise LaunchError(f"a private Ray cluster could not be started: {first_line(error)}") from error
 

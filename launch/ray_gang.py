@@ -57,9 +57,16 @@ class RayGang:
     """Host actor and rank actors of one engine in a placement group on one node."""
 
     def __init__(
-        self, cluster: RayCluster, settings: LaunchConfig, target: Target, launcher: LauncherFile, *, instance: str,
-        generation: int = 1, over_tcp: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        cluster: RayCluster,
+        settings: LaunchConfig,
+        target: Target,
+        launcher: LauncherFile,
+        *,
+        instance: str,
+        generation: int = 1,
+        over_tcp: bool = False,
+    ) -> None:
         """Ask for the resources and return. `over_tcp`: listen on the node's address, as on nodes other than the driver's."""
         from ray.util.placement_group import placement_group
 

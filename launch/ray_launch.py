@@ -103,9 +103,15 @@ class RayLauncher:
     """The driver of one engine: one gang after the other."""
 
     def __init__(
-        self, settings: LaunchConfig, target: Target, request: PromptRequest | None, place: DriverFolder, signals: StopSignals,
-        events: EventLog, http: HttpGateway | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        settings: LaunchConfig,
+        target: Target,
+        request: PromptRequest | None,
+        place: DriverFolder,
+        signals: StopSignals,
+        events: EventLog,
+        http: HttpGateway | None = None,
+    ) -> None:
         self._settings, self._target, self._request, self._place = settings, target, request, place
         self._http = http
         self._signals, self._events = signals, events
@@ -126,7 +132,7 @@ class RayLauncher:
         try:
             cluster = RayCluster.connect(
                 self._settings.ray_address, self._target.world_size, self._place.path, self._progress.show
-            )  # fmt: skip
+            )
         finally:
             self._progress.clear()
         generation = 1
@@ -154,9 +160,7 @@ class RayLauncher:
         if self._signals.count:
             return self._interrupted(), False
         begin_s, was_ready = self._begin_s if generation == 1 else time.monotonic(), False
-        gang = RayGang(
-            cluster, self._settings, self._target, self._file, instance=self._instance, generation=generation
-        )  # fmt: skip
+        gang = RayGang(cluster, self._settings, self._target, self._file, instance=self._instance, generation=generation)
         try:
             while gang.outcome is None:
                 lines = gang.poll(_POLL_S)

@@ -77,9 +77,7 @@ class LocalReplica:
         if log_dir is not None:
             arguments.append(f"--log-dir={log_dir / name}")
         environment = {key: value for key, value in os.environ.items() if not key.startswith(env.PREFIX)} | {"NO_COLOR": "1"}
-        self._child = local.spawn(
-            f"replica {name}", "kog_dist.launch.cli", arguments, environment=environment, log_dir=log_dir
-        )  # fmt: skip
+        self._child = local.spawn(f"replica {name}", "kog_dist.launch.cli", arguments, environment=environment, log_dir=log_dir)
         self._vigil = Vigil(self._child, settings.stall_timeout)
         self._silence: Silence | None = None
         watch(self._child.pid)
@@ -102,7 +100,7 @@ class LocalReplica:
         what = said if said and code > 0 else f"its launcher (pid {self._child.pid}) {how}"
         self.outcome = Outcome(
             abs(code), "replica_ended", None if code == EXIT_OK else what, pid=self._child.pid, signal=signal_name(code)
-        )  # fmt: skip
+        )
         return []
 
     def wake_fds(self) -> list[int]:

@@ -88,9 +88,7 @@ def with_device(settings: LaunchConfig) -> LaunchConfig:
 
 
 @contextlib.contextmanager
-def _starter(
-    settings: LaunchConfig, folder: FleetFolder, launcher: LauncherFile, events: EventLog
-) -> Iterator[StartReplica]:  # fmt: skip
+def _starter(settings: LaunchConfig, folder: FleetFolder, launcher: LauncherFile, events: EventLog) -> Iterator[StartReplica]:
     """What starts a replica where this run wants them."""
     if settings.replicas and choose_launcher(settings, os.environ).launcher == "ray":
         from kog_dist.launch.replica_ray import ray_replicas
@@ -109,9 +107,15 @@ class FleetLauncher:
     """One fleet: its router, its replicas, and what their user wants."""
 
     def __init__(
-        self, settings: LaunchConfig, folder: FleetFolder, start: StartReplica, remotes: RemoteReplicas, signals: StopSignals,
-        events: EventLog, http: HttpGateway | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        settings: LaunchConfig,
+        folder: FleetFolder,
+        start: StartReplica,
+        remotes: RemoteReplicas,
+        signals: StopSignals,
+        events: EventLog,
+        http: HttpGateway | None = None,
+    ) -> None:
         self._settings, self._folder, self._http = settings, folder, http
         self._signals, self._events, self._remotes = signals, events, remotes
         self._replicas = ReplicaSet(start, events.say, time.monotonic)
@@ -194,9 +198,12 @@ class FleetLauncher:
         if report is None or self._high == self._low or self._drain_deadline is not None or not self._is_announced:
             return
         change = self._scaler.decide(
-            time.monotonic(), num_replicas=len(self._replicas.slots), num_waiting=report.num_waiting,
-            num_running=sum(replica.num_running for replica in report.replicas), is_settled=self._replicas.is_settled,
-        )  # fmt: skip
+            time.monotonic(),
+            num_replicas=len(self._replicas.slots),
+            num_waiting=report.num_waiting,
+            num_running=sum(replica.num_running for replica in report.replicas),
+            is_settled=self._replicas.is_settled,
+        )
         if change > 0:
             self._events.say(f"{report.num_waiting} requests wait: starting one replica more")
             self._replicas.grow()

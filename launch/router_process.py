@@ -43,14 +43,24 @@ class RouterProcess:
 
     def _spawn(self, orders_fd: int, page: ProcessPage) -> Child:
         arguments = RouterArgs(
-            self._folder.name, str(self._folder.path), self._folder.lease_fd, orders_fd, self._settings.shutdown_timeout,
-            self._settings.rpc_port, self._settings.rpc_host, page.fd,
-        )  # fmt: skip
+            self._folder.name,
+            str(self._folder.path),
+            self._folder.lease_fd,
+            orders_fd,
+            self._settings.shutdown_timeout,
+            self._settings.rpc_port,
+            self._settings.rpc_host,
+            page.fd,
+        )
         environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
         return local.spawn(
-            "router", "kog_dist.router.process", [arguments.to_json()], environment=environment,
-            pass_fds=(orders_fd, self._folder.lease_fd, page.fd), log_dir=self._events.log_dir,
-        )  # fmt: skip
+            "router",
+            "kog_dist.router.process",
+            [arguments.to_json()],
+            environment=environment,
+            pass_fds=(orders_fd, self._folder.lease_fd, page.fd),
+            log_dir=self._events.log_dir,
+        )
 
     def wake_fds(self) -> set[int]:
         """What becomes readable when it has something to say, or has ended."""

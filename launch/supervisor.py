@@ -88,15 +88,20 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
 
 def _engine(
     settings: LaunchConfig, request: PromptRequest | None, events: EventLog, ranks: RankSource | None, http: HttpGateway | None
-) -> EngineProcesses:  # fmt: skip
+) -> EngineProcesses:
     socket_file = None if http is None else http.socket_file
     return EngineProcesses(settings, choose_target(settings), request, events.log_dir, ranks, socket_file)
 
 
 def _run(
-    settings: LaunchConfig, engine: EngineProcesses, signals: StopSignals, events: EventLog, http: HttpGateway | None,
-    restarts: RestartBudget | None, generation: int,
-) -> tuple[Outcome, bool]:  # fmt: skip
+    settings: LaunchConfig,
+    engine: EngineProcesses,
+    signals: StopSignals,
+    events: EventLog,
+    http: HttpGateway | None,
+    restarts: RestartBudget | None,
+    generation: int,
+) -> tuple[Outcome, bool]:
     """One generation, from its start until nothing of it is left: how it ended, and whether another one follows."""
     ended: Outcome | None = None
     goes_on = False
@@ -121,7 +126,7 @@ def _run(
 
 def tell_end(
     outcome: Outcome, events: EventLog, restarts: RestartBudget | None, generation: int, *, may_go_on: bool
-) -> tuple[Outcome, bool]:  # fmt: skip
+) -> tuple[Outcome, bool]:
     """Tell how a generation ended. Returns that, and whether another one is started."""
     is_loss = outcome.reason in _LOSSES or (generation > 1 and outcome.reason in _FAILED_STARTS)
     if restarts is not None and may_go_on and is_loss:
@@ -146,9 +151,14 @@ class Supervisor:
     """Watches one engine. Every decision to stop is an `Outcome`; the first one stands."""
 
     def __init__(
-        self, settings: LaunchConfig, engine: EngineProcesses, signals: StopSignals, events: EventLog,
-        http: HttpGateway | None = None, generation: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        settings: LaunchConfig,
+        engine: EngineProcesses,
+        signals: StopSignals,
+        events: EventLog,
+        http: HttpGateway | None = None,
+        generation: int = 1,
+    ) -> None:
         self._generation = generation
         self._settings = settings
         self._events = events

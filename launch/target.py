@@ -127,9 +127,16 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
         kept_bytes = kept_on_cpu(settings, world_size, state_bytes(checkpoint.spec) // world_size)
         target = Target(
-            folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES,
-            kept_bytes=kept_bytes, note=_cpu_note(settings, checkpoint),
-        )  # fmt: skip
+            folder,
+            name,
+            checkpoint,
+            world_size,
+            "cpu",
+            kv_dtype,
+            num_kv_caches=settings.kv_caches or CPU_KV_CACHES,
+            kept_bytes=kept_bytes,
+            note=_cpu_note(settings, checkpoint),
+        )
         return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
         raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
@@ -139,7 +146,7 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
     if not choice.obstacles:
         kept_bytes, kept_host_bytes = kept_on_gpus(
             settings, choice.spare_bytes, choice.count, has_rings=bool(checkpoint.spec.window_layers) and not choice.whole_windows
-        )  # fmt: skip
+        )
     target = Target(
         folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, kept_bytes=kept_bytes,
         kept_host_bytes=kept_host_bytes, whole_windows=choice.whole_windows, prefill=choice.prefill,

@@ -11,9 +11,7 @@ from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause
 _AGAIN = "repeat the request when the engine runs again"
 
 
-def describe_abort(
-    cause: AbortCause, rank: int, requests: Sequence[tuple[int, WaitRecord | None]]
-) -> tuple[ErrorCode, str, int]:  # fmt: skip
+def describe_abort(cause: AbortCause, rank: int, requests: Sequence[tuple[int, WaitRecord | None]]) -> tuple[ErrorCode, str, int]:
     """Error code, sentence and the coordinator's exit code for an abort word and the ranks that had asked for it."""
     who = "a rank" if rank == NO_RANK else "the coordinator" if rank == COORDINATOR else f"rank {rank}"
     record = next((record for asking, record in requests if record is not None and rank in (asking, NO_RANK)), None)

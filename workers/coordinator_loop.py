@@ -59,9 +59,15 @@ class Coordinator:
     """Queue, running request and their clients. `turn` does what there is to do without blocking; `run` repeats it."""
 
     def __init__(
-        self, args: CoordinatorArgs, control: ControlPage, model: ModelFolder, listener: RpcListener, *, supervisor_fd: int = -1,
+        self,
+        args: CoordinatorArgs,
+        control: ControlPage,
+        model: ModelFolder,
+        listener: RpcListener,
+        *,
+        supervisor_fd: int = -1,
         clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`supervisor_fd`: a pidfd, readable when the supervisor is dead; -1: none. `clock`: nanoseconds, as ranks' stamps."""
         self._args = args
         self._control = control
@@ -78,9 +84,15 @@ class Coordinator:
         self.counters = Counters()
         self._clients = StreamEvents("engine", listener, self.requests, self.counters, clock)
         self._admission = Admission(
-            model, self.requests, self._grammars, self._texts, self._clients, clock,
-            is_draining=lambda: self._life.draining, start_next=self._start_next,
-        )  # fmt: skip
+            model,
+            self.requests,
+            self._grammars,
+            self._texts,
+            self._clients,
+            clock,
+            is_draining=lambda: self._life.draining,
+            start_next=self._start_next,
+        )
         self._farewell: Farewell | None = None
         self._begin_ns = clock()
         self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
@@ -165,9 +177,16 @@ class Coordinator:
 
     def _report(self) -> StatusReport:
         return status_report(
-            self._args, self._control, self._model, self.state, self.requests, self._slot, self.counters,
-            uptime_s=(self._clock() - self._begin_ns) / 1e9, num_bad_messages=self._listener.num_bad_messages,
-        )  # fmt: skip
+            self._args,
+            self._control,
+            self._model,
+            self.state,
+            self.requests,
+            self._slot,
+            self.counters,
+            uptime_s=(self._clock() - self._begin_ns) / 1e9,
+            num_bad_messages=self._listener.num_bad_messages,
+        )
 
     def _accept_checked(self) -> None:
         num_runners_lost, running = self._grammars.num_runners_lost, self.requests.running  # not one that this starts
@@ -254,9 +273,10 @@ class Coordinator:
             self._clients.fail(stream, ErrorCode.CONSTRAINT_FAILED, message)
         elif faulty:
             self._clients.fail(
-                stream, ErrorCode.NUMERICAL_FAULT,
+                stream,
+                ErrorCode.NUMERICAL_FAULT,
                 f"the logits of token {stream.num_tokens} are not finite; {_DAMAGED}",
-            )  # fmt: skip
+            )
 
     # ---- ends of a request ----
     def _end_expired(self) -> None:

@@ -124,9 +124,7 @@ class KeptCaches:
         stays = use.num_cached if use.cache == use.source else 0
         return KvUse(use.cache, use.cache, num_kept, self.blocks.load(path, stays // self.blocks.block_tokens))
 
-    def _with_states(
-        self, use: KvUse, prompt_end: int, num_answer: int, parts: Sequence[int], copies: dict[int, int]
-    ) -> KvUse:  # fmt: skip
+    def _with_states(self, use: KvUse, prompt_end: int, num_answer: int, parts: Sequence[int], copies: dict[int, int]) -> KvUse:
         """The same with the copy of a state that it goes on behind, unless that is the state of the cache, and those to be made.
 
         The prompt has `prompt_end` tokens but for its last; `parts`: see `KeptStates.places`.

@@ -79,10 +79,15 @@ class ModelFolder:
                 f"ask for at most {room}"
             )
         return DecodeRequest(
-            prompt=prompt_ids, max_tokens=max_tokens, sampling=self._checked(message.sampling, max_tokens),
-            stop_ids=self.eos_ids, ignore_eos=message.ignore_eos, logit_digests=message.logit_digests,
-            drafts=self._drafts(message), prediction=self._prediction(message.prediction_ids or ()),
-        )  # fmt: skip
+            prompt=prompt_ids,
+            max_tokens=max_tokens,
+            sampling=self._checked(message.sampling, max_tokens),
+            stop_ids=self.eos_ids,
+            ignore_eos=message.ignore_eos,
+            logit_digests=message.logit_digests,
+            drafts=self._drafts(message),
+            prediction=self._prediction(message.prediction_ids or ()),
+        )
 
     def _drafts(self, message: Generate) -> bool:
         if self.speculate is None:

@@ -15,9 +15,13 @@ class OpenRequests:
     """The running request, those that wait for their turn, and those whose text is being read or whose grammar is checked."""
 
     def __init__(
-        self, queue: RequestQueue, slot: DecodeSlot, grammars: GrammarService[RequestStream], texts: TextReader[RequestStream],
+        self,
+        queue: RequestQueue,
+        slot: DecodeSlot,
+        grammars: GrammarService[RequestStream],
+        texts: TextReader[RequestStream],
         clock: Callable[[], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`clock`: nanoseconds, as in the timings of streams."""
         self.running: RequestStream | None = None
         self.queue = queue

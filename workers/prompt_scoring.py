@@ -52,8 +52,11 @@ class PromptScoring:
         if not scored:
             return None, finish
         event = PromptLogprobs(
-            request_id, first, tuple(token_id for token_id, _ in scored), tuple(logprobs.chosen for _, logprobs in scored),
+            request_id,
+            first,
+            tuple(token_id for token_id, _ in scored),
+            tuple(logprobs.chosen for _, logprobs in scored),
             top_ids=tuple(chain.from_iterable(logprobs.top_ids for _, logprobs in scored)),
             top_logprobs=tuple(chain.from_iterable(logprobs.top_logprobs for _, logprobs in scored)),
-        )  # fmt: skip
+        )
         return event, finish

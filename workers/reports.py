@@ -19,9 +19,15 @@ from kog_dist.workers.open_requests import OpenRequests
 def welcome(args: CoordinatorArgs, control: ControlPage, model: ModelFolder, state: EngineState) -> Welcome:
     """Who serves here."""
     return Welcome(
-        build_hash(), args.instance, model.name, state, control.world_size, model.spec.max_context, model.spec.vocab_size,
+        build_hash(),
+        args.instance,
+        model.name,
+        state,
+        control.world_size,
+        model.spec.max_context,
+        model.spec.vocab_size,
         model.tokenizer is not None,
-    )  # fmt: skip
+    )
 
 
 def status_report(
@@ -56,7 +62,12 @@ def _kept(slot: DecodeSlot) -> dict[str, Any]:
         return {"kept_ring": slot.ring_positions}
     used, used_of_host = blocks.num_used
     return {
-        "kept_block_tokens": blocks.block_tokens, "kept_used": used, "kept_slots": blocks.num_slots,
-        "kept_host_used": used_of_host, "kept_host_slots": blocks.num_host_slots, "kept_ring": slot.ring_positions,
-        "kept_states_used": slot.kept_states.num_used, "kept_states": slot.kept_states.num_slots,
-    }  # fmt: skip
+        "kept_block_tokens": blocks.block_tokens,
+        "kept_used": used,
+        "kept_slots": blocks.num_slots,
+        "kept_host_used": used_of_host,
+        "kept_host_slots": blocks.num_host_slots,
+        "kept_ring": slot.ring_positions,
+        "kept_states_used": slot.kept_states.num_used,
+        "kept_states": slot.kept_states.num_slots,
+    }

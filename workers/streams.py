@@ -106,11 +106,16 @@ class RequestStream:
         if len(token_ids) == 1 and not (stamps_s or digests or logprobs):
             return Tokens.one(self.request_id, first, token_ids[0], text), reason
         event = Tokens(
-            self.request_id, first, tuple(token_ids), text, tuple(stamps_s), tuple(digests),
+            self.request_id,
+            first,
+            tuple(token_ids),
+            text,
+            tuple(stamps_s),
+            tuple(digests),
             logprobs=tuple(token.chosen for token in logprobs),
             top_ids=tuple(chain.from_iterable(token.top_ids for token in logprobs)),
             top_logprobs=tuple(chain.from_iterable(token.top_logprobs for token in logprobs)),
-        )  # fmt: skip
+        )
         return event, reason
 
     def _count(self, drafted: Drafted) -> None:

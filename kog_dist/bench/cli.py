@@ -39,11 +39,15 @@ from kog_dist.rpc.output import quoted_streams
 from kog_dist.runtime.standard_streams import fill_closed
 
 app = typer.Typer(
-    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Measure an engine on this machine. In a pipe or file the last line is one JSON object: commit, machine, "
-    "configuration, figures.", epilog=examples("kog-bench"),
-)  # fmt: skip
+    "configuration, figures.",
+    epilog=examples("kog-bench"),
+)
 
 
 @app.callback()

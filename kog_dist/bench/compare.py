@@ -173,9 +173,7 @@ def _latency(result: Mapping[str, Any], idx: int) -> float:
 
 def _tpots(result: Mapping[str, Any]) -> list[float]:
     lens = result["output_lens"]
-    return [
-        (_latency(result, idx) - result["ttfts"][idx]) / (lens[idx] - 1) * 1e3 for idx in _good(result) if lens[idx] > 1
-    ]  # fmt: skip
+    return [(_latency(result, idx) - result["ttfts"][idx]) / (lens[idx] - 1) * 1e3 for idx in _good(result) if lens[idx] > 1]
 
 
 def _itl_tails(result: Mapping[str, Any]) -> list[float]:

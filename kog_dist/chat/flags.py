@@ -56,8 +56,11 @@ def chat(
     check_stdout()
     settings = Settings()
     for name, value in (
-        ("temperature", temperature), ("max_tokens", max_tokens), ("seed", seed), ("speculate", speculate),
-    ):  # fmt: skip
+        ("temperature", temperature),
+        ("max_tokens", max_tokens),
+        ("seed", seed),
+        ("speculate", speculate),
+    ):
         if value is not None:
             settings.change(name, str(value))
     is_alone = prompt is not None or not sys.stdin.isatty()

@@ -195,10 +195,11 @@ def _pieces(payload: bytes) -> Iterator[Piece]:
     yield from pieces
     if usage and not pieces:
         yield Piece(
-            num_tokens=_count_in(usage, "completion_tokens"), num_prompt_tokens=_count_in(usage, "prompt_tokens"),
+            num_tokens=_count_in(usage, "completion_tokens"),
+            num_prompt_tokens=_count_in(usage, "prompt_tokens"),
             queue_ms=queue_ms if isinstance(queue_ms, int | float) else None,
             drafts=(right, drafted) if type(right) is type(drafted) is int else None,
-        )  # fmt: skip
+        )
 
 
 def _piece(choice: Any, num_tokens: int | None) -> Piece:

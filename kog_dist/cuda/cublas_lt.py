@@ -30,9 +30,12 @@ class _Heuristic(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
-        ("algorithm", ctypes.c_uint64 * 8), ("workspace_bytes", ctypes.c_size_t), ("state", ctypes.c_int),
-        ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4),
-    )  # fmt: skip
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,13 @@ class GemmProblem:
     def _layout(self, operand: Operand, count: int) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
         self._do(
-            "cublasLtMatrixLayoutCreate", ctypes.byref(layout), operand.type, ctypes.c_uint64(operand.columns),
-            ctypes.c_uint64(operand.rows), ctypes.c_int64(operand.row_stride),
-        )  # fmt: skip
+            "cublasLtMatrixLayoutCreate",
+            ctypes.byref(layout),
+            operand.type,
+            ctypes.c_uint64(operand.columns),
+            ctypes.c_uint64(operand.rows),
+            ctypes.c_int64(operand.row_stride),
+        )
         for attribute, value in ((_BATCH_COUNT, ctypes.c_int32(count)), (_BATCH_STRIDE, ctypes.c_int64(operand.stride))):
             self._set("cublasLtMatrixLayoutSetAttribute", layout, attribute, value)
         return layout

@@ -17,10 +17,16 @@ Array = NDArray[Any]
 
 class _Lane(ctypes.Structure):
     _fields_ = (
-        ("queries", ctypes.c_void_p), ("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("sinks", ctypes.c_void_p),
-        ("mixed", ctypes.c_void_p), ("kv_heads", ctypes.c_uint64), ("group", ctypes.c_uint64), ("dim", ctypes.c_uint64),
+        ("queries", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("mixed", ctypes.c_void_p),
+        ("kv_heads", ctypes.c_uint64),
+        ("group", ctypes.c_uint64),
+        ("dim", ctypes.c_uint64),
         ("capacity", ctypes.c_uint64),
-    )  # fmt: skip
+    )
 
 
 class AttentionOperands(NamedTuple):

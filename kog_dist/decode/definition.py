@@ -177,8 +177,11 @@ class Definition:
 
 # Of each kind of mixer and FFN: what its values are, given the streams; the terms of the lanes' outputs.
 SUBLAYERS: dict[type, Callable[[Definition, Known, Known, int, list[Term]], list[Term]]] = {
-    AttentionMixer: Definition.attention, DeltaNet: Definition.delta, Ffn: Definition.ffn, Experts: Definition.experts,
-}  # fmt: skip
+    AttentionMixer: Definition.attention,
+    DeltaNet: Definition.delta,
+    Ffn: Definition.ffn,
+    Experts: Definition.experts,
+}
 
 
 @lru_cache(maxsize=64)

@@ -29,8 +29,10 @@ class DeltaCalls:
         self.inverse = self.memory.empty(self.num_tokens, 1)
         self.normed = self.memory.empty(self.num_tokens, self.spec.hidden_size)
         self.makers: dict[Phase, Callable[[Group], Run]] = {
-            Phase.DELTA_IN: self._project, Phase.DELTA: self._delta, Phase.OUT: self._out,
-        }  # fmt: skip
+            Phase.DELTA_IN: self._project,
+            Phase.DELTA: self._delta,
+            Phase.OUT: self._out,
+        }
 
     def _layers(self, group: Group) -> list[LayerWeights]:
         """Weights of the group's layer, of each of its lanes."""

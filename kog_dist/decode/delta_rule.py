@@ -97,16 +97,15 @@ def bound(nets: LaneNets, operands: DeltaOperands, scratch: Scratch) -> Advance:
 
 
 class _Net(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_void_p) for name in ("rows", "taps", "rates", "dt_bias", "norm", "state", "past", "mixed")
-    )  # fmt: skip
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("rows", "taps", "rates", "dt_bias", "norm", "state", "past", "mixed"))
 
 
 class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("key_heads", "heads", "key_dim", "value_dim", "width", "gate_values")),
-        ("eps", ctypes.c_float), ("scale", ctypes.c_float),
-    )  # fmt: skip
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
 
 
 def _bound_in_c(nets: LaneNets, operands: DeltaOperands, scratch: Scratch) -> Advance:
@@ -114,9 +113,15 @@ def _bound_in_c(nets: LaneNets, operands: DeltaOperands, scratch: Scratch) -> Ad
     taps = np.ascontiguousarray(nets.taps.swapaxes(1, 2))
     gate_values = 0 if mixed is None else nets.num_heads * nets.value_dim
     shape = _Shape(
-        nets.key_heads, nets.num_heads, nets.key_dim, nets.value_dim, nets.taps.shape[2], gate_values, nets.eps,
+        nets.key_heads,
+        nets.num_heads,
+        nets.key_dim,
+        nets.value_dim,
+        nets.taps.shape[2],
+        gate_values,
+        nets.eps,
         nets.key_dim**-0.5,
-    )  # fmt: skip
+    )
     kept = [rows, taps, nets.rates, nets.dt_bias, nets.norm, *([] if mixed is None else [mixed])]
     kept += [array for state in operands.states for array in state]
     assert all(array.dtype == np.float32 and array[0].flags.c_contiguous and len(array) == num_lanes for array in kept)

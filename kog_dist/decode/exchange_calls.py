@@ -46,9 +46,12 @@ class ExchangeCalls:
         self.plan, self.spec, self.cursor, self.comm = cursor.plan, cursor.plan.spec, cursor, comm
         self.tree = self.memory.empty(max(1, self.spec.num_lanes // 2), find.num_tokens, self.spec.hidden_size)
         self.makers: dict[Phase, Callable[[Group], Run]] = {
-            Phase.SUM: self._sum, Phase.TOTAL: self._total, Phase.HEAD_INPUT: self._head_input, Phase.GATHER: self._gather,
+            Phase.SUM: self._sum,
+            Phase.TOTAL: self._total,
+            Phase.HEAD_INPUT: self._head_input,
+            Phase.GATHER: self._gather,
             Phase.SAMPLE: self._sample,
-        }  # fmt: skip
+        }
 
     def _sum(self, group: Group) -> Run:
         step = group.steps[0]

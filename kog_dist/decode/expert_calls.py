@@ -33,8 +33,11 @@ class ExpertCalls:
         self.inverse = self.memory.empty(self.num_tokens, 1)
         self.normed = self.memory.empty(self.num_tokens, self.spec.hidden_size)
         self.makers: dict[Phase, Callable[[Group], Run]] = {
-            Phase.ROUTE: self._route, Phase.SELECT: self._select, Phase.GATE_UP: self._gate_up, Phase.DOWN: self._down,
-        }  # fmt: skip
+            Phase.ROUTE: self._route,
+            Phase.SELECT: self._select,
+            Phase.GATE_UP: self._gate_up,
+            Phase.DOWN: self._down,
+        }
 
     def _layers(self, group: Group) -> list[LayerWeights]:
         """Weights of the group's layer, of each of its lanes."""
@@ -131,9 +134,7 @@ class ExpertCalls:
 
         return run
 
-    def _plain_products(
-        self, layers: Sequence[LayerWeights], name: str, vectors: Sequence[Array] | Array, results: Array
-    ) -> Run:  # fmt: skip
+    def _plain_products(self, layers: Sequence[LayerWeights], name: str, vectors: Sequence[Array] | Array, results: Array) -> Run:
         """Of a matrix that each lane has beside its experts."""
         triples = []
         for layer, inputs, out in zip(layers, vectors, results, strict=True):

@@ -38,9 +38,12 @@ class ProvedPass(NamedTuple):
 
 
 PASSES = (
-    ProvedPass(When.ALWAYS, 2, 2), ProvedPass(When.SAMPLED, 2, 1), ProvedPass(When.GATHERED, 4, 2),
-    ProvedPass(When.GATHERED, 1, 1), ProvedPass(When.GATHERED, 2, 2),
-)  # fmt: skip
+    ProvedPass(When.ALWAYS, 2, 2),
+    ProvedPass(When.SAMPLED, 2, 1),
+    ProvedPass(When.GATHERED, 4, 2),
+    ProvedPass(When.GATHERED, 1, 1),
+    ProvedPass(When.GATHERED, 2, 2),
+)
 
 
 def passes_of(num_tokens: int) -> tuple[ProvedPass, ...]:

@@ -215,9 +215,7 @@ class Interpreter:
         """Positions that the KV cache in use holds."""
         return self._cursor.held[self._cursor.kv_cache]
 
-    def use_cache(
-        self, cache: int, source: int, num_positions: int, load_state: Callable[[], None] | None = None
-    ) -> None:  # fmt: skip
+    def use_cache(self, cache: int, source: int, num_positions: int, load_state: Callable[[], None] | None = None) -> None:
         """Go on in KV cache `cache` behind the first `num_positions` of cache `source`, which are copied if the two differ.
 
         `load_state` puts a state of so many positions into `cache`; None: it is that of `source`.
@@ -274,9 +272,15 @@ class Interpreter:
         self._cursor.held[cache] = self._cursor.settled[cache] = num_positions
 
     def step(
-        self, token_id: int, position: int, sampling: SamplingParams | None, gather_logits: bool = False, *, stop: bool = False,
+        self,
+        token_id: int,
+        position: int,
+        sampling: SamplingParams | None,
+        gather_logits: bool = False,
+        *,
+        stop: bool = False,
         choose: Choose | None = None,
-    ) -> StepOutput:  # fmt: skip
+    ) -> StepOutput:
         """Run one token through the model and choose its successor; `sampling` None = a prompt token, which has none.
 
         `stop`, which only rank 0 may decide, travels to all ranks with this token's candidates. So does what `choose` makes of
@@ -294,9 +298,15 @@ class Interpreter:
             raise PlanError(f"rank {self.rank} cannot choose by itself: only rank 0 does, for a sampled token with all logits")
 
     def verify(
-        self, token_ids: Sequence[int], position: int, sampling: SamplingParams, gather_logits: bool = False, *,
-        stop: bool = False, choose: Choose | None = None,
-    ) -> list[StepOutput]:  # fmt: skip
+        self,
+        token_ids: Sequence[int],
+        position: int,
+        sampling: SamplingParams,
+        gather_logits: bool = False,
+        *,
+        stop: bool = False,
+        choose: Choose | None = None,
+    ) -> list[StepOutput]:
         """Run a token and drafts of those behind it through the model in one pass of the weights: what `step` makes of the first,
         and of each draft as long as it is what was chosen in front of it, bit by bit.
 

@@ -44,10 +44,16 @@ class LaneCalls:
         self.inverse = memory.empty(len(memory.lanes), self.num_tokens, 1)
         self.cos, self.sin = angles
         self.makers: dict[Phase, Callable[[Group], Run]] = {
-            Phase.EMBED: self._embed, Phase.QKV: self._qkv, Phase.ATTEND: self._attend, Phase.OUT: self._out,
-            Phase.GATE_UP: self._gate_up, Phase.DOWN: self._down, Phase.RESIDUAL: self._residual,
-            Phase.FINAL_NORM: self._final_norm, Phase.HEAD: self._head,
-        }  # fmt: skip
+            Phase.EMBED: self._embed,
+            Phase.QKV: self._qkv,
+            Phase.ATTEND: self._attend,
+            Phase.OUT: self._out,
+            Phase.GATE_UP: self._gate_up,
+            Phase.DOWN: self._down,
+            Phase.RESIDUAL: self._residual,
+            Phase.FINAL_NORM: self._final_norm,
+            Phase.HEAD: self._head,
+        }
 
     def _norm_weight(self, arrays: Sequence[Array]) -> Array:
         """(D,) if all lanes share the weight, else (n, 1, D)."""

@@ -52,8 +52,9 @@ def product_order(spec: ModelSpec, lanes: range) -> list[LaneTurn]:
             for j in range(max(len(group) for _, group in groups)):
                 order += [
                     LaneTurn(first_free + half // 2, ops[half][i], group[j])
-                    for half, group in groups if j < len(group) and i < len(ops[half])
-                ]  # fmt: skip
+                    for half, group in groups
+                    if j < len(group) and i < len(ops[half])
+                ]
             groups.reverse()  # OUT comes as late as it can: it waits for attention
     if num_halves:
         last, (first_op, *_, last_op) = spec.num_layers - 1, recipes(spec)[first_free][0].lane_ops

@@ -34,9 +34,16 @@ class PassDrafts:
     """
 
     def __init__(
-        self, prompt: Sequence[int], prediction: Sequence[int], max_tokens: int, num_tokens: int, *, num_left: int, extra: int,
+        self,
+        prompt: Sequence[int],
+        prediction: Sequence[int],
+        max_tokens: int,
+        num_tokens: int,
+        *,
+        num_left: int,
+        extra: int,
         edge: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._lookup = Lookup(prompt, prediction)
         self._num_tokens, self._extra, self._edge, self._left = num_tokens, extra, edge, max_tokens
         self._balance, self._num_idle = CREDIT, 0

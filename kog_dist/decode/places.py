@@ -11,9 +11,13 @@ from kog_dist.runtime.abi import WaitRecord
 
 _SUMMED = {Sublayer.ATTENTION: Phase.OUT, Sublayer.MLP: Phase.DOWN}  # the product whose outputs are summed over lanes
 _OTHERS = {
-    "final": Phase.HEAD_INPUT, "streams": Phase.HEAD_INPUT, "logits": Phase.GATHER, "candidates": Phase.SAMPLE,
-    "choices": Phase.SAMPLE, "reports": Phase.SAMPLE,
-}  # fmt: skip
+    "final": Phase.HEAD_INPUT,
+    "streams": Phase.HEAD_INPUT,
+    "logits": Phase.GATHER,
+    "candidates": Phase.SAMPLE,
+    "choices": Phase.SAMPLE,
+    "reports": Phase.SAMPLE,
+}
 
 
 def with_place(spec: ModelSpec, record: WaitRecord) -> WaitRecord:

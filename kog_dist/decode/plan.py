@@ -57,11 +57,13 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 over everything in the plan: ranks that agree on it run the same program."""
         content = [
-            self.spec.to_config(), self.world_size, self.num_ctas,
+            self.spec.to_config(),
+            self.world_size,
+            self.num_ctas,
             [[box.name, box.num_slots, box.length, box.per_token] for box in self.mailboxes],
             [[part.rank, part.lanes, part.steps, list(map(_described, part.products))] for part in self.ranks],
             *([self.num_tokens] if self.num_tokens > 1 else []),
-        ]  # fmt: skip
+        ]
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -72,9 +74,14 @@ def _described(product: Product) -> tuple[object, ...]:
 
 
 def make_plan(
-    spec: ModelSpec, world_size: int, products: Sequence[Sequence[Product]] | None = None, *, num_ctas: int = 1,
-    checks_experts: bool = False, num_tokens: int = 1,
-) -> Plan:  # fmt: skip
+    spec: ModelSpec,
+    world_size: int,
+    products: Sequence[Sequence[Product]] | None = None,
+    *,
+    num_ctas: int = 1,
+    checks_experts: bool = False,
+    num_tokens: int = 1,
+) -> Plan:
     """The plan of `spec` on `world_size` ranks, each with its `products`, divided among `num_ctas` thread blocks.
 
     Without them each rank multiplies phase by phase, undivided: that suits the interpreter, which joins neighbouring lanes. All

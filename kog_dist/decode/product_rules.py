@@ -128,8 +128,11 @@ def _of_experts(spec: ModelSpec, experts: Experts, product: Product) -> Matrix:
 
 # Of each kind of mixer and FFN, what a lane multiplies with in its ops.
 MATRICES: dict[type, Callable[[ModelSpec, Any, Product], Matrix]] = {
-    AttentionMixer: _of_attention, DeltaNet: _of_delta, Ffn: _of_ffn, Experts: _of_experts,
-}  # fmt: skip
+    AttentionMixer: _of_attention,
+    DeltaNet: _of_delta,
+    Ffn: _of_ffn,
+    Experts: _of_experts,
+}
 _OF_FFNS = (Phase.ROUTE, Phase.GATE_UP, Phase.DOWN)
 
 

@@ -67,9 +67,12 @@ class Division(NamedTuple):
 
 
 def product_list(
-    spec: ModelSpec, turns: Iterable[LaneTurn], lanes: range, division: Mapping[Phase, Division] | Mapping[LayerOp, Division],
+    spec: ModelSpec,
+    turns: Iterable[LaneTurn],
+    lanes: range,
+    division: Mapping[Phase, Division] | Mapping[LayerOp, Division],
     sources: Sequence[int] = (NONE,),
-) -> tuple[Product, ...]:  # fmt: skip
+) -> tuple[Product, ...]:
     """The list of a rank that hosts `lanes`. `division`: of each op, or of each layer's.
 
     A product of several lanes stands where that of the first of them would, one of the rank (ROUTE) in front of the first lane's
@@ -98,8 +101,11 @@ def undivided(spec: ModelSpec, lanes: range, *, staggered: bool = False) -> tupl
     """Each lane's products by themselves, as CPU ranks multiply: phase by phase, or `staggered` as on GPUs (`order`)."""
     num_rows = {
         (stage.phase, layer): stage.num_rows
-        for layer, of_layer in enumerate(recipes(spec)) for recipe in of_layer for stage in recipe.stages if stage.num_rows
-    }  # fmt: skip
+        for layer, of_layer in enumerate(recipes(spec))
+        for recipe in of_layer
+        for stage in recipe.stages
+        if stage.num_rows
+    }
     turns = product_order(spec, lanes) if staggered else plain_order(spec, lanes, spec.num_layers)
     layers = product_list(spec, turns, lanes, {op: Division(1, RowShare(count)) for op, count in num_rows.items()})
     slices = {lane: spec.vocab_slice(lane) for lane in lanes}

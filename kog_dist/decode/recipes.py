@@ -215,8 +215,10 @@ def _experts(spec: ModelSpec, experts: Experts) -> Recipe:
         Stage(Phase.DOWN, (*made, chosen), (Kind.PARTIAL,), d, width, 2),
     )
     shapes: dict[Kind, Shape] = {
-        logits: (experts.num_logits,), chosen: (2, experts.num_slots), Kind.ACTIVATION: (choice.per_token, columns),
-    }  # fmt: skip
+        logits: (experts.num_logits,),
+        chosen: (2, experts.num_slots),
+        Kind.ACTIVATION: (choice.per_token, columns),
+    }
     shapes |= {Kind.SHARED_ACTIVATION: (shared,)} if shared else {}
     return Recipe(
         Site.MLP, stages, shapes, spec.has_one_stream, vectors={"router_bias": router_bias} if choice.router_bias else {}
@@ -224,8 +226,11 @@ def _experts(spec: ModelSpec, experts: Experts) -> Recipe:
 
 
 RECIPES: dict[type, Callable[[ModelSpec, Any], Recipe]] = {
-    AttentionMixer: _attention, DeltaNet: _delta, Ffn: _ffn, Experts: _experts,
-}  # fmt: skip
+    AttentionMixer: _attention,
+    DeltaNet: _delta,
+    Ffn: _ffn,
+    Experts: _experts,
+}
 
 
 @lru_cache(maxsize=64)

@@ -76,8 +76,12 @@ class RequestBlocks:
         raw[_CHECK] = _CHECK_WORD.pack(_check(raw, prompt, biases, copies, prediction))
         start, max_context = self._offset + seq % NUM_BLOCKS * self._stride, self._max_context
         places = (
-            0, REQUEST_BLOCK.size_bytes, _bias_offset(max_context), _copy_offset(max_context), _prediction_offset(max_context),
-        )  # fmt: skip
+            0,
+            REQUEST_BLOCK.size_bytes,
+            _bias_offset(max_context),
+            _copy_offset(max_context),
+            _prediction_offset(max_context),
+        )
         for offset, part in zip(places, (bytes(raw), prompt, biases, copies, prediction), strict=True):
             self._segment.buffer[start + offset : start + offset + len(part)] = part
 

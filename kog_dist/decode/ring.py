@@ -90,9 +90,16 @@ class TokenRing:
         self._num_put = self._header[0]
 
     def put(
-        self, seq: int, index: int, token_id: int, stamp_ns: int, digest: bytes | None, finish: Finish,
-        logprobs: TokenLogprobs | None = None, drafted: Drafted = NOT_DRAFTED,
-    ) -> None:  # fmt: skip
+        self,
+        seq: int,
+        index: int,
+        token_id: int,
+        stamp_ns: int,
+        digest: bytes | None,
+        finish: Finish,
+        logprobs: TokenLogprobs | None = None,
+        drafted: Drafted = NOT_DRAFTED,
+    ) -> None:
         """Write entry `index` of request `seq` and wake the reader. Only rank 0 calls this; it never waits.
 
         `digest` is 32 bytes or None. Raises IndexError when `index` is outside the ring, ValueError for a digest of another size

@@ -85,9 +85,14 @@ class Scheduler:
         return stream(revision, lane if lane in self.streams else NONE)
 
     def _per_lane(
-        self, phase: Phase, values: Callable[[int], tuple[Values, Values]], lanes: Iterable[int], layer: int = NONE,
-        site: int = NONE, when: When = When.ALWAYS,
-    ) -> None:  # fmt: skip
+        self,
+        phase: Phase,
+        values: Callable[[int], tuple[Values, Values]],
+        lanes: Iterable[int],
+        layer: int = NONE,
+        site: int = NONE,
+        when: When = When.ALWAYS,
+    ) -> None:
         """One step for each lane, or NONE; `values(lane)` is what it reads and writes."""
         for lane in lanes:
             reads, writes = values(lane)
@@ -119,8 +124,10 @@ class Scheduler:
         """Values that a rank compares in a layer: the last dimension of what is written."""
         found = [
             recipe.shapes[stage.writes[0]][-1]
-            for recipe in all_recipes(self.spec) for stage in recipe.stages if stage.compared_in == mailbox
-        ]  # fmt: skip
+            for recipe in all_recipes(self.spec)
+            for stage in recipe.stages
+            if stage.compared_in == mailbox
+        ]
         return max(found)
 
     def _add_reduction(self, site: Site, layer: int, lanes: Sequence[int]) -> None:

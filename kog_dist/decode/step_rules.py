@@ -44,9 +44,11 @@ def malformed(spec: ModelSpec, part: RankPlan, step: Step) -> Iterator[str]:
         yield f"lane {lane} does not fit the phase on a rank with lanes {part.lanes}"
         return
     sites: dict[Phase, tuple[int, ...]] = {
-        Phase.SUM: tuple(Site), Phase.TOTAL: tuple(Site), Phase.HEAD_INPUT: (Site.FINAL,),
+        Phase.SUM: tuple(Site),
+        Phase.TOTAL: tuple(Site),
+        Phase.HEAD_INPUT: (Site.FINAL,),
         Phase.RESIDUAL: (Site.ATTENTION, Site.MLP),
-    }  # fmt: skip
+    }
     if site not in sites.get(step.phase, (NONE,)):
         yield f"site {site} does not fit the phase"
         return

@@ -93,8 +93,14 @@ class Value(NamedTuple):
 
 
 _REPLACED = (
-    Kind.STREAM, Kind.QUERY, Kind.MIXED, Kind.ACTIVATION, Kind.GATE, Kind.DELTA_INPUT, Kind.SHARED_ACTIVATION,
-)  # fmt: skip
+    Kind.STREAM,
+    Kind.QUERY,
+    Kind.MIXED,
+    Kind.ACTIVATION,
+    Kind.GATE,
+    Kind.DELTA_INPUT,
+    Kind.SHARED_ACTIVATION,
+)
 _LASTING = (Kind.PARTIAL, Kind.OWN_SUM, Kind.TOTAL)
 
 

@@ -117,17 +117,25 @@ def op_shape(
     `coding`: of a quantised matrix, whose tiles have one step. `slice_steps`: a warp's columns are a multiple of so many steps.
     """
     fewest = -(-cta_rows // tile_rows)
-    blocks = fewest if has_last else min(
-        range(fewest, int(fewest * most_blocks) + 1), key=lambda blocks: blocks * _block_rows(cta_rows, blocks, multiple)
-    )  # fmt: skip
+    blocks = (
+        fewest
+        if has_last
+        else min(
+            range(fewest, int(fewest * most_blocks) + 1), key=lambda blocks: blocks * _block_rows(cta_rows, blocks, multiple)
+        )
+    )
     rows = _block_rows(cta_rows, blocks, multiple)
     blocks, last_rows = -(-cta_rows // rows), (cta_rows - 1) % rows + 1 if has_last and cta_rows % rows else 0
     columns = STEP_COLUMNS if coding is None else coding.columns
     per = -(-num_columns // (warps * columns * slice_steps)) * slice_steps
     groups = -(-rows // 8)
-    steps = 1 if coding is not None else max(
-        s for s in range(1, per + 1) if per % s == 0 and (s == 1 or (s * rows <= tile_rows and s * groups <= MAX_PIECES))
-    )  # fmt: skip
+    steps = (
+        1
+        if coding is not None
+        else max(
+            s for s in range(1, per + 1) if per % s == 0 and (s == 1 or (s * rows <= tile_rows and s * groups <= MAX_PIECES))
+        )
+    )
     real_steps = -(-num_columns // columns)
     left_out = leaves_out and steps == 1 and real_steps < per * warps
     return OpShape(rows, blocks, per, steps, warps, real_steps if left_out else 0, last_rows, coding)

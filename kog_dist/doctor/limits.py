@@ -33,11 +33,7 @@ def open_files() -> Iterator[Finding]:
 def processes() -> Iterator[Finding]:
     """RLIMIT_NPROC and the container's own limit, which counts threads too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    left = [
-        int(most) - int(now)
-        for most, now in zip(limit("pids.max"), limit("pids.current"), strict=False)
-        if most != "max"
-    ]  # fmt: skip
+    left = [int(most) - int(now) for most, now in zip(limit("pids.max"), limit("pids.current"), strict=False) if most != "max"]
     if left and min(left) < _LEAST_PROCESSES:
         yield warning(
             f"this container may start only {min(left)} more processes and threads; raise its pids limit", left=min(left)

@@ -76,9 +76,13 @@ def _wrapped(finding: Finding) -> list[str]:
     """The lines of a finding; words, such as paths, are never broken."""
     first = f"  {finding.level:<{_WIDTH}}"
     return textwrap.wrap(
-        finding.text, _COLUMNS, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False,
+        finding.text,
+        _COLUMNS,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
         break_on_hyphens=False,
-    ) or [first.rstrip()]  # fmt: skip
+    ) or [first.rstrip()]
 
 
 def as_json(answers: Sequence[CheckResult]) -> str:

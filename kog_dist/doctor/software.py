@@ -20,8 +20,13 @@ _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?[^;]*(?:;.*extra == ['\"](?P<extra>\w+))?"
 )
 EXTRAS = {  # what each is for
-    "cuda": "GPUs", "train": "training", "gguf": "GGUF files", "mpi": "mpirun", "ray": "Ray", "bench": "plots"
-}  # fmt: skip
+    "cuda": "GPUs",
+    "train": "training",
+    "gguf": "GGUF files",
+    "mpi": "mpirun",
+    "ray": "Ray",
+    "bench": "plots",
+}
 
 
 def python() -> Iterator[Finding]:

@@ -37,9 +37,7 @@ class AnswerResponse(Response):
         """Send the requests, and write the answer or the error."""
         service, begin_s = self._service, time.monotonic()
         service.bridge.deliver()
-        exchange = Exchange(
-            self._planned, service.metrics, service.limits, self._endpoint, keeps_text=service.log.with_prompts
-        )  # fmt: skip
+        exchange = Exchange(self._planned, service.metrics, service.limits, self._endpoint, keeps_text=service.log.with_prompts)
         service.answering.add(exchange)
         watch = asyncio.create_task(_watch(receive, exchange))
         status = 500
@@ -86,8 +84,10 @@ class AnswerResponse(Response):
             await send_error(send, error, self._endpoint)
             return error.status
         headers = [
-            (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *self._told(exchange),
-        ]  # fmt: skip
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *self._told(exchange),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
         return 200
@@ -107,9 +107,11 @@ class AnswerResponse(Response):
         first = done[0] if done else None
         prompts = [meter.num_prompt_tokens for meter in exchange.meters if meter.num_prompt_tokens is not None]
         return RequestLine(
-            request_id=scope["kog.request_id"], endpoint=self._endpoint,
+            request_id=scope["kog.request_id"],
+            endpoint=self._endpoint,
             status=CLIENT_GONE if exchange.is_abandoned else status,
-            client=address_class((scope.get("client") or ("",))[0]), stream=self._planned.stream,
+            client=address_class((scope.get("client") or ("",))[0]),
+            stream=self._planned.stream,
             finish_reason=str(first.finish_reason) if first is not None else None,
             error=exchange.refusal.code if exchange.refusal is not None else None,
             num_prompt_tokens=sum(prompts) if prompts else None,
@@ -117,13 +119,17 @@ class AnswerResponse(Response):
             num_generated_tokens=sum(meter.num_tokens for meter in exchange.meters),
             num_drafted_tokens=(drafted := sum(end.num_drafted_tokens for end in done)) or None,
             num_accepted_tokens=sum(end.num_accepted_tokens for end in done) if drafted else None,
-            num_reasoning_tokens=exchange.reply.num_reasoning_tokens or None, num_calls=exchange.reply.num_calls or None,
+            num_reasoning_tokens=exchange.reply.num_reasoning_tokens or None,
+            num_calls=exchange.reply.num_calls or None,
             queue_s=first.queue_s if first is not None else exchange.queue_s,
             ttft_s=exchange.meters[0].ttft_s if exchange.meters else None,
-            total_s=total_s, tokens_per_s=exchange.meters[0].tokens_per_s if exchange.meters else None,
-            left_out=self._left_out or None, unseen=self._unseen or None,
-            prompt=self._prompt() if self._service.log.with_prompts else None, answer="".join(exchange.texts) or None,
-        )  # fmt: skip
+            total_s=total_s,
+            tokens_per_s=exchange.meters[0].tokens_per_s if exchange.meters else None,
+            left_out=self._left_out or None,
+            unseen=self._unseen or None,
+            prompt=self._prompt() if self._service.log.with_prompts else None,
+            answer="".join(exchange.texts) or None,
+        )
 
     def _prompt(self) -> str | None:
         """What the ranks read, as text: with the chat template's marks, and ids where this gateway has no tokenizer."""

@@ -175,9 +175,13 @@ def _state(service: Service) -> Iterator[Route]:
         return json_response(_document())
 
     for path, answer in (
-        ("/livez", livez), ("/readyz", readyz), ("/health", readyz), ("/metrics", metrics), ("/kog/info", kog_info),
+        ("/livez", livez),
+        ("/readyz", readyz),
+        ("/health", readyz),
+        ("/metrics", metrics),
+        ("/kog/info", kog_info),
         ("/openapi.json", openapi),
-    ):  # fmt: skip
+    ):
         yield _route("GET", path, answer)
 
 

@@ -47,9 +47,7 @@ class BodyReader:
         self._model = model
         self._child: _Child | None = None
         self._turns = Turns(most=WAITING, most_of_one=WAITING_OF_ONE, wait_s=WAIT_S)
-        self._small_turns = Turns(
-            most=SMALL_WAITING, most_of_one=SMALL_WAITING_OF_ONE, wait_s=WAIT_S, num_at_once=SMALL_AT_ONCE
-        )  # fmt: skip
+        self._small_turns = Turns(most=SMALL_WAITING, most_of_one=SMALL_WAITING_OF_ONE, wait_s=WAIT_S, num_at_once=SMALL_AT_ONCE)
         self._ending: set[asyncio.Task[int | None]] = set()  # processes that were killed
         self.num_outside = 0  # bodies that were read in the process
 
@@ -123,8 +121,9 @@ class _Child:
         try:
             self._process = subprocess.Popen(
                 python_child.command("kog_dist.gateway.body_process", arguments.to_json()),
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
         except OSError:
             self._channel.close()
             raise

@@ -25,9 +25,12 @@ async def decoded(chunks: AsyncIterator[bytes], encoding: str) -> AsyncIterator[
         return
     if name not in _WINDOWS:
         raise ApiError(
-            415, INVALID_REQUEST, "unsupported_content_encoding", None,
+            415,
+            INVALID_REQUEST,
+            "unsupported_content_encoding",
+            None,
             f"the body is encoded as {encoding[:60]!a}; send it plain, or with gzip or deflate",
-        )  # fmt: skip
+        )
     decoder = zlib.decompressobj(_WINDOWS[name])
     async for chunk in chunks:
         rest, is_full = chunk, False

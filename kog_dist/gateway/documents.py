@@ -49,13 +49,18 @@ _ANYWHERE: Final = {
     500: "a mistake of ours",
 }
 _WITH_BODY: Final = {
-    400: "the body is wrong; the message names the field", 404: "there is no such model", 408: "the body came too slowly",
-    413: "the body is too large", 415: "the body is not declared as JSON",
-}  # fmt: skip
+    400: "the body is wrong; the message names the field",
+    404: "there is no such model",
+    408: "the body came too slowly",
+    413: "the body is too large",
+    415: "the body is not declared as JSON",
+}
 _OF_ENGINE: Final = {
-    422: "the grammar is too complex to be followed", 429: "the queue is full; see Retry-After",
-    503: "the engine is loading, draining or lost; see Retry-After", 504: "the request's own time limit passed while it waited",
-}  # fmt: skip
+    422: "the grammar is too complex to be followed",
+    429: "the queue is full; see Retry-After",
+    503: "the engine is loading, draining or lost; see Retry-After",
+    504: "the request's own time limit passed while it waited",
+}
 _UNKNOWN_YET: Final = {503: "the engine has not said yet what it serves"}
 
 _ANSWERS: Final[dict[str, tuple[type[BaseModel], str]]] = {
@@ -68,26 +73,31 @@ _ANSWERS: Final[dict[str, tuple[type[BaseModel], str]]] = {
 }
 _TOKENS: Final[dict[str, tuple[type[BaseModel], str, dict[str, Any]]]] = {
     "/tokenize": (
-        TokenizeRequest, "Token ids of a text",
+        TokenizeRequest,
+        "Token ids of a text",
         {
-            "type": "object", "required": ["count", "max_model_len", "tokens", "token_strs"],
+            "type": "object",
+            "required": ["count", "max_model_len", "tokens", "token_strs"],
             "properties": {
-                "count": {"type": "integer"}, "max_model_len": {"type": "integer"},
+                "count": {"type": "integer"},
+                "max_model_len": {"type": "integer"},
                 "tokens": {"type": "array", "items": {"type": "integer"}},
                 "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
             },
         },
     ),
     "/detokenize": (
-        DetokenizeRequest, "The text of token ids",
+        DetokenizeRequest,
+        "The text of token ids",
         {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
     ),
     "/api/show": (ShowBody, "What clients of Ollama ask of a model", {"type": "object"}),
     "/v1/messages/count_tokens": (
-        CountTokensRequest, "How many tokens a message's prompt has",
+        CountTokensRequest,
+        "How many tokens a message's prompt has",
         {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": {"type": "integer"}}},
     ),
-}  # fmt: skip
+}
 _GETS: Final[dict[str, tuple[str, str, Any]]] = {
     "/v1/models": ("The model that is served", "application/json", {"type": "object"}),
     "/v1/models/{name}": ("The same, by a name it has", "application/json", {"type": "object"}),

@@ -104,8 +104,9 @@ def _kept(report: StatusReport, labels: list[str]) -> Iterator[Metric]:
     used = GaugeMetricFamily("kog:kept_tokens", "Tokens of earlier requests that blocks are taken for.", labels=names)
     room = GaugeMetricFamily("kog:kept_tokens_limit", "Tokens of earlier requests that there are blocks for.", labels=names)
     for memory, num_used, num_slots in (
-        ("device", report.kept_used, report.kept_slots), ("host", report.kept_host_used, report.kept_host_slots),
-    ):  # fmt: skip
+        ("device", report.kept_used, report.kept_slots),
+        ("host", report.kept_host_used, report.kept_host_slots),
+    ):
         if num_slots:
             used.add_metric([*labels, memory], num_used * report.kept_block_tokens)
             room.add_metric([*labels, memory], num_slots * report.kept_block_tokens)

@@ -22,8 +22,10 @@ from kog_dist.gateway.readiness import RETRY_AFTER_S, Health
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _BODIES: Final[dict[Protocol, Callable[[ApiError], dict[str, Any]]]] = {
-    Protocol.OPENAI: ApiError.body, Protocol.ANTHROPIC: anthropic.error_body, Protocol.OLLAMA: ollama.error_body,
-}  # fmt: skip
+    Protocol.OPENAI: ApiError.body,
+    Protocol.ANTHROPIC: anthropic.error_body,
+    Protocol.OLLAMA: ollama.error_body,
+}
 MISTAKE: Final = ApiError(500, SERVER, "internal_error", None, "the gateway made a mistake; its log says where")
 
 

@@ -35,9 +35,16 @@ class Guard:
     """An ASGI application around another one."""
 
     def __init__(
-        self, app: App, log: Log, *, host: str, port: int, keys: ApiKeys, cors_origins: tuple[str, ...] = (),
+        self,
+        app: App,
+        log: Log,
+        *,
+        host: str,
+        port: int,
+        keys: ApiKeys,
+        cors_origins: tuple[str, ...] = (),
         on_response: Callable[[str, int], None] = lambda _path, _status: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`host` as it was bound. Bound to loopback, it answers to names of this machine only; elsewhere keys protect it.
 
         `on_response` hears the path and the status of every response that is begun.
@@ -94,9 +101,12 @@ class Guard:
                 await self._app(scope, receive_on, send_on)
         except Exception as error:  # the last resort: a mistake of ours must not look like a lost connection
             self._log.problem(
-                "internal_error", f"{scope['method']} {scope['path']}: {type(error).__name__}: {error}", level=LogLevel.ERROR,
-                request_id=scope["kog.request_id"], where=_where(error),
-            )  # fmt: skip
+                "internal_error",
+                f"{scope['method']} {scope['path']}: {type(error).__name__}: {error}",
+                level=LogLevel.ERROR,
+                request_id=scope["kog.request_id"],
+                where=_where(error),
+            )
             if not started:
                 await send_error(send_on, MISTAKE, scope["path"])
 
@@ -105,21 +115,30 @@ class Guard:
         host = headers.get(b"host", b"").decode("latin-1")
         if self._checks_host and not self._is_own(host):
             return ApiError(
-                403, INVALID_REQUEST, "forbidden_host", None,
+                403,
+                INVALID_REQUEST,
+                "forbidden_host",
+                None,
                 f"this service answers to localhost only, not to {host[:100]!a}; offer it to others with --host and an API key",
-            )  # fmt: skip
+            )
         if origin and not self._allows_origin(origin) and not _is_same(origin, host):
             return ApiError(
-                403, INVALID_REQUEST, "forbidden_origin", None,
+                403,
+                INVALID_REQUEST,
+                "forbidden_origin",
+                None,
                 f"pages of {origin[:100]!a} may not use this service; allow them with --cors-origin",
-            )  # fmt: skip
+            )
         is_preflight = scope["method"] == "OPTIONS" and origin
         site = headers.get(b"sec-fetch-site", b"none").decode("latin-1")
         if scope["method"] == "POST" and not origin and site not in _OWN_SITES:  # a browser says so that hides the origin
             return ApiError(
-                403, INVALID_REQUEST, "forbidden_origin", None,
+                403,
+                INVALID_REQUEST,
+                "forbidden_origin",
+                None,
                 f"pages of other origins (Sec-Fetch-Site: {site[:20]!a}) may not use this service; allow them with --cors-origin",
-            )  # fmt: skip
+            )
         if not self._keys or is_preflight or scope["path"] in OPEN_PATHS or scope["path"].startswith("/static/"):
             return None
         found = self._keys.scope_of(_given_key(headers))
@@ -155,9 +174,11 @@ async def _answer_preflight(send: Send, wanted: bytes) -> None:
     """A page that may ask may send any headers: clients have their own, such as x-stainless-lang."""
     allowed = wanted if _HEADER_NAMES.fullmatch(wanted) else _HEADERS
     headers = [
-        (b"access-control-allow-methods", _ALLOWED), (b"access-control-max-age", _MAX_AGE_S),
-        (b"access-control-allow-headers", allowed), (b"vary", b"access-control-request-headers"),
-    ]  # fmt: skip
+        (b"access-control-allow-methods", _ALLOWED),
+        (b"access-control-max-age", _MAX_AGE_S),
+        (b"access-control-allow-headers", allowed),
+        (b"vary", b"access-control-request-headers"),
+    ]
     await send({"type": "http.response.start", "status": 204, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
 

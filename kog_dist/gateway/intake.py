@@ -29,9 +29,12 @@ async def received(request: Request, service: Service) -> AsyncIterator[bytes]:
     is_declared = media_type in ("application/json", "")
     if not is_declared and protocol_of(request.url.path) is not Protocol.OLLAMA:  # forms of other sites were refused before this
         raise ApiError(
-            415, INVALID_REQUEST, "unsupported_media_type", None,
+            415,
+            INVALID_REQUEST,
+            "unsupported_media_type",
+            None,
             f"the body is declared as {media_type[:60]!a}; send JSON with the header Content-Type: application/json",
-        )  # fmt: skip
+        )
     most = service.limits.body_bytes
     if request.headers.get("content-length", "0").isdigit() and int(request.headers.get("content-length", "0")[:18]) > most:
         raise _too_large(most)

@@ -34,9 +34,7 @@ def packed(planned: Planned) -> dict[str, Any]:
     return {"generates": generates, "reply": json.dumps(_recipe(planned.reply)).encode(), "told": told}
 
 
-def unpacked(
-    generates: Sequence[bytes], reply: bytes, told: Mapping[str, Sequence[str]], tokenizer: Tokenizer | None
-) -> Planned:  # fmt: skip
+def unpacked(generates: Sequence[bytes], reply: bytes, told: Mapping[str, Sequence[str]], tokenizer: Tokenizer | None) -> Planned:
     """The inverse. `tokenizer`: of the served model, for the names of tokens."""
     recipe: dict[str, Any] = json.loads(reply)
     messages = tuple(_generate(frame) for frame in generates)

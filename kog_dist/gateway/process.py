@@ -42,9 +42,11 @@ def run_gateway(args: GatewayArgs) -> int:
     page = ProcessPage.from_fd(args.page_fd)
     limits = replace(LIMITS, connections=_room_for_connections())
     log = Log(
-        log_format=args.log_format, with_prompts=args.log_prompts, secrets=keys,
+        log_format=args.log_format,
+        with_prompts=args.log_prompts,
+        secrets=keys,
         terminal=_open_terminal(args.terminal_fd),
-    )  # fmt: skip
+    )
 
     sys.setswitchinterval(SWITCH_S)
 

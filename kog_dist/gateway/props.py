@@ -19,17 +19,24 @@ def props(served: ServedModel, report: StatusReport | None) -> dict[str, Any]:
         "default_generation_settings": {
             "n_ctx": served.max_context,
             "params": {
-                "temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p, "min_p": defaults.min_p,
-                "repeat_penalty": defaults.repetition_penalty, "presence_penalty": defaults.presence_penalty,
+                "temperature": defaults.temperature,
+                "top_k": defaults.top_k,
+                "top_p": defaults.top_p,
+                "min_p": defaults.min_p,
+                "repeat_penalty": defaults.repetition_penalty,
+                "presence_penalty": defaults.presence_penalty,
                 "frequency_penalty": defaults.frequency_penalty,
             },
         },
-        "total_slots": len(_engines_run(report)), "model_alias": served.name, "model_path": served.name,
+        "total_slots": len(_engines_run(report)),
+        "model_alias": served.name,
+        "model_path": served.name,
         "modalities": {"vision": False, "audio": False},
         "chat_template": "" if template is None else template.source,
-        "bos_token": specials.get("bos_token", ""), "eos_token": specials.get("eos_token", ""),
+        "bos_token": specials.get("bos_token", ""),
+        "eos_token": specials.get("eos_token", ""),
         "build_info": f"kog_dist {__version__}",
-    }  # fmt: skip
+    }
 
 
 def slots(served: ServedModel, report: StatusReport | None) -> list[dict[str, Any]]:

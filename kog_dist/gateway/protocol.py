@@ -240,8 +240,10 @@ def plain_response(error: ApiError, phrase: bytes, path: str, retry_after_s: int
     """A whole HTTP response that closes the connection."""
     body = error_body(error, path)
     head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % (
-        error.status, phrase, len(body),
-    )  # fmt: skip
+        error.status,
+        phrase,
+        len(body),
+    )
     if retry_after_s is not None:
         head += b"retry-after: %d\r\n" % retry_after_s
     return head + b"\r\n" + body

@@ -35,19 +35,30 @@ class Server(uvicorn.Server):
 def make_server(service: Service, keys: Sequence[str], port: int, limits: Limits) -> Server:
     """The server of a service; the socket is given to `serve`."""
     guard = Guard(
-        make_app(service), service.log, host=service.args.host, port=port,
+        make_app(service),
+        service.log,
+        host=service.args.host,
+        port=port,
         keys=ApiKeys(keys, share_prefixes=service.args.share_prefixes),
-        cors_origins=service.args.cors_origins, on_response=service.count_response,
-    )  # fmt: skip
+        cors_origins=service.args.cors_origins,
+        on_response=service.count_response,
+    )
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it has to say is in our log or of no use
     return Server(
         uvicorn.Config(
-            guard, http=bounded(limits, service.bridge.deliver, service.count_refusal), ws="none", lifespan="off",
-            log_config=None, access_log=False, server_header=False,
-            timeout_keep_alive=round(limits.keep_alive_s), timeout_graceful_shutdown=round(CLOSE_S), proxy_headers=False,
+            guard,
+            http=bounded(limits, service.bridge.deliver, service.count_refusal),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=round(limits.keep_alive_s),
+            timeout_graceful_shutdown=round(CLOSE_S),
+            proxy_headers=False,
             h11_max_incomplete_event_size=limits.head_bytes,
         )
-    )  # fmt: skip
+    )
 
 
 async def serve(service: Service, listener: socket.socket, keys: Sequence[str], page: ProcessPage | None = None) -> None:

@@ -51,9 +51,7 @@ class Service:
         self.answering: set[Exchange] = set()
         self.bodies_bytes = 0  # of request bodies that are in memory
         self.bodies = BodyReader(args.model)
-        self.bridge = EngineBridge(
-            args.access, self.readiness, log, on_welcome=self._on_welcome, on_report=self._on_report
-        )  # fmt: skip
+        self.bridge = EngineBridge(args.access, self.readiness, log, on_welcome=self._on_welcome, on_report=self._on_report)
 
     # ---- the engine ----
     def _on_welcome(self, welcome: Welcome) -> None:
@@ -72,13 +70,20 @@ class Service:
         self.metrics.engine_facts(self.facts)
         self.welcome = welcome
         self.served = ServedModel(
-            name=shown_name(self.args.served_names, welcome.model), aliases=(*self.args.served_names, welcome.model),
-            max_context=welcome.max_context, vocab_size=welcome.vocab_size,
-            tokenizer=self.tokenizer, chat_template=self.chat_template, created=self.created, defaults=self._defaults,
-            engine_takes_text=welcome.has_tokenizer, leaves_out_unknown=self.args.unknown_fields != "refuse",
+            name=shown_name(self.args.served_names, welcome.model),
+            aliases=(*self.args.served_names, welcome.model),
+            max_context=welcome.max_context,
+            vocab_size=welcome.vocab_size,
+            tokenizer=self.tokenizer,
+            chat_template=self.chat_template,
+            created=self.created,
+            defaults=self._defaults,
+            engine_takes_text=welcome.has_tokenizer,
+            leaves_out_unknown=self.args.unknown_fields != "refuse",
             obeys_special_tokens=self.args.special_tokens_in_content == "allow",
-            reasoning_parser=self.args.reasoning_parser, tool_parser=self.args.tool_parser,
-        )  # fmt: skip
+            reasoning_parser=self.args.reasoning_parser,
+            tool_parser=self.args.tool_parser,
+        )
 
     def _on_report(self, report: StatusReport | None) -> None:
         self.metrics.engine_report(report)

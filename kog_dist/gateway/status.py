@@ -37,10 +37,13 @@ def _model(service: Service, served: ServedModel) -> dict[str, Any]:
     """Size, lanes and format are the folder's, of which a gateway by itself may know nothing."""
     spec = None if service.checkpoint is None else service.checkpoint.spec
     return {
-        **served.card(), "vocab_size": served.vocab_size, "has_tokenizer": service.tokenizer is not None,
-        "num_parameters": None if spec is None else spec.num_parameters, "num_lanes": None if spec is None else spec.num_lanes,
+        **served.card(),
+        "vocab_size": served.vocab_size,
+        "has_tokenizer": service.tokenizer is not None,
+        "num_parameters": None if spec is None else spec.num_parameters,
+        "num_lanes": None if spec is None else spec.num_lanes,
         "format": service.weights_format,
-    }  # fmt: skip
+    }
 
 
 def _speed(service: Service) -> dict[str, Any]:

@@ -78,9 +78,12 @@ def _ids_of_chat(asked: TokenizeRequest, served: ServedModel) -> list[int]:
     ]
     longest = replace(served, max_context=MAX_TEXT_BYTES)  # who counts may want to know how much too long a chat is
     prompt = prompt_of(
-        asked.messages or [], tools, longest, variables=asked.chat_template_kwargs,
+        asked.messages or [],
+        tools,
+        longest,
+        variables=asked.chat_template_kwargs,
         ending=Ending.of(asked.add_generation_prompt, asked.continue_final_message),
-    )  # fmt: skip
+    )
     return list(prompt.ids)
 
 

@@ -20,8 +20,12 @@ from kog_dist.rpc.flags import app as client
 from kog_dist.rpc.help_examples import EXAMPLES
 
 APPS: Final[Mapping[str, typer.Typer]] = {
-    "kog-launch": launch, "kog-client": client, "kog-chat": chat, "kog-gateway": gateway, "kog-bench": bench,
-}  # fmt: skip
+    "kog-launch": launch,
+    "kog-client": client,
+    "kog-chat": chat,
+    "kog-gateway": gateway,
+    "kog-bench": bench,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,15 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str] | None = None, limits: RenderLimits | None = None, *,
-        tool_source: str | None = None, specials: Sequence[str] = (), everything: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        limits: RenderLimits | None = None,
+        *,
+        tool_source: str | None = None,
+        specials: Sequence[str] = (),
+        everything: bool = False,
+    ) -> None:
         """`tool_source`: the template where there are tools, if it is another one. `specials`: texts of the special tokens; of a
         prompt that has some it is known which came with the request. `everything`: other texts may become some (see Marks).
         """
@@ -93,9 +99,12 @@ class ChatTemplate:
         if tokenizer is None:
             return cls(sources.default, tool_source=sources.tool_use)
         return cls(
-            sources.default, tokenizer.special_tokens, tool_source=sources.tool_use,
-            specials=tokenizer.special_texts, everything=tokenizer.normalizes_specials,
-        )  # fmt: skip
+            sources.default,
+            tokenizer.special_tokens,
+            tool_source=sources.tool_use,
+            specials=tokenizer.special_texts,
+            everything=tokenizer.normalizes_specials,
+        )
 
     def check(self) -> None:
         """Start the child and compile the template. Raises CheckpointError if it is no valid template or exceeds the limits."""
@@ -275,7 +284,7 @@ class _Lost(Exception):
 
 def continued(
     render: Callable[[Sequence[Mapping[str, Any]]], RenderedChat], messages: Sequence[Mapping[str, Any]]
-) -> RenderedChat:  # fmt: skip
+) -> RenderedChat:
     """The prompt up to where the content of the last message ends, so that an answer goes on with it. What the template strips of
     its end is not there. `render`: without a beginning of an answer. Raises what it raises, and RequestError `chat_rejected` if
     the prompt does not show that end.

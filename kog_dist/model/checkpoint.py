@@ -207,9 +207,14 @@ class Checkpoint:
         return digests
 
     def rank_weights(
-        self, lanes: Iterable[int], vocab_lanes: Iterable[int] | None = None, dtype: DTypeLike = "float32", *,
-        keeps_halves: bool = False, on_share: Callable[[float], None] = lambda share: None,
-    ) -> RankWeights:  # fmt: skip
+        self,
+        lanes: Iterable[int],
+        vocab_lanes: Iterable[int] | None = None,
+        dtype: DTypeLike = "float32",
+        *,
+        keeps_halves: bool = False,
+        on_share: Callable[[float], None] = lambda share: None,
+    ) -> RankWeights:
         """The weights of a rank that hosts `lanes` and computes the logits of `vocab_lanes` (by default the same).
 
         Only the slices that the rank needs are read. Of tensors that every rank needs whole (embedding, norms) the rank verifies
@@ -376,9 +381,13 @@ def write_checkpoint(
     stored_dtype = _stored_dtype(dtype)
     _check_written(tensor_layouts(spec), tensors)
     write_stored_checkpoint(
-        folder, spec, lambda name: narrow_finite(name, tensors[name], stored_dtype),
-        dtype=dtype, max_shard_bytes=max_shard_bytes, manifest=manifest,
-    )  # fmt: skip
+        folder,
+        spec,
+        lambda name: narrow_finite(name, tensors[name], stored_dtype),
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        manifest=manifest,
+    )
 
 
 def write_stored_checkpoint(

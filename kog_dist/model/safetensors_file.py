@@ -29,8 +29,12 @@ _CHUNK_BYTES = 2**20
 DTYPES: Mapping[str, tuple[str, int]] = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
 # Bytes per value of what a header may name: also what codes, scales and indices of quantised weights are stored as.
 _STORED: Mapping[str, int] = {name: width for name, (_, width) in DTYPES.items()} | {
-    "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I32": 4, "I64": 8,
-}  # fmt: skip
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "U8": 1,
+    "I32": 4,
+    "I64": 8,
+}
 # What else the library writes, or will: files that have it are not damaged.
 _OTHERS = re.compile(r"(BOOL|C64|[IUF](8|16|32|64)|F(8|6|4)(_E\dM\d)?(FNUZ)?)")
 
@@ -137,9 +141,15 @@ class SafetensorsFile:
         return self.read_chunks(name, chunks, out, verify=verify, first=first * row_values, not_finite=not_finite)
 
     def read_chunks(
-        self, name: str, chunks: Callable[[Callable[[], memoryview]], Iterator[memoryview]], out: NDArray[Any], *, verify: bool,
-        first: int, not_finite: str,
-    ) -> str:  # fmt: skip
+        self,
+        name: str,
+        chunks: Callable[[Callable[[], memoryview]], Iterator[memoryview]],
+        out: NDArray[Any],
+        *,
+        verify: bool,
+        first: int,
+        not_finite: str,
+    ) -> str:
         """`read` of any bytes of a tensor: `chunks(next_buffer)` gives them in order, `first` values of the tensor lie before.
 
         `not_finite`: what to say of a value that is not, with {} for its number.

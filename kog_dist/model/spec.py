@@ -423,13 +423,20 @@ def _layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
     of_window = {
         window: LayerSpec(
             AttentionMixer(
-                spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.qkv_bias, spec.out_bias, spec.qk_norm,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                window,
+                spec.qkv_bias,
+                spec.out_bias,
+                spec.qk_norm,
                 spec.attention_sinks,
             ),
-            ffn, norm,
+            ffn,
+            norm,
         )
         for window in {None, spec.sliding_window}
-    }  # fmt: skip
+    }
     return tuple(of_window[window] for window in windows)
 
 

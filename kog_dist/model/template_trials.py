@@ -80,9 +80,7 @@ def facts_of(render: Callable[..., str], variables: Set[str]) -> TemplateFacts:
                 takes_parts |= set() if WORD in as_text else {role}
                 reads_parts |= {role} if as_text == in_parts or role in takes_parts else set()
         shows_tools = _NAME in tried("user", takes_parts, tools=[_TOOL])
-    return TemplateFacts(
-        frozenset(takes_parts), frozenset(reads_parts), takes_text_arguments, shows_tools, frozenset(variables)
-    )  # fmt: skip
+    return TemplateFacts(frozenset(takes_parts), frozenset(reads_parts), takes_text_arguments, shows_tools, frozenset(variables))
 
 
 class _EndlessTrial(Exception):

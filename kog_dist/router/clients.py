@@ -22,9 +22,12 @@ class RoutedEvents(ClientEvents[RoutedRequest]):
         """It ended well, as its replica says; times count from its arrival here."""
         waited_s = request.waited_s
         done = replace(
-            event, request_id=request.request_id, queue_s=event.queue_s + waited_s, total_s=event.total_s + waited_s,
+            event,
+            request_id=request.request_id,
+            queue_s=event.queue_s + waited_s,
+            total_s=event.total_s + waited_s,
             ttft_s=None if event.ttft_s is None else event.ttft_s + waited_s,
-        )  # fmt: skip
+        )
         self.end(request, event.finish_reason, [done])
 
     def cancel(self, request: RoutedRequest, now_s: float) -> None:

@@ -51,6 +51,10 @@ def with_fields(frame: bytes, **fields: Any) -> bytes:
 
 def _unpack(frame: bytes) -> Any:
     return msgpack.unpackb(
-        memoryview(frame)[len(_HEAD) :], max_ext_len=0, max_bin_len=4 * MAX_PROMPT_IDS, max_map_len=64, max_array_len=MAX_ARRAY,
+        memoryview(frame)[len(_HEAD) :],
+        max_ext_len=0,
+        max_bin_len=4 * MAX_PROMPT_IDS,
+        max_map_len=64,
+        max_array_len=MAX_ARRAY,
         max_str_len=MAX_MESSAGE_BYTES,
-    )  # fmt: skip
+    )

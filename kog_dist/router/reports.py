@@ -34,9 +34,15 @@ def welcome(fleet: Fleet, instance: str, *, is_draining: bool) -> Welcome | None
         return None
     state = engine_state(fleet, is_draining=is_draining)
     return Welcome(
-        build_hash(), instance, served.model, state, _world_size(fleet), served.max_context, served.vocab_size,
+        build_hash(),
+        instance,
+        served.model,
+        state,
+        _world_size(fleet),
+        served.max_context,
+        served.vocab_size,
         served.has_tokenizer,
-    )  # fmt: skip
+    )
 
 
 def status_report(
@@ -79,11 +85,17 @@ def fleet_report(fleet: Fleet, num_waiting: int, is_draining: bool, address: str
     """What the launcher needs to know."""
     replicas = tuple(
         ReplicaReport(
-            link.name, link.order.generation, link.state.value, link.reason, len(link.attempt_ids), link.order.is_retiring,
-            link.welcome.model if link.welcome is not None else "", _num_ranks(link),
+            link.name,
+            link.order.generation,
+            link.state.value,
+            link.reason,
+            len(link.attempt_ids),
+            link.order.is_retiring,
+            link.welcome.model if link.welcome is not None else "",
+            _num_ranks(link),
         )
         for link in fleet.links()
-    )  # fmt: skip
+    )
     return FleetReport(replicas, num_waiting, is_draining, address)
 
 

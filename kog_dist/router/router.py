@@ -64,18 +64,29 @@ _OfRequest: TypeAlias = Accepted | PrefillProgress | PromptLogprobs | Done | Err
 # A replica says these of itself, not of the request: another one may do better.
 _ELSEWHERE = {ErrorCode.DRAINING, ErrorCode.QUEUE_FULL}
 _LOSSES = {
-    ErrorCode.RANK_FAILED, ErrorCode.STARTUP_FAILED, ErrorCode.ENGINE_LOST, ErrorCode.SHUTDOWN, ErrorCode.DRAIN_TIMEOUT,
+    ErrorCode.RANK_FAILED,
+    ErrorCode.STARTUP_FAILED,
+    ErrorCode.ENGINE_LOST,
+    ErrorCode.SHUTDOWN,
+    ErrorCode.DRAIN_TIMEOUT,
     ErrorCode.INTERNAL_ERROR,
-}  # fmt: skip
+}
 
 
 class Router:
     """All requests, and the fleet of replicas. `turn` does what there is to do; `run` repeats it."""
 
     def __init__(
-        self, instance: str, listener: RpcListener, address: str, orders: socket.socket, *, drain_s: float,
-        page: ProcessPage | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        instance: str,
+        listener: RpcListener,
+        address: str,
+        orders: socket.socket,
+        *,
+        drain_s: float,
+        page: ProcessPage | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`orders` is this end of the launcher's socket pair; `address` is where clients connect, for reports. It beats on its
         `page`.
         """
@@ -236,11 +247,17 @@ class Router:
 
     def _report(self, now_s: float) -> StatusReport:
         return status_report(
-            self.fleet, self.instance, self.counters, self._book.attempts,
+            self.fleet,
+            self.instance,
+            self.counters,
+            self._book.attempts,
             [request.request_id for request in self._book.in_turns()],
-            max_waiting=MAX_WAITING, max_waiting_of_one=MAX_WAITING_OF_ONE, uptime_s=now_s - self._begin_s,
-            num_bad_messages=self._listener.num_bad_messages, is_draining=self._drain_deadline_s is not None,
-        )  # fmt: skip
+            max_waiting=MAX_WAITING,
+            max_waiting_of_one=MAX_WAITING_OF_ONE,
+            uptime_s=now_s - self._begin_s,
+            num_bad_messages=self._listener.num_bad_messages,
+            is_draining=self._drain_deadline_s is not None,
+        )
 
     # ---- requests and replicas ----
     def _dispatch(self, now_s: float) -> None:

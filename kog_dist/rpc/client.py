@@ -67,7 +67,7 @@ class Client:
 
     def __init__(
         self, access: Access, *, connect_timeout_s: float = CONNECT_TIMEOUT_S, patient: bool = False, greet: bool = True
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Connect and greet. `patient`: wait for an engine that does not listen yet, at most `connect_timeout_s`.
 
         Replicas that are still starting answer no greeting; without `greet` they can be asked for their status.
@@ -91,9 +91,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     @property

@@ -67,9 +67,13 @@ class ClientEvents(Generic[_Request]):
     """Sends to the clients of open requests, and ends requests."""
 
     def __init__(
-        self, server: str, listener: RpcListener, requests: OpenRequestBook[_Request], counters: Counters,
+        self,
+        server: str,
+        listener: RpcListener,
+        requests: OpenRequestBook[_Request],
+        counters: Counters,
         clock: Callable[[], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`server`: what this process is to a client that does not read. `clock`: nanoseconds."""
         self._server, self._listener, self._requests, self._counters = server, listener, requests, counters
         self._clock = clock

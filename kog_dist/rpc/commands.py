@@ -82,7 +82,7 @@ class _Answer:
 
 def generate(
     target: EngineChoice, request: PromptRequest, *, timeout_s: float | None, wait_ready: bool, for_launcher: bool = False
-) -> int:  # fmt: skip
+) -> int:
     """Decode one prompt and print it. Returns the exit code; Ctrl-C cancels the request and gives 130.
 
     `for_launcher`: of kog-launch, which says itself why an engine did not start. Raises OutputError if standard output takes
@@ -132,9 +132,7 @@ def generate(
     return 0
 
 
-def ask(
-    target: EngineChoice, verb: str, request_id: str | None = None, *, as_json: bool, timeout_s: float | None
-) -> int:  # fmt: skip
+def ask(target: EngineChoice, verb: str, request_id: str | None = None, *, as_json: bool, timeout_s: float | None) -> int:
     """`status`, `cancel` or `drain`; prints the engine's report. Returns the exit code, or raises OutputError."""
     try:
         check_stdout()

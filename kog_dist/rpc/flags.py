@@ -15,12 +15,15 @@ from kog_dist.runtime.standard_streams import fill_closed
 from kog_dist.sampling_params import SamplingParams
 
 app = typer.Typer(
-    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Talk to a running engine. "
     "Exit codes: 0 fine, 2 usage or refused, 3 no engine or no output, 4 the request failed, 5 timeout.",
     epilog=examples("kog-client"),
-)  # fmt: skip
+)
 
 Endpoint = Annotated[str | None, typer.Option(help="Address instead of a name: ipc://PATH, or tcp://HOST:PORT with --key-file.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds after which to give up.")]
@@ -95,8 +98,12 @@ def status(
 @app.command(epilog=examples("kog-client cancel"))
 def cancel(
     request_id: Annotated[str | None, typer.Argument(help="As `status` shows it; none: the one that runs.")] = None,
-    json: Json = False, instance: Instance = None, endpoint: Endpoint = None, key_file: KeyFile = None, timeout: Timeout = None,
-) -> None:  # fmt: skip
+    json: Json = False,
+    instance: Instance = None,
+    endpoint: Endpoint = None,
+    key_file: KeyFile = None,
+    timeout: Timeout = None,
+) -> None:
     """End a request."""
     from kog_dist.rpc import commands
 
@@ -126,8 +133,9 @@ def list_engines(json: Json = False) -> None:
 @app.command(epilog=examples("kog-client stop"))
 def stop(
     now: Annotated[bool, typer.Option("--now", help="Do not wait for the running request.")] = False,
-    instance: Instance = None, ray: Ray = None,
-) -> None:  # fmt: skip
+    instance: Instance = None,
+    ray: Ray = None,
+) -> None:
     """End an engine, and wait until it is gone. The running request may finish before."""
     from kog_dist.rpc import instance_commands, ray_commands
 

@@ -38,9 +38,7 @@ _EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): event and value; zmq's o
 class PortEnd:
     """Nothing blocks: whoever uses it watches `sockets`."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], access: Access, options: Mapping[int, int] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], access: Access, options: Mapping[int, int] | None = None) -> None:
         """Begin to connect. Raises LaunchError for an address or keys that are none. `options` of the DEALER besides its own."""
         self._dealer = open_dealer(context, access)
         for option, value in (options or {}).items():

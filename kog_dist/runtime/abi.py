@@ -26,8 +26,14 @@ LABEL_BYTES = 24
 NO_PEER = 0xFFFFFFFF  # `WaitRecord.peer` where it is not known who was late
 
 _C_TYPES = {
-    "u64": "uint64_t", "i64": "int64_t", "u32": "uint32_t", "i32": "int32_t", "f64": "double", "f32": "float", "u8": "uint8_t",
-}  # fmt: skip
+    "u64": "uint64_t",
+    "i64": "int64_t",
+    "u32": "uint32_t",
+    "i32": "int32_t",
+    "f64": "double",
+    "f32": "float",
+    "u8": "uint8_t",
+}
 _SIZES = {"u64": 8, "i64": 8, "u32": 4, "i32": 4, "f64": 8, "f32": 4, "u8": 1}
 _NUMPY = {"u64": "<u8", "i64": "<i8", "u32": "<u4", "i32": "<i4", "f64": "<f8", "f32": "<f4", "u8": "u1"}
 _PACKED = {"u64": "Q", "i64": "q", "u32": "I", "i32": "i", "f64": "d", "f32": "f", "u8": "B"}  # of the module `struct`

@@ -69,9 +69,7 @@ def first_line(error: Exception) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def resolve_address(
-    given: str | None, environ: Mapping[str, str], say: Say, flag: str = "--ray-address"
-) -> str | None:  # fmt: skip
+def resolve_address(given: str | None, environ: Mapping[str, str], say: Say, flag: str = "--ray-address") -> str | None:
     """`host:port` of a cluster that answers, None for a private one. Raises ConfigError, and LaunchError for a dead address.
 
     `auto` is what the cluster file names, if that is alive. `flag` is where the address was given.

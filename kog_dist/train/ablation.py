@@ -40,9 +40,13 @@ class Ablation:
             self._check_same_config()
 
     def train(
-        self, jobs: Sequence[Job], *, call_seconds: float = math.inf, report: Callable[[str], None] = print,
+        self,
+        jobs: Sequence[Job],
+        *,
+        call_seconds: float = math.inf,
+        report: Callable[[str], None] = print,
         stop: Callable[[], bool] = lambda: False,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Train what is missing of `jobs` and nobody else is training.
 
         Returns whether all `jobs` are done: not if `call_seconds` are over, and not if another process has one in hand.
@@ -104,9 +108,13 @@ class Ablation:
     def _train_one(self, job: Job, tokens: TokenSet, left_s: float, stop: Callable[[], bool]) -> dict[str, Any] | None:
         settings = self.config.run_settings(job)
         run = Run(
-            self.config.spec(job), settings, tokens, ranks=self.device, execution=self.config.execution,
+            self.config.spec(job),
+            settings,
+            tokens,
+            ranks=self.device,
+            execution=self.config.execution,
             residual=job.form.residual,
-        )  # fmt: skip
+        )
         unfinished = self.out / "unfinished" / job.key
         run.resume(unfinished)
         finished = run.train(call_seconds=left_s, report=nothing, report_every=settings.steps_between(_REPORTS), stop=stop)
@@ -115,11 +123,18 @@ class Ablation:
             run.save(unfinished)
             return None
         result = {
-            "key": job.key, "lanes": job.num_lanes, "form": job.form.name, "learning_rate_factor": job.learning_rate_factor,
-            "seed": job.seed, "loss": run.held_out_loss(self.config.grid.final_batches), "parameters": run.spec.num_parameters,
-            "tokens": run.step_idx * settings.batch * settings.time, "seconds": round(run.trained_s, 2),
-            "training_losses": run.losses, "held_out_losses": run.held_out_losses,
-        }  # fmt: skip
+            "key": job.key,
+            "lanes": job.num_lanes,
+            "form": job.form.name,
+            "learning_rate_factor": job.learning_rate_factor,
+            "seed": job.seed,
+            "loss": run.held_out_loss(self.config.grid.final_batches),
+            "parameters": run.spec.num_parameters,
+            "tokens": run.step_idx * settings.batch * settings.time,
+            "seconds": round(run.trained_s, 2),
+            "training_losses": run.losses,
+            "held_out_losses": run.held_out_losses,
+        }
         write_json(self._result_file(job), result)
         shutil.rmtree(unfinished, ignore_errors=True)
         return result

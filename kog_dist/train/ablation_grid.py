@@ -112,9 +112,11 @@ class AblationConfig:
         """How a run is trained."""
         factor = job.learning_rate_factor
         return replace(
-            self.settings, seed=job.seed, learning_rate=self.settings.learning_rate * factor,
+            self.settings,
+            seed=job.seed,
+            learning_rate=self.settings.learning_rate * factor,
             adam_learning_rate=self.settings.adam_learning_rate * factor,
-        )  # fmt: skip
+        )
 
     def described(self) -> dict[str, Any]:
         """Everything that decides a run's outcome besides what its job says, as JSON."""

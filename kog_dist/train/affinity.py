@@ -191,9 +191,15 @@ def _reordered(spec: ModelSpec, tensors: Mapping[str, Tensor], key: Module, orde
     chosen = torch.from_numpy(order)
     stem = f"model.layers.{layer_idx}." + ("attention." if sublayer is Sublayer.ATTENTION else "feed_forward.")
     moved = {}
-    for name, outward in (("wq", False), ("wk", False), ("wv", False), ("wo", True)) if sublayer is Sublayer.ATTENTION else (
-        ("w1", False), ("w3", False), ("w2", True),
-    ):  # fmt: skip
+    for name, outward in (
+        (("wq", False), ("wk", False), ("wv", False), ("wo", True))
+        if sublayer is Sublayer.ATTENTION
+        else (
+            ("w1", False),
+            ("w3", False),
+            ("w2", True),
+        )
+    ):
         weight = tensors[f"{stem}{name}.weight"]
         rows = weight.mT if outward else weight  # (lanes, rows of the lane's units, D)
         by_unit = rows.reshape(len(order), -1, spec.hidden_size)[chosen].reshape(rows.shape)

@@ -13,9 +13,7 @@ from kog_dist.train.cleaning import END_OF_TEXT
 # In this order: blank lines; an indentation or other run of blanks as one piece, apart from the word behind it, so that a
 # prompt may end anywhere in the layout; __dunder__; words with the space, dot or underscores in front; short numbers;
 # punctuation; anything left.
-_PIECES = (
-    r"\n+", r" {2,}|\t+", r"__\p{L}+__", r" ?\.?_{0,2}\p{L}+", r" ?\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+", r"\s"
-)  # fmt: skip
+_PIECES = (r"\n+", r" {2,}|\t+", r"__\p{L}+__", r" ?\.?_{0,2}\p{L}+", r" ?\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+", r"\s")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Any:

@@ -13,8 +13,11 @@ from kog_dist.foreign_file import read_text
 from kog_dist.records import dataclass
 
 SPECIAL_TOKENS = (END_OF_TEXT, FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE) = (
-    "<|endoftext|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
-)  # fmt: skip
+    "<|endoftext|>",
+    "<|fim_prefix|>",
+    "<|fim_suffix|>",
+    "<|fim_middle|>",
+)
 _MIN_CHARS, _MAX_CHARS = 200, 300_000
 _MAX_LINE_CHARS, _MAX_MEAN_LINE_CHARS = 400, 100
 _MAX_DIGIT_SHARE, _MAX_FOREIGN_SHARE = 0.12, 0.02

@@ -60,11 +60,15 @@ def complete_functions(
     """Generate the rest of each function, parse it, and run the unit tests of those that have some."""
     margins = [_margin(function) for function in functions]
     continuations = continue_texts(
-        module, tokenizer,
+        module,
+        tokenizer,
         [textwrap.indent(function.prompt, margin) for function, margin in zip(functions, margins, strict=True)],
         lambda row, line: _DEDENT[margins[row]].search(line) is not None,
-        temperature=temperature, seed=seed, max_new_tokens=max_new_tokens, batch=batch,
-    )  # fmt: skip
+        temperature=temperature,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+    )
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the tests run in processes of their own
         return list(pool.map(judge, functions, margins, continuations))
 

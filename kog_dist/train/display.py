@@ -19,9 +19,14 @@ class RunDisplay:
         self._silent = silent
         console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn("step {task.completed:.0f}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
-            console=console, transient=True, disable=silent or not console.is_terminal,
-        )  # fmt: skip
+            TextColumn("step {task.completed:.0f}"),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=silent or not console.is_terminal,
+        )
         self._task = self._bar.add_task("", total=None, rate="")
 
     def __enter__(self) -> RunDisplay:

@@ -59,9 +59,13 @@ class HealingConfig:
         """How the runs of a seed are trained. Their tokens are others than the base's."""
         factor = self.heal.learning_rate_factor
         return replace(
-            self.settings, num_steps=self.heal.num_steps, warmup_steps=self.heal.warmup_steps, seed=1 + self.settings.seed + seed,
-            learning_rate=self.settings.learning_rate * factor, adam_learning_rate=self.settings.adam_learning_rate * factor,
-        )  # fmt: skip
+            self.settings,
+            num_steps=self.heal.num_steps,
+            warmup_steps=self.heal.warmup_steps,
+            seed=1 + self.settings.seed + seed,
+            learning_rate=self.settings.learning_rate * factor,
+            adam_learning_rate=self.settings.adam_learning_rate * factor,
+        )
 
 
 def read_healing_config(path: Path) -> HealingConfig:
@@ -84,10 +88,16 @@ class Healing:
 
     def __init__(self, config: HealingConfig, data: Path, out: Path, device: Ranks) -> None:
         self.config, self.out, self.device = config, out, device
-        self.described = json.loads(json.dumps({
-            "model": config.base.to_config(), "run": asdict(config.settings), "heal": asdict(config.heal),
-            "data_digest": data_digest(data),
-        }))  # fmt: skip
+        self.described = json.loads(
+            json.dumps(
+                {
+                    "model": config.base.to_config(),
+                    "run": asdict(config.settings),
+                    "heal": asdict(config.heal),
+                    "data_digest": data_digest(data),
+                }
+            )
+        )
         file = out / "config.json"
         if not file.exists():
             write_json(file, self.described)
@@ -118,9 +128,13 @@ class Healing:
             run.train(report=nothing, report_every=settings.steps_between(8))
             run.close()
             result = {
-                "start": start, "seed": seed, "loss_before": before, "loss": run.held_out_loss(self.config.heal.final_batches),
-                "held_out_losses": run.held_out_losses, "seconds": round(run.trained_s, 2),
-            }  # fmt: skip
+                "start": start,
+                "seed": seed,
+                "loss_before": before,
+                "loss": run.held_out_loss(self.config.heal.final_batches),
+                "held_out_losses": run.held_out_losses,
+                "seconds": round(run.trained_s, 2),
+            }
             write_json(self._file(start, seed), result)
             report(f"{start}, seed {seed}: held-out {before:.4f} before, {result['loss']:.4f} after, {run.trained_s:.1f} s")
         return True

@@ -76,9 +76,12 @@ class Run:
             self.module.load_state_dict(start)
         self.module.to(device)
         self.optimizers = Optimizers(
-            self.module, settings.optimizer, learning_rate=settings.learning_rate,
-            adam_learning_rate=settings.adam_learning_rate, weight_decay=settings.weight_decay,
-        )  # fmt: skip
+            self.module,
+            settings.optimizer,
+            learning_rate=settings.learning_rate,
+            adam_learning_rate=settings.adam_learning_rate,
+            weight_decay=settings.weight_decay,
+        )
         if self.execution.compiled:
             self.module.compile_layers()
         autocast = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
@@ -102,9 +105,12 @@ class Run:
         """Share of the full learning rate at a step."""
         settings = self.settings
         return learning_rate_factor(
-            step_idx, self.num_steps, schedule=settings.schedule, warmup_steps=settings.warmup_steps,
+            step_idx,
+            self.num_steps,
+            schedule=settings.schedule,
+            warmup_steps=settings.warmup_steps,
             decay_share=settings.decay_share,
-        )  # fmt: skip
+        )
 
     @property
     def is_decaying(self) -> bool:

@@ -160,9 +160,15 @@ def call_function(context: str, source: str, name: str, calls: Sequence[str], *,
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         try:
             subprocess.run(
-                python_child.interpreter("-S", "-B", "-"), input=whole.encode("utf-8", "replace"), stdout=output,
-                stderr=subprocess.DEVNULL, cwd=folder, env={"PYTHONHASHSEED": str(hash_seed)}, timeout=_WALL_S, check=False,
-            )  # fmt: skip
+                python_child.interpreter("-S", "-B", "-"),
+                input=whole.encode("utf-8", "replace"),
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env={"PYTHONHASHSEED": str(hash_seed)},
+                timeout=_WALL_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return nothing
         output.seek(0)

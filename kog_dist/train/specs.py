@@ -17,9 +17,16 @@ def demo_spec() -> ModelSpec:
 def ablation_spec() -> ModelSpec:
     """What the ablation compares: 4.2 M parameters, deep enough for a delay of 4, with heads and FFN for 2, 4 or 8 lanes."""
     return ModelSpec(
-        hidden_size=128, num_layers=12, num_heads=8, num_kv_heads=8, intermediate_size=512, vocab_size=4096,
-        max_context=512, num_lanes=8, delay=2,
-    )  # fmt: skip
+        hidden_size=128,
+        num_layers=12,
+        num_heads=8,
+        num_kv_heads=8,
+        intermediate_size=512,
+        vocab_size=4096,
+        max_context=512,
+        num_lanes=8,
+        delay=2,
+    )
 
 
 def nano_spec() -> ModelSpec:

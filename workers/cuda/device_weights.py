@@ -152,9 +152,13 @@ def _put_coded_head(shape: KernelShape, tape: GpuArray, position: int, source: M
 
 
 def from_tensors(
-    shape: KernelShape, tensors: TensorSource, codes: CodesSource | None = None, *, stacked: StackedExperts | None = None,
+    shape: KernelShape,
+    tensors: TensorSource,
+    codes: CodesSource | None = None,
+    *,
+    stacked: StackedExperts | None = None,
     repeats_experts: bool = False,
-) -> DeviceWeights:  # fmt: skip
+) -> DeviceWeights:
     """Pack a model. Asks for each tensor once, in the order of `tensor_layouts`; a layer's tensors are dropped with the layer.
 
     With `shape.coding` the matrices of layers are those of `codes`, and with `stacked` experts and their biases come from there.
@@ -186,9 +190,13 @@ class _LayerTensors:
     """The matrices of a model, layer by layer, made of its tensors; collects the norms on the way."""
 
     def __init__(
-        self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray, codes_of: CodesSource | None,
+        self,
+        shape: KernelShape,
+        tensors: TensorSource,
+        embedding: GpuArray,
+        codes_of: CodesSource | None,
         experts: _Experts | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.shape, self.tensors, self.embedding, self.codes_of = shape, tensors, embedding, codes_of
         self.norms: list[GpuArray] = []  # attention, MLP, of layer 0, 1, ...
         self.vectors = defaultdict[str, list[GpuArray]](list)  # of mixers, by layer: see `DeviceWeights`
@@ -274,9 +282,14 @@ class _Experts:
     """The experts of a model, which go to their places layer by layer, and the router of the layer that was loaded last."""
 
     def __init__(
-        self, shape: KernelShape, tensors: TensorSource, codes_of: CodesSource | None, stacked: StackedExperts | None, *,
+        self,
+        shape: KernelShape,
+        tensors: TensorSource,
+        codes_of: CodesSource | None,
+        stacked: StackedExperts | None,
+        *,
         repeats: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         import cupy
 
         assert shape.experts is not None
@@ -339,6 +352,7 @@ class _Experts:
         shape = (layers, self._experts.num_experts, -1)
         found = {
             f"{name}_bias": np.concatenate([bias.reshape(-1) for bias in biases]).reshape(shape)
-            for name, biases in self._biases.items() if biases
-        }  # fmt: skip
+            for name, biases in self._biases.items()
+            if biases
+        }
         return DeviceExperts(self._matrices, **found)

@@ -86,9 +86,10 @@ class Divider:
         """Router, gate and up rows of all hosted lanes, of which each chosen expert has thread blocks of its own, and `down`."""
         num_lanes = len(self.hosted_lanes)
         owners = {
-            Phase.ROUTE: (1, self.num_ctas, 1, experts.route), Phase.DOWN: (1, self.num_ctas, 1, experts.down),
+            Phase.ROUTE: (1, self.num_ctas, 1, experts.route),
+            Phase.DOWN: (1, self.num_ctas, 1, experts.down),
             Phase.GATE_UP: (num_lanes, experts.ctas, experts.per_token, experts.gate_up),
-        }  # fmt: skip
+        }
         for stage in recipe.stages:
             if stage.num_rows:
                 lanes, num_ctas, num_groups, form = owners[stage.phase]

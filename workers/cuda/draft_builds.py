@@ -78,9 +78,14 @@ class DraftBuilds:
         return int(self._tokens.data.ptr) + 4 * (self._num_predicted + 1)
 
     def begin(
-        self, prompt: Sequence[int], prediction: Sequence[int], max_tokens: int, first_position: int, state: NDArray[Any],
+        self,
+        prompt: Sequence[int],
+        prediction: Sequence[int],
+        max_tokens: int,
+        first_position: int,
+        state: NDArray[Any],
         stream: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set up a request, whose passes begin at `first_position`, in `state`; no launch may be under way."""
         from cupy.cuda import runtime
 
@@ -89,13 +94,16 @@ class DraftBuilds:
         staged = self._staged
         staged[: len(prediction)], staged[len(prediction)] = prediction, GAP
         staged[len(prediction) + 1 : num_tokens] = prompt
-        runtime.memcpyAsync(
-            self._tokens.data.ptr, staged.ctypes.data, 4 * num_tokens, runtime.memcpyHostToDevice, stream.ptr
-        )  # fmt: skip
+        runtime.memcpyAsync(self._tokens.data.ptr, staged.ctypes.data, 4 * num_tokens, runtime.memcpyHostToDevice, stream.ptr)
         drafts = PassDrafts(
-            prompt, prediction, max_tokens, PASS_TOKENS, num_left=len(prompt) - first_position, extra=in_units(self.costs.extra),
+            prompt,
+            prediction,
+            max_tokens,
+            PASS_TOKENS,
+            num_left=len(prompt) - first_position,
+            extra=in_units(self.costs.extra),
             edge=in_units(self.costs.edge),
-        )  # fmt: skip
+        )
         state["pass_tokens"], state["draft_balance"], state["draft_looked"] = drafts.per_pass, CREDIT, len(prompt) - 1
         state["draft_place"] = state["draft_start"] = drafts.start if drafts.start >= 0 else NOWHERE
         state["draft_tokens"] = drafts.num_found

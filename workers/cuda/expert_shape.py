@@ -159,13 +159,18 @@ class ExpertShape:
         experts = self.spec.experts
         assert experts is not None
         numbers = {
-            "kNumExperts": experts.num_experts, "kChosen": experts.per_token, "kExpertCtas": self.ctas,
-            "kExpertWarps": self.warps, "kExpertSkew": self.skew(1 % self.spec.num_lanes),
-        }  # fmt: skip
+            "kNumExperts": experts.num_experts,
+            "kChosen": experts.per_token,
+            "kExpertCtas": self.ctas,
+            "kExpertWarps": self.warps,
+            "kExpertSkew": self.skew(1 % self.spec.num_lanes),
+        }
         flags = {
-            "kChoiceIsNormalised": experts.is_normalised, "kRouterBias": experts.router_bias, "kExpertBias": experts.bias,
+            "kChoiceIsNormalised": experts.is_normalised,
+            "kRouterBias": experts.router_bias,
+            "kExpertBias": experts.bias,
             "kClamps": experts.clamp is not None,
-        }  # fmt: skip
+        }
         clamp = experts.clamp
         floats = {"kClampAlpha": clamp.alpha if clamp else 1.0, "kClampLimit": clamp.limit if clamp else 1.0}
         floats |= {"kRouterScale": self.router_scale}

@@ -64,15 +64,28 @@ class Geometry:
         return Registers(96, 72, 72, 192) if num_ranks <= 4 else Registers(96, 72, 96, 168)
 
     def op_shape(
-        self, cta_rows: int, num_columns: int, multiple: int, *, has_last: bool = False, coding: Coding | None = None,
+        self,
+        cta_rows: int,
+        num_columns: int,
+        multiple: int,
+        *,
+        has_last: bool = False,
+        coding: Coding | None = None,
         slice_steps: int = 1,
-    ) -> OpShape:  # fmt: skip
+    ) -> OpShape:
         """See `tape_packing.op_shape`."""
         return op_shape(
-            cta_rows, num_columns, multiple, warps=self.matrix_warps, tile_rows=self.tile_rows, most_blocks=self.most_blocks,
-            leaves_out=self.in_flight_bytes > 0, has_last=has_last and self.in_flight_bytes > 0, coding=coding,
+            cta_rows,
+            num_columns,
+            multiple,
+            warps=self.matrix_warps,
+            tile_rows=self.tile_rows,
+            most_blocks=self.most_blocks,
+            leaves_out=self.in_flight_bytes > 0,
+            has_last=has_last and self.in_flight_bytes > 0,
+            coding=coding,
             slice_steps=slice_steps,
-        )  # fmt: skip
+        )
 
 
 # Twelve warps suit what divides by 384 columns: the 2B shape. Eight have the registers that heads of 128 and long slices of K

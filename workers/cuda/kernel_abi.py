@@ -167,8 +167,11 @@ KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, PR
 def abi_header() -> str:
     """`abi.cuh`: structs and enums as C++ for nvcc and NVRTC (which has no standard headers)."""
     enums = (
-        c_enum("Phase", ON_DEVICES, "Phase"), c_enum("Finish", Finish, "Finish"), c_enum("ProcessorFlag", ProcessorFlag),
-        c_enum("StampKind", StampKind), f"constexpr unsigned int kStampKinds = {len(StampKind)};",
-    )  # fmt: skip
+        c_enum("Phase", ON_DEVICES, "Phase"),
+        c_enum("Finish", Finish, "Finish"),
+        c_enum("ProcessorFlag", ProcessorFlag),
+        c_enum("StampKind", StampKind),
+        f"constexpr unsigned int kStampKinds = {len(StampKind)};",
+    )
     structs = device_header("kog_dist.workers.cuda.kernel_abi", KERNEL_STRUCTS)
     return "\n".join((structs, "namespace kog {", *enums, "}  // namespace kog\n"))

@@ -99,9 +99,15 @@ class KernelShape:
         All that is compiled or packed of products is made of this list.
         """
         divider = Divider(
-            self.spec, self.hosted_lanes, self.geometry, self.num_ctas, self.coding, self.attention_coding, self.head_coding,
+            self.spec,
+            self.hosted_lanes,
+            self.geometry,
+            self.num_ctas,
+            self.coding,
+            self.attention_coding,
+            self.head_coding,
             self.experts,
-        )  # fmt: skip
+        )
         lanes = head_lanes(self.spec, self.hosted_lanes, self.num_ranks)
         sources = lanes if self.spec.head_type is HeadType.LANE else (NONE,)
         turns = product_order(self.spec, self.hosted_lanes)
@@ -149,9 +155,15 @@ class KernelShape:
         if self.spec.experts is None:
             return None
         return ExpertShape(
-            self.spec, self.geometry, self.num_lanes, self.num_ctas, owned_rows(self.spec.hidden_size, self.num_ctas, 2),
-            self.coding, self.weight_dtype, stream_steps(self.coding, self.head_coding),
-        )  # fmt: skip
+            self.spec,
+            self.geometry,
+            self.num_lanes,
+            self.num_ctas,
+            owned_rows(self.spec.hidden_size, self.num_ctas, 2),
+            self.coding,
+            self.weight_dtype,
+            stream_steps(self.coding, self.head_coding),
+        )
 
     @cached_property
     def tape(self) -> TapeShape:
@@ -175,9 +187,7 @@ class KernelShape:
     @cached_property
     def words(self) -> WordShape:
         """What thread blocks exchange."""
-        return WordShape(
-            self.spec, self.cache, self.num_lanes, self.num_streams, self.num_ranks, self.num_ctas, self.tokens
-        )  # fmt: skip
+        return WordShape(self.spec, self.cache, self.num_lanes, self.num_streams, self.num_ranks, self.num_ctas, self.tokens)
 
     @cached_property
     def cache(self) -> CacheShape:

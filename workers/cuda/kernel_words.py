@@ -61,8 +61,12 @@ CHOICE = WordKind("choice", tag_bits=8, num_slots=2, tags_go_on=False)  # number
 QUERY, NEW_ROW = "query", "key and value"
 # Of what a product's stages write within a sublayer. Streams are of all of them, and what is not here stays in a thread block.
 WORDS = {
-    Kind.QUERY: QKV, Kind.CACHE: QKV, Kind.MIXED: ATTENDED, Kind.ACTIVATION: ACTIVATION, Kind.ROUTER_LOGITS: ROUTER_LOGIT,
-}  # fmt: skip
+    Kind.QUERY: QKV,
+    Kind.CACHE: QKV,
+    Kind.MIXED: ATTENDED,
+    Kind.ACTIVATION: ACTIVATION,
+    Kind.ROUTER_LOGITS: ROUTER_LOGIT,
+}
 _NAMES = {Phase.ROUTE: "router", Phase.SELECT: "choice of experts"}  # of stages; others have those of their phases
 
 
@@ -188,8 +192,10 @@ class TokenEvents:
         reads = [read for kind in _inputs(recipe, product.op) for read in self._input(recipe, kind, layer, lane)]
         writes = [
             Write(version, by_all=self._is_of_all(kind))
-            for lane in lanes for kind in stage.writes for version in self._written(kind, layer, lane)
-        ]  # fmt: skip
+            for lane in lanes
+            for kind in stage.writes
+            for version in self._written(kind, layer, lane)
+        ]
         yield self._finalised(f"{name}, lane {lane}" if stage.is_by_lane else name, reads, writes)
         if Phase.ATTEND in (one.phase for one in recipe.behind(product.op)):
             for lane in lanes:

@@ -51,10 +51,14 @@ def kv_lines(kv_dtype: str, head_dim: int) -> list[str]:
     """Of a generated header: what codes are expanded to, or the format itself, and what kv_codes.cuh needs."""
     factor_in, factor_out = rotation_factors(head_dim)
     numbers: dict[str, Any] = {
-        "kKvMostCode": MOST_CODE, "kKvMostKey": INT4_KEY_LEVELS - 1, "kKvMostValue": INT4_VALUE_LEVELS - 1,
-        "kKvLeastScale": LEAST_SCALE, "kKvMostScale": INT4_MOST_SCALE if kv_dtype == "int4" else MOST_SCALE,
-        "kKvFactorIn": factor_in, "kKvFactorOut": factor_out,
-    }  # fmt: skip
+        "kKvMostCode": MOST_CODE,
+        "kKvMostKey": INT4_KEY_LEVELS - 1,
+        "kKvMostValue": INT4_VALUE_LEVELS - 1,
+        "kKvLeastScale": LEAST_SCALE,
+        "kKvMostScale": INT4_MOST_SCALE if kv_dtype == "int4" else MOST_SCALE,
+        "kKvFactorIn": factor_in,
+        "kKvFactorOut": factor_out,
+    }
     lines = [f"constexpr float {name} = static_cast<float>({float(value)!r});" for name, value in numbers.items()]
     bits = CODE_BITS.get(kv_dtype, 16)
     return [f"using KvFormat = {FORMATS.get(kv_dtype, 'Fp16')};", f"constexpr int kKvBits = {bits};", *lines]

@@ -107,15 +107,20 @@ def request_params(shape: KernelShape, request: ProcessedRequest, sampling: Samp
     asked, params = request.sampling, np.zeros((), PROCESSOR_PARAMS.dtype)
     filtered = sampling.temperature > 0 and asked.has_filters
     wanted = {
-        ProcessorFlag.BIASED: bool(asked.logit_bias), ProcessorFlag.REMEMBERS: asked.has_penalties,
-        ProcessorFlag.MASKED: request.mask_epoch != 0, ProcessorFlag.FILTERED: filtered,
-        ProcessorFlag.TOP_P: filtered and asked.top_p < 1, ProcessorFlag.REPORTS: request.sampling.logprobs is not None,
-    }  # fmt: skip
+        ProcessorFlag.BIASED: bool(asked.logit_bias),
+        ProcessorFlag.REMEMBERS: asked.has_penalties,
+        ProcessorFlag.MASKED: request.mask_epoch != 0,
+        ProcessorFlag.FILTERED: filtered,
+        ProcessorFlag.TOP_P: filtered and asked.top_p < 1,
+        ProcessorFlag.REPORTS: request.sampling.logprobs is not None,
+    }
     params["flags"] = sum(flag for flag, is_wanted in wanted.items() if is_wanted)
     floats: dict[str, Any] = {
-        "repetition": asked.repetition_penalty, "frequency": asked.frequency_penalty,
-        "presence": asked.presence_penalty, "lowest": lowest_distance(asked.min_p),
-    }  # fmt: skip
+        "repetition": asked.repetition_penalty,
+        "frequency": asked.frequency_penalty,
+        "presence": asked.presence_penalty,
+        "lowest": lowest_distance(asked.min_p),
+    }
     for name, value in floats.items():
         params[f"{name}_bits"] = np.float32(value).view(np.uint32)
     params["top_p"] = fixed_top_p(asked.top_p) if asked.top_p < 1 else 0

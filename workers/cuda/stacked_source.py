@@ -77,9 +77,11 @@ class _Rows(NamedTuple):
     def runs(self, experts: range) -> Iterator[tuple[int, int]]:
         """Those of some experts in the order of the file, as [first, last) of all rows of the tensor: at most JOB_BYTES each."""
         whole = self.first == 0 and self.last == self.of_expert
-        starts = [(experts[0] * self.of_expert, len(experts) * self.of_expert)] if whole else [
-            (expert * self.of_expert + self.first, self.last - self.first) for expert in experts
-        ]  # fmt: skip
+        starts = (
+            [(experts[0] * self.of_expert, len(experts) * self.of_expert)]
+            if whole
+            else [(expert * self.of_expert + self.first, self.last - self.first) for expert in experts]
+        )
         step = max(JOB_BYTES // self.row_bytes, 1)
         for start, count in starts:
             yield from ((at, min(at + step, start + count)) for at in range(start, start + count, step))
@@ -135,8 +137,9 @@ class StacksReader:
         width, hidden = 2 * self._shape.spec.lane_ffn, self._shape.spec.hidden_size
         found = []
         for pieces, bias, first, last in (
-            (gate_up, biases[0], hosted[0] * width, (hosted[-1] + 1) * width), (down, biases[1], 0, hidden)
-        ):  # fmt: skip
+            (gate_up, biases[0], hosted[0] * width, (hosted[-1] + 1) * width),
+            (down, biases[1], 0, hidden),
+        ):
             kinds = {_Kind.CODES: pieces["codes"], _Kind.SCALES: pieces["scales"], _Kind.BIAS: bias}
             found += [_Rows(kind, piece, first, last) for kind, piece in kinds.items()]
         return found

@@ -98,13 +98,17 @@ class CpuEngine:
                     box.name, box.num_slots, box.length, max(plan.num_tokens, self._pass_tokens if box.name in by_token else 1)
                 )
                 for box in plan.mailboxes
-            ] + ([forced_drafts.MAILBOX] if plan.num_tokens > 1 else []),
-            rendezvous=self._rendezvous, control=self._control, deadline=deadline, timeout_s=args.step_timeout_s,
-        )  # fmt: skip
+            ]
+            + ([forced_drafts.MAILBOX] if plan.num_tokens > 1 else []),
+            rendezvous=self._rendezvous,
+            control=self._control,
+            deadline=deadline,
+            timeout_s=args.step_timeout_s,
+        )
         self._comm.explain = partial(with_place, spec)
         self._interpreter = Interpreter(
             plan, rank, weights, self._comm, kv_dtype=args.kv_dtype, num_kv_caches=args.num_kv_caches, is_checked=True
-        )  # fmt: skip
+        )
         self._control.set_kv_layout(rank, self._kv_layout(spec, len(lanes)))
         self._start.begin(StartStage.TRIAL)
         begin_s = time.perf_counter()
@@ -193,7 +197,7 @@ class CpuEngine:
             for idx in range(len(told), num):
                 self._hand_out(
                     seq, request, root, outputs[idx], index + idx, ends[idx], NOT_DRAFTED if idx + 1 < num else drafted
-                )  # fmt: skip
+                )
             if ends[num - 1] is not Finish.NONE:
                 assert self._interpreter is not None
                 self._interpreter.go_back(position + num)  # the pass may have gone beyond the end
@@ -237,9 +241,15 @@ class CpuEngine:
         return Finish.LENGTH if is_full else Finish.NONE
 
     def _hand_out(
-        self, seq: int, request: DecodeRequest, root: RootChoice | None, output: StepOutput, index: int, finish: Finish,
+        self,
+        seq: int,
+        request: DecodeRequest,
+        root: RootChoice | None,
+        output: StepOutput,
+        index: int,
+        finish: Finish,
         drafted: Drafted,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Rank 0 puts a token of the answer into the ring, or that there is none."""
         if finish in (Finish.CANCELLED, Finish.NUMERICAL_FAULT, Finish.NO_MASK):
             self._put(seq, index, NO_TOKEN, None, None, finish, drafted)
@@ -259,9 +269,13 @@ class CpuEngine:
         """One pass of the answer."""
         assert self._interpreter is not None
         return self._interpreter.verify(
-            token_ids, position, request.sampling, request.logit_digests or request.needs_all_logits, stop=self._begin(seq),
+            token_ids,
+            position,
+            request.sampling,
+            request.logit_digests or request.needs_all_logits,
+            stop=self._begin(seq),
             choose=root.choose if root is not None else None,
-        )  # fmt: skip
+        )
 
     def _read(self, seq: int, token_ids: Sequence[int], position: int) -> StepOutput:
         """One pass of prompt tokens."""
@@ -286,9 +300,15 @@ class CpuEngine:
         self._control.set_epoch_waits(self._rank, self._comm.waits)
 
     def _put(
-        self, seq: int, index: int, token_id: int, digested: NDArray[Any] | None, logprobs: TokenLogprobs | None, finish: Finish,
+        self,
+        seq: int,
+        index: int,
+        token_id: int,
+        digested: NDArray[Any] | None,
+        logprobs: TokenLogprobs | None,
+        finish: Finish,
         drafted: Drafted = NOT_DRAFTED,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Rank 0 hands a token out, with a digest of the logits `digested`; nothing once the engine is being stopped."""
         if self._rank != 0 or self._control.aborted():
             return

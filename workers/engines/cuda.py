@@ -129,11 +129,16 @@ class CudaEngine:
         of_codes = MIN_TAPE_TOKENS if is_multiplied_on_tape(shape) else MIN_EXPANDED_TOKENS
         self._min_prefill_tokens = MIN_PREFILL_TOKENS if shape.coding is None else of_codes
         kernel, self._prefill = Start(
-            self._args, shape, checkpoint, self._control.masks, tell=self._start,
+            self._args,
+            shape,
+            checkpoint,
+            self._control.masks,
+            tell=self._start,
             limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,
-            link=self._link, sums=None if peers is None else peers.prefill_sums,
+            link=self._link,
+            sums=None if peers is None else peers.prefill_sums,
             first_cause=str if peers is None else self._first_cause,
-        ).load()  # fmt: skip
+        ).load()
         return kernel
 
     def _link(self, prefill_tokens: int) -> CudaHeap | None:
@@ -191,9 +196,13 @@ class CudaEngine:
         ids, cause = (0,) * 2, ""
         try:
             reached = prefill.run(
-                ids, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None,
+                ids,
+                0,
+                should_stop=lambda: False,
+                aborted=self._control.aborted,
+                on_progress=lambda _: None,
                 on_queued=lambda: None,
-            )  # fmt: skip
+            )
             if self._control.aborted():
                 return prefill  # the kernel's own trial ends, too
             if reached < len(ids):
@@ -278,15 +287,25 @@ class CudaEngine:
         processed = ProcessedRequest(request.sampling, request.mask_epoch) if request.needs_all_logits else None
         prediction = self._prediction(request)
         kernel.begin(
-            request.prompt, max_tokens, sampling, request.end_ids, first_position=first, processed=processed, streams=streams,
+            request.prompt,
+            max_tokens,
+            sampling,
+            request.end_ids,
+            first_position=first,
+            processed=processed,
+            streams=streams,
             prediction=prediction,
-        )  # fmt: skip
+        )
         if self._choices is not None:
             self._choices.begin(first)
         launches = Launches(
-            kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests,
-            check=None if self._choices is None else self._compare_choices, has_drafts=prediction is not None,
-        )  # fmt: skip
+            kernel,
+            len(request.prompt) - 1 - first,
+            max_tokens,
+            one_by_one=request.logit_digests,
+            check=None if self._choices is None else self._compare_choices,
+            has_drafts=prediction is not None,
+        )
         self._tell(RankStage.LAUNCHED)
         return launches
 
@@ -400,9 +419,15 @@ class CudaEngine:
         return found
 
     def _put(
-        self, seq: int, index: int, token_id: int, finish: Finish, digested: NDArray[Any] | None = None,
-        logprobs: TokenLogprobs | None = None, drafted: Drafted = NOT_DRAFTED,
-    ) -> None:  # fmt: skip
+        self,
+        seq: int,
+        index: int,
+        token_id: int,
+        finish: Finish,
+        digested: NDArray[Any] | None = None,
+        logprobs: TokenLogprobs | None = None,
+        drafted: Drafted = NOT_DRAFTED,
+    ) -> None:
         """Rank 0 hands a token out, with a digest of the logits `digested`."""
         if self._rank != 0:
             return

@@ -29,11 +29,17 @@ def kernel_shapes(
     lanes = [spec.lanes_of_rank(rank, world_size) for rank in range(world_size)]
     shapes = [
         KernelShape(
-            spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size, whole_windows=whole_windows,
-            checks_experts=checks_experts, **codings,
+            spec,
+            hosted,
+            weight_dtype=checkpoint.dtype,
+            kv_dtype=kv_dtype,
+            num_ranks=world_size,
+            whole_windows=whole_windows,
+            checks_experts=checks_experts,
+            **codings,
         )
         for hosted in lanes
-    ]  # fmt: skip
+    ]
     check_words(shapes[0])  # all ranks do the same
     return shapes
 

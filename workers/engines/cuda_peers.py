@@ -95,9 +95,13 @@ class CudaPeers:
             *(peer_exchange.mailboxes(shape.spec, prefill_tokens, shape.num_ranks) if prefill_tokens else ()),
         ]
         self._comm = CudaCommunicator.create(
-            boxes, rendezvous=self._rendezvous, control=self._control, deadline=self._deadline, device=device,
+            boxes,
+            rendezvous=self._rendezvous,
+            control=self._control,
+            deadline=self._deadline,
+            device=device,
             timeout_s=self._args.step_timeout_s,
-        )  # fmt: skip
+        )
         return self._comm.heap
 
     def prefill_sums(self, limit_s: float) -> PeerExchange:

@@ -115,9 +115,15 @@ class Launches:
     """
 
     def __init__(
-        self, kernel: DecodeKernel, num_prompt_steps: int, max_tokens: int, *, one_by_one: bool,
-        check: Callable[[], None] | None = None, has_drafts: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        kernel: DecodeKernel,
+        num_prompt_steps: int,
+        max_tokens: int,
+        *,
+        one_by_one: bool,
+        check: Callable[[], None] | None = None,
+        has_drafts: bool = False,
+    ) -> None:
         self._kernel, self._check = kernel, check
         self._most_queued = CHUNKS_QUEUED if check is None else 1
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0

@@ -22,9 +22,15 @@ class PromptRun:
     """
 
     def __init__(
-        self, control: ControlPage, rank: int, peers: CudaPeers | None, seq: int, request: DecodeRequest, heartbeat: Heartbeat,
+        self,
+        control: ControlPage,
+        rank: int,
+        peers: CudaPeers | None,
+        seq: int,
+        request: DecodeRequest,
+        heartbeat: Heartbeat,
         begin: Callable[[], Launches],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._control, self._rank, self._peers, self._heartbeat = control, rank, peers, heartbeat
         self._seq, self._request, self._begin = seq, request, begin
         self._num_asked = 0
@@ -34,9 +40,13 @@ class PromptRun:
     def run(self, prefill: Prefiller) -> int:
         """Positions that the KV cache holds then."""
         held = prefill.run(
-            self._request.prompt, self._request.kv.num_cached, should_stop=self._should_stop, aborted=self._control.aborted,
-            on_progress=self._progress, on_queued=self._queued,
-        )  # fmt: skip
+            self._request.prompt,
+            self._request.kv.num_cached,
+            should_stop=self._should_stop,
+            aborted=self._control.aborted,
+            on_progress=self._progress,
+            on_queued=self._queued,
+        )
         if not self._control.aborted():
             prefill.forget(held)
             self._progress(held)

@@ -26,9 +26,14 @@ _TRIAL_SEED, _LENGTHS = 1, (16, 8, 4, 2)  # bytes of long tokens
 _NO_TEXT = "NoExtensionBias"  # all that the library says where nothing can come next
 # Fuel is roughly time: 1,000,000 to build a lexer is 20 ms, 200,000 a step is 14 ms. A lexer state takes 1 to 2 kB.
 _LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2_000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
-    "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False,
-}  # fmt: skip
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
 
 
 class ConstraintKind(enum.StrEnum):
@@ -133,9 +138,7 @@ class GrammarCompiler:
         kind = constraint.kind
         grammar = self._grammar_of(constraint)
         matcher_class = self._library.LLMatcher
-        library_matcher = matcher_class(
-            self._tokenizer, grammar, log_level=0, limits=self._library.LLParserLimits(**_LIMITS)
-        )  # fmt: skip
+        library_matcher = matcher_class(self._tokenizer, grammar, log_level=0, limits=self._library.LLParserLimits(**_LIMITS))
         matcher = Matcher(library_matcher, self.num_words)
         if library_matcher.is_error():
             raise ConstraintError(f"{kind} cannot be used: {_reason(kind, library_matcher.get_error())}")

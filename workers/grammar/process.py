@@ -98,7 +98,7 @@ def run_requests(channel: socket.socket, control: ControlPage, compiler: Grammar
 
 def follow(
     control: ControlPage, compiler: GrammarCompiler, constraint: Constraint, seq: int, mask_epoch: int, *, drafts: bool
-) -> None:  # fmt: skip
+) -> None:
     """Write the mask of each token of request `seq` as soon as the token before it is in the ring, until its last entry.
 
     `drafts`: in front of it, what is forced: rank 0 begins its pass with that, and needs the mask at its end.

@@ -47,9 +47,7 @@ class Verdict(NamedTuple, Generic[Asker]):
 class GrammarProcess:
     """One child process and the socket to it. Never blocks."""
 
-    def __init__(
-        self, model: Path, control_fd: int, clock: Callable[[], float], *, checks: bool, is_ahead: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Path, control_fd: int, clock: Callable[[], float], *, checks: bool, is_ahead: bool = False) -> None:
         """The checker or the runner. `is_ahead`: before anybody needs it, so that it reads the vocabulary when nobody else wants
         the processor. Raises OSError if there is no process or no file to be had.
         """
@@ -60,8 +58,9 @@ class GrammarProcess:
         try:
             self._child = subprocess.Popen(
                 ahead if is_ahead else python_child.command("kog_dist.workers.grammar.process", text),
-                pass_fds=(control_fd, theirs.fileno()), stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                pass_fds=(control_fd, theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+            )
         except OSError:
             ours.close()
             raise

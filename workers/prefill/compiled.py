@@ -8,8 +8,10 @@ from kog_dist.workers.prefill.arrays import current_stream
 
 _ROOMS = ("dense", "experts", "expand", "tape", "gemm", "attention", "exchange")
 SOURCE_FOLDERS = (
-    ("kog_dist.workers", "prefill"), *(("kog_dist.workers.prefill", room) for room in _ROOMS), ("kog_dist.collectives", "device")
-)  # fmt: skip
+    ("kog_dist.workers", "prefill"),
+    *(("kog_dist.workers.prefill", room) for room in _ROOMS),
+    ("kog_dist.collectives", "device"),
+)
 
 
 def build(stem: str, header: str) -> compiler.Cubin:
@@ -17,8 +19,6 @@ def build(stem: str, header: str) -> compiler.Cubin:
     return compiler.build({**compiler.read_sources(*SOURCE_FOLDERS), f"{stem}_shape.cuh": header}, f"{stem}.cu")
 
 
-def launch(
-    kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, early: bool = False, *, priority: int = 0
-) -> None:  # fmt: skip
+def launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, early: bool = False, *, priority: int = 0) -> None:
     """Queue a kernel; `early`: see `Kernel.launch_grid`. Raises LaunchError."""
     kernel.launch_grid(num_ctas, num_threads, params, current_stream(), priority=priority, early=early)

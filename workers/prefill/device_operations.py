@@ -48,9 +48,7 @@ class DeviceOperations:
 
     def __init__(self, buffers: Buffers, embedding: Array, cache: Array, *, weight_dtype: str, kv_dtype: str) -> None:
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
-        header = prefill_header(
-            self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype
-        )  # fmt: skip
+        header = prefill_header(self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype)
         cubin = compiled.build("prefill", header)
         self.build_log = cubin.log
         self.products = Products(algorithms_kept())
@@ -101,10 +99,16 @@ class DeviceOperations:
         tiles = self._worthwhile("qkv", rows.size) if queries and others and not rows.is_split else None
         if tiles is not None:
             tiles.run(
-                rows.stream, matrices.wqkv, inverse_rms=rows.inverse_rms, rope=self.buffers.rope, place=rows.place,
-                query=rows.query, keys=self.buffers.keys[layer], values=self.buffers.values[layer],
+                rows.stream,
+                matrices.wqkv,
+                inverse_rms=rows.inverse_rms,
+                rope=self.buffers.rope,
+                place=rows.place,
+                query=rows.query,
+                keys=self.buffers.keys[layer],
+                values=self.buffers.values[layer],
                 overflow=self.buffers.overflow,
-            )  # fmt: skip
+            )
             return
         rows_of = wanted_rows(self.spec, queries=queries, others=others)
         self.product(rows.stream, matrices.wqkv[:, rows_of], rows.qkv[:, :, rows_of])
@@ -163,10 +167,15 @@ class DeviceOperations:
     def swiglu(self, rows: Rows) -> None:
         """activation = silu(gate) * up, with 1 / rms applied to both."""
         self._launch(
-            "swiglu_exact" if rows.is_exact else "swiglu", rows.size * self.layout.num_lanes,
-            threads_for(self.spec.lane_ffn // UNIT), early=True, size=rows.size, inverse_rms=rows.inverse_rms,
-            gate_up=rows.gate_up, activation=rows.activation,
-        )  # fmt: skip
+            "swiglu_exact" if rows.is_exact else "swiglu",
+            rows.size * self.layout.num_lanes,
+            threads_for(self.spec.lane_ffn // UNIT),
+            early=True,
+            size=rows.size,
+            inverse_rms=rows.inverse_rms,
+            gate_up=rows.gate_up,
+            activation=rows.activation,
+        )
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Array, Array]]) -> None:
         """See `Operations`."""

@@ -113,9 +113,7 @@ def prefill_by(runner: GraphRunner, tuning: Tuning) -> Prefill:
     """Prefill by a runner that was made for this tuning."""
     spec = runner.layers.spec
     tuning = tuning.within(spec)
-    return Prefill(
-        runner, max_context=spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size, work=runner.work
-    )  # fmt: skip
+    return Prefill(runner, max_context=spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size, work=runner.work)
 
 
 def runner_for(

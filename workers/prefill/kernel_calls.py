@@ -26,9 +26,15 @@ class KernelCalls:
             self._params[f"{name}_ptr"] = address(array)
 
     def __call__(
-        self, kernel: str, num_ctas: int, num_threads: int, *, early: bool = False,
-        rows_map: NDArray[np.uint64] | None = None, **fields: Array | float | None,
-    ) -> None:  # fmt: skip
+        self,
+        kernel: str,
+        num_ctas: int,
+        num_threads: int,
+        *,
+        early: bool = False,
+        rows_map: NDArray[np.uint64] | None = None,
+        **fields: Array | float | None,
+    ) -> None:
         """`fields`: arrays are for the pointers of their names; None: there is none. `early`: see `Kernel.launch_grid`.
         `rows_map`: a tensor map, of kernels that have one.
         """

@@ -113,8 +113,11 @@ def cache_lines(layout: CacheLayout, weight_dtype: str, kv_dtype: str) -> list[s
     """What cache_place.cuh needs to find keys and values, and the formats of weights and cache."""
     spec = layout.spec
     numbers = {
-        "kSplits": layout.splits, "kWindowBatches": layout.window_batches, "kFullBatches": layout.full_batches, "kBatch": BATCH
-    }  # fmt: skip
+        "kSplits": layout.splits,
+        "kWindowBatches": layout.window_batches,
+        "kFullBatches": layout.full_batches,
+        "kBatch": BATCH,
+    }
     is_windowed = ", ".join("false" if spec.window(layer) is None else "true" for layer in range(spec.num_layers))
     first_batches = ", ".join(map(str, layout.first_batches))
     return [
@@ -122,8 +125,9 @@ def cache_lines(layout: CacheLayout, weight_dtype: str, kv_dtype: str) -> list[s
         *(["#define KOG_WHOLE_WINDOWS"] if layout.whole_windows else []),
         f"__constant__ const bool kIsWindowed[] = {{{is_windowed}}};",
         f"__constant__ const unsigned long long kFirstBatches[] = {{{first_batches}}};",
-        f"using WeightFormat = {FORMATS[weight_dtype]};", *kv_lines(kv_dtype, spec.head_dim),
-    ]  # fmt: skip
+        f"using WeightFormat = {FORMATS[weight_dtype]};",
+        *kv_lines(kv_dtype, spec.head_dim),
+    ]
 
 
 def sums_header(num_ranks: int) -> str:

@@ -106,9 +106,13 @@ def _follow_rpc(log: ClientLog, enough: threading.Event, access: Access) -> None
     try:
         connection.wait_connected(time.monotonic() + _CONNECT_S, patient=False)
         message = Generate(
-            request_id, question.prompt, max_tokens=question.max_tokens, ignore_eos=question.regex is None, reuse_kv=False,
+            request_id,
+            question.prompt,
+            max_tokens=question.max_tokens,
+            ignore_eos=question.regex is None,
+            reuse_kv=False,
             regex=question.regex,
-        )  # fmt: skip
+        )
         connection.send(message)
         _read_events(log, enough, connection, request_id)
     except RequestFailed as error:
@@ -156,8 +160,12 @@ def _follow_http(log: ClientLog, enough: threading.Event, url: str) -> None:
     parts, question = urlsplit(url), log.question
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=SILENCE_S)
     body: dict[str, Any] = {
-        "prompt": question.prompt, "max_tokens": question.max_tokens, "ignore_eos": True, "temperature": 0, "stream": True,
-    }  # fmt: skip
+        "prompt": question.prompt,
+        "max_tokens": question.max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()

@@ -49,9 +49,16 @@ class ChaosEngine:
         self.session = EngineSession()
         shape = [f"--ranks={ranks}"] if layout is Layout.SINGLE else ["--replicas=2", "--ranks=1"]
         self.launcher: subprocess.Popen[bytes] = self.session.launch(
-            str(model), "--device=cpu", *shape, "--http", "--port=0", "--kv-caches=1", f"--stall-timeout={STALL_S:g}",
-            f"--startup-timeout={startup_s:g}", f"--shutdown-timeout={DRAIN_S:g}",
-        )  # fmt: skip
+            str(model),
+            "--device=cpu",
+            *shape,
+            "--http",
+            "--port=0",
+            "--kv-caches=1",
+            f"--stall-timeout={STALL_S:g}",
+            f"--startup-timeout={startup_s:g}",
+            f"--shutdown-timeout={DRAIN_S:g}",
+        )
 
     # ---- being ready ----
     def wait_ready(self) -> None:

@@ -101,9 +101,11 @@ class Chaos:
             "violations": sum(len(p.violations) for p, _ in self.played),
             "violations_while_late": sum(len(p.violations) for p, late_s in self.played if late_s > _LATE_S),
             "false_aborts": sum(len(p.false_aborts) for p, _ in self.played),
-            "lateness_ms": _summary(late), "by_role_and_kind": self._rows(), "found": found[:_SHOWN],
+            "lateness_ms": _summary(late),
+            "by_role_and_kind": self._rows(),
+            "found": found[:_SHOWN],
             "cells_with_findings": dict(Counter(str(p.cell) for p, _ in self.played if p.violations or p.false_aborts)),
-        }  # fmt: skip
+        }
 
     def _rows(self) -> dict[str, dict[str, Any]]:
         groups: dict[str, list[Played]] = defaultdict(list)

@@ -47,7 +47,7 @@ def _fits(rows: int) -> bool:
 
 def run(
     world_size: int, sizes: Sequence[int], *, steps: int, repeats: int, libraries: bool, kills: int, folder: str | None
-) -> bool:  # fmt: skip
+) -> bool:
     """Measure, print tables, write them and a picture into `folder`. False: a killed rank held the others up.
 
     What was measured before an error or an interrupt is printed and written.
@@ -105,9 +105,7 @@ def _run(world_size: int, body: str, arguments: Mapping[str, Any], environ: Mapp
 
 def _kill(world_size: int) -> dict[str, Any]:
     """Kill the last rank while all spin; the others must leave within the bound and keep usable GPUs."""
-    outcomes = run_ranks(
-        world_size, f"{_KCCL}:killed_while_spinning", deadline_s=60.0, device="cuda", environ=ENVIRON
-    )  # fmt: skip
+    outcomes = run_ranks(world_size, f"{_KCCL}:killed_while_spinning", deadline_s=60.0, device="cuda", environ=ENVIRON)
     survivors = [outcome.result or {"left_ms": -1.0, "how": outcome.error[-300:], "usable": False} for outcome in outcomes[:-1]]
     good = outcomes[-1].status < 0 and all(
         s["usable"] and s["how"] == "AbortedError" and 0 <= s["left_ms"] <= 100 for s in survivors

@@ -28,7 +28,7 @@ def measure(context: RankContext) -> dict[str, Any]:
     store = dist.FileStore(str(context.arguments["store"]), world_size)
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=world_size, device_id=device, timeout=timedelta(seconds=60)
-    )  # fmt: skip
+    )
     figures: dict[str, Any] = {}
     for method in context.arguments["methods"]:
         figures[method] = {}
@@ -104,8 +104,11 @@ def _symmetric(length: int, device: Any) -> Any:
 
 
 _METHODS: dict[str, Callable[[int, Any], tuple[Step, Step]]] = {
-    "nccl": _nccl, "nccl window": _nccl_window, "torch one-shot": _one_shot, "torch two-shot": _two_shot,
-}  # fmt: skip
+    "nccl": _nccl,
+    "nccl window": _nccl_window,
+    "torch one-shot": _one_shot,
+    "torch two-shot": _two_shot,
+}
 
 
 def _time(step: Step, repeats: int) -> float:

@@ -35,8 +35,15 @@ def agents(
     name = trace or "own"
     turns = turns_of(own_trace() if trace is None else read_trace(Path(trace)), name)
     settings = trace_settings(
-        url=url, backend=backend, model=model, output_len=output_len, ignore_eos=ignore_eos, temperature=temperature,
-        timeout_s=timeout, extra_body=extra_body, api_key=api_key,
-    )  # fmt: skip
+        url=url,
+        backend=backend,
+        model=model,
+        output_len=output_len,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        timeout_s=timeout,
+        extra_body=extra_body,
+        api_key=api_key,
+    )
     if benchmark.run(settings, turns, name):
         raise typer.Exit(4)

@@ -17,10 +17,12 @@ SAMPLING_HELP = (
 Output = Annotated[
     list[str] | None,
     typer.Option(
-        "--output", "-o", metavar="FILE",
+        "--output",
+        "-o",
+        metavar="FILE",
         help="Write the figures, too: .md, .csv, .json, or as a picture .png, .svg. May be given several times.",
     ),
-]  # fmt: skip
+]
 # Of requests to any server.
 Url = Annotated[str, typer.Option(help="The server: http://HOST:PORT, with or without /v1.")]
 ServedModel = Annotated[str | None, typer.Option(help="Name to send. Default: the first that the server lists.")]

@@ -41,6 +41,12 @@ def prefill(
         benchmark.run_on_several(spec, counts_of(gpus, "--gpus"), counts_of(prompts, "--prompts"), repeats, names)
         return
     benchmark.run(
-        model, spec, counts_of(prompts, "--prompts"), repeats, names,
-        with_load=load, only_prompts=only_prompts, num_stops=stops,
-    )  # fmt: skip
+        model,
+        spec,
+        counts_of(prompts, "--prompts"),
+        repeats,
+        names,
+        with_load=load,
+        only_prompts=only_prompts,
+        num_stops=stops,
+    )

@@ -203,9 +203,14 @@ def _in_turns(rank: _Rank, task: Any, costs: Sequence[float]) -> dict[str, Any]:
         f"{task['kind']}, {task['name']}: {len(plain.ids)} tokens, {plain.cpu_s:.2f} s, {drafts.cpu_s:.2f} s with drafts "
         f"({more:+.1%}), {drafts.num_right} of {drafts.num_drafted} right{other}",
         flush=True,
-    )  # fmt: skip
+    )
     return {
-        "kind": task["kind"], "name": task["name"], "tokens": len(plain.ids), "plain_cpu_s": plain.cpu_s,
-        "drafts_cpu_s": drafts.cpu_s, "drafted_tokens": drafts.num_drafted, "accepted_tokens": drafts.num_right,
+        "kind": task["kind"],
+        "name": task["name"],
+        "tokens": len(plain.ids),
+        "plain_cpu_s": plain.cpu_s,
+        "drafts_cpu_s": drafts.cpu_s,
+        "drafted_tokens": drafts.num_drafted,
+        "accepted_tokens": drafts.num_right,
         "is_same": is_same,
-    }  # fmt: skip
+    }

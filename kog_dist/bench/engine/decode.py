@@ -20,9 +20,14 @@ PROMPT_IDS = tuple(range(16, 32))
 
 
 def run(
-    model: str | None, rank_counts: Sequence[int], *, num_tokens: int, repeats: int, idle_s: float,
+    model: str | None,
+    rank_counts: Sequence[int],
+    *,
+    num_tokens: int,
+    repeats: int,
+    idle_s: float,
     speculate: Speculation = Speculation.OFF,
-) -> None:  # fmt: skip
+) -> None:
     """Measure each rank count on a fresh engine; prints a line for each, then the JSON object."""
     before = machine()
     figures = []
@@ -38,9 +43,12 @@ def run(
             flush=True,
         )
     configuration = {
-        "model": model or "demo", "prompt_tokens": len(PROMPT_IDS), "tokens": num_tokens, "repeats": repeats,
+        "model": model or "demo",
+        "prompt_tokens": len(PROMPT_IDS),
+        "tokens": num_tokens,
+        "repeats": repeats,
         "speculate": speculate,
-    }  # fmt: skip
+    }
     finish("decode", configuration, before, figures)
 
 

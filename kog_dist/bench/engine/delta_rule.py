@@ -27,17 +27,16 @@ def main() -> None:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal((_LANES, *shape)).astype(np.float32)
 
-    nets = LaneNets(
-        normal(channels, _WIDTH), -np.abs(normal(_HEADS)), normal(_HEADS) - 2, normal(_DIM), _KEY_HEADS, _DIM, 1e-6
-    )  # fmt: skip
+    nets = LaneNets(normal(channels, _WIDTH), -np.abs(normal(_HEADS)), normal(_HEADS) - 2, normal(_DIM), _KEY_HEADS, _DIM, 1e-6)
     other = np.ones(_OTHER_BYTES // 8, np.int64)
     found: dict[str, dict[str, float]] = {"C": {}, "NumPy": {}}
     for size in _SIZES:
         state = DeltaState(normal(_HEADS, _DIM, _DIM) * 0, normal(_WIDTH - 1, channels))
         operands = DeltaOperands(normal(size, channels + _HEADS * _DIM + 2 * _HEADS), [state], normal(size, _HEADS, _DIM))
         forms: dict[str, Callable[[int, int, int, int], None]] = {
-            "C": delta_rule.bound(nets, operands, Scratch()), "NumPy": delta_rule.bound_in_numpy(nets, operands),
-        }  # fmt: skip
+            "C": delta_rule.bound(nets, operands, Scratch()),
+            "NumPy": delta_rule.bound_in_numpy(nets, operands),
+        }
         times_s: dict[str, list[float]] = {name: [] for name in forms}
         for _ in range(_REPEATS):
             for name, run in forms.items():

@@ -45,8 +45,11 @@ def body_of(task: Mapping[str, Any], speculate: str) -> dict[str, Any]:
     """The chat that asks for a task; the same with each `speculate`."""
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": task["ask"].replace("{text}", task["text"])}],
-        "max_tokens": task["max_tokens"], "temperature": task.get("temperature", 0.0), "seed": _SEED, "speculate": speculate,
-    }  # fmt: skip
+        "max_tokens": task["max_tokens"],
+        "temperature": task.get("temperature", 0.0),
+        "seed": _SEED,
+        "speculate": speculate,
+    }
     if "tools" in task:
         body["tools"] = task["tools"]
     if task.get("must_call"):
@@ -83,7 +86,7 @@ def run(model: str | None, rank_counts: Sequence[int], *, repeats: int, kinds: S
                 f"ranks {ranks}, {kind:<20} {off:7.1f} tokens/s without, {auto:7.1f} with drafts ({auto / off:.2f} times; "
                 f"{less:.2f} by rank 0's processor time), {right} of {drafted} right{same}",
                 flush=True,
-            )  # fmt: skip
+            )
         figures.append({"ranks": ranks, "tasks": rows})
     finish("drafts", {"model": model or "demo", "repeats": repeats}, before, figures)
     return all(row["is_same"] for figure in figures for row in figure["tasks"])
@@ -115,10 +118,14 @@ def _measured(url: str, rank: int, task: Mapping[str, Any], repeats: int) -> dic
     timings, num_tokens = last["timings"], last["usage"]["completion_tokens"]
     rates |= {f"tokens_per_cpu_s_{name}": num_tokens / statistics.median(found) for name, found in cpu.items()}
     return {
-        "kind": task["kind"], "name": task["name"], "tokens": num_tokens, **rates,
-        "drafted_tokens": timings.get("draft_n", 0), "accepted_tokens": timings.get("draft_n_accepted", 0),
+        "kind": task["kind"],
+        "name": task["name"],
+        "tokens": num_tokens,
+        **rates,
+        "drafted_tokens": timings.get("draft_n", 0),
+        "accepted_tokens": timings.get("draft_n_accepted", 0),
         "is_same": len(set(said)) == 1,
-    }  # fmt: skip
+    }
 
 
 def _said(answer: Mapping[str, Any]) -> str:

@@ -22,8 +22,11 @@ def run(model: str | None, ranks: int, num_kills: int) -> None:
     chance = random.Random(1)
     figures: dict[str, Any] = {}
     for victim, kind in (
-        ("rank", FaultKind.KILL), ("coordinator", FaultKind.KILL), ("launcher", FaultKind.KILL), ("rank", FaultKind.STOP)
-    ):  # fmt: skip
+        ("rank", FaultKind.KILL),
+        ("coordinator", FaultKind.KILL),
+        ("launcher", FaultKind.KILL),
+        ("rank", FaultKind.STOP),
+    ):
         name = f"{victim} {'killed' if kind is FaultKind.KILL else 'stopped'}"
         samples = []
         for _ in range(num_kills):

@@ -30,9 +30,15 @@ def run(play: Play, *, repeats: int) -> None:
     before = machine()
     workload = Workload(tuple(play.chunks_ms), kept=0, new=0, context=0, tokens=0, repeats=repeats)
     spec = ModelSpec(
-        hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=16, vocab_size=1000,
-        max_context=max(play.chunks_ms) + FIRST_OF, num_lanes=4,
-    )  # fmt: skip
+        hidden_size=16,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=4,
+        intermediate_size=16,
+        vocab_size=1000,
+        max_context=max(play.chunks_ms) + FIRST_OF,
+        num_lanes=4,
+    )
     with _engine(spec, play) as access:
         client = RequestClient(access)
         try:

@@ -121,5 +121,7 @@ def _fill_disk(pid: int, kind: FaultKind, chance: random.Random) -> None:
 
 
 _ACTS: dict[FaultKind, Callable[[int, FaultKind, random.Random], None]] = {
-    FaultKind.PAUSE: _pause, FaultKind.DELAY: _delay, FaultKind.ENOSPC: _fill_disk,
-}  # fmt: skip
+    FaultKind.PAUSE: _pause,
+    FaultKind.DELAY: _delay,
+    FaultKind.ENOSPC: _fill_disk,
+}

@@ -58,7 +58,7 @@ def child_process(
     command = python_child.command(module, *arguments)
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=tuple(pass_fds)
-    ) as child:  # fmt: skip
+    ) as child:
         try:
             yield child
         except BaseException:

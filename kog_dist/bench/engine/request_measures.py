@@ -67,9 +67,11 @@ class Workload:
     def check(self, spec: ModelSpec) -> None:
         """Raise ConfigError if something is longer than the model's context."""
         for name, size in (
-            ("--prompts", max(self.prompts) + FIRST_OF), ("--kept and --new", self.kept + self.new + FIRST_OF),
-            ("--context and --tokens", self.context + self.tokens + NUM_BARE - 1), ("a short prompt", 2 * _SHORT_PROMPT),
-        ):  # fmt: skip
+            ("--prompts", max(self.prompts) + FIRST_OF),
+            ("--kept and --new", self.kept + self.new + FIRST_OF),
+            ("--context and --tokens", self.context + self.tokens + NUM_BARE - 1),
+            ("a short prompt", 2 * _SHORT_PROMPT),
+        ):
             if size > spec.max_context:
                 raise ConfigError(f"{name}: {size} tokens, the model's context is {spec.max_context}")
 
@@ -209,9 +211,12 @@ class Measures:
         until(lambda: not session.leftovers(), _ENDED_S, lambda: f"left behind: {session.leftovers()}")
         end = answer.end.code.value if isinstance(answer.end, Error) else "done" if isinstance(answer.end, Done) else "lost"
         return {
-            "during": "prefill" if in_prefill and not tokens else "decode", "counts": not was_over and end != "done", "end": end,
-            "told_ms": told_ms, "clean_ms": 1e3 * (time.monotonic() - begin_s),
-        }  # fmt: skip
+            "during": "prefill" if in_prefill and not tokens else "decode",
+            "counts": not was_over and end != "done",
+            "end": end,
+            "told_ms": told_ms,
+            "clean_ms": 1e3 * (time.monotonic() - begin_s),
+        }
 
 
 def _ttft(answers: Sequence[TimedAnswer], rested: Sequence[TimedAnswer], about: dict[str, Any]) -> dict[str, Any]:
@@ -223,10 +228,16 @@ def _ttft(answers: Sequence[TimedAnswer], rested: Sequence[TimedAnswer], about: 
     engine_ms = [1e3 * (answer.done.ttft_s or 0.0) for answer in answers]
     cached = sorted({answer.done.num_cached_tokens for answer in answers})
     return {
-        **about, "ms": statistics.median(times), "most_ms": max(times), "engine_ms": statistics.median(engine_ms),
-        "cached_tokens": cached, "repeats": len(times), "steps_ms": steps_ms(answers),
-        "rested_ms": statistics.median(answer.ttft_ms for answer in rested), "rested_steps_ms": steps_ms(rested),
-    }  # fmt: skip
+        **about,
+        "ms": statistics.median(times),
+        "most_ms": max(times),
+        "engine_ms": statistics.median(engine_ms),
+        "cached_tokens": cached,
+        "repeats": len(times),
+        "steps_ms": steps_ms(answers),
+        "rested_ms": statistics.median(answer.ttft_ms for answer in rested),
+        "rested_steps_ms": steps_ms(rested),
+    }
 
 
 def _speed(answers: Sequence[TimedAnswer], about: dict[str, Any]) -> dict[str, Any]:
@@ -234,12 +245,16 @@ def _speed(answers: Sequence[TimedAnswer], about: dict[str, Any]) -> dict[str, A
     rates = [answer.done.tokens_per_s or 0.0 for answer in answers]
     times_us = [1e6 / rate for rate in rates if rate]
     return {
-        **about, "us": statistics.median(times_us), "best_us": min(times_us), "each_us": times_us,
+        **about,
+        "us": statistics.median(times_us),
+        "best_us": min(times_us),
+        "each_us": times_us,
         "tokens_per_s": statistics.median(rates),
         "client_tokens_per_s": statistics.median(answer.tokens_per_s or 0.0 for answer in answers),
         "itl_p99_us": 1e6 * max(answer.done.itl_p99_s or 0.0 for answer in answers),
-        "tokens": answers[0].done.num_generated_tokens, "repeats": len(answers),
-    }  # fmt: skip
+        "tokens": answers[0].done.num_generated_tokens,
+        "repeats": len(answers),
+    }
 
 
 def _beside_first(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:

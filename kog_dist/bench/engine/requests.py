@@ -27,8 +27,9 @@ from kog_dist.rpc.transport import Access
 
 # What is wanted of the 2B shape on H200s, milliseconds to the first token by GPUs and prompt; None: behind a kept beginning.
 WANTED_MS: dict[int, dict[int | None, float]] = {
-    1: {128: 3, 512: 6, 2048: 16, 4000: 32, None: 4}, 4: {128: 2.5, 512: 4, 2048: 8, 4000: 14},
-}  # fmt: skip
+    1: {128: 3, 512: 6, 2048: 16, 4000: 32, None: 4},
+    4: {128: 2.5, 512: 4, 2048: 8, 4000: 14},
+}
 WANTED_JSON_PER_S = {4: 2000}  # tokens, by GPUs
 OBEYED_MS = 250.0
 ABORTS = ("prefill", "decode")
@@ -38,18 +39,26 @@ _READY_S = 120.0
 
 
 def run(
-    model: str | None, spec_name: str, counts: Sequence[int], workload: Workload, *, on_gpus: bool,
-    aborts: Sequence[str] = ABORTS, prefill: str = "auto",
-) -> bool:  # fmt: skip
+    model: str | None,
+    spec_name: str,
+    counts: Sequence[int],
+    workload: Workload,
+    *,
+    on_gpus: bool,
+    aborts: Sequence[str] = ABORTS,
+    prefill: str = "auto",
+) -> bool:
     """Measure an engine on each number of ranks, one for each of `aborts`; prints tables, then the JSON object.
 
     False: a request went wrong; what is missing stands in `errors` of the figures.
     """
     before = machine()
     configuration: dict[str, Any] = {
-        "model": model or f"{spec_name}, random weights", "device": "cuda" if on_gpus else "cpu", "prefill": prefill,
+        "model": model or f"{spec_name}, random weights",
+        "device": "cuda" if on_gpus else "cpu",
+        "prefill": prefill,
         **asdict(workload),
-    }  # fmt: skip
+    }
     if on_gpus:
         from kog_dist.bench.kernel.gpu import require_gpus
 
@@ -70,10 +79,17 @@ def run(
                 flags = [f"--gpus={count}", f"--prefill={use}"] if on_gpus else ["--device=cpu", f"--ranks={count}"]
                 figures.append({"gpus" if on_gpus else "ranks": count, "bare": bare[count]})
                 _engine(
-                    figures[-1], [str(folder), *flags], spec, workload, count,
-                    on_gpus=on_gpus, wanted=wanted.get(count, {}), wanted_json=wanted_json.get(count), aborts=aborts,
+                    figures[-1],
+                    [str(folder), *flags],
+                    spec,
+                    workload,
+                    count,
+                    on_gpus=on_gpus,
+                    wanted=wanted.get(count, {}),
+                    wanted_json=wanted_json.get(count),
+                    aborts=aborts,
                     must_abort=model is not None or spec_name != "tiny",
-                )  # fmt: skip
+                )
                 if has_bare:  # GPUs that have worked for a while are slower: what is beside the first figure is beside this, too
                     with _noting_errors(figures[-1], f"{count} GPUs", "bare_after"):
                         figures[-1]["bare_after"] = _bare_kernel(spec_name, count, workload, "afterwards, ")
@@ -165,9 +181,7 @@ def _abort(
         client.close()
 
 
-def _show_speeds(
-    name: str, figures: list[dict[str, Any]], bare: dict[str, Any] | None, wanted_per_s: int | None = None
-) -> None:  # fmt: skip
+def _show_speeds(name: str, figures: list[dict[str, Any]], bare: dict[str, Any] | None, wanted_per_s: int | None = None) -> None:
     """Also adds how much slower each is than the bare kernel: by medians, and by the best of either."""
     wanted = f" (wanted {wanted_per_s})" if wanted_per_s else ""
     for figure in figures:
@@ -185,8 +199,11 @@ def _show_speeds(
 
 
 _BESIDE = {
-    "of_greedy": "of greedy", "of_greedy_best": "by the best", "of_bare": "of the bare kernel", "of_bare_best": "by the best",
-}  # fmt: skip
+    "of_greedy": "of greedy",
+    "of_greedy_best": "by the best",
+    "of_bare": "of the bare kernel",
+    "of_bare_best": "by the best",
+}
 
 
 def _show_cancels(name: str, figures: list[dict[str, Any]]) -> None:

@@ -42,9 +42,16 @@ def run(num_agents: int, num_replicas: int, num_turns: int) -> None:
         f"{figures['first_p99_ms']:.1f} ms"
     )
     configuration = {
-        "agents": num_agents, "replicas": num_replicas, "turns": num_turns, "shared": SHARED, "own": OWN, "new": NEW,
-        "answer": ANSWER, "kept_tokens": KEPT_TOKENS, "us_per_token": US_PER_TOKEN,
-    }  # fmt: skip
+        "agents": num_agents,
+        "replicas": num_replicas,
+        "turns": num_turns,
+        "shared": SHARED,
+        "own": OWN,
+        "new": NEW,
+        "answer": ANSWER,
+        "kept_tokens": KEPT_TOKENS,
+        "us_per_token": US_PER_TOKEN,
+    }
     finish("router-agents", configuration, before, figures)
 
 
@@ -53,10 +60,15 @@ def summary(turns: Sequence[Turn]) -> dict[str, float]:
     prompt, known, cached = (sum(getattr(turn, f"num_{name}") for turn in turns) for name in ("prompt", "known", "cached"))
     firsts_ms = [turn.first_s * 1e3 for turn in turns]
     return {
-        "requests": len(turns), "prompt_tokens": prompt, "known_tokens": known, "cached_tokens": cached,
-        "hit_rate": cached / prompt, "share_of_possible": cached / known,
-        "first_p50_ms": percentile(firsts_ms, 0.5), "first_p99_ms": percentile(firsts_ms, 0.99),
-    }  # fmt: skip
+        "requests": len(turns),
+        "prompt_tokens": prompt,
+        "known_tokens": known,
+        "cached_tokens": cached,
+        "hit_rate": cached / prompt,
+        "share_of_possible": cached / known,
+        "first_p50_ms": percentile(firsts_ms, 0.5),
+        "first_p99_ms": percentile(firsts_ms, 0.99),
+    }
 
 
 def _all_turns(router: Access, num_agents: int, num_turns: int) -> list[Turn]:

@@ -67,9 +67,15 @@ class EngineSession:
         """Run `python -m module arguments` to its end."""
         command, none = [*self.starter, *python_child.command(module, *arguments)], subprocess.DEVNULL
         return subprocess.run(
-            command, cwd=self.cwd, env=self.environment(), stdin=none, capture_output=True, text=True, timeout=timeout_s,
+            command,
+            cwd=self.cwd,
+            env=self.environment(),
+            stdin=none,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
             check=False,
-        )  # fmt: skip
+        )
 
     def start(self, module: str, arguments: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         """Start `python -m module arguments`; its output goes to files, see `output`."""
@@ -77,7 +83,7 @@ class EngineSession:
             command = [*self.starter, *python_child.command(module, *arguments)]
             process = subprocess.Popen(
                 command, cwd=self.cwd, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err
-            )  # fmt: skip
+            )
         self._started.append(process)
         return process
 

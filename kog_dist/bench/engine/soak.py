@@ -115,10 +115,16 @@ def run(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, s
     for finding in figures["findings"][:_SHOWN]:
         print(finding, flush=True)
     configuration: dict[str, Any] = {
-        "model": engine.name, "requests": num_requests, "gpus" if engine.on_gpus else "ranks": ranks, "clients": num_clients,
-        "seed": seed, "context": engine.spec.max_context, "blocks": engine.num_blocks, "replay_every": engine.replay_every,
+        "model": engine.name,
+        "requests": num_requests,
+        "gpus" if engine.on_gpus else "ranks": ranks,
+        "clients": num_clients,
+        "seed": seed,
+        "context": engine.spec.max_context,
+        "blocks": engine.num_blocks,
+        "replay_every": engine.replay_every,
         "repeats": engine.repeats,
-    }  # fmt: skip
+    }
     finish("soak", configuration, before, figures)
     return not figures["findings"]
 
@@ -136,7 +142,7 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
             write_tiny_delta_model(model) if engine.has_delta_nets else write_tiny_model(model, engine.spec)
         mix = RequestMix(
             engine.spec, seed, kept_is_exact=not on_gpus, prefix_lengths=engine.prefix_lengths, repeats=engine.repeats
-        )  # fmt: skip
+        )
         flags = [str(model), f"--stall-timeout={_STALL_S:g}", *([f"--gpus={ranks}"] if on_gpus else ["--device=cpu"])]
         checker = Checker(mix, engine.replay_every)
         with _engine([*flags, *limits, *engine.flags, *([] if on_gpus else [f"--ranks={ranks}"])], checker.findings) as (

@@ -87,8 +87,9 @@ class Record:
         if end.num_generated_tokens != len(self.token_ids):
             self._find(f"done says {end.num_generated_tokens} tokens, {len(self.token_ids)} came")
         expected = {
-            FinishReason.CANCELLED: fate is Fate.CANCEL, FinishReason.DEADLINE: fate is Fate.DEADLINE,
-        }  # fmt: skip
+            FinishReason.CANCELLED: fate is Fate.CANCEL,
+            FinishReason.DEADLINE: fate is Fate.DEADLINE,
+        }
         if fate is Fate.REFUSED or not expected.get(end.finish_reason, True):
             self._find(f"a request to {fate.value} ended with {end.finish_reason}")
 

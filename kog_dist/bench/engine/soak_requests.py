@@ -51,9 +51,14 @@ class RequestMix:
     """An endless series of requests for one model; the same for the same seed, but for prompts that extend earlier answers."""
 
     def __init__(
-        self, spec: ModelSpec, seed: int, *, kept_is_exact: bool = True, prefix_lengths: tuple[int, int] = PREFIX_LENGTHS,
+        self,
+        spec: ModelSpec,
+        seed: int,
+        *,
+        kept_is_exact: bool = True,
+        prefix_lengths: tuple[int, int] = PREFIX_LENGTHS,
         repeats: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`kept_is_exact`: a token does not depend on what was cached. If not, only plain greedy requests use what is; then most
         prompts begin alike, because GPUs keep one cache. `repeats`: half of the requests are earlier ones, with their answers as
         predictions, as they are or damaged, so that drafts are right and wrong in all ways."""
@@ -136,10 +141,15 @@ class RequestMix:
         if chance.random() < 0.65:
             return {"sampling": SamplingParams(**fields)}
         settings: dict[str, Any] = {
-            "top_k": chance.randint(1, 60), "top_p": chance.uniform(0.2, 1.0), "min_p": chance.uniform(0.0, 0.2),
-            "repetition_penalty": chance.uniform(0.8, 1.5), "presence_penalty": chance.uniform(-1, 1),
-            "frequency_penalty": chance.uniform(-1, 1), "min_tokens": 1, "logprobs": chance.randint(0, 4),
-        }  # fmt: skip
+            "top_k": chance.randint(1, 60),
+            "top_p": chance.uniform(0.2, 1.0),
+            "min_p": chance.uniform(0.0, 0.2),
+            "repetition_penalty": chance.uniform(0.8, 1.5),
+            "presence_penalty": chance.uniform(-1, 1),
+            "frequency_penalty": chance.uniform(-1, 1),
+            "min_tokens": 1,
+            "logprobs": chance.randint(0, 4),
+        }
         fields |= {name: settings[name] for name in chance.sample(sorted(settings), chance.randint(1, 4))}
         if chance.random() < 0.3:
             fields |= {"logit_bias": ((5, 3.0), (EOS_ID, -2.0))}

@@ -123,9 +123,13 @@ class FakeEngine:
     """Queue, running requests and their clients; `turn` does what there is to do without blocking, `run` repeats it."""
 
     def __init__(
-        self, settings: FakeEngineSettings, model: ModelFolder, script: ReplayScript, listener: RpcListener,
+        self,
+        settings: FakeEngineSettings,
+        model: ModelFolder,
+        script: ReplayScript,
+        listener: RpcListener,
         clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`clock`: nanoseconds of CLOCK_MONOTONIC, which clients on this machine share."""
         self._settings, self._model, self._script, self._listener, self._clock = settings, model, script, listener, clock
         self._requests = _OpenReplays(settings.max_running)
@@ -226,9 +230,15 @@ class FakeEngine:
     def _welcome(self) -> Welcome:
         spec, has_tokenizer = self._model.spec, self._model.tokenizer is not None
         return Welcome(
-            build_hash(), self._settings.instance, self._model.name, self._state(), self._settings.num_ranks, spec.max_context,
-            spec.vocab_size, has_tokenizer,
-        )  # fmt: skip
+            build_hash(),
+            self._settings.instance,
+            self._model.name,
+            self._state(),
+            self._settings.num_ranks,
+            spec.max_context,
+            spec.vocab_size,
+            has_tokenizer,
+        )
 
     def _report(self) -> StatusReport:
         num_ranks = self._settings.num_ranks
@@ -263,13 +273,18 @@ class FakeEngine:
         if not num_due:
             return
         request, first = stream.request, stream.num_tokens
-        event, reason = stream.take([
-            self._script.entry(
-                index, now_ns, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos,
-                num_logprobs=request.sampling.logprobs,
-            )
-            for index in range(first, min(first + num_due, request.max_tokens))
-        ])  # fmt: skip
+        event, reason = stream.take(
+            [
+                self._script.entry(
+                    index,
+                    now_ns,
+                    max_tokens=request.max_tokens,
+                    ignore_eos=request.ignore_eos,
+                    num_logprobs=request.sampling.logprobs,
+                )
+                for index in range(first, min(first + num_due, request.max_tokens))
+            ]
+        )
         if event is not None:
             self.counters.num_tokens += len(event.token_ids)
             if not self._clients.send(stream, event):

@@ -31,9 +31,13 @@ class Ends(NamedTuple):
 
 
 def write_gpt_oss(
-    folder: Path, config: Mapping[str, Any], *, seed: int = 1, branch_exponent: int = 0,
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    seed: int = 1,
+    branch_exponent: int = 0,
     ends: Ends | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """config.json and a file for each layer, and one for the rest. All layers have the same values.
 
     `config` is one of gpt-oss with MXFP4. `branch_exponent`: of two, by which what attention and experts add is multiplied.
@@ -45,12 +49,14 @@ def write_gpt_oss(
     d, ffn, num_experts = spec.hidden_size, spec.intermediate_size, spec.experts.num_experts
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     layer = {
-        "input_layernorm.weight": made.ones(d), "post_attention_layernorm.weight": made.ones(d),
+        "input_layernorm.weight": made.ones(d),
+        "post_attention_layernorm.weight": made.ones(d),
         "self_attn.sinks": made.values(spec.num_heads),
-        "mlp.router.weight": made.values(num_experts, d), "mlp.router.bias": made.values(num_experts),
+        "mlp.router.weight": made.values(num_experts, d),
+        "mlp.router.bias": made.values(num_experts),
         "mlp.experts.gate_up_proj_bias": made.values(num_experts, 2 * ffn),
         "mlp.experts.down_proj_bias": made.values(num_experts, d, exponent=branch_exponent),
-    }  # fmt: skip
+    }
     for name, rows, columns in (("q", queries, d), ("k", keys, d), ("v", keys, d), ("o", d, queries)):
         exponent = branch_exponent if name == "o" else 0
         layer |= {

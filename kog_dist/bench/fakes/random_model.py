@@ -44,7 +44,7 @@ def write_on_gpu(name: str, folder: Path) -> None:
     spec = named_spec(name)
     write_stored_checkpoint(
         folder, spec, lambda tensor: random_tensor(spec, tensor, SEED).get(), max_shard_bytes=2**30, manifest=False
-    )  # fmt: skip
+    )
     write_tokenizer(folder, spec.vocab_size, chats=True)
 
 

@@ -39,14 +39,16 @@ def run(settings: FakeEngineSettings, model: Path, model_name: str, *, text: str
         print(
             f"fake engine {settings.instance!r}: {settings.rate:g} tokens/s, {settings.num_ranks} ranks, "
             f"{settings.max_running} at a time, {kind}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
         engine.run(wakeup_fd)
         counted = engine.counters
         print(
             f"fake engine: {counted.num_completed} answers completed, {counted.num_cancelled} cancelled, "
             f"{counted.num_failed} failed; {counted.num_tokens} tokens",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
     finally:
         instance.remove()

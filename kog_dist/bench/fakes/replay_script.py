@@ -59,7 +59,7 @@ class ReplayScript:
 
     def entry(
         self, index: int, stamp_ns: int, *, max_tokens: int, ignore_eos: bool = False, num_logprobs: int | None = None
-    ) -> TokenEntry:  # fmt: skip
+    ) -> TokenEntry:
         """Token `index` of an answer, as rank 0 would have put it into the ring."""
         end_id = self._end_id if index == len(self._token_ids) and not ignore_eos else None
         token_id = end_id if end_id is not None else self._token_ids[index % len(self._token_ids)]

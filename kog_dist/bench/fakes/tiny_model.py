@@ -20,9 +20,15 @@ TINY_ON_GPUS = replace(  # head_dim a multiple of 16, as the CUDA kernel wants i
     delay=2, sliding_window=64, window_layers=(0, 1),
 )  # fmt: skip
 TINY_WITH_EXPERTS = replace(  # the same for GPUs
-    TINY_ON_GPUS, delay=0, sliding_window=None, window_layers=(), qkv_bias=True, out_bias=True, attention_sinks=True,
+    TINY_ON_GPUS,
+    delay=0,
+    sliding_window=None,
+    window_layers=(),
+    qkv_bias=True,
+    out_bias=True,
+    attention_sinks=True,
     experts=ExpertsSpec(24, 4, router_bias=True, bias=True, clamp=ClampedSwiglu(1.702, 7.0)),
-)  # fmt: skip
+)
 
 
 def write_tiny_model(folder: Path, spec: ModelSpec = TINY, *, seed: int = 1) -> ModelSpec:

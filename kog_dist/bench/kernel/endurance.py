@@ -100,10 +100,13 @@ def _figure(count: int, tokens: int, ranks: Sequence[dict[str, Any]], reference:
 
     differs_at = first_difference([rank["hashes"] for rank in ranks], reference)
     figure = {
-        "gpus": count, "tokens": tokens, "hashes": len(ranks[0]["hashes"]),
-        "same": differs_at is None and len(reference) == tokens // HASH_TOKENS, "last_hash": ranks[0]["hashes"][-1:],
+        "gpus": count,
+        "tokens": tokens,
+        "hashes": len(ranks[0]["hashes"]),
+        "same": differs_at is None and len(reference) == tokens // HASH_TOKENS,
+        "last_hash": ranks[0]["hashes"][-1:],
         "took_s": round(ranks[0]["took_s"], 2),
-    }  # fmt: skip
+    }
     told = f"all {count} {'rank has' if count == 1 else 'ranks have'} "
     told += "the same" if differs_at is None else f"OTHERS from hash {differs_at} on"
     print(
@@ -124,6 +127,9 @@ def _cost(count: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
         flush=True,
     )
     return {
-        "gpus": count, "us_per_token": round(bare, 1), "us_with_hashes": round(hashed, 1), "cost": round(cost, 5),
+        "gpus": count,
+        "us_per_token": round(bare, 1),
+        "us_with_hashes": round(hashed, 1),
+        "cost": round(cost, 5),
         "rounds": rounds,
-    }  # fmt: skip
+    }

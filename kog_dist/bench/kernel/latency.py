@@ -148,9 +148,16 @@ def _mask_page(model: str | None, spec_name: str) -> ControlPage:
 
 
 def _kernel(
-    model: str | None, spec_name: str, lanes: int, kv_dtype: str | None, router_skew: float, page: ControlPage | None, *,
-    whole_windows: bool, pass_tokens: int,
-) -> Monokernel:  # fmt: skip
+    model: str | None,
+    spec_name: str,
+    lanes: int,
+    kv_dtype: str | None,
+    router_skew: float,
+    page: ControlPage | None,
+    *,
+    whole_windows: bool,
+    pass_tokens: int,
+) -> Monokernel:
     from kog_dist.workers.cuda.load import load_weights
     from kog_dist.workers.cuda.random_weights import random_weights
 

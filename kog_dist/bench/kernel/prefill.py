@@ -145,10 +145,14 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
             rested.append(run())
         medians = [round(1e3 * percentile([time_s[i] for time_s in some], 0.5), 3) for some in (times, rested) for i in range(2)]
         figure = {
-            "prompt": length, "cached": cached, "prefill_ms": medians[0], "first_token_ms": medians[1],
+            "prompt": length,
+            "cached": cached,
+            "prefill_ms": medians[0],
+            "first_token_ms": medians[1],
             "p99_first_token_ms": round(1e3 * percentile([time_s[1] for time_s in times], 0.99), 3),
-            "prefill_after_pause_ms": medians[2], "first_token_after_pause_ms": medians[3],
-        }  # fmt: skip
+            "prefill_after_pause_ms": medians[2],
+            "first_token_after_pause_ms": medians[3],
+        }
         figures.append(figure)
         print(
             f"  prompt {length:5}, {cached:5} cached: prefill {medians[0]:8.3f} ms, first token {medians[1]:8.3f} ms median, "

@@ -80,11 +80,13 @@ def _products(runner: GraphRunner, size: int) -> Iterator[Case]:
     assert isinstance(do, DeviceOperations)
     mixed = rows.query.reshape(size, len(rows.stream), -1).swapaxes(0, 1)
     shapes: list[tuple[str, Array, Array, Array]] = [
-        ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, rows.partials[0][0]),
-        ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, rows.partials[0][0]),
+        ("qkv", rows.stream, matrices.wqkv, rows.qkv),
+        ("out", mixed, matrices.wo, rows.partials[0][0]),
+        ("gate_up", rows.stream, matrices.w13, rows.gate_up),
+        ("down", rows.activation, matrices.w2, rows.partials[0][0]),
         ("qkv of one stream", rows.shared.stream, matrices.wqkv, rows.qkv),
         ("gate_up of one stream", rows.shared.stream, matrices.w13, rows.gate_up),
-    ]  # fmt: skip
+    ]
     for name, x, matrix, out in shapes:
         yield name, partial(do.products, x, matrix, out), 2 * size * matrix.size, 0
     down = partial(do.product, rows.activation, matrices.w2, rows.partials[0][0])

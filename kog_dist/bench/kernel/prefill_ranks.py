@@ -60,9 +60,13 @@ def prepared(
 
     rank, world_size = context.info.rank, context.info.world_size
     shape = KernelShape(
-        spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, kv_dtype=kv_dtype, coding=coding,
+        spec,
+        spec.lanes_of_rank(rank, world_size),
+        num_ranks=world_size,
+        kv_dtype=kv_dtype,
+        coding=coding,
         head_coding=head_coding,
-    )  # fmt: skip
+    )
     cupy.cuda.Device(context.gpu).use()
     if rank == 0:
         for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):
@@ -130,7 +134,7 @@ def run(spec_name: str, num_gpus: int, cases: list[tuple[int, int]], repeats: in
     arguments = {"spec": spec_name, "cases": cases, "repeats": repeats, "choice": choice}
     outcomes = run_ranks(
         num_gpus, "kog_dist.bench.kernel.prefill_ranks:measure", arguments, deadline_s=_DEADLINE_S, device="cuda"
-    )  # fmt: skip
+    )
     if failed := [outcome for outcome in outcomes if outcome.status]:
         raise LaunchError(f"prefill on {num_gpus} GPUs failed:\n" + "\n".join(asdict(outcome)["error"] for outcome in failed))
     ranks = [outcome.result["figures"] for outcome in outcomes]

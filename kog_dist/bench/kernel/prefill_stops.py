@@ -25,9 +25,12 @@ def stops(run: Callable[[Callable[[], bool]], int], count: int, now: Callable[[]
         reached.append(run(lambda wanted_s=wanted_s: now() >= wanted_s))  # type: ignore[misc]
         waits_ms.append(1e3 * max(0.0, now() - wanted_s))
     figure = {
-        "whole_ms": round(1e3 * whole_s, 1), "stops": count, "median_ms": round(percentile(waits_ms, 0.5), 1),
-        "most_ms": round(max(waits_ms), 1), "reached": reached,
-    }  # fmt: skip
+        "whole_ms": round(1e3 * whole_s, 1),
+        "stops": count,
+        "median_ms": round(percentile(waits_ms, 0.5), 1),
+        "most_ms": round(max(waits_ms), 1),
+        "reached": reached,
+    }
     print(
         f"  {count} stops within {figure['whole_ms']} ms: {figure['median_ms']} ms median, {figure['most_ms']} ms at most; "
         f"positions kept: {', '.join(map(str, sorted(set(reached))))}",

@@ -78,10 +78,15 @@ def figures(times: dict[str, list[float]], context: int, **where: Any) -> list[d
     for name, of_steps in times.items():
         median = percentile(of_steps, 0.5)
         figure = {
-            **where, "context": context, "sampling": name, "us_per_token": round(median, 1),
-            "mean_us": round(float(np.mean(of_steps)), 1), "p99_us": round(percentile(of_steps, 0.99), 1),
-            "ratio": round(median / base, 4), "mean_ratio": round(float(np.mean(of_steps)) / base, 4),
-        }  # fmt: skip
+            **where,
+            "context": context,
+            "sampling": name,
+            "us_per_token": round(median, 1),
+            "mean_us": round(float(np.mean(of_steps)), 1),
+            "p99_us": round(percentile(of_steps, 0.99), 1),
+            "ratio": round(median / base, 4),
+            "mean_ratio": round(float(np.mean(of_steps)) / base, 4),
+        }
         found.append(figure)
         print(
             f"  {name:>15}, context {context:5}: {figure['us_per_token']:8.1f} us median, {figure['mean_us']:8.1f} mean, "

@@ -190,14 +190,21 @@ def run(plan: ScalingPlan, gpu_counts: Sequence[int]) -> bool:
     require_gpus(max(gpu_counts))
     before, figures = machine(), list[dict[str, Any]]()
     configuration = {
-        "model": f"{plan.spec}, random weights", "tokens": plan.tokens, "gpu": gpu_name(), "kv_dtype": plan.kv_dtype,
+        "model": f"{plan.spec}, random weights",
+        "tokens": plan.tokens,
+        "gpu": gpu_name(),
+        "kv_dtype": plan.kv_dtype,
         "filled": plan.filled,
-    }  # fmt: skip
+    }
     bits, tokens = dict[str, list[str]](), list[int]()  # of the first number of GPUs that did not fail
     whole: dict[str, Any] = {
-        "spec": plan.spec, "contexts": list(plan.contexts), "tokens": plan.tokens, "repeats": plan.repeats,
-        "kv_dtype": plan.kv_dtype, "filled": plan.filled,
-    }  # fmt: skip
+        "spec": plan.spec,
+        "contexts": list(plan.contexts),
+        "tokens": plan.tokens,
+        "repeats": plan.repeats,
+        "kv_dtype": plan.kv_dtype,
+        "filled": plan.filled,
+    }
     once_more = {**whole, "repeats": 0, "yardstick": plan.yardstick, "builds": [dict(options) for options in plan.builds]}
     trace = {**whole, "trace": None if plan.trace is None else str(Path(plan.trace).absolute())}
     whole |= {"samplings": list(plan.samplings), "long_run": plan.long_run, "memory_alone": plan.memory_alone}
@@ -232,11 +239,15 @@ def _figure(
     digests = [digest for name in ("bits", "repeated_bits") for rank in ranks for digest in rank[name][at]]
     median = percentile(ranks[0]["us"][at], 0.5)
     figure: dict[str, Any] = {
-        "gpus": count, "context": context, "us_per_token": round(median, 1),
-        "p99_us": round(percentile(ranks[0]["us"][at], 0.99), 1), "tokens_per_s": round(1e6 / median, 1),
+        "gpus": count,
+        "context": context,
+        "us_per_token": round(median, 1),
+        "p99_us": round(percentile(ranks[0]["us"][at], 0.99), 1),
+        "tokens_per_s": round(1e6 / median, 1),
         "same_bits": digests == reference.setdefault(at, digests),
-        "different_repeats": max(rank["repeats"][at] for rank in ranks), "repeats": plan.repeats,
-    }  # fmt: skip
+        "different_repeats": max(rank["repeats"][at] for rank in ranks),
+        "repeats": plan.repeats,
+    }
     alone = ""
     if plan.memory_alone:  # of the slowest rank
         figure["alone_us"] = round(max(rank["alone_us"] for rank in ranks), 1)
@@ -270,9 +281,11 @@ def _long_figure(plan: ScalingPlan, count: int, ranks: Sequence[Mapping[str, Any
     told = "the same on all ranks and GPUs" if differs_at is None else f"OTHERS from token {differs_at} on"
     print(f"{count} GPUs, one launch of {len(reference)} tokens: {speeds} tokens/s; tokens {told}", flush=True)
     return {
-        "gpus": count, "long_run": len(reference), "same": differs_at is None,
+        "gpus": count,
+        "long_run": len(reference),
+        "same": differs_at is None,
         "tokens_per_s": {at: round(1e6 / us, 1) for at, us in times.items()},
-    }  # fmt: skip
+    }
 
 
 def _build_figures(plan: ScalingPlan, count: int, context: int, ranks: Sequence[Any]) -> list[dict[str, Any]]:

@@ -65,15 +65,18 @@ QUANTISED: dict[str, Mapping[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
     **{
         name: {
-            "quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head"],
+            "quant_method": "compressed-tensors",
+            "format": kind,
+            "ignore": ["lm_head"],
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         }
         for name, kind, weights in (
-            ("fp8-rows", "float-quantized", _ROWS), ("int4", "pack-quantized", _INTEGERS),
+            ("fp8-rows", "float-quantized", _ROWS),
+            ("int4", "pack-quantized", _INTEGERS),
             ("mxfp4", "mxfp4-pack-quantized", _FLOATS),
         )
     },
-}  # fmt: skip
+}
 _HEAD = re.compile(r"\+head8(?=[:@]|$)")  # of an LM head in INT8
 _DENSE_CONTEXT = 4096
 SEED = 1

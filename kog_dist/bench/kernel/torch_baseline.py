@@ -196,9 +196,12 @@ def _measure_one(spec: ModelSpec, tensors: TensorSource, product: str, context: 
     torch.cuda.synchronize()
     times_us = [1000 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return {
-        "context": context, "product": product, "us_per_token": round(percentile(times_us, 0.5), 1),
-        "p99_us": round(percentile(times_us, 0.99), 1), "compile_s": round(compile_s, 1),
-    }  # fmt: skip
+        "context": context,
+        "product": product,
+        "us_per_token": round(percentile(times_us, 0.5), 1),
+        "p99_us": round(percentile(times_us, 0.99), 1),
+        "compile_s": round(compile_s, 1),
+    }
 
 
 def _captured(step: Callable[[], Tensor], token: Tensor, position: Tensor) -> Callable[[], None]:

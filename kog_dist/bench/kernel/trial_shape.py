@@ -39,9 +39,7 @@ class TrialShape(KernelShape):
     @cached_property
     def ring(self) -> RingShape:
         """With the tried pieces and slots."""
-        return replace(
-            super().ring, most_slots=self.max_slots, pieces=self.pieces, pieces_in_flight=self.pieces_in_flight
-        )  # fmt: skip
+        return replace(super().ring, most_slots=self.max_slots, pieces=self.pieces, pieces_in_flight=self.pieces_in_flight)
 
     @cached_property
     def words(self) -> WordShape:

@@ -27,9 +27,13 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 
 ARCHITECTURES: Final = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
-}  # fmt: skip
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
 CHAT_TEMPLATE: Final = (
     "{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}{{ message.content }}{% endfor %}"
 )

@@ -26,9 +26,14 @@ def run(settings: ServeSettings, turns: Sequence[Prompt], trace: str) -> int:
     figures = figures_of(answers)
     write_out(table_of(figures) + "\n")
     configuration = {
-        "trace": trace, "url": str(settings.url), "backend": settings.backend, "model": load.model,
-        "ignore_eos": settings.ignore_eos, "temperature": settings.temperature, "extra_body": settings.extra_body,
-    }  # fmt: skip
+        "trace": trace,
+        "url": str(settings.url),
+        "backend": settings.backend,
+        "model": load.model,
+        "ignore_eos": settings.ignore_eos,
+        "temperature": settings.temperature,
+        "extra_body": settings.extra_body,
+    }
     finish("agents", configuration, before, figures)
     return sum(bool(answer.error) for answer in answers)
 
@@ -37,22 +42,29 @@ def figures_of(answers: Sequence[RequestRecord]) -> dict[str, Any]:
     """Of each turn and of all; `tokens_per_s` counts from the first token on, as a reader sees it."""
     turns = [
         {
-            "turn": number, "prompt_tokens": answer.input_tokens, "cached_tokens": answer.cached_tokens,
-            "output_tokens": answer.output_tokens, "ttft_ms": answer.ttft_s * 1e3,
-            "tokens_per_s": 1 / answer.tpot_s if answer.tpot_s else None, "error": answer.error,
+            "turn": number,
+            "prompt_tokens": answer.input_tokens,
+            "cached_tokens": answer.cached_tokens,
+            "output_tokens": answer.output_tokens,
+            "ttft_ms": answer.ttft_s * 1e3,
+            "tokens_per_s": 1 / answer.tpot_s if answer.tpot_s else None,
+            "error": answer.error,
         }
         for number, answer in enumerate(answers, 1)
-    ]  # fmt: skip
+    ]
     good = [answer for answer in answers if not answer.error]
     decode_s = sum(answer.latency_s - answer.ttft_s for answer in good)
     num_gaps = sum(max(0, answer.output_tokens - 1) for answer in good)
     cached = [answer.cached_tokens for answer in good if answer.cached_tokens is not None]
     total = {
-        "turns": len(good), "prompt_tokens": sum(answer.input_tokens for answer in good),
-        "cached_tokens": sum(cached) if cached else None, "output_tokens": sum(answer.output_tokens for answer in good),
-        "ttft_ms": sum(answer.ttft_s for answer in good) * 1e3, "tokens_per_s": num_gaps / decode_s if decode_s else None,
+        "turns": len(good),
+        "prompt_tokens": sum(answer.input_tokens for answer in good),
+        "cached_tokens": sum(cached) if cached else None,
+        "output_tokens": sum(answer.output_tokens for answer in good),
+        "ttft_ms": sum(answer.ttft_s for answer in good) * 1e3,
+        "tokens_per_s": num_gaps / decode_s if decode_s else None,
         "seconds": sum(answer.latency_s for answer in good),
-    }  # fmt: skip
+    }
     return {"turns": turns, "total": total}
 
 

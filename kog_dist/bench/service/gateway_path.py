@@ -54,10 +54,12 @@ class _Sample:
     def summary(self) -> dict[str, Any]:
         num_tokens = len(self.delays_us)
         return {
-            "p50_us": percentile(self.delays_us, 0.5), "p99_us": percentile(self.delays_us, 0.99), "tokens": num_tokens,
+            "p50_us": percentile(self.delays_us, 0.5),
+            "p99_us": percentile(self.delays_us, 0.99),
+            "tokens": num_tokens,
             "tokens_per_event": num_tokens / self.num_events,
             "cpu_us_per_token": {name: spent / num_tokens for name, spent in self.cpu_us.items()},
-        }  # fmt: skip
+        }
 
 
 def run(rate: float, *, num_tokens: int, repeats: int) -> None:

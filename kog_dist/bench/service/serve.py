@@ -53,9 +53,12 @@ class ServeSettings:
         """The JSON of one request."""
         asked = {"messages": prompt.as_messages()} if self.backend == "openai-chat" else {"prompt": prompt.as_text()}
         body = {
-            "model": model, **asked, "max_tokens": prompt.max_tokens or self.output_len, "stream": True,
+            "model": model,
+            **asked,
+            "max_tokens": prompt.max_tokens or self.output_len,
+            "stream": True,
             "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        }
         if prompt.tools and self.backend == "openai-chat":
             body["tools"] = list(prompt.tools)
         if self.temperature is not None:
@@ -65,9 +68,7 @@ class ServeSettings:
         return body | self.extra_body
 
 
-def run(
-    settings: ServeSettings, prompts: Sequence[Prompt], *, output: Path | None, html: Path | None, each: bool = False
-) -> int:  # fmt: skip
+def run(settings: ServeSettings, prompts: Sequence[Prompt], *, output: Path | None, html: Path | None, each: bool = False) -> int:
     """Measure, print a table and the JSON object, write the files; returns how many requests failed.
 
     `each`: a line per request, too. Raises LaunchError if nothing answers at the URL, ConfigError if the server has no model to
@@ -191,9 +192,14 @@ def _result(settings: ServeSettings, load: Load, answers: Sequence[RequestRecord
     num_chunks = sum(len(exchange.stamps_ns) for exchange in load.exchanges)
     busy_us = sum(exchange.busy_ns for exchange in load.exchanges) / 1e3
     configuration = {
-        "url": str(settings.url), "output_len": settings.output_len, "num_warmups": settings.num_warmups, "seed": settings.seed,
-        "temperature": settings.temperature, "ignore_eos": settings.ignore_eos, "extra_body": settings.extra_body,
-    }  # fmt: skip
+        "url": str(settings.url),
+        "output_len": settings.output_len,
+        "num_warmups": settings.num_warmups,
+        "seed": settings.seed,
+        "temperature": settings.temperature,
+        "ignore_eos": settings.ignore_eos,
+        "extra_body": settings.extra_body,
+    }
     return {
         "benchmark": "serve", "commit": commit(), "machine": before, "configuration": configuration,
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"), "endpoint_type": settings.backend, "backend": settings.backend,

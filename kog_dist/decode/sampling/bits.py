@@ -32,9 +32,8 @@ _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # the
 _SQRT_HALF = np.float32(0.70710678)
 # Cephes expf: exp(f) = 1 + (f + f**2 * polynomial(f)) for |f| <= ln(2) / 2; highest power first.
 _EXP_POLYNOMIAL = tuple(
-    np.float32(c)
-    for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-)  # fmt: skip
+    np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+)
 _LOG2_E = np.float32(1.44269504088896341)
 MASS_BITS = 40  # a mass of 2**40 is that of the most likely token; 2**23 of them fit into 63 bits
 _LEAST_EXPONENT = np.float32(-28.0)  # exp of it is below 2**-40: its mass, and that of everything below, is 0

@@ -11,9 +11,15 @@ from kog_dist.rpc.messages import ErrorCode
 _LENGTHS: Final = re.compile(r"the prompt has (?:over )?(\d+) tokens, at most (\d+) ")
 _API_ERROR: Final = "api_error"
 _TYPES: Final = {
-    400: INVALID_REQUEST, 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
+    400: INVALID_REQUEST,
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 ERROR_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
     "required": ["type", "error"],

@@ -50,9 +50,7 @@ def plan_messages(body: object, served: ServedModel, key_scope: str = "") -> Pla
     check_model(request.model, served)
     chat = asked(ChatRequest, as_chat(request), served, key_scope)
     plan = chat_plan(chat, served, "msg_", cuts_limit=True)
-    reply = MessageReply(
-        plan.stamp.id, request.model, plan.use, served.tokenizer, plan.prompt_ids, stream=bool(request.stream)
-    )  # fmt: skip
+    reply = MessageReply(plan.stamp.id, request.model, plan.use, served.tokenizer, plan.prompt_ids, stream=bool(request.stream))
     left_out = (*request.left_out, *hosted, *(f"system[{idx}]" for idx in _billing(request)))
     return Planned(plan.generates, bool(request.stream), reply, left_out, plan.unseen)
 
@@ -237,8 +235,9 @@ def _answer(blocks: Sequence[Any]) -> dict[str, Any]:
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
         {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-        for block in blocks if isinstance(block, ToolUseBlock)
-    ]  # fmt: skip
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
     answer: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     return answer | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
 

@@ -7,9 +7,11 @@ from typing import Any, Final
 from kog_dist.gateway.openai.errors import ApiError
 
 ERROR_SCHEMA: Final[dict[str, Any]] = {
-    "type": "object", "required": ["error"], "additionalProperties": False,
+    "type": "object",
+    "required": ["error"],
+    "additionalProperties": False,
     "properties": {"error": {"type": "string", "description": "One sentence: the cause and what to do."}},
-}  # fmt: skip
+}
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

@@ -50,22 +50,32 @@ def show(body: object, served: ServedModel) -> dict[str, Any]:
     if template is not None and style.reasoning != "none":
         capabilities.append("thinking")
     return {
-        "modelfile": "", "parameters": shown_sampling(served.defaults).replace(", ", "\n"), "modified_at": _time(served),
-        "template": "" if template is None else template.source, "capabilities": capabilities,
+        "modelfile": "",
+        "parameters": shown_sampling(served.defaults).replace(", ", "\n"),
+        "modified_at": _time(served),
+        "template": "" if template is None else template.source,
+        "capabilities": capabilities,
         "details": {"parent_model": "", "format": "", "family": "kog", "families": ["kog"]},
         "model_info": {"general.architecture": "kog", "kog.context_length": served.max_context},
-    }  # fmt: skip
+    }
 
 
 def _entry(served: ServedModel, size: ModelSize, name: str) -> dict[str, Any]:
     return {
-        "name": name, "model": name, "modified_at": _time(served), "size": size.num_bytes,
+        "name": name,
+        "model": name,
+        "modified_at": _time(served),
+        "size": size.num_bytes,
         "digest": hashlib.sha256(served.name.encode()).hexdigest(),
         "details": {
-            "parent_model": "", "format": "", "family": "kog", "families": ["kog"],
-            "parameter_size": _parameters(size.num_parameters), "quantization_level": size.weights_format,
+            "parent_model": "",
+            "format": "",
+            "family": "kog",
+            "families": ["kog"],
+            "parameter_size": _parameters(size.num_parameters),
+            "quantization_level": size.weights_format,
         },
-    }  # fmt: skip
+    }
 
 
 def _parameters(count: int) -> str:

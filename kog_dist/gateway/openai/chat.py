@@ -71,9 +71,14 @@ def chat_plan(request: ChatRequest, served: ServedModel, kind: str, *, cuts_limi
     is_enforced = use.is_enforced or answer_schema is not None
     ending = Ending.of(request.add_generation_prompt, request.continue_final_message)
     prompt = prompt_of(
-        request.messages, tools, served, variables=thinking.variables, scope=request.cache_salt, ending=ending,
+        request.messages,
+        tools,
+        served,
+        variables=thinking.variables,
+        scope=request.cache_salt,
+        ending=ending,
         is_enforced=is_enforced and served.has_channels,
-    )  # fmt: skip
+    )
     begun = begin_answer(prompt.ids, thinking, served, is_enforced=is_enforced, is_new=ending is Ending.ANSWER)
     stamp = Stamp.new(kind)
     conversation = conversation_of(request, beginning_of(request.messages))
@@ -122,9 +127,13 @@ class ChatReply(ChunkReply):
     object_chunk = "chat.completion.chunk"
 
     def __init__(
-        self, form: ReplyForm, use: ToolUse, names: TokenNames | None,
-        tokenizer: Tokenizer | None = None, prompt_ids: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        form: ReplyForm,
+        use: ToolUse,
+        names: TokenNames | None,
+        tokenizer: Tokenizer | None = None,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
         """`names`: of tokens, if the request asked for log-probabilities. `tokenizer`: tags of answers are its tokens."""
         super().__init__(form, has_names=names is not None)
         choices = range(form.num_choices)

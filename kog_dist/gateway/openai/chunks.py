@@ -39,10 +39,14 @@ class ReplyForm:
     ) -> ReplyForm:
         """From the fields of a request."""
         return cls(
-            stamp, model, num_choices, n, bool(stream),
+            stamp,
+            model,
+            num_choices,
+            n,
+            bool(stream),
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
-        )  # fmt: skip
+        )
 
 
 class ChunkReply(abc.ABC):

@@ -49,9 +49,14 @@ def plan_completion(body: object, served: ServedModel, key_scope: str = "") -> P
     common = {"prompt_logprobs": scores, "json_schema": format_schema(request.response_format, "response_format")}
     params = sampling_params(request, served, 0 if scores and request.logprobs is None else request.logprobs)
     generates = plan_choices(
-        "prompt", request, stamp, [{**_prompt_fields(one, limits, served), **common} for one in prompts], per_prompt, params,
+        "prompt",
+        request,
+        stamp,
+        [{**_prompt_fields(one, limits, served), **common} for one in prompts],
+        per_prompt,
+        params,
         conversation_of(request, ()),
-    )  # fmt: skip
+    )
     echoes: Sequence[Echo] = ()
     if request.echo:
         has_names = scores and request.logprobs is not None

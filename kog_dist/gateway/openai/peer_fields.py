@@ -146,7 +146,7 @@ REFUSED_EVERYWHERE: Final[Mapping[str, Refusal]] = {
     "adapters": Refusal("there are no adapters", _NO_LIST),
     "safe_prompt": Refusal("send a system message", _NOT_TRUE),
     "prompt_mode": Refusal(_TEMPLATE),
-    "enable_thinking": Refusal("use chat_template_kwargs: {\"enable_thinking\": ...}"),
+    "enable_thinking": Refusal('use chat_template_kwargs: {"enable_thinking": ...}'),
     "thinking": Refusal(_TEMPLATE, _NO_LIST),
     "think": Refusal(_TEMPLATE),
     "thinking_budget": Refusal("use max_tokens, or chat_template_kwargs"),
@@ -183,15 +183,21 @@ REFUSED_EVERYWHERE: Final[Mapping[str, Refusal]] = {
     "sampling_params": Refusal("give its fields in the body itself", _NO_LIST, of_harmless=True),
     "extra_body": Refusal("give its fields in the body itself", _NO_LIST, of_harmless=True),
     "generationConfig": Refusal("give its fields in the body itself", _NO_LIST, of_harmless=True),
-}  # fmt: skip
+}
 
 # ---- of a message, a call of an earlier answer, a tool ----
 _TEXT_ONLY: Final = Refusal("the model reads text only", _NO_LIST)
 REFUSED_IN_MESSAGES: Final[Mapping[str, Refusal]] = {
-    "images": _TEXT_ONLY, "image": _TEXT_ONLY, "image_url": _TEXT_ONLY, "audio": _TEXT_ONLY, "video": _TEXT_ONLY,
-    "files": _TEXT_ONLY, "attachments": _TEXT_ONLY, "experimental_attachments": _TEXT_ONLY,
+    "images": _TEXT_ONLY,
+    "image": _TEXT_ONLY,
+    "image_url": _TEXT_ONLY,
+    "audio": _TEXT_ONLY,
+    "video": _TEXT_ONLY,
+    "files": _TEXT_ONLY,
+    "attachments": _TEXT_ONLY,
+    "experimental_attachments": _TEXT_ONLY,
     "function_call": Refusal("it is deprecated; use tool_calls", _NO_LIST),
-}  # fmt: skip
+}
 REFUSED_IN_CALLS: Final[Mapping[str, Refusal]] = dict.fromkeys(("parameters", "args", "input"), Refusal("use arguments"))
 REFUSED_IN_FUNCTIONS: Final[Mapping[str, Refusal]] = dict.fromkeys(
     ("input_schema", "inputSchema", "parametersJsonSchema", "args", "arguments"), Refusal("use parameters")

@@ -112,9 +112,14 @@ def _logit_bias(raw: Mapping[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def plan_choices(
-    param: str, request: SamplingFields, stamp: Stamp, prompts: Sequence[Mapping[str, Any]], per_prompt: int,
-    params: SamplingParams, conversation: str | None,
-) -> tuple[Generate, ...]:  # fmt: skip
+    param: str,
+    request: SamplingFields,
+    stamp: Stamp,
+    prompts: Sequence[Mapping[str, Any]],
+    per_prompt: int,
+    params: SamplingParams,
+    conversation: str | None,
+) -> tuple[Generate, ...]:
     """The messages of a request: `per_prompt` choices of each prompt, one prompt after the other. Raises ApiError."""
     num_choices = per_prompt * len(prompts)
     return tuple(
@@ -175,7 +180,7 @@ def _choice_conversation(conversation: str | None, choice: int) -> str | None:
 
 def encode_prompt(
     text: str, served: ServedModel, param: str, encode: Callable[[Tokenizer, str], Sequence[int]] = Tokenizer.encode
-) -> tuple[int, ...]:  # fmt: skip
+) -> tuple[int, ...]:
     """Token ids of a prompt that leaves room for an answer. Raises ApiError 400."""
     if served.tokenizer is None:
         raise invalid(
@@ -228,7 +233,7 @@ def predicted_ids(prediction: Prediction | None, served: ServedModel) -> tuple[i
 
 def answer_limit(
     wanted: Sequence[int | None], num_prompt_tokens: int, served: ServedModel, param: str, *, cuts: bool = False
-) -> int:  # fmt: skip
+) -> int:
     """The smallest of the limits that the client gave, else what fits the context. Raises ApiError 400 if it does not fit.
 
     MOST_TOKENS is no limit. `cuts`: a limit that does not fit becomes what does, for clients that must name one.

@@ -51,10 +51,16 @@ class Ending(enum.Enum):
 
 
 def prompt_of(
-    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages",
-    *, variables: Mapping[str, Any] | None = None, ending: Ending = Ending.ANSWER, is_enforced: bool = False,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]],
+    served: ServedModel,
+    param: str = "messages",
+    *,
+    variables: Mapping[str, Any] | None = None,
+    ending: Ending = Ending.ANSWER,
+    is_enforced: bool = False,
     scope: str | None = None,
-) -> ChatPrompt:  # fmt: skip
+) -> ChatPrompt:
     """The conversation up to where the answer begins. Raises ApiError 400 naming the message that is wrong.
 
     `variables`: further ones of the chat template. `is_enforced`: a grammar follows, with a header of its own. `scope`: the
@@ -111,9 +117,13 @@ def _in_form(message: dict[str, Any], given: ChatMessage, template: ChatRenderer
 
 
 def _rendered(
-    template: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], param: str, ending: Ending,
+    template: ChatRenderer,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    param: str,
+    ending: Ending,
     variables: Mapping[str, Any],
-) -> tuple[RenderedChat, tuple[str, ...]]:  # fmt: skip
+) -> tuple[RenderedChat, tuple[str, ...]]:
     """The prompt, and what it does not show. A template that breaks on arguments that are no object gets those calls as text."""
 
     def render(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> RenderedChat:

@@ -29,9 +29,15 @@ class ResponseReply(OneChoiceReply):
     media_type = EVENTS
 
     def __init__(
-        self, outline: Mapping[str, Any], use: ToolUse, names: TokenNames | None,
-        tokenizer: Tokenizer | None = None, prompt_ids: Sequence[int] = (), *, stream: bool,
-    ) -> None:  # fmt: skip
+        self,
+        outline: Mapping[str, Any],
+        use: ToolUse,
+        names: TokenNames | None,
+        tokenizer: Tokenizer | None = None,
+        prompt_ids: Sequence[int] = (),
+        *,
+        stream: bool,
+    ) -> None:
         super().__init__(use, tokenizer, prompt_ids, stream=stream)
         self.outline, self.names = dict(outline), names
         self._id: str = outline["id"]
@@ -179,9 +185,13 @@ class ResponseReply(OneChoiceReply):
     def _open_call(self, start: CallStart) -> bytes:
         idx = len(self._output)
         self._open = {
-            "type": "function_call", "id": f"fc_{self._id.removeprefix('resp_')}_{idx}", "status": "in_progress",
-            "call_id": call_name(self._id, 0, start.idx, self.use.reading.style), "name": start.name, "arguments": "",
-        }  # fmt: skip
+            "type": "function_call",
+            "id": f"fc_{self._id.removeprefix('resp_')}_{idx}",
+            "status": "in_progress",
+            "call_id": call_name(self._id, 0, start.idx, self.use.reading.style),
+            "name": start.name,
+            "arguments": "",
+        }
         return self._event("response.output_item.added", {"output_index": idx, "item": self._open})
 
     def _add_arguments(self, delta: CallArguments) -> bytes:

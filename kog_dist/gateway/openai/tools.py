@@ -65,9 +65,7 @@ class ToolUse:
         if self.bare:
             names, schemas = self.bare, list(self.required.values())
             return {"json_schema": schema_text(schemas[0] if len(names) == 1 else _one_of(names, schemas), "tools")}
-        grammar = CallGrammar(
-            served.tokenizer, behind_thought=begun.thought_end is not None, thought_end=begun.thought_letters
-        )  # fmt: skip
+        grammar = CallGrammar(served.tokenizer, behind_thought=begun.thought_end is not None, thought_end=begun.thought_letters)
         if self.required:
             template = served.chat_template
             source = "" if template is None else template.tool_source
@@ -86,9 +84,14 @@ class ToolUse:
 
 
 def tool_use(
-    functions: Sequence[Function], mode: str, names: Sequence[str] | None, served: ServedModel, *,
-    has_format: bool, has_one_call: bool = False,
-) -> ToolUse:  # fmt: skip
+    functions: Sequence[Function],
+    mode: str,
+    names: Sequence[str] | None,
+    served: ServedModel,
+    *,
+    has_format: bool,
+    has_one_call: bool = False,
+) -> ToolUse:
     """`mode`: none, auto or required; `names`: only these functions count, None: all. `has_one_call`: the first call is all.
 
     Raises ApiError 400 for a name that no tool or two tools have, a choice without tools, or parameters that are no schema of

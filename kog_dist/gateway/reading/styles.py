@@ -26,8 +26,10 @@ from kog_dist.model.tokenizer import CHANNEL_TAGS, Tokenizer
 from kog_dist.records import dataclass
 
 _THOUGHT_TAGS: Final = {
-    "think": ("<think>", "</think>"), "deepseek_r1": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"),
-}  # fmt: skip
+    "think": ("<think>", "</think>"),
+    "deepseek_r1": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+}
 _CALL_TAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "hermes": (TOOL_CALL, TOOL_CALL_END, FUNCTION),
     "qwen3_coder": (TOOL_CALL, TOOL_CALL_END, FUNCTION),
@@ -81,9 +83,10 @@ def style_of(source: str | None, *, has_channels: bool, reasoning: str = "auto",
     """Of a chat template, None for a model without one. `reasoning` and `tools` overrule it."""
     found = _style_of(source, has_channels=has_channels)
     return Style(
-        found.reasoning if reasoning == "auto" else reasoning, found.tools if tools == "auto" else tools,
+        found.reasoning if reasoning == "auto" else reasoning,
+        found.tools if tools == "auto" else tools,
         found.thinks if reasoning == "auto" else True,
-    )  # fmt: skip
+    )
 
 
 def _style_of(source: str | None, *, has_channels: bool) -> Style:
@@ -130,8 +133,12 @@ class Reading:
             return AnswerReader(sink, channels.run(), TagFinder(CHANNEL_TAGS, tokenizer, prompt_ids))
         thought_tags = style.thought_tags
         machine = Tagged(
-            sink, thought_tags, is_open=self.begins == "open", thinks=style.thinks and self.begins == "free",
-            is_loose=style.tools == "llama3_json" and bool(functions), is_bare=style.tools == "qwen3_coder",
-        )  # fmt: skip
+            sink,
+            thought_tags,
+            is_open=self.begins == "open",
+            thinks=style.thinks and self.begins == "free",
+            is_loose=style.tools == "llama3_json" and bool(functions),
+            is_bare=style.tools == "qwen3_coder",
+        )
         names = [*(thought_tags or ()), *(_CALL_TAGS.get(style.tools, ()) if functions else ())]
         return AnswerReader(sink, machine.run(), TagFinder(names, tokenizer, prompt_ids))

@@ -34,8 +34,11 @@ _OF_EXPERTS: Final = frozenset(
     mlp_only_layers decoder_sparse_step""".split()
 )
 _OWN: Final[Mapping[str, tuple[Any, ...]]] = {
-    "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",), "output_gate_type": ("swish", "silu"), "use_qk_norm": (True,),
-}  # fmt: skip
+    "attn_output_gate": (True,),
+    "mamba_ssm_dtype": ("float32",),
+    "output_gate_type": ("swish", "silu"),
+    "use_qk_norm": (True,),
+}
 # Of the wrapper: what it says of images, and of the model as a whole.
 _OF_MROPE: Final = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
 _FROM_OUTSIDE: Final = ("quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
@@ -94,14 +97,17 @@ def read_config(config: Config) -> ModelSpec:
     norm = Norm(number(config, "rms_norm_eps", 1e-6, float), adds_one=True)
     attention, net = _attention(config), _delta_net(config)
     kinds = _layer_kinds(config, num_layers)
-    layers = [
-        LayerSpec(attention if kind == _FULL else net, _ffn(config, layer), norm) for layer, kind in enumerate(kinds)
-    ]  # fmt: skip
+    layers = [LayerSpec(attention if kind == _FULL else net, _ffn(config, layer), norm) for layer, kind in enumerate(kinds)]
     spec = ModelSpec.of_layers(
-        layers, num_layers=num_layers, hidden_size=number(config, "hidden_size", None, int),
-        vocab_size=number(config, "vocab_size", None, int), max_context=context, rope_theta=theta, rope_scaling=scaling,
+        layers,
+        num_layers=num_layers,
+        hidden_size=number(config, "hidden_size", None, int),
+        vocab_size=number(config, "vocab_size", None, int),
+        max_context=context,
+        rope_theta=theta,
+        rope_scaling=scaling,
         tied_embeddings=number(config, "tie_word_embeddings", False, bool),
-    )  # fmt: skip
+    )
     return replace(spec, num_lanes=lanes_of(spec, 0 if quantisation is None else quantisation.lane_columns))
 
 
@@ -123,9 +129,12 @@ def _delta_net(config: Config) -> DeltaNet:
         return found
 
     return DeltaNet(
-        size("linear_num_key_heads", 16, 4096), size("linear_num_value_heads", 32, 4096), size("linear_key_head_dim", 128, 4096),
-        size("linear_value_head_dim", 128, 4096), size("linear_conv_kernel_dim", 4, 64),
-    )  # fmt: skip
+        size("linear_num_key_heads", 16, 4096),
+        size("linear_num_value_heads", 32, 4096),
+        size("linear_key_head_dim", 128, 4096),
+        size("linear_value_head_dim", 128, 4096),
+        size("linear_conv_kernel_dim", 4, 64),
+    )
 
 
 def _layer_kinds(config: Config, num_layers: int) -> list[str]:

@@ -167,9 +167,11 @@ def stored_name(spec: ModelSpec, name: str) -> StoredTensorName:
         return StoredTensorName(f"{prefix}.{_NORMS[part]}.{kind}")
     theirs = f"self_attn.{_ATTENTION[part]}" if part in _ATTENTION else f"mlp.{FFN[part]}"
     return StoredTensorName(
-        f"{prefix}.{theirs}.{kind}", is_whole=True, has_columns=part in _COLUMNS and kind == "weight",
+        f"{prefix}.{theirs}.{kind}",
+        is_whole=True,
+        has_columns=part in _COLUMNS and kind == "weight",
         half_pairs=spec.head_dim if part in _TURNED else 0,
-    )  # fmt: skip
+    )
 
 
 def _layer_weights(spec: ModelSpec) -> int:

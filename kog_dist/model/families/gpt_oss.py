@@ -113,6 +113,13 @@ def _unstack(folder: Path, spec: ModelSpec, place: Place, is_coded: bool) -> dic
 
 
 FAMILY = Family(
-    ("gpt_oss",), read_config, stored_names, IGNORED, HEAD, _unstack, keys=KEYS | _KEYS, has_experts=True,
+    ("gpt_oss",),
+    read_config,
+    stored_names,
+    IGNORED,
+    HEAD,
+    _unstack,
+    keys=KEYS | _KEYS,
+    has_experts=True,
     own={"use_sliding_window": (True,)},
-)  # fmt: skip
+)

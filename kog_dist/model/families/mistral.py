@@ -27,6 +27,12 @@ def _layer_types(config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 FAMILY = Family(
-    ("mistral",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes, keys=KEYS | {"sliding_window"},
+    ("mistral",),
+    read_config,
+    stored_names,
+    IGNORED,
+    HEAD,
+    rounded_lanes=rounded_lanes,
+    keys=KEYS | {"sliding_window"},
     own={"use_sliding_window": (True, False), "layer_types": _layer_types},
-)  # fmt: skip
+)

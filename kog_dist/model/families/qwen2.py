@@ -17,6 +17,12 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 FAMILY = Family(
-    ("qwen2",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes, keys=KEYS | WINDOW_KEYS,
+    ("qwen2",),
+    read_config,
+    stored_names,
+    IGNORED,
+    HEAD,
+    rounded_lanes=rounded_lanes,
+    keys=KEYS | WINDOW_KEYS,
     own={"attention_bias": (True,), "qkv_bias": (True,), "use_qkv_bias": (True,)},
-)  # fmt: skip
+)

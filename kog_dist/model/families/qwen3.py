@@ -30,6 +30,12 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 FAMILY = Family(
-    ("qwen3",), read_config, stored_names, IGNORED, HEAD, rounded_lanes=rounded_lanes,
-    keys=KEYS | WINDOW_KEYS | {"attention_bias"}, own=HEAD_NORMS,
-)  # fmt: skip
+    ("qwen3",),
+    read_config,
+    stored_names,
+    IGNORED,
+    HEAD,
+    rounded_lanes=rounded_lanes,
+    keys=KEYS | WINDOW_KEYS | {"attention_bias"},
+    own=HEAD_NORMS,
+)

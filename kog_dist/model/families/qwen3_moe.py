@@ -29,9 +29,16 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         is_normalised=number(config, "norm_topk_prob", False, bool),
     )
     return read_dense(
-        config, max_context=32_768, kv_heads=4, windows=windows, qkv_bias=bias,
-        out_bias=bias, qk_norm=True, experts=experts, ffn_key="moe_intermediate_size",
-    )  # fmt: skip
+        config,
+        max_context=32_768,
+        kv_heads=4,
+        windows=windows,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        experts=experts,
+        ffn_key="moe_intermediate_size",
+    )
 
 
 def num_experts(config: Mapping[str, Any]) -> int:

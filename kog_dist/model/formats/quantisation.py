@@ -250,13 +250,23 @@ def _strategy(weights: Raw) -> tuple[int, int]:
 
 
 _READERS: Final[Mapping[str, Callable[[Raw], Quantisation]]] = {
-    "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,
-    "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4,
-}  # fmt: skip
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "modelopt": _modelopt,
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+    "mxfp4": _mxfp4,
+}
 _KEYS: Final[Mapping[str, Sequence[str]]] = {
-    "fp8": _FP8_KEYS, "fbgemm_fp8": _FBGEMM_KEYS, "modelopt": _MODELOPT_KEYS, "awq": _PACKED_KEYS, "gptq": _PACKED_KEYS,
-    "compressed-tensors": _CT_KEYS, "mxfp4": ("modules_to_not_convert", "dequantize"),
-}  # fmt: skip
+    "fp8": _FP8_KEYS,
+    "fbgemm_fp8": _FBGEMM_KEYS,
+    "modelopt": _MODELOPT_KEYS,
+    "awq": _PACKED_KEYS,
+    "gptq": _PACKED_KEYS,
+    "compressed-tensors": _CT_KEYS,
+    "mxfp4": ("modules_to_not_convert", "dequantize"),
+}
 
 
 # ---- values ----

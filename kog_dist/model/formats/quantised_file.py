@@ -172,8 +172,9 @@ def _is_ordered(form: WeightFormat, pieces: Pieces, columns: int) -> bool:
 
 # Matrices that read the same vector, which engines multiply as one: by the ends of their names.
 _STACKED: Final[tuple[tuple[str, ...], ...]] = (
-    ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"), (".w1.weight", ".w3.weight"),
-)  # fmt: skip
+    ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"),
+    (".w1.weight", ".w3.weight"),
+)
 
 
 def check_stacked(owner: Mapping[str, SafetensorsFile], names: Mapping[str, HasName]) -> None:

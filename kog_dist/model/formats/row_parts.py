@@ -53,9 +53,7 @@ class FileOfParts(SafetensorsFile):
 
     __slots__ = ()
 
-    def chunks_of(
-        self, name: str, first: int, last: int, next_buffer: Callable[[], memoryview]
-    ) -> Iterator[memoryview]:  # fmt: skip
+    def chunks_of(self, name: str, first: int, last: int, next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:
         """See `SafetensorsFile.stored_chunks`."""
         for rows in self.box_rows(name, (first, last, 0, self.tensors[name].shape[1]), 1):
             rest = np.ascontiguousarray(rows).data.cast("B")
@@ -102,9 +100,7 @@ class QuantisedParts(QuantisedFile):
             yield from QuantisedFile.box_rows(whole, self.parts[name].tensor, (start, stop, box[2], box[3]), step)
 
 
-def with_parts(
-    folder: Path, parts: Mapping[str, RowPart], place: Mapping[str, SafetensorsFile]
-) -> dict[str, SafetensorsFile]:  # fmt: skip
+def with_parts(folder: Path, parts: Mapping[str, RowPart], place: Mapping[str, SafetensorsFile]) -> dict[str, SafetensorsFile]:
     """`place`, the file of every tensor, with parts in the place of the tensors that hold them.
 
     Parts that files have as tensors of their own stay so. Raises CheckpointError naming the tensor that is missing or not as the

@@ -183,9 +183,11 @@ def unstacked(folder: Path, spec: ModelSpec, place: Place, prefixes: list[str], 
 
 
 def _files(
-    spec: ModelSpec, place: Place, plain: Mapping[int, Mapping[str, tuple[Part, StoredTensor]]],
+    spec: ModelSpec,
+    place: Place,
+    plain: Mapping[int, Mapping[str, tuple[Part, StoredTensor]]],
     coded: Mapping[int, Mapping[str, QuantisedMatrix]],
-) -> dict[str, SafetensorsFile]:  # fmt: skip
+) -> dict[str, SafetensorsFile]:
     """The file of every part, in files by the identity of that which holds the stacks."""
     found: dict[str, SafetensorsFile] = {}
     for file in {id(file): file for file in place.values()}.values():

@@ -20,9 +20,12 @@ ROPE_FACTORS: Final = "rope_freqs.weight"  # by what each rotary frequency is di
 _HEAD: Final = "output.weight"
 # key of the metadata -> key of config.json
 _SIZES: Final = {
-    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
-}  # fmt: skip
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+}
 _OF_A_LAYER: Final = frozenset(("attention.head_count", "attention.head_count_kv", "feed_forward_length"))  # may be lists
 _READ: Final = frozenset(
     """attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.freq_base
@@ -38,14 +41,24 @@ _CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("attention.shared_kv_layers", "no_rope_layer_step", "rope.scaling.yarn_log_multiplier"), (0,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention.scale", "use_parallel_residual"), (0,)),
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), (0, 1)),  # 0: none
-    "attention.causal": (True,), "rope.scaling.yarn_ext_factor": (1, -1), "rope.freq_base_swa": (),
+    "attention.causal": (True,),
+    "rope.scaling.yarn_ext_factor": (1, -1),
+    "rope.freq_base_swa": (),
     "attention.temperature_scale": (0, 1),
-}  # fmt: skip
+}
 _OF_YARN: Final = {
-    "attn_factor": "attn_factor", "yarn_attn_factor": "attn_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
-}  # fmt: skip
-_SAMPLING: Final = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-                    "penalty_repeat": "repetition_penalty"}  # fmt: skip
+    "attn_factor": "attn_factor",
+    "yarn_attn_factor": "attn_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+_SAMPLING: Final = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 def read_config(header: GgufHeader, rope_factors: Callable[[], NDArray[np.float32]]) -> dict[str, Any]:
@@ -179,8 +192,10 @@ def _llama3_scaling(factors: NDArray[np.float32], config: Mapping[str, Any]) -> 
         expected = plain / scaling.scaled(plain.astype(np.float32), config["rope_theta"])
         if np.allclose(factors, expected, rtol=1e-3, atol=0):
             return {
-                "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_freq_factor,
                 "high_freq_factor": scaling.high_freq_factor,
                 "original_max_position_embeddings": scaling.original_max_position_embeddings,
-            }  # fmt: skip
+            }
     raise ValueError(f"{ROPE_FACTORS} is not how Llama 3 scales its rotary frequencies, which alone is supported")

@@ -31,31 +31,45 @@ MODULES: Final = {
 }  # fmt: skip
 # Ends of names that have no module and kind.
 ENDS: Final = {
-    "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias", "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
-    "ffn_down_exps.weight": "mlp.experts.down_proj", "ffn_gate_exps.weight": "mlp.experts.gate_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_gate_exps.weight": "mlp.experts.gate_proj",
     "ffn_up_exps.weight": "mlp.experts.up_proj",
-}  # fmt: skip
+}
 # key of the metadata -> key of config.json
 _SIZES: Final = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
-}  # fmt: skip
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
 _OF_EXPERTS: Final = {
-    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}  # fmt: skip
+}
 _INNER, _INTERVAL, _RECURRENT, _NEXT_TOKENS = (
-    "ssm.inner_size", "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers",
-)  # fmt: skip
+    "ssm.inner_size",
+    "full_attention_interval",
+    "attention.recurrent_layers",
+    "nextn_predict_layers",
+)
 _OF_GROUPS: Final = ("in_proj_qkvz.weight", "in_proj_ba.weight")
 _SECTIONS: Final = "rope.dimension_sections"  # of images; text turns as without
 READ: Final = frozenset((*_SIZES, *_OF_EXPERTS, _INNER, _INTERVAL, _RECURRENT, _NEXT_TOKENS, _SECTIONS))
 # Values that do not change the computation; see `config._CHANGING`.
 CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
-    "expert_weights_norm": (True,), "expert_gating_func": (0, 1), "expert_shared_count": (0, 1), "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1), "interleave_moe_layer_step": (0, 1), "ssm.v_head_reordered": (True,),
-}  # fmt: skip
+    "expert_weights_norm": (True,),
+    "expert_gating_func": (0, 1),
+    "expert_shared_count": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "interleave_moe_layer_step": (0, 1),
+    "ssm.v_head_reordered": (True,),
+}
 
 
 class KeyReader(Protocol):

@@ -26,9 +26,7 @@ def byte_level(*, use_regex: bool) -> dict[str, Any]:
 
 
 def _split(*patterns: str) -> list[dict[str, Any]]:
-    found = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns
-    ]  # fmt: skip
+    found = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns]
     return [*found, byte_level(use_regex=False)]
 
 

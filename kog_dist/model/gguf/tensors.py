@@ -26,15 +26,23 @@ _READ_BYTES = 2**20  # of the file, or one row or head where that is more
 _LAYER: Final = re.compile(r"blk\.([0-9]{1,5})\.([a-z0-9_.]+)")
 _MODULE: Final = re.compile(r"([a-z0-9_]+)\.(weight|bias)")
 _OUTER: Final = {
-    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
-}  # fmt: skip
+}
 _MODULES: Final = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _OF_NETS: Final = {name: theirs for name, theirs in _MODULES.items() if name != "ffn_norm"} | delta_nets.MODULES
 _PERMUTED: Final = ("attn_q", "attn_k")  # of the llama architecture
 

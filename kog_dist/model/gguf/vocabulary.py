@@ -40,12 +40,17 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"tokenizer.ggml.model {short(kind)} is not supported; supported: gpt2, llama; {_PUT_BESIDE}")
     added = [
         {
-            "id": token_id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "id": token_id,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
             "special": kinds[token_id] != _USER_DEFINED or token in END_NAMES,
         }
         for token_id, token in enumerate(tokens)
         if kinds[token_id] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]  # fmt: skip
+    ]
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts}
 
 
@@ -114,11 +119,18 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> di
         "post_processor": _post_processor(metadata, vocab, begins=cut.begins) or byte_level(use_regex=False),
         "decoder": byte_level(use_regex=True),
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-            "fuse_unk": False, "byte_fallback": False, "ignore_merges": cut.ignores_merges, "vocab": vocab,
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": cut.ignores_merges,
+            "vocab": vocab,
             "merges": pairs,
         },
-    }  # fmt: skip
+    }
 
 
 def _sentence_piece(
@@ -131,8 +143,10 @@ def _sentence_piece(
     has_prefix = _adds(metadata, "space_prefix", default=True)
     normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
-    ]  # fmt: skip
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
     if has_prefix:
         normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
@@ -142,11 +156,18 @@ def _sentence_piece(
         "post_processor": _post_processor(metadata, vocab, begins=True),
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": None if unknown is None else tokens[unknown],
-            "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True,
-            "ignore_merges": False, "vocab": vocab, "merges": _merges_of_scores(tokens, kinds, vocab, scores),
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None if unknown is None else tokens[unknown],
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": _merges_of_scores(tokens, kinds, vocab, scores),
         },
-    }  # fmt: skip
+    }
 
 
 def _merges_of_scores(

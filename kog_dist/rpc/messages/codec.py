@@ -143,9 +143,15 @@ def _unpack(packed: bytes) -> tuple[str, dict[str, Any]]:
 
     try:
         unpacked = msgpack.unpackb(
-            packed, object_pairs_hook=pairs_to_dict, list_hook=keep_list, max_ext_len=0, max_bin_len=4 * MAX_PROMPT_IDS,
-            max_map_len=MAX_FIELDS, max_array_len=MAX_ARRAY, max_str_len=MAX_MESSAGE_BYTES,
-        )  # fmt: skip
+            packed,
+            object_pairs_hook=pairs_to_dict,
+            list_hook=keep_list,
+            max_ext_len=0,
+            max_bin_len=4 * MAX_PROMPT_IDS,
+            max_map_len=MAX_FIELDS,
+            max_array_len=MAX_ARRAY,
+            max_str_len=MAX_MESSAGE_BYTES,
+        )
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise BadMessage(f"the message is not msgpack within the limits: {type(error).__name__} {str(error)[:100]!a}") from None
     if not (isinstance(unpacked, list) and len(unpacked) == 2):

@@ -108,9 +108,14 @@ class Tokens(Checked):
     def is_plain(self) -> bool:
         """Whether there is one token, and nothing is said of it but its text: so it is with almost every token."""
         return (
-            self.stamps_s is _NONE and self.digests is _NONE and self.logprobs is _NONE and self.top_ids is _NONE
-            and self.top_logprobs is _NONE and type(self.token_ids) is tuple and len(self.token_ids) == 1
-        )  # fmt: skip
+            self.stamps_s is _NONE
+            and self.digests is _NONE
+            and self.logprobs is _NONE
+            and self.top_ids is _NONE
+            and self.top_logprobs is _NONE
+            and type(self.token_ids) is tuple
+            and len(self.token_ids) == 1
+        )
 
 
 @dataclass(frozen=True, slots=True)

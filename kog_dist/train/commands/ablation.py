@@ -47,7 +47,9 @@ def ablation(
         results = comparison.results()
         rows = write_report(out, comparison.described, results, bytes_per_token)
     return {
-        "finished": comparison.num_done(jobs) == len(jobs), "num_runs": len(settings.grid.jobs()), "num_done": len(results),
+        "finished": comparison.num_done(jobs) == len(jobs),
+        "num_runs": len(settings.grid.jobs()),
+        "num_done": len(results),
         "table": str(out / "table.md"),
         "differences": {row.label: [row.difference.value, row.difference.half] for row in rows if row.difference is not None},
-    }  # fmt: skip
+    }

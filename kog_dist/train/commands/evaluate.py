@@ -35,16 +35,24 @@ def evaluate(
     module = load_module(model, state).to(device)
     started = time.perf_counter()
     completions = complete_functions(
-        module, Tokenizer.from_str(read_text(tokenizer)), [*sample, *tested],
-        temperature=temperature, seed=seed, max_new_tokens=max_new_tokens, batch=batch,
-    )  # fmt: skip
+        module,
+        Tokenizer.from_str(read_text(tokenizer)),
+        [*sample, *tested],
+        temperature=temperature,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+    )
     every = summary(completions)
     outcome = {
         **summary(completions[: len(sample)]),
         **{key: every[key] for key in ("num_tested", "num_passed", "pass_share", "completions")},
-        "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens, "device": device,
+        "temperature": temperature,
+        "seed": seed,
+        "max_new_tokens": max_new_tokens,
+        "device": device,
         "seconds": round(time.perf_counter() - started, 1),
-    }  # fmt: skip
+    }
     if out is not None:
         out.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
     del outcome["completions"]

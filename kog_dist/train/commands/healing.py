@@ -31,6 +31,7 @@ def healing(
     results = experiment.results()
     write_report(out, experiment.described, results)
     return {
-        "finished": finished, "table": str(out / "table.md"),
+        "finished": finished,
+        "table": str(out / "table.md"),
         "losses": {start: after.value for start, (_, after, _) in means(results).items()},
-    }  # fmt: skip
+    }

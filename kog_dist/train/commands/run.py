@@ -69,9 +69,13 @@ def run(
         begun = f"resuming at step {training.step_idx}" if resumed else "new run"
         display.line(f"{begun}: {len(training.tokens.train):,} tokens; processes: {ranks.world_size}")
         finished = training.train(
-            call_seconds=call_seconds, report=display.line, report_every=report_every, advanced=display.advanced,
-            stop=stop.is_asked, save_to=state,
-        )  # fmt: skip
+            call_seconds=call_seconds,
+            report=display.line,
+            report_every=report_every,
+            advanced=display.advanced,
+            stop=stop.is_asked,
+            save_to=state,
+        )
     progress = training.progress()
     if ranks.is_first:
         write_curves(state, progress, data)
@@ -79,8 +83,12 @@ def run(
     ranks.close()
     if not ranks.is_first:
         return None
-    return {"finished": finished, **{key: progress[key] for key in ("step", "num_steps", "trained_tokens", "trained_seconds")},
-            "loss": progress["losses"][-1:], "held_out_loss": progress["held_out_losses"][-1:]}  # fmt: skip
+    return {
+        "finished": finished,
+        **{key: progress[key] for key in ("step", "num_steps", "trained_tokens", "trained_seconds")},
+        "loss": progress["losses"][-1:],
+        "held_out_loss": progress["held_out_losses"][-1:],
+    }
 
 
 def _chosen(config: Path | None, model: str | None) -> RunConfig:

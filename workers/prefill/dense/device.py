@@ -27,9 +27,7 @@ from kog_dist.workers.prefill.tape.products import TapeProducts
 if TYPE_CHECKING:
     from kog_dist.workers.prefill.model.matrices import DenseMatrices
 
-KERNELS = (
-    "begin", "embed", "append", "store", "lane_sum", "residual", "residual_alone", "swiglu", "take_last", "give_stream"
-)  # fmt: skip
+KERNELS = ("begin", "embed", "append", "store", "lane_sum", "residual", "residual_alone", "swiglu", "take_last", "give_stream")
 _LOADING = 264  # thread blocks that bring what the cache holds
 _MOST_STORING = 1024
 
@@ -84,9 +82,15 @@ class DenseDeviceOperations:
     def embed(self, rows: DenseRows, norm: Array) -> None:
         """See `DenseOperations`."""
         self._launch(
-            "embed", rows.size, self._row_threads, place=rows.place, stream=rows.stream, x=rows.x, norm=norm,
+            "embed",
+            rows.size,
+            self._row_threads,
+            place=rows.place,
+            stream=rows.stream,
+            x=rows.x,
+            norm=norm,
             is_ordered=self._is_on_tape,
-        )  # fmt: skip
+        )
 
     def product(self, x: Array, matrix: Array, out: Array) -> None:
         """See `Multiplies`."""
@@ -121,9 +125,7 @@ class DenseDeviceOperations:
             own_sum=own_sum, bias=bias,
         )  # fmt: skip
 
-    def residual(
-        self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None
-    ) -> None:  # fmt: skip
+    def residual(self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None) -> None:
         """See `DenseOperations`."""
         left = None if rows.experts is None else rows.experts.planes[1]
         self._launch(
@@ -142,7 +144,7 @@ class DenseDeviceOperations:
         wide_product(self, rows.x, w13, rows.gate_up)
         self._launch(
             "swiglu", rows.size, MAX_THREADS, early=True, size=rows.size, gate_up=rows.gate_up, activation=rows.activation
-        )  # fmt: skip
+        )
 
     def lower(self, rows: DenseRows, matrices: DenseMatrices) -> None:
         """See `DenseOperations`."""

@@ -26,7 +26,7 @@ class DenseLayers:
 
     def __init__(
         self, spec: ModelSpec, matrices: Sequence[DenseMatrices], operations: DenseOperations, exchange: SumExchange
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
 
     def run(self, rows: DenseRows, part: int = 0, num_parts: int = 1) -> None:
@@ -74,7 +74,7 @@ class DenseLayers:
 
     def _add(
         self, rows: DenseRows, sublayer: Sublayer, layer: int, scale: float, norm: Array | None, bias: Array | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """stream += `scale` times the sum of all lanes' partial sums, those of other ranks included; x = its norm. `bias`: of the
         sum, on the rank of the first lane.
         """

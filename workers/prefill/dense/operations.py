@@ -46,9 +46,7 @@ class DenseOperations(Protocol):
         `bias` (D,) is added to the first lane's.
         """
 
-    def residual(
-        self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None
-    ) -> None:  # fmt: skip
+    def residual(self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None) -> None:
         """stream += `total` (size, D) float32, or, where it is None, what `lane_sum` would give; x = its norm times `norm`, and
         with experts what rounding leaves of it.
         """
@@ -159,9 +157,7 @@ class PlainDenseOperations:
         """See `DenseOperations`."""
         own_sum[...] = _lanes_sum(rows.partial, bias) * scale
 
-    def residual(
-        self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None
-    ) -> None:  # fmt: skip
+    def residual(self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None) -> None:
         """See `DenseOperations`."""
         rows.stream[...] += _lanes_sum(rows.partial, bias) * scale if total is None else total
         if norm is not None:

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from kog_dist.collectives.cuda import CudaCommunicator
 
 PARTS, TOTALS, LAST_PARTS, LAST_TOTALS, ENDS = (
-    "prefill parts", "prefill totals", "prefill parts of the last token", "prefill totals of the last token", "prefill ends"
-)  # fmt: skip
+    "prefill parts",
+    "prefill totals",
+    "prefill parts of the last token",
+    "prefill totals of the last token",
+    "prefill ends",
+)
 DEFAULT_CTAS = 16  # thread blocks that send one sum, or add it up, beside the products
 WAIT_THREADS = 64  # that look for totals, of a few row tiles each
 _KERNELS = ("begin_sums", "send_parts", "add_parts", "await_totals", "share_overflow")

@@ -36,12 +36,20 @@ EXPAND_PARAMS = Struct(
 def expand_header(coding: Coding, scale_rows: int) -> str:
     """`expand_shape.cuh`. `scale_rows`: see `KernelShape.scale_rows`."""
     numbers = {
-        "kUnit": UNIT, "kRowBytes": coding.row_bytes, "kScales": coding.scales, "kScaleBytes": coding.scale_bytes,
-        "kZeroBytes": coding.zero_bytes, "kScaleRows": scale_rows,
-    }  # fmt: skip
+        "kUnit": UNIT,
+        "kRowBytes": coding.row_bytes,
+        "kScales": coding.scales,
+        "kScaleBytes": coding.scale_bytes,
+        "kZeroBytes": coding.zero_bytes,
+        "kScaleRows": scale_rows,
+    }
     lines = [
-        device_header("kog_dist.workers.prefill.expand.expand_abi", (EXPAND_PARAMS,)), "namespace kog {",
+        device_header("kog_dist.workers.prefill.expand.expand_abi", (EXPAND_PARAMS,)),
+        "namespace kog {",
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
-        "}  // namespace kog", f"#define KOG_CODE {CODES[coding.number]}", f"#define KOG_SCALE {SCALES[coding.scale]}", "",
-    ]  # fmt: skip
+        "}  // namespace kog",
+        f"#define KOG_CODE {CODES[coding.number]}",
+        f"#define KOG_SCALE {SCALES[coding.scale]}",
+        "",
+    ]
     return "\n".join(lines)

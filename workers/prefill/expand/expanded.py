@@ -34,7 +34,7 @@ class ExpandedMatrices:
 
     def __init__(
         self, shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str, factors: dict[Phase, Array] | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.shape, self._launch, self._tape, self._library = shape, launch, weights.tape, library(device)
         self.places, self._factors = self._library.asarray(places_on_tape(shape)), factors or {}
         self._sizes = matrix_shapes(shape)

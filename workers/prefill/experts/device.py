@@ -57,9 +57,14 @@ class GroupedExperts:
     """
 
     def __init__(
-        self, shape: KernelShape, weights: DeviceExperts, last_position: Array, launchers: Launchers,
-        pairs_at_once: Mapping[str, int], make_map: MakeMap,
-    ) -> None:  # fmt: skip
+        self,
+        shape: KernelShape,
+        weights: DeviceExperts,
+        last_position: Array,
+        launchers: Launchers,
+        pairs_at_once: Mapping[str, int],
+        make_map: MakeMap,
+    ) -> None:
         spec, own = shape.spec, shape.experts
         assert spec.experts is not None
         assert own is not None
@@ -73,9 +78,7 @@ class GroupedExperts:
         for call in self.calls(rows, own, router_bias, layer).values():
             call()
 
-    def calls(
-        self, rows: DenseRows, own: ExpertRows, router_bias: Array | None, layer: int
-    ) -> dict[str, Callable[[], None]]:  # fmt: skip
+    def calls(self, rows: DenseRows, own: ExpertRows, router_bias: Array | None, layer: int) -> dict[str, Callable[[], None]]:
         """The launches that `run` consists of, in order, by kernel."""
         weights, chosen = self._weights, self._numbers.per_token
         down_bias = None if weights.down_bias is None or self._first_lane else weights.down_bias[layer]

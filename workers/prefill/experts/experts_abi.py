@@ -104,13 +104,16 @@ def constants(shape: KernelShape) -> str:
         "kGateUpBytes": 2 * own.gate_up_values, "kDownBytes": 2 * own.down_values,
     }  # fmt: skip
     flags |= {
-        "kRouterBias": experts.router_bias, "kExpertBias": experts.bias, "kChoiceIsNormalised": experts.is_normalised,
+        "kRouterBias": experts.router_bias,
+        "kExpertBias": experts.bias,
+        "kChoiceIsNormalised": experts.is_normalised,
         "kClamps": clamp is not None,
-    }  # fmt: skip
+    }
     floats |= {
-        "kActivationScale": ACTIVATION_SCALE, "kClampAlpha": clamp.alpha if clamp else 1.0,
+        "kActivationScale": ACTIVATION_SCALE,
+        "kClampAlpha": clamp.alpha if clamp else 1.0,
         "kClampLimit": clamp.limit if clamp else 1.0,
-    }  # fmt: skip
+    }
     lines = [device_header("kog_dist.workers.prefill.experts.experts_abi", (EXPERTS_PARAMS,)), '#include "ptx.cuh"']
     lines += ["namespace kog {", *constant_lines(numbers, flags, floats)]
     lines += [f"constexpr u64 kExpertBytes = {2 * own.num_values}ull;", f"using WeightFormat = {FORMATS[shape.weight_dtype]};"]

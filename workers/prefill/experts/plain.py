@@ -46,9 +46,7 @@ def plain_experts(spec: ModelSpec, layer: int, lanes: range, tensor: Callable[[s
     return PlainExperts(w13, w2, stacked("w1.bias", "w3.bias"), down if lanes[0] == 0 else None)
 
 
-def mix(
-    spec: ModelSpec, rows: DenseRows, matrices: DenseMatrices, experts: PlainExperts, num_tokens: int, scale: float
-) -> None:  # fmt: skip
+def mix(spec: ModelSpec, rows: DenseRows, matrices: DenseMatrices, experts: PlainExperts, num_tokens: int, scale: float) -> None:
     """`DenseOperations.mix`. `num_tokens`: rows that are not behind the prompt's last token; `scale`: of activations."""
     numbers, own = spec.experts, rows.experts
     assert numbers is not None

@@ -85,9 +85,12 @@ def tile_shapes(layout: CacheLayout, kv_dtype: str) -> dict[str, TileShape]:
     """By product, the kernels of a rank's lanes, as far as they fit."""
     spec = layout.spec
     numbers = {
-        "kLanes": layout.num_lanes, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim,
+        "kLanes": layout.num_lanes,
+        "kHeads": spec.lane_heads,
+        "kKvHeads": spec.lane_kv_heads,
+        "kHeadDim": spec.head_dim,
         "kMaxContext": spec.max_context,
-    }  # fmt: skip
+    }
     lines = [f"constexpr unsigned {name} = {value};" for name, value in numbers.items()]
     lines += [f"using KvFormat = {FORMATS[kv_dtype]};"]
     qkv = spec.lane_qkv_rows

@@ -104,9 +104,7 @@ class Chunk(NamedTuple):
         return self.start + self.num_tokens
 
 
-def chunks(
-    start: int, end: int, sizes: Sequence[int] = CHUNK_SIZES, exact_size: int = 0, work: Work = NO_LIMIT
-) -> list[Chunk]:  # fmt: skip
+def chunks(start: int, end: int, sizes: Sequence[int] = CHUNK_SIZES, exact_size: int = 0, work: Work = NO_LIMIT) -> list[Chunk]:
     """The chunks of positions `start` to `end` - 1; `sizes` ascend, and `exact_size` (0: there is none) is not among them. None
     but of the smallest size has more than MOST_FLOP in a part.
 

@@ -69,9 +69,7 @@ class Matrices:
     Memory at the peak: what is made, the tensors of layers that are not complete, and one matrix in float32.
     """
 
-    def __init__(
-        self, spec: ModelSpec, dtype: DTypeLike, *, has_first_lane: bool = True, routers_only: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, spec: ModelSpec, dtype: DTypeLike, *, has_first_lane: bool = True, routers_only: bool = False) -> None:
         self._spec, self._dtype = spec, dtype
         self._tensors = {op: stage.tensors for op, stage in matrix_stages(spec).items()}
         router = router_stage(spec)
@@ -122,9 +120,13 @@ class Matrices:
         there = library_of(parts["attention_norm"]).asarray
         wo, w2 = (self._matrix(parts, op) for op in (Phase.OUT, Phase.DOWN))
         return LayerMatrices(
-            self._matrix(parts, Phase.QKV, norm / scale), wo, self._matrix(parts, Phase.GATE_UP, on_host(parts["ffn_norm"])), w2,
-            there(scale), there(1 / scale),
-        )  # fmt: skip
+            self._matrix(parts, Phase.QKV, norm / scale),
+            wo,
+            self._matrix(parts, Phase.GATE_UP, on_host(parts["ffn_norm"])),
+            w2,
+            there(scale),
+            there(1 / scale),
+        )
 
     def _make_dense(self, parts: dict[str, Array]) -> DenseMatrices:
         wqkv, wo, w13, w2 = (self._matrix(parts, op) if op in self._tensors else None for op in LAYER_OPS)

@@ -40,9 +40,14 @@ class TapeProducts:
     """
 
     def __init__(
-        self, shape: KernelShape, weights: DeviceWeights, places: Array, last_position: Array, launchers: Launchers,
+        self,
+        shape: KernelShape,
+        weights: DeviceWeights,
+        places: Array,
+        last_position: Array,
+        launchers: Launchers,
         make_map: MakeMap,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._tiles = tiles(shape)
         self._tape, self._places = weights.tape, places
         self._num_products = {phase: shape.num_lanes // shape.lanes_of(phase) for phase in PHASES}

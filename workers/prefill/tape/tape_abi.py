@@ -94,10 +94,13 @@ def constants(shape: KernelShape) -> str:
     assert coding is not None
     numbers, flags, floats = weight_constants(coding, shape.weight_dtype)
     numbers |= {
-        "kLanes": shape.num_lanes, "kHidden": spec.hidden_size, "kFfn": spec.lane_ffn,
-        "kMixedColumns": spec.lane_heads * spec.head_dim, "kQkvRows": shape.num_lanes * spec.lane_qkv_rows,
+        "kLanes": shape.num_lanes,
+        "kHidden": spec.hidden_size,
+        "kFfn": spec.lane_ffn,
+        "kMixedColumns": spec.lane_heads * spec.head_dim,
+        "kQkvRows": shape.num_lanes * spec.lane_qkv_rows,
         "kScaleRows": shape.tape.scale_rows,
-    }  # fmt: skip
+    }
     floats |= {"kActivationScale": ACTIVATION_SCALE}
     lines = [device_header("kog_dist.workers.prefill.tape.tape_abi", (TAPE_PARAMS,)), '#include "ptx.cuh"', "namespace kog {"]
     lines += [*constant_lines(numbers, flags, floats), f"using WeightFormat = {FORMATS[shape.weight_dtype]};"]

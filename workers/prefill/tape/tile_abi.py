@@ -71,10 +71,16 @@ class TapeTile:
     def header(self) -> list[str]:
         """Lines: the struct `Tile` with its number of rows."""
         numbers = {
-            "kRows": self.rows, "kStages": self.stages, "kStageBytes": self.stage_bytes,
-            "kStage": self.stage_columns, "kCtas": self.ctas, "kLeast": self.least,
-            "kIsAhead": int(self.is_ahead), "kLines": self.lines, "kThreads": _GROUP_THREADS * self.groups,
-        }  # fmt: skip
+            "kRows": self.rows,
+            "kStages": self.stages,
+            "kStageBytes": self.stage_bytes,
+            "kStage": self.stage_columns,
+            "kCtas": self.ctas,
+            "kLeast": self.least,
+            "kIsAhead": int(self.is_ahead),
+            "kLines": self.lines,
+            "kThreads": _GROUP_THREADS * self.groups,
+        }
         return [struct(f"Tile{self.rows}", numbers)]
 
 
@@ -106,9 +112,10 @@ def weight_constants(coding: Coding | None, weight_dtype: str) -> tuple[dict[str
     """Of a header: numbers, flags and fractions that operands.cuh and weights.cuh read."""
     numbers = {
         "kRowBytes": coding.row_bytes if coding else 2 * STEP_COLUMNS,
-        "kScales": coding.scales if coding else 1, "kScaleBytes": coding.scale_bytes if coding else 0,
+        "kScales": coding.scales if coding else 1,
+        "kScaleBytes": coding.scale_bytes if coding else 0,
         "kZeroBytes": coding.zero_bytes if coding else 0,
-    }  # fmt: skip
+    }
     flags = {"kIsCoded": coding is not None, "kIsHalf": weight_dtype == "float16"}
     return numbers, flags, {"kWeightScale": _WEIGHT_SCALES[coding.number] if coding and coding.scales else 1.0}
 
