@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any, Final
 
@@ -25,14 +26,12 @@ def pass_costs(interpreter: Interpreter, trial_s: float, rendezvous: Rendezvous,
     most = min(interpreter.plan.num_tokens, _MOST_OF_SLOW if trial_s > _SLOW_S else _SIZES[-1])
     repeats = _REPEATS if trial_s < _QUICK_S else 1
     measured: dict[int, float] = {}
-    for size in (size for size in _SIZES if size <= most):
-        interpreter.prepare(size)
-        times_s = []
-        for _ in range(repeats):
+    for _ in range(repeats):  # in turn: what else the machine does for a moment makes all of them slower
+        for size in (size for size in _SIZES if size <= most):
+            interpreter.prepare(size)
             before_s = time.thread_time()  # other processes of the machine do not count, nor waits for peers
             interpreter.verify((0,) * size, 0, GREEDY)
-            times_s.append(time.thread_time() - before_s)
-        measured[size] = min(times_s)
+            measured[size] = min(time.thread_time() - before_s, measured.get(size, math.inf))
     return costs_between(dict(_of_rank_0([*measured.items()], rendezvous, deadline)))
 
 

@@ -106,8 +106,8 @@ def test_on_a_phone_the_list_opens_over_the_chat(sized: Page, server: ReplayServ
 
 @pytest.mark.parametrize("sized", SIZES, indirect=True, ids=NAMES)
 def test_all_figures_are_in_sight(sized: Page, server: ReplayServer) -> None:
-    server.script = Script(pieces=LONG, tokens_per_s=4000.0)
-    for _ in range(TRIES):  # a browser that gets no core takes less than 100 tokens/s, and shows no comparison then
+    server.script = Script(pieces=LONG, tokens_per_s=400.0)
+    for _ in range(TRIES):  # a browser that gets no core for a second takes all at once, and has no speed to compare then
         run(sized, "How?")
         ended(sized)
         if not sized.evaluate("document.getElementById('race').hidden"):
