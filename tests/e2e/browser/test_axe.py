@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, ViewportSize, expect
 from tests.e2e.browser.replay_server import ReplayServer, Script
 from tests.e2e.browser.test_conversation import CALLS
 from tests.e2e.browser.test_markdown import DOCUMENT
-from tests.e2e.browser.test_playground import ANSWER, ended, run
+from tests.e2e.browser.test_playground import ANSWER, ended, run, run_until_compared
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 AXE_SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
@@ -48,9 +48,8 @@ def completed(page: Page, server: ReplayServer) -> None:
 
 
 def measured(page: Page, server: ReplayServer) -> None:
-    server.script = Script(pieces=["word "] * 300, tokens_per_s=2000.0)
-    run(page)
-    ended(page)
+    server.script = Script(pieces=["word "] * 300, tokens_per_s=400.0)
+    run_until_compared(page)
     page.click("#tab-speed")
     page.locator(".method summary").click()
     expect(page.locator("#race")).to_be_visible()

@@ -8,14 +8,13 @@ import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 from tests.e2e.browser.replay_server import ReplayServer, Script
-from tests.e2e.browser.test_playground import ended, run
+from tests.e2e.browser.test_playground import ended, run, run_until_compared
 
 LAPTOP: ViewportSize = {"width": 1280, "height": 800}
 DESK: ViewportSize = {"width": 1920, "height": 1080}
 PHONE: ViewportSize = {"width": 360, "height": 740}
 SIZES = (LAPTOP, DESK, PHONE)
 NAMES = [f"{size['width']}x{size['height']}" for size in SIZES]
-TRIES = 4
 LONG = [f"line {idx}\n\n" for idx in range(400)]
 SCROLL = """() => [...document.querySelectorAll("body *")].filter((element) => element.checkVisibility()
     && element.scrollHeight > element.clientHeight + 1 && ["auto", "scroll"].includes(getComputedStyle(element).overflowY))
@@ -107,11 +106,7 @@ def test_on_a_phone_the_list_opens_over_the_chat(sized: Page, server: ReplayServ
 @pytest.mark.parametrize("sized", SIZES, indirect=True, ids=NAMES)
 def test_all_figures_are_in_sight(sized: Page, server: ReplayServer) -> None:
     server.script = Script(pieces=LONG, tokens_per_s=400.0)
-    for _ in range(TRIES):  # a browser that gets no core for a second takes all at once, and has no speed to compare then
-        run(sized, "How?")
-        ended(sized)
-        if not sized.evaluate("document.getElementById('race').hidden"):
-            break
+    run_until_compared(sized, "How?")
     sized.click("#tab-speed")
     assert_in_sight(sized, "#rate", "#ttft", "#itl-p99", "#num-tokens", "#verdict", "#track-live", "#track-replay")
     assert set(sized.evaluate(SCROLL)) <= {"speed-panel"}, "no frame that scrolls in a frame"

@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.e2e.browser.replay_server import NOTHING, ReplayServer, Script, wait_for
 
+TRIES = 4
 ANSWER = ("    if", " n", " < 2", ":\n", "        return n\n", "    # sum\n", '    return "a"', " + fib(n - 1)\n")
 ANSWER_JS = "[...document.querySelectorAll('#{0} .block')].map((block) => block.textContent).join('')"
 
@@ -39,6 +40,15 @@ def ended(page: Page) -> None:
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
+def run_until_compared(page: Page, prompt: str = "def f(n):\n") -> None:
+    """Run until the page has a speed to compare: a browser that gets no core takes all at once, and has none."""
+    for _ in range(TRIES):
+        run(page, prompt)
+        ended(page)
+        if not page.evaluate("document.getElementById('race').hidden"):
+            return
+
+
 def test_an_answer_is_streamed_coloured_and_measured(page: Page, server: ReplayServer) -> None:
     server.script = Script(pieces=ANSWER, tokens_per_s=400.0)
     run(page, "def fib(n):\n")
@@ -63,19 +73,18 @@ def test_an_answer_is_streamed_coloured_and_measured(page: Page, server: ReplayS
 
 
 def test_the_same_answer_follows_at_100_tokens_per_second(page: Page, server: ReplayServer) -> None:
-    """The comparison goes on for more than a second after the answer: a busy browser has time to be asked meanwhile."""
-    pieces = [f"x{idx} = {idx}\n" for idx in range(161)]
+    """The comparison goes on for more than two seconds after the answer: a busy browser has time to be asked meanwhile."""
+    pieces = [f"x{idx} = {idx}\n" for idx in range(321)]
     server.script = Script(pieces=pieces, tokens_per_s=600.0)  # so slow that a busy browser does not get all at once
     began = page.evaluate("performance.now()")
-    run(page)
-    ended(page)
+    run_until_compared(page)
     expect(page.locator("#time-live")).to_contain_text(" s")
     page.click("#tab-speed")
     expect(page.locator("#race")).to_be_visible()
     assert len(answer(page, "replay")) < len(answer(page))
-    expect(page.locator("#verdict")).to_contain_text("1.60 s at 100 tokens/s")
-    expect(page.locator("#time-replay")).to_have_text("1.60 s")
-    assert page.evaluate("performance.now()") - began >= 1600
+    expect(page.locator("#verdict")).to_contain_text("3.20 s at 100 tokens/s")
+    expect(page.locator("#time-replay")).to_have_text("3.20 s")
+    assert page.evaluate("performance.now()") - began >= 3200
     assert answer(page, "replay") == "".join(pieces)
 
 
