@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from kog_dist.decode.coded_packing import Codes, below_each_other, in_turn, put_codes, put_row_scales
 from kog_dist.decode.products import Product
-from kog_dist.decode.recipes import Recipe, Stage, recipes
+from kog_dist.decode.recipes import Recipe, Stage, Vectors, recipes
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.errors import CheckpointError
@@ -186,6 +186,13 @@ def from_tensors(
     )
 
 
+def joined(vectors: Vectors, parts: Sequence[GpuArray]) -> GpuArray:
+    """The tensors of `vectors` as one array, on whichever device they are; the only one as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, axis=1) if vectors.is_by_lane else np.stack(parts)
+
+
 class _LayerTensors:
     """The matrices of a model, layer by layer, made of its tensors; collects the norms on the way."""
 
@@ -247,10 +254,7 @@ class _LayerTensors:
         self.norms.append(self._norm(f"{prefix}attention_norm"))
         self._matrices |= matrices(mixer)
         for name, vectors in mixer.vectors.items():
-            parts = [tensors(f"{prefix}{part}") for part in vectors.tensors]
-            if len(parts) > 1:
-                parts = [np.concatenate(parts, axis=1) if vectors.is_by_lane else np.stack(parts)]
-            self.vectors[name] += parts
+            self.vectors[name].append(joined(vectors, [tensors(f"{prefix}{part}") for part in vectors.tensors]))
         self.norms.append(self._norm(f"{prefix}ffn_norm"))
         self._matrices |= matrices(ffn)
         if self.experts is not None:

@@ -13,11 +13,11 @@ from kog_dist.decode.steps import LAYER_OPS, Phase
 from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
+from kog_dist.workers.cuda.device_weights import joined
 from kog_dist.workers.prefill.arrays import Array, library_of, on_host, put_scaled
 
 _NORMS = ("attention_norm", "ffn_norm")
 _OF_FIRST_LANE = "out_bias"  # the rank that hosts it adds that
-_OF_TWO_DIMENSIONS = ("qkv_bias", "head_norms")
 _LEAST_SCALE = 2.0**-6
 
 
@@ -134,15 +134,14 @@ class Matrices:
         assert wo is not None
         there = library_of(wqkv).asarray
 
-        def vector(name: str, one: Vectors) -> Array:
-            found = [on_host(parts[part]) for part in one.tensors]
-            joined = np.concatenate(found, axis=1) if one.is_by_lane else np.stack(found)
-            values: Array = there(joined if name in _OF_TWO_DIMENSIONS else joined.reshape(-1))
+        def vector(one: Vectors) -> Array:
+            found = joined(one, [on_host(parts[part]) for part in one.tensors])
+            values: Array = there(found if len(one.tensors) > 1 else found.reshape(-1))
             return values
 
         attention_norm, ffn_norm = (there(on_host(parts[name]).reshape(-1)) for name in _NORMS)
         router = self._router(parts) if self._router_parts else None
-        vectors = {name: vector(name, one) for name, one in self._vectors.items()}
+        vectors = {name: vector(one) for name, one in self._vectors.items()}
         return DenseMatrices(wqkv, wo, w13, w2, attention_norm, ffn_norm, router=router, **vectors)
 
     def _router(self, parts: dict[str, Array]) -> Array:
