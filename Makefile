@@ -49,7 +49,7 @@ chat: model  ## talk to it on CPU ranks; Ctrl-D ends it
 	$(BIN)/kog-chat --instance chat; code=$$?; \
 	$(BIN)/kog-client stop --instance chat; exit $$code
 
-test: $(VENV)/.installed-dev  ## everything that needs no GPU
+test: $(VENV)/.installed-dev  ## what needs no GPU: lint, types, tests; groups besides by ALSO, see docs/testing.md
 	$(MAKE) lint compiled
 	$(MAKE) --jobs 2 timed computed
 	@$(COUNTED)
@@ -73,7 +73,7 @@ computed:
 	$(MAKE) --output-sync=target units
 	$(if $(filter sweeps,$(ALSO)),$(MAKE) --output-sync=target sweeps)
 
-check:  ## all tests that need no GPU, without lint and types
+check:  ## its tests alone, without lint and types
 	$(MAKE) compiled
 	$(MAKE) --jobs 2 timed units
 

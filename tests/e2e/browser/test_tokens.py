@@ -139,13 +139,13 @@ def test_tokens_within_a_character_and_without_text_have_marks(page: Page) -> No
 @pytest.mark.alone
 def test_tokens_stay_smooth(page: Page, server: ReplayServer) -> None:
     """2,000 tokens/s with their log-probabilities; frames stay short where the machine has time."""
-    server.script = Script(pieces=["word "] * 4000, tokens_per_s=2000.0)
+    server.script = Script(pieces=["word "] * 8000, tokens_per_s=2000.0)
     page.click("#settings-button")
     page.select_option("#num-logprobs", "5")
-    page.fill("#max-tokens", "4000")
+    page.fill("#max-tokens", "8000")
     page.evaluate(WATCH)
     run(page)
-    page.wait_for_function("() => document.querySelectorAll('#live-tokens .tok').length === 4000")
+    page.wait_for_function("() => document.querySelectorAll('#live-tokens .tok').length === 8000")
     gaps = sorted(page.evaluate("window.watched.gaps"))
     print(f"gaps p50 {gaps[len(gaps) // 2]:.1f} ms, p99 {gaps[int(len(gaps) * 0.99)]:.1f} ms")
     assert in_time(gaps[len(gaps) // 2], 60)
