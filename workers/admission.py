@@ -63,9 +63,12 @@ class Admission:
                 self._accept(stream)
 
     def _take_read(self, stream: RequestStream, request: DecodeRequest | BaseException) -> None:
+        if isinstance(request, RequestError):  # raised here, it would stay until cycles are collected: this frame has it
+            self._clients.refuse(stream.peer, stream.request_id, request)
+            return
+        if isinstance(request, BaseException):
+            raise request
         try:
-            if isinstance(request, BaseException):
-                raise request
             self._check_room(stream.peer, stream.request_id)
             stream.request = request
             self._go_on_with(stream)

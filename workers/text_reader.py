@@ -1,4 +1,7 @@
-"""Long texts are read beside the coordinator's loop: tokenizing 128 KiB takes 0.1 s, in which others want their tokens."""
+"""Long texts are read beside the coordinator's loop: tokenizing 128 KiB takes 0.1 s, in which others want their tokens.
+
+It also takes some 200 bytes of memory per token for as long, which go back to the kernel then.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from kog_dist.decode.request import DecodeRequest
+from kog_dist.errors import RequestError
 from kog_dist.records import dataclass
 from kog_dist.rpc.messages import Generate
+from kog_dist.runtime.heap import trim_heap
 from kog_dist.runtime.rounds import Rounds
 
 LONG_TEXT = 2048  # characters, which take about a millisecond: shorter ones are read at once
@@ -109,13 +114,27 @@ class TextReader(Generic[Asker]):
             self._orders.put(self._reading)
 
     def _work(self) -> None:
-        while (reading := self._orders.get()) is not None:
-            try:
-                found: DecodeRequest | BaseException = reading.read()
-            except BaseException as error:  # the asker's thread raises what is a defect
-                found = error
-            with self._lock:
-                if self._event_fd < 0:
-                    return
-                os.eventfd_write(self._event_fd, 1)
-            reading.found = found  # after the event: whoever sees it takes the event away, and nobody is woken for nothing
+        while (reading := self._orders.get()) is not None and self._read(reading):
+            del reading  # its text and ids, which else would stay until there is another text
+
+    def _read(self, reading: _Reading[Asker]) -> bool:
+        """Whether anybody may still want to know of another."""
+        found = _outcome(reading.read)
+        with self._lock:
+            if self._event_fd < 0:
+                return False
+            os.eventfd_write(self._event_fd, 1)
+        reading.found = found  # after the event: whoever sees it takes the event away, and nobody is woken for nothing
+        trim_heap()
+        return True
+
+
+def _outcome(read: Read) -> DecodeRequest | BaseException:
+    """What `read` returns or raises."""
+    try:
+        return read()
+    except RequestError as error:
+        error.__context__ = None
+        return error.with_traceback(None)  # of frames with the text and its ids: they would stay until cycles are collected
+    except BaseException as error:  # a defect, which the asker's thread raises
+        return error

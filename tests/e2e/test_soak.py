@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.engine.soak import LONG_BLOCKS, SoakedEngine, soak
+from kog_dist.bench.engine.soak import LONG_BLOCKS, MORE_RSS_KB, SoakedEngine, soak
 from kog_dist.bench.engine.soak_client import Record
 from kog_dist.bench.engine.soak_replay import compare, compare_rounded
 from kog_dist.bench.engine.soak_requests import Fate, RequestMix, SoakRequest
@@ -32,13 +34,40 @@ def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
 
 @pytest.mark.timeout(300)  # seconds, but for a loaded machine
 def test_long_prompts_with_room_for_few_kept_prefixes() -> None:
-    # A fifth of them warms up: 24 requests, behind which the coordinator has all of its first 4 MB.
     figures = soak(SoakedEngine.long(1, 80), 120, ranks=1, num_clients=3, seed=2)
     assert figures["findings"] == []
     assert figures["replayed"] > 20
     assert 0 < figures["cached_tokens"] < figures["prompt_tokens"]
     assert figures["kept_blocks"] == LONG_BLOCKS, "the pool is full, so that what comes takes the room of something else"
     assert figures["prompt_tokens"] > 60 * 80, "prompts are longer than a block"
+
+
+LEAK_BYTES = 96 * 1024
+LEAK = f"""
+import sys
+if "kog_dist.workers.coordinator" in sys.orig_argv:
+    from kog_dist.workers.admission import Admission
+
+    take, kept = Admission.take, []
+
+    def leaking(*arguments):
+        kept.append(b"x" * {LEAK_BYTES})
+        return take(*arguments)
+
+    Admission.take = leaking
+"""
+
+
+@pytest.mark.timeout(300)  # seconds, but for a loaded machine
+def test_a_leak_of_a_little_more_than_what_is_allowed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_requests = 90
+    num_measured = num_requests - round(0.2 * num_requests)
+    assert MORE_RSS_KB < LEAK_BYTES // 1024 * num_measured < 1.4 * MORE_RSS_KB
+    (tmp_path / "sitecustomize.py").write_text(LEAK, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+    figures = soak(SoakedEngine.tiny(), num_requests, ranks=1, num_clients=3, seed=3)
+    [finding] = figures["findings"]
+    assert re.fullmatch(r"coordinator has \d+ more rss_kb", finding)
 
 
 def record(fate: Fate = Fate.COMPLETE, end: Done | Error | None = DONE, ids: tuple[int, ...] = (5, 6, 7)) -> Record:

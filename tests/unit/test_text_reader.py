@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from kog_dist.bench.engine.session import until
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.errors import RequestError
 from kog_dist.rpc.messages import Generate
@@ -102,3 +106,46 @@ def test_it_closes_while_it_reads() -> None:
     book.may_end.set()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
+
+
+class Refused:
+    """A text that a model refuses."""
+
+    def read(self) -> DecodeRequest:
+        try:
+            raise ValueError("the library's")
+        except ValueError:
+            raise RequestError("context_length_exceeded", "no") from None
+
+
+def test_nobody_holds_a_text_that_has_been_read(reader: TextReader[str]) -> None:
+    """Neither the thread while it waits for another one, nor the answer by its traceback; without collecting cycles."""
+    text = Refused()
+    is_alive = weakref.ref(text)
+    reader.ask("refused", A, text.read)
+    del text
+    answer = heard(reader)
+    assert answer is not None
+    assert isinstance(answer[1], RequestError)
+    until(lambda: is_alive() is None, DEADLINE_S, lambda: "it is still held")
+
+
+def test_what_a_text_took_goes_back_to_the_kernel(reader: TextReader[str]) -> None:
+    """Although some of it stays: the C library keeps what is below that."""
+    kept: list[bytes] = []
+
+    def read() -> DecodeRequest:
+        kept.extend([bytes(3000) for _ in range(10_000)][::100])
+        return DecodeRequest((1,), max_tokens=1)
+
+    before = resident_mb()
+    reader.ask("long", A, read)
+    assert heard(reader) is not None
+    until(lambda: resident_mb() < before + 10, DEADLINE_S, lambda: f"{resident_mb() - before:.1f} MB of 30 have stayed")
+    assert len(kept) == 100
+
+
+def resident_mb() -> float:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -43,6 +43,7 @@ QUEUE_LIMIT, CLIENT_QUEUE_LIMIT = 13, 3  # small, so that requests are refused a
 _WARM_UP = 0.2  # of all requests, before processes are measured the first time
 _MOST_AT_ONCE = 3
 _IDLE_S = 5.0
+_SETTLE_S, _LOOKS = 1.0, 10  # of processes that are measured: a text that nobody waits for any more may still be read
 _STALL_S = 10.0  # many clients on few cores are slow; who judges a silent process is not what is measured here
 _SHOWN = 20
 LONG_CONTEXT, LONG_PREFIXES = 768, (150, 400)  # tokens
@@ -154,7 +155,7 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
             for num_in_phase in (num_warm, num_requests - num_warm):
                 _ask_all(Access.from_folder(session.instance_folder), checker, num_in_phase, num_clients)
                 report = _wait_idle(client, checker)
-                sizes.append({role: _size(pid) for role, pid in session.processes().items()} | _gpu_memory(on_gpus=on_gpus))
+                sizes.append(_settled(session) | _gpu_memory(on_gpus=on_gpus))
                 print(f"{len(checker.records)} requests, {len(checker.findings)} findings", flush=True)
         asked_s = round(time.monotonic() - begin_s, 1)
         replayed = [flag for flag in engine.flags if flag.startswith("--kv-dtype")] if on_gpus else ["--ranks=1"]
@@ -319,6 +320,16 @@ def _wait_idle(client: Client, checker: Checker) -> StatusReport:
     except TimedOut as error:
         checker.findings.append(str(error))
     return client.status()
+
+
+def _settled(session: EngineSession) -> dict[str, dict[str, int]]:
+    """The sizes of all processes that stay for a second: the least of several looks, which a leak cannot undercut."""
+    looks: list[dict[str, dict[str, int]]] = []
+    for _ in range(_LOOKS):
+        looks.append({role: _size(pid) for role, pid in session.processes().items()})
+        time.sleep(_SETTLE_S / _LOOKS)
+    roles = [role for role in looks[0] if all(role in look for look in looks)]
+    return {role: {name: min(look[role][name] for look in looks) for name in looks[0][role]} for role in roles}
 
 
 def _size(pid: int) -> dict[str, int]:

@@ -85,7 +85,7 @@ class RequestMix:
         chance = self._chance
         self._number += 1
         request_id = f"soak-{self._number}"
-        if self._number == 2:  # at once: nothing else takes as much of the coordinator's memory, which it then has
+        if self._number == 2:  # at once: nothing else takes as much of the coordinator's memory, some of which it keeps
             return self._too_long(request_id)
         if chance.random() < 0.05 and self._number > 1:
             return self._bad(request_id)
