@@ -80,9 +80,10 @@ def _written_init(cls: type[Any], frozen: bool) -> Callable[..., None]:
 
 def _values_of(names: list[str]) -> Callable[[Any], Any]:
     """A function that gives the tuple of these attributes."""
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda record: tuple(getattr(record, name) for name in names)
+    if not names:
+        return lambda record: ()
+    values = attrgetter(*names)
+    return values if len(names) > 1 else lambda record: (values(record),)
 
 
 def _repr(self: Any) -> str:

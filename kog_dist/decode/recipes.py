@@ -240,9 +240,10 @@ def recipes(spec: ModelSpec) -> tuple[tuple[Recipe, Recipe], ...]:
     return tuple((made[layer.mixer], made[layer.ffn]) for layer in spec.layers)
 
 
-def all_recipes(spec: ModelSpec) -> list[Recipe]:
+@lru_cache(maxsize=64)
+def all_recipes(spec: ModelSpec) -> tuple[Recipe, ...]:
     """Each once."""
-    return list({id(recipe): recipe for layer in recipes(spec) for recipe in layer}.values())
+    return tuple({id(recipe): recipe for layer in recipes(spec) for recipe in layer}.values())
 
 
 def matrix_stages(spec: ModelSpec) -> dict[Phase, Stage]:

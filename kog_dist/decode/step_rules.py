@@ -21,6 +21,12 @@ _PER_RANK = (Phase.SUM, Phase.TOTAL, Phase.HEAD_INPUT, Phase.GATHER, Phase.SAMPL
 _OF_STREAMS = (Phase.EMBED, Phase.RESIDUAL, Phase.FINAL_NORM)
 # All that belongs to no recipe.
 _COMMON = (*_PER_RANK, *_OF_STREAMS, Phase.HEAD)
+_SITES: dict[Phase, tuple[int, ...]] = {  # of the others none
+    Phase.SUM: tuple(Site),
+    Phase.TOTAL: tuple(Site),
+    Phase.HEAD_INPUT: (Site.FINAL,),
+    Phase.RESIDUAL: (Site.ATTENTION, Site.MLP),
+}
 
 
 def malformed(spec: ModelSpec, part: RankPlan, step: Step) -> Iterator[str]:
@@ -43,13 +49,7 @@ def malformed(spec: ModelSpec, part: RankPlan, step: Step) -> Iterator[str]:
     if lane not in lanes:
         yield f"lane {lane} does not fit the phase on a rank with lanes {part.lanes}"
         return
-    sites: dict[Phase, tuple[int, ...]] = {
-        Phase.SUM: tuple(Site),
-        Phase.TOTAL: tuple(Site),
-        Phase.HEAD_INPUT: (Site.FINAL,),
-        Phase.RESIDUAL: (Site.ATTENTION, Site.MLP),
-    }
-    if site not in sites.get(step.phase, (NONE,)):
+    if site not in _SITES.get(step.phase, (NONE,)):
         yield f"site {site} does not fit the phase"
         return
     if step.writes != (_written(spec, part, step) if recipe is None else recipe.writes(step.phase, layer, lane)):

@@ -25,7 +25,7 @@ from kog_dist.model.families.stored import Family, Names
 from kog_dist.model.formats.head import head_format
 from kog_dist.model.formats.lanes import PartsCache, rounded_codes, weight_format
 from kog_dist.model.formats.quantisation import IGNORED, KEY, OF_CODES, Quantisation
-from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, form_in, with_matrices
+from kog_dist.model.formats.quantised_file import QuantisedFile, check_stacked, form_in, has_matrices, with_matrices
 from kog_dist.model.formats.rounding import chosen_format
 from kog_dist.model.formats.row_parts import with_parts
 from kog_dist.model.formats.weight_format import WeightFormat
@@ -169,6 +169,8 @@ class Checkpoint:
     @cached_property
     def forms(self) -> Mapping[str, WeightFormat]:
         """How those tensors are quantised that are. Plans ask again and again, and experts have tens of thousands."""
+        if self.rounding is None and self.quantisation is None and not has_matrices(self.owner):
+            return {}
         found = ((name, weight_format(self, name)) for name in self.layouts)
         return {name: form for name, form in found if form is not None}
 

@@ -167,8 +167,9 @@ def _dense(spec: ModelSpec, ffn: Ffn, prefix: str) -> Iterator[tuple[str, Tensor
 
 def _ffn(spec: ModelSpec, width: int, prefix: str) -> Iterator[tuple[str, TensorLayout]]:
     d, columns = spec.hidden_size, width // spec.num_lanes
-    for name in ("w1", "w3"):
-        yield f"{prefix}{name}.weight", lane_first(spec, columns, d)
+    rows = lane_first(spec, columns, d)
+    yield f"{prefix}w1.weight", rows
+    yield f"{prefix}w3.weight", rows
     yield f"{prefix}w2.weight", lane_first(spec, d, columns)
 
 
@@ -177,13 +178,14 @@ def _experts(spec: ModelSpec, experts: Experts, prefix: str) -> Iterator[tuple[s
     yield f"{prefix}router.weight", shared(choice.num_experts, spec.hidden_size)
     if choice.router_bias:
         yield f"{prefix}router.bias", shared(choice.num_experts)
+    of_expert = [*_ffn(spec, experts.width, "")]  # made once: models have tens of thousands of experts
+    if choice.bias:
+        of_expert += [(f"{name}.bias", lane_first(spec, experts.width // spec.num_lanes)) for name in ("w1", "w3")]
+        of_expert.append(("w2.bias", shared(spec.hidden_size)))
     for expert in range(choice.num_experts):
         start = f"{prefix.removesuffix('.feed_forward.')}{EXPERTS}{expert}."
-        yield from _ffn(spec, experts.width, start)
-        if choice.bias:
-            for name in ("w1", "w3"):
-                yield f"{start}{name}.bias", lane_first(spec, experts.width // spec.num_lanes)
-            yield f"{start}w2.bias", shared(spec.hidden_size)
+        for name, layout in of_expert:
+            yield start + name, layout
     if experts.shared_width:
         yield f"{prefix}shared_gate.weight", shared(1, spec.hidden_size)
         yield from _ffn(spec, experts.shared_width, f"{prefix}shared.")

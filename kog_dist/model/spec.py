@@ -109,6 +109,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.own_head_dim is not None and self.own_head_dim * self.num_heads == self.hidden_size:
             object.__setattr__(self, "own_head_dim", None)  # equal models are equal specs
+        if self.mixed_layers:
+            object.__setattr__(self, "mixed_layers", _one_of_all_equal(self.mixed_layers))
         self._check_sizes()
         self._check_lanes()
         self._check_mixed()
@@ -121,6 +123,11 @@ class ModelSpec:
             raise ConfigError(f"layers {short(self.window_layers)} are windowed but sliding_window is not set")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window must be at least 1, got {self.sliding_window}")
+
+    def __hash__(self) -> int:
+        """Of sizes alone: what is kept of a model is asked for at every step of a plan, and layers are hundreds of records."""
+        return hash((self.hidden_size, self.num_layers, self.num_heads, self.num_kv_heads, self.intermediate_size,
+                     self.vocab_size, self.max_context, self.num_lanes, self.delay))  # fmt: skip
 
     def _check_sizes(self) -> None:
         for key, size, most in (
@@ -217,9 +224,9 @@ class ModelSpec:
 
     # ---- sizes ----
     @property
-    def kinds(self) -> list[MixerKind | FfnKind]:
+    def kinds(self) -> tuple[MixerKind | FfnKind, ...]:
         """The mixers and FFNs of all layers, each kind once."""
-        return list(dict.fromkeys(part for layer in self.layers for part in (layer.mixer, layer.ffn)))
+        return _kinds(self)
 
     @property
     def rotary_dim(self) -> int:
@@ -413,6 +420,17 @@ class ModelSpec:
             config["layer_kinds"] = [kind.described() for kind in kinds]
             config["layers"] = [kinds.index(layer) for layer in self.mixed_layers]
         return config
+
+
+@lru_cache(maxsize=64)
+def _one_of_all_equal(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """So that equal specs, which are compared often, are compared at once."""
+    return layers
+
+
+@lru_cache(maxsize=64)
+def _kinds(spec: ModelSpec) -> tuple[MixerKind | FfnKind, ...]:
+    return tuple(dict.fromkeys(part for layer in spec.layers for part in (layer.mixer, layer.ffn)))
 
 
 @lru_cache(maxsize=64)

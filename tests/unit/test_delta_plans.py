@@ -21,9 +21,10 @@ from transformers import (
 
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.recipes import position_values, state_bytes
+from kog_dist.errors import KogError
 from kog_dist.launch import inspection
 from kog_dist.launch.inspection import check, cpu_rank_bytes, dry_run
-from kog_dist.launch.target import plan_target
+from kog_dist.launch.target import Target, plan_target
 from kog_dist.model.checkpoint import planned_checkpoint
 from kog_dist.model.layers import DeltaNet
 from kog_dist.model.weight_bytes import bytes_per_token
@@ -99,9 +100,16 @@ def test_a_dry_run_counts_states_and_their_copies(name: str, tmp_path: Path, mon
     monkeypatch.setattr(inspection, "_read_bandwidth", lambda: 1e10)
     monkeypatch.setattr(memfd, "available_bytes", lambda: 2**50)
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    settings = LaunchConfig(model=str(tmp_path), device="cpu", ranks=ranks, context=32_768, pin=False)
-    text = dry_run(settings)
-    planned = plan_target(settings, needs_weights=False)[0]
+    targets = list[Target]()
+
+    def noted(settings: LaunchConfig, *, needs_weights: bool) -> tuple[Target, tuple[KogError, ...]]:
+        planned_target = plan_target(settings, needs_weights=needs_weights)
+        targets.append(planned_target[0])
+        return planned_target
+
+    monkeypatch.setattr(inspection, "plan_target", noted)
+    text = dry_run(LaunchConfig(model=str(tmp_path), device="cpu", ranks=ranks, context=32_768, pin=False))
+    (planned,) = targets
     spec, uses = planned.checkpoint.spec, [cpu_rank_bytes(planned, rank) for rank in range(ranks)]
     layers = spec.num_layers // 4
     lanes = spec.num_lanes
@@ -165,7 +173,7 @@ def test_a_check_of_the_published_tensors(name: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(memfd, "available_bytes", lambda: 2**50)
     num_bytes = write_sparse(CONFIGS[name], tmp_path)
     said = check(LaunchConfig(model=str(tmp_path), device="cpu", ranks=ranks_of(name), context=4096, pin=False))
-    planned = planned_checkpoint(tmp_path)
+    planned = planned_checkpoint(tmp_path, context=4096)  # of the spec that was checked: its tensors are listed once
     assert f"{planned.spec.num_parameters:,} parameters, bfloat16, 1 file, {num_bytes / MIB:.1f} MiB" in said
     assert 2 * planned.spec.num_parameters == num_bytes - (32 if "text_config" in CONFIGS[name] else 0)
     if "A3B" in name:

@@ -232,6 +232,23 @@ def test_digests_tell_layers_apart() -> None:
     assert make_plan(SPEC, 1).digest() != make_plan(other, 1).digest()
 
 
+def test_equal_specs_share_what_is_kept_of_one() -> None:
+    """Hashes are of sizes alone: specs that differ in layers are told apart all the same."""
+    again = replace(SPEC, mixed_layers=tuple(replace(layer) for layer in LAYERS))
+    assert again == SPEC
+    assert again is not SPEC
+    assert hash(again) == hash(SPEC)
+    assert again.mixed_layers is SPEC.mixed_layers, "compared at once"
+    assert recipes.recipes(again) is recipes.recipes(SPEC)
+    other = replace(SPEC, mixed_layers=(LAYERS[0], *LAYERS[:0:-1]))
+    assert hash(other) == hash(SPEC)
+    assert other != SPEC
+    assert [layer.mixer for layer in other.layers] != [layer.mixer for layer in SPEC.layers]
+    assert recipes.recipes(other) != recipes.recipes(SPEC)
+    assert other.kinds != SPEC.kinds
+    assert set(other.kinds) == set(SPEC.kinds)
+
+
 def test_gpus_refuse_it_by_name() -> None:
     with pytest.raises(ConfigError, match=r"it has layers of GatedIdentity \(.*\); use --device cpu"):
         KernelShape(SPEC, range(4))

@@ -195,6 +195,11 @@ def check_stacked(owner: Mapping[str, SafetensorsFile], names: Mapping[str, HasN
                 )
 
 
+def has_matrices(owner: Mapping[str, SafetensorsFile]) -> bool:
+    """Whether any of these files has quantised ones."""
+    return any(isinstance(file, QuantisedFile) for file in {id(file): file for file in owner.values()}.values())
+
+
 def form_in(file: SafetensorsFile, name: str) -> WeightFormat | None:
     """The format of a tensor; None if it is not quantised."""
     return file.matrices[name].form if isinstance(file, QuantisedFile) else None
