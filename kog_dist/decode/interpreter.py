@@ -68,22 +68,24 @@ Gate = tuple[Callable[[list[int]], Any], Any, Callable[[], None], tuple[Write, .
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Consecutive steps of one phase, run as one: the cells of what they read and write, and the values wanted there."""
+    """Consecutive steps of one phase, run as one: the cells of what they read and write, and the values wanted there.
 
-    phase: Phase
+    The same for any number of tokens.
+    """
+
+    group: Group
     reads: tuple[Value, ...]
     read_cells: tuple[int, ...]
     read_idents: tuple[int, ...]
     writes: tuple[Write, ...]
-    run: Callable[[], None]
 
-    def gate(self, *, reads: bool = True) -> Gate:
+    def gate(self, run: Callable[[], None], *, reads: bool = True) -> Gate:
         """What the loop over calls needs: all reads are in order if `gate[0](tags) == gate[1]`, one comparison in C."""
         getter: Callable[[list[int]], Any] = itemgetter(*self.read_cells) if reads and self.read_cells else _nothing
         wanted: Any = None
         if getter is not _nothing:
             wanted = self.read_idents if len(self.read_idents) > 1 else self.read_idents[0]  # as itemgetter gives them
-        return getter, wanted, self.run, self.writes
+        return getter, wanted, run, self.writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,13 @@ class _Program:
     gates: list[Gate]
 
     @classmethod
-    def of(cls, calls: list[_Call], when: When) -> _Program:
+    def of(cls, calls: list[tuple[_Call, Callable[[], None]]], when: When) -> _Program:
         """A prompt token has no logits for SAMPLE to read; it exchanges empty candidates all the same."""
-        return cls(calls, [call.gate(reads=call.phase is not Phase.SAMPLE or when is not When.ALWAYS) for call in calls])
+
+        def has_reads(call: _Call) -> bool:
+            return call.group.phase is not Phase.SAMPLE or when is not When.ALWAYS
+
+        return cls([call for call, _ in calls], [call.gate(run, reads=has_reads(call)) for call, run in calls])
 
 
 def _runs(cells: list[tuple[int, int]]) -> Iterator[Write]:
@@ -144,6 +150,7 @@ class Interpreter:
         self._angles = rotation_angles(plan.spec, self.memory.dtype)
         self._cells: dict[tuple[int, ...], int] = {}
         self._idents: dict[Value, int] = {}
+        self._calls = [self._call(group) for group in group_steps(plan.ranks[rank].steps)]
         self._programs: dict[tuple[When, int], _Program] = {}
         self._compile(1, When.GATHERED)
         self._tags: list[int] = []  # by cell: identity of the value that it holds; 0 = none of this pass
@@ -185,23 +192,22 @@ class Interpreter:
             part = layer.mixer if recipe.site is Site.ATTENTION else layer.ffn
             return of_kinds.get(type(part), makers).get(group.phase) or makers[group.phase]
 
-        groups = [group for group in group_steps(self.plan.ranks[self.rank].steps) if group.when <= most]
-        calls = [(group.when, self._call(group, maker(group))) for group in groups]
+        made = [(call, maker(call.group)(call.group)) for call in self._calls if call.group.when <= most]
         for when in When:
             if when <= most:
-                self._programs[when, num_tokens] = _Program.of([call for at, call in calls if at <= when], when)
+                calls = [(call, run) for call, run in made if call.group.when <= when]
+                self._programs[when, num_tokens] = _Program.of(calls, when)
 
-    def _call(self, group: Group, maker: Maker) -> _Call:
+    def _call(self, group: Group) -> _Call:
         reads = [value for step in group.steps for value in step.reads]
         # By value first, then by lane: what a phase writes for its lanes then stands side by side.
         writes = [value for values in zip(*(step.writes for step in group.steps), strict=True) for value in values]
         return _Call(
-            phase=group.phase,
-            reads=tuple(reads),
-            read_cells=tuple(map(self._cell, reads)),
-            read_idents=tuple(map(self._ident, reads)),
-            writes=tuple(_runs([(self._cell(value), self._ident(value)) for value in writes])),
-            run=maker(group),
+            group,
+            tuple(reads),
+            tuple(map(self._cell, reads)),
+            tuple(map(self._ident, reads)),
+            tuple(_runs([(self._cell(value), self._ident(value)) for value in writes])),
         )
 
     def _cell(self, value: Value) -> int:
@@ -370,6 +376,6 @@ class Interpreter:
         held = next(
             (value_name(value) for value, ident in self._idents.items() if ident == found[wrong]), "nothing of this token"
         )
-        where = f"rank {self.rank}, phase {call.phase.name}, token {self._cursor.token}"
+        where = f"rank {self.rank}, phase {call.group.phase.name}, token {self._cursor.token}"
         wanted = value_name(call.reads[wrong])
         return f"{where}: the step reads {wanted}, but its place holds {held}; the plan runs its steps in a wrong order"
