@@ -122,12 +122,12 @@ def decode_sources(generated: Mapping[str, str]) -> dict[str, str]:
     return sources
 
 
-def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
-    """Build `program`.cpp of decode_twin/ in a folder, with these sources beside its own."""
+def build_twin(program: str, sources: Mapping[str, str], folder: Path, *flags: str) -> None:
+    """Build `program`.cpp of decode_twin/ in a folder, with these sources beside its own, and flags for the compiler."""
     own = (TWIN.parent / "e4m3_on_cpu.h", *BOTH_TWINS.iterdir(), *TWIN.iterdir())
     for name, text in {**sources, **{path.name: path.read_text() for path in own}}.items():
         (folder / name).write_text(text)
-    build(folder / f"{program}.cpp", program)
+    build(folder / f"{program}.cpp", program, *flags)
 
 
 def answer(

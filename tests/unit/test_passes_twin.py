@@ -75,7 +75,7 @@ class Twin:
         self.folder, self.first = folder, FIRST if model.spec.max_context > FIRST else 0
         self.prompt = [*[1] * self.first, *PROMPT]
         folder.mkdir()
-        build_twin("decode", decode_sources(headers(self.shape)), folder)
+        build_twin("decode", decode_sources(headers(self.shape)), folder, "-O1")  # it decodes hundreds of tokens
         for name, array in arrays_of(model.weights(self.shape)).items():
             array.tofile(folder / f"{name}.bin")
 

@@ -99,6 +99,6 @@ class EmulatedDenseOperations(DenseDeviceOperations):
         self.tape = None
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
-        library = ctypes.CDLL(str(compiled(folder, "dense", header, KERNELS, "KogDenseParams", "-O1")))
+        library = ctypes.CDLL(str(compiled(folder, "dense", header, KERNELS, "KogDenseParams", "-Og")))
         self._bind(embedding, cache, {name: launcher(library, name, DENSE_PARAMS.size_bytes) for name in KERNELS})
         self.product, self.attend, self.mix = twin.product, twin.attend, twin.mix  # type: ignore[method-assign]

@@ -121,7 +121,7 @@ def emulated(folder: Path, shape: AttentionShape, max_context: int) -> list[Atte
     """attention.cu on a CPU: as on two multiprocessors, and on so many that units of several partitions, or of one, are items."""
     kernels = ("attend", "attend_pairs", "combine")
     path = compiled(
-        folder, "attention", shape.constants(), kernels, "AttentionLaunch", optimize="-O1", clusters={"attend_pairs": 2}
+        folder, "attention", shape.constants(), kernels, "AttentionLaunch", optimize="-Og", clusters={"attend_pairs": 2}
     )
     library = ctypes.CDLL(str(path))
     launchers = {name: launcher(library, name, ATTENTION_PARAMS.size_bytes) for name in kernels}

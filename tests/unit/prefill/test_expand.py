@@ -57,7 +57,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctype
     @functools.cache
     def made(header: str) -> ctypes.CDLL:
         return ctypes.CDLL(
-            str(compiled(tmp_path_factory.mktemp("expand"), "expand", header, ["expand"], "KogExpandParams", "-O1"))
+            str(compiled(tmp_path_factory.mktemp("expand"), "expand", header, ["expand"], "KogExpandParams", "-Og"))
         )
 
     return made

@@ -235,7 +235,7 @@ class Case:
         self.twin = PlainDenseOperations(self.buffers, np.zeros((1, 1)), cache, experts)
         kernels = kernel_bytes(shape)
         library = ctypes.CDLL(
-            str(compiled(folder, "experts", constants(shape), kernels, "ExpertsLaunch", "-O1", cluster=PAIR, clusters=ALONE))
+            str(compiled(folder, "experts", constants(shape), kernels, "ExpertsLaunch", "-Og", cluster=PAIR, clusters=ALONE))
         )  # fmt: skip
         launchers = {name: launcher(library, name, EXPERTS_PARAMS.size_bytes) for name in kernels}
         at_once = dict.fromkeys(kernels, 2)  # so that they take tiles in turn

@@ -61,7 +61,7 @@ class Case:
         self.rows.place[0] = 7
         self.buffers.last_position[0] = 7 + NUM_TOKENS - 1
         kernels = kernel_bytes(self.shape)
-        library = ctypes.CDLL(str(compiled(folder, "tape", constants(self.shape), kernels, "TapeLaunch", "-O1", cluster=2)))
+        library = ctypes.CDLL(str(compiled(folder, "tape", constants(self.shape), kernels, "TapeLaunch", "-Og", cluster=2)))
         launchers = {name: launcher(library, name, TAPE_PARAMS.size_bytes) for name in kernels}
         places, last_position = places_on_tape(self.shape), self.buffers.last_position
         self.products = TapeProducts(self.shape, model.weights(self.shape), places, last_position, launchers, map_on_cpu)
