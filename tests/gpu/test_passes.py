@@ -25,6 +25,7 @@ from kog_dist.workers.cuda.monokernel import DeviceToken, Monokernel
 from kog_dist.workers.cuda.random_weights import random_weights
 from kog_dist.workers.engines.cuda import CudaEngine
 from tests.gpu.test_engine import answer as entries_of
+from tests.gpu.test_prefill import clear
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
@@ -71,7 +72,7 @@ def prompt_of(kernel: Monokernel) -> list[int]:
 
 def answer(kernel: Monokernel, sampling: SamplingParams, drafts: Sequence[int] = ()) -> tuple[list[int], Any, int]:
     """Tokens, the logits of the last one, and the number of passes."""
-    kernel.kv.fill(0)
+    clear(kernel)
     if drafts:
         kernel.expect(NUM_PROMPT, drafts)
     counted = "pass_epoch" if kernel.shape.tokens > 1 else "epoch"
@@ -105,7 +106,7 @@ def test_passes_have_the_bits_of_plain_decoding(name: str, sampling: str) -> Non
 
 # ---- drafts that the kernel looks up ----
 def drafted_answer(kernel: Monokernel, sampling: SamplingParams, prediction: Sequence[int]) -> list[DeviceToken]:
-    kernel.kv.fill(0)
+    clear(kernel)
     first = NUM_PROMPT - NUM_FED
     kernel.begin(prompt_of(kernel), NUM_TOKENS, sampling, first_position=first, prediction=prediction)
     for _ in range(NUM_FED + NUM_TOKENS):  # each gives a token at least
@@ -125,7 +126,7 @@ def test_builds_that_take_turns_give_the_answer_of_plain_decoding(name: str, sam
     assert answer(kernel, SAMPLINGS[sampling])[0] == tokens
     vocab = shape.spec.vocab_size
     wrong = [(token + (index % 5 == 4)) % vocab for index, token in enumerate(tokens)]
-    for prediction, least, most in ((tokens, 45, NUM_TOKENS), (wrong, 15, 60), (range(50), 0, 20), ((), 0, NUM_TOKENS)):
+    for prediction, least, most in ((tokens, 45, NUM_TOKENS), (wrong, 15, 60), (range(50), 0, NUM_TOKENS), ((), 0, NUM_TOKENS)):
         found = drafted_answer(kernel, SAMPLINGS[sampling], prediction)
         assert [token.token_id for token in found] == tokens
         assert least <= sum(token.drafted.num_right for token in found) <= most
