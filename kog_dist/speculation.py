@@ -13,7 +13,7 @@ class Speculation(enum.StrEnum):
     AUTO = "auto"  # the best source there is
 
 
-# With which an engine on GPUs has drafts. AUTO is not one of them until drafts have been measured there.
+# With which an engine on GPUs has drafts. AUTO is not one of them until the test of their bits has passed there: docs/passes.md.
 ON_GPUS = frozenset({Speculation.LOOKUP})
 
 

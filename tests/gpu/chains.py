@@ -23,8 +23,8 @@ from kog_dist.foreign_file import read_text
 from tests.e2e.http_engine import HttpEngine, http_engine
 
 CONTEXT = 8192
-# Of an edit each so many-th line is another one, which changes 3 and 15 % of a text's tokens; renames of the workload of `kog-bench drafts`
-# change 2 to 3 %.
+# Of an edit each so many-th line is another one, which changes 3 and 15 % of a text's tokens; renames of the workload of
+# `kog-bench drafts` change 2 to 3 %.
 CHANGED_LINES = {"edit": 28, "rewrite": 6}
 # Lines of modules of Python's library.
 LINES = {"quote": ("textwrap", 200), "edit": ("shlex", 200), "rewrite": ("queue", 200), "prose": ("tempfile", 250)}

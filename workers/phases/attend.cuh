@@ -66,6 +66,8 @@ struct Attender : BatchMixer {
         const bool has_fresh = has_row && row_batch % kTokenWarps == first;
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
         const u32 half = kAttendedHalves == 1 ? 0 : num_items & 1;
+#pragma unroll
+        for (u32 step = 0; step < kStepsAhead; ++step) read_neighbour(rows, step * kTeamWarps + warp);
         Batch batches[kBatches];
         // Sets that a single token's teams have at the same time follow each other.
 #pragma unroll 1
@@ -94,6 +96,7 @@ struct Attender : BatchMixer {
 #pragma unroll
                 for (u32 i = 0; i < kBatches; ++i) {
                     if (now.is_at_end()) break;
+                    if (team == 0 && now.share == first) read_neighbour(rows, now.batch - first + kStepsAhead * kTeamWarps + warp);
                     mix(rows, first_set, now.batch, ahead.batch, queries, batches + i, mixed);
                     if (!ahead.is_at_end()) ahead.go_on(rows.num_batches);
                     const u32 share = now.share;
@@ -276,11 +279,12 @@ struct Attender : BatchMixer {
                 if (__all_sync(kFullWarp, ready)) break;
                 if (must_leave(role.stopped())) return false;
             }
-#pragma unroll
+#pragma unroll 1
             for (u32 token = 0; token < kTokens; ++token) {
-                const float own = has_part ? __uint_as_float(static_cast<u32>(got[token].log_sum)) : -INFINITY, peak = fmaxf(-INFINITY, own);
+                const Part part = of_token(got, token);
+                const float own = has_part ? __uint_as_float(static_cast<u32>(part.log_sum)) : -INFINITY, peak = fmaxf(-INFINITY, own);
                 const float base = peak == -INFINITY ? 0.0f : peak, shrink = exp2_approx(-INFINITY - base), weight_of_part = exp2_approx(own - base);
-                const ulonglong2 pairs = got[token].values;
+                const ulonglong2 pairs = part.values;
                 const float4 v = make_float4(first_of(pairs.x), second_of(pairs.x), first_of(pairs.y), second_of(pairs.y));
                 float4 sum = make_float4(0.0f * shrink + weight_of_part * v.x, 0.0f * shrink + weight_of_part * v.y, 0.0f * shrink + weight_of_part * v.z,
                                          0.0f * shrink + weight_of_part * v.w);

@@ -27,9 +27,10 @@ struct QueryReader : CacheReader {
         }
         __device__ __forceinline__ float2 apply(int i, float inverse_rms, float a, float b) const {
             const float x = a * inverse_rms * WeightFormat::low(weights[i]), y = b * inverse_rms * WeightFormat::high(weights[i]);
-            return make_float2(x * turns[i].x - y * turns[i].y, x * turns[i].y + y * turns[i].x);
+            return make_float2(sum_of_products(x, turns[i].x, -y, turns[i].y), sum_of_products(y, turns[i].x, x, turns[i].y));
         }
     };
+    static __device__ __forceinline__ float square_sum(float a, float b) { return sum_of_products(a, a, b, b); }
     static __device__ __forceinline__ float inverse_rms(float squares) { return inverse_root_approx(squares * (1.0f / kHeadDim) + kNormEps); }
 
     // Wait for the query of the thread's head of each set, in high and low halves; the warp that has the batch of the new row stages K and V
@@ -92,7 +93,7 @@ struct QueryReader : CacheReader {
             if constexpr (kQkNorm) {
                 float squares = 0;
 #pragma unroll
-                for (int i = 0; i < kHalf; ++i) squares += first_of(got[s][i]) * first_of(got[s][i]) + second_of(got[s][i]) * second_of(got[s][i]);
+                for (int i = 0; i < kHalf; ++i) squares += square_sum(first_of(got[s][i]), second_of(got[s][i]));
 #pragma unroll
                 for (int offset = 1; offset < 8; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
                 query_rms = inverse_rms(squares);
@@ -121,7 +122,7 @@ struct QueryReader : CacheReader {
 #pragma unroll
                 for (int i = 0; i < kNewKeys; ++i)
                     if (i * 32 + lane < kNewWords / 2)
-                        squares += first_of(got_new[i]) * first_of(got_new[i]) + second_of(got_new[i]) * second_of(got_new[i]);
+                        squares += square_sum(first_of(got_new[i]), second_of(got_new[i]));
 #pragma unroll
                 for (int offset = 1; offset < 32; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
                 key_rms = inverse_rms(squares);

@@ -18,14 +18,13 @@ constexpr bool kRoundsHalves = kOneStream && kModelLanes > 1;
 struct Finalizer : BiasedRows {
     SumFromPeers<kRanks, OutOp::kRows> sums;  // of the next product, if `early`
     bool early = false;
-    float shared_scale[kTokens] = {};         // of the stream that all lanes share, for their QKV or GATE_UP
+    TokenScales shared_scale;                 // of the stream that all lanes share, for their QKV or GATE_UP
 
     // Scale of the normed vector that a lane's product has. Of a stream that all lanes share, the first one has the squares.
-    __device__ __forceinline__ bool norm_scale(u32 lane_idx, float (&scale)[kTokens]) {
+    __device__ __forceinline__ bool norm_scale(u32 lane_idx, TokenScales& scale) {
         if constexpr (!kOneStream) return rms_scale(scale);
         if (lane_idx == 0 && !rms_scale(shared_scale)) return false;
-#pragma unroll
-        for (int token = 0; token < kTokens; ++token) scale[token] = shared_scale[token];
+        scale = shared_scale;
         return true;
     }
 
@@ -33,7 +32,7 @@ struct Finalizer : BiasedRows {
     __device__ __forceinline__ bool qkv(u32 layer, u32 lane_idx, u32 tag) {
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
         const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr);
-        float scale[kTokens];
+        TokenScales scale;
 #pragma unroll 1
         for (u32 block = 0; block < QkvOp::kBlocks; ++block) {
             const u32 row = role.cta * QkvOp::kCtaRows + block * QkvOp::kRows + lane;
@@ -52,15 +51,15 @@ struct Finalizer : BiasedRows {
             const float own_scale = row_scale<QkvOp>(block);
             if (block == 0 && !norm_scale(lane_idx, scale)) return false;
             if (!row_sum(sums, QkvOp::kRows)) return false;
-#pragma unroll
-            for (int token = 0; token < kTokens; ++token) {
-                float sum = sums[token];
-                const float2 turn = turns[token];
+#pragma unroll 1
+            for (u32 token = 0; token < kTokens; ++token) {
+                float sum = of_token(sums, token);
+                const float2 turn = of_token(turns, token);
                 if constexpr (kRowScales) sum *= own_scale;
-                sum *= scale[token];
+                sum *= scale.of(token);
                 if constexpr (kQkvBias) sum += bias;
                 const float other = __shfl_xor_sync(kFullWarp, sum, 1);
-                const float turned = (lane & 1) ? other * turn.y + sum * turn.x : sum * turn.x - other * turn.y;
+                const float turned = sum_of_products(sum, turn.x, lane & 1 ? other : -other, turn.y);
                 const u32 half = make_half_word(turned, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
                 if ((lane & 1) == 0 && lane < QkvOp::kRows && row < kQkvLanes * kQkvRows) {
                     u64* to = (kQkvLanes > 1 ? words + row / kQkvRows * (kTokens * kQkvStride) : words) + token * kQkvStride;
@@ -75,7 +74,7 @@ struct Finalizer : BiasedRows {
 
     __device__ __forceinline__ bool gate_up(u32 lane_idx, u32 tag) {
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + lane_idx * (kReplicas * kTokens * kActivationStride);
-        float scale[kTokens];
+        TokenScales scale;
 #pragma unroll 1
         for (u32 block = 0; block < GateUpOp::kBlocks; ++block) {
             float sums[kTokens];
@@ -84,11 +83,11 @@ struct Finalizer : BiasedRows {
             if (!row_sum(sums, GateUpOp::kRows)) return false;
             u32 end = kGateUpLanes * kFfn;
             if (GateUpOp::kLastRows != GateUpOp::kRows) end = min(end, (role.cta + 1) * GateUpOp::kCtaRows / 2);
-#pragma unroll
-            for (int token = 0; token < kTokens; ++token) {
-                float sum = sums[token];
+#pragma unroll 1
+            for (u32 token = 0; token < kTokens; ++token) {
+                float sum = of_token(sums, token);
                 if constexpr (kRowScales) sum *= own_scale;
-                sum *= scale[token];
+                sum *= scale.of(token);
                 const float up = __shfl_down_sync(kFullWarp, sum, 1);
                 const float activation = swiglu(sum, up);
                 publish<GateUpOp::kRows / 2, 2, kGateUpLanes == 1 ? 0 : kFfn, GateUpOp::kCtaRows / 2>(
@@ -215,9 +214,9 @@ struct Finalizer : BiasedRows {
             float sums[kTokens];
             const float own_scale = row_scale<OutOp>(block), bias = residual_bias(kind, layer, lane_idx, role.cta * OutOp::kCtaRows + row);
             if (!row_sum(sums, OutOp::kRows)) return false;
-#pragma unroll
-            for (int token = 0; token < kTokens; ++token) {
-                float sum = sums[token];
+#pragma unroll 1
+            for (u32 token = 0; token < kTokens; ++token) {
+                float sum = of_token(sums, token);
                 if constexpr (kRowScales) sum *= own_scale;
                 sum *= kInverseXScale;
                 if constexpr (kHasResidualBias) sum += bias;
@@ -233,8 +232,8 @@ struct Finalizer : BiasedRows {
 #pragma unroll 1
         for (u32 block = is_last && !kDirectSums ? 0 : OutOp::kBlocks; block < OutOp::kBlocks; ++block) {
             const u32 row = block * OutOp::kRows + (mine ? lane : 0), first_row = role.cta * OutOp::kCtaRows + block * OutOp::kRows;
-#pragma unroll
-            for (int token = 0; token < kTokens; ++token) {
+#pragma unroll 1
+            for (u32 token = 0; token < kTokens; ++token) {
                 float sum = lane_sum(shared.history[token][kind][0], row);
                 SumFromPeers<kRanks, OutOp::kRows> from;
                 if (!total_of_ranks(from, false, kind, layer, first_row, sum)) return false;
@@ -265,7 +264,7 @@ struct Finalizer : BiasedRows {
     __device__ __forceinline__ bool head(u32 product, Candidate (&best)[kTokens]) {
         float* logits = reinterpret_cast<float*>(params.logits_ptr);
         const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
-        [[maybe_unused]] float scale[kTokens] = {kInverseXScale};
+        [[maybe_unused]] TokenScales scale{kInverseXScale};
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
             float sums[kTokens];
@@ -277,11 +276,11 @@ struct Finalizer : BiasedRows {
             const float own_scale = head_row_scale(product, block);
             if (!row_sum(sums, HeadOp::kRows)) return false;
             end_block();
-#pragma unroll
-            for (int token = 0; token < kTokens; ++token) {
-                float logit = sums[token];
+#pragma unroll 1
+            for (u32 token = 0; token < kTokens; ++token) {
+                float logit = of_token(sums, token);
                 if constexpr (HeadOp::kCoded) logit *= own_scale;
-                logit *= scale[token];
+                logit *= scale.of(token);
                 const u32 row = vocab_row(block);
                 if constexpr (kStreamHead) {
                     logit += before;
@@ -301,7 +300,7 @@ struct Finalizer : BiasedRows {
                     if (inverse_temperature > 0)
                         score = __fadd_rn(__fmul_rn(logit, inverse_temperature), gumbel(id, pass.position + token, params.seed));
                     const bool finite = fabsf(logit) < INFINITY;
-                    best[token] = better(best[token], {finite ? score : -INFINITY, finite ? id : id | kNotFinite});
+                    set_of_token(best, token, better(of_token(best, token), {finite ? score : -INFINITY, finite ? id : id | kNotFinite}));
                 }
             }
         }
@@ -310,9 +309,9 @@ struct Finalizer : BiasedRows {
     }
 
     __device__ __forceinline__ void begin() {
-#pragma unroll
-        for (int token = 0; token < kTokens; ++token) {
-            const u16* row = reinterpret_cast<const u16*>(params.embedding_ptr) + static_cast<u64>(pass.tokens[token]) * kHidden;
+#pragma unroll 1
+        for (u32 token = 0; token < kTokens; ++token) {
+            const u16* row = reinterpret_cast<const u16*>(params.embedding_ptr) + static_cast<u64>(of_token(pass.tokens, token)) * kHidden;
 #pragma unroll 1
             for (u32 i = lane; i < OutOp::kCtaRows; i += 32) {
                 const u32 column = role.cta * OutOp::kCtaRows + i;
@@ -333,9 +332,9 @@ struct Finalizer : BiasedRows {
 #endif
         const u32 tag = pass.number + 1;
         const bool is_cancelled = role.cta == 0 && (kRanks == 1 || peers.rank == 0) && role.shared->cancelled;
-#pragma unroll
-        for (int token = 0; token < kTokens; ++token) {
-        Candidate best = best_of_warp(candidates[token]);
+#pragma unroll 1
+        for (u32 token = 0; token < kTokens; ++token) {
+        Candidate best = best_of_warp(of_token(candidates, token));
         if (is_cancelled) best.id |= kCancelled;
         if constexpr (kRanks > 1) {
             publish_candidate<kRanks, kReplicas>(peers, candidate_box(), tag & 1, kCandidateCopyWords, role.cta,

@@ -32,20 +32,27 @@ struct FinalizedRows {
         }
     }
 
+    // Of each token one value, in the thread of its number.
+    struct TokenScales {
+        float own = 0;
+
+        __device__ __forceinline__ float of(u32 token) const { return kTokens == 1 ? own : __shfl_sync(kFullWarp, own, token); }
+    };
     // Scale of the vector that is being multiplied, of each token: 1 / rms for normed ones.
-    __device__ __forceinline__ bool rms_scale(float (&scales)[kTokens]) {
+    __device__ __forceinline__ bool rms_scale(TokenScales& scales) {
         Shared& shared = *role.shared;
         const u32 at = num_vectors % kSquares;
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(squares_full[at]), squares_parity >> at & 1)) return false;
         squares_parity ^= 1u << at;
-#pragma unroll
-        for (int token = 0; token < kTokens; ++token) {
+#pragma unroll 1
+        for (u32 token = 0; token < kTokens; ++token) {
             float sum = 0;
 #pragma unroll
             for (int warp = 0; warp < kMatrixWarps; ++warp) sum += shared.squares[at][token][warp][lane];
 #pragma unroll
             for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-            scales[token] = inverse_root_approx(sum * (1.0f / kHidden) + kNormEps) * kInverseXScale;
+            const float scale = inverse_root_approx(sum * (1.0f / kHidden) + kNormEps) * kInverseXScale;
+            scales.own = kTokens == 1 || lane == token ? scale : scales.own;
         }
         return true;
     }
@@ -81,9 +88,9 @@ struct FinalizedRows {
     }
     // Where a pass has one token.
     __device__ __forceinline__ bool rms_scale(float& scale) {
-        float scales[kTokens];
+        TokenScales scales;
         const bool is_there = rms_scale(scales);
-        scale = scales[0];
+        scale = scales.own;
         return is_there;
     }
     __device__ __forceinline__ bool row_sum(float& sum, u32 num_rows) {

@@ -14,7 +14,7 @@ struct Gatherer : ExpertsGatherer {
         load_embedding_of(0);
     }
     __device__ __forceinline__ void load_embedding_of(u32 token) {
-        const u64* row = reinterpret_cast<const u64*>(params.embedding_ptr) + static_cast<u64>(pass.tokens[token]) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
+        const u64* row = reinterpret_cast<const u64*>(params.embedding_ptr) + static_cast<u64>(of_token(pass.tokens, token)) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
 #pragma unroll
         for (int i = 0; i < HiddenSlice::kLoads; ++i)
             if (HiddenSlice::is_real(warp, lane, i)) got[i].x = row[32 * i];
@@ -107,11 +107,13 @@ struct Gatherer : ExpertsGatherer {
             } else {
                 load_norm<kPhase>(at);  // words take as long
                 if (kPhase == kQkvPhase && at.index() == 0) {
-#pragma unroll
-                    for (int token = 0; token < kTokens; ++token) {
+#pragma unroll 1
+                    for (u32 token = 0; token < kTokens; ++token) {
                         load_embedding_of(token);
                         widen_embedding();
-                        write_token<HiddenSlice, true, AttentionX>(token, squares[token]);
+                        float sum = 0;
+                        write_token<HiddenSlice, true, AttentionX>(token, sum);
+                        set_of_token(squares, token, sum);
                     }
                 } else if (!gather_tokens<HiddenSlice, kPhase, true, LayerX>(at, squares)) {
                     return false;

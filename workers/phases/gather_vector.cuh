@@ -67,7 +67,9 @@ struct VectorGatherer {
     static __device__ __forceinline__ float4 add_scaled(const float4& sum, float factor, const float4& v) {
         return make_float4(sum.x + factor * v.x, sum.y + factor * v.y, sum.z + factor * v.z, sum.w + factor * v.w);
     }
-    static __device__ __forceinline__ float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+    static __device__ __forceinline__ float square_sum(const float4& v) {
+        return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, sum_of_products(v.x, v.x, v.y, v.y)));
+    }
 
     // Where unit `unit` of this warp's slice stands in x.
     __device__ __forceinline__ u32 place_of(u32 unit, u32 token = 0) {
@@ -269,8 +271,8 @@ struct VectorGatherer {
         Source from = source_of_pass<kPhase>(at);
         const u64* const words = from.words;
         if (!loaded && !wait_until_near<kPhase == kHeadPhase ? kQkvPhase : kPhase>(role, source_lane<kPhase>(at.lane()), at.index())) return false;
-#pragma unroll
-        for (int first = 0; first < kTokens; first += kAtOnce<S>) {
+#pragma unroll 1
+        for (u32 first = 0; first < kTokens; first += kAtOnce<S>) {
             from.words = words + first * S::kTokenWords;
             if (!loaded || first > 0) load_units_to<S, false, kLanesApart<kPhase>, false, kAtOnce<S>>(got, from.words, 0);
             for (u32 rounds = 1; !have_tag<S, kAtOnce<S>>(got, from.tag); ++rounds) {
@@ -279,7 +281,11 @@ struct VectorGatherer {
                 load_units_to<S, false, kLanesApart<kPhase>, true, kAtOnce<S>>(got, from.words, from.tag);
             }
 #pragma unroll
-            for (int i = 0; i < kAtOnce<S>; ++i) write_token<S, kNormed, X>(first + i, squares[first + i], i * kMany);
+            for (int i = 0; i < kAtOnce<S>; ++i) {
+                float sum = 0;
+                write_token<S, kNormed, X>(first + i, sum, i * kMany);
+                if constexpr (kNormed) set_of_token(squares, first + i, sum);
+            }
         }
         return true;
     }

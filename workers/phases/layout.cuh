@@ -177,6 +177,26 @@ constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaR
 constexpr int kAttendedHalves = kTokens == kAttendWarps ? 1 : 2, kTokenWarps = kAttendWarps / kTokens;
 constexpr bool kScoresFit = kScoreBytes <= kAttendedHalves * kTokens * 4 * kWarpHeads * kHeadDim * 4;
 
+// a * b + c * d, of which the second product is rounded. Left to the compiler, what stands around decides which one is, and builds for other numbers of
+// tokens or ranks would have other bits.
+__device__ __forceinline__ float sum_of_products(float a, float b, float c, float d) { return __fmaf_rn(a, b, __fmul_rn(c, d)); }
+
+// Code that each token of a pass has in turn is there once, in a loop: unrolled, a layer's would be more than the instruction cache holds. So what
+// threads keep of all tokens is chosen by comparisons, or one thread has it for each.
+template <class T>
+__device__ __forceinline__ T of_token(const T (&values)[kTokens], u32 token) {
+    T value = values[0];
+#pragma unroll
+    for (u32 i = 1; i < kTokens; ++i) value = token == i ? values[i] : value;
+    return value;
+}
+template <class T>
+__device__ __forceinline__ void set_of_token(T (&values)[kTokens], u32 token, T value) {
+    values[0] = kTokens == 1 || token == 0 ? value : values[0];
+#pragma unroll
+    for (u32 i = 1; i < kTokens; ++i) values[i] = token == i ? value : values[i];
+}
+
 // A pass of the weights, as the sampler announces it: tags count passes, and positions are those of its tokens.
 struct alignas(16) Pass {
     u32 position, number;  // of its first token; among all since the words were zeroed
