@@ -157,6 +157,7 @@ def test_all_instruction_sets_give_the_same_bits(march: str, tmp_path: Path, mon
         return found
 
     native = results()
+    monkeypatch.setattr(host_library, "SOURCES", ("attention.c", "matrix_products.c"))
     path = host_library.built("cc", (*host_library.OPTIONS, "-O1", f"-march={march}"), tmp_path)
     monkeypatch.setattr(attention, "loaded", lambda: ctypes.CDLL(str(path)))
     monkeypatch.setattr(matrix_products, "loaded", lambda: ctypes.CDLL(str(path)))

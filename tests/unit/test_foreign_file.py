@@ -8,13 +8,13 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kog_dist.foreign_file import append_fd, open_fd, opened, read_file, read_text
-from tests.unit.test_layering import ROOT, parsed, source_files
+from tests.unit.test_layering import ROOT, nodes, source_files
 
 OPENERS = {"open", "io.open", "os.open", "codecs.open", "np.load", "np.fromfile", "np.memmap", "shutil.copyfile", "load_file"}
 METHODS = {"open", "read_text", "read_bytes", "from_file"}  # of a Path, and of libraries that open a file by its name
@@ -51,9 +51,9 @@ OWN: dict[str, set[str]] = {
 }  # fmt: skip
 
 
-def opened_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def opened_names(code: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and expression of what is opened by its name."""
-    for node in ast.walk(tree):
+    for node in code:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
@@ -68,7 +68,7 @@ def test_there_is_one_way_to_open_files_of_others() -> None:
     wrong, unused = [], {(file, name) for file, names in OWN.items() for name in names}
     for path in source_files():
         relative = str(path.relative_to(ROOT))
-        for line, name in opened_names(parsed(path)):
+        for line, name in opened_names(nodes(path)):
             unused.discard((relative, name))
             if name not in OWN.get(relative, ()) and not OF_THE_SYSTEM.search(name):
                 wrong.append(f"{relative}:{line} opens {name}")
@@ -84,7 +84,7 @@ def test_there_is_one_way_to_open_files_of_others() -> None:
     ],
 )  # fmt: skip
 def test_the_search_finds_every_way(code: str) -> None:
-    (found,) = opened_names(ast.parse(code))
+    (found,) = opened_names(ast.walk(ast.parse(code)))
     assert not OF_THE_SYSTEM.search(found[1])
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,12 @@ def test_benchmarks_of_reproduce_md_are_steps() -> None:
     assert set(re.findall(r"`kog-bench ([\w-]+)", text)) == {words[0] for words in BENCHMARKS.values()}
 
 
+@cache
+def commands() -> Any:
+    """Of `kog-bench`; typer makes them anew at every start."""
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("words", BENCHMARKS.values(), ids=BENCHMARKS)
 def test_benchmarks_get_as_far_as_the_gpu(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags are read, and looked at, by the commands themselves; what they would measure is played."""
@@ -99,8 +106,7 @@ def test_benchmarks_get_as_far_as_the_gpu(words: tuple[str, ...], monkeypatch: p
         return True
 
     monkeypatch.setattr(module, entry, run)
-    commands: Any = typer.main.get_command(app)
-    assert not commands.commands[name].main(list(words[1:]), standalone_mode=False)
+    assert not commands().commands[name].main(list(words[1:]), standalone_mode=False)
     assert len(begun) == 1
 
 

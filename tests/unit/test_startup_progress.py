@@ -76,6 +76,7 @@ def test_the_host_compiler_is_heard_at_the_first_start_alone(tmp_path: Path, mon
     if host_library.library() is None:
         pytest.skip("there is no C compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(host_library, "OPTIONS", (*host_library.OPTIONS, "-O0"))  # a third of the compiler's time
     for stages in ([COMPILING, StartStage.INTERPRETER], []):
         told: list[StartReport] = []
         host_library.library.cache_clear()

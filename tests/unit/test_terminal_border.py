@@ -83,6 +83,8 @@ def test_verbatim_is_said_of_few_things() -> None:
     """Where our own codes are made, and where an answer goes on."""
     found = set()
     for path in source_files():
+        if "Verbatim" not in path.read_text(encoding="utf-8"):  # far sooner seen than in a syntax tree
+            continue
         if any(isinstance(node, ast.Name) and node.id == "Verbatim" for node in ast.walk(parsed(path))):
             found.add(str(path.relative_to(ROOT)))
     assert found == {"kog_dist/quoting.py", "kog_dist/rpc/output.py", "kog_dist/rpc/commands.py", "kog_dist/chat/screen.py"}
