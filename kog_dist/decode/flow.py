@@ -86,6 +86,17 @@ class SimulatedRank:
     published: bool = False  # the blocked step has already published
 
 
+class _Places(dict[Value, tuple[int, ...]]):
+    """Where a plan keeps each value, asked for once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __missing__(self, value: Value) -> tuple[int, ...]:
+        place = self[value] = self._plan.place(value)
+        return place
+
+
 class Flow:
     """One run of a plan; `findings` says what is wrong, in words."""
 
@@ -94,8 +105,11 @@ class Flow:
         self.definition = definition(plan.spec)
         self.passes = passes_of(plan.num_tokens)
         self.sequences = sequences(self.passes)
+        # Of each pass, for each of its tokens: what the model defines.
+        self._defined = [[self.definition.values(tokens) for tokens in of_pass] for of_pass in self.sequences]
+        self._silent = {number for number, one in enumerate(self.passes, start=1) if one.when is When.ALWAYS}
         self.findings: list[str] = []
-        self._places: dict[Value, tuple[int, ...]] = {}
+        self._places = _Places(plan)
         self._lasting = [_lasting(layer.mixer) for layer in plan.spec.layers]
         self.posts: dict[tuple[str, int, int], Post] = {}  # by mailbox, epoch and writer
         self.reads: dict[tuple[str, int, int], dict[int, int]] = {}  # reader -> its clock at its last read
@@ -117,11 +131,6 @@ class Flow:
             self._check_slots()
             self._check_results()
         return self.findings
-
-    def _place(self, value: Value) -> tuple[int, ...]:
-        if value not in self._places:
-            self._places[value] = self.plan.place(value)
-        return self._places[value]
 
     def _find(self, text: str) -> None:
         if len(self.findings) < MAX_FINDINGS:
@@ -197,7 +206,7 @@ class Flow:
 
     def _is_silent(self, number: int, step: Step) -> bool:
         """Whether the step exchanges empty candidates, once in the pass."""
-        return step.phase is Phase.SAMPLE and self.passes[number - 1].when is When.ALWAYS
+        return step.phase is Phase.SAMPLE and number in self._silent
 
     def _inputs(self, state: SimulatedRank, number: int, step: Step) -> tuple[Terms, ...] | None:
         """Terms of what a step reads; None (and a finding) if a place does not hold what the plan says."""
@@ -205,7 +214,7 @@ class Flow:
             return ((self.definition.term("no candidates"),),) * len(step.reads)
         terms = []
         for value in step.reads:
-            held = state.memory.get(self._place(value))
+            held = state.memory.get(self._places[value])
             if held is None or held[:2] != (number, value):
                 found = f"{value_name(held[1])} of pass {held[0]}" if held else "nothing"
                 self._find(f"{self._where(state, number, step)}: reads {value_name(value)}, but its place holds {found}")
@@ -233,7 +242,7 @@ class Flow:
             case Kind.STATE:  # refused tokens are left out, as if those that are kept were replayed
                 return self._append(state, number, value, "state", self.definition.empty_state(layer, lane), rows[0])
             case Kind.MIXED if step.phase is Phase.DELTA:  # read from the state that it has just written
-                changed = state.memory[self._place(Value(Kind.STATE, layer, lane))][2]
+                changed = state.memory[self._places[Value(Kind.STATE, layer, lane)]][2]
                 return tuple(term("delta", layer, lane, own, *of_token) for own, of_token in zip(changed, tokens, strict=True))
             case Kind.SHARED_ACTIVATION:
                 return tuple(term("shared gate_up", layer, lane, *of_token) for of_token in tokens)
@@ -242,7 +251,7 @@ class Flow:
 
     def _append(self, state: SimulatedRank, number: int, value: Value, name: str, empty: Term, inputs: Terms) -> Terms:
         """Put a row of each token into a cache or state, over what stands there; what it is up to each of them."""
-        rows = state.rows.setdefault(self._place(value), {})
+        rows = state.rows.setdefault(self._places[value], {})
         first = len(self.sequences[number - 1][0]) - 1
         rows.update(enumerate(inputs, start=first))
         held, caches = empty, []
@@ -308,10 +317,10 @@ class Flow:
             self._find(f"{self._where(state, number, step)}: writes {value_name(value)} a second time")
         state.written.add((number, value))
         if not self._is_silent(number, step) and value.kind is not Kind.OWN_SUM:
-            expected = tuple(self.definition.values(sequence).get(value) for sequence in self.sequences[number - 1])
+            expected = tuple([defined.get(value) for defined in self._defined[number - 1]])
             if terms != expected:
                 self._find(f"{self._where(state, number, step)}: {value_name(value)} is not made of what the model defines")
-        state.memory[self._place(value)] = (number, value, terms)
+        state.memory[self._places[value]] = (number, value, terms)
 
     # ---- the end ----
     def _report_stuck(self) -> None:
