@@ -10,8 +10,8 @@ from kog_dist.errors import LaunchError
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import check_log_folder
 from kog_dist.launch.http import HttpGateway
-from kog_dist.launch.replica_places import check_replicas
-from kog_dist.launch.replica_remote import RemoteReplicas
+from kog_dist.launch.replicas.places import check_replicas
+from kog_dist.launch.replicas.remote_replica import RemoteReplicas
 from kog_dist.rpc.transport import socket_address
 from kog_dist.runtime.instance import instances_root
 

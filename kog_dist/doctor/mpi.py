@@ -13,7 +13,7 @@ from pathlib import Path
 from kog_dist.doctor.commands import output_of, python_output
 from kog_dist.doctor.report import Finding, ok, problem, warning
 from kog_dist.errors import ConfigError, install
-from kog_dist.launch.mpi_pair import library_name
+from kog_dist.launch.mpi.pair import library_name
 from kog_dist.runtime.rank_env import read_rank_variables
 
 _LIBRARY_PROGRAM = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from kog_dist.bench.engine.session import EngineSession, until
-from kog_dist.launch.replica_places import replica_instance
+from kog_dist.launch.replicas.places import replica_instance
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.transport import Access
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.launch.ray_rendezvous import RayMeeting, RayRendezvous
+from kog_dist.launch.ray.rendezvous import RayMeeting, RayRendezvous
 from kog_dist.runtime.memfd import Segment
 from kog_dist.runtime.topology import LocalRendezvous
 from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip

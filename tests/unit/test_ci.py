@@ -18,7 +18,7 @@ CHANGED = {  # a file, and the groups that look at it
     "workers/worker.py": ["sweeps", "ray"],
     "workers/phases/attend.cuh": ["sweeps"],
     "kog_dist/gateway/static/page.js": ["sweeps", "page"],
-    "launch/ray_gang.py": ["ray"],
+    "launch/ray/gang.py": ["ray"],
     "tests/unit/test_x.py": ["sweeps"],
     "tests/e2e/browser/test_x.py": ALL,
     "constraints.txt": ALL,

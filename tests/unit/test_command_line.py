@@ -114,5 +114,5 @@ def test_nobody_else_reads_command_lines() -> None:
         "kog_dist/runtime/command_line.py",
         "kog_dist/runtime/port_holder.py",  # whose child a gateway is
         "kog_dist/bench/engine/processes.py",  # processes of a benchmark's own engines
-        "launch/ray_cluster.py",  # whether a daemon belongs to this cluster
+        "launch/ray/cluster.py",  # whether a daemon belongs to this cluster
     }

@@ -27,8 +27,8 @@ from kog_dist.launch.gpu_choice import (
 from kog_dist.launch.inspection import dry_run
 from kog_dist.launch.liveness import HELD_UP_S, Vigil
 from kog_dist.launch.outcome import EXIT_TIMEOUT, Outcome
-from kog_dist.launch.replica_scaling import Scaler
-from kog_dist.launch.replicas import FleetLauncher
+from kog_dist.launch.replicas.launch import FleetLauncher
+from kog_dist.launch.replicas.scaling import Scaler
 from kog_dist.launch.target import model_folder
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, planned_checkpoint
 from kog_dist.runtime.wait import Deadline

@@ -24,7 +24,7 @@ NAMES_INTERPRETER = {
     "kog_dist/runtime/python_child.py",
     "kog_dist/doctor/mpi.py",
     "kog_dist/doctor/software.py",
-    "launch/mpi_pair.py",
+    "launch/mpi/pair.py",
 }
 BANNED_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj"}
 WRITES_METHODS = "kog_dist/records.py"  # `__init__` of the fields that a class names: nothing comes from outside

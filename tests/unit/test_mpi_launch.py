@@ -15,9 +15,9 @@ import pytest
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, KogError, LaunchError
-from kog_dist.launch.mpi import Identity, check_gang
-from kog_dist.launch.mpi_pair import check_flavour, check_world_size, library_name
-from kog_dist.launch.mpi_starter import starter_lifelines
+from kog_dist.launch.mpi.launch import Identity, check_gang
+from kog_dist.launch.mpi.pair import check_flavour, check_world_size, library_name
+from kog_dist.launch.mpi.starter import starter_lifelines
 from kog_dist.runtime.rank_env import RankVariables
 
 OPEN_MPI = RankVariables("Open MPI", 1, 4, 1)
@@ -99,7 +99,7 @@ def test_rank_count_that_contradicts_mpirun_is_refused() -> None:
 def test_lifelines_reach_past_a_shell_to_the_one_that_set_the_variables() -> None:
     program = (
         "import os\n"
-        "from kog_dist.launch.mpi_starter import starter_lifelines\n"
+        "from kog_dist.launch.mpi.starter import starter_lifelines\n"
         "from kog_dist.runtime.rank_env import read_rank_variables\n"
         "found = read_rank_variables(os.environ)\n"
         "print(os.getppid(), list(starter_lifelines(found).values()))\n"
@@ -125,7 +125,7 @@ def test_lifeline_is_readable_once_its_process_has_ended() -> None:
 def test_watchdog_ends_a_process_that_python_cannot_wake(speaks: bool, said: str) -> None:
     program = (
         "import ctypes\n"
-        "from kog_dist.launch.mpi_watchdog import Watchdog\n"
+        "from kog_dist.launch.mpi.watchdog import Watchdog\n"
         f"Watchdog.start(60.0, speaks=True).dismiss()\n"
         f"Watchdog.start(0.2, speaks={speaks})\n"
         "ctypes.PyDLL(None).sleep(60)\n"  # holds the interpreter's lock, as MPI_Init does

@@ -13,9 +13,9 @@ from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.hardware.gpus import Gpu, Inventory
 from kog_dist.launch.choice import choose_launcher
-from kog_dist.launch.ray_cluster import NodeResources, shortfall
-from kog_dist.launch.ray_devices import assigned_gpu
-from kog_dist.launch.ray_gang import choose_ray_target
+from kog_dist.launch.ray.cluster import NodeResources, shortfall
+from kog_dist.launch.ray.devices import assigned_gpu
+from kog_dist.launch.ray.gang import choose_ray_target
 from kog_dist.launch.restarts import MAX_RESTARTS, WINDOW_S, RestartBudget
 from kog_dist.runtime.ray_join import resolve_address
 from kog_dist.runtime.ray_token import auth_environment

@@ -38,7 +38,8 @@ from kog_dist.config import LaunchConfig
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.ring import Finish
 from kog_dist.gateway import server, service
-from kog_dist.launch import replicas, supervisor
+from kog_dist.launch import supervisor
+from kog_dist.launch.replicas import launch as replicas
 from kog_dist.launch.target import choose_target
 from kog_dist.router import process
 from kog_dist.runtime.abi import WaitRecord

@@ -237,7 +237,7 @@ def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str
         return f"rank {info['rank']}{_of_replica(info['instance'])}"
     if module == "kog_dist.workers.coordinator":
         return f"coordinator{_of_replica(json.loads(command[-1])['instance'])}"
-    if module == "kog_dist.launch.ray_host":
+    if module == "kog_dist.launch.ray.host":
         return "reaper of the engine host" if "engine host" in found else "engine host"
     if module == "kog_dist.gateway.process":
         return "gateway"

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from kog_dist.errors import LaunchError
-from kog_dist.launch.replica_remote import READ_AGAIN_S, RemoteReplicas
+from kog_dist.launch.replicas.remote_replica import READ_AGAIN_S, RemoteReplicas
 from kog_dist.rpc.transport import Access
 
 

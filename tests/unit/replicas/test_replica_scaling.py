@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kog_dist.launch.replica_scaling import UP_AFTER_S, Scaler
+from kog_dist.launch.replicas.scaling import UP_AFTER_S, Scaler
 
 DOWN_AFTER_S = 60.0
 

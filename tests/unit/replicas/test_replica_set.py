@@ -8,8 +8,8 @@ import pytest
 
 from kog_dist.errors import LaunchError
 from kog_dist.launch.outcome import Outcome
-from kog_dist.launch.replica_places import Replica
-from kog_dist.launch.replica_set import STOP_S, ReplicaPhase, ReplicaSet
+from kog_dist.launch.replicas.places import Replica
+from kog_dist.launch.replicas.replica_set import STOP_S, ReplicaPhase, ReplicaSet
 from kog_dist.launch.restarts import MAX_RESTARTS, WINDOW_S
 from kog_dist.router.orders import FleetReport, ReplicaReport
 from kog_dist.rpc.transport import Access

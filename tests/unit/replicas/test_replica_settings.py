@@ -11,9 +11,9 @@ import pytest
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, LaunchError
-from kog_dist.launch.replica_places import gpus_of_replica, replica_arguments
-from kog_dist.launch.replica_remote import READ_AGAIN_S, RemoteReplicas
-from kog_dist.launch.replicas import supervise, with_device
+from kog_dist.launch.replicas.launch import supervise, with_device
+from kog_dist.launch.replicas.places import gpus_of_replica, replica_arguments
+from kog_dist.launch.replicas.remote_replica import READ_AGAIN_S, RemoteReplicas
 from kog_dist.router.orders import FleetReport, ReplicaReport
 from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.rpc.transport import Access

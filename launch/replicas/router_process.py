@@ -12,10 +12,10 @@ from kog_dist import env
 from kog_dist.config import LaunchConfig
 from kog_dist.launch import local
 from kog_dist.launch.events import EventLog
-from kog_dist.launch.fleet_folder import FleetFolder
 from kog_dist.launch.liveness import WatchedChild
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_OK, EXIT_RANK_DIED, EXIT_TIMEOUT, Outcome, signal_name
+from kog_dist.launch.replicas.fleet_folder import FleetFolder
 from kog_dist.launch.restarts import RestartBudget
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.orders import FleetOrder, FleetReport, ReplicaOrder, latest_packet, socket_pair

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from kog_dist.errors import KogError
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome
-from kog_dist.launch.replica_places import Replica, StartReplica
+from kog_dist.launch.replicas.places import Replica, StartReplica
 from kog_dist.launch.restarts import RestartBudget
 from kog_dist.records import dataclass
 from kog_dist.router.orders import FleetReport, ReplicaOrder, ReplicaReport

@@ -1,6 +1,6 @@
 """`kog-launch --replicas N`: keeps N engines alive and a router in front of them. docs/replicas.md says who does what.
 
-Local replicas are child launchers; on a cluster Ray places them (`launch/replica_ray.py`).
+Local replicas are child launchers; on a cluster Ray places them (`launch/replicas/ray_replica.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from kog_dist.launch import detach
 from kog_dist.launch.banner import show_banner
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import EventLog
-from kog_dist.launch.fleet_folder import FleetFolder
 from kog_dist.launch.http import EngineOfGateway, HttpGateway
 from kog_dist.launch.outcome import (
     EXIT_CANNOT_START,
@@ -32,11 +31,12 @@ from kog_dist.launch.outcome import (
 )
 from kog_dist.launch.preflight import preflight
 from kog_dist.launch.progress import StartupProgress
-from kog_dist.launch.replica_places import LocalReplica, Replica, StartReplica
-from kog_dist.launch.replica_remote import RemoteReplicas
-from kog_dist.launch.replica_scaling import Scaler
-from kog_dist.launch.replica_set import ReplicaSet
-from kog_dist.launch.router_process import RouterProcess
+from kog_dist.launch.replicas.fleet_folder import FleetFolder
+from kog_dist.launch.replicas.places import LocalReplica, Replica, StartReplica
+from kog_dist.launch.replicas.remote_replica import RemoteReplicas
+from kog_dist.launch.replicas.replica_set import ReplicaSet
+from kog_dist.launch.replicas.router_process import RouterProcess
+from kog_dist.launch.replicas.scaling import Scaler
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import model_folder
 from kog_dist.rpc.prompt_request import PromptRequest
@@ -91,7 +91,7 @@ def with_device(settings: LaunchConfig) -> LaunchConfig:
 def _starter(settings: LaunchConfig, folder: FleetFolder, launcher: LauncherFile, events: EventLog) -> Iterator[StartReplica]:
     """What starts a replica where this run wants them."""
     if settings.replicas and choose_launcher(settings, os.environ).launcher == "ray":
-        from kog_dist.launch.replica_ray import ray_replicas
+        from kog_dist.launch.replicas.ray_replica import ray_replicas
 
         with ray_replicas(settings, launcher, folder.path, events.note) as start:
             yield start

@@ -21,8 +21,8 @@ from kog_dist.launch.instance_watch import InstanceWatch
 from kog_dist.launch.outcome import EXIT_OK, EXIT_RANK_DIED, INTERRUPTED, Outcome, client_outcome
 from kog_dist.launch.preflight import preflight
 from kog_dist.launch.progress import StartupProgress
-from kog_dist.launch.ray_cluster import RayCluster, leave
-from kog_dist.launch.ray_gang import RayGang, choose_ray_target
+from kog_dist.launch.ray.cluster import RayCluster, leave
+from kog_dist.launch.ray.gang import RayGang, choose_ray_target
 from kog_dist.launch.reaper import Reaper, acquire_watched
 from kog_dist.launch.restarts import RestartBudget
 from kog_dist.launch.signals import StopSignals

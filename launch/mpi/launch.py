@@ -23,9 +23,9 @@ from kog_dist.config import SETTINGS, LaunchConfig, flag_name
 from kog_dist.errors import ConfigError, KogError, LaunchError, install
 from kog_dist.launch.hosted_ranks import Door, host_rank, knock
 from kog_dist.launch.local import spawn_rank
-from kog_dist.launch.mpi_pair import OPEN_MPI, check_flavour, check_world_size, library_name
-from kog_dist.launch.mpi_starter import starter_lifelines
-from kog_dist.launch.mpi_watchdog import Watchdog, remove_shared_memory
+from kog_dist.launch.mpi.pair import OPEN_MPI, check_flavour, check_world_size, library_name
+from kog_dist.launch.mpi.starter import starter_lifelines
+from kog_dist.launch.mpi.watchdog import Watchdog, remove_shared_memory
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.supervisor import supervise as supervise_engine
 from kog_dist.records import dataclass

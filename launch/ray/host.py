@@ -1,6 +1,6 @@
 """The engine's host process on a node: the supervisor of `kog-launch`, whose ranks are children of Ray actors.
 
-`python -m kog_dist.launch.ray_host JSON`, started by the host actor and killed with it. A process of its own, because it forks
+`python -m kog_dist.launch.ray.host JSON`, started by the host actor and killed with it. A process of its own, because it forks
 the reaper, handles signals and answers deaths within milliseconds, and the process of a Ray actor has a dozen threads and its own
 handlers. What the launcher of a plain engine prints goes to the driver instead, one JSON object per line through `report_fd`.
 """

@@ -10,9 +10,9 @@ from typing import Final
 
 from kog_dist.config import LaunchConfig
 from kog_dist.launch.outcome import Outcome
-from kog_dist.launch.ray_cluster import RayCluster
-from kog_dist.launch.ray_gang import RayGang, choose_ray_target
-from kog_dist.launch.replica_places import Replica, StartReplica, replica_instance
+from kog_dist.launch.ray.cluster import RayCluster
+from kog_dist.launch.ray.gang import RayGang, choose_ray_target
+from kog_dist.launch.replicas.places import Replica, StartReplica, replica_instance
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.ray_join import Say

@@ -21,9 +21,9 @@ from kog_dist.errors import AbortedError
 from kog_dist.hardware.visible import VARIABLE
 from kog_dist.launch import local
 from kog_dist.launch.hosted_ranks import host_rank, knock
-from kog_dist.launch.ray_devices import assigned_gpu
-from kog_dist.launch.ray_host import HostArgs
-from kog_dist.launch.ray_rendezvous import RayMeeting, RayRendezvous
+from kog_dist.launch.ray.devices import assigned_gpu
+from kog_dist.launch.ray.host import HostArgs
+from kog_dist.launch.ray.rendezvous import RayMeeting, RayRendezvous
 from kog_dist.rpc.ray_engines import EngineOnRay
 from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.process_page import ProcessPage
@@ -70,7 +70,7 @@ class EngineHost:
         try:
             child = local.spawn(
                 "engine host",
-                "kog_dist.launch.ray_host",
+                "kog_dist.launch.ray.host",
                 [args.to_json()],
                 environment=environment,
                 pass_fds=(write_fd, self._page.fd),

@@ -21,9 +21,9 @@ from typing import Any
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, how_it_ended, signal_name
-from kog_dist.launch.ray_actors import EngineHost, RankActor
-from kog_dist.launch.ray_cluster import RayCluster, run_bounded, shortfall
-from kog_dist.launch.ray_host import HostArgs
+from kog_dist.launch.ray.actors import EngineHost, RankActor
+from kog_dist.launch.ray.cluster import RayCluster, run_bounded, shortfall
+from kog_dist.launch.ray.host import HostArgs
 from kog_dist.launch.target import Target, plan_target
 from kog_dist.records import dataclass
 from kog_dist.rpc.ray_engines import actor_name

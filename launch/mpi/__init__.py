@@ -1,0 +1,1 @@
+"""`--launcher mpi`: ranks that mpirun started."""

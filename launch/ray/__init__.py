@@ -1,0 +1,1 @@
+"""`--launcher ray`: ranks that a Ray cluster places."""

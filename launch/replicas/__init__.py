@@ -1,0 +1,1 @@
+"""`--replicas N`: several engines behind one router."""
