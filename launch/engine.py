@@ -33,7 +33,7 @@ from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.speculation import has_drafts
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.coordinator.arguments import CoordinatorArgs
 
 GRACE_S = 1.0  # from the abort word to SIGTERM
 TERM_GRACE_S = 0.4  # from SIGTERM to SIGKILL
@@ -247,7 +247,7 @@ class EngineProcesses:
         )  # fmt: skip
         child = local.spawn(
             "coordinator",
-            "kog_dist.workers.coordinator",
+            "kog_dist.workers.coordinator.process",
             [arguments.to_json()],
             environment=env.child_environment(os.environ),
             pass_fds=(self.control.fd, self._lease.lease_fd),

@@ -32,7 +32,12 @@ from kog_dist.sampling_params import SamplingParams
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 Supervise = Callable[[config.LaunchConfig, PromptRequest | None], int]  # returns the exit code
-_MODULES = {"local": "supervisor", "mpi": "mpi.launch", "ray": "ray.launch", "replicas": "replicas.launch"}  # each has a `supervise`
+_MODULES = {
+    "local": "supervisor",
+    "mpi": "mpi.launch",
+    "ray": "ray.launch",
+    "replicas": "replicas.launch",
+}  # each has a `supervise`
 
 _muted = ExitStack()  # what keeps a process silent that mpirun started and that is not rank 0
 

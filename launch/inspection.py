@@ -49,7 +49,7 @@ def check(settings: LaunchConfig, *, deep: bool = False, serves: bool = True) ->
     """
     from kog_dist.decode.validate import check as check_plan
     from kog_dist.gateway.model_files import read_model
-    from kog_dist.workers.model_folder import ModelFolder
+    from kog_dist.workers.coordinator.model_folder import ModelFolder
 
     preflight(settings, serves=serves)
     try:

@@ -1,4 +1,4 @@
-"""How much memory ranks get for kept beginnings of sequences: the block pool of `workers/kept_blocks.py`."""
+"""How much memory ranks get for kept beginnings of sequences: the block pool of `workers/coordinator/kept_blocks.py`."""
 
 from __future__ import annotations
 

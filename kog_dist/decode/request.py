@@ -26,8 +26,8 @@ class KvCopy(NamedTuple):
     """A copy of the keys and values of `KvLayout.block_tokens` neighbouring positions, in all layers.
 
     `place`: number of the block in the request's KV cache, which begins at position `place * block_tokens`; of MOVE the slot that
-    gets them. See workers/kept_blocks.py. Of a model with a state that every token changes: a copy of that, in slots of its own
-    (workers/kept_states.py).
+    gets them. See workers/coordinator/kept_blocks.py. Of a model with a state that every token changes: a copy of that, in slots
+    of its own (workers/coordinator/kept_states.py).
     """
 
     kind: KvCopyKind
@@ -42,7 +42,7 @@ class KvUse:
     It runs in KV cache `cache`. Cache `source`, often the same one, holds the first `num_cached` tokens of the prompt at the
     positions from 0 on, once `copies` are made in their order: an engine copies them if the two differ, and goes on behind them.
     At least one token of the prompt is always decoded, for its logits. The coordinator decides, so that all ranks do the same
-    (see workers/kept_caches.py).
+    (see workers/coordinator/kept_caches.py).
     """
 
     cache: int = 0

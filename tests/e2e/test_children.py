@@ -18,7 +18,7 @@ from tests.e2e.http_engine import http_engine
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
 MODULES = {
-    "kog_dist.launch.cli", "kog_dist.workers.coordinator", "kog_dist.workers.worker", "kog_dist.gateway.process",
+    "kog_dist.launch.cli", "kog_dist.workers.coordinator.process", "kog_dist.workers.worker", "kog_dist.gateway.process",
     "kog_dist.model.template_sandbox", "kog_dist.workers.grammar.process",
 }  # fmt: skip
 

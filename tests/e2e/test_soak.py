@@ -45,8 +45,8 @@ def test_long_prompts_with_room_for_few_kept_prefixes() -> None:
 LEAK_BYTES = 96 * 1024
 LEAK = f"""
 import sys
-if "kog_dist.workers.coordinator" in sys.orig_argv:
-    from kog_dist.workers.admission import Admission
+if "kog_dist.workers.coordinator.process" in sys.orig_argv:
+    from kog_dist.workers.coordinator.admission import Admission
 
     take, kept = Admission.take, []
 

@@ -16,10 +16,10 @@ from kog_dist.decode.request import KvUse
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.runtime.control import KvLayout
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers import kept_caches
+from kog_dist.workers.coordinator import kept_caches
+from kog_dist.workers.coordinator.kept_caches import KeptCaches
 from kog_dist.workers.engines import cpu_blocks
 from kog_dist.workers.engines.cpu_blocks import CpuBlocks
-from kog_dist.workers.kept_caches import KeptCaches
 from tests.multi.test_bits import SPECS, ThreadExchange, run_ranks
 
 NUM_CACHES = 2

@@ -16,9 +16,9 @@ from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.listener import Delivery, RpcListener
 from kog_dist.rpc.messages import Event, Generate, Request
 from kog_dist.runtime.control import ControlPage, KvLayout, RankState
-from kog_dist.workers.coordinator_args import CoordinatorArgs
-from kog_dist.workers.coordinator_loop import Coordinator
-from kog_dist.workers.model_folder import ModelFolder
+from kog_dist.workers.coordinator.arguments import CoordinatorArgs
+from kog_dist.workers.coordinator.loop import Coordinator
+from kog_dist.workers.coordinator.model_folder import ModelFolder
 
 CONTEXT = 24
 ALPHABET = 2  # token ids 1 and 2 are the letters a and b; 0 ends an answer

@@ -24,7 +24,7 @@ from kog_dist.model.manifest import MANIFEST_NAME
 from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
 from kog_dist.model.template_sandbox import make_environment
 from kog_dist.runtime import memfd
-from kog_dist.workers.model_folder import ModelFolder
+from kog_dist.workers.coordinator.model_folder import ModelFolder
 from tests.fuzz.json_mutation import mutate_json
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

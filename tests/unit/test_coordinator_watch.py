@@ -9,8 +9,8 @@ import pytest
 
 from kog_dist.runtime import wait
 from kog_dist.runtime.control import RankState
-from kog_dist.workers import coordinator_watch
-from kog_dist.workers.coordinator_watch import LAUNCHER_GRACE_S, SILENT_S, RankWatch
+from kog_dist.workers.coordinator import watch as coordinator_watch
+from kog_dist.workers.coordinator.watch import LAUNCHER_GRACE_S, SILENT_S, RankWatch
 
 
 class Ranks:

@@ -14,8 +14,8 @@ from kog_dist.decode.ring import Finish
 from kog_dist.runtime.control import ControlPage, KvLayout
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import POLLS_PER_CHECK, Deadline, FutexWord
-from kog_dist.workers import decode_slot
-from kog_dist.workers.decode_slot import DecodeSlot
+from kog_dist.workers.coordinator import decode_slot
+from kog_dist.workers.coordinator.decode_slot import DecodeSlot
 
 LONG_S = 60.0
 Waits = list[float]

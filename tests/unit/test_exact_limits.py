@@ -22,7 +22,7 @@ from kog_dist.model.rope_scaling import Llama3Scaling
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.sampling_params import GREEDY, SamplingParams
-from kog_dist.workers.model_folder import MAX_BYTES_PER_TOKEN, ModelFolder
+from kog_dist.workers.coordinator.model_folder import MAX_BYTES_PER_TOKEN, ModelFolder
 
 SPEC = ModelSpec(
     hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=16, vocab_size=50, max_context=40, num_lanes=2

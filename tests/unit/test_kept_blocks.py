@@ -10,9 +10,9 @@ import pytest
 
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
 from kog_dist.runtime.control import KvLayout
-from kog_dist.workers import kept_caches
-from kog_dist.workers.kept_blocks import KeptBlocks
-from kog_dist.workers.kept_caches import KeptCaches
+from kog_dist.workers.coordinator import kept_caches
+from kog_dist.workers.coordinator.kept_blocks import KeptBlocks
+from kog_dist.workers.coordinator.kept_caches import KeptCaches
 
 LOAD, SAVE, MOVE = KvCopyKind.LOAD, KvCopyKind.SAVE, KvCopyKind.MOVE
 A = tuple(range(100, 110))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kog_dist.decode.request import KvUse
 from kog_dist.runtime.control import KvLayout
-from kog_dist.workers.kept_blocks import num_common
-from kog_dist.workers.kept_caches import KeptCaches
+from kog_dist.workers.coordinator.kept_blocks import num_common
+from kog_dist.workers.coordinator.kept_caches import KeptCaches
 
 A = tuple(range(100, 140))
 

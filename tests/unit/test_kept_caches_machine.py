@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kog_dist.decode.request import KvCopyKind, KvUse
 from kog_dist.runtime.control import KvLayout
-from kog_dist.workers import kept_caches, kept_states
-from kog_dist.workers.kept_blocks import num_common
-from kog_dist.workers.kept_caches import KeptCaches
+from kog_dist.workers.coordinator import kept_caches, kept_states
+from kog_dist.workers.coordinator.kept_blocks import num_common
+from kog_dist.workers.coordinator.kept_caches import KeptCaches
 
 Place = tuple[int, int] | None  # position and token
 

@@ -26,11 +26,11 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.published_config import read_config
 from kog_dist.runtime.control import KvLayout
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers import kept_caches, kept_states
+from kog_dist.workers.coordinator import kept_caches, kept_states
+from kog_dist.workers.coordinator.kept_caches import KeptCaches
+from kog_dist.workers.coordinator.kept_states import KeptStates
 from kog_dist.workers.engines import cpu, cpu_blocks
 from kog_dist.workers.engines.cpu_blocks import CpuBlocks
-from kog_dist.workers.kept_caches import KeptCaches
-from kog_dist.workers.kept_states import KeptStates
 from tests.unit.delta_configs import CONFIGS
 from tests.unit.delta_models import VOCAB, published
 from tests.unit.test_cpu_drafts import Foretold, Page, without_moments

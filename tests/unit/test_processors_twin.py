@@ -276,7 +276,7 @@ def test_masks_and_end_ids(programs: Any) -> None:
 
 @pytest.mark.parametrize("name", ["1 rank", "2 ranks"])
 def test_a_prompt_that_is_scored_has_the_model_s_own_log_probabilities(programs: Any, name: str) -> None:
-    """As workers/prompt_scoring.py asks for them: each mask allows one token, which is seldom a likely one."""
+    """As workers/coordinator/prompt_scoring.py asks for them: each mask allows one token, which is seldom a likely one."""
     logits, greedy = random_logits(name), SamplingParams()
     wanted = [7, 3, logits.shape[1] - 1, int(logits[3].argmax())]
     masks = tuple(mask_of(logits.shape[1], (token_id,)) for token_id in wanted)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kog_dist.errors import RequestError
-from kog_dist.workers.request_queue import FIRST_RETRY_S, RequestQueue
-from kog_dist.workers.streams import RequestStream
+from kog_dist.workers.coordinator.request_queue import FIRST_RETRY_S, RequestQueue
+from kog_dist.workers.coordinator.streams import RequestStream
 
 
 class Stream:

@@ -23,7 +23,9 @@ def test_a_client_needs_neither_numpy_nor_a_model() -> None:
     assert done.stdout.strip() == str([f"kog_dist.{name}" for name in core])
 
 
-@pytest.mark.parametrize("module", ["kog_dist.workers.worker, kog_dist.workers.engines.cpu", "kog_dist.workers.coordinator"])
+@pytest.mark.parametrize(
+    "module", ["kog_dist.workers.worker, kog_dist.workers.engines.cpu", "kog_dist.workers.coordinator.process"]
+)
 def test_an_engine_on_cpus_imports_nothing_for_others(module: str) -> None:
     others = ("torch", "asyncio", "pydantic", "typer", "psutil", "tomllib")
     program = f"import sys, {module}; print(*[name for name in {others!r} if name in sys.modules])"
@@ -44,8 +46,8 @@ from kog_dist.launch.target import choose_target
 from kog_dist.router import process
 from kog_dist.runtime.abi import WaitRecord
 from kog_dist.runtime.control import ControlPage
-from kog_dist.workers import coordinator
-from kog_dist.workers.model_folder import ModelFolder
+from kog_dist.workers.coordinator import process as coordinator
+from kog_dist.workers.coordinator.model_folder import ModelFolder
 
 target = choose_target(LaunchConfig(device="cpu", ranks=2))
 model = ModelFolder.from_folder(target.folder, target.model_name, 0)

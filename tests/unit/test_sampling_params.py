@@ -17,9 +17,9 @@ from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.rpc.messages.codec import decode_request, encode
 from kog_dist.rpc.prompt_request import PromptRequest, sampling_of
 from kog_dist.sampling_params import DEFAULTS, SamplingParams
-from kog_dist.workers import model_folder
-from kog_dist.workers.model_folder import ModelFolder
-from kog_dist.workers.streams import RequestStream
+from kog_dist.workers.coordinator import model_folder
+from kog_dist.workers.coordinator.model_folder import ModelFolder
+from kog_dist.workers.coordinator.streams import RequestStream
 
 SPEC = ModelSpec(
     hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=16, vocab_size=50, max_context=40, num_lanes=4

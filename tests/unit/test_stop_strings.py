@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist.workers.stop_strings import StopFilter
+from kog_dist.workers.coordinator.stop_strings import StopFilter
 
 
 def run(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, bool]:

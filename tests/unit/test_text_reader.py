@@ -15,7 +15,7 @@ from kog_dist.bench.engine.session import until
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.errors import RequestError
 from kog_dist.rpc.messages import Generate
-from kog_dist.workers.text_reader import LONG_TEXT, TextReader
+from kog_dist.workers.coordinator.text_reader import LONG_TEXT, TextReader
 
 DEADLINE_S = 30.0
 A, B = b"a", b"b"

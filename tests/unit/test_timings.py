@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kog_dist.runtime.stages import STAGES, RankStage
-from kog_dist.workers.timings import RequestTimings, percentile
+from kog_dist.workers.coordinator.timings import RequestTimings, percentile
 
 S = 1_000_000_000
 MS = 1_000_000

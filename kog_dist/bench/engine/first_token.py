@@ -20,7 +20,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.control import ControlPage, RankState
-from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.coordinator.arguments import CoordinatorArgs
 
 _DRAIN_S = 5.0
 
@@ -65,7 +65,7 @@ def _engine(spec: ModelSpec, play: Play) -> Iterator[Access]:
         children = [
             stack.enter_context(child_process(module, *arguments, pass_fds=(control.fd,)))
             for module, *arguments in (
-                ("kog_dist.workers.coordinator", args.to_json()),
+                ("kog_dist.workers.coordinator.process", args.to_json()),
                 ("kog_dist.bench.fakes.fake_rank", str(control.fd), play.to_json()),
             )
         ]

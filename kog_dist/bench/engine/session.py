@@ -235,7 +235,7 @@ def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str
     if module == "kog_dist.workers.worker":
         info = json.loads(command[-1])["info"]
         return f"rank {info['rank']}{_of_replica(info['instance'])}"
-    if module == "kog_dist.workers.coordinator":
+    if module == "kog_dist.workers.coordinator.process":
         return f"coordinator{_of_replica(json.loads(command[-1])['instance'])}"
     if module == "kog_dist.launch.ray.host":
         return "reaper of the engine host" if "engine host" in found else "engine host"

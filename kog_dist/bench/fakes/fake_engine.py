@@ -38,9 +38,9 @@ from kog_dist.rpc.messages import (
     build_hash,
 )
 from kog_dist.runtime.wait import sleep_precisely
-from kog_dist.workers.client_events import StreamEvents
-from kog_dist.workers.model_folder import ModelFolder
-from kog_dist.workers.streams import RequestStream
+from kog_dist.workers.coordinator.client_events import StreamEvents
+from kog_dist.workers.coordinator.model_folder import ModelFolder
+from kog_dist.workers.coordinator.streams import RequestStream
 
 QUEUE_LIMIT: Final = 64
 _TOKENS_PER_EVENT = 256

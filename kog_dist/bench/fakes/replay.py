@@ -12,7 +12,7 @@ from kog_dist.bench.fakes.replay_script import ReplayScript, script_text
 from kog_dist.errors import RequestError
 from kog_dist.rpc.listener import RpcListener
 from kog_dist.runtime.instance import Instance
-from kog_dist.workers.model_folder import ModelFolder
+from kog_dist.workers.coordinator.model_folder import ModelFolder
 
 
 def run(settings: FakeEngineSettings, model: Path, model_name: str, *, text: str | None, max_context: int) -> None:

@@ -120,7 +120,7 @@ class Tokens(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Done(Checked):
-    """The request ended well. Times are None where there was no such moment; workers/timings.py defines them."""
+    """The request ended well. Times are None where there was no such moment; workers/coordinator/timings.py defines them."""
 
     request_id: str = checked(ID)
     finish_reason: FinishReason = checked(choice(FinishReason))

@@ -24,9 +24,9 @@ from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.control import AbortCause, ControlPage, RankState
 from kog_dist.runtime.wait import Deadline, WaitResult
-from kog_dist.workers.coordinator_args import CoordinatorArgs
-from kog_dist.workers.coordinator_loop import Coordinator
-from kog_dist.workers.model_folder import ModelFolder
+from kog_dist.workers.coordinator.arguments import CoordinatorArgs
+from kog_dist.workers.coordinator.loop import Coordinator
+from kog_dist.workers.coordinator.model_folder import ModelFolder
 
 EOS_ID = 256
 VOCAB_SIZE = 257
@@ -86,7 +86,7 @@ class FakeEngine:
         )  # fmt: skip
         if own_process:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kog_dist.workers.coordinator", self.args.to_json()], pass_fds=(self.control.fd,)
+                [sys.executable, "-m", "kog_dist.workers.coordinator.process", self.args.to_json()], pass_fds=(self.control.fd,)
             )
         else:
             listener = RpcListener(self.folder, tcp_port=tcp_port)

@@ -16,7 +16,7 @@ from kog_dist.rpc.messages import MAX_PROMPT_IDS, Accepted, Done, EngineState, F
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.control import AbortCause, RankState
-from kog_dist.workers import coordinator_watch
+from kog_dist.workers.coordinator import watch as coordinator_watch
 
 EOS_ID = 256
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py

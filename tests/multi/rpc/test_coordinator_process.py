@@ -20,7 +20,7 @@ from kog_dist.errors import ConfigError, RequestFailed
 from kog_dist.rpc.messages import Done, EngineState, FinishReason
 from kog_dist.runtime.control import NO_RANK, AbortCause, ControlPage
 from kog_dist.runtime.instance import Instance
-from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.coordinator.arguments import CoordinatorArgs
 
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py
 PATIENCE_S = 20.0
@@ -28,7 +28,7 @@ ARGS = CoordinatorArgs("name", "/folder", -1, 5, "/model", "tiny", 1, 2.5)
 
 
 def run_process(args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kog_dist.workers.coordinator", args]
+    command = [sys.executable, "-m", "kog_dist.workers.coordinator.process", args]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, close_fds=False)
 
 
@@ -135,7 +135,7 @@ def test_a_killed_launcher_leaves_nothing_behind(start_engine: StartEngine, tmp_
     )  # fmt: skip
     control = ControlPage.create(1, engine.control.max_context)
     args = dataclasses.replace(args, control_fd=control.fd)
-    command = [sys.executable, "-m", "kog_dist.workers.coordinator", args.to_json()]
+    command = [sys.executable, "-m", "kog_dist.workers.coordinator.process", args.to_json()]
     coordinator = subprocess.Popen(command, pass_fds=(control.fd, instance.lease_fd))
     instance.close()
     engine.access = dataclasses.replace(engine.access, address=f"ipc://{tmp_path / 'orphan' / 'rpc.sock'}")

@@ -31,7 +31,7 @@ from kog_dist.rpc.messages import (
     Tokens,
 )
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.model_folder import ModelFolder
+from kog_dist.workers.coordinator.model_folder import ModelFolder
 
 SETTINGS = FakeEngineSettings("t", rate=1000.0)
 TEXT = "def add(a, b):\n    return a + b\n"

@@ -17,7 +17,7 @@ from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.rpc.messages import Done, FinishReason, Generate
 from kog_dist.rpc.shown import statistics
 from kog_dist.speculation import Speculation
-from kog_dist.workers.model_folder import ModelFolder
+from kog_dist.workers.coordinator.model_folder import ModelFolder
 from tests.unit.test_exact_limits import SPEC
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}

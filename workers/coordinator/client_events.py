@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kog_dist.rpc.client_events import ClientEvents
 from kog_dist.rpc.messages import Accepted, FinishReason
-from kog_dist.workers.streams import RequestStream
+from kog_dist.workers.coordinator.streams import RequestStream
 
 
 class StreamEvents(ClientEvents[RequestStream]):

@@ -11,10 +11,10 @@ from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
 from kog_dist.rpc.messages import Done, FinishReason, Generate, Tokens
+from kog_dist.workers.coordinator.prompt_scoring import PromptScoring
+from kog_dist.workers.coordinator.stop_strings import StopFilter
+from kog_dist.workers.coordinator.timings import RequestTimings
 from kog_dist.workers.grammar.compiler import constraint_of
-from kog_dist.workers.prompt_scoring import PromptScoring
-from kog_dist.workers.stop_strings import StopFilter
-from kog_dist.workers.timings import RequestTimings
 
 
 class TextDecoder(Protocol):

@@ -1,4 +1,4 @@
-"""The process that serves requests: `python -m kog_dist.workers.coordinator JSON`. What it does is in coordinator_loop.py.
+"""The process that serves requests: `python -m kog_dist.workers.coordinator.process JSON`. What it does is in loop.py.
 
 The socket is bound before anything slow, so clients can ask for the state while ranks load.
 """
@@ -21,9 +21,9 @@ from kog_dist.runtime.control import COORDINATOR, ControlPage
 from kog_dist.runtime.instance import Instance
 from kog_dist.runtime.parent_death import continue_without_parent
 from kog_dist.runtime.wait import sleep_precisely
-from kog_dist.workers.coordinator_args import CoordinatorArgs
-from kog_dist.workers.coordinator_loop import Coordinator
-from kog_dist.workers.model_folder import ModelFolder
+from kog_dist.workers.coordinator.arguments import CoordinatorArgs
+from kog_dist.workers.coordinator.loop import Coordinator
+from kog_dist.workers.coordinator.model_folder import ModelFolder
 from kog_dist.workers.notes import note
 
 
@@ -61,7 +61,7 @@ def run_coordinator(args: CoordinatorArgs) -> int:
 
 
 def main() -> int:
-    """`python -m kog_dist.workers.coordinator JSON`: serve, or say in one line why not."""
+    """`python -m kog_dist.workers.coordinator.process JSON`: serve, or say in one line why not."""
     return serve_argument(
         "coordinator", "it is started by kog-launch", lambda text: run_coordinator(CoordinatorArgs.from_json(text))
     )

@@ -30,9 +30,9 @@ from dataclasses import field
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
 from kog_dist.records import dataclass
 from kog_dist.runtime.control import KvLayout
-from kog_dist.workers import kept_states
-from kog_dist.workers.kept_blocks import KeptBlocks, num_common
-from kog_dist.workers.kept_states import KeptStates
+from kog_dist.workers.coordinator import kept_states
+from kog_dist.workers.coordinator.kept_blocks import KeptBlocks, num_common
+from kog_dist.workers.coordinator.kept_states import KeptStates
 
 _WORTH = 32  # tokens more that blocks have, to be copied from there
 

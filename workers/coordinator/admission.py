@@ -7,12 +7,12 @@ from collections.abc import Callable
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.errors import RequestError
 from kog_dist.rpc.messages import Generate
-from kog_dist.workers.client_events import StreamEvents
+from kog_dist.workers.coordinator.client_events import StreamEvents
+from kog_dist.workers.coordinator.model_folder import ModelFolder
+from kog_dist.workers.coordinator.open_requests import OpenRequests
+from kog_dist.workers.coordinator.streams import RequestStream
+from kog_dist.workers.coordinator.text_reader import UNREAD, TextReader
 from kog_dist.workers.grammar.service import GrammarService
-from kog_dist.workers.model_folder import ModelFolder
-from kog_dist.workers.open_requests import OpenRequests
-from kog_dist.workers.streams import RequestStream
-from kog_dist.workers.text_reader import UNREAD, TextReader
 
 
 class Admission:

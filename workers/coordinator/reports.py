@@ -10,10 +10,10 @@ from kog_dist.model.generation_config import shown_sampling
 from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
 from kog_dist.runtime.control import ControlPage
-from kog_dist.workers.coordinator_args import CoordinatorArgs
-from kog_dist.workers.decode_slot import DecodeSlot
-from kog_dist.workers.model_folder import ModelFolder
-from kog_dist.workers.open_requests import OpenRequests
+from kog_dist.workers.coordinator.arguments import CoordinatorArgs
+from kog_dist.workers.coordinator.decode_slot import DecodeSlot
+from kog_dist.workers.coordinator.model_folder import ModelFolder
+from kog_dist.workers.coordinator.open_requests import OpenRequests
 
 
 def welcome(args: CoordinatorArgs, control: ControlPage, model: ModelFolder, state: EngineState) -> Welcome:

@@ -8,9 +8,9 @@ from kog_dist.rpc.client_events import Farewell
 from kog_dist.rpc.messages import EngineState, ErrorCode
 from kog_dist.runtime.control import AbortCause, ControlPage, RankState
 from kog_dist.runtime.wait import Deadline
-from kog_dist.workers.abort_text import describe_abort
-from kog_dist.workers.coordinator_args import CoordinatorArgs
-from kog_dist.workers.coordinator_watch import RankWatch
+from kog_dist.workers.coordinator.abort_text import describe_abort
+from kog_dist.workers.coordinator.arguments import CoordinatorArgs
+from kog_dist.workers.coordinator.watch import RankWatch
 
 
 class EngineLife:

@@ -29,19 +29,19 @@ from kog_dist.rpc.messages import (
     StatusReport,
 )
 from kog_dist.runtime.control import COORDINATOR, ControlPage
-from kog_dist.workers.admission import Admission
-from kog_dist.workers.client_events import StreamEvents
-from kog_dist.workers.coordinator_args import CoordinatorArgs
-from kog_dist.workers.decode_slot import DecodeSlot
-from kog_dist.workers.engine_life import EngineLife
+from kog_dist.workers.coordinator.admission import Admission
+from kog_dist.workers.coordinator.arguments import CoordinatorArgs
+from kog_dist.workers.coordinator.client_events import StreamEvents
+from kog_dist.workers.coordinator.decode_slot import DecodeSlot
+from kog_dist.workers.coordinator.engine_life import EngineLife
+from kog_dist.workers.coordinator.model_folder import ModelFolder
+from kog_dist.workers.coordinator.open_requests import OpenRequests
+from kog_dist.workers.coordinator.prompt_scoring import PromptScoring
+from kog_dist.workers.coordinator.reports import status_report, welcome
+from kog_dist.workers.coordinator.request_queue import RequestQueue
+from kog_dist.workers.coordinator.streams import RequestStream
+from kog_dist.workers.coordinator.text_reader import TextReader
 from kog_dist.workers.grammar.service import GrammarService
-from kog_dist.workers.model_folder import ModelFolder
-from kog_dist.workers.open_requests import OpenRequests
-from kog_dist.workers.prompt_scoring import PromptScoring
-from kog_dist.workers.reports import status_report, welcome
-from kog_dist.workers.request_queue import RequestQueue
-from kog_dist.workers.streams import RequestStream
-from kog_dist.workers.text_reader import TextReader
 
 ROUSE_EVERY_NS = 10_000_000
 PREFILL_EVERY_NS = 100_000_000

@@ -9,7 +9,7 @@ from typing import Final
 
 from kog_dist.errors import RequestError
 from kog_dist.rpc.messages import ErrorCode
-from kog_dist.workers.streams import RequestStream
+from kog_dist.workers.coordinator.streams import RequestStream
 
 FIRST_RETRY_S: Final = 1.0  # while no request has ended yet, from which to estimate
 LEAST_RETRY_S, MOST_RETRY_S = 0.05, 600.0

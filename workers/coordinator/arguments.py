@@ -10,7 +10,7 @@ from kog_dist.runtime.process_arguments import JsonArguments
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorArgs(JsonArguments):
-    """Arguments of `python -m kog_dist.workers.coordinator`. The descriptors are inherited."""
+    """Arguments of `python -m kog_dist.workers.coordinator.process`. The descriptors are inherited."""
 
     reader: ClassVar[str] = "coordinator"
 

@@ -12,9 +12,9 @@ from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import Deadline, wait
-from kog_dist.workers.kept_blocks import KeptBlocks
-from kog_dist.workers.kept_caches import KeptCaches
-from kog_dist.workers.kept_states import KeptStates
+from kog_dist.workers.coordinator.kept_blocks import KeptBlocks
+from kog_dist.workers.coordinator.kept_caches import KeptCaches
+from kog_dist.workers.coordinator.kept_states import KeptStates
 
 # How long the first token is looked for without sleeping, from a stage on of which rank 0 tells: a core that sleeps takes 0.1 to
 # 0.3 ms to wake. A short prompt is through by then; the end of prefill comes some 50 us before the token.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kog_dist.workers.decode_slot import DecodeSlot
+from kog_dist.workers.coordinator.decode_slot import DecodeSlot
+from kog_dist.workers.coordinator.request_queue import RequestQueue
+from kog_dist.workers.coordinator.streams import RequestStream
+from kog_dist.workers.coordinator.text_reader import TextReader
 from kog_dist.workers.grammar.service import GrammarService
-from kog_dist.workers.request_queue import RequestQueue
-from kog_dist.workers.streams import RequestStream
-from kog_dist.workers.text_reader import TextReader
 
 
 class OpenRequests:
