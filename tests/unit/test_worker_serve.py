@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +15,7 @@ from kog_dist.runtime.abi import WaitOp, WaitRecord
 from kog_dist.runtime.control import AbortCause, ControlPage, RankState
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import FutexWord
+from kog_dist.workers import worker
 from kog_dist.workers.worker import live, serve
 
 
@@ -133,3 +136,10 @@ def test_an_engine_that_cannot_be_made_is_a_failure() -> None:
         live(make, page, 0)
     assert page.state(0) is RankState.FAILED
     page.close()
+
+
+def test_garbage_is_looked_for_again_behind_imports_that_fail() -> None:
+    with pytest.raises(ModuleNotFoundError), worker._importing():
+        assert not gc.isenabled()
+        importlib.import_module("kog_dist.no_such_module")
+    assert gc.isenabled()
