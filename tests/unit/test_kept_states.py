@@ -201,6 +201,16 @@ def test_what_two_have_parted_from_stays_while_one_goes_on() -> None:
     assert max(agents.anew[0]) <= kept_states.STEP
 
 
+@pytest.mark.parametrize(("num_others", "num_anew"), [(3, 1), (4, 6001)])
+def test_what_agents_share_stays_while_others_go_on(num_others: int, num_anew: int) -> None:
+    """However long they do: of 16 slots a fourth is for beginnings such as theirs, and the one used last stays."""
+    systems = [[1, *range(first, first + 5999)] for first in range(10**6, (num_others + 2) * 10**6, 10**6)]
+    agents = Agents(books_of_35b_a3b(), [systems[0], *systems], [1, 2, 3, 4, 5])
+    for agent in (0, 0, 0, *np.repeat(range(2, num_others + 2), 8).tolist(), 1):
+        agents.turn(agent, 6001 if agent == 1 else None)
+    assert agents.anew == [[0, 3, 3], [num_anew], *[[0, *[3] * 7]] * num_others]
+
+
 # ---- with an engine ----
 class Kept(Page):
     """An engine of one rank with KV caches and a pool, and its books."""
