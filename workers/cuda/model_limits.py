@@ -14,7 +14,7 @@ MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's
 def unsupported(spec: ModelSpec) -> list[str]:
     """What the model has and no build of the kernel can run, in words with the limit; empty: it can."""
     if spec.mixed_layers:  # none of what follows is asked of them
-        return [f"layers of {' and '.join(sorted(_of_mixed(spec)))} (layers of plain attention alone)"]
+        return [f"layers of {' and '.join(sorted(_of_mixed(spec)))} (supported: plain attention)"]
     findings = list[str]()
     if spec.num_lanes > MAX_LANES:
         findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")

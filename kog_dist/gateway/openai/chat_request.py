@@ -18,6 +18,7 @@ from kog_dist.gateway.openai.request_model import (
     MAX_CHOICES,
     MAX_MESSAGES,
     MAX_TOOLS,
+    TEXT_ALONE,
     AnswerTokens,
     FormatName,
     JsonObjectFormat,
@@ -36,7 +37,7 @@ from kog_dist.gateway.openai.request_model import (
 class TextPart(RequestModel):
     """A piece of a message. Only text, or the refusal of an earlier answer: images, audio and files are refused."""
 
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    type: Annotated[Literal["text", "input_text", "output_text", "refusal"], TEXT_ALONE]
     text: str
     prompt_cache_breakpoint: Any = ignored("beginnings are cached wherever they end")
     cache_control: Any = ignored(CACHE_CONTROL)

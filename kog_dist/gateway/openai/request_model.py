@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic.fields import FieldInfo
 
 from kog_dist.records import dataclass
@@ -33,6 +42,14 @@ class Refusal:
     of_harmless: bool = False
 
 
+def _with_reason(value: object, known: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return known(value)
+    except ValidationError as error:
+        raise ValueError(f"{error.errors()[0]['msg']}: the model reads text only") from None
+
+
+TEXT_ALONE: Final = WrapValidator(_with_reason)  # of the type of a message's part, which may be an image in other APIs
 _IGNORED: Final = "Accepted and ignored: "
 
 

@@ -12,6 +12,7 @@ from kog_dist.gateway.openai.request_model import (
     CACHE_CONTROL,
     MAX_MESSAGES,
     MAX_TOOLS,
+    TEXT_ALONE,
     AnswerTokens,
     FormatName,
     JsonObjectFormat,
@@ -35,7 +36,7 @@ HOSTED_TOOLS = (
 class InputPart(RequestModel):
     """A piece of a message: of a user, or of an earlier answer. Only text."""
 
-    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text"]
+    type: Annotated[Literal["input_text", "output_text", "text", "refusal", "reasoning_text"], TEXT_ALONE]
     text: str = ""
     refusal: str = ""
     annotations: Any = ignored("of an earlier answer")

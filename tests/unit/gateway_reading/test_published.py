@@ -200,16 +200,18 @@ WITH_PICTURES: list[tuple[str, dict[str, Any]]] = [
         "/v1/messages",
         {"content": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PICTURE}}]},
     ),
+    ("/v1/responses", {"content": [{"type": "input_image", "image_url": f"data:image/png;base64,{PICTURE}"}]}),
     ("/api/chat", {"content": "?", "images": [PICTURE]}),
 ]
 
 
 @pytest.mark.parametrize(("path", "message"), WITH_PICTURES, ids=[path for path, _ in WITH_PICTURES])
 def test_pictures_are_refused_with_the_reason(talk: Talk, path: str, message: dict[str, Any]) -> None:
-    before = len(talk.engine.received)
-    answer = talk.http.post(path, json={"model": "default", "max_tokens": 8, "messages": [{"role": "user", **message}]})
+    before, messages = len(talk.engine.received), [{"role": "user", **message}]
+    body = {"input": messages} if path == "/v1/responses" else {"messages": messages, "max_tokens": 8}
+    answer = talk.http.post(path, json={"model": "default", **body})
     assert answer.status_code == 400
-    assert "text" in json.dumps(answer.json()["error"])
+    assert "the model reads text only" in json.dumps(answer.json()["error"])
     assert len(talk.engine.received) == before
 
 
