@@ -282,9 +282,10 @@ def _cpu_ceiling(target: Target) -> list[str]:
     uses = [cpu_rank_bytes(target, rank) for rank in range(target.world_size)]
     read_bytes = sum(of_rank["read"] + 2 * of_rank["state"] for of_rank in uses)
     measured = _read_bandwidth()
+    rate = measured / read_bytes
     return [
-        f"ceiling    {measured / read_bytes:,.0f} tokens/s here: {read_bytes / _MIB:.1f} MiB per token at {measured / 1e9:.1f} "
-        "GB/s (one core, main memory, measured just now); a model that fits the caches can exceed it",
+        f"ceiling    {rate:,.{0 if rate >= 10 else 2}f} tokens/s here: {read_bytes / _MIB:.1f} MiB per token at "
+        f"{measured / 1e9:.1f} GB/s (one core, main memory, measured just now); a model that fits the caches can exceed it",
     ]
 
 

@@ -49,7 +49,7 @@ def test_a_config_file_can_be_planned(name: str, tmp_path: Path, capsys: pytest.
     assert re.search(rf"^launcher   {launcher}, because ", text, re.M)
     assert re.search(rf"^ranks      {num_ranks} on {device}, {8 // num_ranks} lanes? each$", text, re.M)
     assert [int(rank) for rank in re.findall(r"^rank (\d+) ", text, re.M)] == list(range(num_ranks))
-    assert re.search(r"^ceiling    [\d,]+ tokens/s", text, re.M)
+    assert re.search(r"^ceiling    [\d.,]+ tokens/s", text, re.M)
     assert ("2 engines" in text) == (name == "replicas")
     if device == "cuda":
         assert "a GPU that is not here" in text
