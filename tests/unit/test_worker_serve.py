@@ -139,7 +139,14 @@ def test_an_engine_that_cannot_be_made_is_a_failure() -> None:
 
 
 def test_garbage_is_looked_for_again_behind_imports_that_fail() -> None:
-    with pytest.raises(ModuleNotFoundError), worker._importing():
-        assert not gc.isenabled()
-        importlib.import_module("kog_dist.no_such_module")
+    was_on = list[bool]()
+
+    def imported() -> None:
+        with worker._importing():
+            was_on.append(gc.isenabled())
+            importlib.import_module("kog_dist.no_such_module")
+
+    with pytest.raises(ModuleNotFoundError):
+        imported()
+    assert was_on == [False]
     assert gc.isenabled()
