@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.kv_format import position_bytes
@@ -26,7 +28,7 @@ class CacheShape:
     partition_batches: int = 0
     whole_windows: bool = False
 
-    @property
+    @cached_property
     def full_layers(self) -> tuple[int, ...]:
         """Layers that see everything."""
         return tuple(layer for layer in range(self.spec.num_layers) if self.spec.window(layer) is None)

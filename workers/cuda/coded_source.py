@@ -26,6 +26,8 @@ def coding_of(checkpoint: Checkpoint) -> Coding | None:
 
     Raises ConfigError where they are quantised in several ways, or in one that the kernel does not read.
     """
+    if not checkpoint.forms:
+        return None
     layouts = checkpoint.layouts
     forms = {name: checkpoint.forms.get(name) for name in layouts}
     others = [name for name in checkpoint.forms if not is_layer_matrix(layouts, name)]
