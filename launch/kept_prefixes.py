@@ -27,9 +27,10 @@ def kept_on_cpu(settings: LaunchConfig, num_ranks: int, of_state: int = 0) -> in
     if asked is None:
         return max(_CPU_BYTES, bytes_of_states(_CPU_STATES, of_state))
     if 0 < asked < (least := bytes_of_states(1, of_state)):
+        enough = -(-least * 10**6 // 2**30) / 10**6  # rounded up
         raise ConfigError(
             f"prefix_cache {settings.prefix_cache} has no room for a copy of this model's state, without which nothing that is "
-            f"kept can be used; give {least / 2**30:.3f} or more, off, or auto"
+            f"kept can be used; give {enough:.6f} or more, off, or auto"
         )
     if asked * num_ranks > (free := memfd.available_bytes()):
         raise ConfigError(

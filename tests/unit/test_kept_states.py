@@ -436,6 +436,10 @@ def test_memory_of_the_pool() -> None:
     token_bytes = 2 * 10 * spec.num_lanes * spec.lane_kv_heads * 256 * 4
     assert 0 <= default - states * of_state - blocks * 64 * token_bytes < 64 * token_bytes
     assert pool_slots(spec, spec.num_lanes, 4, of_state) == (0, 0)
-    with pytest.raises(ConfigError, match=r"prefix_cache 0\.01 has no room for a copy of this model's state"):
-        kept_on_cpu(LaunchConfig(prefix_cache="0.01"), 1, of_state)
+    for num_bytes in (of_state, 10_101):  # of a small model as well the least that is named is enough
+        with pytest.raises(ConfigError, match=r"0\.000001 has no room for a copy of this model's state") as caught:
+            kept_on_cpu(LaunchConfig(prefix_cache="0.000001"), 1, num_bytes)
+        least = str(caught.value).partition("give ")[2].split()[0]
+        assert bytes_of_states(1, num_bytes) <= kept_on_cpu(LaunchConfig(prefix_cache=least), 1, num_bytes)
+        assert float(least) * 2**30 < bytes_of_states(1, num_bytes) + 1100
     assert kept_on_cpu(LaunchConfig(prefix_cache="1"), 2, of_state) == 1 << 30
