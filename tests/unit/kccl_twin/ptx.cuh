@@ -204,6 +204,7 @@ inline unsigned __float_as_uint(float f) {
 }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 template <class A>
 A min(A a, A b) {
     return a < b ? a : b;
