@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import cpu_weights
-from kog_dist.decode.cpu_weights import SINGLE_BYTES, kept_and_read_bytes, kept_as
-from kog_dist.decode.pool_sizes import BLOCK_TOKENS, pool_slots
-from kog_dist.decode.recipes import position_values, state_bytes
+from kog_dist.decode.cpu import cpu_weights
+from kog_dist.decode.cpu.cpu_weights import SINGLE_BYTES, kept_and_read_bytes, kept_as
+from kog_dist.decode.cpu.pool_sizes import BLOCK_TOKENS, pool_slots
+from kog_dist.decode.plan.recipes import position_values, state_bytes
 from kog_dist.errors import CheckpointError
 from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.cpus import read_cpu_map
@@ -34,7 +34,7 @@ from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised, wei
 from kog_dist.speculation import has_drafts
 
 if TYPE_CHECKING:
-    from kog_dist.decode.plan import Plan
+    from kog_dist.decode.plan.plan import Plan
     from kog_dist.model.checkpoint import Checkpoint
 
 _PROBE_BYTES = 128 << 20
@@ -47,7 +47,7 @@ def check(settings: LaunchConfig, *, deep: bool = False, serves: bool = True) ->
 
     `serves`: whether the start would be for no single prompt. Raises KogError.
     """
-    from kog_dist.decode.validate import check as check_plan
+    from kog_dist.decode.plan.validate import check as check_plan
     from kog_dist.gateway.model_files import read_model
     from kog_dist.workers.coordinator.model_folder import ModelFolder
 
@@ -100,7 +100,7 @@ def _per_token(target: Target) -> str:
 
 def plan_of(target: Target, *, checks_experts: bool = False) -> Plan:
     """The plan that the ranks of a target make. Hosts of GPUs compare choices of experts between launches, which no plan has."""
-    from kog_dist.decode.plan import make_plan
+    from kog_dist.decode.plan.plan import make_plan
     from kog_dist.workers.cuda.kernel_plan import kernel_plan
 
     checkpoint, world_size = target.checkpoint, target.world_size
@@ -119,7 +119,7 @@ def dry_run(settings: LaunchConfig) -> str:
 
     Raises what is wrong with the configuration or the model wherever it is started.
     """
-    from kog_dist.decode.validate import check as check_plan
+    from kog_dist.decode.plan.validate import check as check_plan
 
     launcher = choose_launcher(settings, os.environ)
     target, obstacles = plan_target(settings, needs_weights=False)
@@ -156,7 +156,7 @@ def dry_run(settings: LaunchConfig) -> str:
 
 def _drafts(target: Target, plan: Plan, settings: LaunchConfig) -> str:
     """Whether tokens are drafted where a request does not say, and how many in a pass."""
-    from kog_dist.decode.passes import most_verified
+    from kog_dist.decode.cpu.passes import most_verified
     from kog_dist.workers.cuda.draft_builds import PASS_TOKENS
 
     if target.device == "cuda" and not has_drafts("cuda", settings.speculate):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kog_dist.config import LaunchConfig, parse_gib
-from kog_dist.decode.pool_sizes import bytes_of_states
+from kog_dist.decode.cpu.pool_sizes import bytes_of_states
 from kog_dist.errors import ConfigError
 from kog_dist.runtime import memfd
 

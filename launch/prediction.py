@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from kog_dist.decode.recipes import state_bytes
+from kog_dist.decode.plan.recipes import state_bytes
 from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kv_format import position_bytes

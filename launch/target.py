@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import host_library
-from kog_dist.decode.cpu_weights import SINGLE_BYTES, dequantised_bytes, kept_as, matrix_bytes
-from kog_dist.decode.recipes import position_values, state_bytes
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.cpu_weights import SINGLE_BYTES, dequantised_bytes, kept_as, matrix_bytes
+from kog_dist.decode.plan.recipes import position_values, state_bytes
 from kog_dist.errors import CheckpointError, ConfigError, KogError, LaunchError
 from kog_dist.hardware.cpu_lists import format_cpu_list
 from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus

@@ -61,7 +61,7 @@ import sys
 if '"rank": 1,' in " ".join(sys.orig_argv):
     import numpy as np
     from pathlib import Path
-    from kog_dist.decode import lane_math
+    from kog_dist.decode.cpu import lane_math
 
     select, flag = lane_math.select, Path(FLAG)
 

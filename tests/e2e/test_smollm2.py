@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kog_dist.bench import quality
-from kog_dist.decode import host_library
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.generation_config import read_eos_ids
 from kog_dist.model.gguf.folder import published_file

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from kog_dist.bench.engine.session import EngineSession, running, until
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.sampling import Sampler
 from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import sample
-from kog_dist.decode.steps import Phase
 from kog_dist.errors import DeviceError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer

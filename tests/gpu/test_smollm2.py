@@ -8,8 +8,8 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.sampling_params import SamplingParams

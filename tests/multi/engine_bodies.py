@@ -8,8 +8,8 @@ from typing import Any
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.sampling_params import SamplingParams
 

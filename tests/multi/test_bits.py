@@ -21,8 +21,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kog_dist.collectives.ranks import run_ranks as run_processes
-from kog_dist.decode.interpreter import Interpreter, StepOutput
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.cpu.interpreter import Interpreter, StepOutput
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.sampling import Candidate, Sampler, token_logprobs
 from kog_dist.errors import AbortedError, PlanError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.decode import host_library
+from kog_dist.decode.cpu import host_library
 from kog_dist.model.checkpoint import open_checkpoint
 from tests.multi.test_passes import read
 from tests.unit.delta_models import published

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from kog_dist.decode import host_library
-from kog_dist.decode.interpreter import Interpreter, StepOutput
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter, StepOutput
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.validate import check
 from kog_dist.decode.sampling import Candidate, Sampler
-from kog_dist.decode.validate import check
 from kog_dist.errors import PlanError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.sampling_params import SamplingParams

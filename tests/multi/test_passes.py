@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from kog_dist.decode import host_library
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.passes import pass_sizes
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.validate import check
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.cpu.passes import pass_sizes
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.validate import check
 from kog_dist.errors import PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.products import undivided
+from kog_dist.decode.plan.plan import Plan, make_plan
+from kog_dist.decode.plan.products import undivided
 from kog_dist.model.spec import ModelSpec
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist.decode.steps import NONE, Phase
+from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.runtime import abi
 from kog_dist.runtime.abi import LABEL_BYTES, LINE_BYTES, RANK_CONTROL, STRUCTS, WAIT_RECORD, Field, Struct, WaitOp, WaitRecord
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kog_dist.decode import attention, host_library, matrix_products
+from kog_dist.decode.cpu import attention, host_library, matrix_products
 from tests.unit.host_builds import MARCHES, has_instructions
 
 Array = NDArray[Any]

@@ -13,8 +13,8 @@ import pytest
 
 from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
 from kog_dist.config import LaunchConfig
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.validate import check as check_plan
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.validate import check as check_plan
 from kog_dist.errors import CheckpointError, ConfigError, KogError, LaunchError
 from kog_dist.gateway.model_files import read_model
 from kog_dist.launch import flags, inspection

@@ -11,7 +11,7 @@ import pytest
 
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.formats.rounding import rounded
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.layout import is_layer_matrix, tensor_layouts

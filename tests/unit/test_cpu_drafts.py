@@ -14,13 +14,13 @@ import pytest
 
 from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import host_library
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.cpu.passes import most_tokens, most_verified
 from kog_dist.decode.draft_lengths import SIZES
 from kog_dist.decode.drafts import Draft
-from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.masks import num_words
-from kog_dist.decode.passes import most_tokens, most_verified
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
 from kog_dist.launch.inspection import dry_run

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kog_dist.decode.interpreter import StepOutput
+from kog_dist.decode.cpu.interpreter import StepOutput
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.errors import AbortedError
 from kog_dist.runtime.control import EpochWaits

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kog_dist.decode.plan.validate import check
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import token_logprobs
-from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError
 from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.experts import ExpertsSpec

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.validate import check
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.validate import check
 from kog_dist.errors import CheckpointError, ConfigError, PlanError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.layers import DeltaNet

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode.recipes import position_values, state_bytes
+from kog_dist.decode.plan.recipes import position_values, state_bytes
 from kog_dist.errors import KogError
 from kog_dist.launch import inspection
 from kog_dist.launch.inspection import check, cpu_rank_bytes, dry_run

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kog_dist.decode import delta_rule, host_library
-from kog_dist.decode.delta_rule import DeltaOperands, DeltaState, LaneNets
-from kog_dist.decode.scratch import Scratch
+from kog_dist.decode.cpu import delta_rule, host_library
+from kog_dist.decode.cpu.delta_rule import DeltaOperands, DeltaState, LaneNets
+from kog_dist.decode.cpu.scratch import Scratch
 from tests.unit.host_builds import MARCHES, has_instructions
 
 Array = NDArray[Any]

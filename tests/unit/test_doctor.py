@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.decode import host_library
+from kog_dist.decode.cpu import host_library
 from kog_dist.doctor import (
     cgroups,
     cli,

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import LARGEST_VOCAB, make_plan
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import LARGEST_VOCAB, make_plan
+from kog_dist.decode.plan.validate import validate
 from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance, select
-from kog_dist.decode.validate import validate
 from kog_dist.errors import ConfigError, PlanError, RequestError
 from kog_dist.model import limits
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint

@@ -17,7 +17,7 @@ from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.bench.kernel.yardsticks import replaced
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.steps import NONE, Phase
+from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.formats.lanes import lane_codes

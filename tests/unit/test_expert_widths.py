@@ -19,7 +19,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3M
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kog_dist.bench.kernel.shapes import MOE
-from kog_dist.decode import host_library
+from kog_dist.decode.cpu import host_library
 from tests.unit import moe_models
 from tests.unit.moe_models import Reference
 from tests.unit.test_moe_families import MARGIN, SINGLE, Run, force_choices, is_clear, relative_error

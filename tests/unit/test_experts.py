@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kog_dist.decode import host_library, lane_math, matrix_products
-from kog_dist.decode.matrix_products import ExpertOperands
+from kog_dist.decode.cpu import host_library, lane_math, matrix_products
+from kog_dist.decode.cpu.matrix_products import ExpertOperands
 from kog_dist.decode.places import with_place
-from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.steps import Kind, Message, Phase, PlannedMailbox, Value
-from kog_dist.decode.validate import validate
+from kog_dist.decode.plan.plan import Plan, make_plan
+from kog_dist.decode.plan.steps import Kind, Message, Phase, PlannedMailbox, Value
+from kog_dist.decode.plan.validate import validate
 from kog_dist.errors import ConfigError
 from kog_dist.model.aligned import aligned_empty
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec

@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import host_library
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.validate import check
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.validate import check
 from kog_dist.errors import CheckpointError, ConfigError, KogError
 from kog_dist.launch.inspection import check as inspection_check
 from kog_dist.launch.inspection import dry_run

@@ -29,7 +29,7 @@ OWN: dict[str, set[str]] = {
     },
     "kog_dist/chat/history.py": {"path"},  # made, and not read
     "kog_dist/cuda/build.py": {"entry", "folder / 'out.cubin'"},  # of this package, and of a compiler's folder that it has made
-    "kog_dist/decode/host_library.py": {"made_here"},
+    "kog_dist/decode/cpu/host_library.py": {"made_here"},
     "kog_dist/doctor/cgroups.py": {"own", "folder / name"},
     "kog_dist/doctor/gpus.py": {"device / leaf"},
     "kog_dist/doctor/processors.py": {"_HUGE_PAGES"},

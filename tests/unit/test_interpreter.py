@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kog_dist.decode import interpreter as interpreter_module
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.cpu import interpreter as interpreter_module
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import Plan, make_plan
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.errors import ConfigError, PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.rope import rope_table
@@ -209,7 +209,7 @@ def test_the_kv_cache_is_rounded_when_it_is_written(kv_dtype: str, kv_round: Any
 
 
 def test_bfloat16_rounding_keeps_what_is_not_finite(tmp_path: Path) -> None:
-    from kog_dist.decode.lane_math import round_to
+    from kog_dist.decode.cpu.lane_math import round_to
 
     bits = np.array([0x7FFFFFFF, 0x7F800000, 0xFF800000, 0x3F808000, 0x3F818000, 0x3F808001], np.uint32)
     values = bits.view(np.float32).copy()

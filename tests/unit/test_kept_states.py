@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import host_library
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.pool_sizes import bytes_of_states, pool_slots
-from kog_dist.decode.recipes import state_bytes
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.cpu.pool_sizes import bytes_of_states, pool_slots
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.recipes import state_bytes
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
 from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.errors import ConfigError

@@ -11,8 +11,8 @@ import pytest
 from kog_dist.collectives.cuda_abi import abi_header
 from kog_dist.collectives.mailbox import place
 from kog_dist.cuda.build import build
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.steps import Phase, Site
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.steps import Phase, Site
 from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes

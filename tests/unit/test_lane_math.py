@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kog_dist.decode.lane_math import attend
+from kog_dist.decode.cpu.lane_math import attend
 
 
 @pytest.mark.parametrize("sink", [None, -3.0, 0.5, 800.0])

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kog_dist.decode import definition, interpreter, lane_math, product_rules, recipes
-from kog_dist.decode.cursor import Cursor
-from kog_dist.decode.exchange_calls import ExchangeCalls
-from kog_dist.decode.groups import Finder, Group
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.recipes import Recipe, Stage
-from kog_dist.decode.steps import Kind, Phase, Site, Value
-from kog_dist.decode.validate import check, validate
+from kog_dist.decode.cpu import interpreter, lane_math
+from kog_dist.decode.cpu.cursor import Cursor
+from kog_dist.decode.cpu.exchange_calls import ExchangeCalls
+from kog_dist.decode.cpu.groups import Finder, Group
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan import definition, product_rules, recipes
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.recipes import Recipe, Stage
+from kog_dist.decode.plan.steps import Kind, Phase, Site, Value
+from kog_dist.decode.plan.validate import check, validate
 from kog_dist.errors import ConfigError
 from kog_dist.model import layout
 from kog_dist.model.checkpoint import random_tensors

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import OpShape, take_off_tape, unpack
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint

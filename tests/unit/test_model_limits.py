@@ -29,7 +29,8 @@ BOUNDED = """
 import resource, sys
 from kog_dist.launch import flags, inspection
 from kog_dist.model import checkpoint
-from kog_dist.decode import plan, validate
+from kog_dist.decode.plan import plan
+from kog_dist.decode.plan import validate
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000, used + 100_000_000))
 resource.setrlimit(resource.RLIMIT_CPU, (5, 5))

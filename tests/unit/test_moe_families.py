@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from kog_dist.bench.kernel.shapes import MOE, QUANTISED, named_shape, named_spec
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import host_library, lane_math
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.steps import Kind, Value
+from kog_dist.decode.cpu import host_library, lane_math
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.steps import Kind, Value
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.hardware.gpus import inventory_from
 from kog_dist.launch import gpu_choice

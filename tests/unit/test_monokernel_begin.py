@@ -13,8 +13,8 @@ import pytest
 
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.pass_drafts import CREDIT
+from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish
-from kog_dist.decode.steps import NONE, Phase
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.runtime.abi import NO_PEER, WaitOp, WaitRecord

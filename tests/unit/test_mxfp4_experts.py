@@ -12,7 +12,7 @@ import torch
 from transformers import GptOssForCausalLM
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import host_library
+from kog_dist.decode.cpu import host_library
 from kog_dist.errors import CheckpointError
 from kog_dist.launch.inspection import cpu_rank_bytes, dry_run
 from kog_dist.launch.target import plan_target

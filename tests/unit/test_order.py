@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kog_dist.decode.order import LaneTurn, product_order
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.order import LaneTurn, product_order
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 
 SMALL = ModelSpec(

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kog_dist.bench.fakes.tiny_model import TINY
-from kog_dist.decode.passes import MOST_TOKENS, most_tokens, pass_mailboxes, pass_sizes
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.cpu.passes import MOST_TOKENS, most_tokens, pass_mailboxes, pass_sizes
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.model.experts import ExpertsSpec
 
 

@@ -13,8 +13,8 @@ from functools import cached_property
 import pytest
 
 from kog_dist.bench.kernel.shapes import named_shape
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.word_check import Read, Write
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.word_check import Read, Write
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_abi import abi_header
 from kog_dist.workers.cuda.kernel_header import headers

@@ -12,7 +12,7 @@ import pytest
 
 from kog_dist.bench.kernel.shapes import DENSE, MOE, QUANTISED
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import host_library
+from kog_dist.decode.cpu import host_library
 from kog_dist.errors import KogError
 from kog_dist.hardware.gpus import inventory_from
 from kog_dist.launch import gpu_choice, inspection

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kog_dist.decode.places import with_place
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.steps import NONE, Phase, Site
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.steps import NONE, Phase, Site
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.runtime.abi import WaitOp, WaitRecord
 

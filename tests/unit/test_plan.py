@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.products import Product
-from kog_dist.decode.steps import LAYER_OPS, NONE, WEIGHT_PHASES, Kind, Message, Phase, Site, Step, Value, When
+from kog_dist.decode.plan.plan import Plan, make_plan
+from kog_dist.decode.plan.products import Product
+from kog_dist.decode.plan.steps import LAYER_OPS, NONE, WEIGHT_PHASES, Kind, Message, Phase, Site, Step, Value, When
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
@@ -159,7 +159,7 @@ def test_the_plan_depends_only_on_its_arguments() -> None:
     assert len(digests) == len(VARIANTS)
     assert make_plan(*VARIANTS[0]).digest() == make_plan(*VARIANTS[0]).digest()
     other_process = (
-        "from kog_dist.decode.plan import make_plan; from kog_dist.model.spec import laneformer_2b; "
+        "from kog_dist.decode.plan.plan import make_plan; from kog_dist.model.spec import laneformer_2b; "
         "print(make_plan(laneformer_2b(), 8).digest())"
     )
     found = subprocess.run([sys.executable, "-c", other_process], capture_output=True, text=True, timeout=60, check=True)

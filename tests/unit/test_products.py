@@ -13,11 +13,11 @@ import pytest
 
 from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.plan import Plan
-from kog_dist.decode.products import Product
-from kog_dist.decode.steps import LAYER_OPS, NONE, Phase
+from kog_dist.decode.plan.plan import Plan
+from kog_dist.decode.plan.products import Product
+from kog_dist.decode.plan.steps import LAYER_OPS, NONE, Phase
+from kog_dist.decode.plan.validate import validate
 from kog_dist.decode.tape_packing import OpShape
-from kog_dist.decode.validate import validate
 from kog_dist.errors import PlanError
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import HeadType, ModelSpec

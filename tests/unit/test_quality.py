@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kog_dist.bench import quality
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer

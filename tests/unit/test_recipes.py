@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.recipes import Recipe, Stage, all_recipes, recipe_of, recipes
-from kog_dist.decode.steps import NONE, Kind, Phase, Site, Value
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.recipes import Recipe, Stage, all_recipes, recipe_of, recipes
+from kog_dist.decode.plan.steps import NONE, Kind, Phase, Site, Value
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.layers import AttentionMixer, Experts, Ffn, LayerSpec, Norm
 from kog_dist.model.layout import layer_prefix, tensor_layouts

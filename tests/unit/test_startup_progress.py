@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kog_dist.cuda import build
-from kog_dist.decode import host_library
+from kog_dist.decode.cpu import host_library
 from kog_dist.launch.progress import RankStart, StartupProgress, bar, starts_of, waiting_for
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kog_dist.bench.kernel.trial_shape import TrialShape
-from kog_dist.decode.steps import LAYER_OPS, Phase
+from kog_dist.decode.plan.steps import LAYER_OPS, Phase
 from kog_dist.decode.tape_packing import (
     STEP_COLUMNS,
     OpShape,

@@ -10,7 +10,7 @@ import pytest
 
 from kog_dist.bench.kernel.trace import Trace
 from kog_dist.bench.kernel.trace_picture import bars_of, draw
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_abi import StampKind
 from kog_dist.workers.cuda.kernel_shape import KernelShape

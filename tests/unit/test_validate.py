@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.schedule import RankPlan
-from kog_dist.decode.steps import Message, Phase, PlannedMailbox, Step
-from kog_dist.decode.validate import check, validate
+from kog_dist.decode.plan.plan import Plan, make_plan
+from kog_dist.decode.plan.schedule import RankPlan
+from kog_dist.decode.plan.steps import Message, Phase, PlannedMailbox, Step
+from kog_dist.decode.plan.validate import check, validate
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
 from tests.unit.staggered import staggered_plan

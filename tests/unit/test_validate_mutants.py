@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.products import Product
-from kog_dist.decode.schedule import RankPlan
-from kog_dist.decode.steps import NONE, Kind, Message, Phase, PlannedMailbox, Site, Step, Value, When
-from kog_dist.decode.validate import validate
+from kog_dist.decode.plan.plan import Plan, make_plan
+from kog_dist.decode.plan.products import Product
+from kog_dist.decode.plan.schedule import RankPlan
+from kog_dist.decode.plan.steps import NONE, Kind, Message, Phase, PlannedMailbox, Site, Step, Value, When
+from kog_dist.decode.plan.validate import validate
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from tests.unit.staggered import staggered_plan

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.kernel.trial_shape import TrialShape
-from kog_dist.decode.steps import NONE, Phase
+from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.runtime.abi import WaitRecord
 from kog_dist.workers.cuda.kernel_abi import abi_header
 from kog_dist.workers.cuda.kernel_shape import KernelShape

@@ -13,7 +13,7 @@ import pytest
 
 from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.bench.kernel.trial_shape import TrialShape
-from kog_dist.decode.word_check import Event, Version, WordCheck
+from kog_dist.decode.plan.word_check import Event, Version, WordCheck
 from kog_dist.errors import PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from kog_dist.decode.coded_packing import Codes, below_each_other, in_turn, put_codes, put_row_scales
-from kog_dist.decode.products import Product
-from kog_dist.decode.recipes import Recipe, Stage, Vectors, recipes
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.products import Product
+from kog_dist.decode.plan.recipes import Recipe, Stage, Vectors, recipes
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.errors import CheckpointError
 from kog_dist.model.formats.head import rounded_rows

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
-from kog_dist.decode.products import Division, RowShare
-from kog_dist.decode.recipes import Recipe, Stage, all_recipes
-from kog_dist.decode.steps import Kind, Phase, Site
+from kog_dist.decode.plan.products import Division, RowShare
+from kog_dist.decode.plan.recipes import Recipe, Stage, all_recipes
+from kog_dist.decode.plan.steps import Kind, Phase, Site
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.records import dataclass

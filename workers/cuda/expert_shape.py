@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
-from kog_dist.decode.recipes import all_recipes
-from kog_dist.decode.steps import Kind, Phase
+from kog_dist.decode.plan.recipes import all_recipes
+from kog_dist.decode.plan.steps import Kind, Phase
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.recipes import Stage, all_recipes, recipes
-from kog_dist.decode.steps import Kind
+from kog_dist.decode.plan.recipes import Stage, all_recipes, recipes
+from kog_dist.decode.plan.steps import Kind
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_rows
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass

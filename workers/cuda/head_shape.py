@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kog_dist.decode.products import Product
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.products import Product
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.records import dataclass

@@ -7,7 +7,7 @@
     choices          what thread blocks exchange to choose a token with processors (device/quads.cuh); two slots in turn
     reports          masses and best tokens of each thread block, for log-probabilities; rank 0's are used
 
-Epochs of the sums are those of the plan (`decode/plan.py`): token * summed layers + place of the layer among them. Tokens count
+Epochs of the sums are those of the plan (`decode/plan/plan.py`): token * summed layers + place of the layer among them. Tokens count
 from 1, and the slot is that place. Candidates have the token's number as epoch. See docs/kccl.md.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
 from kog_dist.collectives.words import WORD_BYTES
-from kog_dist.decode.schedule import is_summed
+from kog_dist.decode.plan.schedule import is_summed
 from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import LINE_BYTES

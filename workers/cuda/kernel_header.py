@@ -7,8 +7,8 @@ import math
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.pass_drafts import MOST_SAVED, PATIENCE, PLACES, SHARE, UNIT
-from kog_dist.decode.recipes import layer_ops, share_stream, vectors_of
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.recipes import layer_ops, share_stream, vectors_of
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.code_names import CODES, SCALES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kog_dist.decode.plan import Plan, make_plan
+from kog_dist.decode.plan.plan import Plan, make_plan
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import cached_property
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.order import product_order
-from kog_dist.decode.products import Product, product_list
-from kog_dist.decode.recipes import layer_ops, share_stream, stream_lanes
-from kog_dist.decode.steps import NONE, Phase
+from kog_dist.decode.plan.order import product_order
+from kog_dist.decode.plan.products import Product, product_list
+from kog_dist.decode.plan.recipes import layer_ops, share_stream, stream_lanes
+from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec

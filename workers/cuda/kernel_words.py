@@ -1,8 +1,8 @@
 """The protocol of words in the monokernel: every kind, who writes and reads it in a token, and what they waited for before.
 
-`TokenEvents` lists what the roles of a thread block do for a few tokens, in the order of products (decode/order.py), as the
-device code does it: what a product reads and writes its recipe says (decode/recipes.py), `WORDS` in which words. `check_words`
-proves with `decode/word_check.py` that this is right for a shape, or refuses it. Which thread block has which word is in
+`TokenEvents` lists what the roles of a thread block do for a few tokens, in the order of products (decode/plan/order.py), as the
+device code does it: what a product reads and writes its recipe says (decode/plan/recipes.py), `WORDS` in which words. `check_words`
+proves with `decode/plan/word_check.py` that this is right for a shape, or refuses it. Which thread block has which word is in
 `word_places.py`. On several ranks all do the same.
 
 | kind           | written by                      | read by                           | tag        | in a token           |
@@ -38,10 +38,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from kog_dist.decode.products import Product
-from kog_dist.decode.recipes import Recipe, Stage, recipe_of
-from kog_dist.decode.steps import Kind, Phase
-from kog_dist.decode.word_check import Event, Read, Scope, Version, WordCheck, WordKind, Write
+from kog_dist.decode.plan.products import Product
+from kog_dist.decode.plan.recipes import Recipe, Stage, recipe_of
+from kog_dist.decode.plan.steps import Kind, Phase
+from kog_dist.decode.plan.word_check import Event, Read, Scope, Version, WordCheck, WordKind, Write
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
 from kog_dist.records import dataclass

@@ -15,9 +15,9 @@ from kog_dist.collectives.words import WORD_BYTES, pair_tags
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.masks import MaskSlots
 from kog_dist.decode.places import with_place
+from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
-from kog_dist.decode.steps import NONE, Phase
 from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from kog_dist.decode.steps import LAYER_OPS, Phase
+from kog_dist.decode.plan.steps import LAYER_OPS, Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.geometry import Geometry

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.products import Product
-from kog_dist.decode.steps import LAYER_OPS, Phase
+from kog_dist.decode.plan.products import Product
+from kog_dist.decode.plan.steps import LAYER_OPS, Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.expert_shape import ExpertShape

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from kog_dist.collectives import mailbox
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.spec import Sublayer
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.cache_shape import BATCH

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from math import prod
 
-from kog_dist.decode.recipes import all_recipes
-from kog_dist.decode.steps import Kind
+from kog_dist.decode.plan.recipes import all_recipes
+from kog_dist.decode.plan.steps import Kind
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import LINE_BYTES

@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
-from kog_dist.decode import host_library
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter, StepOutput
+from kog_dist.decode.cpu.passes import most_tokens, most_verified, pass_mailboxes, pass_sizes
+from kog_dist.decode.cpu.pool_sizes import BLOCK_TOKENS, pool_slots
 from kog_dist.decode.draft_lengths import SIZES
 from kog_dist.decode.drafts import NO_DRAFT, Drafter, LookupDrafter
-from kog_dist.decode.interpreter import Interpreter, StepOutput
-from kog_dist.decode.passes import most_tokens, most_verified, pass_mailboxes, pass_sizes
 from kog_dist.decode.places import with_place
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.pool_sizes import BLOCK_TOKENS, pool_slots
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.validate import check
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
 from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
-from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import ControlPage, EpochWaits, KvLayout, RankState

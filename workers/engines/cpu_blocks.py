@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kog_dist.decode.memory import Memory
-from kog_dist.decode.pool_sizes import BLOCK_TOKENS, block_shape
+from kog_dist.decode.cpu.memory import Memory
+from kog_dist.decode.cpu.pool_sizes import BLOCK_TOKENS, block_shape
 from kog_dist.decode.request import KvCopyKind, KvUse
 
 

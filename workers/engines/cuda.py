@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from numpy.typing import NDArray
 
+from kog_dist.decode.plan.validate import check
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
-from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, KogError, LaunchError, RequestFailed
 from kog_dist.runtime.control import ControlPage, KvLayout, RankState
 from kog_dist.runtime.pace import Pace

@@ -7,8 +7,8 @@ import math
 import time
 from typing import Any, Final
 
+from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.draft_lengths import costs_between
-from kog_dist.decode.interpreter import Interpreter
 from kog_dist.runtime.topology import Rendezvous
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import GREEDY

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
-from kog_dist.decode.cursor import Choose
+from kog_dist.decode.cpu.cursor import Choose
 from kog_dist.decode.masks import MaskWords
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest

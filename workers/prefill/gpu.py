@@ -11,7 +11,7 @@ import numpy as np
 
 from kog_dist.cuda import cublas_lt
 from kog_dist.cuda.driver import Graph, has_ended, launch_graph
-from kog_dist.decode.recipes import share_stream
+from kog_dist.decode.plan.recipes import share_stream
 from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass

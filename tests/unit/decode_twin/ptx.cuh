@@ -213,6 +213,7 @@ inline float __uint_as_float(unsigned v) { return twin_bits<float>(v); }
 inline unsigned __float_as_uint(float v) { return twin_bits<unsigned>(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {

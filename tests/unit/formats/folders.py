@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.validate import check
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.validate import check
 from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.sampling_params import SamplingParams
 from tests.unit.formats.writers import METHODS, Method

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import host_library
 from kog_dist.decode.coding import HEAD_CODING
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.inspection import check, cpu_rank_bytes

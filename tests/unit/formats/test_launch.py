@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import host_library
 from kog_dist.decode.coding import Coding
+from kog_dist.decode.cpu import host_library
 from kog_dist.errors import ConfigError
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.inspection import check, cpu_rank_bytes, dry_run

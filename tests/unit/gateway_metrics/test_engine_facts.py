@@ -11,7 +11,7 @@ import pytest
 
 from kog_dist.bench.kernel.shapes import DENSE
 from kog_dist.config import LaunchConfig
-from kog_dist.decode import host_library
+from kog_dist.decode.cpu import host_library
 from kog_dist.gateway.engine_facts import devices, engine_facts, read_checkpoint
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.hardware.gpus import Gpu

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kog_dist.collectives.cpu import CpuCommunicator
-from kog_dist.decode.exchange_calls import RankExchange
+from kog_dist.decode.cpu.exchange_calls import RankExchange
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
 from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE

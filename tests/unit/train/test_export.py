@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer as LibraryTokenizer
 from typer.testing import CliRunner
 
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import KvCache, Laneformer

@@ -7,8 +7,8 @@ from math import prod
 import numpy as np
 from numpy.typing import DTypeLike
 
-from kog_dist.decode.recipes import matrix_stages
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.recipes import matrix_stages
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.records import dataclass
 from kog_dist.workers.prefill.arrays import Array

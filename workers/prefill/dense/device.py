@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kog_dist.cuda.driver import Kernel
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.attention.choice import attention_for

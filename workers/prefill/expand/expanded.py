@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import Kernel
-from kog_dist.decode.recipes import matrix_stages, share_stream
-from kog_dist.decode.steps import LAYER_OPS, Phase
+from kog_dist.decode.plan.recipes import matrix_stages, share_stream
+from kog_dist.decode.plan.steps import LAYER_OPS, Phase
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.recipes import stream_lanes
+from kog_dist.decode.plan.recipes import stream_lanes
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kog_dist.decode.recipes import Vectors, matrix_stages, router_stage, vectors_of
-from kog_dist.decode.steps import LAYER_OPS, Phase
+from kog_dist.decode.plan.recipes import Vectors, matrix_stages, router_stage, vectors_of
+from kog_dist.decode.plan.steps import LAYER_OPS, Phase
 from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.recipes import matrix_stages, router_stage, share_stream, vectors_of
+from kog_dist.decode.plan.recipes import matrix_stages, router_stage, share_stream, vectors_of
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes

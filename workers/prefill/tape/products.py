@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kog_dist.cuda.driver import Kernel, tensor_map
-from kog_dist.decode.steps import LAYER_OPS, Phase
+from kog_dist.decode.plan.steps import LAYER_OPS, Phase
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled

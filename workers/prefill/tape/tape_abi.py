@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.decode.coding import CODED_COLUMNS
-from kog_dist.decode.recipes import matrix_stages, share_stream
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.recipes import matrix_stages, share_stream
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import FORMATS
