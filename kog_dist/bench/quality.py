@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from kog_dist.bench.files import read_text_of
 from kog_dist.bench.report import finish, machine
-from kog_dist.decode import host_library
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.head import head_format

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kog_dist.decode.schedule import is_summed
-from kog_dist.decode.steps import NONE, Phase
+from kog_dist.decode.plan.schedule import is_summed
+from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.runtime.abi import WaitRecord
 

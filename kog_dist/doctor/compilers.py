@@ -69,7 +69,7 @@ def cubin_cache() -> Iterator[Finding]:
 
 def host_library() -> Iterator[Finding]:
     """What CPU ranks compute with."""
-    from kog_dist.decode.host_library import library
+    from kog_dist.decode.cpu.host_library import library
 
     path, instead = library(), "CPU ranks widen weights to float32, twice the memory and half as fast"
     if path is not None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from kog_dist.decode import cpu_weights
+from kog_dist.decode.cpu import cpu_weights
 from kog_dist.errors import KogError
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.hardware.gpus import Gpu

@@ -14,7 +14,7 @@ import time
 from functools import cached_property
 from typing import Any
 
-from kog_dist.decode.steps import NONE, Phase
+from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.late_numpy import np
 from kog_dist.records import dataclass
 from kog_dist.sampling_params import DEFAULTS, HELP, MAX_TOP_LOGPROBS
@@ -157,7 +157,7 @@ WAIT_RECORD = Struct(
     (
         Field("rank", "u32", "the rank that waited"),
         Field("cta", "u32", "1 + its thread block; 0 on CPU ranks"),
-        Field("phase", "u32", "1 + the Phase (decode/steps.py) whose input or sum was waited for; 0: not known"),
+        Field("phase", "u32", "1 + the Phase (decode/plan/steps.py) whose input or sum was waited for; 0: not known"),
         Field("layer", "u32", "1 + its layer; 0: none"),
         Field("lane", "u32", "1 + its lane, among those of the rank; 0: none. In the upper 16 bits 1 + its expert"),
         Field("op", "u32", "WaitOp"),

@@ -7,7 +7,7 @@
     choices          what thread blocks exchange to choose a token with processors (device/quads.cuh); two slots in turn
     reports          masses and best tokens of each thread block, for log-probabilities; rank 0's are used
 
-Epochs of the sums are those of the plan (`decode/plan/plan.py`): token * summed layers + place of the layer among them. Tokens count
+Epochs of the sums are those of the plan (`decode/plan`): token * summed layers + place of the layer among them. Tokens count
 from 1, and the slot is that place. Candidates have the token's number as epoch. See docs/kccl.md.
 """
 

@@ -1,7 +1,7 @@
 """The protocol of words in the monokernel: every kind, who writes and reads it in a token, and what they waited for before.
 
 `TokenEvents` lists what the roles of a thread block do for a few tokens, in the order of products (decode/plan/order.py), as the
-device code does it: what a product reads and writes its recipe says (decode/plan/recipes.py), `WORDS` in which words. `check_words`
+device code does it: what a product reads and writes its recipe says (`decode/plan`), `WORDS` in which words. `check_words`
 proves with `decode/plan/word_check.py` that this is right for a shape, or refuses it. Which thread block has which word is in
 `word_places.py`. On several ranks all do the same.
 

@@ -17,12 +17,12 @@ from typing import Any, Final, NamedTuple
 
 from kog_dist.bench.engine.drafts import body_of, tasks
 from kog_dist.bench.report import finish, machine
-from kog_dist.decode import host_library
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter, StepOutput
+from kog_dist.decode.cpu.passes import most_tokens, most_verified, pass_sizes
 from kog_dist.decode.draft_lengths import SIZES, costs_between
 from kog_dist.decode.drafts import LookupDrafter
-from kog_dist.decode.interpreter import Interpreter, StepOutput
-from kog_dist.decode.passes import most_tokens, most_verified, pass_sizes
-from kog_dist.decode.plan import make_plan
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.sampling import Candidate, Sampler
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text

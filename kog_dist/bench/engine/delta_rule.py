@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from kog_dist.bench.report import commit, machine, print_json
-from kog_dist.decode import delta_rule
-from kog_dist.decode.delta_rule import DeltaOperands, DeltaState, LaneNets
-from kog_dist.decode.scratch import Scratch
+from kog_dist.decode.cpu import delta_rule
+from kog_dist.decode.cpu.delta_rule import DeltaOperands, DeltaState, LaneNets
+from kog_dist.decode.cpu.scratch import Scratch
 
 _LANES, _KEY_HEADS, _HEADS, _DIM, _WIDTH = 8, 2, 4, 128, 4  # Qwen3.5-9B
 _SIZES, _REPEATS, _OTHER_BYTES = (1, 4, 16, 64), 9, 256 << 20

@@ -23,8 +23,8 @@ from kog_dist.bench.fakes.tiny_delta_model import CONFIG, write_tiny_delta_model
 from kog_dist.bench.fakes.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
 from kog_dist.bench.report import finish, machine
 from kog_dist.config import LaunchConfig
-from kog_dist.decode.pool_sizes import BLOCK_TOKENS, bytes_of_states, pool_slots
-from kog_dist.decode.recipes import state_bytes
+from kog_dist.decode.cpu.pool_sizes import BLOCK_TOKENS, bytes_of_states, pool_slots
+from kog_dist.decode.plan.recipes import state_bytes
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.hardware.visible import visible_gpus
 from kog_dist.launch.target import CPU_KV_CACHES, model_folder

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from kog_dist.bench.kernel.gpu import gpu_name
 from kog_dist.bench.report import finish, machine
-from kog_dist.decode.interpreter import Interpreter
-from kog_dist.decode.lane_math import round_to
-from kog_dist.decode.plan import make_plan
-from kog_dist.decode.recipes import stream_lanes
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.cpu.lane_math import round_to
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.plan.recipes import stream_lanes
+from kog_dist.decode.plan.schedule import partial, stream, total
+from kog_dist.decode.plan.steps import Kind, Site, Value
 from kog_dist.decode.sampling import sample
-from kog_dist.decode.schedule import partial, stream, total
-from kog_dist.decode.steps import Kind, Site, Value
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer

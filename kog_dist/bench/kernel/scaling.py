@@ -2,7 +2,7 @@
 
 One thread block stands for all. Its tape is simulated tile by tile: a tile arrives at the memory's rate once a ring slot is free,
 is consumed at the drain rate once its product's input is there, and a product's input is there a hop after what it depends on.
-The same order of products, reductions and hops as in the kernel (decode/order.py, docs/kccl.md); no jitter, no contention.
+The same order of products, reductions and hops as in the kernel (decode/plan/order.py, docs/kccl.md); no jitter, no contention.
 What several GPUs cost once a token beyond that is fitted to two of them, where they were measured; four stay a prediction.
 """
 
@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from kog_dist.bench.report import finish, machine
-from kog_dist.decode.products import Product
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.plan.products import Product
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.records import dataclass

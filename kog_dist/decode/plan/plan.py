@@ -1,6 +1,6 @@
 """What every rank does for one token, as data: made once, in pure Python, from the model spec and the world size.
 
-Two engines execute it: the interpreter (`decode/cpu/interpreter.py`) and the GPU kernel. `decode/plan/validate.py` proves a plan correct
+Two engines execute it: the interpreter (`decode/cpu/interpreter.py`) and the GPU kernel. `validate.py` proves a plan correct
 before anything starts; docs/plan.md explains the model in words.
 """
 

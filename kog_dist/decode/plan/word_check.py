@@ -188,14 +188,15 @@ class WordCheck:
     def _old_words(event: Event, read: Read, history: list[_Held]) -> Iterator[str]:
         """Older words that may still be there when a reader looks first, which is not before its token began."""
         version, modulus = read.version, 1 << read.version.kind.tag_bits
-        if event.start is not None and event.start.knows(history[-1].bit, read.scope):
+        known = 0 if event.start is None else event.start.known[read.scope]  # bits, of what has come before the token
+        if known & history[-1].bit:
             return  # the version itself has come before
         oldest = None
         for held in reversed(history[:-1]):
             if (version.tag - held.version.tag) % modulus == 0:
                 yield f"{event.name} may take {held.version} for {version}: their tags are equal in {version.kind.tag_bits} bits"
             oldest = held
-            if event.start is not None and event.start.knows(held.bit, read.scope):
+            if known & held.bit:
                 break
         is_new = event.start is None or (oldest is None and event.token == 0)
         if version.kind.tags_go_on and not is_new and (oldest is None or oldest.event.token < event.token - 1):
