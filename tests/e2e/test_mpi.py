@@ -151,7 +151,7 @@ def test_exception_on_one_rank_ends_all(session: EngineSession, tiny_model: Path
         "from os import environ\n"
         "if '1' in (environ.get('PMI_RANK'), environ.get('OMPI_COMM_WORLD_RANK')):\n"
         "    import sys\n"
-        "    from kog_dist.launch import mpi\n"
+        "    from kog_dist.launch.mpi import launch as mpi\n"
         "    def broken(*arguments):\n"
         "        raise ArithmeticError('planted')\n"
         f"    if not any('worker' in word for word in sys.orig_argv):\n"
