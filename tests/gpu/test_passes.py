@@ -130,6 +130,8 @@ def test_builds_that_take_turns_give_the_answer_of_plain_decoding(name: str, sam
         found = drafted_answer(kernel, SAMPLINGS[sampling], prediction)
         assert [token.token_id for token in found] == tokens
         assert least <= sum(token.drafted.num_right for token in found) <= most
+        if prediction == range(50):  # of it hardly any; an answer that repeats itself has other drafts that are right
+            assert sum(token.drafted.num_right for token in found if token.drafted.is_predicted) <= 20
         assert answer(kernel, SAMPLINGS[sampling])[0] == tokens
         for _ in range(2):
             answer(plain, SAMPLINGS[sampling])

@@ -220,21 +220,23 @@ struct CacheReader {
     // A batch is brought into the L2 cache where there are many of them: registers have room for few on their way, and memory can do with
     // more. Where there are few it comes no earlier, and weights do not (docs/history/geometry.md).
     static constexpr u32 kMany = 64;
+    // `kMixedBatches` from `batch` on.
+    __device__ __forceinline__ void read_ahead(const Rows& rows, u32 batch) const {
+        if (rows.num_batches < kMany || batch >= rows.num_batches || opaque(this->lane) != 0) return;
+        bring_to_l2(rows, batch, kMixedBatches == 1 ? 1 : min(rows.num_batches - batch, kMixedBatches));
+    }
     // Of several tokens each warp has all batches, so together they have no more on the way than one warp: in its first share each brings one of those
     // into L2 that all shares will have kStepsAhead steps later.
     static constexpr u32 kStepsAhead = 2;
     __device__ __forceinline__ void read_neighbour(const Rows& rows, u32 batch) const {
         if (batch >= rows.num_batches || warp >= kTeamWarps || opaque(this->lane) != 0) return;
-        unsigned char* at = batch_at(rows, batch);
-        if constexpr (kTurnsFurtherOn) at -= turn_back(rows, batch, 0);
-        prefetch_l2(at, kBatchBytes);
+        bring_to_l2(rows, batch, 1);
     }
-    // `kMixedBatches` from `batch` on.
-    __device__ __forceinline__ void read_ahead(const Rows& rows, u32 batch) const {
-        if (rows.num_batches < kMany || batch >= rows.num_batches || opaque(this->lane) != 0) return;
+    // So many batches from `batch` on. Called by one thread.
+    __device__ __forceinline__ void bring_to_l2(const Rows& rows, u32 batch, u32 num_batches) const {
         unsigned char* at = batch_at(rows, batch);
         if constexpr (kTurnsFurtherOn) at -= turn_back(rows, batch, 0);
-        prefetch_l2(at, (kMixedBatches == 1 ? 1 : min(rows.num_batches - batch, kMixedBatches)) * kBatchBytes);
+        prefetch_l2(at, num_batches * kBatchBytes);
     }
 };
 

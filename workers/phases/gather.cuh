@@ -111,9 +111,7 @@ struct Gatherer : ExpertsGatherer {
                     for (u32 token = 0; token < kTokens; ++token) {
                         load_embedding_of(token);
                         widen_embedding();
-                        float sum = 0;
-                        write_token<HiddenSlice, true, AttentionX>(token, sum);
-                        set_of_token(squares, token, sum);
+                        write_token<HiddenSlice, true, AttentionX>(token, squares);
                     }
                 } else if (!gather_tokens<HiddenSlice, kPhase, true, LayerX>(at, squares)) {
                     return false;

@@ -281,18 +281,15 @@ struct VectorGatherer {
                 load_units_to<S, false, kLanesApart<kPhase>, true, kAtOnce<S>>(got, from.words, from.tag);
             }
 #pragma unroll
-            for (int i = 0; i < kAtOnce<S>; ++i) {
-                float sum = 0;
-                write_token<S, kNormed, X>(first + i, sum, i * kMany);
-                if constexpr (kNormed) set_of_token(squares, first + i, sum);
-            }
+            for (int i = 0; i < kAtOnce<S>; ++i) write_token<S, kNormed, X>(first + i, squares, i * kMany);
         }
         return true;
     }
-    // x of a token whose words are in `got` from `from` on.
+    // x of a token whose words are in `got` from `from` on, and the sum of its squares where it is normed.
     template <class S, bool kNormed, class X>
-    __device__ __forceinline__ void write_token(u32 token, float& squares, int from = 0) {
+    __device__ __forceinline__ void write_token(u32 token, float (&squares)[kTokens], int from = 0) {
         const u32 lane = opaque(this->lane);  // addresses, and norms' weights as floats, are not kept from token to token: registers are full
+        float sum = 0;
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i) {
             if (!S::is_mine(lane, i)) continue;
@@ -300,12 +297,13 @@ struct VectorGatherer {
             if (S::is_real(warp, lane, i)) {
                 v = values(got[from + i]);
                 if (kNormed) {
-                    squares += square_sum(v);
+                    sum += square_sum(v);
                     v = times(v, widen(make_uint2(opaque(scale[i].x), opaque(scale[i].y))));
                 }
             }
             write_x<X>(place_of(i * 32 + lane, token), v);
         }
+        if constexpr (kNormed) set_of_token(squares, token, sum);
     }
     // `kForRouter`: and once more as a router wants it, kRouterX behind.
     template <class S, bool kNormed, class X = LayerX, bool kForRouter = false>
