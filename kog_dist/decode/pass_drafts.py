@@ -46,33 +46,34 @@ class PassDrafts:
     ) -> None:
         self._lookup = Lookup(prompt, prediction)
         self._num_tokens, self._extra, self._edge, self._left = num_tokens, extra, edge, max_tokens
-        self._balance, self._num_idle = CREDIT, 0
         self.start = -1  # of the draft, among prediction, a gap, prompt and answer; -1: there is none
         self.num_found = 0  # tokens there,
         self.draft: list[int] = []  # of which the next pass has these
         self.is_predicted = False
-        self.per_pass = (
-            num_tokens if prediction or num_left >= LEAST_PROMPT else 1
-        )  # of the next pass, whether there is a draft or not
+        # Of the next pass, whether there is a draft or not.
+        self.per_pass = num_tokens if prediction or num_left >= LEAST_PROMPT else 1
+        of_prompt = (num_left - 1) % self.per_pass  # tokens of that pass besides the prompt's last one, for which it was needed
         if prediction and self._find():
-            self.draft = self.draft[: num_tokens - 1 - (num_left - 1) % num_tokens]
+            self.draft = self.draft[: num_tokens - 1 - of_prompt]
+        self.balance = CREDIT + (extra if of_prompt else 0)
+        self.num_idle = 0 if self.draft else PATIENCE
 
     def took(self, token_ids: Sequence[int]) -> None:
         """The answer goes on with these: what was right of the draft, and one token more."""
         is_large = self.per_pass > 1
         if is_large:
-            self._balance += UNIT * min(len(token_ids) - 1, len(self.draft)) - self._extra
-        self._balance = min(self._balance + SHARE * len(token_ids), MOST_SAVED)
+            self.balance += UNIT * min(len(token_ids) - 1, len(self.draft)) - self._extra
+        self.balance = min(self.balance + SHARE * len(token_ids), MOST_SAVED)
         self._left -= len(token_ids)
         for token_id in token_ids:
             self._lookup.push(token_id)
-        if self._balance >= self._extra + (0 if is_large else self._edge) and self._find():
-            self._balance -= 0 if is_large else self._edge
-            self.per_pass, self._num_idle = self._num_tokens, 0
+        if self.balance >= self._extra + (0 if is_large else self._edge) and self._find():
+            self.balance -= 0 if is_large else self._edge
+            self.per_pass, self.num_idle = self._num_tokens, 0
             return
         self.start, self.num_found, self.draft = -1, 0, []
-        self._num_idle += 1
-        if self._num_idle > PATIENCE or self._balance < self._extra:
+        self.num_idle += 1
+        if self.num_idle > PATIENCE or self.balance < self._extra:
             self.per_pass = 1
 
     def _find(self) -> bool:

@@ -16,7 +16,7 @@ import pytest
 
 from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode import lookup
-from kog_dist.decode.pass_drafts import CREDIT, PLACES, PassDrafts
+from kog_dist.decode.pass_drafts import PLACES, PassDrafts, in_units
 from kog_dist.decode.ring import Finish
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_header import headers
@@ -99,7 +99,8 @@ class Twin:
         state["token"], state["num_prompt"], state["max_tokens"] = prompt[0], len(prompt), max_tokens
         state["draft_place"] = state["draft_start"] = NOWHERE
         if drafts is not None:
-            state["pass_tokens"], state["draft_balance"], state["draft_looked"] = drafts.per_pass, CREDIT, len(prompt) - 1
+            state["pass_tokens"], state["draft_balance"], state["draft_idle"] = drafts.per_pass, drafts.balance, drafts.num_idle
+            state["draft_looked"] = len(prompt) - 1
             if drafts.start >= 0:
                 state["draft_place"] = state["draft_start"] = drafts.start
                 state["draft_tokens"] = drafts.num_found
@@ -164,6 +165,26 @@ def test_builds_that_take_turns_give_the_answer_of_plain_decoding(
     assert any(small and large > len(PROMPT) // per_pass for small, large in passes)  # there and back
 
 
+@pytest.mark.parametrize("num_left", range(1, 10))
+def test_what_the_prompt_needs_is_no_loss_of_drafts(num_left: int) -> None:
+    """A right prediction is used from the start, wherever the prompt ends within a pass; without one, passes have one token."""
+    prompt, answer = range(100, 120), list(range(40))
+    costs = {"num_left": num_left, "extra": in_units(0.6), "edge": in_units(0.1)}
+    drafts = PassDrafts(prompt, answer, 40, 4, **costs)
+    given, passes = 0, list[int]()
+    while given < 40:
+        num_new = 1 + len(drafts.draft)
+        drafts.took(answer[given : given + num_new])
+        given += num_new
+        passes.append(num_new)
+    of_prompt = (num_left - 1) % 4
+    assert passes == [4 - of_prompt, *[4] * (9 + (of_prompt == 0)), *[of_prompt] * (of_prompt > 0)][: len(passes)]
+    drafts = PassDrafts(prompt, (), 40, 4, **costs)
+    assert drafts.per_pass == (4 if num_left > 1 else 1)
+    drafts.took([7])
+    assert drafts.per_pass == 1
+
+
 @pytest.mark.parametrize("per_pass", [2, 4])
 def test_the_kernel_looks_up_and_decides_as_is_defined(per_pass: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In answers that are known, which repeat themselves, the prompt, and predictions that are more or less right."""
@@ -188,7 +209,7 @@ def test_the_kernel_looks_up_and_decides_as_is_defined(per_pass: int, tmp_path: 
         made = PassDrafts(prompt, prediction, len(answer), per_pass, num_left=num_left, extra=extra, edge=edge)
         place = made.start if made.start >= 0 else NOWHERE
         cases += [per_pass, extra, edge, num_left, len(prediction), len(prompt), len(answer)]
-        cases += [made.per_pass, place, place, made.num_found, *known]
+        cases += [made.per_pass, place, place, made.num_found, made.balance, made.num_idle, *known]
         given = 0
         while given < len(answer):
             draft, size = made.draft if made.per_pass > 1 else [], made.per_pass

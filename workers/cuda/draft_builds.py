@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kog_dist.decode.pass_drafts import CREDIT, PassDrafts, in_units
+from kog_dist.decode.pass_drafts import PassDrafts, in_units
 from kog_dist.errors import ConfigError
 from kog_dist.late_numpy import np
 from kog_dist.records import dataclass
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 PASS_TOKENS = 4  # of a pass with drafts
 GAP = NOWHERE = 0xFFFFFFFF
 MEASURED_POSITION, _MEASURED_PASSES = 512, 8
+_REFUSAL = "speculate lookup cannot be had on GPUs here: "
 _ROOM = 8  # tokens behind the context that a pass may have, and the gap
 
 
@@ -34,7 +36,16 @@ def drafting_shape(shape: KernelShape) -> KernelShape:
         return replace(shape, tokens=PASS_TOKENS)
     except ConfigError as error:
         cause = str(error).removesuffix("; use passes of one token")
-        raise ConfigError(f"speculate lookup cannot be had on GPUs here: {cause}; leave it out") from error
+        raise ConfigError(f"{_REFUSAL}{cause}; leave it out") from error
+
+
+def obstacle_to_drafts(shape: KernelShape) -> str:
+    """Why there are none, or nothing."""
+    try:
+        drafting_shape(shape)
+    except ConfigError as error:
+        return str(error).removeprefix(_REFUSAL).removesuffix("; leave it out")
+    return ""
 
 
 def draft_bytes(shape: KernelShape) -> int:
@@ -62,8 +73,11 @@ class DraftBuilds:
         from kog_dist.workers.cuda.pinned import pinned
 
         self._shape, self.large_shape = shape, drafting_shape(shape)
-        self.small = Kernel(build(headers(replace(shape, drafts=True))).path, kernel_name, SHARED_BYTES)
-        self.large = Kernel(build(headers(self.large_shape)).path, kernel_name, SHARED_BYTES)
+        with ThreadPoolExecutor(1) as pool:  # where they are not built yet, both are at the same time
+            small = pool.submit(build, headers(replace(shape, drafts=True)))
+            large = build(headers(self.large_shape))
+        self.small = Kernel(small.result().path, kernel_name, SHARED_BYTES)
+        self.large = Kernel(large.path, kernel_name, SHARED_BYTES)
         first, end = shape.head.vocab_rows
         self.words = cupy.zeros(self.large_shape.words.num_words, cupy.uint64)
         self.logits = cupy.zeros((PASS_TOKENS, end - first), cupy.float32)
@@ -104,7 +118,8 @@ class DraftBuilds:
             extra=in_units(self.costs.extra),
             edge=in_units(self.costs.edge),
         )
-        state["pass_tokens"], state["draft_balance"], state["draft_looked"] = drafts.per_pass, CREDIT, len(prompt) - 1
+        state["pass_tokens"], state["draft_balance"], state["draft_idle"] = drafts.per_pass, drafts.balance, drafts.num_idle
+        state["draft_looked"] = len(prompt) - 1
         state["draft_place"] = state["draft_start"] = drafts.start if drafts.start >= 0 else NOWHERE
         state["draft_tokens"] = drafts.num_found
 

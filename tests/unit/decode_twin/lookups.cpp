@@ -1,5 +1,6 @@
 // lookups FOLDER: what the sampling warp drafts for answers that are known. FOLDER holds cases.bin (uint32): of each case PASS_TOKENS, extra, edge, tokens of
-// the prompt that passes read, tokens of the prediction, of the prompt and of the answer, initial per_pass, place, start and tokens of the draft; and these
+// the prompt that passes read, tokens of the prediction, of the prompt and of the answer, initial per_pass, place, start and tokens of the draft, balance and
+// idle passes; and these
 // tokens with a gap behind the prediction. It gets passes.bin (uint32): tokens of each pass, how many were drafted, how many right, whether predicted.
 #include "drafts.cuh"
 #include "files.h"
@@ -7,7 +8,7 @@
 using namespace kog;
 
 struct Case {
-    u32 pass_tokens, extra, edge, num_left, num_predicted, num_prompt, num_answer, per_pass, place, start, num;
+    u32 pass_tokens, extra, edge, num_left, num_predicted, num_prompt, num_answer, per_pass, place, start, num, balance, num_idle;
 };
 
 // As in sample_drafts.cuh, with the answer in place of what is chosen.
@@ -16,7 +17,7 @@ void look_up(const Case& given, u32* tokens, const u32* answer, std::vector<u32>
     const KogDraftParams params{reinterpret_cast<uintptr_t>(tokens), given.num_predicted, given.pass_tokens, given.extra, given.edge};
     KogDecodeState state{};
     state.pass_tokens = given.per_pass, state.draft_place = given.place, state.draft_start = given.start, state.draft_tokens = given.num;
-    state.draft_balance = kDraftUnit;
+    state.draft_balance = given.balance, state.draft_idle = given.num_idle;
     const Role role{&shared, 0, 0, given.num_prompt, 0, nullptr};
     Drafter drafter{params, role, state};
     u32 lead = given.per_pass > 1 ? (given.num_left - 1) % given.per_pass : 0;
