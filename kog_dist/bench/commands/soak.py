@@ -24,10 +24,9 @@ def soak(
     ] = False,
     drafts: Annotated[
         bool,
-        typer.Option(
-            "--drafts", help="On CPU ranks: ask again with answers, right or wrong, as predictions; replays draft nothing."
-        ),
+        typer.Option("--drafts", help="Ask again with answers, right or wrong, as predictions; replays draft nothing."),
     ] = False,
+    kv_dtype: Annotated[str | None, typer.Option(help="Format of the KV cache; not with --long or --delta-nets.")] = None,
     seed: Annotated[int, typer.Option(help="Another seed: other requests.")] = 1,
 ) -> None:
     """Thousands of mixed requests, each against a replay. Also cancels, disconnects, deadlines. Code 1: something was wrong."""
@@ -41,16 +40,18 @@ def soak(
         raise ConfigError("--demo goes with --long, on CPU ranks; add --long, or leave --gpus out")
     if delta_nets and (long or gpus is not None):
         raise ConfigError("--delta-nets is for CPU ranks, with prompts of its own; leave out --gpus and --long")
-    if drafts and gpus is not None:
-        raise ConfigError("--drafts is for CPU ranks: GPUs have no drafts yet; leave --gpus out")
+    if kv_dtype is not None and (long or delta_nets):
+        raise ConfigError("--long and --delta-nets have KV caches of their own; leave --kv-dtype out")
     num_ranks = gpus or ranks or 2
     if delta_nets:
         engine = benchmark.SoakedEngine.delta_nets(num_ranks)
     elif not long:
-        engine = benchmark.SoakedEngine.tiny(on_gpus=gpus is not None)
+        engine = benchmark.SoakedEngine.tiny(on_gpus=gpus is not None, repeats=drafts)
     elif gpus is not None:
         engine = benchmark.SoakedEngine.long_on_gpus(gpus)
     else:
         engine = benchmark.SoakedEngine.long(num_ranks, requests, is_demo=demo)
+    if kv_dtype is not None:
+        engine = replace(engine, flags=(*engine.flags, f"--kv-dtype={kv_dtype}"))
     if not benchmark.run(replace(engine, repeats=drafts), requests, num_ranks, clients, seed):
         raise typer.Exit(1)

@@ -14,6 +14,7 @@ from kog_dist.rpc.connection import Connection
 from kog_dist.rpc.messages import Accepted, Cancel, Done, Error, Generate, Tokens
 from kog_dist.rpc.transport import Access
 from kog_dist.sampling_params import DEFAULTS, SamplingParams
+from kog_dist.speculation import Speculation
 
 SILENCE_S = 30.0  # the engine speaks about every 250 ms
 _CONNECT_S = 20.0
@@ -67,8 +68,11 @@ class RequestClient:
         self._answers: dict[str, TimedAnswer] = {}
 
     def send(self, prompt_ids: Sequence[int], **options: Any) -> TimedAnswer:
-        """Ask; the answer fills while `follow` runs. The message is made, and its values checked, before its time begins."""
-        given = {"ignore_eos": True, **options}
+        """Ask, for plain decoding if `options` say nothing else; the answer fills while `follow` runs.
+
+        The message is made, and its values checked, before its time begins.
+        """
+        given = {"ignore_eos": True, "speculate": Speculation.OFF, **options}
         sampling = SamplingParams(**{name: given.pop(name) for name in [*given] if name in DEFAULTS})
         message = Generate(f"request-{next(_numbers)}", prompt_ids=tuple(prompt_ids), sampling=sampling, **given)
         answer = self._answers[message.request_id] = TimedAnswer(message.request_id, time.monotonic())

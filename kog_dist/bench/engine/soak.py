@@ -50,6 +50,7 @@ LONG_CONTEXT, LONG_PREFIXES = 768, (150, 400)  # tokens
 LONG_BLOCKS = 6  # for kept prefixes: less than the longest sequence has
 DELTA_PREFIXES, NUM_STATES = (150, 900), 14  # room for fewer copies of states than are made
 LONG_ON_GPUS = replace(TINY_ON_GPUS, delay=0, own_head_dim=64, sliding_window=None, window_layers=(), max_context=2048)
+DRAFTING_ON_GPUS = replace(TINY_ON_GPUS, delay=0)  # Laneformers have no drafts there
 LONG_PREFIXES_ON_GPUS = (300, 1200)  # of blocks of 128 or 256 tokens
 LONG_REPLAY_EVERY, _ALL_REPLAYED = 8, 1000
 _START_S = 150.0  # kernels may have to be compiled
@@ -72,9 +73,10 @@ class SoakedEngine:
     has_delta_nets: bool = False
 
     @classmethod
-    def tiny(cls, *, on_gpus: bool = False) -> SoakedEngine:
-        """Short prompts, and room for all that is kept."""
-        return cls("tiny", TINY_ON_GPUS if on_gpus else TINY, on_gpus=on_gpus)
+    def tiny(cls, *, on_gpus: bool = False, repeats: bool = False) -> SoakedEngine:
+        """Short prompts, and room for all that is kept. `repeats`: see RequestMix; a model that has drafts."""
+        of_gpus = DRAFTING_ON_GPUS if repeats else TINY_ON_GPUS
+        return cls("tiny", of_gpus if on_gpus else TINY, on_gpus=on_gpus)
 
     @classmethod
     def long(cls, ranks: int, num_requests: int, *, is_demo: bool = False) -> SoakedEngine:
@@ -158,7 +160,7 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
                 sizes.append(_settled(session) | _gpu_memory(on_gpus=on_gpus))
                 print(f"{len(checker.records)} requests, {len(checker.findings)} findings", flush=True)
         asked_s = round(time.monotonic() - begin_s, 1)
-        replayed = [flag for flag in engine.flags if flag.startswith("--kv-dtype")] if on_gpus else ["--ranks=1"]
+        replayed = [flag for flag in engine.flags if flag.startswith("--kv-dtype")] + ([] if on_gpus else ["--ranks=1"])
         with _engine([*flags, *replayed], checker.findings) as (session, _):
             checker.replay(SoakClient(Access.from_folder(session.instance_folder)))
         counters = {name: getattr(report, name) for name in StatusReport.__slots__ if name.startswith("num_")}
@@ -169,8 +171,11 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
                 f"the engine has {report.kept_slots} blocks for kept prefixes, {engine.num_blocks} were asked"
             )
         seconds = {"asked_s": asked_s, "seconds": round(time.monotonic() - begin_s, 1)}
+        figures = checker.figures()
+        if engine.repeats and not figures["drafted_tokens"]:
+            checker.findings.append("no token was drafted")
         return {
-            **checker.figures(),
+            **figures,
             **seconds,
             "kept_blocks": report.kept_used,
             "kept_states": report.kept_states_used,

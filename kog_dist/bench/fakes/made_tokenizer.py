@@ -14,7 +14,7 @@ from kog_dist.errors import ConfigError
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role + '\\n' + message.content + '<eos>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 
 
@@ -23,7 +23,7 @@ def write_tokenizer(folder: Path, vocab_size: int, whole: Sequence[str] = (), *,
 
     Ids below 256 are the bytes. Then come the texts `whole`, each of which is one token wherever a prompt has it. The others are
     words' pieces with a space before every second one: what a JSON text may hold. `chats`: with a chat template, too, which ends
-    every message with that last id.
+    every message with that last id, and no newline in front of an answer: models with tied random tables repeat what is last.
     """
     alphabet = _byte_alphabet()
     vocabulary = {alphabet[byte]: byte for byte in range(256)}

@@ -84,6 +84,6 @@ def test_a_made_tokenizer_with_a_chat_template(tmp_path: Path) -> None:
         shown = template.render([{"role": "system", "content": "go"}, {"role": "user", "content": "on <eos>"}])
     finally:
         template.close()
-    assert shown == "system\ngo<eos>user\non <eos><eos>assistant\n"
+    assert shown == "system\ngo<eos>user\non <eos><eos>assistant:"
     ids = tokenizer.encode_chat(shown, "", shown.request_runs)
     assert [place for place, token_id in enumerate(ids) if token_id == end] == [9, 9 + 13 + 1]
