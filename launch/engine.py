@@ -31,7 +31,6 @@ from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.socket_file import SocketFile
 from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.runtime.wait import Deadline
-from kog_dist.speculation import has_drafts
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.coordinator.arguments import CoordinatorArgs
 
@@ -231,7 +230,7 @@ class EngineProcesses:
             placement=self._target.placement(rank), prefill=self._target.prefill,
             context=self._target.checkpoint.spec.max_context, quantize=settings.quantize,
             quantize_head=settings.quantize_head, rounded_cache_bytes=settings.quantize_cache_bytes,
-            check_experts=settings.check_experts, drafts=self.device == "cuda" and has_drafts("cuda", settings.speculate),
+            check_experts=settings.check_experts, drafts=self.device == "cuda" and self._target.drafts,
         )  # fmt: skip
 
     def _spawn_coordinator(self) -> None:
@@ -243,7 +242,7 @@ class EngineProcesses:
             rank_places="\n".join(self._target.place(rank) for rank in range(self.world_size) if self.device == "cuda"),
             queue_limit=settings.queue_limit, client_queue_limit=settings.client_queue_limit,
             context=self._target.checkpoint.spec.max_context,
-            speculate=settings.speculate if has_drafts(self.device, settings.speculate) else "",
+            speculate=settings.speculate if self._target.drafts else "",
         )  # fmt: skip
         child = local.spawn(
             "coordinator",

@@ -15,7 +15,7 @@ from kog_dist.hardware.selection import GpuRequest, select_gpus
 from kog_dist.hardware.visible import Visible, visible_gpus
 from kog_dist.launch.gpu_leases import use_of
 from kog_dist.records import dataclass
-from kog_dist.speculation import Speculation, has_drafts
+from kog_dist.speculation import Speculation
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -43,6 +43,7 @@ class GpuChoice:
     context: int = 0  # tokens that fit, where those of the model do not; else 0
     spare_bytes: int = 0  # that are free on each GPU beside the model
     whole_windows: bool = False  # whether windowed layers keep all positions
+    drafts: bool = False  # whether requests may have drafts
 
 
 def choose_gpus(
@@ -56,7 +57,7 @@ def choose_gpus(
     if windows != "auto" and not checkpoint.spec.window_layers:
         raise ConfigError(f"kv_windows {windows} is for models with windowed layers, and this one has none; leave it out")
     found = None if settings.device == "cpu" else _choose(settings, checkpoint, environ, inventory)
-    if found is None and settings.device != "cpu" and _drafts(settings):
+    if found is None and settings.device != "cpu" and settings.speculate == Speculation.LOOKUP:
         without = _choose(replace(settings, speculate=Speculation.OFF), checkpoint, environ, inventory)
         if without is not None:  # drafts alone stand against GPUs: that is to be said
             gpu_rank_bytes(checkpoint, 0, without.count, without.kv_dtype, drafts=True)
@@ -110,6 +111,7 @@ class _Need:
     obstacle: str = ""
     context: int = 0  # of tokens, if shorter than the model's
     whole_windows: bool = False  # whether windowed layers keep all positions
+    drafts: bool = False  # whether requests may have drafts
 
     @property
     def num_bytes(self) -> int:
@@ -134,10 +136,11 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
         shapes = _window_shapes(settings, checkpoint, count, kv_dtype)
         found = list[_Need]()
         for shape in shapes:
-            uses = _bytes_by_use(checkpoint, shape, prefill=prefill != "off" and not obstacle, drafts=_drafts(settings))
+            drafts = _drafts(settings, shape)
+            uses = _bytes_by_use(checkpoint, shape, prefill=prefill != "off" and not obstacle, drafts=drafts)
             of_windows = _ring_note(*shapes) if found else ""
             notes = "; ".join(filter(None, (note, of_windows)))
-            found.append(_Need(uses, prefill, notes, obstacle, whole_windows=shape.whole_windows))
+            found.append(_Need(uses, prefill, notes, obstacle, whole_windows=shape.whole_windows, drafts=drafts))
         return found
 
     if settings.prefill == "off" or (settings.prefill == "auto" and count > PREFILLED_GPUS):
@@ -212,12 +215,17 @@ def _choice(
 ) -> GpuChoice:
     spare_bytes = min((gpu.free_bytes for gpu in gpus), default=0) - need.num_bytes if gpus else 0
     return GpuChoice(
-        count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context, spare_bytes, need.whole_windows
-    )
+        count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context, spare_bytes, need.whole_windows,
+        need.drafts,
+    )  # fmt: skip
 
 
-def _drafts(settings: LaunchConfig) -> bool:
-    return has_drafts("cuda", settings.speculate)
+def _drafts(settings: LaunchConfig, shape: KernelShape) -> bool:
+    """Whether requests may have drafts: if asked for, which `_bytes_by_use` may refuse, or, with `auto`, if they can be had."""
+    from kog_dist.workers.cuda.draft_builds import obstacle_to_drafts
+
+    asked = settings.speculate
+    return asked == Speculation.LOOKUP or (asked == Speculation.AUTO and not obstacle_to_drafts(shape))
 
 
 def gpu_rank_bytes(

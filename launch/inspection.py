@@ -31,7 +31,7 @@ from kog_dist.model.checkpoint import has_weights
 from kog_dist.model.formats.rounded_cache import RoundedCache
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weight_bytes import bytes_per_token, formats, quantised, weight_bytes
-from kog_dist.speculation import has_drafts
+from kog_dist.speculation import Speculation
 
 if TYPE_CHECKING:
     from kog_dist.decode.plan.plan import Plan
@@ -137,9 +137,8 @@ def dry_run(settings: LaunchConfig) -> str:
         "           " + ", ".join(f"{count} {name}" for name, count in steps.items()),
         f"mailboxes  {', '.join(f'{box.name} {box.num_slots} x {box.length}' for box in plan.mailboxes) or 'none'}",
     ]
-    drafts = has_drafts(target.device, settings.speculate)
     for rank in range(target.world_size):
-        lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank, drafts=drafts)}"]
+        lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank)}"]
     lines.append(f"drafts     {_drafts(target, plan, settings)}")
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
     first, *others = predictions(
@@ -157,10 +156,13 @@ def dry_run(settings: LaunchConfig) -> str:
 def _drafts(target: Target, plan: Plan, settings: LaunchConfig) -> str:
     """Whether tokens are drafted where a request does not say, and how many in a pass."""
     from kog_dist.decode.cpu.passes import most_verified
-    from kog_dist.workers.cuda.draft_builds import PASS_TOKENS
+    from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, obstacle_to_drafts
 
-    if target.device == "cuda" and not has_drafts("cuda", settings.speculate):
-        return "none" + ("" if settings.speculate == "off" else ": auto has none on GPUs until measured there; lookup has")
+    if target.device == "cuda" and settings.speculate == Speculation.OFF:
+        return "none"
+    if target.device == "cuda" and not target.drafts:
+        shape = gpu_rank_shape(target.checkpoint, 0, target.world_size, target.kv_dtype, whole_windows=target.whole_windows)
+        return f"none: {obstacle_to_drafts(shape)}"
     if target.device == "cuda":
         return f"speculate {settings.speculate}: lookup, up to {PASS_TOKENS - 1} in a pass"
     most = most_verified(plan) - 1
@@ -207,7 +209,7 @@ def _place(target: Target, rank: int) -> str:
     return f"{hosted} on {target.place(rank)}{f' of node {nodes}' if nodes else ''}"
 
 
-def _memory(target: Target, rank: int, *, drafts: bool) -> str:
+def _memory(target: Target, rank: int) -> str:
     if target.device == "cuda":
         uses = gpu_rank_bytes(
             target.checkpoint,
@@ -216,7 +218,7 @@ def _memory(target: Target, rank: int, *, drafts: bool) -> str:
             target.kv_dtype,
             prefill=target.prefill != "off",
             whole_windows=target.whole_windows,
-            drafts=drafts,
+            drafts=target.drafts,
         )
         windows = f" ({_windows(target)})" if target.checkpoint.spec.window_layers else ""
         shown = {

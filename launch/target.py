@@ -51,6 +51,7 @@ class Target:
     kept_host_bytes: int = 0  # and in the host's memory
     whole_windows: bool = False  # whether windowed layers of GPUs keep all positions
     prefill: str = "off"  # on, auto or off: whether GPUs take prompts in blocks
+    drafts: bool = True  # whether ranks can draft tokens
     note: str = ""  # for the launcher's log
 
     def rank_device(self, rank: int) -> str:
@@ -149,7 +150,7 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         )
     target = Target(
         folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, kept_bytes=kept_bytes,
-        kept_host_bytes=kept_host_bytes, whole_windows=choice.whole_windows, prefill=choice.prefill,
+        kept_host_bytes=kept_host_bytes, whole_windows=choice.whole_windows, prefill=choice.prefill, drafts=choice.drafts,
         note="; ".join(filter(None, (checkpoint.note, choice.note))),
     )  # fmt: skip
     machine = read_cpu_map() if settings.pin else None

@@ -76,10 +76,11 @@ def test_a_gpu_with_just_the_room_is_taken(demo: Checkpoint) -> None:
 def test_drafts_are_counted_and_refused_where_the_kernel_has_no_passes(
     demo: Checkpoint, tmp_path: Path, gpus: str | None
 ) -> None:
-    """Also where nobody asked for GPUs: that they are not used would surprise. With auto there are none on GPUs."""
+    """Also where nobody asked for GPUs: that they are not used would surprise. With auto such a model has none."""
     dense, free_bytes = planned_checkpoint(write_config(tmp_path)), 100 << 30
     for speculate in ("auto", "off"):
-        assert choose(demo, free_bytes, gpus=gpus, speculate=speculate).gpus
+        found = choose(demo, free_bytes, gpus=gpus, speculate=speculate)
+        assert (len(found.gpus), found.drafts) == (1, False)
     with pytest.raises(
         ConfigError, match=r"speculate lookup cannot be had on GPUs here: .* it has a stream of each lane.*; leave it out$"
     ):
@@ -88,13 +89,12 @@ def test_drafts_are_counted_and_refused_where_the_kernel_has_no_passes(
     uses = gpu_rank_bytes(dense, 0, 1, "bfloat16", drafts=True)
     needed = sum(uses.values()) + BESIDES_BYTES
     assert uses["drafts"] > 4 * 4 * dense.spec.vocab_size
-    fits, lacks = (
-        choose_gpus(LaunchConfig(gpus="1", prefill="off", speculate="lookup", context=32768), dense, {}, inventory_with(room))
-        for room in (needed, needed - 1)
-    )
-    assert fits is not None
-    assert lacks is not None
-    assert (len(fits.obstacles), len(lacks.obstacles)) == (0, 1)
+    for speculate in ("auto", "lookup"):
+        settings = LaunchConfig(gpus="1", prefill="off", speculate=speculate, context=32768)
+        fits, lacks = (choose_gpus(settings, dense, {}, inventory_with(room)) for room in (needed, needed - 1))
+        assert fits is not None
+        assert lacks is not None
+        assert (fits.drafts, len(fits.obstacles), len(lacks.obstacles)) == (True, 0, 1)
 
 
 def test_several_ranks_have_no_drafts(tmp_path: Path) -> None:
@@ -104,17 +104,24 @@ def test_several_ranks_have_no_drafts(tmp_path: Path) -> None:
         choose_gpus(settings, dense, {}, inventory_with(100 << 30, 2))
     found = choose_gpus(replace(settings, gpus=None), dense, {}, inventory_with(100 << 30, 2))  # as many as can be used
     assert found is not None
-    assert found.count == 1
+    assert (found.count, found.drafts) == (1, True)
+    found = choose_gpus(replace(settings, speculate="auto"), dense, {}, inventory_with(100 << 30, 2))
+    assert found is not None
+    assert (found.count, found.drafts) == (2, False)
 
 
 def test_a_dry_run_says_whether_there_are_drafts(tmp_path: Path) -> None:
     settings = LaunchConfig(model=str(write_config(tmp_path)), gpus="1")
     shown = {speculate: dry_run(replace(settings, speculate=speculate)) for speculate in ("auto", "off", "lookup")}
-    assert "drafts     none: auto has none on GPUs until measured there; lookup has" in shown["auto"].splitlines()
     assert "drafts     none" in shown["off"].splitlines()
-    assert "drafts     speculate lookup: lookup, up to 3 in a pass" in shown["lookup"].splitlines()
-    assert " for drafts" in shown["lookup"]
-    assert " for drafts" not in shown["auto"]
+    assert " for drafts" not in shown["off"]
+    for speculate in ("auto", "lookup"):
+        assert f"drafts     speculate {speculate}: lookup, up to 3 in a pass" in shown[speculate].splitlines()
+        assert " for drafts" in shown[speculate]
+    of_two = dry_run(replace(settings, gpus="2"))
+    cause = "the CUDA kernel cannot run this model with 4 tokens in a pass: it has 2 ranks"
+    assert f"drafts     none: {cause}" in of_two.splitlines()
+    assert " for drafts" not in of_two
 
 
 def test_a_context_that_does_not_fit_is_shortened_to_what_does(demo: Checkpoint) -> None:

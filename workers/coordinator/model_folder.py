@@ -94,7 +94,8 @@ class ModelFolder:
             if message.speculate is Speculation.LOOKUP:
                 raise RequestError(
                     ErrorCode.INVALID_REQUEST,
-                    "speculate lookup needs an engine on GPUs that was started with --speculate lookup; leave it out",
+                    "speculate lookup needs an engine that has drafts, and this one has none: kog-launch --dry-run says why; "
+                    "leave it out",
                 )
             return False
         return (message.speculate or self.speculate) is not Speculation.OFF
