@@ -21,6 +21,8 @@ struct Mailbox {
     __device__ __forceinline__ u64 row(u32 num_ranks, u32 slot, u32 source) const {
         return first_word + static_cast<u64>(slot * num_ranks + source) * row_words;
     }
+    // The same rows, from so many of their words on.
+    __device__ __forceinline__ Mailbox behind(u32 num_words) const { return {first_word + num_words, row_words, num_slots, index}; }
 };
 
 __device__ __forceinline__ u64* heap_of(const KogPeers& peers, u32 rank) { return reinterpret_cast<u64*>(peers.heap_ptr[rank]); }
@@ -161,6 +163,36 @@ __device__ __forceinline__ bool collect_total(const KogPeers& peers, const Mailb
     return from.total(peers, box, own_sum, tag, stopped, note, sum);
 }
 
+// The same of kCount vectors, the words of which are `apart` in the mailbox's rows, asked for at once. `sums`: the own parts, as they
+// were published, and then the sums over ranks. False: leave.
+template <int kRanks, int kRows, bool kRoundsHalves, int kCount>
+__device__ __forceinline__ bool collect_totals(const KogPeers& peers, const Mailbox& box, u32 slot, u32 apart, u32 first_row, u32 num_rows,
+                                               float (&sums)[kCount], u32 tag, u32 stopped, PeerNote& note) {
+    const u32 count = first_row < num_rows ? min(num_rows - first_row, static_cast<u32>(kRows)) : 0;
+    const u64* rows = heap_of(peers, peers.rank) + box.row(kRanks, slot, 0) + first_row;
+    const bool mine = laneid() < count;
+    PeerWords<kRanks> got[kCount];
+    u32 rounds = 0;
+    while (true) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (mine) got[i].load(rows + i * apart + laneid(), box.row_words, peers.rank);
+        u32 missing = kCount;  // the first vector that is
+#pragma unroll
+        for (int i = kCount - 1; i >= 0; --i)
+            if (__any_sync(kFullWarp, mine && !got[i].ready(tag))) missing = i;
+        if (missing == kCount) break;
+        if (must_leave(stopped)) return false;
+        if (++rounds % kRoundsBeforeNote == 0 && laneid() == 0)
+            begin_note(note, tag | 1u << 31, {kCollectOp, box.index, slot}, tag, rows + missing * apart, count, kRanks, peers.rank, box.row_words);
+    }
+    if (rounds >= kRoundsBeforeNote && laneid() == 0) note.waiting = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+        if (mine) sums[i] = got[i].template total<kRoundsHalves>(peers.rank, sums[i]);
+    return true;
+}
+
 // ---- vectors of pair words: what every thread block of every rank reads (the streams before the LM head) ----
 
 // Write kCount values (threads 0 .. kCount - 1, a multiple of 4) as pair words into kReplicas copies of a vector on every rank, this
@@ -199,13 +231,14 @@ __device__ __forceinline__ void publish_candidate(const KogPeers& peers, const M
 }
 
 // Wait for the candidates of all thread blocks of all ranks and give each to `fold(score_bits, id_bits)`, in no particular order:
-// it must not matter. Called by a full warp, which then has to combine what its threads folded. False: leave.
-template <int kRanks, int kNumCtas, class Fold>
+// it must not matter. Called by a full warp, which then has to combine what its threads folded. `kTogether`: sources that are asked for at
+// a time, which takes registers. False: leave.
+template <int kRanks, int kNumCtas, int kTogether = kRanks % 2 == 0 ? 2 : 1, class Fold>
 __device__ __forceinline__ bool collect_candidates(const KogPeers& peers, const Mailbox& box, u32 slot, u32 copy_words, u32 copy, u32 tag,
                                                    u32 stopped, PeerNote& note, Fold&& fold) {
     const u64* rows = heap_of(peers, peers.rank) + box.row(kRanks, slot, 0) + copy * copy_words;
     u32 pending = (1u << kRanks) - 1, rounds = 0;
-    constexpr int kMany = (kNumCtas + 31) / 32, kTogether = kRanks % 2 == 0 ? 2 : 1;  // sources that are asked for at a time
+    constexpr int kMany = (kNumCtas + 31) / 32;
     while (pending) {
 #pragma unroll 1
         for (u32 first = 0; first < kRanks; first += kTogether) {

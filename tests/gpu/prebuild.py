@@ -84,6 +84,14 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
 
         of_forms = [Coding.of(form) for form in FORMS.values()]
         yield from ((spec, {"kv_dtype": "float16", "coding": one}) for spec in SPECS.values() for one in of_forms)
+    elif group == "pass_ranks":
+        from tests.gpu.pass_bodies import options_of_builds as of_ranks
+
+        yield from ((one.pop("spec"), one) for one in of_ranks())
+    elif group == f"{_DRAFTS}few_layers":
+        from tests.gpu.pass_bodies import ENGINE_SPEC
+
+        yield ENGINE_SPEC, {}
     else:
         name, _, kv_dtype = group.removeprefix(_KERNEL).removeprefix(_DRAFTS).partition("/")
         spec, codings = named_shape(name)
@@ -98,7 +106,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
         yield from (partial(stream_cubin, one) for one in of_passes)
     if shape.num_ranks > 1:
         yield partial(exchange_cubin, shape.num_ranks)
-    if group in ("benchmarks", "forms", "passes") or group.startswith(_KERNEL) or misfit(spec, shape.coding):
+    if group in ("benchmarks", "forms", "passes", "pass_ranks") or group.startswith(_KERNEL) or misfit(spec, shape.coding):
         yield partial(build, headers(shape), PLAIN_SOURCE)
         if group.startswith(_KERNEL):
             yield partial(stream_cubin, shape)

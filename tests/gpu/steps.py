@@ -158,6 +158,7 @@ def _bytes_of(name: str) -> Step:
     return _module(1, 45, 250, f"tests.gpu.counted_bytes {name}", r"ratio|[Ee]rror|ncu", f"{name}:1", group="bytes")
 
 
+_PASS_BUILDS = "pass_ranks:{0} drafts.few_layers:{0}"
 _DRAFTING = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-4b")
 _PASS_CONTEXT = 8300  # tokens, of docs/passes.md
 
@@ -231,7 +232,10 @@ STEPS = {
     ),
     **{f"drafts_{name}": _chains_of(name) for name in _DRAFTING},
     **{f"passes_{per_pass}_{name}": _passes_of(name, per_pass) for name in _DRAFTING for per_pass in (1, 2, 4)},
+    "pass_ranks_1": _tests(1, 250, 560, "test_pass_ranks", "2]", builds=_PASS_BUILDS.format("1,2"), ranks_per_gpu=2),
     # ---- two GPUs ----
+    "pass_ranks_2": _tests(2, 120, 400, "test_pass_ranks", "2]", builds=_PASS_BUILDS.format("1,2")),
+    "pass_ranks_4_on_2": _tests(2, 350, 560, "test_pass_ranks", "4]", builds=_PASS_BUILDS.format("1,4"), ranks_per_gpu=2),
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2 benchmarks:1,2"),
     "prefill_ranks_2": _tests(2, 250, 420, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),
     "checked_2": _tests(2, 30, 240, "test_check_experts", "2]", builds="checked:2"),
@@ -241,6 +245,7 @@ STEPS = {
     "train_2": _tests(2, 60, 200, "test_train", "two_gpus"),
     "kccl_2": _tests(2, 60, 180, "test_kccl", f"not ({_NOT_ON_2})", alone=True),
     "engines_2": _engines(2, 150, 400, "2]"),
+    "drafting_2": _engines(2, 60, 200, "draft and 2]"),
     "lost_2_off": _engines(2, 40, 150, "lost and 2]", prefill="off"),
     "requests_2": _bench(2, 46, 110, f"requests --gpus 2 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:2"),
     **{f"scaling_{name}": _scaling_of(name) for name in _MODELS if name != "qwen3-0.6b"},
@@ -248,6 +253,7 @@ STEPS = {
     "prompts_2_llama-3.1-8b+int4": _prompts_on_2("llama-3.1-8b+int4"),
     **{f"long_2_{kv_dtype}": _long_on_2(kv_dtype) for kv_dtype in _KV_FORMATS},
     # ---- four GPUs ----
+    "pass_ranks_4": _tests(4, 150, 400, "test_pass_ranks", "4]", builds=_PASS_BUILDS.format("1,4")),
     "ranks_4": _tests(4, 120, 220, "test_ranks", "4]", builds="ranks:1,4 benchmarks:1,4"),
     "checked_4": _tests(4, 30, 240, "test_check_experts", "4]", builds="checked:4"),
     "prefill_ranks_4": _tests(4, 215, 400, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4"),
@@ -259,6 +265,7 @@ STEPS = {
     "mpi_off": _engines(4, 20, 80, "mpirun and 4]", prefill="off"),
     "killed": _engines(4, 55, 120, "lost and killed-4"),
     "stopped": _engines(4, 60, 130, "lost and stopped-4"),
+    "drafting_4": _engines(4, 60, 200, "draft and 4]"),
     "killed_off": _engines(4, 25, 80, "lost and killed-4", prefill="off"),
     "stopped_off": _engines(4, 30, 80, "lost and stopped-4", prefill="off"),
     "scaling": _bench(4, 35, 170, f"scaling --gpus 4,2,1 {_SCALING} 200 --trace {{out}}", _OF_GPUS, "benchmarks:4,2,1"),

@@ -20,6 +20,8 @@ import pytest
 pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 
 from kog_dist.bench.engine.session import EngineSession, engine_session, until
+from kog_dist.bench.kernel.shapes import DENSE
+from kog_dist.bench.made_models.published import write_published
 from kog_dist.errors import RequestFailed
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.launch.gpu_choice import BESIDES_BYTES, gpu_rank_bytes
@@ -210,6 +212,33 @@ def test_a_lost_rank_is_one_error_and_the_next_engine_serves(session: EngineSess
     with session.connect(READY_S) as client:
         assert answer(client, max_tokens=100)["tokens"] == whole
     stop(session, launcher)
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_a_rank_lost_while_others_draft_is_one_error(session: EngineSession, count: int, tmp_path: Path) -> None:
+    """Answers with drafts are those without; then a rank is killed while the engine drafts."""
+    write_published(tmp_path, {**DENSE["llama-3.2-1b"], "num_hidden_layers": 4, "max_position_embeddings": 16384})
+    launcher = session.launch(str(tmp_path), f"--gpus={count}", "--speculate=lookup")
+    with session.connect(READY_S) as client:
+        anew: dict[str, Any] = {"max_tokens": 1000, "reuse_kv": False}
+        whole = answer(client, LONG_PROMPT, **anew, speculate="off")
+        assert answer(client, LONG_PROMPT, **anew) == whole
+        assert answer(client, LONG_PROMPT, **anew, prediction_ids=whole["tokens"]) == whole
+        victim = session.processes()[f"rank {count - 1}"]
+        options: dict[str, Any] = {"max_tokens": 15000, "ignore_eos": True, "reuse_kv": False, "prediction_ids": whole["tokens"]}
+        events = client.generate(prompt_ids=LONG_PROMPT, **options)
+        taken = first_tokens(events, 5)
+        lost_at_s = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(RequestFailed) as caught:
+            first_tokens(events, 15000, taken)
+        error_s = time.monotonic() - lost_at_s
+        assert caught.value.code == ErrorCode.RANK_FAILED
+        assert taken[:1000] == whole["tokens"][: len(taken)]
+        assert len(taken) < 15000
+    assert error_s < ERROR_S[signal.SIGKILL]
+    assert launcher.wait(ENDED_S) == EXIT_CODE[signal.SIGKILL], session.output()
+    until(lambda: not session.leftovers(), ENDED_S, lambda: f"left behind: {session.leftovers()}")
 
 
 def first_tokens(events: Iterator[Any], at_least: int, taken: list[int] | None = None) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.decode.pass_drafts import PassDrafts
+from kog_dist.decode.pass_drafts import PassDrafts, in_units
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
@@ -93,7 +93,7 @@ class ScriptedKernel:
         self.period = 10**9
         self.drafts: PassDrafts | None = None  # of the request
         self.passes: list[int] = []  # their tokens, of a request with drafts
-        self.num_measured = 0  # times that costs of passes were
+        self.measured, self.costs = PassCosts(0.1, 0.05), PassCosts(100.0)  # of passes: as they are found, and as they are set
 
     def rouse(self) -> None:
         pass
@@ -113,7 +113,8 @@ class ScriptedKernel:
         self.processed, self.streams, self.passes, self.drafts = processed, streams, [], None
         if prediction is not None:
             num_left = len(prompt) - first_position
-            self.drafts = PassDrafts(prompt, prediction, max_tokens, PASS_TOKENS, num_left=num_left, extra=100, edge=50)
+            costs = {"extra": in_units(self.costs.extra), "edge": in_units(self.costs.edge)}
+            self.drafts = PassDrafts(prompt, prediction, max_tokens, PASS_TOKENS, num_left=num_left, **costs)
         self.prompt, self.max_tokens, self.stop_ids, self.position = tuple(prompt), max_tokens, stop_ids, first_position
         self.begun.append((len(prompt), first_position))
         self.entries, self.launches, self.ended = [], [], False
@@ -206,8 +207,10 @@ class ScriptedKernel:
         pass
 
     def measure_drafts(self) -> PassCosts:
-        self.num_measured += 1
-        return PassCosts()
+        return self.measured
+
+    def set_draft_costs(self, costs: PassCosts) -> None:
+        self.costs = costs
 
     def recover(self) -> None:
         self.recovered += 1
@@ -322,7 +325,7 @@ def test_a_fault_is_no_token_and_the_kernel_forgets_its_state(
 @pytest.fixture
 def drafting(engine: CudaEngine, kernel: ScriptedKernel) -> CudaEngine:
     """The engine with drafts, and a kernel that repeats itself."""
-    engine._args, kernel.period = replace(engine._args, drafts=True), 9
+    engine._args, kernel.period, kernel.costs = replace(engine._args, drafts=True), 9, kernel.measured
     return engine
 
 

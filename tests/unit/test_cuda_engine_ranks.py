@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kog_dist.collectives.cuda import CudaCommunicator
+from kog_dist.collectives.mailbox import place
 from kog_dist.decode.plan.validate import check
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
@@ -32,6 +35,7 @@ from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import build, load, monokernel
+from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, PassCosts
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines import cuda, cuda_peers
 from kog_dist.workers.engines.cuda import CudaEngine
@@ -46,17 +50,24 @@ WITH_EXPERTS = ModelSpec(
     hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=4, intermediate_size=48, vocab_size=400, max_context=256,
     num_lanes=4, delay=0, experts=ExpertsSpec(10, 2),
 )  # fmt: skip
+ONE_STREAM = replace(WITH_EXPERTS, experts=None)
 DEMO = Path(str(resources.files("kog_dist"))) / "models" / "demo"
 
 
 class RankKernel(ScriptedKernel):
-    """One rank's kernel. A step is run when all ranks have launched it; launches behind the end of an answer need no peer."""
+    """One rank's kernel. A step is run when all ranks have launched it; launches behind the end of an answer need no peer.
+
+    Of a request with drafts a launch is of both builds, of which the one whose turn it is not ends at once. Each rank finds that
+    passes cost something else.
+    """
 
     def __init__(self, shape: Any, all_ranks: Ranks) -> None:
         super().__init__()
         self.shape, self.all_ranks = shape, all_ranks
         self.num_begun = self.pending = self.num_run = 0
         self.chunks: list[int] = []
+        self.turns = deque[list[int]]()  # of launches with drafts: tokens of a pass of the build, and passes left
+        self.measured = PassCosts(0.05 + 0.3 * shape.hosted_lanes[0], 0.05)
         self.ended = True
         self.has_invalid_streams = False  # as prefill leaves them when it gives up: launches behind it do nothing
         first, last = shape.head.vocab_rows
@@ -78,12 +89,12 @@ class RankKernel(ScriptedKernel):
         streams: Any = None,
         prediction: Sequence[int] | None = None,
     ) -> None:
-        assert prediction is None, "several ranks have no drafts"
         assert self.is_idle(), "a launch is under way"
         with self.all_ranks.lock:
             super().begin(
-                prompt, max_tokens, sampling, stop_ids, first_position=first_position, processed=processed, streams=streams
-            )
+                prompt, max_tokens, sampling, stop_ids, first_position=first_position, processed=processed, streams=streams,
+                prediction=prediction,
+            )  # fmt: skip
             self.cancelled, self.chunks = False, []
             self.ended = streams is not None and self.has_invalid_streams
             self.all_ranks.happened.append("begin")
@@ -93,7 +104,9 @@ class RankKernel(ScriptedKernel):
         with self.all_ranks.lock:
             self.chunks.append(num_steps)
             self.all_ranks.happened.append("launch")
-            self.pending += num_steps
+            builds = (1,) if self.drafts is None else (1, PASS_TOKENS)
+            self.pending += num_steps * len(builds)
+            self.turns += [[per_pass, num_steps] for per_pass in builds if self.drafts is not None]
             self.all_ranks.advance()
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
@@ -103,8 +116,20 @@ class RankKernel(ScriptedKernel):
         return token_logprobs(logits_of(self.shape.spec.vocab_size, token_id), token_id, self.processed.sampling.logprobs)
 
     def step(self) -> None:
-        super().launch(1)
+        if self.drafts is None:
+            self.decode(1)
+        elif not self.ended:
+            self.turns[0][1] -= 1
+            self.verify(self.drafts)
         self.pending, self.num_run = self.pending - 1, self.num_run + 1
+
+    def end_launches(self) -> None:
+        """Leave the launches of which no pass is to run any more, by what this rank knows."""
+        while self.turns and (
+            self.ended or not self.turns[0][1] or self.drafts is None or self.drafts.per_pass != self.turns[0][0]
+        ):
+            left = self.turns.popleft()[1]
+            self.pending, self.num_run = self.pending - left, self.num_run + left
 
     def is_idle(self) -> bool:
         return self.pending == 0
@@ -161,8 +186,11 @@ class Ranks:
         """Run the steps that all ranks have launched. Called with the lock."""
         kernels = [self.kernels[rank] for rank in sorted(self.kernels)]
         while len(kernels) == self.world_size and len({k.num_begun for k in kernels}) == 1:
+            for kernel in kernels:
+                kernel.end_launches()
             if not all(k.pending and not k.aborted for k in kernels):
                 break
+            assert len({k.turns[0][0] if k.turns else 0 for k in kernels}) == 1, "ranks run other builds than their peers"
             for kernel in kernels:
                 kernel.cancelled = kernels[0].cancelled
                 kernel.step()
@@ -244,14 +272,23 @@ def play_kernels(made: Ranks, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPa
         shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, processors: bool, masks: Any, drafts: bool
     ) -> RankKernel:
         assert heap.rank == rank
-        assert not drafts  # several ranks have none yet
+        assert drafts == made.options.get("drafts", False)
         assert processors
+        names = [mailbox.spec.name for mailbox in heap_boxes[rank]]
+        assert ("pass_candidates" in names) is drafts
         assert masks.vocab_size == made.page.masks.vocab_size
         assert len(runtime.memory) == made.world_size
         made.happened.append("kernel")
         made.kernels[rank] = RankKernel(shape, made)
         return made.kernels[rank]
 
+    heap_boxes, create = dict[int, Any](), CudaCommunicator.create
+
+    def created(boxes: Any, **options: Any) -> Any:
+        heap_boxes[options["rendezvous"].rank] = place(boxes, made.world_size)
+        return create(boxes, **options)
+
+    monkeypatch.setattr(CudaCommunicator, "create", created)
     one_at_a_time = threading.Lock()  # what a process has alone, threads share
 
     def checked(plan: Any) -> None:
@@ -408,6 +445,48 @@ def test_all_kernels_take_what_prefill_gives_up(ranks: Ranks, gives_up: bool) ->
     for kernel in ranks.kernels.values():
         assert kernel.begun[1:] == ([(100, 99), (100, 0)] if gives_up else [(100, 99)]) * 2, "behind the trial"
         assert (kernel.streams is None) is gives_up
+
+
+# ---- drafts ----
+@pytest.fixture(params=[2, 4])
+def drafting(
+    request: pytest.FixtureRequest, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Ranks]:
+    """Ranks with a dense model and drafts, whose kernels repeat themselves."""
+    write_checkpoint(tmp_path, ONE_STREAM, random_tensors(ONE_STREAM, seed=11))
+    made = Ranks(request.param, tmp_path, ONE_STREAM.max_context, drafts=True)
+    play_kernels(made, runtime, monkeypatch)
+    yield made
+    made.close()
+
+
+def test_ranks_with_drafts_run_the_same_builds_by_rank_0s_costs(drafting: Ranks) -> None:
+    drafting.start()
+    kernels = drafting.kernels.values()
+    assert {kernel.costs for kernel in kernels} == {drafting.kernels[0].measured}
+    assert len({kernel.measured for kernel in kernels}) == drafting.world_size
+    assert drafting.happened[:2] == ["build"] * 2
+    assert drafting.happened.count("build") == drafting.world_size * (2 + 2), "both sources, and both builds with drafts"
+    for period in (9, 10**9):
+        for kernel in kernels:
+            kernel.period = period
+        plain = drafting.answer(2 * period, request(num_prompt=5, max_tokens=90))
+        for number, prediction in enumerate(((), (104, 105, 106, 107, 100), (1, 2, 3)), 1):
+            entries = drafting.answer(
+                2 * period + number, request(num_prompt=5, max_tokens=90, drafts=True, prediction=prediction)
+            )
+            assert [entry.token_id for entry in entries] == [entry.token_id for entry in plain]
+            assert len({tuple(kernel.passes) for kernel in kernels}) == 1
+            assert {1, PASS_TOKENS} >= set(drafting.kernels[0].passes)
+            num_right = sum(entry.drafted.num_right for entry in entries)
+            assert num_right > 30 if period == 9 else num_right <= 4
+
+
+@pytest.mark.parametrize("drafting", [2], indirect=True)
+def test_ranks_that_do_not_all_draft_do_not_begin(drafting: Ranks) -> None:
+    drafting.engines[1]._args = replace(drafting.engines[1]._args, drafts=False)
+    errors = drafting.on_all(lambda engine: engine.startup())
+    assert any("the ranks do not agree on the use of drafts" in str(error) for error in errors), errors
 
 
 # ---- choices of experts ----

@@ -27,7 +27,7 @@ from tests.unit.test_passes_twin import DENSE, arrays_of
 pytestmark = needs_compiler
 
 SPEC = replace(DENSE, num_lanes=1, num_layers=1, max_context=256)
-OF_BOTH = ("state.0", "kv.0", "ring.0", "tokens", "prompt")  # the same memory for the builds that take turns
+OF_BOTH = ("state", "kv", "ring", "tokens", "heap")  # of each rank, the same memory for the builds that take turns
 NOWHERE = 0xFFFFFFFF  # and the gap
 EXTRA, EDGE = 90, 30  # in parts of 1024 of a pass
 STEPS = 40  # of a launch
@@ -57,21 +57,31 @@ class Answer:
 class Build:
     """A program in a folder."""
 
-    def __init__(self, model: Model, folder: Path, **options: Any) -> None:
-        self.shape = TrialShape(
-            model.spec, range(model.spec.num_lanes), max_ctas=2, copies=2, max_slots=6, keeps_hashes=True, **options
-        )  # fmt: skip
-        self.folder = folder
+    def __init__(self, model: Model, folder: Path, num_ranks: int = 1, **options: Any) -> None:
+        shapes = [
+            TrialShape(
+                model.spec, model.spec.lanes_of_rank(rank, num_ranks), max_ctas=2, copies=2, max_slots=6, keeps_hashes=True,
+                num_ranks=num_ranks, **options,
+            )
+            for rank in range(num_ranks)
+        ]  # fmt: skip
+        self.shape, self.folder = shapes[0], folder
         folder.mkdir(parents=True)
         build_twin("decode", decode_sources(headers(self.shape)), folder)
-        for name, array in arrays_of(model.weights(self.shape)).items():
-            array.tofile(folder / f"{name}.bin")
+        for rank, shape in enumerate(shapes):
+            for name, array in arrays_of(model.weights(shape), rank).items():
+                array.tofile(folder / f"{name}.bin")
 
-    def launch(self, max_tokens: int, environ: Mapping[str, str]) -> None:
-        program, there, _, *sizes = command_of(self.shape)
+    @property
+    def heap_words(self) -> int:
+        """Of a rank's heap, as this build has it."""
+        return int(command_of(self.shape)[-1])
+
+    def launch(self, max_tokens: int, heap_words: int, environ: Mapping[str, str]) -> None:
+        program, there, _, *sizes, _ = command_of(self.shape)
         done = subprocess.run(
-            [program, there, f"{max_tokens}", *sizes], cwd=self.folder, env={**os.environ, "RESUME": f"{STEPS}", **environ},
-            capture_output=True, timeout=100, check=False,
+            [program, there, f"{max_tokens}", *sizes, f"{heap_words}"], cwd=self.folder,
+            env={**os.environ, "RESUME": f"{STEPS}", **environ}, capture_output=True, timeout=100, check=False,
         )  # fmt: skip
         assert done.returncode == 0, "see decode.cpp"
 
@@ -81,9 +91,11 @@ class Twin:
 
     def __init__(self, folder: Path, *builds: Build) -> None:
         self.folder, self.builds = folder, builds
+        self.ranks = range(builds[0].shape.num_ranks)
+        self.heap_words = max(build.heap_words for build in builds)
         folder.mkdir()
         for build in builds:
-            for name in OF_BOTH:
+            for name in ("prompt", *(f"{name}.{rank}" for name in OF_BOTH for rank in self.ranks)):
                 (build.folder / f"{name}.bin").symlink_to(folder / f"{name}.bin")
 
     def answer(
@@ -91,10 +103,12 @@ class Twin:
         prediction: Sequence[int] = (),
     ) -> Answer:  # fmt: skip
         context = self.builds[0].shape.spec.max_context
-        np.array([*prediction, NOWHERE, *prompt, *[0] * (context + 4)], np.uint32).tofile(self.folder / "tokens.bin")
         np.array(prompt, np.uint32).tofile(self.folder / "prompt.bin")
-        for path in (self.folder / "kv.0.bin", self.folder / "ring.0.bin", *(b.folder / "words.0.bin" for b in self.builds)):
-            path.unlink(missing_ok=True)
+        for rank in self.ranks:
+            np.array([*prediction, NOWHERE, *prompt, *[0] * (context + 4)], np.uint32).tofile(self.folder / f"tokens.{rank}.bin")
+            left = [self.folder / f"{name}.{rank}.bin" for name in ("kv", "ring", "heap")]
+            for path in (*left, *(build.folder / f"words.{rank}.bin" for build in self.builds)):
+                path.unlink(missing_ok=True)
         state = np.zeros(1, DECODE_STATE.dtype)
         state["token"], state["num_prompt"], state["max_tokens"] = prompt[0], len(prompt), max_tokens
         state["draft_place"] = state["draft_start"] = NOWHERE
@@ -104,10 +118,14 @@ class Twin:
             if drafts.start >= 0:
                 state["draft_place"] = state["draft_start"] = drafts.start
                 state["draft_tokens"] = drafts.num_found
+        for rank in self.ranks:
+            state.tofile(self.folder / f"state.{rank}.bin")
         for _ in range(context):
-            state.tofile(self.folder / "state.0.bin")
             for build in self.builds:
-                build.launch(max_tokens, {"PREDICTED": f"{len(prediction)}", **environ})
+                build.launch(max_tokens, self.heap_words, {"PREDICTED": f"{len(prediction)}", **environ})
+                for name in ("state", "ring", "tokens"):  # each rank has found them by itself
+                    files = [(self.folder / f"{name}.{rank}.bin").read_bytes() for rank in self.ranks]
+                    assert files == files[:1] * len(files), name
             state = np.fromfile(self.folder / "state.0.bin", DECODE_STATE.dtype)
             if state["finish"][0]:
                 break
@@ -141,15 +159,16 @@ def wanted(plain: Answer, num_prompt: int, per_pass: int, drafts: PassDrafts) ->
     return replace(plain, drafted=drafted, num_passes=(small, large))
 
 
-@pytest.mark.parametrize("per_pass", [2, 4])
+@pytest.mark.parametrize(("per_pass", "num_ranks"), [(2, 1), (4, 1), (4, 2)])
 def test_builds_that_take_turns_give_the_answer_of_plain_decoding(
-    per_pass: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    per_pass: int, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token by token and score by score, in the passes that are defined; greedy, which repeats itself, and warm."""
     monkeypatch.setattr(lookup, "_LOOKED_AT", 10**6)  # the kernel compares more places
-    model = Model(SPEC, "bfloat16", monkeypatch)
+    model = Model(SPEC if num_ranks == 1 else replace(SPEC, num_lanes=num_ranks), "bfloat16", monkeypatch)
     plain_twin = Twin(tmp_path / "plain", Build(model, tmp_path / "0"))
-    twin = Twin(tmp_path / "both", Build(model, tmp_path / "1", drafts=True), Build(model, tmp_path / "2", tokens=per_pass))
+    small = Build(model, tmp_path / "1", num_ranks, drafts=True)
+    twin = Twin(tmp_path / "both", small, Build(model, tmp_path / "2", num_ranks, tokens=per_pass))
     passes = list[tuple[int, int]]()
     for settings, max_tokens in (({}, 40), ({"INVERSE_TEMPERATURE": str(np.float32(30).view(np.uint32))}, 25)):
         plain = plain_twin.answer(PROMPT, max_tokens, settings)

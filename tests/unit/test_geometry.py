@@ -86,8 +86,8 @@ def test_padding_is_small_and_the_ring_holds_more_than_is_under_way(key: tuple[s
 
 def test_registers_fit_into_a_thread_block() -> None:
     for geometry in (TWELVE_WARPS, EIGHT_WARPS):
-        for ranks, drafts in ((1, False), (2, False), (4, False), (8, False), (1, True)):
-            registers = geometry.registers(ranks, drafts=drafts)
+        for ranks, tokens, drafts in (*((n, 1, False) for n in (1, 2, 4, 8)), *((n, k, True) for n in (1, 2, 4) for k in (1, 4))):
+            registers = geometry.registers(ranks, tokens=tokens, drafts=drafts)
             launched = registers.launch * geometry.num_threads
             assert launched <= 65536
             moved = 32 * (geometry.matrix_warps * registers.matrix + 4 * (registers.service + registers.attend))

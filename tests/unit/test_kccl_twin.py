@@ -147,7 +147,7 @@ def test_every_thread_block_finds_the_same_best_candidate(folder: Path) -> None:
             assert np.array_equal(found[rank, :, cta], expected), (rank, cta)
 
 
-@pytest.mark.parametrize("mode", [0, 1, 2], ids=["words", "candidates", "quads"])
+@pytest.mark.parametrize("mode", [0, 1, 2, 4], ids=["words", "candidates", "quads", "several vectors"])
 def test_a_wait_that_ended_well_is_no_reason_to_stop_later(folder: Path, mode: int) -> None:
     """Its note is taken back: a watchdog that found it in a pause between requests would abort a healthy engine."""
     program = built(folder, "notes", "ranks.cuh", ranks_header(2))

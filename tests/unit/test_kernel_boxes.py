@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,21 @@ def test_layers_that_nobody_sums_have_no_slot() -> None:
     mask = re.search(r"summed_mask\(u32 kind\) \{ return kind == 0 \? LayerMask<15>\{(0x[0-9a-f]+)ull", header)
     assert mask is not None
     assert int(mask[1], 16) == sum(1 << layer for layer in boxes.summed_layers(Sublayer.ATTENTION))
+
+
+def test_boxes_of_several_tokens_lie_behind_those_of_one() -> None:
+    spec = replace(SPEC, delay=0, num_layers=2)
+    boxes, of_one = KernelBoxes(spec, 4, 128, 2, tokens=4), KernelBoxes(spec, 4, 128, 2)
+    placed, placed_of_one = place(boxes.specs(), 4), place(of_one.specs(), 4)
+    assert placed[: len(placed_of_one)] == placed_of_one, "one heap is for both builds"
+    by_name = {box.spec.name: box for box in placed}
+    for name in ("attention", "mlp", "candidates"):
+        own, alone = by_name[boxes.name_of(name)], by_name[name]
+        assert own is not alone
+        assert (own.spec.num_slots, own.row_words) == (alone.spec.num_slots, 4 * alone.row_words)
+        assert f"Mailbox{{{own.first_word}, {own.row_words}, " in boxes.header(placed)
+        assert f"Mailbox{{{alone.first_word}, {alone.row_words}, " in of_one.header(placed)
+        assert boxes.label_of(own.index) == of_one.label_of(alone.index) == name
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

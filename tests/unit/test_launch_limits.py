@@ -97,17 +97,18 @@ def test_drafts_are_counted_and_refused_where_the_kernel_has_no_passes(
         assert (fits.drafts, len(fits.obstacles), len(lacks.obstacles)) == (True, 0, 1)
 
 
-def test_several_ranks_have_no_drafts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("speculate", ["auto", "lookup"])
+@pytest.mark.parametrize("gpus", ["2", None])
+def test_several_ranks_have_drafts(tmp_path: Path, speculate: str, gpus: str | None) -> None:
     dense = planned_checkpoint(write_config(tmp_path))
-    settings = LaunchConfig(gpus="2", speculate="lookup")
-    with pytest.raises(ConfigError, match=r"cannot be had on GPUs here: .* it has 2 ranks; leave it out"):
-        choose_gpus(settings, dense, {}, inventory_with(100 << 30, 2))
-    found = choose_gpus(replace(settings, gpus=None), dense, {}, inventory_with(100 << 30, 2))  # as many as can be used
+    found = choose_gpus(LaunchConfig(gpus=gpus, speculate=speculate), dense, {}, inventory_with(100 << 30, 2))
     assert found is not None
-    assert (found.count, found.drafts) == (1, True)
-    found = choose_gpus(replace(settings, speculate="auto"), dense, {}, inventory_with(100 << 30, 2))
-    assert found is not None
-    assert (found.count, found.drafts) == (2, False)
+    assert (found.count, found.drafts) == (2, True)
+    shapes = {drafts: gpu_rank_bytes(dense, 0, 2, "bfloat16", drafts=drafts) for drafts in (False, True)}
+    spec = dense.spec
+    in_boxes = 2 * 2 * spec.num_layers * 4 * spec.hidden_size * 8  # of both ranks and both sublayers, four tokens' words of a row
+    assert shapes[True]["drafts"] > in_boxes
+    assert {name: size for name, size in shapes[True].items() if name != "drafts"} == shapes[False]
 
 
 def test_a_dry_run_says_whether_there_are_drafts(tmp_path: Path) -> None:
@@ -118,10 +119,10 @@ def test_a_dry_run_says_whether_there_are_drafts(tmp_path: Path) -> None:
     for speculate in ("auto", "lookup"):
         assert f"drafts     speculate {speculate}: lookup, up to 3 in a pass" in shown[speculate].splitlines()
         assert " for drafts" in shown[speculate]
-    of_two = dry_run(replace(settings, gpus="2"))
-    cause = "the CUDA kernel cannot run this model with 4 tokens in a pass: it has 2 ranks"
-    assert f"drafts     none: {cause}" in of_two.splitlines()
-    assert " for drafts" not in of_two
+    of_int4 = dry_run(replace(settings, kv_dtype="int4"))
+    cause = "the CUDA kernel cannot run this model with 4 tokens in a pass: it has a cache of int4"
+    assert f"drafts     none: {cause}" in of_int4.splitlines()
+    assert " for drafts" not in of_int4
 
 
 def test_a_context_that_does_not_fit_is_shortened_to_what_does(demo: Checkpoint) -> None:

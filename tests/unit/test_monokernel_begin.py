@@ -19,7 +19,7 @@ from kog_dist.errors import DeviceError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.runtime.abi import NO_PEER, WaitOp, WaitRecord
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.cuda.draft_builds import GAP, NOWHERE, PASS_TOKENS, DraftBuilds, PassCosts, costs_of
+from kog_dist.workers.cuda.draft_builds import GAP, NOWHERE, PASS_TOKENS, DraftBuilds, PassCosts, costs_of, drafting_shape
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, DRAFT_PARAMS, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -412,6 +412,26 @@ def test_a_wait_for_a_sum_names_product_and_layer(kernel: Monokernel) -> None:
     ):
         record = WaitRecord(1, WaitOp.COLLECT, boxes.index(name), slot, 3, 2, 14, 13, 2 * 10**9, cta=12)
         assert str(kernel._with_peer(record)).startswith(f"rank 1, thread block 12: {what} waited 2.0 s for 2 words of rank 3 (")
+
+
+def test_a_wait_of_the_build_with_several_tokens_names_its_sum(kernel: Monokernel, builds: Any) -> None:
+    """On two ranks a phase has a lane there, and a peer in the build of one token."""
+    spec = ModelSpec(
+        hidden_size=128, num_layers=3, num_heads=8, num_kv_heads=8, intermediate_size=64, vocab_size=96, max_context=64,
+        num_lanes=2, delay=0,
+    )  # fmt: skip
+    kernel.shape, kernel.rank = KernelShape(spec, range(1), max_ctas=8, num_ranks=2), 0
+    builds.large_shape = drafting_shape(kernel.shape)
+    boxes = [box.name for box in builds.large_shape.words.boxes.specs()]
+    for pass_tokens, name in ((1, "candidates"), (PASS_TOKENS, "pass_candidates"), (PASS_TOKENS, "pass_mlp")):
+        kernel.begin((5, 6, 7), 9, SamplingParams(), prediction=())
+        state: Any = kernel._state
+        state.array.view(DECODE_STATE.dtype)["pass_tokens"] = pass_tokens
+        record = WaitRecord(0, WaitOp.COLLECT, boxes.index(name), 1, 1, 2, 14, 13, 2 * 10**9, cta=12)
+        what = "SAMPLE" if name.endswith("candidates") else "the sum of DOWN of layer 1"
+        assert str(kernel._with_peer(record)).startswith(f"rank 0, thread block 12: {what} waited 2.0 s for 2 words of rank 1 (")
+        of_a_stream = WaitRecord(0, WaitOp.COLLECT, 0, 0, 0, 8, 14, 1, 10**9, cta=2, phase=Phase.GATE_UP, layer=1, lane=1)
+        assert kernel._with_peer(of_a_stream).peer == (1 if pass_tokens == 1 else 0)
 
 
 def test_a_token_is_there_when_both_words_carry_the_tag_of_the_request(kernel: Monokernel) -> None:

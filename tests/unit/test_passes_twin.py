@@ -59,25 +59,31 @@ class Answer:
 
 
 class Twin:
-    """A program for passes of so many tokens."""
+    """A program for passes of so many tokens, on so many ranks."""
 
-    def __init__(self, model: Model, tokens: int, folder: Path, options: Mapping[str, Any]) -> None:
-        self.shape = TrialShape(
-            model.spec,
-            range(model.spec.num_lanes),
-            max_ctas=5,
-            copies=2,
-            max_slots=6,
-            keeps_hashes=True,
-            tokens=tokens,
-            **options,
-        )
+    def __init__(self, model: Model, tokens: int, folder: Path, options: Mapping[str, Any], num_ranks: int = 1) -> None:
+        shapes = [
+            TrialShape(
+                model.spec,
+                model.spec.lanes_of_rank(rank, num_ranks),
+                max_ctas=5,
+                copies=2,
+                max_slots=6,
+                keeps_hashes=True,
+                tokens=tokens,
+                num_ranks=num_ranks,
+                **options,
+            )
+            for rank in range(num_ranks)
+        ]
+        self.shape, self.num_ranks = shapes[0], num_ranks
         self.folder, self.first = folder, FIRST if model.spec.max_context > FIRST else 0
         self.prompt = [*[1] * self.first, *PROMPT]
         folder.mkdir()
         build_twin("decode", decode_sources(headers(self.shape)), folder, "-O1")  # it decodes hundreds of tokens
-        for name, array in arrays_of(model.weights(self.shape)).items():
-            array.tofile(folder / f"{name}.bin")
+        for rank, shape in enumerate(shapes):
+            for name, array in arrays_of(model.weights(shape), rank).items():
+                array.tofile(folder / f"{name}.bin")
 
     def answer(self, drafts: Sequence[int], max_tokens: int = MAX_TOKENS, environ: Mapping[str, str] | None = None) -> Answer:
         np.array(self.prompt, np.uint32).tofile(self.folder / "prompt.bin")
@@ -90,10 +96,16 @@ class Twin:
             capture_output=True, timeout=100, check=False,
         )  # fmt: skip
         assert done.returncode == 0, "see decode.cpp"
-        ring = np.fromfile(self.folder / "ring.0.bin", np.uint64).reshape(-1, 2)
+        first, *others = map(self._answer_of, range(self.num_ranks))
+        assert all(replace(other, logits=b"") == replace(first, logits=b"") for other in others)
+        return replace(first, logits=b"".join(one.logits for one in (first, *others)))
+
+    def _answer_of(self, rank: int) -> Answer:
+        """What a rank has; of the logits those of its rows."""
+        ring = np.fromfile(self.folder / f"ring.{rank}.bin", np.uint64).reshape(-1, 2)
         ring = ring[ring[:, 0] != 0]
-        state = np.fromfile(self.folder / "state.0.bin", DECODE_STATE.dtype, count=1)[0]
-        logits = np.fromfile(self.folder / "logits.0.bin", np.float32).reshape(self.shape.tokens, -1)
+        state = np.fromfile(self.folder / f"state.{rank}.bin", DECODE_STATE.dtype, count=1)[0]
+        logits = np.fromfile(self.folder / f"logits.{rank}.bin", np.float32).reshape(self.shape.tokens, -1)
         row = int(state["num_kept"]) - 1 if self.shape.tokens > 1 else 0
         return Answer(
             [int(word) & 0xFFFFFFFF for word in ring[:, 0]], Finish(int(ring[-1, 1]) & 0xFFFFFFFF), logits[row].tobytes(),
@@ -101,9 +113,9 @@ class Twin:
         )  # fmt: skip
 
 
-def arrays_of(weights: DeviceWeights) -> dict[str, Any]:
-    """What the program reads of a dense model on one rank, by file name."""
-    arrays = {f"{name}.0": None if name in OF_EXPERTS else getattr(weights, name) for name in (*NAMES, *OF_EXPERTS)}
+def arrays_of(weights: DeviceWeights, rank: int = 0) -> dict[str, Any]:
+    """What the program reads of a dense model on a rank, by file name."""
+    arrays = {f"{name}.{rank}": None if name in OF_EXPERTS else getattr(weights, name) for name in (*NAMES, *OF_EXPERTS)}
     found = {name: np.ascontiguousarray(np.zeros(0, np.uint16) if held is None else held) for name, held in arrays.items()}
     return found | {"embedding": weights.embedding, "rope": np.ascontiguousarray(weights.rope, np.float32)}
 
@@ -141,12 +153,46 @@ def test_passes_have_the_bits_of_plain_decoding(name: str, tmp_path: Path, monke
         assert twin.answer(drafts_of(plain), 7).tokens == plain.tokens[:7]
 
 
+# Two query heads for each KV head, of which a rank has two or one; sums that are rounded in halves, on ranks and within them.
+LANES = replace(DENSE, num_lanes=4)
+ON_RANKS: dict[str, tuple[int, ModelSpec, dict[str, Any]]] = {
+    "two ranks, a lane each": (2, DENSE, {}),
+    "two ranks, two lanes each": (2, LANES, {}),
+    "four ranks": (4, LANES, {}),
+    "two ranks, normed heads": (2, NORMED, {}),
+    "two ranks, windows, fp8": (2, WINDOWS, {"kv_dtype": "fp8"}),
+}
+SWEPT_ON_RANKS = set(ON_RANKS) - {"two ranks, two lanes each"}
+
+
+@pytest.mark.parametrize("name", cases(ON_RANKS, SWEPT_ON_RANKS))
+def test_passes_on_ranks_have_the_bits_of_plain_decoding_on_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with warps that are far behind others."""
+    num_ranks, spec, options = ON_RANKS[name]
+    model = Model(spec, "bfloat16", monkeypatch, options.get("kv_dtype", ""))
+    plain_twin = Twin(model, 1, tmp_path / "plain", options)
+    plain = plain_twin.answer([])
+    warm = {"INVERSE_TEMPERATURE": str(np.float32(2).view(np.uint32))}
+    plain_warm = plain_twin.answer([], 9, warm)
+    for tokens in (2, 4):
+        twin = Twin(model, tokens, tmp_path / str(tokens), options, num_ranks)
+        for drafts in (drafts_of(plain), [*PROMPT, *[71] * 40], drafts_of(plain, wrong=(1, 4, 5, 6, 11, 13, 22))):
+            found = twin.answer(drafts)
+            assert replace(found, passes=plain.passes) == plain
+            assert found.passes < plain.passes
+        assert replace(twin.answer(drafts_of(plain_warm, wrong=(3,)), 9, warm), passes=plain_warm.passes) == plain_warm
+    restless = twin.answer(drafts_of(plain, wrong=(2,)), 5, {"UNREST": "1"})
+    assert restless.tokens == plain.tokens[:5]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "finding"),
     [
         ("llama-3.2-1b", {"tokens": 3}, "passes of 3 tokens (1, 2 or 4)"),
         ("llama-3.2-1b", {"tokens": 2, "kv_dtype": "int4"}, "a cache of int4"),
-        ("llama-3.2-1b", {"tokens": 2, "num_ranks": 2}, "2 ranks"),
+        ("qwen3-8b", {"tokens": 2, "num_ranks": 8}, "8 ranks (1, 2 or 4)"),
         ("2b", {"tokens": 4}, "a stream of each lane; windows of 512 positions, whose rings have no room for another token"),
         ("gpt-oss-20b", {"tokens": 4}, "experts; quantised weights; use"),
     ],

@@ -52,11 +52,14 @@ def test_all_forms_of_models_are_accepted(name: str, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [2, 4])
-@pytest.mark.parametrize("name", ["dense", "llama-3.2-1b", "qwen3-4b"])
-def test_passes_of_several_tokens_are_accepted(name: str, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("dense", 1), ("llama-3.2-1b", 1), ("qwen3-4b", 1), ("dense", 2), ("dense", 4), ("qwen3-4b", 2)]
+)
+def test_passes_of_several_tokens_are_accepted(name: str, num_ranks: int, tokens: int) -> None:
     spec = PLAIN[name] if name in PLAIN else named_shape(name)[0]
-    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=4 if name in PLAIN else 128, tokens=tokens)
-    of_one = KernelShape(spec, range(spec.num_lanes), max_ctas=shape.max_ctas).words.lists
+    hosted, max_ctas = spec.lanes_of_rank(0, num_ranks), 4 if name in PLAIN else 128
+    shape = KernelShape(spec, hosted, max_ctas=max_ctas, tokens=tokens, num_ranks=num_ranks)
+    of_one = KernelShape(spec, hosted, max_ctas=max_ctas, num_ranks=num_ranks).words.lists
     for name, (words, count) in shape.words.lists.items():  # choices and reports are of the build with processors alone
         assert (words, count) == (of_one[name][0], of_one[name][1] * (1 if name in ("Choice", "Report") else tokens)), name
     assert word_findings(shape) == ()

@@ -61,6 +61,12 @@ CASES = {
     ),
     "passes of two tokens": Case(DENSE, options={"tokens": 2}, passes=((0, False), (2, True), (3, True))),
     "passes of four tokens": Case(DENSE, options={"tokens": 4}, passes=((0, True), (3, True))),
+    "passes of two tokens on two ranks": Case(
+        DENSE, num_ranks=2, options={"tokens": 2}, passes=((0, False), (2, True), (3, True))
+    ),
+    "passes of four tokens on four ranks": Case(
+        replace(DENSE, num_lanes=4), num_ranks=4, options={"tokens": 4}, passes=((0, True), (3, True))
+    ),
     "an LM head alone": Case(SPEC, has_head_alone=True),
     "two ranks, sums that are late, and an LM head alone": Case(SPEC, num_ranks=2, has_head_alone=True),
     "two ranks, sums for all": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe"], num_ranks=2, options={"max_ctas": 4}),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kog_dist.collectives.mailbox import place
 from kog_dist.decode.pass_drafts import PassDrafts, in_units
 from kog_dist.errors import ConfigError
 from kog_dist.late_numpy import np
@@ -49,10 +51,17 @@ def obstacle_to_drafts(shape: KernelShape) -> str:
 
 
 def draft_bytes(shape: KernelShape) -> int:
-    """GPU memory of both builds besides that of `Monokernel`."""
+    """GPU memory of both builds besides that of `Monokernel`, and what several ranks exchange."""
     large = drafting_shape(shape)
     first, end = shape.head.vocab_rows
-    return 8 * large.words.num_words + 4 * large.tokens * (end - first) + 4 * (2 * shape.spec.max_context + _ROOM)
+    with_all, alone = (sum(box.num_words for box in place(one.words.boxes.specs(), one.num_ranks)) for one in (large, shape))
+    num_words = large.words.num_words + with_all - alone
+    return 8 * num_words + 4 * large.tokens * (end - first) + 4 * (2 * shape.spec.max_context + _ROOM)
+
+
+def draft_headers(shape: KernelShape) -> list[dict[str, str]]:
+    """What both builds are compiled with: `KernelShape` as generated headers."""
+    return [headers(replace(shape, drafts=True)), headers(drafting_shape(shape))]
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,15 @@ class PassCosts:
 
     extra: float = 0.12
     edge: float = 0.06
+
+    def to_json(self) -> str:
+        """For other ranks."""
+        return json.dumps([self.extra, self.edge])
+
+    @staticmethod
+    def from_json(text: str) -> PassCosts:
+        """What `to_json` has written, to the last bit."""
+        return PassCosts(*json.loads(text))
 
 
 class DraftBuilds:
@@ -73,17 +91,15 @@ class DraftBuilds:
         from kog_dist.workers.cuda.pinned import pinned
 
         self._shape, self.large_shape = shape, drafting_shape(shape)
-        with ThreadPoolExecutor(1) as pool:  # where they are not built yet, both are at the same time
-            small = pool.submit(build, headers(replace(shape, drafts=True)))
-            large = build(headers(self.large_shape))
-        self.small = Kernel(small.result().path, kernel_name, SHARED_BYTES)
-        self.large = Kernel(large.path, kernel_name, SHARED_BYTES)
+        with ThreadPoolExecutor(2) as pool:  # where they are not built yet, both are at the same time
+            small, large = pool.map(build, draft_headers(shape))
+        self.small, self.large = (Kernel(one.path, kernel_name, SHARED_BYTES) for one in (small, large))
         first, end = shape.head.vocab_rows
         self.words = cupy.zeros(self.large_shape.words.num_words, cupy.uint64)
         self.logits = cupy.zeros((PASS_TOKENS, end - first), cupy.float32)
         self._tokens = cupy.zeros(2 * shape.spec.max_context + _ROOM, cupy.uint32)
         self._staged = pinned(4 * self._tokens.size).view(np.uint32)
-        self.costs = PassCosts()
+        self.costs = PassCosts()  # by which the kernels decide; the same on all ranks
         self._num_predicted = 0
 
     @property
@@ -131,8 +147,8 @@ class DraftBuilds:
         params["extra"], params["edge"] = in_units(self.costs.extra), in_units(self.costs.edge)
         return params.tobytes()
 
-    def measure(self, launch: Callable[[Kernel, int], None], stream: Any) -> None:
-        """Set `costs`. `launch` queues so many passes of a build, none of which leaves early, at MEASURED_POSITION."""
+    def measure(self, launch: Callable[[Kernel, int], None], stream: Any) -> PassCosts:
+        """What passes cost. `launch` queues so many of a build, none of which leaves early, at MEASURED_POSITION."""
         import cupy
 
         def elapsed_ms(kernel: Kernel, *launches: int) -> float:
@@ -150,7 +166,7 @@ class DraftBuilds:
         small_ms = elapsed_ms(self.small, 2 * many) - elapsed_ms(self.small, many)
         large_ms = elapsed_ms(self.large, 2 * many) - elapsed_ms(self.large, many)
         edges_ms = elapsed_ms(self.small, *itertools.repeat(1, many)) - elapsed_ms(self.small, many)
-        self.costs = costs_of(small_ms / many, large_ms / many, edges_ms / (many - 1))
+        return costs_of(small_ms / many, large_ms / many, edges_ms / (many - 1))
 
 
 def costs_of(small_ms: float, large_ms: float, edge_ms: float) -> PassCosts:

@@ -53,14 +53,15 @@ class Geometry:
         """Threads of a thread block."""
         return 32 * (self.matrix_warps + _SERVICE_WARPS + _ATTEND_WARPS)
 
-    def registers(self, num_ranks: int, *, drafts: bool = False) -> Registers:
-        """Those of a build for so many ranks. Exchanging with peers costs the finaliser and the sampler registers.
+    def registers(self, num_ranks: int, *, tokens: int = 1, drafts: bool = False) -> Registers:
+        """Those of a build for so many ranks and tokens of a pass. Exchanging with peers costs the finaliser and the sampler
+        registers.
 
         `drafts`: where the sampler goes by drafts. With fewer registers the compiler spills attention's query there.
         """
         if self.matrix_warps == 8:
             if drafts:
-                return Registers(128, 104, 64, 240)
+                return Registers(128, 104, 64, 240) if num_ranks == 1 or tokens == 1 else Registers(128, 104, 72, 232)
             if num_ranks == 2:  # the finaliser waits for nobody, and matrix warps keep the stream
                 return Registers(128, 112, 72, 216)
             return Registers(128, 104, 88, 216) if num_ranks <= 4 else Registers(128, 96, 104, 216)

@@ -4,11 +4,14 @@
     streams          the residual streams before the LM head, pair words, copies for all readers: every rank reads all lanes; none
                      with `vocab_parallel`, where each rank has logits of its own lanes, or where the lanes share one stream
     candidates       best token of each thread block of each rank, copies for all readers; two slots in turn
+    pass_attention, pass_mlp, pass_candidates
+                     the same of a build whose passes have several tokens, one behind the other (in each copy of candidates)
     choices          what thread blocks exchange to choose a token with processors (device/quads.cuh); two slots in turn
     reports          masses and best tokens of each thread block, for log-probabilities; rank 0's are used
 
 Epochs of the sums are those of the plan (`decode/plan`): token * summed layers + place of the layer among them. Tokens count
-from 1, and the slot is that place. Candidates have the token's number as epoch. See docs/kccl.md.
+from 1, and the slot is that place. Candidates have the token's number as epoch. Builds with several tokens count passes. Their
+boxes lie behind those of a build with one, which are where they are in its heap: so both may use one. See docs/kccl.md.
 """
 
 from __future__ import annotations
@@ -25,16 +28,22 @@ from kog_dist.runtime.abi import LINE_BYTES
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 
 _LINE_WORDS = LINE_BYTES // WORD_BYTES
+_BY_TOKEN = (*(sublayer.name.lower() for sublayer in Sublayer), "candidates")  # boxes that have as much for each token of a pass
+_OF_PASSES = "pass_"
 
 
 @dataclass(frozen=True)
 class KernelBoxes:
-    """The mailboxes of a model on `world_size` ranks whose kernels have `num_ctas` thread blocks and `replicas` of vectors."""
+    """The mailboxes of a model on `world_size` ranks whose kernels have `num_ctas` thread blocks and `replicas` of vectors.
+
+    `tokens`: of a pass.
+    """
 
     spec: ModelSpec
     world_size: int
     num_ctas: int
     replicas: int
+    tokens: int = 1
 
     @property
     def lanes_per_rank(self) -> int:
@@ -78,7 +87,22 @@ class KernelBoxes:
         if self.spec.gathers_streams:
             sums.append(MailboxSpec("streams", 1, self.lanes_per_rank * self.replicas * self.stream_copy_words))
         candidates = MailboxSpec("candidates", 2, self.replicas * self.candidate_copy_words)
-        return [*sums, candidates, *self._processed_specs()]
+        return [*sums, candidates, *self._processed_specs(), *self._pass_specs([*sums, candidates])]
+
+    def name_of(self, name: str) -> str:
+        """What the box is called that a build uses as one of a single token is used that has this name."""
+        return f"{_OF_PASSES}{name}" if self.tokens > 1 and name in _BY_TOKEN else name
+
+    def label_of(self, index: int) -> str:
+        """The name of a box, for people: of one for several tokens that of the one for a single token."""
+        return self.specs()[index].name.removeprefix(_OF_PASSES)
+
+    def _pass_specs(self, alone: Sequence[MailboxSpec]) -> list[MailboxSpec]:
+        """Of a build with several tokens, given those of a single one."""
+        if self.tokens == 1:
+            return []
+        boxes = (box for box in alone if box.name in _BY_TOKEN)
+        return [MailboxSpec(self.name_of(box.name), box.num_slots, self.tokens * box.length) for box in boxes]
 
     def _processed_specs(self) -> list[MailboxSpec]:
         return [MailboxSpec("choices", 2, self.choice_words), MailboxSpec("reports", 1, self.report_words)]
@@ -101,9 +125,9 @@ class KernelBoxes:
             "// By kind of sublayer: layers that are summed. A layer's slot is its place among them.",
             by_kind(mask_type, "summed_mask", masks),
             by_kind("u32", "sums_per_token", [f"{len(self.summed_layers(sublayer))}u" for sublayer in Sublayer]),
-            by_kind("Mailbox", "sum_box", [_box(by_name.get(sublayer.name.lower())) for sublayer in Sublayer]),
+            by_kind("Mailbox", "sum_box", [_box(by_name.get(self.name_of(sublayer.name.lower()))) for sublayer in Sublayer]),
             f"__device__ __forceinline__ Mailbox stream_box() {{ return {_box(by_name.get('streams'))}; }}",
-            f"__device__ __forceinline__ Mailbox candidate_box() {{ return {_box(by_name.get('candidates'))}; }}",
+            f"__device__ __forceinline__ Mailbox candidate_box() {{ return {_box(by_name.get(self.name_of('candidates')))}; }}",
             f"__device__ __forceinline__ Mailbox choice_box() {{ return {_box(choices)}; }}",
             f"__device__ __forceinline__ Mailbox report_box() {{ return {_box(reports)}; }}",
             "__device__ __forceinline__ u32 sum_slot(u32 kind, u32 layer) {",

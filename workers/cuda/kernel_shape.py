@@ -33,7 +33,7 @@ from kog_dist.workers.cuda.word_shape import WordShape
 MAX_CTAS = 128
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
 CHOICE_POSITIONS = 8  # whose choices of experts are kept, in turn: a rendezvous has room for those of MAX_LAYERS layers
-PASS_TOKENS = 1, 2, 4
+PASS_TOKENS = PASS_RANKS = 1, 2, 4
 _MOST_HEAD_ROWS = 4094  # of a thread block
 _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
@@ -227,8 +227,11 @@ class KernelShape:
 
     @property
     def sends_sums_directly(self) -> bool:
-        """Whether both of two ranks send their sums to all who gather the stream, instead of to the owners of its rows."""
-        return share_stream(self.spec) and self.num_ranks == 2
+        """Whether both of two ranks send their sums to all who gather the stream, instead of to the owners of its rows.
+
+        Not those of several tokens, whose streams matrix warps have no registers to keep.
+        """
+        return share_stream(self.spec) and self.num_ranks == 2 and self.tokens == 1
 
     @property
     def gathers_streams(self) -> bool:
@@ -329,7 +332,7 @@ def _of_tokens(shape: KernelShape) -> list[str]:
         "a cache of int4": shape.kv_dtype == "int4",
         f"windows of {spec.sliding_window} positions, whose rings have no room for another token": not _rings_have_room(shape),
         "positions in partitions": shape.cache.num_partitions > 1,
-        f"{shape.num_ranks} ranks": shape.num_ranks > 1,
+        f"{shape.num_ranks} ranks (1, 2 or 4)": shape.num_ranks not in PASS_RANKS,
         "choices of experts to keep": shape.checks_experts,
     }
     return [name for name, is_so in against.items() if is_so]

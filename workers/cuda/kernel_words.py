@@ -291,20 +291,23 @@ class TokenEvents:
             own = [Write(self._by_layer(DIRECT_SUM, layer, sublayer.name))] if is_last else []
             yield self._finalised(name, reads, own)
         elif mode is ReduceMode.BLOCKING:
-            yield self._finalised(name, reads, [Write(self._sum(sublayer, layer))] if is_summed else [])
+            sums = self._sums(sublayer, layer) if is_summed else []
+            yield self._finalised(name, reads, map(Write, sums))
             if is_last:
-                total = [Read(self._sum(sublayer, layer), Scope.RANKS)] if is_summed else []
+                total = [Read(one, Scope.RANKS) for one in sums]
                 streams = [one for stream in range(shape.num_streams) for one in self._stream_writes(sublayer, layer, stream)]
                 yield self._finalised(f"sum over lanes behind {name}", total, streams)
         else:
             if mode is ReduceMode.DELAYED and shape.num_ranks > 1:
-                reads.append(Read(self._sum(sublayer, layer - spec.delay), Scope.RANKS))
-            own = [Write(self._sum(sublayer, layer))] if is_summed else []
+                reads += [Read(one, Scope.RANKS) for one in self._sums(sublayer, layer - spec.delay)]
+            own = list(map(Write, self._sums(sublayer, layer))) if is_summed else []
             yield self._finalised(name, reads, [*self._stream_writes(sublayer, layer, lane), *own])
 
-    def _sum(self, sublayer: Sublayer, layer: int) -> Version:
-        layers = self.shape.words.boxes.summed_layers(sublayer)
-        return Version(SUM, (sublayer.name, layer), (self._epoch + 1) * len(layers) + layers.index(layer))
+    def _sums(self, sublayer: Sublayer, layer: int) -> list[Version]:
+        """Of each token of the pass."""
+        layers, tokens = self.shape.words.boxes.summed_layers(sublayer), range(self.shape.tokens)
+        number = (self._epoch + 1) * len(layers) + layers.index(layer)
+        return [Version(SUM, (sublayer.name, layer, token), number) for token in tokens]
 
     def _stream_writes(self, sublayer: Sublayer, layer: int, stream: int) -> list[Write]:
         kind = STREAM if sublayer is Sublayer.MLP else MIDDLE

@@ -54,9 +54,10 @@ class DeviceToken:
 class Monokernel:
     """One GPU's kernel with its weights, caches and words. One request at a time; not thread-safe.
 
-    With several ranks `heap` holds `shape.words.boxes`, first and in that order. `processors`: with the build that has
-    them, which gets the masks of grammars from `masks`, if any. `drafts`: with the builds of requests that have drafts.
-    `wait_limit_us` bounds every wait on the device. Raises CompileError or LaunchError when the kernel cannot be had.
+    With several ranks `heap` holds `shape.words.boxes`, with drafts those of `drafting_shape`, first and in that order.
+    `processors`: with the build that has them, which gets the masks of grammars from `masks`, if any. `drafts`: with the builds
+    of requests that have drafts. `wait_limit_us` bounds every wait on the device. Raises CompileError or LaunchError when the
+    kernel cannot be had.
     """
 
     def __init__(
@@ -265,7 +266,7 @@ class Monokernel:
         kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr)
 
     def measure_drafts(self) -> PassCosts:
-        """Find out what passes of several tokens cost, and go by that from now on. No request may be under way.
+        """Find out what passes of several tokens cost. No request may be under way. Collective.
 
         Where the context is too short for that, or the passes end early, what is assumed stands.
         """
@@ -275,11 +276,16 @@ class Monokernel:
             return assumed
         self.begin((0,) * (MEASURED_POSITION + 1), room, SamplingParams(), first_position=MEASURED_POSITION, prediction=())
         fixed_ptr = self._prompt.data.ptr  # any tokens: passes with these do not take turns
-        self._draft_builds.measure(lambda kernel, passes: self._launch(kernel, passes, 0, fixed_ptr=fixed_ptr), self.stream)
+        measured = self._draft_builds.measure(
+            lambda kernel, passes: self._launch(kernel, passes, 0, fixed_ptr=fixed_ptr), self.stream
+        )
         self.finish()
-        if int(self.state()["finish"]):
-            self._draft_builds.costs = assumed
-        return self._draft_builds.costs
+        return assumed if int(self.state()["finish"]) else measured
+
+    def set_draft_costs(self, costs: PassCosts) -> None:
+        """Let requests from now on go by these costs: the same on all ranks, which decide by them how many tokens passes have."""
+        assert self._draft_builds is not None, "made without drafts"
+        self._draft_builds.costs = costs
 
     def _params(self, num_steps: int) -> Any:
         weights = self.weights
@@ -368,17 +374,25 @@ class Monokernel:
         asked for together; if that one's words were there, it is looked up whose others are not. Where ranks send their sums to
         all who gather a stream, it has the rank instead.
         """
-        if record.phase == NONE and self.shape.num_ranks > 1:  # matrix warps that noted nothing have no phase either
+        shape = self._running_shape
+        if record.phase == NONE and shape.num_ranks > 1:  # matrix warps that noted nothing have no phase either
             if not record.num_missing:
                 return replace(record, peer=self.rank)
-            return with_place(self.shape.spec, replace(record, label=self.shape.words.boxes.specs()[record.mailbox].name))
-        if self.shape.sends_sums_directly and record.phase in (Phase.QKV, Phase.GATE_UP, Phase.HEAD):
+            return with_place(shape.spec, replace(record, label=shape.words.boxes.label_of(record.mailbox)))
+        if shape.sends_sums_directly and record.phase in (Phase.QKV, Phase.GATE_UP, Phase.HEAD):
             return replace(record, peer=record.lane if record.num_missing else NO_PEER, lane=NONE)
         if record.phase != Phase.HEAD or not self.shape.gathers_streams:
             return replace(record, peer=self.rank)
         if not record.num_missing:
             record = self._with_missing_stream(record)
         return replace(record, peer=record.lane // self.shape.num_lanes if record.num_missing else NO_PEER)
+
+    @property
+    def _running_shape(self) -> KernelShape:
+        """What the build was compiled for that ran in the last launch. It must have left."""
+        builds = self._draft_builds
+        is_large = builds is not None and self._has_drafts and int(self.state()["pass_tokens"]) > 1
+        return builds.large_shape if builds is not None and is_large else self.shape
 
     def _with_missing_stream(self, record: WaitRecord) -> WaitRecord:
         """With the first of the last streams that have not come; unchanged if all have by now. The kernel must have left."""

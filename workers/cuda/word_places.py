@@ -91,8 +91,8 @@ class WordPlaces:
     # ---- between ranks: collectives/device/peers.cuh, kernel_boxes.py ----
     def _to_all(self, name: str, slot: int, begin: int, copies: int, copy_words: int, writers: Sequence[int]) -> Iterator[Word]:
         """Words of every rank in all heaps, in copies, from word `begin` of a row on; `writers`: of each."""
-        num_ctas, ranks = self.shape.num_ctas, self.shape.num_ranks
-        box = next(box for box in mailbox.place(self.shape.words.boxes.specs(), ranks) if box.spec.name == name)
+        num_ctas, ranks, boxes = self.shape.num_ctas, self.shape.num_ranks, self.shape.words.boxes
+        box = next(box for box in mailbox.place(boxes.specs(), ranks) if box.spec.name == boxes.name_of(name))
         for source in range(ranks):
             first = box.first_word + (slot * ranks + source) * box.row_words + begin
             for copy in range(copies):
@@ -114,20 +114,20 @@ class WordPlaces:
         """Sums of both ranks for all matrix warps of both."""
         yield from self._to_all(sublayer.lower(), 0, 0, SUM_COPIES, self.shape.spec.hidden_size // 2, self._row_owners)
 
-    def sums(self, sublayer: str, layer: int) -> Iterator[Word]:
+    def sums(self, sublayer: str, layer: int, token: int = 0) -> Iterator[Word]:
         """Sums of each rank for the owners of the same rows on its peers: a word for each row."""
         slot = self.shape.words.boxes.summed_layers(Sublayer[sublayer]).index(layer)
         owners = [row // self._owned_rows for row in range(self.shape.spec.hidden_size)]
-        for word in self._to_all(sublayer.lower(), slot, 0, 1, 0, owners):
+        for word in self._to_all(sublayer.lower(), slot, token * len(owners), 1, 0, owners):
             yield replace(word, readers=frozenset({word.writer}), is_value=True, is_own_too=False)
 
     def candidates(self, slot: int, token: int = 0) -> Iterator[Word]:
         """Two words of each thread block."""
         if self.shape.num_ranks > 1:
             writers = [word // 2 for word in range(2 * self.shape.num_ctas)]
-            yield from self._to_all(
-                "candidates", slot, 0, self.shape.words.replicas, self.shape.words.boxes.candidate_copy_words, writers
-            )
+            words, copy_words = self.shape.words, self.shape.words.boxes.candidate_copy_words
+            begin, apart = token * copy_words, self.shape.tokens * copy_words
+            yield from self._to_all("candidates", slot, begin, words.replicas, apart, writers)
             return
         for place in range(2 * self.shape.num_ctas):
             yield from self._copies("Candidate", 0, token, place, place // 2, is_value=True)

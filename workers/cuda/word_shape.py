@@ -48,7 +48,7 @@ class WordShape:
     @property
     def boxes(self) -> KernelBoxes:
         """The mailboxes through which ranks exchange sums, last streams and candidates; none for one rank."""
-        return KernelBoxes(self.spec, self.num_ranks, self.num_ctas, self.replicas)
+        return KernelBoxes(self.spec, self.num_ranks, self.num_ctas, self.replicas, self.tokens)
 
     @cached_property
     def lists(self) -> dict[str, tuple[int, int]]:

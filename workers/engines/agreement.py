@@ -30,6 +30,7 @@ def common_terms(args: WorkerArgs, checkpoint: Checkpoint, plan_digest: str) -> 
         "memory for kept prefixes": f"{args.kept_bytes}, {args.kept_host_bytes}",
         "positions that windowed layers keep": str(args.whole_windows),
         "use of prefill": str(args.prefill),
+        "use of drafts": str(args.drafts),
         "memory layout": f"{abi_digest():016x}",
     }
 

@@ -183,6 +183,9 @@ class CudaEngine:
             self._peers.compare_trials(entry.token_id)
         if self._args.drafts:
             costs = kernel.measure_drafts()
+            if self._peers is not None:
+                costs = self._peers.share_costs(costs)
+            kernel.set_draft_costs(costs)
             note(f"passes with drafts have {PASS_TOKENS} tokens, and take {1 + costs.extra:.2f} times as long as those of one")
             if self._prefill is not None:
                 self._prefill.forget(0)

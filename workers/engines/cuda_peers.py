@@ -7,6 +7,7 @@ what hosts exchange between launches: slices of the logits on their way to rank 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from kog_dist.runtime.control import ControlPage, RankState
 from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES
+from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE
+from kog_dist.workers.cuda.draft_builds import PassCosts, draft_headers, drafting_shape
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.engines.agreement import agree, common_terms
 from kog_dist.workers.prefill.exchange import peer_exchange
@@ -63,7 +65,7 @@ class CudaPeers:
 
         runtime: Any = cupy.cuda.runtime
         name = runtime.getDeviceProperties(device)["name"]
-        kernels = sorted({cubin_name(headers(shape), source) for shape in self._shapes for source in self._sources})
+        kernels = sorted({cubin_name(generated, source) for generated, source in self._builds()})
         terms = common_terms(self._args, checkpoint, plan_digest) | {
             "kernel": hashlib.sha256("\n".join(kernels).encode()).hexdigest(),
             "version of the CUDA driver": str(runtime.driverGetVersion()),
@@ -76,10 +78,15 @@ class CudaPeers:
         from kog_dist.workers.cuda.build import build
 
         if self._rank == 0:
-            for shape in self._shapes:
-                for source in self._sources:
-                    build(headers(shape), source)
+            for generated, source in self._builds():
+                build(generated, source)
         self.meet()
+
+    def _builds(self) -> Iterator[tuple[dict[str, str], str]]:
+        """Headers and source of each program of every rank's kernel."""
+        for shape in self._shapes:
+            yield from ((headers(shape), source) for source in self._sources)
+            yield from ((generated, PLAIN_SOURCE) for generated in (draft_headers(shape) if self._args.drafts else ()))
 
     def link(self, device: int, prefill_tokens: int = 0) -> CudaHeap:
         """Map the peers' memory and try it. Returns the heap with the mailboxes of the monokernel, which come first.
@@ -89,7 +96,7 @@ class CudaPeers:
         shape = self._shapes[self._rank]
         self._prefill_tokens = prefill_tokens
         boxes = [
-            *shape.words.boxes.specs(),
+            *(drafting_shape(shape) if self._args.drafts else shape).words.boxes.specs(),
             MailboxSpec(_LOGITS, _SLOTS, max(self._slices)),
             MailboxSpec(_CHOICE, _SLOTS, _CHOICE_VALUES),
             *(peer_exchange.mailboxes(shape.spec, prefill_tokens, shape.num_ranks) if prefill_tokens else ()),
@@ -127,6 +134,10 @@ class CudaPeers:
                 f"the ranks chose different tokens on trial ({', '.join(map(str, found))}, in the order of ranks): their GPUs do "
                 f"not read what the others wrote; see kog-doctor, and nvidia-smi topo -p2p rw"
             )
+
+    def share_costs(self, costs: PassCosts) -> PassCosts:
+        """Those that rank 0 gives, on every rank: each decides by them which build of the kernel takes the next turn."""
+        return PassCosts.from_json(self._rendezvous.all_gather_bytes(costs.to_json().encode(), self._deadline)[0].decode())
 
     # ---- requests; no launch of the monokernel may be under way ----
     def gather_logits(self, own: NDArray[np.float32]) -> NDArray[np.float32] | None:

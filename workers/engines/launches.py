@@ -95,7 +95,10 @@ class DecodeKernel(Protocol):
         """What the last launch left; its `position` counts those in the KV cache."""
 
     def measure_drafts(self) -> PassCosts:
-        """Find out what passes of several tokens cost, in a kernel that has them. No request is under way."""
+        """Find out what passes of several tokens cost, in a kernel that has them. No request is under way. Collective."""
+
+    def set_draft_costs(self, costs: PassCosts) -> None:
+        """Let requests go by these costs: on all ranks the same."""
 
     def recover(self) -> None:
         """Forget the KV cache, and on one rank all words, in which values that are not finite may stand."""

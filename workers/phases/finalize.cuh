@@ -123,10 +123,10 @@ struct Finalizer : BiasedRows {
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + (kind == 0 ? kMiddleOffset : kStreamOffset) + token * kStreamStride;
         publish<OutOp::kRows, 1>(words + lane_idx * (kReplicas * kTokens * kStreamStride), kTokens * kStreamStride, first_row, kHidden, stream, tag);
     }
-    // Push the own lanes' sum of these rows to the peers; does not wait.
-    __device__ __forceinline__ void publish_sum(u32 kind, u32 layer, u32 first_row, float own_sum) {
+    // Push the own lanes' sum of these rows to the peers; does not wait. Sums of a pass's tokens lie one behind the other.
+    __device__ __forceinline__ void publish_sum(u32 kind, u32 layer, u32 first_row, float own_sum, u32 token = 0) {
         const u32 slot = sum_slot(kind, layer);
-        publish_sum_to_peers<kRanks, OutOp::kRows>(peers, sum_box(kind), slot, first_row, kHidden, own_sum,
+        publish_sum_to_peers<kRanks, OutOp::kRows>(peers, sum_box(kind).behind(token * kHidden), slot, first_row, kHidden, own_sum,
                                                    sum_tag(kind, pass.number + 1, slot));
     }
     // Sum over all ranks of what they have published for a layer, from a `SumFromPeers` that may have been loaded already. False: leave.
@@ -137,6 +137,12 @@ struct Finalizer : BiasedRows {
         else from.load(peers, sum_box(kind), slot, first_row, kHidden);
         return from.template total<kRoundsHalves>(peers, sum_box(kind), sum, sum_tag(kind, pass.number + 1, slot), role.stopped(),
                           role.shared->peer_notes[0], sum);
+    }
+    // The same of all tokens of a pass, from and to `sums`.
+    __device__ __forceinline__ bool totals_of_ranks(u32 kind, u32 layer, u32 first_row, float (&sums)[kTokens]) {
+        const u32 slot = sum_slot(kind, layer);
+        return collect_totals<kRanks, OutOp::kRows, kRoundsHalves>(peers, sum_box(kind), slot, kHidden, first_row, kHidden, sums,
+                                                                   sum_tag(kind, pass.number + 1, slot), role.stopped(), role.shared->peer_notes[0]);
     }
     // Read what peers have sent for the product after number `product` while that one is being multiplied; usually it is there. From
     // here to that product nothing else may touch `sums`.
@@ -223,20 +229,35 @@ struct Finalizer : BiasedRows {
                 if (mine) shared.history[token][kind][0][lane_idx][row] = sum;
             }
             end_block();
-            [[maybe_unused]] const auto& now = shared.history[0][kind][0];
             if (kDirectSums && is_last) {
                 publish_vector_to_all<kRanks, OutOp::kRows, kSumCopies>(peers, sum_box(kind).row(kRanks, 0, peers.rank), kHidden / 2,
-                                                                       role.cta * OutOp::kCtaRows + block * OutOp::kRows, kHidden, lane_sum(now, row), tag);
-            } else if (kRanks > 1 && is_last) publish_sum(kind, layer, role.cta * OutOp::kCtaRows + block * OutOp::kRows, lane_sum(now, row));
+                                                                       role.cta * OutOp::kCtaRows + block * OutOp::kRows, kHidden,
+                                                                       lane_sum(shared.history[0][kind][0], row), tag);
+            } else if (kRanks > 1 && is_last) {
+#pragma unroll 1
+                for (u32 token = 0; token < kTokens; ++token)
+                    publish_sum(kind, layer, role.cta * OutOp::kCtaRows + block * OutOp::kRows, lane_sum(shared.history[token][kind][0], row), token);
+            }
         }
 #pragma unroll 1
         for (u32 block = is_last && !kDirectSums ? 0 : OutOp::kBlocks; block < OutOp::kBlocks; ++block) {
             const u32 row = block * OutOp::kRows + (mine ? lane : 0), first_row = role.cta * OutOp::kCtaRows + block * OutOp::kRows;
+            [[maybe_unused]] float totals[kTokens];  // of all ranks, which are asked for all tokens' at once
+            if constexpr (kRanks > 1 && kTokens > 1) {
+#pragma unroll
+                for (int token = 0; token < kTokens; ++token) totals[token] = lane_sum(shared.history[token][kind][0], row);
+                if (!totals_of_ranks(kind, layer, first_row, totals)) return false;
+            }
 #pragma unroll 1
             for (u32 token = 0; token < kTokens; ++token) {
-                float sum = lane_sum(shared.history[token][kind][0], row);
-                SumFromPeers<kRanks, OutOp::kRows> from;
-                if (!total_of_ranks(from, false, kind, layer, first_row, sum)) return false;
+                float sum;
+                if constexpr (kRanks > 1 && kTokens > 1) {
+                    sum = of_token(totals, token);
+                } else {
+                    sum = lane_sum(shared.history[token][kind][0], row);
+                    SumFromPeers<kRanks, OutOp::kRows> from;
+                    if (!total_of_ranks(from, false, kind, layer, first_row, sum)) return false;
+                }
                 const float stream = shared.residual[token][0][row] + sum;
                 if (mine) shared.residual[token][0][row] = stream;
                 publish_stream(kind, layer, 0, first_row, stream, tag, token);
@@ -337,8 +358,8 @@ struct Finalizer : BiasedRows {
         Candidate best = best_of_warp(of_token(candidates, token));
         if (is_cancelled) best.id |= kCancelled;
         if constexpr (kRanks > 1) {
-            publish_candidate<kRanks, kReplicas>(peers, candidate_box(), tag & 1, kCandidateCopyWords, role.cta,
-                                                 __float_as_uint(best.score), best.id, tag);
+            publish_candidate<kRanks, kReplicas>(peers, candidate_box().behind(token * kCandidateCopyWords), tag & 1, kTokens * kCandidateCopyWords,
+                                                 role.cta, __float_as_uint(best.score), best.id, tag);
         } else {
             u64* words = reinterpret_cast<u64*>(params.words_ptr) + kCandidateOffset;
             if (lane < kReplicas)

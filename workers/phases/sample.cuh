@@ -70,6 +70,13 @@ __device__ __forceinline__ Candidate best_of_warp(Candidate mine) {
     return mine;
 }
 
+// Ranks whose candidates are asked for at a time: one where the sampler goes by drafts, and has no registers for two.
+#ifdef KOG_DRAFTS
+constexpr int kSourcesTogether = 1;
+#else
+constexpr int kSourcesTogether = kRanks % 2 == 0 ? 2 : 1;
+#endif
+
 // The best candidate of all thread blocks of all ranks for the successor of a token of the pass. False: leave.
 __device__ __forceinline__ bool collect_best(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 tag, u32 token,
                                              Candidate& best) {
@@ -77,7 +84,7 @@ __device__ __forceinline__ bool collect_best(const KogDecodeParams& params, cons
     if constexpr (kRanks > 1) {
         Candidate mine{-INFINITY, kIdMask};
         const auto fold = [&](u32 score, u32 id) { mine = better(mine, {__uint_as_float(score), id}); };
-        if (!collect_candidates<kRanks, kNumCtas>(peers, candidate_box(), tag & 1, kCandidateCopyWords, copy, tag, role.stopped(),
+        if (!collect_candidates<kRanks, kNumCtas, kSourcesTogether>(peers, candidate_box(), tag & 1, kCandidateCopyWords, copy * kTokens + token, tag, role.stopped(),
                                                   role.shared->peer_notes[1], fold))
             return false;
         best = best_of_warp(mine);

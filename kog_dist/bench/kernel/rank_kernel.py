@@ -72,16 +72,19 @@ def rank_kernel(
     *,
     processors: bool = False,
     masks: MaskSlots | None = None,
+    drafts: bool = False,
 ) -> Iterator[Monokernel]:
     """This rank's kernel, linked with those of its peers. Collective, in the beginning and in the end.
 
     After an exception nothing is closed: peers may still read this rank's memory, which goes with the process.
     """
+    from kog_dist.workers.cuda.draft_builds import drafting_shape
     from kog_dist.workers.cuda.monokernel import Monokernel
 
     comm = None
     if context.info.world_size > 1:
-        comm = context.cuda_communicator(shape.words.boxes.specs(), timeout_s=WAIT_LIMIT_US / 1e6)
+        boxes = (drafting_shape(shape) if drafts else shape).words.boxes.specs()
+        comm = context.cuda_communicator(boxes, timeout_s=WAIT_LIMIT_US / 1e6)
     heap = None if comm is None else comm.heap
     kernel = Monokernel(
         shape,
@@ -91,6 +94,7 @@ def rank_kernel(
         heap=heap,
         processors=processors,
         masks=masks,
+        drafts=drafts,
     )
     context.rendezvous.barrier(context.deadline)
     yield kernel

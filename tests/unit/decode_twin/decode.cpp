@@ -6,8 +6,8 @@
 // of the faults that `twin_silence` makes, if the sources were given some.
 // DRAFTS: with it drafts.bin (uint32) has the token that is expected at each position, for passes of several tokens. INVERSE_TEMPERATURE:
 // the bits of 1 / temperature, with seed 5. kv.RANK.bin gets the cache.
-// RESUME: the steps of the only launch, which goes on from state.RANK.bin, tokens.bin (uint32: prediction, a gap, prompt and answer), and words.RANK.bin, kv.RANK.bin and
-// ring.RANK.bin where they are there; all of them are written. So builds take turns. PREDICTED, PASS_TOKENS, EXTRA, EDGE: of KogDraftParams.
+// RESUME: the steps of the only launch, which goes on from state.RANK.bin, tokens.RANK.bin (uint32: prediction, a gap, prompt and answer), and words.RANK.bin, kv.RANK.bin,
+// heap.RANK.bin and ring.RANK.bin where they are there; all of them are written. So builds take turns. PREDICTED, PASS_TOKENS, EXTRA, EDGE: of KogDraftParams.
 // FIRST: the position of the first token that is decoded, for a log of accesses: with LOG in the environment accesses.bin says who stored and
 // found which words, of ranks' own memories and then of their heaps.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well (record.RANK.bin says why), with 6 when invalid streams were
@@ -35,7 +35,7 @@ u32 setting(const char* name) { return getenv(name) ? atoll(getenv(name)) : 0; }
 
 struct Rank {
     std::vector<Memory> optional;
-    Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, kept;
+    Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, kept, tokens;
 
     KogDecodeState& decode_state() const { return *reinterpret_cast<KogDecodeState*>(state.at); }
     // The first copy of the streams that this rank's layers left, and all copies that are read here, of all ranks.
@@ -86,7 +86,7 @@ int main(int num_arguments, char** argv) {
     const Memory drafts = getenv("DRAFTS") ? read("drafts") : Memory(0);
     const char* inverse_temperature = getenv("INVERSE_TEMPERATURE");
     const bool resumes = getenv("RESUME");
-    const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt"), tokens = resumes ? read("tokens") : Memory(0);
+    const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt");
     const u32 num_prompt = prompt.size() / 4;
     const bool begins_at_head = num_arguments > 6;
     std::vector<Rank> ranks;
@@ -96,14 +96,14 @@ int main(int num_arguments, char** argv) {
         for (const char* name : kOptional) optional.push_back(read(name + number));
         ranks.push_back({std::move(optional), read("tape" + number), read("norms" + number), read("final_norm" + number), Memory(kv_bytes), Memory(8 * num_words),
                          Memory(8 * heap_words), Memory(4 * kTokens * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
-                         Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext), Memory(8 * kKeptWords)});
+                         Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext), Memory(8 * kKeptWords), resumes ? read("tokens" + number) : Memory(0)});
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
         if (const char* first = getenv("FIRST")) state->position = atoll(first);
         state->token = reinterpret_cast<const u32*>(prompt.at)[state->position], state->num_prompt = num_prompt, state->max_tokens = max_tokens;
         if (!resumes) continue;
         const Rank& r = ranks.back();
         read_if_there("state" + number, r.state), read_if_there("words" + number, r.words), read_if_there("kv" + number, r.kv);
-        read_if_there("ring" + number, r.ring);
+        read_if_there("ring" + number, r.ring), read_if_there("heap" + number, r.heap);
     }
     for (const Rank& r : ranks) {
         tapes.push_back({r.tape.at, r.tape.at + kNumCtas * kTapeBytes});
@@ -151,8 +151,8 @@ int main(int num_arguments, char** argv) {
             for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
             packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
 #ifdef KOG_DRAFTS
-            packed.drafts = {tokens.ptr(), setting("PREDICTED"), setting("PASS_TOKENS"), setting("EXTRA"), setting("EDGE")};
-            if (resumes) p.prompt_ptr = tokens.ptr() + 4 * (packed.drafts.num_predicted + 1);
+            packed.drafts = {r.tokens.ptr(), setting("PREDICTED"), setting("PASS_TOKENS"), setting("EXTRA"), setting("EDGE")};
+            if (resumes) p.prompt_ptr = r.tokens.ptr() + 4 * (packed.drafts.num_predicted + 1);
 #endif
             twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
             for (size_t i = twin::blocks.size() - kNumCtas; i < twin::blocks.size(); ++i) twin::rank_of_block[twin::blocks[i].get()] = rank;
@@ -168,6 +168,6 @@ int main(int num_arguments, char** argv) {
         if (reinterpret_cast<const KogDecodeState*>(ranks[rank].state.at)->abort_mirror) return 5;
         write("logits" + number, ranks[rank].logits), write("state" + number, ranks[rank].state), write("ring" + number, ranks[rank].ring);
         write("kept" + number, ranks[rank].kept), write("kv" + number, ranks[rank].kv);
-        if (resumes) write("words" + number, ranks[rank].words), write("tokens", tokens);
+        if (resumes) write("words" + number, ranks[rank].words), write("tokens" + number, ranks[rank].tokens), write("heap" + number, ranks[rank].heap);
     }
 }
