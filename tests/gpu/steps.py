@@ -160,6 +160,7 @@ def _bytes_of(name: str) -> Step:
 
 _PASS_BUILDS = "pass_ranks:{0} drafts.few_layers:{0}"
 _DRAFTING = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-4b")
+_CODED_DRAFTING = ("llama-3.1-8b+fp8",)  # of layers that --quantize can round
 _PASS_CONTEXT = 8300  # tokens, of docs/passes.md
 
 
@@ -171,7 +172,10 @@ def _passes_of(name: str, per_pass: int) -> Step:
 
 
 def _chains_of(name: str) -> Step:
-    return _module(1, 120, 300, f"tests.gpu.chains --spec {name}", _OF_CHAINS, f"drafts.{name}@8192:1", group="drafts")
+    """Of a name of `named_shape`, whose format of layers `--quantize` rounds to."""
+    base, plus, form = name.partition("+")
+    arguments = f"tests.gpu.chains --spec {base}" + (f" -- --gpus=1 --quantize={form}" if plus else "")
+    return _module(1, 120, 300, arguments, _OF_CHAINS, f"drafts.{name}@8192:1", group="drafts")
 
 
 STEPS = {
@@ -230,8 +234,12 @@ STEPS = {
         1, 100, 240, f"requests --gpus 1 --spec qwen3-4b@{_FAR} {_REQUESTS_OF_AGENTS}", _OF_REQUESTS, f"qwen3-4b@{_FAR}:1",
         group="agents",
     ),
-    **{f"drafts_{name}": _chains_of(name) for name in _DRAFTING},
-    **{f"passes_{per_pass}_{name}": _passes_of(name, per_pass) for name in _DRAFTING for per_pass in (1, 2, 4)},
+    **{f"drafts_{name}": _chains_of(name) for name in (*_DRAFTING, *_CODED_DRAFTING)},
+    **{
+        f"passes_{per_pass}_{name}": _passes_of(name, per_pass)
+        for name in (*_DRAFTING, *_CODED_DRAFTING)
+        for per_pass in (1, 2, 4)
+    },
     "pass_ranks_1": _tests(1, 250, 560, "test_pass_ranks", "2]", builds=_PASS_BUILDS.format("1,2"), ranks_per_gpu=2),
     # ---- two GPUs ----
     "pass_ranks_2": _tests(2, 120, 400, "test_pass_ranks", "2]", builds=_PASS_BUILDS.format("1,2")),

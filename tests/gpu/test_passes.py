@@ -30,7 +30,15 @@ from tests.gpu.test_prefill import clear
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
 WINDOWS = replace(named_spec("llama-3.2-1b@600"), num_layers=4, sliding_window=200, window_layers=(0, 2))
-# Heads of 64; normed ones of 128; seven query heads for a KV head, in two sets; rings that have gone round.
+
+
+def coded(name: str) -> dict[str, Any]:
+    """Options of KernelShape for a shape with quantised weights."""
+    spec, codings = named_shape(name)
+    return {"spec": spec, **codings}
+
+
+# Heads of 64; normed ones of 128; seven query heads for a KV head, in two sets; rings that have gone round; quantised weights.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {"spec": named_shape("llama-3.2-1b@600")[0]},
     "qwen3-0.6b": {"spec": named_shape("qwen3-0.6b@600")[0]},
@@ -39,10 +47,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "windows": {"spec": WINDOWS},
     "windows, fp8": {"spec": WINDOWS, "kv_dtype": "fp8"},
     "whole windows": {"spec": WINDOWS, "whole_windows": True},
+    "llama-3.2-1b, weights in fp8": coded("llama-3.2-1b+fp8@600"),
+    "qwen3-0.6b, weights in fp8 by rows": coded("qwen3-0.6b+fp8-rows@600"),
 }
 NUM_PROMPT, NUM_FED, NUM_TOKENS = 500, 30, 64  # the first positions of the cache are empty
 WRONG = (range(0), (3, 4, 9, 15, 16, 17, 18, 30, 63), range(NUM_TOKENS))  # drafts that are
-DRAFTING = ("llama-3.2-1b", "qwen3-0.6b, fp8", "qwen2.5-0.5b", "windows")
+DRAFTING = ("llama-3.2-1b", "qwen3-0.6b, fp8", "qwen2.5-0.5b", "windows", "llama-3.2-1b, weights in fp8")
 MEASURED = {"spec": named_shape(f"llama-3.2-1b@{4 * MEASURED_POSITION}")[0]}
 SAMPLINGS = {"greedy": SamplingParams(), "seeded": SamplingParams(temperature=0.7, seed=3)}
 

@@ -14,6 +14,7 @@ import pytest
 
 from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.bench.kernel.trial_shape import TrialShape
+from kog_dist.decode.coding import HEAD_CODING, Coding
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
@@ -22,6 +23,7 @@ from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_header import headers
 from tests.sweeps import cases
 from tests.unit.cpu_compiler import needs_compiler
+from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources
 
 pytestmark = needs_compiler
@@ -42,6 +44,15 @@ SPECS: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
     "whole windows": (WINDOWS, {"whole_windows": True}),
 }
 SWEPT = {"halves of groups", "sets of heads", "whole windows"}
+# By name: how layers are coded, and whether the LM head is. A lane has so many FFN columns that some warps have two steps; blocks
+# of rows have four groups of eight, and three.
+CODED_SPEC = replace(DENSE, hidden_size=160, num_heads=16, intermediate_size=2560, vocab_size=300)
+CODED = {
+    "FP8, blocks": ("FP8, blocks", False),
+    "FP8, a scale for each row": ("FP8, a scale for each row", False),
+    "MXFP4, an LM head in INT8": ("MXFP4", True),
+}
+CODED_SWEPT = {"FP8, a scale for each row"}
 PROMPT = [3, 70, 11, 5, 42, 9]
 FIRST = 126  # of the prompt that is decoded in a long context, from an empty cache: shortly before rings go round
 MAX_TOKENS = 30  # more than the context leaves
@@ -187,6 +198,23 @@ def test_passes_on_ranks_have_the_bits_of_plain_decoding_on_one(
     assert restless.tokens == plain.tokens[:5]
 
 
+@pytest.mark.parametrize("name", cases(CODED, CODED_SWEPT))
+def test_so_have_passes_of_quantised_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, has_coded_head = CODED[name]
+    options = {"coding": Coding.of(FORMS[form])} | ({"head_coding": HEAD_CODING} if has_coded_head else {})
+    model = CodedModel(CODED_SPEC, "bfloat16", FORMS[form], monkeypatch)
+    plain = Twin(model, 1, tmp_path / "1", options).answer([])
+    assert len(plain.tokens) == CODED_SPEC.max_context - len(PROMPT)
+    if not has_coded_head:
+        assert plain.tokens[:4] == greedy(model, plain.tokens[:3])
+    for tokens in (2, 4):
+        twin = Twin(model, tokens, tmp_path / str(tokens), options)
+        for wrong in ((), (1, 4, 5, 6, 11, 13, 22)):
+            found = twin.answer(drafts_of(plain, wrong))
+            assert replace(found, passes=plain.passes) == plain
+            assert (found.passes < plain.passes / tokens + 2) == (not wrong)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "finding"),
     [
@@ -194,7 +222,8 @@ def test_passes_on_ranks_have_the_bits_of_plain_decoding_on_one(
         ("llama-3.2-1b", {"tokens": 2, "kv_dtype": "int4"}, "a cache of int4"),
         ("qwen3-8b", {"tokens": 2, "num_ranks": 8}, "8 ranks (1, 2 or 4)"),
         ("2b", {"tokens": 4}, "a stream of each lane; windows of 512 positions, whose rings have no room for another token"),
-        ("gpt-oss-20b", {"tokens": 4}, "experts; quantised weights; use"),
+        ("gpt-oss-20b", {"tokens": 4}, "experts; use"),
+        ("llama-3.2-1b+int4", {"tokens": 2}, "weights in INT4"),
     ],
 )
 def test_what_passes_of_several_tokens_cannot_do_is_refused_by_name(name: str, options: dict[str, Any], finding: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_header import headers
@@ -25,11 +26,18 @@ def shape_of(spec: ModelSpec, num_ranks: int) -> KernelShape:
     return KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks)
 
 
+def coded(name: str, **options: int) -> KernelShape:
+    spec, codings = named_shape(name)
+    return KernelShape(spec, range(spec.num_lanes), **codings, **options)
+
+
 SHAPES = {
     "2b on 8": shape_of(laneformer_2b(), 8),
     "wide heads": shape_of(ModelSpec(2560, 3, 10, 10, 8, 6000, max_context=64, num_lanes=2), 1),
     "many lanes": shape_of(ModelSpec(4096, 3, 16, 16, 12800, 320, max_context=64, num_lanes=16, delay=2), 2),
     "scores by themselves": shape_of(ModelSpec(256, 3, 16, 8, 1024, 100_000, max_context=64, num_lanes=8), 1),
+    "four tokens, FP8": coded("llama-3.1-8b+fp8", tokens=4),
+    "two tokens, an LM head in INT8": coded("qwen3-4b+fp8+head8", tokens=2),
 }
 
 

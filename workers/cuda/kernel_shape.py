@@ -328,7 +328,7 @@ def _of_tokens(shape: KernelShape) -> list[str]:
         f"passes of {shape.tokens} tokens (1, 2 or 4)": shape.tokens not in PASS_TOKENS,
         "a stream of each lane": not share_stream(spec),
         "experts": shape.experts is not None,
-        "quantised weights": shape.coding is not None or shape.head_coding is not None,
+        "weights in INT4": shape.coding is not None and shape.coding.is_integer,
         "a cache of int4": shape.kv_dtype == "int4",
         f"windows of {spec.sliding_window} positions, whose rings have no room for another token": not _rings_have_room(shape),
         "positions in partitions": shape.cache.num_partitions > 1,

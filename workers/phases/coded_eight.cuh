@@ -83,7 +83,7 @@ private:
     template <int kGroups>
     __device__ __forceinline__ void end_group(u32 lane, int i, const u32 (&scales)[kGroups][4]) {
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) scaled[group] += own_sum(lane, sums[group]) * Scale::get(scales[group], i);
+        for (int group = 0; group < kGroups; ++group) scaled[group] = __fmaf_rn(own_sum(lane, sums[group]), Scale::get(scales[group], i), scaled[group]);
     }
 };
 

@@ -62,7 +62,7 @@ struct IntegerSums {
                 float less = of_zero;
                 if constexpr (kCodeZeroBytes > 0) less *= static_cast<float>(zeros[group][0] >> 8 * part & 0xff);
                 const float sum = whole(sums[group]) - less;
-                if constexpr (kCodeScales > 0) scaled[group] += Scale::get(scales[group], part) * sum;
+                if constexpr (kCodeScales > 0) scaled[group] = __fmaf_rn(Scale::get(scales[group], part), sum, scaled[group]);
                 else scaled[group] += sum;
             }
         }

@@ -39,9 +39,6 @@ struct Gatherer : ExpertsGatherer {
     }
     // Norms' weights are read as early, where there are registers for them while products are multiplied.
     static constexpr bool kReadsWordsAhead = kLanes > 2, kReadsNormsAhead = kReadsWordsAhead && !kFourBits && kTokens == 1;
-    // Words of several tokens only where products leave registers for them.
-    template <class S>
-    static constexpr bool kFitsAhead = kTokens == 1 || kAtOnce<S> == kTokens;
     // Read what may be there already of the next vector; never waits. One lane alone is never ahead of itself. Of two lanes only the
     // attention's output is early enough: two of three looks at other words would come too early, and each delays the present product.
     __device__ __forceinline__ void read_ahead(const Place& at) {
@@ -65,14 +62,14 @@ struct Gatherer : ExpertsGatherer {
         } else if (!is_near(role, (at.phase() & 1) || !kOneStream ? at.lane() : kLanes - 1, at.index())) {
             return;
         } else if (at.phase() == kOutPhase) {
-            if constexpr (!kFitsAhead<AttendedSlice>) return;
+            if constexpr (kAhead<AttendedSlice> == 0) return;
             load_vectors<AttendedSlice, kOutPhase>(source<kOutPhase>(at));
         } else if constexpr (kReadsWordsAhead) {
             if (at.phase() == kDownPhase) {
 #ifdef KOG_EXPERTS
                 load_activations<false>(at);
 #else
-                if constexpr (!kFitsAhead<FfnSlice>) return;
+                if constexpr (kAhead<FfnSlice> == 0) return;
                 load_vectors<FfnSlice, kDownPhase>(source<kDownPhase>(at));
 #endif
             } else if constexpr (kTokens > 1) return;

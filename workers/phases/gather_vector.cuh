@@ -158,12 +158,12 @@ struct VectorGatherer {
     // another tag than `tag` now.
     template <class S, bool kSystem = false, u32 kApart = 0, bool kMissing = false>
     __device__ __forceinline__ void load_units(const u64* words, u32 tag = 0) { load_units_to<S, kSystem, kApart, kMissing>(got, words, tag); }
-    // `kCount` tokens' words.
-    template <class S, bool kSystem, u32 kApart, bool kMissing, int kCount = 1, int kRoom>
+    // `kCount` tokens' words, of which those of the first kFrom are there already.
+    template <class S, bool kSystem, u32 kApart, bool kMissing, int kCount = 1, int kFrom = 0, int kRoom>
     __device__ __forceinline__ void load_units_to(ulonglong2 (&got)[kRoom], const u64* words, u32 tag) {
         const u64* mine = words + 2 * (warp * S::kOfVector + lane);
 #pragma unroll
-        for (int token = 0; token < kCount; ++token)
+        for (int token = kFrom; token < kCount; ++token)
 #pragma unroll
             for (int i = 0; i < S::kLoads; ++i)
                 if (S::is_real(warp, lane, i) && (!kMissing || tag_difference(got[token * kMany + i], tag) != 0)) {
@@ -243,7 +243,7 @@ struct VectorGatherer {
                                                                                           : 0;
     template <class S, int kPhase>
     __device__ __forceinline__ void load_vectors(const Source& from) {
-        load_units_to<S, false, kLanesApart<kPhase>, false, kAtOnce<S>>(got, from.words, 0);
+        load_units_to<S, false, kLanesApart<kPhase>, false, kAhead<S>>(got, from.words, 0);
     }
     template <class S, int kPhase>
     __device__ __forceinline__ bool gather_units(const Place& at) {
@@ -260,6 +260,9 @@ struct VectorGatherer {
     static constexpr int kUnitsAtOnce = 8;
     template <class S>
     static constexpr int kAtOnce = kTokens * S::kLoads <= kUnitsAtOnce ? kTokens : kTokens / 2 * S::kLoads <= kUnitsAtOnce ? (kTokens + 1) / 2 : 1;
+    // Of how many tokens words are read ahead, in registers that products leave: of all, or, of four with codes, of half of them.
+    template <class S>
+    static constexpr int kAhead = kAtOnce<S> < kTokens ? 0 : LayerWeights::kCoded && kTokens > 2 ? kTokens / 2 : kTokens;
     // The LM head's input lies where the next layer's would.
     template <int kPhase>
     __device__ __forceinline__ Source source_of_pass(const Place& at) {
@@ -275,6 +278,7 @@ struct VectorGatherer {
         for (u32 first = 0; first < kTokens; first += kAtOnce<S>) {
             from.words = words + first * S::kTokenWords;
             if (!loaded || first > 0) load_units_to<S, false, kLanesApart<kPhase>, false, kAtOnce<S>>(got, from.words, 0);
+            else if (kAhead<S> < kAtOnce<S>) load_units_to<S, false, kLanesApart<kPhase>, false, kAtOnce<S>, kAhead<S>>(got, from.words, 0);
             for (u32 rounds = 1; !have_tag<S, kAtOnce<S>>(got, from.tag); ++rounds) {
                 if (must_leave(role.stopped())) return false;
                 if (rounds % 1024 == 0) note_wait(kPhase, kPhase == kHeadPhase ? kNowhere : at.layer(), at.lane(), from.tag, from.words, S::kColumns / 2);

@@ -3,10 +3,9 @@
 // its A operand are the first halves of the columns, the lower eight the second; the columns of B are x in two 16-bit parts (high,
 // low) of the first half, then of the second. Useful results are column 0 + 1 of the upper rows and column 2 + 3 of the lower rows.
 #pragma once
-#include "coded_eight.cuh"
 #include "coded_four.cuh"
-#include "coded_head.cuh"
 #include "coded_integers.cuh"
+#include "coded_tokens.cuh"
 #include "gather.cuh"
 
 namespace kog {
@@ -54,26 +53,27 @@ __device__ __forceinline__ float row_sum(const HeadSums& sums, u32 lane, int gro
     return sum + __shfl_xor_sync(kFullWarp, sum, 1);
 }
 #endif
-// Of several tokens, for each two groups of eight rows: of the first halves of the columns and of the second ones, columns are tokens' high and
-// low parts in turn. So a thread has one token's sums, and adds its four parts up in the order of a single token's.
-struct TokenSums {
-    float of[(kRowGroups + 1) / 2][2][4] = {};
-
-    __device__ __forceinline__ float row_sum(int group) const {
-        const int i = 2 * (group & 1);
-        return (of[group / 2][0][i] + of[group / 2][0][i + 1]) + (of[group / 2][1][i] + of[group / 2][1][i + 1]);
-    }
-};
+// The same of a pass: several tokens have sums of their own.
 template <class Weights>
-struct SumsOfPass {
-    using Type = typename SumsOfKind<Weights>::Type;
+struct SumsOfTokens {
+    using Type = TokenSums;
 };
+#if defined(KOG_CODE) && !defined(KOG_INTEGERS)
 template <>
-struct SumsOfPass<PlainWeights> {
-    using Type = typename OneOf<(kTokens > 1), TokenSums, SumsOfKind<PlainWeights>::Type>::Type;
+struct SumsOfTokens<CodedWeights> {
+    using Type = FloatTokenSums;
 };
+#endif
+#ifdef KOG_HEAD_FORMAT
+template <>
+struct SumsOfTokens<HeadWeights> {
+    using Type = HeadTokenSums;
+};
+#endif
+template <class Weights>
+using SumsOfPass = typename OneOf<(kTokens > 1), SumsOfTokens<Weights>, SumsOfKind<Weights>>::Type::Type;
 template <class O>
-using SumsOf = typename SumsOfPass<typename O::Kind>::Type;
+using SumsOf = SumsOfPass<typename O::Kind>;
 __device__ __forceinline__ float row_sum(const float (&sums)[kRowGroups][4], u32 lane, int group) {
     const float sum = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
     return sum + __shfl_xor_sync(kFullWarp, sum, 1);
@@ -147,19 +147,15 @@ struct Multiplier {
                 Format::mma(sums[group], w.x, w.y, w.z, w.w, tile.x[step].x, tile.x[step].y);
             }
     }
-    // The same of several tokens: rows of two groups are the upper and the lower ones of A, first halves of their columns and then the second ones.
+    // The same of several tokens.
     template <class Format, int kGroups, int kSteps>
     static __device__ __forceinline__ void add_products(const Tile<kGroups, kSteps>& tile, TokenSums& sums) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int group = 0; group < kGroups; group += 2) {
-                const uint4& x = tile.x[step];
-                const uint4& upper = tile.weights[step * kGroups + group];
-                const uint4 lower = group + 1 < kGroups ? tile.weights[step * kGroups + (group + 1 < kGroups ? group + 1 : group)] : make_uint4(0, 0, 0, 0);
-                Format::mma(sums.of[group / 2][0], upper.x, lower.x, upper.z, lower.z, x.x, x.y);
-                Format::mma(sums.of[group / 2][1], upper.y, lower.y, upper.w, lower.w, x.z, x.w);
-            }
+            sums.template add_groups<Format, kGroups>(tile.x[step], [&](int group, u32(&a)[4]) {
+                const uint4& w = tile.weights[step * kGroups + group];
+                a[0] = w.x, a[1] = w.y, a[2] = w.z, a[3] = w.w;
+            });
     }
     // Partial sums of a block of rows over this warp's columns.
     template <class O>
@@ -178,16 +174,16 @@ struct Multiplier {
                 next_slot(tile_bytes);
                 continue;
             }
-            if constexpr (O::kFourBits) {
+            if constexpr (O::kFourBits || (O::kCoded && kTokens > 1)) {
                 const u32 held = full, at = slot_at + offset;
                 next_slot(tile_bytes);
                 sums.template add<kGroups, O::kRows>(lane, at, x_address, [&](u32 loaded) { free_slot(held, loaded); });
-                x_address += O::kXSteps * 128;
+                x_address += O::kXSteps * kXStepBytes;
             } else if constexpr (O::kCoded) {
                 const u32 held = full, at = slot_at + offset;
                 next_slot(tile_bytes);
                 const u32 loaded = sums.template add<kGroups, O::kRows>(lane, at, x_address);
-                x_address += O::kXSteps * 128;
+                x_address += O::kXSteps * kXStepBytes;
                 free_slot(held, loaded);
                 continue;
             } else {
@@ -214,8 +210,10 @@ struct Multiplier {
         const u32 token = kTokens == 1 ? 0 : lane % kTokens, at = role.base + KOG_OFFSET(red[place][token][warp]) + (lane & ~3u);
         if constexpr (kTokens > 1) {
 #pragma unroll
-            for (u32 group = 0; group < kGroups; ++group)
-                if ((lane & 3) < kTokens && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, sums.row_sum(group));
+            for (u32 group = 0; group < kGroups; ++group) {
+                const float sum = sums.row_sum(lane, group);
+                if ((lane & 3) < kTokens && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, sum);
+            }
         } else {
 #pragma unroll
             for (u32 first = 0; first < kGroups; first += kTogether) {
