@@ -160,7 +160,7 @@ def _bytes_of(name: str) -> Step:
 
 _PASS_BUILDS = "pass_ranks:{0} drafts.few_layers:{0}"
 _DRAFTING = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-4b")
-_CODED_DRAFTING = ("llama-3.1-8b+fp8",)  # of layers that --quantize can round
+_CODED_DRAFTING = ("llama-3.1-8b+fp8", "llama-3.1-8b+int4")  # of layers that --quantize can round
 _PASS_CONTEXT = 8300  # tokens, of docs/passes.md
 
 

@@ -49,10 +49,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "whole windows": {"spec": WINDOWS, "whole_windows": True},
     "llama-3.2-1b, weights in fp8": coded("llama-3.2-1b+fp8@600"),
     "qwen3-0.6b, weights in fp8 by rows": coded("qwen3-0.6b+fp8-rows@600"),
+    "llama-3.2-1b, weights in int4, head in int8": coded("llama-3.2-1b+int4+head8@600"),
+    "llama-3.2-1b, weights in mxfp4": coded("llama-3.2-1b+mxfp4@600"),
 }
 NUM_PROMPT, NUM_FED, NUM_TOKENS = 500, 30, 64  # the first positions of the cache are empty
 WRONG = (range(0), (3, 4, 9, 15, 16, 17, 18, 30, 63), range(NUM_TOKENS))  # drafts that are
-DRAFTING = ("llama-3.2-1b", "qwen3-0.6b, fp8", "qwen2.5-0.5b", "windows", "llama-3.2-1b, weights in fp8")
+DRAFTING = (
+    "llama-3.2-1b", "qwen3-0.6b, fp8", "qwen2.5-0.5b", "windows", "llama-3.2-1b, weights in fp8",
+    "llama-3.2-1b, weights in int4, head in int8",
+)  # fmt: skip
 MEASURED = {"spec": named_shape(f"llama-3.2-1b@{4 * MEASURED_POSITION}")[0]}
 SAMPLINGS = {"greedy": SamplingParams(), "seeded": SamplingParams(temperature=0.7, seed=3)}
 

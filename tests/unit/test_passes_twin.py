@@ -50,9 +50,12 @@ CODED_SPEC = replace(DENSE, hidden_size=160, num_heads=16, intermediate_size=256
 CODED = {
     "FP8, blocks": ("FP8, blocks", False),
     "FP8, a scale for each row": ("FP8, a scale for each row", False),
+    "INT4, an LM head in INT8": ("INT4", True),
+    "INT4, groups of 32 with zero points": ("INT4, groups of 32 with zero points", False),
+    "INT4, a scale for each row": ("INT4, a scale for each row", False),
     "MXFP4, an LM head in INT8": ("MXFP4", True),
 }
-CODED_SWEPT = {"FP8, a scale for each row"}
+CODED_SWEPT = {"FP8, a scale for each row", "INT4, a scale for each row", "MXFP4, an LM head in INT8"}
 PROMPT = [3, 70, 11, 5, 42, 9]
 FIRST = 126  # of the prompt that is decoded in a long context, from an empty cache: shortly before rings go round
 MAX_TOKENS = 30  # more than the context leaves
@@ -223,7 +226,7 @@ def test_so_have_passes_of_quantised_weights(name: str, tmp_path: Path, monkeypa
         ("qwen3-8b", {"tokens": 2, "num_ranks": 8}, "8 ranks (1, 2 or 4)"),
         ("2b", {"tokens": 4}, "a stream of each lane; windows of 512 positions, whose rings have no room for another token"),
         ("gpt-oss-20b", {"tokens": 4}, "experts; use"),
-        ("llama-3.2-1b+int4", {"tokens": 2}, "weights in INT4"),
+        ("qwen2.5-coder-7b+fp8", {"tokens": 4}, "shapes that leave 0 ring slots in shared memory; use"),
     ],
 )
 def test_what_passes_of_several_tokens_cannot_do_is_refused_by_name(name: str, options: dict[str, Any], finding: str) -> None:

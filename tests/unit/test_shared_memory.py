@@ -26,9 +26,9 @@ def shape_of(spec: ModelSpec, num_ranks: int) -> KernelShape:
     return KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks)
 
 
-def coded(name: str, **options: int) -> KernelShape:
+def coded(name: str, tokens: int) -> KernelShape:
     spec, codings = named_shape(name)
-    return KernelShape(spec, range(spec.num_lanes), **codings, **options)
+    return KernelShape(spec, range(spec.num_lanes), tokens=tokens, **codings)
 
 
 SHAPES = {

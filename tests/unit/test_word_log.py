@@ -18,19 +18,22 @@ import pytest
 
 from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.bench.kernel.yardsticks import replaced
+from kog_dist.decode.coding import Coding
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import CheckedToken, TokenEvents
 from kog_dist.workers.cuda.word_places import Word
 from tests.unit.cpu_compiler import needs_compiler
+from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources
 from tests.unit.test_expert_twin import VARIANTS as OF_MODELS_WITH_EXPERTS
-from tests.unit.test_passes_twin import DENSE
+from tests.unit.test_passes_twin import CODED_SPEC, DENSE
 
 pytestmark = needs_compiler
 ACCESS = np.dtype([(name, np.uint32) for name in ("memory", "offset", "cta", "rank", "is_store", "tag", "upper", "pad")])
 TOKENS = 4
+CODED_FORM = "INT4"
 Log = np.ndarray[tuple[int], np.dtype[np.void]]
 
 
@@ -67,6 +70,9 @@ CASES = {
     "passes of four tokens on four ranks": Case(
         replace(DENSE, num_lanes=4), num_ranks=4, options={"tokens": 4}, passes=((0, True), (3, True))
     ),
+    "passes of four tokens, of codes": Case(
+        CODED_SPEC, options={"tokens": 4, "coding": Coding.of(FORMS[CODED_FORM])}, passes=((0, True), (3, True))
+    ),
     "an LM head alone": Case(SPEC, has_head_alone=True),
     "two ranks, sums that are late, and an LM head alone": Case(SPEC, num_ranks=2, has_head_alone=True),
     "two ranks, sums for all": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe"], num_ranks=2, options={"max_ctas": 4}),
@@ -86,6 +92,8 @@ def log_of(
 ) -> Log:
     """The accesses of the case's tokens, of sources that `changed` has changed."""
     shapes, model = shapes_of(case), Model(case.spec, "bfloat16", monkeypatch)
+    if "coding" in case.options:
+        model = CodedModel(case.spec, "bfloat16", FORMS[CODED_FORM], monkeypatch)
     build_twin("decode", changed(decode_sources(headers(shapes[0]))), folder)
     prompt = np.random.default_rng(1).integers(0, case.spec.vocab_size, case.first + TOKENS - 1).astype(np.uint32)
     prompt.tofile(folder / "prompt.bin")

@@ -313,7 +313,7 @@ def _of_build(shape: KernelShape) -> list[str]:
         findings.append(f"{shape.splits} splits of the positions ({', '.join(map(str, SPLITS[:-1]))} or {SPLITS[-1]})")
     if shape.head.form.cta_rows > _MOST_HEAD_ROWS:
         findings.append(f"{shape.head.form.cta_rows} vocabulary rows in a thread block (at most {_MOST_HEAD_ROWS})")
-    findings += shape.ring.findings
+    findings += shape.ring.findings if shape.tokens == 1 else []
     if shape.num_ranks > 1 and shape.num_lanes * shape.num_ranks != spec.num_lanes:
         findings.append(f"{spec.num_lanes} lanes, of which {shape.num_ranks} ranks would host {shape.num_lanes} each")
     return findings
@@ -328,14 +328,13 @@ def _of_tokens(shape: KernelShape) -> list[str]:
         f"passes of {shape.tokens} tokens (1, 2 or 4)": shape.tokens not in PASS_TOKENS,
         "a stream of each lane": not share_stream(spec),
         "experts": shape.experts is not None,
-        "weights in INT4": shape.coding is not None and shape.coding.is_integer,
         "a cache of int4": shape.kv_dtype == "int4",
         f"windows of {spec.sliding_window} positions, whose rings have no room for another token": not _rings_have_room(shape),
         "positions in partitions": shape.cache.num_partitions > 1,
         f"{shape.num_ranks} ranks (1, 2 or 4)": shape.num_ranks not in PASS_RANKS,
         "choices of experts to keep": shape.checks_experts,
     }
-    return [name for name, is_so in against.items() if is_so]
+    return [name for name, is_so in against.items() if is_so] + (shape.ring.findings if shape.tokens > 1 else [])
 
 
 def _rings_have_room(shape: KernelShape) -> bool:

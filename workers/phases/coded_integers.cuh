@@ -68,12 +68,113 @@ struct IntegerSums {
         }
     }
 
-private:
     static constexpr int kParts = DigitX::kParts, kProducts = kParts == 1 ? 2 : 1;
     static constexpr u32 kLower = 0x0f0f0f0fu;
     static constexpr u32 kZeros = kCodeZeroBytes > 0 ? 0x11111111u : 0x88888888u;  // codes of 1, to be multiplied by a zero point, or of 0
     static __device__ __forceinline__ u32 word(const uint4& words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
+
+private:
     static __device__ __forceinline__ float whole(const int (&sums)[4]) { return static_cast<float>(sums[0] * 16 + sums[3]); }
+};
+
+// Of several tokens. Rows of two groups are the upper and the lower ones of A, lower integers and then whole words; two tokens' digits share the
+// columns of B. So a thread has sums of one digit of both tokens, of both groups.
+struct IntegerTokenSums {
+    static constexpr int kPairs = (kTokens + 1) / 2;  // of tokens
+    float scaled[kRowGroups][kPairs][2] = {};
+
+    // The vector's x begins at `x_address`.
+    __device__ __forceinline__ void weigh(u32 lane, u32 x_address) {
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+            const float weight = DigitX::weight(lane, x_address + DigitX::of_token(token)) * kCodeFactor;
+#pragma unroll
+            for (int group = 0; group < kRowGroups; ++group) scaled[group][token / 2][token % 2] *= weight;
+        }
+    }
+    // Of token `lane` % kTokens: its digits', in the order of a single token's. Called by a full warp.
+    __device__ __forceinline__ float row_sum(u32 lane, int group) const {
+        const float(&first)[2] = scaled[group][0], (&last)[2] = scaled[group][kPairs - 1];
+        const bool is_upper = kPairs == 2 && (lane & 2), is_odd = lane & 1;
+        float sums[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sums[i] = (is_upper ? last[i] : first[i]) + __shfl_xor_sync(kFullWarp, is_upper || kPairs == 1 ? first[i] : last[i], 2);
+        return (is_odd ? sums[1] : sums[0]) + __shfl_xor_sync(kFullWarp, is_odd ? sums[0] : sums[1], 1);
+    }
+
+    // See IntegerSums.
+    template <int kGroups, int kRows, class Free>
+    __device__ __forceinline__ void add(u32 lane, u32 at, u32 x_address, Free free) {
+        u32 loaded = 0, scales[kGroups][4], zeros[kGroups][4];
+        const u32 first = at - lane * 16 + kRows * CodedWeights::kRowBytes;
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            const u32 row = group * 8 + (lane >> 2);
+            if constexpr (kCodeScales > 0) load_bytes<kCodeScaleBytes>(first + row * kCodeScaleBytes, scales[group]);
+            if constexpr (kCodeZeroBytes > 0) load_bytes<kCodeZeroBytes>(first + kRows * kCodeScaleBytes + row * kCodeZeroBytes, zeros[group]);
+            if constexpr (kCodeScales > 0) loaded |= scales[group][0];
+            if constexpr (kCodeZeroBytes > 0) loaded |= zeros[group][0];
+        }
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {  // codes are read again: there are no registers to keep them and their lower integers in
+            uint4 codes[kGroups], x[2];
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                load_shared(at + group * 512, codes[group]);
+                loaded |= codes[group].x;
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) load_shared(x_address + pair * DigitX::kPairBytes + half * DigitX::kHalfBytes, x[half]);
+            if (pair == kPairs - 1) free(loaded);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) add_part(codes, x, scales, zeros, pair, part);
+        }
+    }
+
+private:
+    // What a pair of tokens gets of a part of the columns.
+    template <int kGroups>
+    __device__ __forceinline__ void add_part(const uint4 (&codes)[kGroups], const uint4 (&x)[2], const u32 (&scales)[kGroups][4],
+                                             const u32 (&zeros)[kGroups][4], int pair, int part) {
+        int of_zero[4] = {};
+#pragma unroll
+        for (int i = 0; i < kProducts; ++i) add_products(of_zero, kZeros, kZeros, kZeros, kZeros, x, part, i);
+#pragma unroll
+        for (int group = 0; group < kGroups; group += 2) {
+            const bool has_lower = group + 1 < kGroups;
+            int sums[4] = {};
+#pragma unroll
+            for (int i = 0; i < kProducts; ++i) {  // each of a word and the one kProducts behind
+                const int at = kParts == 4 ? part : 2 * part + i;
+                const u32 q = word(codes[group], at), next = kParts == 4 ? 0 : word(codes[group], at + kProducts);
+                const u32 lower_q = has_lower ? word(codes[group + has_lower], at) : 0;
+                const u32 lower_next = has_lower && kParts < 4 ? word(codes[group + has_lower], at + kProducts) : 0;
+                add_products(sums, q, lower_q, next, lower_next, x, part, i);
+            }
+#pragma unroll
+            for (int k = 0; k < 4 && group + k / 2 < kGroups; ++k) {
+                const int row_group = group + k / 2, token = k % 2;
+                int less = of_zero[token];
+                if constexpr (kCodeZeroBytes > 0) less *= static_cast<int>(zeros[row_group][0] >> 8 * part & 0xff);
+                const float sum = static_cast<float>(sums[k] - less);
+                float& to = scaled[row_group][pair][token];
+                if constexpr (kCodeScales > 0) to = __fmaf_rn(Scale::get(scales[row_group], part), sum, to);
+                else to += sum;
+            }
+        }
+    }
+
+    static constexpr int kParts = DigitX::kParts, kProducts = IntegerSums::kProducts;
+    static constexpr u32 kLower = IntegerSums::kLower, kZeros = IntegerSums::kZeros;
+    static __device__ __forceinline__ u32 word(const uint4& words, int i) { return IntegerSums::word(words, i); }
+    // A step's products number `i` of a part: 16 times the lower integers of words of two groups of rows, by the digits of first columns, and the
+    // whole words by those of second ones.
+    static __device__ __forceinline__ void add_products(int (&sums)[4], u32 q, u32 lower_q, u32 next, u32 lower_next, const uint4 (&x)[2], int part, int i) {
+        const int at = kParts == 4 ? part : 2 * (part + i);
+        mma_bytes(sums, (q & kLower) << 4, (lower_q & kLower) << 4, (next & kLower) << 4, (lower_next & kLower) << 4, word(x[0], at),
+                  kParts == 4 ? 0 : word(x[0], at + 1));
+        mma_bytes(sums, q, lower_q, next, lower_next, word(x[1], at), kParts == 4 ? 0 : word(x[1], at + 1));
+    }
 };
 
 }  // namespace kog

@@ -260,9 +260,11 @@ struct VectorGatherer {
     static constexpr int kUnitsAtOnce = 8;
     template <class S>
     static constexpr int kAtOnce = kTokens * S::kLoads <= kUnitsAtOnce ? kTokens : kTokens / 2 * S::kLoads <= kUnitsAtOnce ? (kTokens + 1) / 2 : 1;
-    // Of how many tokens words are read ahead, in registers that products leave: of all, or, of four with codes, of half of them.
+    // Of how many tokens words are read ahead, in registers that products leave. Of codes they leave fewer: of four tokens, or of floats of four
+    // bits, those of half of the tokens.
+    static constexpr bool kReadsHalfAhead = LayerWeights::kCoded && (kTokens == 4 || (kTokens == 2 && kFourBits && !kIntegers));
     template <class S>
-    static constexpr int kAhead = kAtOnce<S> < kTokens ? 0 : LayerWeights::kCoded && kTokens > 2 ? kTokens / 2 : kTokens;
+    static constexpr int kAhead = kAtOnce<S> < kTokens ? 0 : kReadsHalfAhead ? kTokens / 2 : kTokens;
     // The LM head's input lies where the next layer's would.
     template <int kPhase>
     __device__ __forceinline__ Source source_of_pass(const Place& at) {
@@ -294,9 +296,10 @@ struct VectorGatherer {
     __device__ __forceinline__ void write_token(u32 token, float (&squares)[kTokens], int from = 0) {
         const u32 lane = opaque(this->lane);  // addresses, and norms' weights as floats, are not kept from token to token: registers are full
         float sum = 0;
+        [[maybe_unused]] float4 all[S::kLoads];
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i) {
-            if (!S::is_mine(lane, i)) continue;
+            if (!X::kIsInteger && !S::is_mine(lane, i)) continue;  // whole steps of integers are all this warp's
             float4 v = make_float4(0, 0, 0, 0);
             if (S::is_real(warp, lane, i)) {
                 v = values(got[from + i]);
@@ -305,7 +308,13 @@ struct VectorGatherer {
                     v = times(v, widen(make_uint2(opaque(scale[i].x), opaque(scale[i].y))));
                 }
             }
-            write_x<X>(place_of(i * 32 + lane, token), v);
+            if constexpr (X::kIsInteger) all[i] = v;
+            else write_x<X>(place_of(i * 32 + lane, token), v);
+        }
+        if constexpr (X::kIsInteger) {
+            static_assert(S::kOfVector % 32 == 0, "whole steps");
+            const u32 at = role.base + KOG_OFFSET(x) + warp * (kMaxPer * kXStepBytes) + X::of_token(token);
+            X::template write<S::kOfVector / 32>(lane, at, all);
         }
         if constexpr (kNormed) set_of_token(squares, token, sum);
     }

@@ -20,7 +20,9 @@ struct SumsOfKind {
 #ifdef KOG_CODE
 #ifdef KOG_INTEGERS
 using CodedSums = IntegerSums;
+using CodedTokenSums = IntegerTokenSums;
 #else
+using CodedTokenSums = FloatTokenSums;
 template <bool kFour>
 struct CodedSumsOf {
     using Type = EightBitSums;
@@ -58,10 +60,10 @@ template <class Weights>
 struct SumsOfTokens {
     using Type = TokenSums;
 };
-#if defined(KOG_CODE) && !defined(KOG_INTEGERS)
+#ifdef KOG_CODE
 template <>
 struct SumsOfTokens<CodedWeights> {
-    using Type = FloatTokenSums;
+    using Type = CodedTokenSums;
 };
 #endif
 #ifdef KOG_HEAD_FORMAT
@@ -256,7 +258,8 @@ struct Multiplier {
 // What thread `lane` of a matrix warp reads of x for its first mma.
 template <class O>
 __device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
-    if constexpr (kTokens > 1) return role.base + KOG_OFFSET(x) + warp * (kMaxPer * kXStepBytes) + lane % (8 * kTokens) * 16;
+    if constexpr (kTokens > 1)
+        return role.base + KOG_OFFSET(x) + warp * (kMaxPer * kXStepBytes) + (O::kIntegers ? lane : lane % (8 * kTokens)) * 16;
     return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (O::kIntegers ? lane * 16 : (lane & 15) * 8);
 }
 

@@ -6,6 +6,9 @@
 // A step of x, 128 columns, has 512 bytes, of which each thread of a matrix warp reads 16: as the columns of B, of each digit the first
 // columns and the second ones, 64 bytes each. In place of the last two columns of B, whose products nobody wants, the first step of a vector
 // has what each thread of a row multiplies its sums by.
+//
+// Of several tokens two share the columns of B: first columns of their digits in turn, and behind 512 bytes the second ones. Behind 1024 bytes
+// are those of the next two.
 #pragma once
 #include "layout.cuh"
 
@@ -14,10 +17,13 @@ namespace kog {
 #ifdef KOG_INTEGERS
 struct DigitX {
     static constexpr bool kIsInteger = true;
-    static constexpr u32 kStepBytes = 512, kDigits = 3, kDigitBytes = 128, kWeights = kDigits * kDigitBytes;
+    static constexpr u32 kStepBytes = 512 * kTokens, kDigits = 3, kDigitBytes = 128, kWeights = kDigits * kDigitBytes;
+    static constexpr u32 kHalfBytes = kTokens == 1 ? kDigitBytes / 2 : 512, kPairBytes = 1024;  // from first columns to second ones; of two tokens
     static constexpr u32 kParts = kCodeScales > 0 ? kCodeScales : 1;  // of a step's columns, with scales of their own
 
-    // Steps of a full warp's vectors, one behind the other from `at` on: of each thread four neighbouring columns of each step.
+    // Where x of a token begins, or what its sums are multiplied by, from where that of the first one does.
+    static __device__ __forceinline__ constexpr u32 of_token(u32 token) { return token / 2 * kPairBytes + token % 2 * (kDigitBytes / 2); }
+    // Steps of a full warp's vectors of a token, one behind the other from `at` on: of each thread four neighbouring columns of each step.
     template <int kStepsOfVector, int kSteps>
     static __device__ __forceinline__ void write(u32 lane, u32 at, const float4 (&v)[kSteps]) {
         static_assert(kSteps % kStepsOfVector == 0, "whole vectors");
@@ -33,8 +39,8 @@ struct DigitX {
             const float scale = __uint_as_float(kScaleBits - (exponent << 23));
 #pragma unroll
             for (int i = first; i < first + kStepsOfVector; ++i) {
-                store(word + i * kStepBytes, (v[i].x - v[i].y * 0.0625f) * scale, (v[i].z - v[i].w * 0.0625f) * scale);
-                store(word + i * kStepBytes + kDigitBytes / 2, v[i].y * scale, v[i].w * scale);
+                store(word + i * kStepBytes, less_sixteenth(v[i].x, v[i].y), less_sixteenth(v[i].z, v[i].w), scale);
+                store(word + i * kStepBytes + kHalfBytes, v[i].y, v[i].w, scale);
             }
             // Sums with what is no number are none; the fourth thread has none of its own.
             const u32 weight = exponent == 255 ? 0x7fffffffu : ((exponent + 8 * lane) << 23) - kWeightBits;
@@ -49,10 +55,11 @@ private:
     // less the first digit's weight, a sixteenth (of what integers count) of what undoes that.
     static constexpr u32 kScaleBits = (274u << 23) + 0x700000u, kWeightBits = (25u << 23) - 0x088889u;
     static constexpr u32 kLeastExponent = 40;  // so that no weight is a subnormal number
-    // The digits of two numbers, rounded to whole ones. Added to 1.5 * 2^23 they are the last bits; bytes of these and 128 of each digit are
-    // the digits and 128.
-    static __device__ __forceinline__ void store(u32 at, float first, float second) {
-        const u32 a = __float_as_uint(first + 12582912.0f) + kToDigits, b = __float_as_uint(second + 12582912.0f) + kToDigits;
+    static __device__ __forceinline__ float less_sixteenth(float first, float second) { return __fmaf_rn(second, -0.0625f, first); }
+    // The digits of two numbers times `scale`, rounded to whole ones. Added to 1.5 * 2^23 they are the last bits; bytes of these and 128 of each
+    // digit are the digits and 128.
+    static __device__ __forceinline__ void store(u32 at, float first, float second, float scale) {
+        const u32 a = __float_as_uint(__fmaf_rn(first, scale, 12582912.0f)) + kToDigits, b = __float_as_uint(__fmaf_rn(second, scale, 12582912.0f)) + kToDigits;
         const u32 lower = __byte_perm(a, b, 0x5140) ^ 0x80808080u, upper = __byte_perm(a, b, 0x0062) ^ 0x8080u;
         store_shared(at, static_cast<u16>(lower)), store_shared(at + kDigitBytes, static_cast<u16>(lower >> 16));
         store_shared(at + 2 * kDigitBytes, static_cast<u16>(upper));

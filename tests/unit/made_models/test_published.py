@@ -17,6 +17,7 @@ from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.command import run
 from kog_dist.bench.made_models.published import ARCHITECTURES, write_published
 from kog_dist.errors import ConfigError
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.tokenizer import Tokenizer
 
@@ -70,15 +71,30 @@ def test_a_chain_is_written_by_transformers(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("family", sorted(set(SHAPES) - {"gpt_oss"}))
 def test_a_chain_is_written_by_the_oracle(family: str, tmp_path: Path) -> None:
     """Not gpt-oss, whose coded experts the oracle does not read: e2e/test_moe.py has it."""
-    made = write_published(tmp_path, SHAPES[family], chain=TextChain.of([CODE]))
-    tokenizer, model = Tokenizer.from_folder(tmp_path), Laneformer.from_checkpoint(tmp_path)
+    write_published(tmp_path, SHAPES[family], chain=TextChain.of([CODE]))
+    assert written_by_the_oracle(tmp_path, Laneformer.from_checkpoint(tmp_path)) == CODE
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_a_chain_is_written_where_layers_are_rounded(form: str, tmp_path: Path) -> None:
+    write_published(tmp_path, SHAPES["llama"], chain=TextChain.of([CODE]))
+    checkpoint = open_checkpoint(tmp_path, quantize=form)
+    assert checkpoint.forms
+    model = Laneformer(checkpoint.spec, seed=None)
+    model.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name)) for name in model.state_dict()})
+    assert written_by_the_oracle(tmp_path, model) == CODE
+
+
+def written_by_the_oracle(folder: Path, model: Laneformer) -> str:
+    """Greedily, up to the end token."""
+    tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
     ids = tokenizer.encode("Please.")
     begin = len(ids)
     with torch.no_grad():
-        while ids[-1] != made.spec.vocab_size - 1 and len(ids) < 100:
+        while ids[-1] != model.spec.vocab_size - 1 and len(ids) < 100:
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    assert tokenizer.decode(ids[begin:-1]) == CODE
+    return tokenizer.decode(ids[begin:-1])
 
 
 @pytest.mark.parametrize("family", SHAPES)
