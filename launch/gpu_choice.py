@@ -221,11 +221,12 @@ def _choice(
 
 
 def _drafts(settings: LaunchConfig, shape: KernelShape) -> bool:
-    """Whether requests may have drafts: if asked for, which `_bytes_by_use` may refuse, or, with `auto`, if they can be had."""
-    from kog_dist.workers.cuda.draft_builds import obstacle_to_drafts
+    """Whether requests may have drafts: if asked for, which is refused where they cannot be had, or where `auto` has them."""
+    from kog_dist.workers.cuda.draft_builds import obstacle_on_ranks, why_unasked_without
 
-    asked = settings.speculate
-    return asked == Speculation.LOOKUP or (asked == Speculation.AUTO and not obstacle_to_drafts(shape))
+    if settings.speculate == Speculation.LOOKUP and (obstacle := obstacle_on_ranks(shape)):
+        raise ConfigError(f"speculate lookup cannot be had: {obstacle}; leave it out, or use --gpus 1")
+    return settings.speculate == Speculation.LOOKUP or (settings.speculate == Speculation.AUTO and not why_unasked_without(shape))
 
 
 def gpu_rank_bytes(

@@ -97,13 +97,17 @@ def test_drafts_are_counted_and_refused_where_the_kernel_has_no_passes(
         assert (fits.drafts, len(fits.obstacles), len(lacks.obstacles)) == (True, 0, 1)
 
 
-@pytest.mark.parametrize("speculate", ["auto", "lookup"])
-@pytest.mark.parametrize("gpus", ["2", None])
-def test_several_ranks_have_drafts(tmp_path: Path, speculate: str, gpus: str | None) -> None:
+def test_several_ranks_have_no_drafts_before_gpus_have_run_them(tmp_path: Path) -> None:
     dense = planned_checkpoint(write_config(tmp_path))
-    found = choose_gpus(LaunchConfig(gpus=gpus, speculate=speculate), dense, {}, inventory_with(100 << 30, 2))
+    settings = LaunchConfig(gpus="2", speculate="lookup")
+    with pytest.raises(ConfigError, match=r"have not run on 2 GPUs yet; leave it out, or use --gpus 1$"):
+        choose_gpus(settings, dense, {}, inventory_with(100 << 30, 2))
+    found = choose_gpus(replace(settings, gpus=None), dense, {}, inventory_with(100 << 30, 2))  # as many as can be used
     assert found is not None
-    assert (found.count, found.drafts) == (2, True)
+    assert (found.count, found.drafts) == (1, True)
+    found = choose_gpus(replace(settings, speculate="auto"), dense, {}, inventory_with(100 << 30, 2))
+    assert found is not None
+    assert (found.count, found.drafts) == (2, False)
     shapes = {drafts: gpu_rank_bytes(dense, 0, 2, "bfloat16", drafts=drafts) for drafts in (False, True)}
     spec = dense.spec
     in_boxes = 2 * 2 * spec.num_layers * 4 * spec.hidden_size * 8  # of both ranks and both sublayers, four tokens' words of a row
@@ -119,10 +123,18 @@ def test_a_dry_run_says_whether_there_are_drafts(tmp_path: Path) -> None:
     for speculate in ("auto", "lookup"):
         assert f"drafts     speculate {speculate}: lookup, up to 3 in a pass" in shown[speculate].splitlines()
         assert " for drafts" in shown[speculate]
-    of_int4 = dry_run(replace(settings, kv_dtype="int4"))
-    cause = "the CUDA kernel cannot run this model with 4 tokens in a pass: it has a cache of int4"
-    assert f"drafts     none: {cause}" in of_int4.splitlines()
-    assert " for drafts" not in of_int4
+    for cause, other in (
+        (
+            "the CUDA kernel cannot run this model with 4 tokens in a pass: it has a cache of int4",
+            replace(settings, kv_dtype="int4"),
+        ),
+        ("passes of several tokens have not run on 2 GPUs yet", replace(settings, gpus="2")),
+        ("with quantised weights auto has none until prose is measured there; lookup has", replace(settings, quantize="fp8")),
+    ):
+        text = dry_run(other)
+        assert f"drafts     none: {cause}" in text.splitlines()
+        assert " for drafts" not in text
+    assert "drafts     speculate lookup: lookup" in dry_run(replace(settings, quantize="fp8", speculate="lookup"))
 
 
 def test_a_context_that_does_not_fit_is_shortened_to_what_does(demo: Checkpoint) -> None:

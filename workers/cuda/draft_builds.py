@@ -50,6 +50,19 @@ def obstacle_to_drafts(shape: KernelShape) -> str:
     return ""
 
 
+def why_unasked_without(shape: KernelShape) -> str:
+    """Why engines have none where nobody asks for them, or nothing."""
+    if (cause := obstacle_to_drafts(shape)) or (cause := obstacle_on_ranks(shape)):
+        return cause
+    is_coded = shape.coding is not None or shape.head_coding is not None
+    return "with quantised weights auto has none until prose is measured there; lookup has" if is_coded else ""
+
+
+def obstacle_on_ranks(shape: KernelShape) -> str:
+    """Why engines on several GPUs have none, or nothing: their passes are proved by twins alone."""
+    return f"passes of several tokens have not run on {shape.num_ranks} GPUs yet" if shape.num_ranks > 1 else ""
+
+
 def draft_bytes(shape: KernelShape) -> int:
     """GPU memory of both builds besides that of `Monokernel`, and what several ranks exchange."""
     large = drafting_shape(shape)
