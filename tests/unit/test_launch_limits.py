@@ -97,7 +97,10 @@ def test_drafts_are_counted_and_refused_where_the_kernel_has_no_passes(
         assert (fits.drafts, len(fits.obstacles), len(lacks.obstacles)) == (True, 0, 1)
 
 
-def test_several_ranks_have_no_drafts_before_gpus_have_run_them(tmp_path: Path) -> None:
+def test_several_ranks_have_no_drafts_before_gpus_have_run_them(demo: Checkpoint, tmp_path: Path) -> None:
+    """Fewer GPUs are no remedy for a model that the kernel has no passes of."""
+    with pytest.raises(ConfigError, match=r"it has a stream of each lane.*; leave it out$"):
+        choose_gpus(LaunchConfig(gpus="2", speculate="lookup"), demo, {}, inventory_with(100 << 30, 2))
     dense = planned_checkpoint(write_config(tmp_path))
     settings = LaunchConfig(gpus="2", speculate="lookup")
     with pytest.raises(ConfigError, match=r"have not run on 2 GPUs yet; leave it out, or use --gpus 1$"):
