@@ -22,45 +22,42 @@ struct Attender : BatchMixer {
             load_keys<kWholeWindows, false>(rows, first + i * kTeamWarps, batches[i]), load_values<kWholeWindows, false>(rows, first + i * kTeamWarps, batches[i]);
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kTeamWarps == first;
-        Query queries[kWarpSets];
-        if (!wait_for_query(words, words, layer, kv_head, first_set, position, position, has_fresh, tag_in(layer), queries)) return false;
+        Query queries[1][kWarpSets];
+        const u32 positions[1] = {position};
+        if (!wait_for_query(words, words, layer, kv_head, first_set, positions, position, has_fresh, tag_in(layer), queries)) return false;
         if (warp == 0) stamp(role, kQuerySeen, turn, product);
-        Mixed mixed[kWarpSets];
+        const Sight sights[1] = {{rows.last, rows.num_seen}};
+        Mixed mixed[1][kWarpSets];
 #pragma unroll 1
         for (u32 batch = first; batch < rows.num_batches; batch += kBatches * kTeamWarps) {
 #pragma unroll
             for (u32 i = 0; i < kBatches; i += kMixedBatches) {
                 const u32 number = batch + i * kTeamWarps;
-                if (i == 0 || number < rows.num_batches) mix(rows, first_set, number, number + kBatches * kTeamWarps, queries, batches + i, mixed);
+                if (i == 0 || number < rows.num_batches) mix(rows, sights, first_set, number, number + kBatches * kTeamWarps, queries, batches + i, mixed);
             }
         }
         if (warp == 0) stamp(role, kMixed, turn, product);
-        return merge(layer, kv_head, split, partition, lane_idx, mixed);
+        return merge(layer, kv_head, split, partition, lane_idx, mixed[0]);
     }
 
     // ---- several tokens ----
-    // Where a warp is: a batch of one of its shares.
-    struct Walk {
-        u32 share, batch;
-
-        __device__ __forceinline__ void go_on(u32 num_batches) {
-            batch += kTeamWarps;
-            if (batch >= num_batches) batch = share += kTokenWarps;
-            if (batch >= num_batches) share = kTeamWarps;  // the shares that follow are empty
-            if (share >= kTeamWarps) batch = ~0u;
-        }
-        __device__ __forceinline__ bool is_at_end() const { return share >= kTeamWarps; }
-    };
-    // A split of all tokens of a pass, each by its own warps.
+    // A split of all tokens of a pass, by the warps that the tokens have.
     __device__ __forceinline__ bool item_of_pass(const Pass& pass, u32 layer, u32 lane_idx, u32 item_idx) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits, token = token_of(warp), first = warp % kTokenWarps;
-        const u32 position = pass.position_of(token);
         u32 row_token = 0;  // whose row is this split's, if any
 #pragma unroll 1
         while (row_token < kTokens && pass.position_of(row_token) % kSplits != split) ++row_token;
-        const bool has_row = row_token < kTokens, sees_row = has_row && row_token <= token;
+        const bool has_row = row_token < kTokens, sees_row = has_row && row_token < token + kWarpTokens;
         const u32 row_position = pass.position_of(has_row ? row_token : 0);
-        Rows rows = rows_of(layer, lane_idx, item_idx, 0, position);
+        u32 positions[kWarpTokens];
+        Sight sights[kWarpTokens];
+        Rows rows;
+#pragma unroll
+        for (u32 t = 0; t < kWarpTokens; ++t) {
+            positions[t] = pass.position_of(token + t);
+            rows = rows_of(layer, lane_idx, item_idx, 0, positions[t]);
+            sights[t] = {rows.last, rows.num_seen};
+        }
         const u32 row_batch = has_row ? row_position / kSplits % rows.capacity / 16 : kNoBatch;
         rows.fresh_batch = sees_row ? row_batch : kNoBatch;
         const bool has_fresh = has_row && row_batch % kTokenWarps == first;
@@ -68,52 +65,44 @@ struct Attender : BatchMixer {
         const u32 half = kAttendedHalves == 1 ? 0 : num_items & 1;
 #pragma unroll
         for (u32 step = 0; step < kStepsAhead; ++step) read_neighbour(rows, step * kTeamWarps + warp);
-        Batch batches[kBatches];
+        Batch batch;
         // Sets that a single token's teams have at the same time follow each other.
 #pragma unroll 1
         for (u32 team = 0; team < kTeams; ++team) {
             const u32 first_set = team * kWarpSets;
-            Walk now{first, first};
-            if (first >= rows.num_batches) now = {kTeamWarps, ~0u};
-            Walk ahead = now;
-#pragma unroll
-            for (u32 i = 0; i < kBatches; ++i) {
-                load_keys<kWholeWindows, false>(rows, ahead.batch, batches[i]), load_values<kWholeWindows, false>(rows, ahead.batch, batches[i]);
-                if (!ahead.is_at_end()) ahead.go_on(rows.num_batches);
-            }
-            Query queries[kWarpSets];
-            if (!wait_for_query(words + token * kQkvStride, words + (has_row ? row_token : 0) * kQkvStride, layer, kv_head, first_set, position, row_position,
+            load_keys<kWholeWindows, false>(rows, first, batch), load_values<kWholeWindows, false>(rows, first, batch);
+            Query queries[kWarpTokens][kWarpSets];
+            if (!wait_for_query(words + token * kQkvStride, words + (has_row ? row_token : 0) * kQkvStride, layer, kv_head, first_set, positions, row_position,
                                 has_fresh && team == 0, tag_in(layer), queries))
                 return false;
             if (warp == 0) stamp(role, kQuerySeen, turn, product);
-            Mixed mixed[kWarpSets];
-            const auto keep = [&](u32 share) {
-#pragma unroll
-                for (u32 s = 0; s < kWarpSets; ++s) keep_mixed(half, token, team * kTeamWarps + share, s, mixed[s]), mixed[s] = Mixed{};
-            };
+            if (kMergesInTurn && team == 0 && num_items > 0 && !mbar_wait(role.stopped(), merged_at(token) + 8, (num_items - 1) & 1)) return false;
 #pragma unroll 1
-            while (!now.is_at_end()) {
+            for (u32 share = first; share < kTeamWarps; share += kTokenWarps) {
+                Mixed mixed[kWarpTokens][kWarpSets];
+                // Said again, since nvcc 13 gives rows behind the first of an array of arrays zeros in place of their members' defaults.
 #pragma unroll
-                for (u32 i = 0; i < kBatches; ++i) {
-                    if (now.is_at_end()) break;
-                    if (team == 0 && now.share == first) read_neighbour(rows, now.batch - first + kStepsAhead * kTeamWarps + warp);
-                    mix(rows, first_set, now.batch, ahead.batch, queries, batches + i, mixed);
-                    if (!ahead.is_at_end()) ahead.go_on(rows.num_batches);
-                    const u32 share = now.share;
-                    now.go_on(rows.num_batches);
-                    if (now.share != share) keep(share);
+                for (u32 t = 0; t < kWarpTokens; ++t)
+#pragma unroll
+                    for (u32 s = 0; s < kWarpSets; ++s) mixed[t][s] = Mixed{};
+#pragma unroll 1
+                for (u32 number = share; number < rows.num_batches; number += kTeamWarps) {
+                    if (team == 0 && share == first) read_neighbour(rows, number - first + kStepsAhead * kTeamWarps + warp);
+                    // Behind a share's last batch comes the first one of the share that follows.
+                    const u32 following = share + kTokenWarps < kTeamWarps ? share + kTokenWarps : kNoBatch;
+                    mix(rows, sights, first_set, number, number + kTeamWarps < rows.num_batches ? number + kTeamWarps : following, queries, &batch, mixed);
                 }
+#pragma unroll
+                for (u32 t = 0; t < kWarpTokens; ++t)
+#pragma unroll
+                    for (u32 s = 0; s < kWarpSets; ++s) keep_mixed(half, token + t, team * kTeamWarps + share, s, mixed[t][s]);
             }
-            // Shares without a batch.
-#pragma unroll 1
-            for (u32 share = first; share < kTeamWarps; share += kTokenWarps)
-                if (share >= rows.num_batches) keep(share);
         }
         // A row of a later token: this warp's threads will read it in later passes.
         if (has_fresh && !sees_row) {
             rows = rows_of(layer, lane_idx, item_idx, 0, row_position);
-            load_keys<kWholeWindows, false>(rows, row_batch, batches[0]), load_values<kWholeWindows, false>(rows, row_batch, batches[0]);
-            put_fresh(rows, batches[0]);
+            load_keys<kWholeWindows, false>(rows, row_batch, batch), load_values<kWholeWindows, false>(rows, row_batch, batch);
+            put_fresh(rows, batch);
         }
         if (warp == 0) stamp(role, kMixed, turn, product);
         return merge_shares(layer, kv_head, split, 0, lane_idx, token, first);
@@ -323,40 +312,49 @@ struct Attender : BatchMixer {
             }
         }
     }
-    // All shares of a split of a token, by warp `own` of its warps.
-    __device__ __forceinline__ bool merge_shares(u32 layer, u32 kv_head, u32 split, u32 partition, u32 lane_idx, u32 token, u32 own) {
-        Shared& shared = *role.shared;
+    // The barrier of a token's shares in half 0 of `attended`.
+    __device__ __forceinline__ u32 merged_at(u32 token) const { return role.base + KOG_OFFSET(merge_full) + token * 8; }
+    // All shares of a split of the tokens from `first_token` on, by warp `own` of their warps.
+    __device__ __forceinline__ bool merge_shares(u32 layer, u32 kv_head, u32 split, u32 partition, u32 lane_idx, u32 first_token, u32 own) {
         const u32 lane = opaque(this->lane), number = num_items++, half = kAttendedHalves == 1 ? 0 : number & 1;
-        const u32 full = role.base + KOG_OFFSET(merge_full) + (half * kTokens + token) * 8;
+        Shared& shared = *role.shared;
+        const u32 full = merged_at(half * kTokens + first_token);
         __syncwarp();
         if (lane == 0) mbar_arrive(full);
         if (!mbar_wait(role.stopped(), full, number / kAttendedHalves & 1)) return false;
         if (warp == 0) stamp(role, kMerged, turn, product);
         const u32 tag = tag_in(layer);
 #pragma unroll 1
-        for (u32 unit = own * 32 + lane; unit - lane < kUnits; unit += kTokenWarps * 32) {  // whole warps: rows are rotated
-            const bool is_mine = unit < kUnits;
-            const u32 query_head = is_mine ? unit / kHeadUnits : 0, dim = (unit % kHeadUnits) * 4;
-            const u32 first_warp = query_head / kWarpHeads * kTeamWarps, head = query_head % kWarpHeads;
-            float top = shared.attended_max[half][token][first_warp][head];
+        for (u32 token = first_token; token < first_token + kWarpTokens; ++token) {
+#pragma unroll 1
+            for (u32 unit = own * 32 + lane; unit - lane < kUnits; unit += kTokenWarps * 32) {  // whole warps: rows are rotated
+                const bool is_mine = unit < kUnits;
+                const u32 query_head = is_mine ? unit / kHeadUnits : 0, dim = (unit % kHeadUnits) * 4;
+                const u32 first_warp = query_head / kWarpHeads * kTeamWarps, head = query_head % kWarpHeads;
+                float top = shared.attended_max[half][token][first_warp][head];
 #pragma unroll
-            for (int i = 1; i < kTeamWarps; ++i) top = fmaxf(top, shared.attended_max[half][token][first_warp + i][head]);
-            const float safe_top = top == -INFINITY ? 0.0f : top;
-            float total = 0;
-            float4 outputs = make_float4(0, 0, 0, 0);
+                for (int i = 1; i < kTeamWarps; ++i) top = fmaxf(top, shared.attended_max[half][token][first_warp + i][head]);
+                const float safe_top = top == -INFINITY ? 0.0f : top;
+                float total = 0;
+                float4 outputs = make_float4(0, 0, 0, 0);
 #pragma unroll
-            for (int i = 0; i < kTeamWarps; ++i) {
-                const float weight = exp2_approx(shared.attended_max[half][token][first_warp + i][head] - safe_top);
-                const float4 v = *reinterpret_cast<const float4*>(&shared.attended[half][token][first_warp + i][head][dim]);
-                total += weight * shared.attended_sum[half][token][first_warp + i][head];
-                outputs = make_float4(outputs.x + weight * v.x, outputs.y + weight * v.y, outputs.z + weight * v.z, outputs.w + weight * v.w);
+                for (int i = 0; i < kTeamWarps; ++i) {
+                    const float weight = exp2_approx(shared.attended_max[half][token][first_warp + i][head] - safe_top);
+                    const float4 v = *reinterpret_cast<const float4*>(&shared.attended[half][token][first_warp + i][head][dim]);
+                    total += weight * shared.attended_sum[half][token][first_warp + i][head];
+                    outputs = make_float4(outputs.x + weight * v.x, outputs.y + weight * v.y, outputs.z + weight * v.z, outputs.w + weight * v.w);
+                }
+                if constexpr (kKvRotated) outputs = rotated_row<kHeadUnits>(outputs, lane, kKvFactorOut);
+                const float inverse = top == -INFINITY ? 0.0f : reciprocal_approx(total);
+                const float log_sum = top == -INFINITY ? -INFINITY : top + log2_approx(total);
+                const u64 first = make_pair_word(outputs.x * inverse, outputs.y * inverse, tag);
+                const u64 second = make_pair_word(outputs.z * inverse, outputs.w * inverse, tag);
+                if (is_mine) publish((kv_head * kGroup + query_head) * kSplits + split, partition, lane_idx, unit, first, second, log_sum, tag, token);
             }
-            if constexpr (kKvRotated) outputs = rotated_row<kHeadUnits>(outputs, lane, kKvFactorOut);
-            const float inverse = top == -INFINITY ? 0.0f : reciprocal_approx(total);
-            const float log_sum = top == -INFINITY ? -INFINITY : top + log2_approx(total);
-            const u64 first = make_pair_word(outputs.x * inverse, outputs.y * inverse, tag);
-            const u64 second = make_pair_word(outputs.z * inverse, outputs.w * inverse, tag);
-            if (is_mine) publish((kv_head * kGroup + query_head) * kSplits + split, partition, lane_idx, unit, first, second, log_sum, tag, token);
+        }
+        if constexpr (kMergesInTurn) {
+            __syncwarp();
+            if (lane == 0) mbar_arrive(full + 8);
         }
         return true;
     }

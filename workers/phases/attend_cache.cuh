@@ -73,8 +73,8 @@ __device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_
 constexpr u32 kMixedBatches = kKvRotated && kWarpSets == 1 ? 2 : 1, kBatches = kKvCoded && !kKvRotated ? 3 : 2;
 constexpr u32 kBatchesAhead = kKvRotated ? 4 : kKvCoded ? 2 : 1;
 static_assert(kBatches % kMixedBatches == 0);
-// Of several tokens each has warps of its own, which mix the batches of all warps of a single token, share by share. Each split has at most one of
-// their rows: all tokens' warps store it, and those read it that see it.
+// Of several tokens two have warps of their own, which mix the batches of all warps of a single token, share by share: a batch is read once for both.
+// Each split has at most one of their rows: all tokens' warps store it, and those read it that see it.
 static_assert(kTokens == 1 || (kPartitions == 1 && kMixedBatches == 1 && kTokens <= kSplits && kTokenWarps <= kTeamWarps && !kExperts), "passes of several tokens");
 static_assert(kTokens == 1 || !kHasWindows || kWindowBatches * 16 * kSplits >= kWindow + kTokens - 1, "a token's row takes the place of none that another one sees");
 
@@ -105,6 +105,10 @@ struct CacheReader {
         u32 turn_bytes;                // from a batch to the one of its number in the ring's turn before; 0 in the first turn
         unsigned char* shares[kShareKinds];  // of INT4: where this thread's shares of the first batch lie, by what they are of
     };
+    // Which of them a token sees: up to a slot, and how many.
+    struct Sight {
+        u32 last, num_seen;
+    };
     __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position) const {
         const u32 split = item_idx % kSplits;
         const bool windowed = window_layers().has(layer);
@@ -134,7 +138,8 @@ struct CacheReader {
     }
     static constexpr u32 kNoBatch = ~0u;
     __device__ __forceinline__ u32 team_of(u32 warp) const { return kTeams == 1 ? 0 : warp / kTeamWarps; }
-    __device__ __forceinline__ u32 token_of(u32 warp) const { return kTokens == 1 ? 0 : warp / kTokenWarps; }
+    // The first of its tokens.
+    __device__ __forceinline__ u32 token_of(u32 warp) const { return kTokens == 1 ? 0 : warp / kTokenWarps * kWarpTokens; }
     // Of its team's warps: which batches are its.
     __device__ __forceinline__ u32 share_of(u32 warp) const { return kTeams == 1 ? warp : warp % kTeamWarps; }
     // Where its team's new row lies, with shared memory beginning at `base`.
@@ -225,7 +230,7 @@ struct CacheReader {
         if (rows.num_batches < kMany || batch >= rows.num_batches || opaque(this->lane) != 0) return;
         bring_to_l2(rows, batch, kMixedBatches == 1 ? 1 : min(rows.num_batches - batch, kMixedBatches));
     }
-    // Of several tokens each warp has all batches, so together they have no more on the way than one warp: in its first share each brings one of those
+    // Of several tokens a warp has the batches of several shares, so together they have fewer on the way: in its first share each brings one of those
     // into L2 that all shares will have kStepsAhead steps later.
     static constexpr u32 kStepsAhead = 2;
     __device__ __forceinline__ void read_neighbour(const Rows& rows, u32 batch) const {

@@ -33,17 +33,20 @@ struct QueryReader : CacheReader {
     static __device__ __forceinline__ float square_sum(float a, float b) { return sum_of_products(a, a, b, b); }
     static __device__ __forceinline__ float inverse_rms(float squares) { return inverse_root_approx(squares * (1.0f / kHeadDim) + kNormEps); }
 
-    // Wait for the query of the thread's head of each set, in high and low halves; the warp that has the batch of the new row stages K and V
-    // of it in shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
-    // `row_words` and `row_position`: of the token whose row is new.
-    __device__ __forceinline__ bool wait_for_query(const u64* words, const u64* row_words, u32 layer, u32 kv_head, u32 first_set, u32 position,
-                                                   u32 row_position, bool has_fresh, u32 tag, Query (&queries)[kWarpSets]) {
+    // Wait for the query of the thread's head of each set, in high and low halves, of the warp's tokens; the warp that has the batch of the new row
+    // stages K and V of it in shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the
+    // words. `row_words` and `row_position`: of the token whose row is new.
+    template <u32 kOf>
+    __device__ __forceinline__ bool wait_for_query(const u64* words, const u64* row_words, u32 layer, u32 kv_head, u32 first_set, const u32 (&positions)[kOf],
+                                                   u32 row_position, bool has_fresh, u32 tag, Query (&queries)[kOf][kWarpSets]) {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, is_low = group & 1;
-        [[maybe_unused]] HeadNorm<kQkNorm ? kHalf : 1> query_norm;
+        [[maybe_unused]] HeadNorm<kQkNorm ? kHalf : 1> query_norms[kOf];
         [[maybe_unused]] HeadNorm<kQkNorm ? kNewKeys : 1> key_norm;
         if constexpr (kQkNorm) {
 #pragma unroll
-            for (int i = 0; i < kHalf; ++i) query_norm.load(params, i, layer, 0, position, key_pair(part, is_low * kHalf + i));
+            for (u32 t = 0; t < kOf; ++t)
+#pragma unroll
+                for (int i = 0; i < kHalf; ++i) query_norms[t].load(params, i, layer, 0, positions[t], key_pair(part, is_low * kHalf + i));
 #pragma unroll
             for (int i = 0; i < kNewKeys; ++i)
                 if (i * 32 + lane < kNewWords / 2) key_norm.load(params, i, layer, 1, row_position, i * 32 + lane);
@@ -54,7 +57,7 @@ struct QueryReader : CacheReader {
         for (u32 s = 0; s < kWarpSets; ++s)
             query_words[s] = words + ((kv_head * kGroup + (first_set + s) * kSetHeads + head_of(group, first_set + s)) * kHeadDim) / 2;
         const u64* new_words = row_words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
-        u64 got[kWarpSets][kHalf], got_new[kNew];
+        u64 got[kOf][kWarpSets][kHalf], got_new[kNew];
         while (true) {
             bool ready = true;
             if (has_fresh) {  // first, so that they are under way together with the query's: a look takes one way to L2, not two
@@ -64,22 +67,26 @@ struct QueryReader : CacheReader {
                         got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
             }
 #pragma unroll
-            for (u32 s = 0; s < kWarpSets; ++s) {
+            for (u32 t = 0; t < kOf; ++t)
 #pragma unroll
-                for (int i = 0; i < kHalf; i += kQueryLoad) {
-                    const u64* at = query_words[s] + key_pair(part, is_low * kHalf + i);
-                    if constexpr (kQueryLoad == 2) {
-                        const ulonglong2 two = load_relaxed_x2(at);
-                        got[s][i] = two.x, got[s][i + 1] = two.y;
-                    } else {
-                        got[s][i] = load_relaxed(at);
+                for (u32 s = 0; s < kWarpSets; ++s) {
+#pragma unroll
+                    for (int i = 0; i < kHalf; i += kQueryLoad) {
+                        const u64* at = query_words[s] + t * kQkvStride + key_pair(part, is_low * kHalf + i);
+                        if constexpr (kQueryLoad == 2) {
+                            const ulonglong2 two = load_relaxed_x2(at);
+                            got[t][s][i] = two.x, got[t][s][i + 1] = two.y;
+                        } else {
+                            got[t][s][i] = load_relaxed(at);
+                        }
                     }
                 }
-            }
 #pragma unroll
-            for (u32 s = 0; s < kWarpSets; ++s)
+            for (u32 t = 0; t < kOf; ++t)
 #pragma unroll
-                for (int i = 0; i < kHalf; ++i) ready &= has_tag(got[s][i], tag);
+                for (u32 s = 0; s < kWarpSets; ++s)
+#pragma unroll
+                    for (int i = 0; i < kHalf; ++i) ready &= has_tag(got[t][s][i], tag);
             if (has_fresh) {
 #pragma unroll
                 for (int i = 0; i < kNew; ++i) ready &= i * 32 + lane >= kNewWords || has_tag(got_new[i], tag);
@@ -88,33 +95,36 @@ struct QueryReader : CacheReader {
             if (must_leave(role.stopped())) return false;
         }
 #pragma unroll
-        for (u32 s = 0; s < kWarpSets; ++s) {
-            [[maybe_unused]] float query_rms = 1;
-            if constexpr (kQkNorm) {
-                float squares = 0;
+        for (u32 t = 0; t < kOf; ++t)
 #pragma unroll
-                for (int i = 0; i < kHalf; ++i) squares += square_sum(first_of(got[s][i]), second_of(got[s][i]));
+            for (u32 s = 0; s < kWarpSets; ++s) {
+                const u64(&words_of_head)[kHalf] = got[t][s];
+                [[maybe_unused]] float query_rms = 1;
+                if constexpr (kQkNorm) {
+                    float squares = 0;
 #pragma unroll
-                for (int offset = 1; offset < 8; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
-                query_rms = inverse_rms(squares);
-            }
-            float2 turned[kHalf];
+                    for (int i = 0; i < kHalf; ++i) squares += square_sum(first_of(words_of_head[i]), second_of(words_of_head[i]));
 #pragma unroll
-            for (int i = 0; i < kHalf; ++i) {
-                turned[i] = make_float2(first_of(got[s][i]), second_of(got[s][i]));
-                if constexpr (kQkNorm) turned[i] = query_norm.apply(i, query_rms, turned[i].x, turned[i].y);
-            }
-            if constexpr (kKvRotated) {
-                rotate_pairs<kHalf, 8>(turned, lane, kKvFactorOut);
-                put_integers(turned, queries[s]);
-            } else {
+                    for (int offset = 1; offset < 8; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+                    query_rms = inverse_rms(squares);
+                }
+                float2 turned[kHalf];
 #pragma unroll
                 for (int i = 0; i < kHalf; ++i) {
-                    const u32 high = KvFormat::pack(turned[i].x, turned[i].y);
-                    put_halves(queries[s], i, high, pack_rest<KvFormat>(turned[i].x, turned[i].y, high));
+                    turned[i] = make_float2(first_of(words_of_head[i]), second_of(words_of_head[i]));
+                    if constexpr (kQkNorm) turned[i] = query_norms[t].apply(i, query_rms, turned[i].x, turned[i].y);
+                }
+                if constexpr (kKvRotated) {
+                    rotate_pairs<kHalf, 8>(turned, lane, kKvFactorOut);
+                    put_integers(turned, queries[t][s]);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < kHalf; ++i) {
+                        const u32 high = KvFormat::pack(turned[i].x, turned[i].y);
+                        put_halves(queries[t][s], i, high, pack_rest<KvFormat>(turned[i].x, turned[i].y, high));
+                    }
                 }
             }
-        }
         if (has_fresh) {
             [[maybe_unused]] float key_rms = 1;
             if constexpr (kQkNorm) {

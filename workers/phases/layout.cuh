@@ -173,8 +173,12 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 // The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
 // does not need while the LM head and sampling run, or in room of their own.
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
-// What attention's warps leave of a split: of several tokens those of a token's warps, or of its only one, which needs no second buffer.
-constexpr int kAttendedHalves = kTokens == kAttendWarps ? 1 : 2, kTokenWarps = kAttendWarps / kTokens;
+// What attention's warps leave of a split. Of several tokens two have the same warps, where a team's shares suffice for these; of as many tokens as there
+// are warps there is no second buffer.
+constexpr int kWarpTokens = kTokens > 1 && 2 * kAttendWarps / kTokens <= kTeamWarps ? 2 : 1, kTokenWarps = kAttendWarps * kWarpTokens / kTokens;
+constexpr int kAttendedHalves = kTokens == kAttendWarps ? 1 : 2;
+constexpr bool kMergesInTurn = kAttendedHalves == 1 && kTokenWarps > 1;  // a warp must not store what another one still reads
+static_assert(!kMergesInTurn || kWarpTokens == 2, "the second token's barrier says that all have read");
 constexpr bool kScoresFit = kScoreBytes <= kAttendedHalves * kTokens * 4 * kWarpHeads * kHeadDim * 4;
 
 // a * b + c * d, of which the second product is rounded. Left to the compiler, what stands around decides which one is, and builds for other numbers of
