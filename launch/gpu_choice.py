@@ -225,7 +225,7 @@ def _drafts(settings: LaunchConfig, shape: KernelShape) -> bool:
     from kog_dist.workers.cuda.draft_builds import obstacle_on_ranks, obstacle_to_drafts, why_unasked_without
 
     if settings.speculate == Speculation.LOOKUP and not obstacle_to_drafts(shape) and (obstacle := obstacle_on_ranks(shape)):
-        raise ConfigError(f"speculate lookup cannot be had: {obstacle}; leave it out, or use --gpus 1")
+        raise ConfigError(f"speculate lookup cannot be had: {obstacle}; leave it out, or use --gpus 2")
     return settings.speculate == Speculation.LOOKUP or (settings.speculate == Speculation.AUTO and not why_unasked_without(shape))
 
 

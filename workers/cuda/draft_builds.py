@@ -59,8 +59,8 @@ def why_unasked_without(shape: KernelShape) -> str:
 
 
 def obstacle_on_ranks(shape: KernelShape) -> str:
-    """Why engines on several GPUs have none, or nothing: their passes are proved by twins alone."""
-    return f"passes of several tokens have not run on {shape.num_ranks} GPUs yet" if shape.num_ranks > 1 else ""
+    """Why engines on several GPUs have none, or nothing: on more than two their passes are proved by twins alone."""
+    return f"passes of several tokens have not run on {shape.num_ranks} GPUs yet" if shape.num_ranks > 2 else ""
 
 
 def draft_bytes(shape: KernelShape) -> int:
