@@ -1,9 +1,9 @@
 """Builds device programs on all cores, before the steps that need them: `python -m tests.gpu.prebuild GROUP...`. Needs no GPU.
 
 A group is `name:numbers of GPUs`, with a name of `models` or of bench/kernel/shapes.py, or `name/FORMAT:numbers` for a KV cache
-in another format than bfloat16. `kernel.name:numbers` is what decoding and reading the weights alone need, without prefill;
-`drafts.name:1` what an engine needs that drafts, and what measures its passes. What is not foreseen here the step builds
-itself, one after the other: it only takes longer.
+in another format than bfloat16, `name!FORM:numbers` for what `--quantize` rounds a dense model to. `kernel.name:numbers` is what
+decoding and reading the weights alone need, without prefill; `drafts.name:1` what an engine needs that drafts, and what measures
+its passes. What is not foreseen here the step builds itself, one after the other: it only takes longer.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.collectives.cuda_kernels import exchange_cubin
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.families.dense import rounded_lanes
+from kog_dist.model.formats.rounding import ROUNDED_COLUMNS, chosen_format
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
 from kog_dist.workers.cuda.kernel_header import headers
@@ -94,7 +96,10 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
         yield ENGINE_SPEC, {}
     else:
         name, _, kv_dtype = group.removeprefix(_KERNEL).removeprefix(_DRAFTS).partition("/")
+        name, _, rounded_to = name.partition("!")
         spec, codings = named_shape(name)
+        if form := chosen_format(rounded_to, "bfloat16"):
+            spec, codings = replace(spec, num_lanes=rounded_lanes(spec, ROUNDED_COLUMNS)), {**codings, "coding": Coding.of(form)}
         yield spec, {**codings, "kv_dtype": kv_dtype or "bfloat16"}
 
 

@@ -175,7 +175,7 @@ def _chains_of(name: str) -> Step:
     """Of a name of `named_shape`, whose format of layers `--quantize` rounds to."""
     base, plus, form = name.partition("+")
     arguments = f"tests.gpu.chains --spec {base}" + (f" -- --gpus=1 --quantize={form}" if plus else "")
-    return _module(1, 120, 300, arguments, _OF_CHAINS, f"drafts.{name}@8192:1", group="drafts")
+    return _module(1, 120, 300, arguments, _OF_CHAINS, f"drafts.{base}@8192{plus and '!'}{form}:1", group="drafts")
 
 
 STEPS = {

@@ -21,7 +21,12 @@ import typer
 from _pytest.mark.expression import Expression
 
 from kog_dist.bench.cli import app
+from kog_dist.bench.kernel.shapes import DENSE
 from kog_dist.hardware.gpus import Gpu
+from kog_dist.launch.gpu_choice import gpu_rank_shape
+from kog_dist.model.checkpoint import planned_checkpoint
+from kog_dist.workers.cuda.kernel_header import headers
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.gpu import prebuild
 from tests.gpu import run as runner
 from tests.gpu.publish.rows import rows_on
@@ -119,6 +124,15 @@ def test_limits_leave_room_and_groups_exist() -> None:
     assert len(prebuild.builds_of(["kernel.qwen3-4b@9216:1,2"])) == 2 + 4  # kernel, reader of the tape; of two ranks
     kv_dtypes = ("bfloat16", "fp8")
     assert [next(prebuild.models(f"qwen3-4b/{name}"))[1]["kv_dtype"] for name in kv_dtypes] == list(kv_dtypes)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_rounded_models_are_built_as_engines_build_them(form: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE["llama-3.1-8b"]))
+    checkpoint = planned_checkpoint(tmp_path, context=8192, quantize=form)
+    ((spec, options),) = prebuild.models(f"drafts.llama-3.1-8b@8192!{form}")
+    shapes = [KernelShape(spec, range(spec.num_lanes), **options), gpu_rank_shape(checkpoint, 0, 1, "bfloat16")]
+    assert headers(shapes[0]) == headers(shapes[1])
 
 
 def test_modules_of_steps_read_their_arguments() -> None:
