@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kog_dist.bench.commands.drafts import drafts
 from kog_dist.bench.engine import cpu_passes
+from kog_dist.bench.engine import drafts as benchmark
 from kog_dist.bench.engine.drafts import body_of, tasks
 from kog_dist.errors import ConfigError
 from kog_dist.gateway.openai.chat import plan_chat
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.runtime.http_file import HttpFile
 from kog_dist.speculation import Speculation
 
 
@@ -74,3 +79,40 @@ def test_passes_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(cpu_passes._Decoding, "_pass", lambda self: self.ids.append(len(self.ids) + (self._drafter is None)))
     assert not cpu_passes.run(None, (), ("prose",))
     assert "ANSWERS DIFFER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "started"),
+    [
+        ({}, ["--device=cpu --ranks=1", "--device=cpu --ranks=2"]),
+        ({"ranks": "4"}, ["--device=cpu --ranks=4"]),
+        ({"gpus": "1,2"}, ["--gpus=1", "--gpus=2"]),
+    ],
+)
+def test_engines_are_of_ranks_or_of_gpus(
+    options: dict[str, Any], started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = list[str]()
+
+    class Session:
+        instance_folder = Path("/nowhere")
+
+        def launch(self, *words: str) -> None:
+            found.append(" ".join(words))
+
+        def connect(self, timeout_s: float) -> object:
+            return nullcontext()
+
+        def processes(self) -> dict[str, int]:
+            return {"rank 0": 0}
+
+    row = {"kind": "prose", "tokens": 10, "drafted_tokens": 0, "accepted_tokens": 0, "is_same": True}
+    rates = {f"{name}_{how}": 1.0 for name in ("tokens_per_s", "tokens_per_cpu_s") for how in ("off", "auto")}
+    monkeypatch.setattr(benchmark, "engine_session", lambda: nullcontext(Session()))
+    monkeypatch.setattr(HttpFile, "read", lambda folder: HttpFile("http://127.0.0.1:1", 1, True))
+    monkeypatch.setattr(benchmark, "_measured", lambda *_: {**row, **rates})
+    drafts(kinds="prose", **options)
+    assert found == [f"{words} --http --port=0" for words in started]
+    assert ("processor" in capsys.readouterr().out) == ("gpus" not in options)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        drafts(ranks="1", gpus="1")

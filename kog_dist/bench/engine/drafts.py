@@ -61,7 +61,7 @@ def body_of(task: Mapping[str, Any], speculate: str) -> dict[str, Any]:
     return body
 
 
-def run(model: str | None, rank_counts: Sequence[int], *, repeats: int, kinds: Sequence[str] = ()) -> bool:
+def run(model: str | None, rank_counts: Sequence[int], *, repeats: int, kinds: Sequence[str] = (), on_gpus: bool = False) -> bool:
     """Measure each number of ranks on a fresh engine; prints a table, then the JSON object. True: all answers were the same.
 
     `kinds`: of tasks; none: all. Raises ConfigError for one that is not there.
@@ -73,7 +73,7 @@ def run(model: str | None, rank_counts: Sequence[int], *, repeats: int, kinds: S
     before = machine()
     figures: list[dict[str, Any]] = []
     for ranks in rank_counts:
-        with _engine(model, ranks) as (session, url):
+        with _engine(model, f"--gpus={ranks}" if on_gpus else f"--ranks={ranks}", on_gpus=on_gpus) as (session, url):
             rank = session.processes()["rank 0"]
             rows = [_measured(url, rank, task, repeats) for task in chosen]
         for kind in dict.fromkeys(row["kind"] for row in rows):
@@ -82,13 +82,14 @@ def run(model: str | None, rank_counts: Sequence[int], *, repeats: int, kinds: S
             less = _rate(of_kind, Speculation.AUTO, "tokens_per_cpu_s") / _rate(of_kind, Speculation.OFF, "tokens_per_cpu_s")
             drafted, right = (sum(row[name] for row in of_kind) for name in ("drafted_tokens", "accepted_tokens"))
             same = "" if all(row["is_same"] for row in of_kind) else ", ANSWERS DIFFER"
+            by_processor = "" if on_gpus else f"; {less:.2f} by rank 0's processor time"
             print(
-                f"ranks {ranks}, {kind:<20} {off:7.1f} tokens/s without, {auto:7.1f} with drafts ({auto / off:.2f} times; "
-                f"{less:.2f} by rank 0's processor time), {right} of {drafted} right{same}",
+                f"{'GPUs' if on_gpus else 'ranks'} {ranks}, {kind:<20} {off:7.1f} tokens/s without, {auto:7.1f} with drafts "
+                f"({auto / off:.2f} times{by_processor}), {right} of {drafted} right{same}",
                 flush=True,
             )
         figures.append({"ranks": ranks, "tasks": rows})
-    finish("drafts", {"model": model or "demo", "repeats": repeats}, before, figures)
+    finish("drafts", {"model": model or "demo", "repeats": repeats, "on_gpus": on_gpus}, before, figures)
     return all(row["is_same"] for figure in figures for row in figure["tasks"])
 
 
@@ -145,9 +146,9 @@ def _ask(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _engine(model: str | None, ranks: int) -> Iterator[tuple[EngineSession, str]]:
+def _engine(model: str | None, ranks: str, *, on_gpus: bool) -> Iterator[tuple[EngineSession, str]]:
     with engine_session() as session:
-        session.launch(*([model] if model else []), "--device=cpu", f"--ranks={ranks}", "--http", "--port=0")
+        session.launch(*([model] if model else []), *([] if on_gpus else ["--device=cpu"]), ranks, "--http", "--port=0")
         with session.connect(_START_S):
             until(lambda: HttpFile.read(session.instance_folder) is not None, _START_S, lambda: "the gateway does not listen")
             said = HttpFile.read(session.instance_folder)
