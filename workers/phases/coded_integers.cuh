@@ -102,78 +102,95 @@ struct IntegerTokenSums {
         return (is_odd ? sums[1] : sums[0]) + __shfl_xor_sync(kFullWarp, is_odd ? sums[0] : sums[1], 1);
     }
 
-    // See IntegerSums.
+    // See IntegerSums. Each word of codes is read and taken apart once for all tokens.
     template <int kGroups, int kRows, class Free>
     __device__ __forceinline__ void add(u32 lane, u32 at, u32 x_address, Free free) {
+        uint4 codes[kGroups], x[kPairs][2];
         u32 loaded = 0, scales[kGroups][4], zeros[kGroups][4];
         const u32 first = at - lane * 16 + kRows * CodedWeights::kRowBytes;
 #pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) load_shared(x_address + pair * DigitX::kPairBytes + half * DigitX::kHalfBytes, x[pair][half]);
+#pragma unroll
         for (int group = 0; group < kGroups; ++group) {
             const u32 row = group * 8 + (lane >> 2);
-            if constexpr (kCodeScales > 0) load_bytes<kCodeScaleBytes>(first + row * kCodeScaleBytes, scales[group]);
-            if constexpr (kCodeZeroBytes > 0) load_bytes<kCodeZeroBytes>(first + kRows * kCodeScaleBytes + row * kCodeZeroBytes, zeros[group]);
-            if constexpr (kCodeScales > 0) loaded |= scales[group][0];
-            if constexpr (kCodeZeroBytes > 0) loaded |= zeros[group][0];
+            load_shared(at + group * 512, codes[group]);
+            loaded |= codes[group].x;
+            if constexpr (kCodeScales > 0) load_bytes<kCodeScaleBytes>(first + row * kCodeScaleBytes, scales[group]), loaded |= scales[group][0];
+            if constexpr (kCodeZeroBytes > 0)
+                load_bytes<kCodeZeroBytes>(first + kRows * kCodeScaleBytes + row * kCodeZeroBytes, zeros[group]), loaded |= zeros[group][0];
         }
+        free(loaded);
 #pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {  // codes are read again: there are no registers to keep them and their lower integers in
-            uint4 codes[kGroups], x[2];
+        for (int part = 0; part < kParts; ++part) {
+            int of_zero[kPairs][4] = {};
 #pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
-                load_shared(at + group * 512, codes[group]);
-                loaded |= codes[group].x;
+            for (int i = 0; i < kProducts; ++i) add_zero(of_zero, x, part, i);
+#pragma unroll
+            for (int group = 0; group < kGroups; group += 2) {
+                const bool has_lower = group + 1 < kGroups;
+                int sums[kPairs][4] = {};
+#pragma unroll
+                for (int i = 0; i < kProducts; ++i) {  // each of a word and the one kProducts behind
+                    const int at = kParts == 4 ? part : 2 * part + i;
+                    const u32 q = word(codes[group], at), next = kParts == 4 ? 0 : word(codes[group], at + kProducts);
+                    const u32 lower_q = has_lower ? word(codes[group + has_lower], at) : 0;
+                    const u32 lower_next = has_lower && kParts < 4 ? word(codes[group + has_lower], at + kProducts) : 0;
+                    add_products(sums, {q, lower_q, next, lower_next}, x, part, i);
+                }
+#pragma unroll
+                for (int pair = 0; pair < kPairs; ++pair)
+#pragma unroll
+                    for (int k = 0; k < 4 && group + k / 2 < kGroups; ++k) {
+                        const int row_group = group + k / 2, token = k % 2;
+                        int less = of_zero[pair][token];
+                        if constexpr (kCodeZeroBytes > 0) less *= static_cast<int>(zeros[row_group][0] >> 8 * part & 0xff);
+                        const float sum = static_cast<float>(sums[pair][k] - less);
+                        float& to = scaled[row_group][pair][token];
+                        if constexpr (kCodeScales > 0) to = __fmaf_rn(Scale::get(scales[row_group], part), sum, to);
+                        else to += sum;
+                    }
             }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) load_shared(x_address + pair * DigitX::kPairBytes + half * DigitX::kHalfBytes, x[half]);
-            if (pair == kPairs - 1) free(loaded);
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) add_part(codes, x, scales, zeros, pair, part);
         }
     }
 
 private:
-    // What a pair of tokens gets of a part of the columns.
-    template <int kGroups>
-    __device__ __forceinline__ void add_part(const uint4 (&codes)[kGroups], const uint4 (&x)[2], const u32 (&scales)[kGroups][4],
-                                             const u32 (&zeros)[kGroups][4], int pair, int part) {
-        int of_zero[4] = {};
-#pragma unroll
-        for (int i = 0; i < kProducts; ++i) add_products(of_zero, kZeros, kZeros, kZeros, kZeros, x, part, i);
-#pragma unroll
-        for (int group = 0; group < kGroups; group += 2) {
-            const bool has_lower = group + 1 < kGroups;
-            int sums[4] = {};
-#pragma unroll
-            for (int i = 0; i < kProducts; ++i) {  // each of a word and the one kProducts behind
-                const int at = kParts == 4 ? part : 2 * part + i;
-                const u32 q = word(codes[group], at), next = kParts == 4 ? 0 : word(codes[group], at + kProducts);
-                const u32 lower_q = has_lower ? word(codes[group + has_lower], at) : 0;
-                const u32 lower_next = has_lower && kParts < 4 ? word(codes[group + has_lower], at + kProducts) : 0;
-                add_products(sums, q, lower_q, next, lower_next, x, part, i);
-            }
-#pragma unroll
-            for (int k = 0; k < 4 && group + k / 2 < kGroups; ++k) {
-                const int row_group = group + k / 2, token = k % 2;
-                int less = of_zero[token];
-                if constexpr (kCodeZeroBytes > 0) less *= static_cast<int>(zeros[row_group][0] >> 8 * part & 0xff);
-                const float sum = static_cast<float>(sums[k] - less);
-                float& to = scaled[row_group][pair][token];
-                if constexpr (kCodeScales > 0) to = __fmaf_rn(Scale::get(scales[row_group], part), sum, to);
-                else to += sum;
-            }
-        }
-    }
-
     static constexpr int kParts = DigitX::kParts, kProducts = IntegerSums::kProducts;
     static constexpr u32 kLower = IntegerSums::kLower, kZeros = IntegerSums::kZeros;
     static __device__ __forceinline__ u32 word(const uint4& words, int i) { return IntegerSums::word(words, i); }
-    // A step's products number `i` of a part: 16 times the lower integers of words of two groups of rows, by the digits of first columns, and the
-    // whole words by those of second ones.
-    static __device__ __forceinline__ void add_products(int (&sums)[4], u32 q, u32 lower_q, u32 next, u32 lower_next, const uint4 (&x)[2], int part, int i) {
-        const int at = kParts == 4 ? part : 2 * (part + i);
-        mma_bytes(sums, (q & kLower) << 4, (lower_q & kLower) << 4, (next & kLower) << 4, (lower_next & kLower) << 4, word(x[0], at),
-                  kParts == 4 ? 0 : word(x[0], at + 1));
-        mma_bytes(sums, q, lower_q, next, lower_next, word(x[1], at), kParts == 4 ? 0 : word(x[1], at + 1));
+    // Operands of the matrix unit number `i` of a part's columns.
+    static constexpr bool kIsSigned = kCodeZeroBytes == 0;  // a code of 8 is 0
+    static constexpr u32 kTops = 0x80808080u;
+    static __device__ __forceinline__ void multiply(int (&sums)[4], const u32 (&a)[4], const uint4& x, int part, int i) {
+        const u32 x0 = word(x, kParts == 4 ? part : 2 * (part + i)), x1 = kParts == 4 ? 0 : word(x, 2 * (part + i) + 1);
+        if constexpr (kIsSigned) mma_signed_bytes(sums, a[0], a[1], a[2], a[3], x0, x1);
+        else mma_bytes(sums, a[0], a[1], a[2], a[3], x0, x1);
+    }
+    // A step's products number `i` of a part, of all tokens: 16 times the lower integers of words of two groups of rows, by the digits of first
+    // columns, and the whole words by those of second ones. With the top bit of a byte turned over 16 times a code of 8 is 0, and a whole word only
+    // too much by 8.
+    static __device__ __forceinline__ void add_products(int (&sums)[kPairs][4], const u32 (&q)[4], const uint4 (&x)[kPairs][2], int part, int i) {
+        u32 lower[4], whole[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            lower[k] = (q[k] & kLower) << 4, whole[k] = q[k];
+            if constexpr (kIsSigned) lower[k] ^= kTops, whole[k] ^= kTops;
+        }
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) multiply(sums[pair], lower, x[pair][0], part, i);
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) multiply(sums[pair], whole, x[pair][1], part, i);
+    }
+    // The same of codes of 0, or of zero points of 1.
+    static __device__ __forceinline__ void add_zero(int (&sums)[kPairs][4], const uint4 (&x)[kPairs][2], int part, int i) {
+        if constexpr (kIsSigned) {
+            constexpr u32 kEight = 0x08080808u;
+#pragma unroll
+            for (int pair = 0; pair < kPairs; ++pair) multiply(sums[pair], {kEight, kEight, kEight, kEight}, x[pair][1], part, i);
+        } else {
+            add_products(sums, {kZeros, kZeros, kZeros, kZeros}, x, part, i);
+        }
     }
 };
 

@@ -464,8 +464,9 @@ void twin_mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         d[2] += low8 * low0 + high8 * high0, d[3] += low8 * low1 + high8 * high1;
     }
 }
-// m16n8k32 of bytes, unsigned by signed: likewise, four of k in a register.
-inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// m16n8k32 of bytes, those of A of one kind and B's signed: likewise, four of k in a register.
+template <class Byte>
+void twin_mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     const auto pair = [](u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; };
     const auto* all = twin::collective(pair(a0, a1), pair(a2, a3), pair(b0, b1));
     const u32 group = laneid() >> 2, part = laneid() & 3;
@@ -474,10 +475,12 @@ inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
             const u32 a = static_cast<u32>(all[group * 4 + (k & 3)][k >> 2] >> (i >> 1) * 32);
             const u32 b = static_cast<u32>(all[(2 * part + (i & 1)) * 4 + (k & 3)][2] >> (k >> 2) * 32);
             for (u32 byte = 0; byte < 4; ++byte)
-                d[i] += static_cast<int>(a >> 8 * byte & 0xff) * static_cast<signed char>(b >> 8 * byte & 0xff);
+                d[i] += static_cast<int>(static_cast<Byte>(a >> 8 * byte & 0xff)) * static_cast<signed char>(b >> 8 * byte & 0xff);
         }
     }
 }
+inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { twin_mma_bytes<unsigned char>(d, a0, a1, a2, a3, b0, b1); }
+inline void mma_signed_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { twin_mma_bytes<signed char>(d, a0, a1, a2, a3, b0, b1); }
 struct Bf16 {
     static u32 round(float v) {
         const u32 bits = __float_as_uint(v);
