@@ -10,11 +10,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from kog_dist.bench.engine.processes import command_line, marked_processes, parents
 from kog_dist.env import PREFIX
@@ -172,12 +174,31 @@ class EngineSession:
 
 @contextmanager
 def engine_session() -> Iterator[EngineSession]:
-    """A session that leaves nothing behind."""
-    session = EngineSession()
+    """A session that leaves nothing behind, also where SIGTERM or SIGHUP ends this process."""
+    with _leaving_in_order():
+        session = EngineSession()
+        try:
+            yield session
+        finally:
+            session.close()
+
+
+@contextmanager
+def _leaving_in_order() -> Iterator[None]:
+    """Signals that would end this process at once raise SystemExit meanwhile. Only in the main thread, which alone gets them."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    ending = [one for one in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(one) is signal.SIG_DFL]
+    for one in ending:
+        signal.signal(one, leave)
     try:
-        yield session
+        yield
     finally:
-        session.close()
+        for one in ending:
+            signal.signal(one, signal.SIG_DFL)
 
 
 @contextmanager
