@@ -20,9 +20,9 @@ ENDED_S = 15.0
 class HttpEngine:
     """A launcher whose gateway answers, and a client of it."""
 
-    def __init__(self, session: EngineSession, launcher: subprocess.Popen[bytes]) -> None:
+    def __init__(self, session: EngineSession, launcher: subprocess.Popen[bytes], ready_s: float = READY_S) -> None:
         self.session, self.launcher = session, launcher
-        until(lambda: "ready after" in self.said() or launcher.poll() is not None, READY_S, session.output)
+        until(lambda: "ready after" in self.said() or launcher.poll() is not None, ready_s, session.output)
         assert launcher.poll() is None, session.output()
         found = self.announced()
         self.url = str(found["url"])
@@ -55,9 +55,9 @@ class HttpEngine:
 
 
 @contextmanager
-def http_engine(session: EngineSession, *arguments: str) -> Iterator[HttpEngine]:
+def http_engine(session: EngineSession, *arguments: str, ready_s: float = READY_S) -> Iterator[HttpEngine]:
     """Start `kog-launch --http --port 0 arguments`; the session ends what is left."""
-    made = HttpEngine(session, session.launch("--http", "--port=0", *arguments))
+    made = HttpEngine(session, session.launch("--http", "--port=0", *arguments), ready_s)
     with made.http:
         yield made
 
