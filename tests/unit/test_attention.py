@@ -62,7 +62,7 @@ def attended(case: Case, inputs: Inputs, sizes: list[int] | None = None) -> Arra
         out = np.full_like(queries, np.nan)
         sinks = None if inputs.sinks is None else inputs.sinks[None]
         operands = attention.AttentionOperands(queries, [inputs.keys[None]], [inputs.values[None]], sinks, out)
-        attention.bound(operands, case.window)(0, case.first + last - size)
+        attention.bound(operands, case.window)(0, case.first + last - size, 0, size)
         mixed.append(out[0])
     return np.concatenate(mixed)
 
@@ -103,10 +103,11 @@ def test_lanes_and_caches_are_apart() -> None:
     out = np.empty_like(queries)
     caches = (np.zeros_like(keys), keys), (np.zeros_like(values), values)
     run = attention.bound(attention.AttentionOperands(queries, *caches, None, out), 10**6)
-    run(1, case.first)
+    run(1, case.first, 0, 1)
+    run(1, case.first + 1, 1, 2)  # as in two calls
     for lane, mixed in zip(lanes, out, strict=True):
         assert mixed.tobytes() == attended(case, lane).tobytes()
-    run(0, case.first)
+    run(0, case.first, 0, 3)
     assert not out.any()
 
 

@@ -137,7 +137,8 @@ def test_drafts_change_nothing_until_they_are_replayed(num_kept: int, form: Call
     for first in (0, num_kept):
         mixed[...] = 0
         advance(0, first, 5, 1)
-        assert np.array_equal(mixed[:, :5], expected[:, first : first + 5])
+        assert np.array_equal(mixed[:, first : first + 5], expected[:, first : first + 5])
+        assert not np.delete(mixed, np.s_[first : first + 5], axis=1).any()
         if num_kept > 1:
             replay(0, first + 1, num_kept - 1, num_kept - 1)
     kept = run(shape, [2 * num_kept], form)[1]

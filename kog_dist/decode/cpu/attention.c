@@ -224,8 +224,8 @@ size_t kog_attention_scratch(size_t tokens, size_t group, size_t dim) {
     return tokens * group * (2 * width + kSums + 1) + kRows * kTile + kTile * (dim + width) + kSums;
 }
 
-/* All lanes of a rank have the same shape. */
-void kog_attend(const struct attention *lanes, size_t count, size_t first, size_t tokens, size_t window, float *scratch) {
+/* All lanes of a rank have the same shape. The tokens are those from number `row` of the queries on. */
+void kog_attend(const struct attention *lanes, size_t count, size_t row, size_t first, size_t tokens, size_t window, float *scratch) {
     const size_t rows = tokens * lanes->group, dim = lanes->dim, width = padded(dim, kSums);
     struct state state = {.width = width};
     float *next = scratch;
@@ -235,7 +235,11 @@ void kog_attend(const struct attention *lanes, size_t count, size_t first, size_
     state.weights = next, next += rows * kSums;
     float *turned = next, *copied = turned + kTile * dim;
     state.peaks = copied + kTile * width;
-    for (const struct attention *one = lanes; one < lanes + count; ++one)
-        for (size_t head = 0; head < one->kv_heads; ++head)
-            attend_head(one, head, first, tokens, window, &state, turned, copied);
+    for (size_t lane = 0; lane < count; ++lane) {
+        struct attention one = lanes[lane];
+        one.queries += row * one.kv_heads * one.group * dim;
+        one.mixed += row * one.kv_heads * one.group * dim;
+        for (size_t head = 0; head < one.kv_heads; ++head)
+            attend_head(&one, head, first, tokens, window, &state, turned, copied);
+    }
 }

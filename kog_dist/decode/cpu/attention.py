@@ -41,8 +41,9 @@ class AttentionOperands(NamedTuple):
     mixed: Array
 
 
-def bound(operands: AttentionOperands, window: int, scratch: Scratch | None = None) -> Callable[[int, int], None]:
-    """A call with the number of a KV cache and the first token's position: softmax attention of following tokens.
+def bound(operands: AttentionOperands, window: int, scratch: Scratch | None = None) -> Callable[[int, int, int, int], None]:
+    """A call with the number of a KV cache, the first token's position, its number in the queries, and how many tokens there are:
+    softmax attention of following tokens.
 
     Each sees `window` positions at most, its own the last. All arrays are float32, C-contiguous, and stay where they are.
     """
@@ -51,13 +52,13 @@ def bound(operands: AttentionOperands, window: int, scratch: Scratch | None = No
     room = scratch or Scratch()
     room.reserve(_num_scratch(num_tokens, heads // operands.keys[0].shape[1], dim))
     function = loaded().kog_attend
-    function.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t,) * 4, ctypes.c_void_p)
+    function.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t,) * 5, ctypes.c_void_p)
     function.restype = None
     kept = operands  # tables know addresses alone
 
-    def run(cache: int, position: int) -> None:
+    def run(cache: int, position: int, first: int, count: int) -> None:
         assert kept
-        function(tables[cache], num_lanes, position, num_tokens, window, room.address)
+        function(tables[cache], num_lanes, first, position, count, window, room.address)
 
     return run
 

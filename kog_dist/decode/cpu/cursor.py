@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.plan.plan import Plan
 from kog_dist.decode.sampling import Candidate
 from kog_dist.errors import PlanError
+from kog_dist.records import dataclass
 from kog_dist.sampling_params import SamplingParams
 
+Array = NDArray[Any]
+
 # Rank 0's choice, from all logits (vocab,) of the token at a position; None: no token can be chosen, and the request is to end.
-# Asked of the tokens of a pass in their order, until what it chooses is not the next of them.
+# Asked of a request's tokens of a pass in their order, until what it chooses is not the next of them.
 Choose: TypeAlias = Callable[[NDArray[Any], int], Candidate | None]
 
-# With a KV cache, the first draft of the last pass that counts for its state, and how many; and how many of these to keep.
+# With a KV cache, which of the last pass's drafts is the first that counts for its state, how many, and how many to keep.
 Replay: TypeAlias = Callable[[int, int, int, int], None]
 
 
@@ -28,48 +33,92 @@ class Chosen(NamedTuple):
     stopped: bool
 
 
+@dataclass(slots=True)
+class PassPart:
+    """What one request has in a pass: tokens at following positions, from `position` on, of KV cache `cache`.
+
+    `sampling`: how the token behind each is chosen; None of a prompt. `stop`: nothing is chosen, and all ranks leave the request
+    after this pass; rank 0's counts. `choose`: rank 0's own choice.
+    """
+
+    token_ids: Sequence[int]
+    position: int
+    sampling: SamplingParams | None
+    cache: int = 0
+    stop: bool = False
+    choose: Choose | None = None
+    first: int = 0  # number of its first token in the pass, from where it begins
+    chosen: list[Chosen] = field(default_factory=list)  # behind its first token, and behind each that was chosen itself
+
+    def goes_on(self, idx: int, token_id: int) -> bool:
+        """Whether `token_id`, chosen behind its token `idx`, is the one that it has next."""
+        return idx + 1 < len(self.token_ids) and token_id == self.token_ids[idx + 1]
+
+
+class Span(NamedTuple):
+    """Where keys and values of some tokens of a pass are: `num` from number `first` on, at positions of a KV cache."""
+
+    cache: int
+    position: int
+    first: int
+    num: int
+
+
 class Cursor:
     """State of one rank's engine that its calls share."""
 
-    def __init__(self, plan: Plan, num_lanes: int, num_kv_caches: int = 1) -> None:
+    def __init__(self, plan: Plan, num_lanes: int, num_kv_caches: int, angles: tuple[Array, Array]) -> None:
+        """`angles`: by position, see `lane_calls.rotation_angles`."""
         self.plan = plan
         self.token = 0  # passes of the engine so far; never restarts, since epochs grow with it
         self.held = [0] * num_kv_caches  # positions in each KV cache
         self.settled = [0] * num_kv_caches  # and those that its state has: fewer where drafts of the last pass count
-        self.draft_position = 0  # of the first draft of the last pass that chose
+        self.drafted = [(0, 0)] * num_kv_caches  # number and position of the first draft of the last pass that chose
         self.replays: dict[tuple[int, int], Replay] = {}  # of each layer with a state, by the first lane of a call
-        self.kv_cache = 0  # the one in use
-        self.token_ids: Sequence[int] = (0,)  # of the pass, at following positions
-        self.position = 0  # of the first of them
-        self.sampling: SamplingParams | None = None
-        self.lengths = [[0] * num_lanes for _ in range(plan.spec.num_layers)]  # of the KV cache, by layer and own lane
-        self.chosen: list[Chosen] = []  # behind the first token of the pass, and behind each that was chosen itself
-        self.stopped = False  # what this rank wants; rank 0's wish counts
-        self.all_logits: NDArray[Any] | None = None  # (tokens, vocab)
-        self.choose: Choose | None = None
+        self.kv_cache = 0  # the one in use, where nobody names another
+        self.parts: Sequence[PassPart] = ()  # of the pass
+        self.spans: Sequence[Span] = ()  # of the same
+        self.token_ids: list[int] = [0]  # of the pass
+        self.reads = False  # whether the pass is of a prompt, and chooses nothing
+        self.appended = [[0] * num_lanes for _ in range(plan.spec.num_layers)]  # pass that was, by layer and own lane
+        self.word = 0  # what this rank says with the pass; rank 0's counts
+        self.heard = 0  # what rank 0 has said, behind the pass
+        self.all_logits: Array | None = None  # (tokens, vocab)
+        self._angles = angles
+        self.cos, self.sin = (table[:1] for table in angles)  # of the tokens of the pass
 
-    def goes_on(self, idx: int, token_id: int) -> bool:
-        """Whether `token_id`, chosen behind token `idx` of the pass, is the one that the pass has next."""
-        return idx + 1 < len(self.token_ids) and token_id == self.token_ids[idx + 1]
-
-    def begin(
-        self, token_ids: Sequence[int], position: int, sampling: SamplingParams | None, stop: bool, choose: Choose | None = None
-    ) -> None:
+    def begin(self, parts: Sequence[PassPart], word: int = 0) -> None:
         """Start the next pass. Raises PlanError if the caller asks for a token or position that cannot follow."""
-        spec = self.plan.spec
-        for token_id in token_ids:
+        self.reads = parts[0].sampling is None
+        if len(parts) > 1 and (len({part.cache for part in parts}) < len(parts) or any(part.sampling is None for part in parts)):
+            raise PlanError("the parts of a pass are of different KV caches, and each chooses; a prompt has passes of its own")
+        token_ids, spans = list[int](), list[Span]()
+        for part in parts:
+            self._check(part)
+            part.first, part.chosen = len(token_ids), []
+            spans.append(Span(part.cache, part.position, part.first, len(part.token_ids)))
+            token_ids += part.token_ids
+        self.token += 1
+        self.parts, self.spans, self.token_ids = parts, spans, token_ids
+        self.word, self.all_logits = word, None
+        seen = [slice(span.position, span.position + span.num) for span in spans]
+        self.cos, self.sin = (
+            table[seen[0]] if len(seen) == 1 else np.concatenate([table[one] for one in seen]) for table in self._angles
+        )
+
+    def _check(self, part: PassPart) -> None:
+        spec, position, held, settled = self.plan.spec, part.position, self.held[part.cache], self.settled[part.cache]
+        for token_id in part.token_ids:
             if not 0 <= token_id < spec.vocab_size:
                 raise PlanError(f"token id {token_id} is outside the vocabulary of {spec.vocab_size}")
-        if not 0 <= position <= self.held[self.kv_cache]:
-            raise PlanError(f"position {position} cannot follow: the KV cache holds {self.held[self.kv_cache]} positions")
-        if spec.is_recurrent and position not in (0, self.settled[self.kv_cache]):
-            raise PlanError(f"position {position} cannot follow a state of {self.settled[self.kv_cache]} positions")
-        last = position + len(token_ids) - 1
+        if not 0 <= position <= held:
+            raise PlanError(f"position {position} cannot follow: the KV cache holds {held} positions")
+        if spec.is_recurrent and position not in (0, settled):
+            raise PlanError(f"position {position} cannot follow a state of {settled} positions")
+        last = position + len(part.token_ids) - 1
         if last >= spec.max_context:
             raise PlanError(f"position {last} exceeds the model's context of {spec.max_context}")
-        self.token += 1
-        self.token_ids, self.position, self.sampling = token_ids, position, sampling
-        self.chosen, self.stopped, self.all_logits = [], stop, None
-        self.choose = choose
-        for layer in self.lengths:  # shorter after a reset or a step back; longer if the last token was not finished
-            layer[:] = [position] * len(layer)
+
+    def position_of(self, idx: int) -> int:
+        """Of token `idx` of the pass."""
+        return next(span.position + idx - span.first for span in self.spans if idx < span.first + span.num)

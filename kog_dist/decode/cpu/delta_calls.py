@@ -1,7 +1,7 @@
 """The calls of delta nets: what they project, and the state that every token changes, one after the other (`delta_rule`).
 
-A pass that chooses leaves the state behind its first token, which alone is certain to count, and keeps what its drafts were made
-of. Those that are accepted are done again from that, when it is known how many they are.
+A pass that chooses leaves the state behind a request's first token, which alone is certain to count, and keeps what its drafts
+were made of. Those that are accepted are done again from that, when it is known how many they are.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class DeltaCalls:
         cursor.replays[layer, own.start] = delta_rule.bound(nets, DeltaOperands(drafts, states, None), scratch)
 
         def run() -> None:
-            if cursor.position == 0:
-                for array in states[cursor.kv_cache]:
-                    array[...] = 0
-            if cursor.sampling is None:
-                advance(cursor.kv_cache, 0, m, m)
+            for cache, position, first, count in cursor.spans:
+                if position == 0:
+                    for array in states[cache]:
+                        array[...] = 0
+                advance(cache, first, count, count if cursor.reads else 1)
+            if cursor.reads:
                 return
-            advance(cursor.kv_cache, 0, m, 1)
             drafts[:, : m - 1, :channels] = projected[:, 1:, :channels]
             drafts[:, : m - 1, channels:] = projected[:, 1:, -num_factors:]
 

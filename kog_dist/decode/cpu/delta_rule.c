@@ -200,7 +200,7 @@ size_t kog_delta_scratch(const struct delta_shape *shape, size_t tokens) {
     return tokens * of_token + 2 * shape->key_dim * kColumns;
 }
 
-/* All lanes of a rank have the same shape. Of their rows those from `first` on are used. */
+/* All lanes of a rank have the same shape. Of their rows, and of what comes out, those from `first` on are used. */
 void kog_delta(const struct delta_net *nets, size_t count, const struct delta_shape *shape, size_t first, size_t tokens,
                size_t num_kept, float *scratch) {
     const size_t channels = 2 * shape->key_heads * shape->key_dim + shape->heads * shape->value_dim, heads = shape->heads;
@@ -214,6 +214,7 @@ void kog_delta(const struct delta_net *nets, size_t count, const struct delta_sh
     for (size_t lane = 0; lane < count; ++lane) {
         struct delta_net net = nets[lane];
         net.rows += first * stride;
+        if (net.mixed) net.mixed += first * heads * shape->value_dim;
         for (size_t token = 0; token < tokens; ++token) {
             float *activated = room.activated + token * wide, *factors = room.factors + token * 2 * num_factors;
             const float *a = net.rows + token * stride + channels + shape->gate_values, *b = a + heads;

@@ -85,7 +85,7 @@ class DeltaOperands(NamedTuple):
 
 
 # With the number of a KV cache: tokens `first` .. `first + count` of the rows, behind the state of that cache, which is left
-# behind the first `num_kept` of these. Results are the first of `mixed`.
+# behind the first `num_kept` of these. Results have the same places in `mixed`.
 Advance = Callable[[int, int, int, int], None]
 
 
@@ -189,7 +189,7 @@ def bound_in_numpy(nets: LaneNets, operands: DeltaOperands) -> Advance:
         for number in range(count):
             if number == num_kept:
                 state = DeltaState(*(array.copy() for array in state))
-            step(rows[:, first + number], state, None if mixed is None else mixed[:, number])
+            step(rows[:, first + number], state, None if mixed is None else mixed[:, first + number])
 
     return advance
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.cpu import lane_math
-from kog_dist.decode.cpu.cursor import Choose, Chosen, Cursor
+from kog_dist.decode.cpu.cursor import Choose, Chosen, Cursor, PassPart
 from kog_dist.decode.cpu.groups import Array, Finder, Group
 from kog_dist.decode.plan.steps import Kind, Message, Phase, Site
 from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, candidate, gumbel, pick
@@ -20,6 +20,8 @@ from kog_dist.sampling_params import SamplingParams
 
 Run = Callable[[], None]
 Row = NDArray[np.float32]
+Offer: TypeAlias = tuple[list[Candidate], bool]  # of each slice, and whether rank 0 wants to stop
+WORD_BITS: Final = 22  # of what rank 0 says with a pass: float32 holds whole numbers of 24 bits
 
 
 class RankExchange(Protocol):
@@ -119,51 +121,60 @@ class ExchangeCalls:
         bounds = [self.spec.vocab_slice(lane) for lane in self.memory.lanes]
         slices = [row[:, : last - first] for row, (first, last) in zip(rows, bounds, strict=True)]
         nothing = [NO_CANDIDATE] * len(slices)
-        own = np.zeros((num_chosen, 2 * len(slices) + 1), np.float32)  # of each token: candidates, and whether to stop
+        # Of each token: candidates, and whether to stop; with the first one's what rank 0 says with the pass.
+        own = np.zeros((num_chosen, 2 * len(slices) + 1), np.float32)
         single = step.waits is None
 
         def run() -> None:
-            found = [(nothing, cursor.stopped)]
-            if cursor.sampling is not None and not cursor.stopped:
-                found = own_choices(cursor.sampling)
+            found: list[Offer] = []
+            for part in cursor.parts:
+                is_over = part.sampling is None or part.stop
+                offers = [(nothing, part.stop)] if part.sampling is None or is_over else own_choices(part, part.sampling)
+                found += [*offers, *[(nothing, False)] * (len(part.token_ids) - len(offers))]
+            cursor.heard = cursor.word
             if not single:
-                found = exchanged(found, 1 if cursor.sampling is None else num_chosen)
-            for idx, (candidates, stopped) in enumerate(found):
-                best = pick(candidates)
-                cursor.chosen.append(Chosen(best.token_id, not math.isnan(best.value), stopped))
-                if ends(idx, best, stopped):
-                    break
+                found = exchanged(found[: 1 if cursor.reads else num_chosen])
+            for part in cursor.parts:
+                for idx, (candidates, stopped) in enumerate(found[part.first : part.first + len(part.token_ids)]):
+                    best = pick(candidates)
+                    part.chosen.append(Chosen(best.token_id, not math.isnan(best.value), stopped))
+                    if cursor.reads or ends(part, idx, best, stopped):
+                        break
 
-        def ends(idx: int, best: Candidate, stopped: bool) -> bool:
-            return stopped or math.isnan(best.value) or not cursor.goes_on(idx, best.token_id)
+        def ends(part: PassPart, idx: int, best: Candidate, stopped: bool) -> bool:
+            return stopped or math.isnan(best.value) or not part.goes_on(idx, best.token_id)
 
-        def own_choices(sampling: SamplingParams) -> list[tuple[list[Candidate], bool]]:
+        def own_choices(part: PassPart, sampling: SamplingParams) -> list[Offer]:
             """Candidates behind each token, and whether to stop there; as far as this rank can know that they matter."""
-            found: list[tuple[list[Candidate], bool]] = []
-            for idx in range(num_chosen):
-                candidates = own_candidates(sampling, idx)
+            found: list[Offer] = []
+            for idx in range(len(part.token_ids)):
+                candidates = own_candidates(part, sampling, idx)
                 found.append((candidates or nothing, candidates is None))
-                if (single or cursor.choose is not None) and ends(idx, pick(found[idx][0]), found[idx][1]):
+                if (single or part.choose is not None) and ends(part, idx, pick(found[idx][0]), found[idx][1]):
                     break
             return found
 
-        def exchanged(found: list[tuple[list[Candidate], bool]], num: int) -> list[tuple[list[Candidate], bool]]:
-            """Candidates of all slices behind `num` tokens, and what rank 0 wants."""
-            for row, (candidates, stopped) in zip(own, [*found, *[(nothing, False)] * (num - len(found))]):  # noqa: B905
+        def exchanged(found: list[Offer]) -> list[Offer]:
+            """Candidates of all slices behind these tokens, and what rank 0 wants."""
+            num = len(found)
+            for row, (candidates, stopped) in zip(own, found):  # noqa: B905
                 row[0:-1:2], row[1:-1:2] = zip(*candidates, strict=True)
                 row[-1] = stopped
+            own[0, -1] += 2 * cursor.word
             mine = own[:num].reshape(-1)
             publish(mine)
             gathered = collect(mine).reshape(-1, num, own.shape[1])
             of_slices = gathered[:, :, :-1].swapaxes(0, 1).reshape(num, -1, 2).tolist()
             told = [[Candidate(value, int(token_id)) for value, token_id in row] for row in of_slices]
-            return [(row, bool(stop)) for row, stop in zip(told, gathered[0, :, -1].tolist(), strict=True)]
+            said = [int(value) for value in gathered[0, :, -1].tolist()]
+            cursor.heard = said[0] >> 1
+            return [(row, bool(stop & 1)) for row, stop in zip(told, said, strict=True)]
 
-        def own_candidates(sampling: SamplingParams, idx: int) -> list[Candidate] | None:
+        def own_candidates(part: PassPart, sampling: SamplingParams, idx: int) -> list[Candidate] | None:
             """None: rank 0 finds nothing to choose."""
-            position = cursor.position + idx
-            if cursor.choose is not None:
-                best = self._chosen(cursor.choose, idx)
+            position, row = part.position + idx, part.first + idx
+            if part.choose is not None:
+                best = self._chosen(part.choose, row, position)
                 return None if best is None else [best, *nothing[1:]]
             noise = None
             if sampling.temperature > 0:  # of all own slices at once: they are neighbours
@@ -171,17 +182,17 @@ class ExchangeCalls:
             found = []
             for logits, (first, last) in zip(slices, bounds, strict=True):
                 own_noise = None if noise is None else noise[first - bounds[0][0] : last - bounds[0][0]]
-                found.append(candidate(logits[idx], first, position, sampling, own_noise))
+                found.append(candidate(logits[row], first, position, sampling, own_noise))
             return found
 
         return run
 
-    def _chosen(self, choose: Choose, idx: int) -> Candidate | None:
-        """Rank 0's choice from all logits behind token `idx`, as a candidate that beats those of every slice."""
+    def _chosen(self, choose: Choose, row: int, position: int) -> Candidate | None:
+        """Rank 0's choice from all logits behind token `row` of the pass, as a candidate that beats those of every slice."""
         cursor = self.cursor
         if cursor.all_logits is None:
             raise PlanError(f"pass {cursor.token}: SAMPLE needs all logits, and no GATHER has run before it")
-        best = choose(cursor.all_logits[idx], cursor.position + idx)
+        best = choose(cursor.all_logits[row], position)
         return best if best is None or math.isnan(best.value) else Candidate(math.inf, best.token_id)
 
     # ---- messages ----

@@ -88,7 +88,7 @@ class ExpertCalls:
             if compares:
                 own[:] = choice[:, 0]
                 publish(own.reshape(-1))
-                _compare(collect(own.reshape(-1)).reshape(-1, *own.shape), step.layer, cursor.position)
+                _compare(collect(own.reshape(-1)).reshape(-1, *own.shape), step.layer, cursor.position_of)
 
         return run
 
@@ -182,9 +182,9 @@ class ExpertCalls:
         return lane_math.chosen_products(operands, self.memory.scratch)
 
 
-def _compare(of_ranks: Array, layer: int, first_position: int) -> None:
+def _compare(of_ranks: Array, layer: int, position_of: Callable[[int], int]) -> None:
     """Raise PlanError if of the choices (ranks, tokens, K) of all ranks one differs; the first token where one does is named."""
     differing = np.flatnonzero((of_ranks != of_ranks[:1]).any(axis=(0, 2)))
     if differing.size:
         rows = of_ranks[:, differing[0]]
-        raise PlanError(choices.difference([tuple(map(int, row)) for row in rows], layer, first_position + int(differing[0])))
+        raise PlanError(choices.difference([tuple(map(int, row)) for row in rows], layer, position_of(int(differing[0]))))

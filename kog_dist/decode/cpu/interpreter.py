@@ -6,14 +6,14 @@ compared with what the plan says they must be (value and token): a wrong plan en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kog_dist.decode.cpu.cursor import Choose, Cursor
+from kog_dist.decode.cpu.cursor import Choose, Cursor, PassPart
 from kog_dist.decode.cpu.delta_calls import DeltaCalls
 from kog_dist.decode.cpu.exchange_calls import ExchangeCalls, RankExchange
 from kog_dist.decode.cpu.expert_calls import ExpertCalls
@@ -119,7 +119,8 @@ def _nothing(_tags: list[int]) -> None:
 
 
 class Interpreter:
-    """One rank's engine. `step`, `verify` and `read` are collective: every rank calls them with the same arguments.
+    """One rank's engine. `run`, `step`, `verify` and `read` are collective: every rank calls them with the same arguments. The
+    last three are about the KV cache that `use_cache` named last.
 
     With world size 1 `comm` may be None. float64 is for checks and needs world size 1, since mailboxes carry float32.
     `kv_dtype`: what keys and values are rounded to when they enter a cache (which holds them in `dtype`).
@@ -145,9 +146,8 @@ class Interpreter:
         self.plan, self.rank = plan, rank
         lanes = plan.ranks[rank].lanes
         self.memory = Memory(plan.spec, lanes, np.dtype(dtype), num_kv_caches, plan.num_tokens - 1)
-        self._cursor = Cursor(plan, len(lanes), num_kv_caches)
+        self._cursor = Cursor(plan, len(lanes), num_kv_caches, rotation_angles(plan.spec, self.memory.dtype))
         self._weights, self._comm, self._kv_dtype = weights, comm, kv_dtype
-        self._angles = rotation_angles(plan.spec, self.memory.dtype)
         self._cells: dict[tuple[int, ...], int] = {}
         self._idents: dict[Value, int] = {}
         self._calls = [self._call(group) for group in group_steps(plan.ranks[rank].steps)]
@@ -176,7 +176,7 @@ class Interpreter:
         """Make the programs for passes of so many tokens, up to the one that runs all steps until `most`."""
         num_chosen = 0 if most is When.ALWAYS else num_tokens
         find, weights, spec = Finder(self.rank, self.memory, num_tokens, num_chosen), self._weights, self.plan.spec
-        makers = LaneCalls(find, weights, self._cursor, self._kv_dtype, self._angles).makers
+        makers = LaneCalls(find, weights, self._cursor, self._kv_dtype).makers
         exchange = ExchangeCalls(find, weights, self._cursor, self._comm)
         makers |= exchange.makers
         kinds = set(map(type, spec.kinds))
@@ -233,7 +233,7 @@ class Interpreter:
         if not 0 <= num_positions <= cursor.held[source]:
             raise PlanError(f"KV cache {source} holds {cursor.held[source]} positions, asked for {num_positions}")
         if self.plan.spec.is_recurrent:
-            self.settle(cursor.held[cursor.kv_cache])  # the next pass takes the place of what its drafts were made of
+            self._settle_all({})  # the next pass takes the place of what drafts of the last one were made of
             if load_state is not None:
                 load_state()
             elif num_positions not in (0, cursor.settled[source]):
@@ -250,25 +250,37 @@ class Interpreter:
         cursor.kv_cache = cache
         cursor.held[cache] = cursor.settled[cache] = num_positions
 
-    def go_back(self, num_positions: int) -> None:
-        """Drop what the KV cache in use holds behind so many positions, all of the last pass."""
-        self.settle(num_positions)
-        self._cursor.held[self._cursor.kv_cache] = num_positions
+    def go_back(self, num_positions: int, cache: int | None = None) -> None:
+        """Drop what KV cache `cache`, or the one in use, holds behind so many positions, all of the last pass."""
+        self.settle(num_positions, cache)
+        self._cursor.held[self._cursor.kv_cache if cache is None else cache] = num_positions
 
-    def settle(self, num_positions: int) -> None:
-        """Have the state in use behind so many positions: drafts of the last pass that count change it only now."""
+    def settle(self, num_positions: int, cache: int | None = None) -> None:
+        """Have the state of `cache`, or of the one in use, behind so many positions: drafts of the last pass that count change it
+        only now.
+        """
         cursor = self._cursor
-        cache = cursor.kv_cache
+        cache = cursor.kv_cache if cache is None else cache
         first = cursor.settled[cache]
         if not self.plan.spec.is_recurrent or num_positions == first:
             return
         if not first < num_positions <= cursor.held[cache]:
             raise PlanError(f"KV cache {cache} holds a state of {first} positions, which cannot go to {num_positions}")
-        num = num_positions - first
+        num, (row, position) = num_positions - first, cursor.drafted[cache]
         with np.errstate(all="ignore"):
             for replay in cursor.replays.values():
-                replay(cache, first - cursor.draft_position, num, num)
+                replay(cache, row + first - position, num, num)
         cursor.settled[cache] = num_positions
+
+    def _settle_all(self, begins: Mapping[int, int]) -> None:
+        """A pass begins at `begins`, positions by KV cache: so many drafts of the one before count, and all of other caches. What
+        cannot follow `Cursor.begin` refuses.
+        """
+        cursor = self._cursor
+        for cache, (settled, held) in enumerate(zip(cursor.settled, cursor.held, strict=True)):
+            position = begins.get(cache, held)
+            if settled < position <= held:
+                self.settle(position, cache)
 
     def filled(self, cache: int, num_positions: int) -> None:
         """Keys and values of the first positions of a cache have been put there (`memory`), as many as it then holds.
@@ -318,20 +330,50 @@ class Interpreter:
 
         Keys and values of the other drafts are in no kept position. Arguments and errors as of `step`.
         """
-        self._check_choose(choose, gather_logits=gather_logits)
-        cursor = self._cursor
-        if len(token_ids) > self.plan.num_tokens and self.plan.spec.is_recurrent:
+        part = PassPart(token_ids, position, sampling, self._cursor.kv_cache, stop, choose)
+        return self.run((part,), gather_logits)[0]
+
+    def run(self, parts: Sequence[PassPart], gather_logits: bool = False, *, word: int = 0) -> list[list[StepOutput]]:
+        """Run the tokens of several requests, each in a KV cache of its own, through the model in one pass of the weights: of
+        each part what `verify` makes of it alone, bit by bit. Or, where it is one of a prompt, what `read` does.
+
+        `word`: less than 2 ** (WORD_BITS - 1). What rank 0 gives here all ranks find in `heard` behind the pass.
+        Errors as of `step`.
+        """
+        cursor, num_tokens, reads = self._cursor, sum(len(part.token_ids) for part in parts), parts[0].sampling is None
+        for part in parts:
+            self._check_choose(part.choose, gather_logits=gather_logits)
+        if not reads and num_tokens > self.plan.num_tokens and self.plan.spec.is_recurrent:
             raise PlanError(
-                f"a pass of {len(token_ids)} tokens has more drafts than the plan, whose passes have {self.plan.num_tokens}"
+                f"a pass of {num_tokens} tokens has more drafts than the plan, whose passes have {self.plan.num_tokens}"
             )
-        self.prepare(len(token_ids))
-        self._settle_for(position)
-        cursor.begin(token_ids, position, sampling, stop, choose)
-        self._run(When.GATHERED if gather_logits else When.SAMPLED)
-        cursor.held[cursor.kv_cache] = position + len(cursor.chosen)
-        cursor.settled[cursor.kv_cache] = cursor.draft_position = position + 1
-        logits = (None,) * len(token_ids) if cursor.all_logits is None else cursor.all_logits
-        return [StepOutput(token, row, finite, stopped) for (token, finite, stopped), row in zip(cursor.chosen, logits)]  # noqa: B905
+        when = When.ALWAYS if reads else When.GATHERED if gather_logits else When.SAMPLED
+        if (when, num_tokens) not in self._programs:
+            self._compile(num_tokens, When.ALWAYS if reads else When.GATHERED)
+        if self.plan.spec.is_recurrent:
+            self._settle_all({part.cache: part.position for part in parts})
+        cursor.begin(parts, word)
+        self._run(when)
+        for part in parts:
+            num_known = len(part.token_ids) if reads else 1
+            cursor.held[part.cache] = part.position + (num_known if reads else len(part.chosen))
+            cursor.settled[part.cache] = part.position + num_known
+            cursor.drafted[part.cache] = part.first, part.position + 1
+        if reads:
+            return [[StepOutput(NONE, None, True, parts[0].chosen[0].stopped)]]
+        logits = cursor.all_logits
+        return [
+            [
+                StepOutput(token, None if logits is None else logits[part.first + idx], finite, stopped)
+                for idx, (token, finite, stopped) in enumerate(part.chosen)
+            ]
+            for part in parts
+        ]
+
+    @property
+    def heard(self) -> int:
+        """The word of rank 0, behind a pass."""
+        return self._cursor.heard
 
     def prepare(self, num_tokens: int) -> None:
         """Compile passes of so many tokens that choose; else the first of them does that."""
@@ -343,20 +385,7 @@ class Interpreter:
 
         A number of tokens is compiled when it is first asked for. `stop`, `position` and errors as of `step`.
         """
-        if (When.ALWAYS, len(token_ids)) not in self._programs:
-            self._compile(len(token_ids), When.ALWAYS)
-        cursor = self._cursor
-        self._settle_for(position)
-        cursor.begin(token_ids, position, None, stop)
-        self._run(When.ALWAYS)
-        cursor.held[cursor.kv_cache] = cursor.settled[cursor.kv_cache] = position + len(token_ids)
-        return StepOutput(NONE, None, True, cursor.chosen[0].stopped)
-
-    def _settle_for(self, position: int) -> None:
-        """A pass begins at `position`: so many drafts of the one before count. What cannot follow `Cursor.begin` refuses."""
-        cursor = self._cursor
-        if cursor.settled[cursor.kv_cache] < position <= cursor.held[cursor.kv_cache]:
-            self.settle(position)
+        return self.run((PassPart(token_ids, position, None, self._cursor.kv_cache, stop),))[0][0]
 
     def _run(self, when: When) -> None:
         cursor = self._cursor

@@ -32,17 +32,16 @@ def rotation_angles(spec: ModelSpec, dtype: np.dtype[Any]) -> tuple[Array, Array
 class LaneCalls:
     """Makes the calls of the phases that exchange nothing, for passes of `find.num_tokens` tokens.
 
-    All arrays are allocated here, none while a pass runs. `angles`: `rotation_angles` of the model.
+    All arrays are allocated here, none while a pass runs.
     """
 
-    def __init__(self, find: Finder, weights: RankWeights, cursor: Cursor, kv_dtype: str, angles: tuple[Array, Array]) -> None:
+    def __init__(self, find: Finder, weights: RankWeights, cursor: Cursor, kv_dtype: str) -> None:
         self.find, self.memory, self.rank, self.weights = find, find.memory, find.rank, weights
         self.spec, self.cursor, self.kv_dtype = cursor.plan.spec, cursor, kv_dtype
         spec, memory = self.spec, self.memory
         self.num_tokens = find.num_tokens
         self.normed = memory.empty(len(memory.lanes), self.num_tokens, spec.hidden_size)
         self.inverse = memory.empty(len(memory.lanes), self.num_tokens, 1)
-        self.cos, self.sin = angles
         self.makers: dict[Phase, Callable[[Group], Run]] = {
             Phase.EMBED: self._embed,
             Phase.QKV: self._qkv,
@@ -69,7 +68,7 @@ class LaneCalls:
         table, cursor = self.weights.embedding, self.cursor
 
         def run() -> None:
-            streams[...] = widened(table[list(cursor.token_ids)])
+            streams[...] = widened(table[cursor.token_ids])
 
         return run
 
@@ -113,17 +112,16 @@ class LaneCalls:
         new_value, new_gate = projected[:, :, turned_heads : turned_heads + kv], projected[:, :, turned_heads + kv :]
         assert all(np.shares_memory(a, b) for a, b in ((pairs, projected), (rotated, whole)))
         queries, *own_gates = operands.writes
-        scale, cos, sin = self.memory.dtype.type(dim**-0.5), self.cos, self.sin
+        scale = self.memory.dtype.type(dim**-0.5)
         append = self._append(group, new_key, new_value)
 
         def run() -> None:
-            seen = slice(cursor.position, cursor.position + m)
             product()
             if bias is not None:
                 np.add(projected, bias, out=projected)
             if norm_heads is not None:
                 norm_heads()
-            lane_math.rotate_pairs(pairs, cos[seen], sin[seen], scratch, rotated)
+            lane_math.rotate_pairs(pairs, cursor.cos, cursor.sin, scratch, rotated)
             if turned < dim:
                 np.copyto(unturned[1], unturned[0])
             np.multiply(new_query, scale, out=queries)
@@ -143,21 +141,23 @@ class LaneCalls:
         rounds = self.kv_dtype != str(self.memory.dtype)
         rounded = self.memory.empty(2, *new_key.shape)
         key, value = (rounded[0], rounded[1]) if rounds else (new_key, new_value)
-        lengths, num_tokens = cursor.lengths[layer], self.num_tokens
+        appended = cursor.appended[layer]
 
         def run() -> None:
-            position, cache = cursor.position, cursor.kv_cache
-            stop = position + num_tokens
             if rounds:
                 rounded[0], rounded[1] = new_key, new_value
                 enter_keys(key)
                 enter_values(value)
             for lane in range(own.start, own.stop):
-                if lengths[lane] != position:
-                    raise PlanError(f"rank {rank}: the cache of layer {layer} is appended to twice at position {position}")
-                lengths[lane] = stop
-            keys[cache][:, :, position:stop] = key.swapaxes(1, 2)
-            values[cache][:, :, position:stop] = value.swapaxes(1, 2)
+                if appended[lane] == cursor.token:
+                    raise PlanError(
+                        f"rank {rank}: the cache of layer {layer} is appended to twice at position {cursor.spans[0].position}"
+                    )
+                appended[lane] = cursor.token
+            for cache, position, first, count in cursor.spans:
+                stop, tokens = position + count, slice(first, first + count)
+                keys[cache][:, :, position:stop] = key[:, tokens].swapaxes(1, 2)
+                values[cache][:, :, position:stop] = value[:, tokens].swapaxes(1, 2)
 
         return run
 
@@ -210,7 +210,12 @@ class LaneCalls:
         if self.memory.dtype == np.float32 and host_library.library() is not None:
             operands = attention.AttentionOperands(queries, keys, values, sinks, mixed)
             call = attention.bound(operands, window, self.memory.scratch)
-            return lambda: call(cursor.kv_cache, cursor.position)
+
+            def run_in_c() -> None:
+                for cache, position, first, count in cursor.spans:
+                    call(cache, position, first, count)
+
+            return run_in_c
         kv_heads, m = mixer.lane_kv_heads(spec.num_lanes), self.num_tokens
         heads = len(group.steps), kv_heads, mixer.num_heads // spec.num_lanes // kv_heads
         queries, mixed = (array.reshape(heads[0], m, *heads[1:], mixer.head_dim).swapaxes(0, 1) for array in (queries, mixed))
@@ -220,11 +225,13 @@ class LaneCalls:
         ones[:] = 1
 
         def run() -> None:
-            for stop, query, out in zip(range(cursor.position + 1, cursor.position + m + 1), queries, mixed, strict=True):
-                start = max(0, stop - window)
-                seen, n = slice(start, stop), stop - start
-                seen_keys, seen_values = keys[cursor.kv_cache][:, :, seen], values[cursor.kv_cache][:, :, seen]
-                lane_math.attend(query, seen_keys, seen_values, scores[..., :n], ones[:n], peaks, sums, out, sinks)
+            for cache, position, first, count in cursor.spans:
+                for idx in range(count):
+                    stop = position + idx + 1
+                    start = max(0, stop - window)
+                    seen, n, query, out = slice(start, stop), stop - start, queries[first + idx], mixed[first + idx]
+                    seen_keys, seen_values = keys[cache][:, :, seen], values[cache][:, :, seen]
+                    lane_math.attend(query, seen_keys, seen_values, scores[..., :n], ones[:n], peaks, sums, out, sinks)
 
         return run
 
