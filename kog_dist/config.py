@@ -19,6 +19,7 @@ from kog_dist.speculation import Speculation
 MIN_KEY_LENGTH, MAX_KEY_LENGTH = 8, 1024
 API_KEY_FORM = f"{MIN_KEY_LENGTH} to {MAX_KEY_LENGTH} visible ASCII characters without blanks"
 MAX_REPLICAS = 256
+MAX_PARALLEL = 8  # as in runtime/abi.py
 MIN_STALL_S = 0.5
 MAX_TIMEOUT_S = 86400.0
 MAX_GIB = 4096
@@ -81,7 +82,8 @@ class LaunchConfig:
     kv_windows: str = _setting(
         "auto", "What windowed layers keep of the KV on GPUs: {choices}.", choices=("auto", "whole", "ring")
     )  # auto: all positions where they fit, else the newest ones
-    kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="4 on CPU ranks, 1 on GPUs")
+    kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="as many as --parallel, 4 at least; 1 on GPUs")
+    parallel: int = _setting(0, "Requests that decode together; more wait.", (1, MAX_PARALLEL), zero="4 on CPU ranks, 1 on GPUs")
     prefix_cache: str = _setting("auto", "GiB of each rank for the beginnings of earlier requests; off, or auto.")
     prefix_host: str = _setting("auto", "GiB of the host's memory behind that of GPUs, for all ranks; off, or auto.")
     context: int = _setting(

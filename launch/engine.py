@@ -86,7 +86,9 @@ class EngineProcesses:
         try:
             self._gpu_leases = GpuLeases.acquire(target.gpus)
             spec = target.checkpoint.spec
-            self.control = ControlPage.create(target.world_size, spec.max_context, vocab_size=spec.vocab_size)
+            self.control = ControlPage.create(
+                target.world_size, spec.max_context, vocab_size=spec.vocab_size, parallel=target.parallel
+            )
             self._rendezvous = LocalRendezvous.create(target.world_size)
         except BaseException:
             self._gpu_leases.close()
@@ -225,7 +227,7 @@ class EngineProcesses:
             info=RankInfo(rank, self.world_size, rank, self.instance, 1, self.control.fd, self._rendezvous.fd),
             model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
             verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
-            num_kv_caches=self._target.num_kv_caches, kept_bytes=self._target.kept_bytes,
+            num_kv_caches=self._target.num_kv_caches, parallel=self._target.parallel, kept_bytes=self._target.kept_bytes,
             kept_host_bytes=self._target.kept_host_bytes, whole_windows=self._target.whole_windows,
             placement=self._target.placement(rank), prefill=self._target.prefill,
             context=self._target.checkpoint.spec.max_context, quantize=settings.quantize,

@@ -139,6 +139,7 @@ def dry_run(settings: LaunchConfig) -> str:
     ]
     for rank in range(target.world_size):
         lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank)}"]
+    lines.append(f"together   {_together(target)}")
     lines.append(f"drafts     {_drafts(target, plan, settings)}")
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
     first, *others = predictions(
@@ -151,6 +152,13 @@ def dry_run(settings: LaunchConfig) -> str:
     lines += [f"note       {target.note}"] if target.note else []
     lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]
     return "\n".join(lines)
+
+
+def _together(target: Target) -> str:
+    """Requests that decode together, and why not more."""
+    if target.device == "cuda":
+        return "1 request: the kernel of GPUs decodes one at a time, and others wait"
+    return f"{_count(target.parallel, 'request')} at most, in passes of the weights that they share; more wait"
 
 
 def _drafts(target: Target, plan: Plan, settings: LaunchConfig) -> str:

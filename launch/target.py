@@ -26,7 +26,7 @@ from kog_dist.model.hub_cache import find_snapshot, hub_name, hub_name_and_tag, 
 from kog_dist.records import dataclass
 from kog_dist.runtime import memfd
 
-CPU_KV_CACHES = 4  # unless told otherwise
+CPU_KV_CACHES = CPU_PARALLEL = 4  # unless told otherwise
 _SHARE_OF_MEMORY = 80  # percent of what is free, for KV caches
 _CONTEXT_STEP = 256
 
@@ -47,6 +47,7 @@ class Target:
     gpus: tuple[Gpu, ...] = ()  # GPU of every rank; empty on CPU ranks, and in a plan for GPUs that are not here
     placements: tuple[Placement, ...] = ()  # of every rank; empty: the default
     num_kv_caches: int = 1  # of every rank
+    parallel: int = 1  # requests that decode together
     kept_bytes: int = 0  # of every rank, for the beginnings of earlier requests
     kept_host_bytes: int = 0  # and in the host's memory
     whole_windows: bool = False  # whether windowed layers of GPUs keep all positions
@@ -126,6 +127,7 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
+        parallel, num_kv_caches = _parallel(settings)
         kept_bytes = kept_on_cpu(settings, world_size, state_bytes(checkpoint.spec) // world_size)
         target = Target(
             folder,
@@ -134,13 +136,18 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
             world_size,
             "cpu",
             kv_dtype,
-            num_kv_caches=settings.kv_caches or CPU_KV_CACHES,
+            num_kv_caches=num_kv_caches,
+            parallel=parallel,
             kept_bytes=kept_bytes,
             note=_cpu_note(settings, checkpoint),
         )
         return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
         raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
+    if settings.parallel > 1:
+        raise ConfigError(
+            f"parallel {settings.parallel} cannot be had on GPUs yet: the kernel decodes one request at a time; leave it out"
+        )
     if choice.context:
         checkpoint = replace(checkpoint, spec=checkpoint.spec.with_context(choice.context))
     kept_bytes, kept_host_bytes = 0, 0
@@ -155,6 +162,15 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
     )  # fmt: skip
     machine = read_cpu_map() if settings.pin else None
     return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles
+
+
+def _parallel(settings: LaunchConfig) -> tuple[int, int]:
+    """Requests that decode together on CPU ranks, and KV caches. Raises ConfigError if there are not enough of these."""
+    asked, num_caches = settings.parallel, settings.kv_caches
+    if num_caches and asked > num_caches:
+        raise ConfigError(f"parallel {asked} needs a KV cache for each request, and kv_caches is {num_caches}; ask for {asked}")
+    parallel = asked or min(CPU_PARALLEL, num_caches or CPU_PARALLEL)
+    return parallel, num_caches or max(CPU_KV_CACHES, parallel)
 
 
 def _cpu_note(settings: LaunchConfig, checkpoint: Checkpoint) -> str:

@@ -26,6 +26,7 @@ class WorkerArgs(JsonArguments):
     startup_timeout_s: float
     step_timeout_s: float
     num_kv_caches: int = 1
+    parallel: int = 1  # requests that decode together
     kept_bytes: int = 0  # of memory that kept prefixes may take on the device: the block pool
     kept_host_bytes: int = 0  # and behind it in the host's
     whole_windows: bool = False  # whether windowed layers of a GPU keep all positions, not a ring

@@ -16,10 +16,10 @@ from functools import partial
 
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, KogError, sentence_of
 from kog_dist.runtime.control import AbortCause, ControlPage, RankState
-from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import WaitResult, sleep_precisely
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.base import Engine
+from kog_dist.workers.intake import Intake
 
 
 class WorkerExit(IntEnum):
@@ -116,24 +116,20 @@ def _importing() -> Iterator[None]:
 
 def serve(engine: Engine, control: ControlPage, rank: int) -> None:
     """Run requests in the order of their seq until the engine is aborted, which raises AbortedError."""
-    seq = 0
+    intake = Intake(control, rank)
     if engine.rouse is not None:
         control.heed_rousing(rank)
     control.beat(rank)
     control.set_state(rank, RankState.READY)
     while True:
-        if control.wait_doorbell(rank, seq, when_roused=engine.rouse) is WaitResult.ABORT:
+        if control.wait_doorbell(rank, intake.seq, when_roused=engine.rouse) is WaitResult.ABORT:
             raise AbortedError(f"rank {rank} was idle when the engine was stopped")
-        control.stamp(rank, RankStage.SEEN)
-        seq += 1
-        request = control.read_request(seq)
-        control.stamp(rank, RankStage.READ)
+        seq, request = intake.take()
         control.set_state(rank, RankState.RUNNING)
         if request.only_copies:
             engine.copy_blocks(request.kv)
         else:
-            engine.run(seq, request)
-        control.set_done(rank, seq)
+            engine.run(seq, request, intake)
         control.set_state(rank, RankState.READY)
 
 

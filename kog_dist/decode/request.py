@@ -60,6 +60,8 @@ class DecodeRequest:
     `mask_epoch`: 0, or a grammar constrains the answer, and its token i is chosen with the mask of epoch `mask_epoch` + i (see
     decode/masks.py).
 
+    `decode_slot`: which of the rings, masks and words of the control page are this request's while it runs.
+
     `drafts`: ranks may draft tokens and verify several in a pass. `prediction`: what the client expects the answer to be.
 
     `prompt` is kept as `array("I")`, which is copied and searched in a hundredth of a tuple's time: at 4,000 tokens that is part
@@ -77,6 +79,7 @@ class DecodeRequest:
     only_copies: bool = False
     drafts: bool = False
     prediction: Sequence[int] = ()
+    decode_slot: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, array):
@@ -87,11 +90,11 @@ class DecodeRequest:
         if not isinstance(self.prediction, array):
             self.prediction = array("I", self.prediction)
 
-    def at(self, kv: KvUse) -> DecodeRequest:
-        """The same request in this KV cache."""
+    def at(self, kv: KvUse, decode_slot: int = 0) -> DecodeRequest:
+        """The same request in this KV cache and decode slot."""
         return DecodeRequest(
             self.prompt, self.max_tokens, self.sampling, self.stop_ids, self.ignore_eos, self.logit_digests, kv, self.mask_epoch,
-            drafts=self.drafts, prediction=self.prediction,
+            drafts=self.drafts, prediction=self.prediction, decode_slot=decode_slot,
         )  # fmt: skip
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
 from kog_dist.errors import ProtocolError, RequestError
 from kog_dist.late_numpy import np
-from kog_dist.runtime.abi import KV_COPY, LOGIT_BIAS, MAX_STOP_IDS, PLAIN_PARAMS, REQUEST_BLOCK
+from kog_dist.runtime.abi import KV_COPY, LOGIT_BIAS, MAX_STOP_IDS, MOST_PARALLEL, PLAIN_PARAMS, REQUEST_BLOCK
 from kog_dist.runtime.memfd import Segment, round_up
 from kog_dist.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
@@ -65,7 +65,8 @@ class RequestBlocks:
             "flags": _IGNORE_EOS * request.ignore_eos | _LOGIT_DIGESTS * request.logit_digests
             | _ONLY_COPIES * request.only_copies | _DRAFTS * request.drafts,
             "num_stop_ids": len(request.stop_ids), "stop_ids": array("I", request.stop_ids).tobytes(),
-            "kv_cache": kv.cache, "kv_source": kv.source, "num_cached": kv.num_cached, "num_kv_copies": len(kv.copies),
+            "decode_slot": request.decode_slot, "kv_cache": kv.cache, "kv_source": kv.source,
+            "num_cached": kv.num_cached, "num_kv_copies": len(kv.copies),
             "num_logit_bias": len(sampling.logit_bias), "logprobs": 0 if sampling.logprobs is None else sampling.logprobs + 1,
             "mask_epoch": request.mask_epoch, "num_prediction": len(request.prediction),
         }  # fmt: skip
@@ -117,6 +118,7 @@ class RequestBlocks:
             only_copies=bool(block["flags"] & _ONLY_COPIES),
             drafts=bool(block["flags"] & _DRAFTS),
             prediction=array("I", prediction),
+            decode_slot=block["decode_slot"],
         )
 
 
@@ -154,6 +156,8 @@ def _check_fits(request: DecodeRequest, max_context: int) -> None:
         finding = "a stop id does not fit into 32 bits"
     elif not 0 <= request.kv.num_cached < len(request.prompt):
         finding = f"{request.kv.num_cached} of the prompt's {len(request.prompt)} tokens are cached, expected fewer than all"
+    elif not 0 <= request.decode_slot < MOST_PARALLEL:
+        finding = f"the decode slot is {request.decode_slot}, of {MOST_PARALLEL} at most"
     elif not (0 <= request.kv.cache < _U32 and 0 <= request.kv.source < _U32):
         finding = f"the KV caches {request.kv.cache} and {request.kv.source} do not exist"
     elif len(request.prediction) > max_context:

@@ -1,6 +1,7 @@
 """The token ring: rank 0 writes what it generates, the coordinator reads it. Neither waits for the other.
 
-Entry `index` of a request has its fixed place, so a request of at most `max_context` tokens never laps itself. Every 64-bit word
+Each decode slot has a ring, in which the requests of that slot have their entries one request after the other. Entry `index` of a
+request has its fixed place, so a request of at most `max_context` tokens never laps itself. Every 64-bit word
 of an entry carries the request's seq in its upper half. A reader takes a copy and accepts it only when all words carry the wanted
 seq: an entry that is half written, or left from an earlier request, is never returned, whatever the order of the stores.
 Log-probabilities, which few requests ask for, have entries of their own behind the tokens', with the same rules.
@@ -79,15 +80,16 @@ def ring_bytes(num_entries: int) -> int:
 class TokenRing:
     """A view of the ring inside `segment`, at `offset` bytes; `close` before the segment is closed."""
 
-    def __init__(self, segment: Segment, offset: int, num_entries: int) -> None:
+    def __init__(self, segment: Segment, offset: int, num_entries: int, header_offset: int | None = None) -> None:
+        """`header_offset`: of the RingHeader, where it is that of another ring; a reader waits for entries of all its rings."""
+        header_offset = offset if header_offset is None else header_offset
         self.num_entries = num_entries
         first, end = (offset + RING_HEADER.size_bytes) // 8, (offset + ring_bytes(num_entries)) // 8
         with segment.words() as every_word:  # NumPy would take three times as long for an entry
-            self._header = every_word[offset // 8 : offset // 8 + 1]
+            self._header = every_word[header_offset // 8 : header_offset // 8 + 1]
             self._entries = every_word[first : first + num_entries * _WORDS]
             self._logprobs = every_word[first + num_entries * _WORDS : end]
-        self._futex = FutexWord(segment.buffer, offset)
-        self._num_put = self._header[0]
+        self._futex = FutexWord(segment.buffer, header_offset)
 
     def put(
         self,
@@ -117,14 +119,12 @@ class TokenRing:
         drafts = drafted.num_tokens | drafted.is_predicted << _OF_PREDICTION, drafted.num_right
         payloads = (token_id & _LOW, index, int(finish), flags, stamp_ns & _LOW, stamp_ns >> 32, *drafts, *digest_words)
         self._entries[index * _WORDS : (index + 1) * _WORDS] = array("Q", [tag | payload for payload in payloads])
-        self._num_put += 1
-        self._header[0] = self._num_put  # after the entry: x86 keeps stores in order; elsewhere a late wake costs a poll
+        self._header[0] += 1  # after the entry: x86 keeps stores in order; elsewhere a late wake costs a poll
         self._futex.wake()
 
     def announce(self) -> None:
         """Wake the reader though nothing was put: the next entry comes soon. Only rank 0 calls this."""
-        self._num_put += 1
-        self._header[0] = self._num_put
+        self._header[0] += 1
         self._futex.wake()
 
     def _put_logprobs(self, seq: int, index: int, logprobs: TokenLogprobs) -> None:

@@ -82,13 +82,16 @@ class EngineView:
 
 
 def _queue(report: StatusReport, facts: EngineFacts, labels: list[str]) -> Iterator[Metric]:
-    running = sum(map(bool, report.replica_running)) if report.replica_names else int(report.running is not None)
-    yield _gauge("kog:num_requests_running", "Requests that are being decoded.", labels, running)
-    yield _gauge("kog:num_requests_waiting", "Requests that wait in the engine.", labels, len(report.waiting))
+    running, waiting = "Requests that are being decoded", "Requests that wait in the engine"
+    yield _gauge("kog:num_requests_running", f"{running}.", labels, report.num_running)
+    yield _gauge("kog:num_requests_waiting", f"{waiting}.", labels, len(report.waiting))
+    yield _gauge("kog:requests_processing", f"{running}, as llama.cpp calls it.", labels, report.num_running)
+    yield _gauge("kog:requests_deferred", f"{waiting}, as llama.cpp calls it.", labels, len(report.waiting))
     yield _gauge("kog:queue_limit", "Requests that may wait.", labels, report.queue_limit)
-    used = report.running_position / facts.max_context if facts.max_context else 0.0
-    text = "Share of the context that the running request fills, from 0 to 1; kept caches of earlier ones do not count."
-    yield _gauge("kog:kv_cache_usage_perc", text, labels, used)
+    used = max(report.used_positions, report.running_position)  # a router tells of one request
+    used_share = used / (facts.max_context * report.parallel) if facts.max_context else 0.0
+    text = "Share of the contexts that running requests fill, from 0 to 1; kept caches of earlier ones do not count."
+    yield _gauge("kog:kv_cache_usage_perc", text, labels, used_share)
     yield from _kept(report, labels)
     if report.replica_names:
         family = GaugeMetricFamily("kog:num_replicas", "Engines behind the router by state.", labels=(*LABELS, "state"))

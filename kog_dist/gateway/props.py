@@ -28,7 +28,7 @@ def props(served: ServedModel, report: StatusReport | None) -> dict[str, Any]:
                 "frequency_penalty": defaults.frequency_penalty,
             },
         },
-        "total_slots": len(_engines_run(report)),
+        "total_slots": len(_slots_run(report)),
         "model_alias": served.name,
         "model_path": served.name,
         "modalities": {"vision": False, "audio": False},
@@ -40,15 +40,17 @@ def props(served: ServedModel, report: StatusReport | None) -> dict[str, Any]:
 
 
 def slots(served: ServedModel, report: StatusReport | None) -> list[dict[str, Any]]:
-    """One for each engine, which decodes one request at a time."""
+    """One for each request that may be decoded at the same time; behind a router one for each engine."""
     return [
         {"id": index, "n_ctx": served.max_context, "speculative": False, "is_processing": runs}
-        for index, runs in enumerate(_engines_run(report))
+        for index, runs in enumerate(_slots_run(report))
     ]
 
 
-def _engines_run(report: StatusReport | None) -> list[bool]:
-    """Whether each engine decodes; a router says it of its replicas."""
+def _slots_run(report: StatusReport | None) -> list[bool]:
+    """Whether each has a request; a router says it of its replicas."""
     if report is None:
         return [False]
-    return list(map(bool, report.replica_running)) if report.replica_names else [report.running is not None]
+    if report.replica_names:
+        return list(map(bool, report.replica_running))
+    return [number < report.num_running for number in range(report.parallel)]

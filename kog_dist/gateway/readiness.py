@@ -57,7 +57,7 @@ class Readiness:
         self._lost: str | None = "the engine has not been reached yet"
         self._mismatch: str | None = None
         self._asked_s: float | None = None
-        self._progress: tuple[str | None, int, int] = (None, 0, 0)
+        self._progress: tuple[str | None, int, int, int] = (None, 0, 0, 0)
         self._progressed_s = clock()
 
     # ---- what happens ----
@@ -70,7 +70,7 @@ class Readiness:
         """The engine has answered."""
         now_s = self._clock()
         self.report, self._reported_s, self._lost, self._asked_s = report, now_s, None, None
-        progress = (report.running, report.running_position, report.num_tokens)
+        progress = (report.running, report.running_position, report.used_positions, report.num_tokens)
         if progress != self._progress or report.running is None:
             self._progress, self._progressed_s = progress, now_s
         self._has_served = self._has_served or report.state is EngineState.READY

@@ -67,7 +67,7 @@ def _speed(service: Service) -> dict[str, Any]:
 def _engine(report: StatusReport) -> dict[str, Any]:
     return {
         "state": str(report.state), "build": report.build, "pid": report.pid, "uptime_s": round(report.uptime_s, 3),
-        "num_running": sum(map(bool, report.replica_running)) if report.replica_names else int(report.running is not None),
+        "num_running": report.num_running, "parallel": report.parallel,
         "num_waiting": len(report.waiting), "queue_limit": report.queue_limit,
         "prefill": report.prefill, "own_sampling": report.own_sampling,
         "running_position": report.running_position, "running_prompt_tokens": report.running_prompt_tokens,

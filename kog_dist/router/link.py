@@ -110,7 +110,7 @@ class ReplicaLink:
         """Whether a client that does not come through this router has something there; as of the last report."""
         if self.report is None:
             return False
-        ids = [*([self.report.running] if self.report.running is not None else []), *self.report.waiting]
+        ids = (*self.report.all_running, *self.report.waiting)
         return any(not request_id.startswith(self._own_prefix) for request_id in ids)
 
     # ---- the connection ----

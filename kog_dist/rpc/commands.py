@@ -139,10 +139,7 @@ def ask(target: EngineChoice, verb: str, request_id: str | None = None, *, as_js
         _check_timeout(timeout_s)
         with _connect(target, timeout_s, greet=False) as client:
             if verb == "cancel":
-                request_id = request_id or client.status().running
-                if request_id is None:
-                    raise RequestError("unknown_request", "no request is running")
-                report = client.cancel(request_id)
+                report = client.cancel(request_id or _only_running(client))
             else:
                 report = client.drain() if verb == "drain" else client.status()
         write_out((json_text(asdict(report)) if as_json else describe(report)) + "\n")
@@ -153,6 +150,16 @@ def ask(target: EngineChoice, verb: str, request_id: str | None = None, *, as_js
     except KogError as error:
         return _print_failure(_code_of(error), str(error), error.exit_code, _Answer(), as_json)
     return 0
+
+
+def _only_running(client: Client) -> str:
+    """The request that runs. Raises RequestError if there is none, or more than one."""
+    running = client.status().all_running
+    if not running:
+        raise RequestError("unknown_request", "no request is running")
+    if len(running) > 1:
+        raise RequestError("invalid_request", f"{len(running)} requests are running: {', '.join(running)}; name one")
+    return running[0]
 
 
 def _check_timeout(timeout_s: float | None) -> None:

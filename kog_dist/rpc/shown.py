@@ -67,7 +67,9 @@ def _running(report: StatusReport) -> str:
         return "-"
     num_prompt, position = report.running_prompt_tokens, report.running_position
     stage = f"prefill {position} of {num_prompt}" if position < num_prompt else f"{position - num_prompt} tokens generated"
-    return f"{report.running} ({stage})"
+    others = f", {' '.join(report.also_running)}" if report.also_running else ""
+    of = f"; {len(report.all_running)} of {report.parallel} together" if report.parallel > 1 else ""
+    return f"{report.running} ({stage}){others}{of}"
 
 
 def _describe_replicas(report: StatusReport) -> list[str]:

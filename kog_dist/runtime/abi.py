@@ -23,6 +23,7 @@ ABI_VERSION = 1
 LINE_BYTES = 128
 MAX_STOP_IDS = 16
 LABEL_BYTES = 24
+MOST_PARALLEL = 8  # requests that may decode together, each in a decode slot
 NO_PEER = 0xFFFFFFFF  # `WaitRecord.peer` where it is not known who was late
 
 _C_TYPES = {
@@ -142,11 +143,13 @@ CONTROL_HEADER = Struct(
         Field("request_stride", "u64", "bytes from one request block, with all that follows it, to the next"),
         Field("ring_offset", "u64", "byte offset of RingHeader, then TokenEntry[max_context], then LogprobEntry[max_context]"),
         Field("mask_offset", "u64", "byte offset of two slots of MaskWord[(vocab_size + 31) / 32], used in turn"),
+        Field("parallel", "u64", "decode slots; each has a ring and masks of its own, one behind the other"),
         Field("vocab_size", "u64", "ids that a mask has a bit for"),
         Field("abort", "u64", "0, or generation << 32 | cause << 16 | rank; writer: supervisor, once", align=LINE_BYTES),
         Field("drain", "u64", "1: take no new requests, finish what runs; writer: supervisor"),
         Field("doorbell", "u64", "seq of the newest complete request block; writer: coordinator", align=LINE_BYTES),
-        Field("cancel", "u64", "requests up to this seq are cancelled; writer: coordinator"),
+        Field("cancel", "u64", "of each decode slot requests up to this seq are cancelled; writer: coordinator", MOST_PARALLEL),
+        Field("newest", "u64", "seq of the newest request of each decode slot; writer: coordinator", MOST_PARALLEL),
         Field("coordinator_beat_ns", "u64", "CLOCK_MONOTONIC of the last heartbeat; writer: coordinator"),
     ),
     size_multiple=4096,
@@ -179,8 +182,10 @@ RANK_CONTROL = Struct(
     (
         Field("beat_ns", "u64", "CLOCK_MONOTONIC of the last heartbeat"),
         Field("state", "u64", "RankState"),
-        Field("done_seq", "u64", "newest request the rank has finished with"),
-        Field("progress", "u64", "seq << 32 | positions of that request that its KV cache holds"),
+        Field("read_seq", "u64", "newest request the rank has read"),
+        Field(
+            "progress", "u64", "seq << 32 | positions of the request of each decode slot that its KV cache holds", MOST_PARALLEL
+        ),
         Field("num_kv_caches", "u64", "KV caches that requests may run in; 0 before the rank is ready"),
         Field("kv_ring_positions", "u64", "positions that windowed layers keep before they overwrite the oldest; 0: all"),
         Field("kv_block_tokens", "u64", "positions of a block of the block pool; 0: there is none"),
@@ -190,7 +195,7 @@ RANK_CONTROL = Struct(
         Field("epochs_waited", "u64", "1 + epochs of peers not there at the first look, as in EpochWaits; 0: not counted"),
         Field("waited_ns", "u64", "how long it waited for them, all together"),
         Field("heeds_rousing", "u64", "1: when idle it watches the doorbell for a moment once roused", align=LINE_BYTES),
-        Field("stages_ns", "u64", "CLOCK_MONOTONIC of each RankStage, of the newest request with it", count=6),
+        Field("stages_ns", "u64", "CLOCK_MONOTONIC of each RankStage, of each decode slot's newest with it", 6 * MOST_PARALLEL),
         Field("has_prefill", "u64", "1: prompts go through prefill, in blocks of many tokens; 0: by the decoder"),
         Field("startup", "u64", "StartReport of a rank that is not ready yet", align=LINE_BYTES),
         Field("device_beat", "u64", "steps begun by the device program; 0 on CPU ranks", align=LINE_BYTES),
@@ -215,6 +220,7 @@ REQUEST_BLOCK = Struct(
         ),
         Field("num_stop_ids", "u32", "used entries of stop_ids"),
         Field("stop_ids", "u32", "token ids that end the answer", count=MAX_STOP_IDS),
+        Field("decode_slot", "u32", "decode slot that the request has until its last token entry"),
         Field("kv_cache", "u32", "KV cache that the request runs in"),
         Field("kv_source", "u32", "KV cache that holds the prompt's beginning already"),
         Field("num_cached", "u32", "positions of it that count"),

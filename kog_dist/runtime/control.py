@@ -44,8 +44,9 @@ IDLE_POLL_S = 0.05  # an idle rank wakes this often to beat and to see an abort 
 
 _ABORT, _DRAIN = CONTROL_HEADER.word("abort"), CONTROL_HEADER.word("drain")
 _DOORBELL, _CANCEL = CONTROL_HEADER.word("doorbell"), CONTROL_HEADER.word("cancel")
+_NEWEST = CONTROL_HEADER.word("newest")
 _COORDINATOR_BEAT = CONTROL_HEADER.word("coordinator_beat_ns")
-_BEAT, _STATE, _DONE = RANK_CONTROL.word("beat_ns"), RANK_CONTROL.word("state"), RANK_CONTROL.word("done_seq")
+_BEAT, _STATE, _READ = RANK_CONTROL.word("beat_ns"), RANK_CONTROL.word("state"), RANK_CONTROL.word("read_seq")
 _PROGRESS = RANK_CONTROL.word("progress")
 _KV_LAYOUT = tuple(  # the fields of KvLayout
     RANK_CONTROL.word(name)
@@ -119,7 +120,8 @@ class ControlPage:
     """
 
     def __init__(self, segment: Segment) -> None:
-        header: dict[str, int] = dict(zip(CONTROL_HEADER.offsets, CONTROL_HEADER.packer.unpack_from(segment.buffer), strict=True))
+        values = zip(CONTROL_HEADER.offsets, CONTROL_HEADER.packer.unpack_from(segment.buffer), strict=True)
+        header: dict[str, int] = {name: value for name, value in values if not isinstance(value, bytes)}
         if header["magic"] != CONTROL_MAGIC or header["abi_digest"] != abi_digest():
             raise LaunchError(f"descriptor {segment.fd} is not a control page of this build; start all from one version")
         if header["total_bytes"] != segment.size_bytes:
@@ -133,29 +135,35 @@ class ControlPage:
         self._rank_base = header["rank_offset"] // 8
         self._requests = RequestBlocks(segment, header["request_offset"], header["request_stride"], self.max_context)
         self._doorbell_futex = FutexWord(segment.buffer, 8 * _DOORBELL)
-        self.ring = TokenRing(segment, header["ring_offset"], self.max_context)
-        self.masks = MaskSlots(segment, header["mask_offset"], header["vocab_size"])
-        self.forced = ForcedSlot(segment, header["mask_offset"] + mask_bytes(header["vocab_size"]))
+        slots, ring_offset, vocab_size = range(header["parallel"]), header["ring_offset"], header["vocab_size"]
+        offsets = [ring_offset + slot * ring_bytes(self.max_context) for slot in slots]
+        self.rings = [TokenRing(segment, offset, self.max_context, ring_offset) for offset in offsets]
+        offsets = [header["mask_offset"] + slot * (mask_bytes(vocab_size) + FORCED_BYTES) for slot in slots]
+        self.mask_slots = [MaskSlots(segment, offset, vocab_size) for offset in offsets]
+        self.forced_slots = [ForcedSlot(segment, offset + mask_bytes(vocab_size)) for offset in offsets]
+        self.ring, self.masks, self.forced = self.rings[0], self.mask_slots[0], self.forced_slots[0]  # where there is one slot
 
     @classmethod
-    def create(cls, world_size: int, max_context: int, generation: int = 1, *, vocab_size: int = 0) -> ControlPage:
+    def create(
+        cls, world_size: int, max_context: int, generation: int = 1, *, vocab_size: int = 0, parallel: int = 1
+    ) -> ControlPage:
         """A new page for `world_size` ranks, whose heartbeats start now. `generation` counts the starts of an engine, from 1.
 
-        Without a `vocab_size` there is no room for masks.
+        Without a `vocab_size` there is no room for masks. `parallel`: requests that may decode together, MOST_PARALLEL at most.
         """
         rank_offset = CONTROL_HEADER.size_bytes
         request_offset = rank_offset + round_up(world_size * RANK_CONTROL.size_bytes)
         request_stride = block_bytes(max_context)
         ring_offset = request_offset + NUM_BLOCKS * request_stride
-        mask_offset = ring_offset + ring_bytes(max_context)
-        segment = Segment.create("kog-control", mask_offset + mask_bytes(vocab_size) + FORCED_BYTES)
-        header = dict.fromkeys(CONTROL_HEADER.offsets, 0) | {
+        mask_offset = ring_offset + parallel * ring_bytes(max_context)
+        segment = Segment.create("kog-control", mask_offset + parallel * (mask_bytes(vocab_size) + FORCED_BYTES))
+        values: dict[str, int | bytes] = {
             "magic": CONTROL_MAGIC, "abi_digest": abi_digest(), "generation": generation, "world_size": world_size,
             "max_context": max_context, "total_bytes": segment.size_bytes, "rank_offset": rank_offset,
             "request_offset": request_offset, "request_stride": request_stride, "ring_offset": ring_offset,
-            "mask_offset": mask_offset, "vocab_size": vocab_size,
+            "mask_offset": mask_offset, "vocab_size": vocab_size, "parallel": parallel, "cancel": b"", "newest": b"",
         }  # fmt: skip
-        CONTROL_HEADER.packer.pack_into(segment.buffer, 0, *header.values())
+        CONTROL_HEADER.packer.pack_into(segment.buffer, 0, *(values.get(name, 0) for name in CONTROL_HEADER.offsets))
         page = cls(segment)
         for rank in range(world_size):
             page.beat(rank)
@@ -205,15 +213,22 @@ class ControlPage:
     def submit(self, request: DecodeRequest) -> int:
         """Hand a request to the ranks; returns its seq, from 1. Writer: coordinator.
 
-        The block is written completely before the doorbell. Two blocks are used in turn: submit request n + 2 only when every
-        rank has read request n (`all_done`). Raises RequestError for values that the block cannot hold.
+        The block is written completely before the doorbell. Two blocks are used in turn: see `may_submit`. Raises RequestError
+        for values that the block cannot hold.
         """
         seq = self._words[_DOORBELL] + 1
         self._requests.write(seq, request)
+        if not request.only_copies:
+            self._words[_NEWEST + request.decode_slot] = seq
         self.submitted_ns = time.monotonic_ns()
         self._words[_DOORBELL] = seq
         self._doorbell_futex.wake()
         return seq
+
+    def may_submit(self) -> bool:
+        """Whether the block of the next request is free: every rank has read the one before the newest."""
+        newest = self._words[_DOORBELL]
+        return bool(newest < 2 or self.all_read(newest - 1))
 
     def rouse(self) -> None:
         """A request is likely to come within a millisecond: ranks that heed it wake now, beside what the coordinator still does.
@@ -227,13 +242,17 @@ class ControlPage:
         """Whether ranks wait with something to do when they are roused, which needs cores of their own."""
         return bool(self._words[self._rank_word(0, _HEEDS_ROUSING)])
 
-    def cancel(self, seq: int) -> None:
-        """Cancel request `seq` and all before it. Writer: coordinator."""
-        self._words[_CANCEL] = max(seq, self._words[_CANCEL])
+    def cancel(self, seq: int, slot: int = 0) -> None:
+        """Cancel request `seq` and all before it in this decode slot. Writer: coordinator."""
+        self._words[_CANCEL + slot] = max(seq, self._words[_CANCEL + slot])
 
-    def cancelled(self, seq: int) -> bool:
+    def cancelled(self, seq: int, slot: int = 0) -> bool:
         """Whether request `seq` was cancelled. Ranks see it at different times: rank 0 decides and tells the others."""
-        return bool(self._words[_CANCEL] >= seq)
+        return bool(self._words[_CANCEL + slot] >= seq)
+
+    def newest(self, slot: int) -> int:
+        """Seq of the newest request of a decode slot, 0 before the first."""
+        return int(self._words[_NEWEST + slot])
 
     # --- ranks -----------------------------------------------------------------------------------------------------------------
 
@@ -297,13 +316,13 @@ class ControlPage:
         """What `rank` said last of its start."""
         return StartReport.unpack(self._words[self._rank_word(rank, _STARTUP)])
 
-    def set_done(self, rank: int, seq: int) -> None:
-        """Say that `rank` has finished with request `seq` and all before it. Writer: the rank itself."""
-        self._words[self._rank_word(rank, _DONE)] = seq
+    def set_read(self, rank: int, seq: int) -> None:
+        """Say that `rank` has read request `seq` and all before it. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _READ)] = seq
 
-    def all_done(self, seq: int) -> bool:
-        """Whether every rank has finished with request `seq`."""
-        return all(self._words[self._rank_word(rank, _DONE)] >= seq for rank in range(self.world_size))
+    def all_read(self, seq: int) -> bool:
+        """Whether every rank has read request `seq`."""
+        return all(self._words[self._rank_word(rank, _READ)] >= seq for rank in range(self.world_size))
 
     def set_kv_layout(self, rank: int, layout: KvLayout) -> None:
         """Say which KV caches `rank` has, before it is ready. Writer: the rank itself."""
@@ -322,22 +341,23 @@ class ControlPage:
         """Whether prompts go through prefill, in blocks of many tokens, on all ranks."""
         return all(self._words[self._rank_word(rank, _HAS_PREFILL)] for rank in range(self.world_size))
 
-    def set_progress(self, rank: int, seq: int, num_positions: int) -> None:
-        """Say how many positions of request `seq` the KV cache of `rank` holds. Writer: the rank itself."""
-        self._words[self._rank_word(rank, _PROGRESS)] = (seq & 0xFFFFFFFF) << 32 | num_positions
+    def set_progress(self, rank: int, seq: int, num_positions: int, slot: int = 0) -> None:
+        """Say how many positions of request `seq`, in this decode slot, the KV cache of `rank` holds. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _PROGRESS + slot)] = (seq & 0xFFFFFFFF) << 32 | num_positions
 
-    def progress(self, seq: int) -> int | None:
-        """Positions of request `seq` that rank 0 holds; None before it has begun, and after a later one has."""
-        word = self._words[self._rank_word(0, _PROGRESS)]
+    def progress(self, seq: int, slot: int = 0) -> int | None:
+        """Positions of request `seq` that rank 0 holds; None before it has begun, and after a later one of its slot has."""
+        word = self._words[self._rank_word(0, _PROGRESS + slot)]
         return word & 0xFFFFFFFF if word >> 32 == seq & 0xFFFFFFFF else None
 
-    def stamp(self, rank: int, stage: RankStage) -> None:
-        """Say that the running request has come to `stage` now. Writer: the rank itself."""
-        self._words[self._rank_word(rank, _STAGES) + stage] = time.monotonic_ns()
+    def stamp(self, rank: int, stage: RankStage, slot: int = 0, moment_ns: int | None = None) -> None:
+        """Say that the request of a decode slot has come to `stage` now, or at that moment. Writer: the rank itself."""
+        now_ns = time.monotonic_ns() if moment_ns is None else moment_ns
+        self._words[self._rank_word(rank, _STAGES) + slot * len(RankStage) + stage] = now_ns
 
-    def stages_ns(self, rank: int) -> list[int]:
-        """When the newest request that came to each RankStage did so; 0: none did."""
-        first = self._rank_word(rank, _STAGES)
+    def stages_ns(self, rank: int, slot: int = 0) -> list[int]:
+        """When the newest request of a decode slot that came to each RankStage did so; 0: none did."""
+        first = self._rank_word(rank, _STAGES) + slot * len(RankStage)
         return self._words[first : first + len(RankStage)].tolist()
 
     def set_epoch_waits(self, rank: int, waits: EpochWaits) -> None:
@@ -383,9 +403,10 @@ class ControlPage:
 
     def close(self) -> None:
         """Unmap the page in this process. Nothing may be called afterwards."""
-        self.ring.close()
-        self.masks.close()
-        self.forced.close()
+        for ring, masks, forced in zip(self.rings, self.mask_slots, self.forced_slots, strict=True):
+            ring.close()
+            masks.close()
+            forced.close()
         self._doorbell_futex.close()
         self._words.release()
         self._segment.close()

@@ -130,7 +130,7 @@ class Engines:
             entries.append(entry)
         assert ends == [entries[-1].finish] * len(ends)
         for rank in range(len(self.ranks)):
-            self.control.set_done(rank, seq)
+            self.control.set_read(rank, seq)
         return entries
 
     def constrained(self, request: DecodeRequest, epoch: int) -> list[TokenEntry]:

@@ -69,7 +69,7 @@ def conversations(checkpoint: Checkpoint, kv_dtype: str) -> tuple[list[tuple[int
         uses.append(caches.take(prompt, reuse=True))
         answer = decode(make_engine(checkpoint, 1, 0, None, kv_dtype), prompt, KvUse())
         held = len(prompt) + NUM_GENERATED - 1
-        caches.give_back(prompt + answer.tokens, held, held)
+        caches.give_back(prompt + answer.tokens, held, held, uses[-1].cache)
         prompts.append(prompt)
         answers.append(answer)
         return prompt + answer.tokens
@@ -161,8 +161,8 @@ def test_blocks_of_earlier_conversations_give_the_same_bits(
                     engine.filled(use.source, use.num_cached)
                 answer = decode(engine, prompt, use)
                 held[turn % 3] = prompt + answer.tokens
-                books.give_back(held[turn % 3], len(held[turn % 3]) - 1, len(held[turn % 3]) - 1)
-                if (saved := books.save()) is not None:
+                books.give_back(held[turn % 3], len(held[turn % 3]) - 1, len(held[turn % 3]) - 1, use.cache)
+                if (saved := books.save(use.cache)) is not None:
                     blocks.copy(saved)
                 found.append((use.num_cached, answer))
             return found

@@ -224,7 +224,7 @@ class Ranks:
             if is_faulty:
                 self._caches = [[] for _ in self._caches]
             for rank in range(WORLD_SIZE):
-                self.control.set_done(rank, self.seq)
+                self.control.set_read(rank, self.seq)
 
 
 class HandTurned:

@@ -173,12 +173,12 @@ def test_states_beats_and_done(page: ControlPage, other: ControlPage) -> None:
         assert 0 <= before < 60, "heartbeats start with the page"
         other.beat(rank)
         assert 0 <= page.beat_age_s(rank) < 60
-    other.set_done(0, 4)
-    other.set_done(1, 5)
-    assert not page.all_done(4)
-    other.set_done(2, 4)
-    assert page.all_done(4)
-    assert not page.all_done(5)
+    other.set_read(0, 4)
+    other.set_read(1, 5)
+    assert not page.all_read(4)
+    other.set_read(2, 4)
+    assert page.all_read(4)
+    assert not page.all_read(5)
     for rank in (-1, WORLD_SIZE):
         with pytest.raises(IndexError, match=f"rank {rank} is not one of the 3"):
             page.beat(rank)
@@ -199,7 +199,7 @@ def test_writers_do_not_touch_each_other(page: ControlPage, other: ControlPage) 
     page.cancel(1)
     for rank in range(WORLD_SIZE):
         page.set_state(rank, RankState.RUNNING)
-        page.set_done(rank, 11 + rank)
+        page.set_read(rank, 11 + rank)
         page.set_progress(rank, 2, 5)
         page.set_kv_layout(rank, KvLayout(3, 128))
         page.set_epoch_waits(rank, EpochWaits(20 + rank, 30 + rank))
@@ -214,8 +214,8 @@ def test_writers_do_not_touch_each_other(page: ControlPage, other: ControlPage) 
     assert other.read_request(1) == REQUEST
     assert list(other.read_request(2).prompt) == list(range(MAX_CONTEXT))
     assert [other.state(rank) for rank in range(WORLD_SIZE)] == [RankState.RUNNING] * WORLD_SIZE
-    assert other.all_done(11)
-    assert not other.all_done(12)
+    assert other.all_read(11)
+    assert not other.all_read(12)
     assert other.has_prefill()
     assert (other.progress(2), other.kv_layout()) == (5, KvLayout(3, 128))
     assert [other.epoch_waits(rank) for rank in range(WORLD_SIZE)] == [EpochWaits(20 + r, 30 + r) for r in range(WORLD_SIZE)]

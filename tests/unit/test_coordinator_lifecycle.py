@@ -83,8 +83,8 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS), number=st.integers(0, 5), is_running=st.booleans())
     def client_cancels(self, peer: bytes, number: int, is_running: bool) -> None:
-        running = self.coordinator.requests.running
-        request_id = running.request_id if running is not None and is_running else f"r{number}"
+        running = [stream.request_id for stream in self.coordinator.requests.running.values()]
+        request_id = running[0] if running and is_running else f"r{number}"
         if peer not in self.wire.gone:
             self.wire.inbox.append((peer, Cancel(request_id)))
 

@@ -197,18 +197,18 @@ class Grammars:
     """Stands in for GrammarService: each request is accepted, and meanwhile a runner may be lost."""
 
     fds: tuple[int, ...] = ()
-    loss = "ended"
+    slot, loss, is_up = 0, "ended", True  # of the only runner, which it is itself
 
     def __init__(self) -> None:
         self.askers: list[Any] = []
-        self.num_runners_lost, self.loss = 0, "ended"
+        self.num_lost, self.runners = 0, [self]
         self.loses_runner = self.answers = False
 
     def ask(self, asker: Any, client: Any, constraint: Any) -> None:
         self.askers.append(asker)
 
     def verdicts(self) -> list[Verdict[Any]]:
-        self.num_runners_lost += self.loses_runner
+        self.num_lost += self.loses_runner
         decided, self.askers = (self.askers, []) if self.answers else ([], self.askers)
         return [Verdict(asker, None) for asker in decided]
 

@@ -64,7 +64,7 @@ class Page:
             assert entry is not None
             entries.append(entry)
         assert finish is entries[-1].finish
-        self.control.set_done(0, seq)
+        self.control.set_read(0, seq)
         return entries, self.control.progress(seq) or 0
 
 

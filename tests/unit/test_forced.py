@@ -13,7 +13,7 @@ from kog_dist.decode.forced import MOST_FORCED
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.runtime.control import ControlPage
 from kog_dist.workers.engines import forced_drafts
-from kog_dist.workers.engines.forced_drafts import MAILBOX, ForcedDrafts
+from kog_dist.workers.engines.forced_drafts import ForcedDrafts, mailbox
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ class Between:
     """An exchange of two ranks in threads."""
 
     def __init__(self) -> None:
-        self.barrier, self.rows = threading.Barrier(2, timeout=20.0), np.zeros((2, MAILBOX.length), np.float32)
+        self.barrier, self.rows = threading.Barrier(2, timeout=20.0), np.zeros((2, mailbox(1).length), np.float32)
 
     def of(self, rank: int) -> Any:
         def all_gather(mailbox: str, slot: int, epoch: int, values: np.ndarray[Any, np.dtype[np.float32]]) -> Any:
-            assert (mailbox, slot) == (MAILBOX.name, 0)
+            assert (mailbox, slot) == ("forced", 0)
             assert epoch >= 40
             self.rows[rank] = values
             self.barrier.wait()

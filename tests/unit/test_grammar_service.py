@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -62,7 +63,8 @@ class World:
         self.num_files = 100
         self.checkers: list[FakeProcess] = []
         self.runners: list[FakeProcess] = []
-        self.service: GrammarService[str] = GrammarService(Path(), cast(ControlPage, None), clock=lambda: self.now_s)
+        control = cast(ControlPage, SimpleNamespace(rings=[None]))
+        self.service: GrammarService[str] = GrammarService(Path(), control, clock=lambda: self.now_s)
         monkeypatch.setattr(self.service, "_start", self._start)
 
     def _start(self, *, checks: bool, is_ahead: bool = False) -> FakeProcess:
@@ -192,11 +194,11 @@ def test_a_checker_that_hangs_is_replaced_and_all_put_again(world: World) -> Non
 def test_a_runner_that_is_stopped_while_nobody_needs_a_mask_is_replaced(world: World) -> None:
     world.ask("a1")
     world.service.verdicts()
-    runner = cast(FakeProcess, world.service._runner)
+    runner = cast(FakeProcess, world.service.runners[0].process)
     runner.watch.stopped = True
     world.service.verdicts()
     assert runner.is_ended
-    assert world.service.loss == "was silent for 1.00 s"
+    assert world.service.runners[0].loss == "was silent for 1.00 s"
 
 
 # ---- before anybody asks ----

@@ -86,13 +86,14 @@ def test_little_is_not_worth_a_copy() -> None:
     first, second = tuple(range(1000, 1100)), tuple(range(2000, 2100))
     for prompt in (first, second):
         assert caches.take(prompt, reuse=True) == KvUse()
-        caches.give_back(prompt, len(prompt), len(prompt))
-        assert caches.save() is not None
-    assert caches.take(first[:20], reuse=True) == KvUse()
-    assert caches.take(first, reuse=False) == KvUse()
+        caches.give_back(prompt, len(prompt), len(prompt), 0)
+        assert caches.save(0) is not None
+    for prompt, reuse in ((first[:20], True), (first, False)):
+        assert caches.take(prompt, reuse=reuse) == KvUse()
+        caches.give_back(second, len(second), len(second), 0)
     assert caches.take(first, reuse=True) == KvUse(0, 0, 99, (KvCopy(LOAD, 0, 0), KvCopy(LOAD, 1, 1)))
-    caches.give_back(first, 100, 100)
-    caches.forget()
+    caches.give_back(first, 100, 100, 0)
+    caches.forget(0)
     assert caches.take(first, reuse=True) == KvUse()
 
 
@@ -139,7 +140,7 @@ class World:
     def step(self) -> None:
         chance, books = self.chance, self.books
         if chance.random() < 0.01:
-            books.forget()
+            books.forget(0)
             self.kept.clear()
         scope, reuse = chance.choice(["", "", "b", "c"]), chance.random() < 0.9
         prompt = self.tokens(chance.randint(1, 14))
@@ -162,9 +163,9 @@ class World:
             cache[position] = scope, sequence[: position + 1]
         num_kept = len(sequence) - chance.choice([1, 1, 1, 3])  # as many are known when it was stopped
         num_kept = max(num_kept, use.num_cached)
-        books.give_back(sequence, num_kept, len(sequence))
+        books.give_back(sequence, num_kept, len(sequence), use.cache)
         self.kept[use.cache] = scope, sequence[:num_kept]
-        if (saved := books.save()) is not None:
+        if (saved := books.save(use.cache)) is not None:
             self.copy(saved)
         self.check()
 

@@ -20,7 +20,7 @@ def run(caches: KeptCaches, prompt: tuple[int, ...], answer: tuple[int, ...] = (
     """A whole request; the last token of an answer is never decoded itself."""
     use = caches.take(prompt, reuse=reuse)
     sequence = prompt + answer
-    caches.give_back(sequence, len(sequence) - 1, len(sequence) - 1)
+    caches.give_back(sequence, len(sequence) - 1, len(sequence) - 1, use.cache)
     return use
 
 
@@ -86,16 +86,14 @@ def test_reuse_can_be_declined_and_what_was_prefilled_is_kept_all_the_same(cache
 
 
 def test_what_a_cancelled_request_had_prefilled_counts(caches: KeptCaches) -> None:
-    caches.take(A, reuse=True)
-    caches.give_back(A, 17, 17)
+    caches.give_back(A, 17, 17, caches.take(A, reuse=True).cache)
     assert run(caches, A).num_cached == 17
 
 
 def test_after_a_fault_nothing_is_kept(caches: KeptCaches) -> None:
     run(caches, A)
     run(caches, A[::-1])
-    caches.take(A, reuse=True)
-    caches.forget()
+    caches.forget(caches.take(A, reuse=True).cache)
     assert [run(caches, prompt).num_cached for prompt in (A, A[::-1])] == [0, 0]
 
 
@@ -159,3 +157,23 @@ def test_a_ring_that_lost_the_beginning_is_not_used() -> None:
 def test_the_common_beginning_of_two_sequences(left: list[int], right: list[int]) -> None:
     different = [place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b]
     assert num_common(array("I", left), array("I", right)) == min([len(left), len(right), *different])
+
+
+def test_what_a_running_request_holds_so_far_is_copied(caches: KeptCaches) -> None:
+    first = caches.take(A, reuse=True)
+    assert caches.take(A, reuse=False) == KvUse(1, 1, 0), "each has a cache of its own"
+    caches.moved(first.cache, array("I", A[:20]))
+    caches.moved(1, array("I"))
+    assert caches.take((*A, 1), reuse=True) == KvUse(2, 0, 20), "as far as it has come"
+    with pytest.raises(AssertionError, match="has a cache"):
+        caches.take(A, reuse=True)
+    caches.give_back((*A, 7), 40, 40, first.cache)
+    assert caches.take((*A, 7, 8), reuse=True) == KvUse(0, 0, 40), "once it has ended its cache goes on"
+
+
+def test_a_fault_of_one_leaves_the_books_of_others_that_run(caches: KeptCaches) -> None:
+    first, second = (caches.take(prompt, reuse=True) for prompt in (A, A[::-1]))
+    caches.forget(first.cache)
+    caches.give_back(A[::-1], 39, 39, second.cache)
+    assert run(caches, A).num_cached == 0
+    assert run(caches, A[::-1]).num_cached == 39

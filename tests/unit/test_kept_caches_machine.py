@@ -80,7 +80,7 @@ class KeptCachesMachine(RuleBasedStateMachine):
 
     @rule()
     def ranks_clear_their_caches(self) -> None:
-        self.books.forget()
+        self.books.forget(0)
         for cache in self.caches:
             cache.ring[:] = [None] * len(cache.ring)
             cache.whole.clear()
@@ -104,7 +104,7 @@ class KeptCachesMachine(RuleBasedStateMachine):
             cache.write(position, sequence[position])
         num_kept = len(sequence) - 1 - num_unwanted
         cache.tokens = sequence[:num_kept]
-        self.books.give_back(sequence, num_kept, len(sequence) - 1)
+        self.books.give_back(sequence, num_kept, len(sequence) - 1, use.cache)
 
 
 TestKeptCaches = KeptCachesMachine.TestCase
@@ -188,9 +188,9 @@ class KeptStatesMachine(RuleBasedStateMachine):
                 cache.keys[position] = sequence[position]
         cache.keys = {position: cache.keys[position] for position in range(held)}
         cache.state = sequence[:held]
-        self.books.give_back(sequence, held, held)
+        self.books.give_back(sequence, held, held, use.cache)
         kept.append(sequence[:held])
-        if (saved := self.books.save()) is not None:
+        if (saved := self.books.save(use.cache)) is not None:
             self.save(cache, saved)
 
     def save(self, cache: TwinState, saved: KvUse) -> None:
@@ -204,7 +204,7 @@ class KeptStatesMachine(RuleBasedStateMachine):
 
     @rule()
     def ranks_clear_their_caches(self) -> None:
-        self.books.forget()
+        self.books.forget(0)
         self.kept = {"": [], "mine": []}
         self.states, self.blocks = {}, {}
         for cache in self.caches:

@@ -160,8 +160,8 @@ class Agents:
         self._heads[agent] = len(self.chats[agent]) + 3
         answer = self.said(30, 300)
         sequence = [*prompt, *self.said(50, 900), *answer]
-        self.books.give_back(sequence, len(sequence) - 1, len(sequence) - 1)
-        self.books.save()
+        self.books.give_back(sequence, len(sequence) - 1, len(sequence) - 1, use.cache)
+        self.books.save(use.cache)
         self.chats[agent] += [*self.opening[:3], *answer, *self.opening[:1], *self.said(50, 2500)]
 
 
@@ -229,10 +229,10 @@ class Kept(Page):
         self.begin = self.engine._begin
         cast(Any, self.engine)._begin = self._cancelling
 
-    def _cancelling(self, seq: int) -> bool:
+    def _cancelling(self, running: Any, intake: Any) -> int:
         """Rank 0 hears of a cancel so many passes later."""
         self.cancel_after -= 1
-        return self.begin(seq) or self.cancel_after < 0
+        return self.begin(running, intake) | (self.cancel_after < 0)
 
     def ask(
         self, prompt: list[int], num_tokens: int, *, reuse: bool = True, scope: str = "", cancel_after: int = 10**6,
@@ -245,8 +245,8 @@ class Kept(Page):
         request = DecodeRequest(prompt, num_tokens, SAMPLING, stop_ids, logit_digests=True, kv=use, drafts=drafts)
         entries, held = self.run(request)
         tokens = [entry.token_id for entry in entries if entry.token_id >= 0]
-        self.books.give_back(prompt + tokens, held, held)
-        if (saved := self.books.save()) is not None:
+        self.books.give_back(prompt + tokens, held, held, use.cache)
+        if (saved := self.books.save(use.cache)) is not None:
             self.engine.copy_blocks(saved)
         return without_moments(entries)
 
@@ -375,7 +375,7 @@ def test_without_a_pool_a_conversation_goes_on(folder: Path, fresh: Kept) -> Non
 def test_a_cancel_within_a_prompt_leaves_what_was_read(kept: Kept, fresh: Kept) -> None:
     prompt = drawn(random.Random(6), 50)
     for num_passes in range(1, 12):
-        kept.books.forget()
+        kept.books.forget(0)
         assert kept.ask(prompt, 3, cancel_after=num_passes)[-1].finish is Finish.CANCELLED
         assert kept.ask(prompt, 3) == fresh.ask(prompt, 3, reuse=False)
         assert kept.num_read < 50 - 2 * num_passes

@@ -143,7 +143,7 @@ def test_a_cancel_and_a_deadline_end_it_while_the_prompt_is_scored(engine: HandT
         engine.coordinator.turn()
         assert events(engine, Done)[0].finish_reason is reason
         engine.decode(1)
-        assert not engine.coordinator._slot.busy
+        assert not engine.coordinator._slots.busy
 
 
 @pytest.mark.parametrize("is_faulty", [True, False], ids=["not finite", "mask lost"])
@@ -158,14 +158,14 @@ def test_a_fault_names_the_token(engine: HandTurned, is_faulty: bool) -> None:
     error = engine.events("a1")[-1]
     assert error.code is (ErrorCode.NUMERICAL_FAULT if is_faulty else ErrorCode.INTERNAL_ERROR)
     assert "token 2 of the prompt" in error.message
-    assert engine.coordinator.requests.running is None
+    assert not engine.coordinator.requests.running
 
 
 def test_a_client_that_goes_meanwhile_frees_the_ranks(engine: HandTurned) -> None:
     ask(engine, max_tokens=1)
     engine.wire.gone.add(A)
     engine.decode(2)
-    assert engine.coordinator.requests.running is None
+    assert not engine.coordinator.requests.running
     assert engine.control.ring.get(1, 1) is not None
     assert engine.control.ring.get(1, 1).finish is Finish.CANCELLED  # type: ignore[union-attr]
 

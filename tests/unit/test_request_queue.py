@@ -49,7 +49,7 @@ def test_connections_take_turns_and_each_has_its_order() -> None:
     while queue:
         ran.append(str(queue.pop()))
         assert names(queue) == order[len(ran) :], "what was foretold is what happens"
-        queue.turn_over(1.0)
+        queue.turn_over(ran[-1][0].encode(), 1.0)
     assert ran == order
 
 
@@ -59,8 +59,7 @@ def test_a_connection_whose_last_request_was_taken_out_has_no_turn() -> None:
     queue.add(gone := cast(RequestStream, Stream("c1")))
     assert queue.remove(gone)
     assert not queue.remove(gone)
-    queue.pop()
-    queue.turn_over(1.0)
+    queue.turn_over(queue.pop().peer, 1.0)
     assert queue.remove(only)
     assert (len(queue), names(queue)) == (0, [])
     add(queue, "b2")
@@ -72,19 +71,19 @@ def test_who_comes_while_another_runs_is_next() -> None:
     queue.pop()
     add(queue, "b1")
     assert names(queue) == ["b1", "a2", "a3"]
-    queue.turn_over(1.0)
+    queue.turn_over(b"a", 1.0)
     assert names(queue) == ["b1", "a2", "a3"]
 
 
 def test_newcomers_do_not_hold_up_those_who_wait() -> None:
     """A client that makes a connection for each request cannot starve another."""
     queue = queue_of("a1", "a2")
-    queue.pop()
+    ran = queue.pop()
     for newcomer in "bcdefgh":
         add(queue, f"{newcomer}1")
-        queue.turn_over(1.0)
-        ran = str(queue.pop())
-        if ran == "a2":
+        queue.turn_over(ran.peer, 1.0)
+        ran = queue.pop()
+        if str(ran) == "a2":
             return
     pytest.fail("a2 was never run")
 
@@ -110,14 +109,27 @@ def test_bounds_and_when_to_try_again() -> None:
         queue.check_room(b"d")
     assert full.value.retry_after_s == FIRST_RETRY_S
     for seconds in (0.25, 0.75):
-        queue.pop()
-        queue.turn_over(seconds)
+        queue.turn_over(queue.pop().peer, seconds)
     queue.check_room(b"d")
     for name in ("d1", "d2"):
         add(queue, name)
     with pytest.raises(RequestError, match=r"again in about 0.5 s") as later:
         queue.check_room(b"e")
     assert later.value.retry_after_s == 0.5
+
+
+def test_of_those_that_run_together_each_connection_has_as_many() -> None:
+    queue = queue_of("a1", "a2", "a3", "a4", "b1", "c1")
+    assert names(queue) == ["a1", "b1", "c1", "a2", "a3", "a4"]
+    assert [str(queue.pop()) for _ in range(4)] == ["a1", "b1", "c1", "a2"]
+    for name in ("c2", "b2", "d1"):
+        add(queue, name)
+    assert names(queue) == ["d1", "c2", "b2", "a3", "a4"], "who has none, who has one, who has two"
+    queue.turn_over(b"a", 1.0)
+    queue.turn_over(b"a", 1.0)
+    assert names(queue) == ["d1", "a3", "c2", "b2", "a4"]
+    with pytest.raises(RequestError, match=r"again in about 0\.5 s"):  # two run, of a second each
+        RequestQueue.check_room(queue, b"e", num_others=100)
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "d", "run", "end"]), max_size=60))
@@ -133,7 +145,7 @@ def test_nobody_waits_for_two_requests_of_another(actions: list[str]) -> None:
                 assert ran[0] != name[0] or int(ran[1:]) < int(name[1:]), "first come first served within one connection"
                 assert turns[ran[0]] <= 1 + turns[name[0]], "turns of another alternate with one's own"
         elif action == "end" and is_running:
-            queue.turn_over(0.1)
+            queue.turn_over(ran[0].encode(), 0.1)
             is_running = False
         elif action in "abcd":
             name = f"{action}{number}"

@@ -68,6 +68,7 @@ by_name: dict[str, st.SearchStrategy[Any]] = {
     "request_id": names,
     "running": st.none() | names,
     "waiting": st.lists(names, max_size=4).map(tuple),
+    "also_running": st.lists(names, max_size=4).map(tuple),
     "digests": st.lists(st.text("0123456789abcdef", min_size=64, max_size=64), max_size=3).map(tuple),
     "conversation": st.none() | names,
     "deadline_s": st.none() | st.floats(0.001, 1e9),

@@ -16,6 +16,7 @@ from kog_dist.runtime.control import AbortCause, ControlPage, RankState
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import FutexWord
 from kog_dist.workers import worker
+from kog_dist.workers.intake import Intake
 from kog_dist.workers.worker import live, serve
 
 
@@ -30,7 +31,7 @@ class StubEngine:
     def startup(self) -> None:
         """Nothing to do."""
 
-    def run(self, seq: int, request: DecodeRequest) -> Finish:
+    def run(self, seq: int, request: DecodeRequest, intake: Intake | None = None) -> Finish:
         self.prompts.append(list(request.prompt))
         self.control.set_abort(AbortCause.SHUTDOWN)
         return Finish.LENGTH
@@ -79,7 +80,7 @@ def test_copies_without_an_answer_are_made_and_done(monkeypatch: pytest.MonkeyPa
         serve(engine, control, 0)
     assert engine.copied == [kept]
     assert engine.prompts == [[1, 2]]
-    assert control.all_done(2)
+    assert control.all_read(2)
     control.close()
 
 

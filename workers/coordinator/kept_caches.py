@@ -17,6 +17,9 @@ string before the ranks knew of it has to be stepped back over, so a ring should
 A state that every token changes (`is_recurrent`) has only its end, and copies behind some beginnings (kept_states.py): a request
 goes on behind all that was written, behind one of these, or anew.
 
+Requests that run together have a cache each. What a running one holds so far others may copy, and go on behind the copy, but
+for its state, which moves on.
+
 Where the ranks have a block pool (kept_blocks.py), what a cache holds at the end of an answer is copied there, and a request gets
 from there what no cache has.
 """
@@ -48,11 +51,24 @@ class _Kept:
     last_used: int = 0  # 0: never
 
 
+@dataclass(slots=True)
+class _Run:
+    """A request between `take` and `give_back`."""
+
+    use: KvUse
+    scope: str
+    num_prompt: int = 0  # tokens of its prompt
+    num_inherited: int = 0  # positions ever written in the cache that it goes on in
+    places: list[tuple[int, int]] = field(default_factory=list)  # where its state is copied, and the slots
+    stems: tuple[int, ...] = ()  # which of its beginnings others go on behind
+
+
 class KeptCaches:
     """The books of all KV caches. `window`: of the model's windowed layers, None if it has none.
 
     `ring_positions`: that these keep; 0: there are none, or they keep all.
-    One request runs at a time, between `take` and `give_back`. `blocks`: those of the block pool; None without one. `states`:
+    There is a cache at least for each request that runs, between `take` and `give_back`.
+    `blocks`: those of the block pool; None without one. `states`:
     copies of states there, none of a model that has none.
     """
 
@@ -62,12 +78,7 @@ class KeptCaches:
         self.ring_positions = layout.ring_positions if window is not None else 0
         self._window = window or 0
         self._uses = 0
-        self._running = KvUse()
-        self._scope = ""  # of the running request
-        self._num_inherited = 0  # positions ever written in the cache that the running request goes on in
-        self._num_prompt = 0  # tokens of the running request's prompt
-        self._places: list[tuple[int, int]] = []  # where the running request's state is copied, and the slots
-        self._stems: tuple[int, ...] = ()  # which of its beginnings others go on behind
+        self._running: dict[int, _Run] = {}  # by KV cache
         self.blocks = KeptBlocks(layout.block_tokens, layout.num_slots, layout.num_host_slots) if layout.block_tokens else None
         self.states = KeptStates(layout.num_states if is_recurrent else 0)
 
@@ -79,43 +90,47 @@ class KeptCaches:
         A sequence of which less than half would be left is copied, not cut: its conversation may go on. In a block pool it is
         anyway.
         """
-        self._scope = scope
         if not self._kept:
             return KvUse()
-        oldest = min(range(len(self._kept)), key=lambda idx: self._kept[idx].last_used)
-        use = KvUse(oldest, oldest, 0)
+        free = [idx for idx in range(len(self._kept)) if idx not in self._running]
+        assert free, "a request that runs has a cache"
+        oldest = min(free, key=lambda idx: self._kept[idx].last_used)
+        run = _Run(KvUse(oldest, oldest, 0), scope)
         wanted = (prompt if isinstance(prompt, array) else array("I", prompt))[:-1]
         common = [num_common(kept.tokens, wanted) if kept.scope == scope else 0 for kept in self._kept]
         copies = self.states.find(scope, wanted) if self.states.num_slots else {}
         if reuse:
-            lengths = [self._usable(*pair, copies) for pair in zip(self._kept, common, strict=True)]
-            source = max(range(len(lengths)), key=lambda idx: (lengths[idx], -len(self._kept[idx].tokens)))
+            lengths = [self._usable(idx, num, copies) for idx, num in enumerate(common)]
+            source = max(range(len(lengths)), key=lambda idx: (lengths[idx], idx in free, -len(self._kept[idx].tokens)))
             if num_cached := lengths[source]:
-                others = [idx for idx in range(len(self._kept)) if idx != source]
-                is_small_part = 2 * num_cached < len(self._kept[source].tokens)
-                cache = min(others, key=lambda idx: self._kept[idx].last_used) if is_small_part and others else source
-                use = KvUse(cache, source, num_cached)
-            use = self._with_blocks(use, wanted, copies)
+                others = [idx for idx in free if idx != source]
+                is_copied = source not in free or (2 * num_cached < len(self._kept[source].tokens) and bool(others))
+                cache = min(others, key=lambda idx: self._kept[idx].last_used) if is_copied else source
+                run.use = KvUse(cache, source, num_cached)
+            run.use = self._with_blocks(run, wanted, copies)
         if self._is_recurrent:
             branch = max(*common, self.blocks.match(scope, wanted)[0] if self.blocks is not None else 0)
             step = kept_states.STEP  # what is shorter is soon read anew; and who leaves a prompt near its end goes on with it
             left = [num for kept, num in zip(self._kept, common, strict=True) if step <= num <= kept.num_prompt - step]
             second, last = kept_states.of_messages(wanted)
-            self._num_prompt, self._stems = len(wanted), tuple(at for at in (second, max(left, default=0)) if at)
+            run.num_prompt, run.stems = len(wanted), tuple(at for at in (second, max(left, default=0)) if at)
             is_near = any(branch - _WORTH <= at <= branch for at in copies)
-            use = self._with_states(use, len(wanted), num_answer, (last, *self._stems, 0 if is_near else branch), copies)
-        self._num_inherited = self._kept[use.source].num_written if use.num_cached and not self._is_recurrent else 0
+            parts = (last, *run.stems, 0 if is_near else branch)
+            run.use = self._with_states(run, len(wanted), num_answer, parts, copies)
+        use = run.use
+        run.num_inherited = self._kept[use.source].num_written if use.num_cached and not self._is_recurrent else 0
         self._uses += 1
         for idx in (use.source, use.cache):
             self._kept[idx].last_used = self._uses
-        self._running = use
+        self._running[use.cache] = run
         return use
 
-    def _with_blocks(self, use: KvUse, wanted: array[int], copies: dict[int, int]) -> KvUse:
-        """The same with what the block pool has of the prompt, where that is more."""
+    def _with_blocks(self, run: _Run, wanted: array[int], copies: dict[int, int]) -> KvUse:
+        """Its use with what the block pool has of the prompt, where that is more."""
+        use = run.use
         if self.blocks is None:
             return use
-        num_kept, path = self.blocks.match(self._scope, wanted)
+        num_kept, path = self.blocks.match(run.scope, wanted)
         if self._is_recurrent:
             num_kept = max((at for at in copies if at <= num_kept), default=0)
             path = path[: -(-num_kept // self.blocks.block_tokens)]
@@ -124,26 +139,34 @@ class KeptCaches:
         stays = use.num_cached if use.cache == use.source else 0
         return KvUse(use.cache, use.cache, num_kept, self.blocks.load(path, stays // self.blocks.block_tokens))
 
-    def _with_states(self, use: KvUse, prompt_end: int, num_answer: int, parts: Sequence[int], copies: dict[int, int]) -> KvUse:
-        """The same with the copy of a state that it goes on behind, unless that is the state of the cache, and those to be made.
+    def _with_states(self, run: _Run, prompt_end: int, num_answer: int, parts: Sequence[int], copies: dict[int, int]) -> KvUse:
+        """Its use with the copy of a state that it goes on behind, unless that is the state of the cache, and those to be made.
 
         The prompt has `prompt_end` tokens but for its last; `parts`: see `KeptStates.places`.
         """
-        is_live = not use.copies and use.num_cached == self._kept[use.source].num_written
+        use = run.use
+        is_live = not use.copies and use.source not in self._running and use.num_cached == self._kept[use.source].num_written
         slot = copies[use.num_cached] if use.num_cached and not is_live else None
         loads: tuple[KvCopy, ...] = ()
         if slot is not None:
             loads = (KvCopy(KvCopyKind.LOAD_STATE, slot, use.num_cached),)
-        self.states.use(copies, slot, self._stems)
-        places = self.states.places(use.num_cached, prompt_end, num_answer, parts, copies, slot)
-        self._places = places
-        saves = tuple(KvCopy(KvCopyKind.SAVE_STATE, slot, position) for position, slot in places)
+        self.states.use(copies, slot, run.stems)
+        run.places = self.states.places(use.num_cached, prompt_end, num_answer, parts, copies, slot)
+        saves = tuple(KvCopy(KvCopyKind.SAVE_STATE, slot, position) for position, slot in run.places)
         return KvUse(use.cache, use.source, use.num_cached, (*use.copies, *loads, *saves))
 
-    def _usable(self, kept: _Kept, common: int, copies: dict[int, int]) -> int:
+    def moved(self, cache: int, tokens: array[int]) -> None:
+        """The request that runs in a cache has come so far: the cache holds these tokens."""
+        if self._kept:
+            kept = self._kept[cache]
+            kept.tokens, kept.scope, kept.num_prompt = tokens, self._running[cache].scope, 0
+
+    def _usable(self, cache: int, common: int, copies: dict[int, int]) -> int:
         """Positions of a cache that the prompt, which begins with `common` of them, can go on behind."""
+        kept = self._kept[cache]
         if self._is_recurrent:
-            return max((at for at in (kept.num_written, *copies) if at <= common), default=0)
+            own = () if cache in self._running else (kept.num_written,)
+            return max((at for at in (*own, *copies) if at <= common), default=0)
         return common if self.is_intact(common, kept.num_written) else 0
 
     def is_intact(self, num_positions: int, num_written: int) -> bool:
@@ -152,30 +175,29 @@ class KeptCaches:
             return True
         return num_positions - self._window + 1 >= num_written - self.ring_positions
 
-    def give_back(self, tokens: Sequence[int], num_positions: int, num_written: int) -> None:
-        """The request has ended: its cache holds the first `num_positions` of `tokens`; it wrote below `num_written`."""
+    def give_back(self, tokens: Sequence[int], num_positions: int, num_written: int, cache: int) -> None:
+        """The request in a cache has ended: that holds the first `num_positions` of `tokens`; it wrote below `num_written`."""
         if self._kept:
-            kept = self._kept[self._running.cache]
-            kept.tokens, kept.scope = array("I", tokens[:num_positions]), self._scope
-            kept.num_prompt, kept.num_written = min(self._num_prompt, num_positions), max(num_written, self._num_inherited)
-            places = [place for place in self._places if place[0] <= num_positions]
-            self.states.made(self._scope, kept.tokens, places, self._stems)
-            self._places = []
+            kept, run = self._kept[cache], self._running.pop(cache)
+            kept.tokens, kept.scope = array("I", tokens[:num_positions]), run.scope
+            kept.num_prompt, kept.num_written = min(run.num_prompt, num_positions), max(num_written, run.num_inherited)
+            places = [place for place in run.places if place[0] <= num_positions]
+            self.states.made(run.scope, kept.tokens, places, run.stems)
 
-    def save(self) -> KvUse | None:
-        """What is to be copied to the block pool of the cache that the last request ran in; None if nothing is."""
+    def save(self, cache: int) -> KvUse | None:
+        """What is to be copied to the block pool of a cache whose request has ended; None if nothing is."""
         if not self._kept:
             return None
-        cache = self._running.cache
-        tokens, copies = self._kept[cache].tokens, tuple[KvCopy, ...]()
+        kept, copies = self._kept[cache], tuple[KvCopy, ...]()
         if self.blocks is not None:
-            copies = self.blocks.save(self._scope, tokens)
-            if (slot := self.states.end(self._scope, tokens)) is not None:
-                copies += (KvCopy(KvCopyKind.SAVE_STATE, slot, len(tokens)),)
+            copies = self.blocks.save(kept.scope, kept.tokens)
+            if (slot := self.states.end(kept.scope, kept.tokens)) is not None:
+                copies += (KvCopy(KvCopyKind.SAVE_STATE, slot, len(kept.tokens)),)
         return KvUse(cache, cache, 0, copies) if copies else None
 
-    def forget(self) -> None:
-        """Nothing is kept any more: a device may have cleared all its caches."""
+    def forget(self, cache: int) -> None:
+        """Nothing is kept any more: a device may have cleared all its caches. The request in this one has ended."""
+        self._running.pop(cache, None)
         for kept in self._kept:
             kept.tokens, kept.num_written, kept.last_used = array("I"), 0, 0
         self.states.clear()

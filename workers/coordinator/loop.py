@@ -32,7 +32,7 @@ from kog_dist.runtime.control import COORDINATOR, ControlPage
 from kog_dist.workers.coordinator.admission import Admission
 from kog_dist.workers.coordinator.arguments import CoordinatorArgs
 from kog_dist.workers.coordinator.client_events import StreamEvents
-from kog_dist.workers.coordinator.decode_slot import DecodeSlot
+from kog_dist.workers.coordinator.decode_slot import DecodeSlot, DecodeSlots
 from kog_dist.workers.coordinator.engine_life import EngineLife
 from kog_dist.workers.coordinator.model_folder import ModelFolder
 from kog_dist.workers.coordinator.open_requests import OpenRequests
@@ -56,7 +56,7 @@ _MESSAGES_PER_TURN = 16  # so that a flood of messages does not hold up tokens
 
 
 class Coordinator:
-    """Queue, running request and their clients. `turn` does what there is to do without blocking; `run` repeats it."""
+    """Queue, running requests and their clients. `turn` does what there is to do without blocking; `run` repeats it."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Coordinator:
         self._clock = clock
         self._life = EngineLife(args, control, supervisor_fd)
         window = model.spec.sliding_window if model.spec.window_layers else None
-        self._slot = DecodeSlot(control, window, is_recurrent=model.spec.is_recurrent)
+        self._slots = DecodeSlots(control, window, is_recurrent=model.spec.is_recurrent)
         self._grammars: GrammarService[RequestStream] = GrammarService(model.folder, control)
         self._texts: TextReader[RequestStream] = TextReader()
         queue = RequestQueue(args.queue_limit, args.client_queue_limit)
-        self.requests = OpenRequests(queue, self._slot, self._grammars, self._texts, clock)
+        self.requests = OpenRequests(queue, self._grammars, self._texts, clock)
         self.counters = Counters()
         self._clients = StreamEvents("engine", listener, self.requests, self.counters, clock)
         self._admission = Admission(
@@ -126,15 +126,15 @@ class Coordinator:
     def _rouse_ranks(self) -> None:
         """Idle ranks wake while a request is read; seldom enough that requests which are refused keep no core busy."""
         now_ns = self._clock()
-        if not self._slot.busy and now_ns - self._roused_ns >= ROUSE_EVERY_NS:
+        if not self._slots.busy and now_ns - self._roused_ns >= ROUSE_EVERY_NS:
             self._roused_ns = now_ns
             self._control.rouse()
 
     def _sleep(self) -> None:
         if self._farewell is not None or self._listener.has_input():
             return
-        if self._slot.busy:
-            self._slot.wait(_TOKEN_WAIT_S, lambda: self._listener.has_input() or self._texts.has_answer())
+        if self._slots.busy:
+            self._slots.wait(_TOKEN_WAIT_S, lambda: self._listener.has_input() or self._texts.has_answer())
             return
         self._prepare_grammars()
         timeout_s = _QUEUE_WAIT_S if len(self.requests.queue) or self._listener.has_backlog else _IDLE_WAIT_S
@@ -182,55 +182,67 @@ class Coordinator:
             self._model,
             self.state,
             self.requests,
-            self._slot,
+            self._slots,
             self.counters,
             uptime_s=(self._clock() - self._begin_ns) / 1e9,
             num_bad_messages=self._listener.num_bad_messages,
         )
 
     def _accept_checked(self) -> None:
-        num_runners_lost, running = self._grammars.num_runners_lost, self.requests.running  # not one that this starts
-        self._grammars.wants(None if running is None else running.next_mask)
+        running = {slot.number: stream for slot, stream in self.requests.running.items()}  # none that this starts
+        followed = [(self._grammars.runners[number], stream) for number, stream in running.items()]
+        num_lost = [runner.num_lost for runner, _ in followed]
+        for runner in self._grammars.runners:
+            stream = running.get(runner.slot)
+            runner.wants(None if stream is None else stream.next_mask)
         self._admission.go_on()
-        if running is None or running.constraint is None or running is not self.requests.running:
-            return
-        if num_runners_lost != self._grammars.num_runners_lost:
-            message = f"the process that followed {running.constraint.kind} {self._grammars.loss}; try again"
-            self._clients.fail(running, ErrorCode.CONSTRAINT_FAILED, message)
+        for (runner, stream), num_before in zip(followed, num_lost, strict=True):
+            if runner.num_lost != num_before and stream.constraint is not None and self.requests.slot_of(stream) is not None:
+                message = f"the process that followed {stream.constraint.kind} {runner.loss}; try again"
+                self._clients.fail(stream, ErrorCode.CONSTRAINT_FAILED, message)
 
     # ---- tokens ----
     def _start_next(self) -> None:
-        stream = self.requests.running
-        if stream is not None:
-            if stream.scoring is not None and stream.scoring.is_done and self._slot.may_submit():
+        for slot, stream in self.requests.running.items():
+            if stream.scoring is not None and stream.scoring.is_done and slot in self._slots.free():
                 stream.scoring = None
                 # Behind the prompt, of which nothing was cached before.
-                self._slot.submit(stream.request, reuse_kv=True, scope=stream.cache_salt)
-            return
-        if len(self.requests.queue) and self._farewell is None and self._life.is_ready() and self._slot.may_submit():
-            stream = self.requests.running = self.requests.queue.pop()
+                self._slots.submit(slot, stream.request, reuse_kv=True, scope=stream.cache_salt)
+        while len(self.requests.queue) and self._farewell is None and self._life.is_ready():
+            free = [slot for slot in self._slots.free() if slot not in self.requests.running]
+            if not free:
+                return
+            stream = self.requests.queue.pop()
+            slot = self._fitting(free, stream)
+            self.requests.running[slot] = stream
             stream.timings.submitted(self._clock())
             if stream.wants_scores:
-                self._score_prompt(stream)
+                self._score_prompt(slot, stream)
             else:
-                self._decode(stream)
-            stream.timings.stage("submitted", self._control.submitted_ns)
+                self._decode(slot, stream)
+            stream.timings.stage("submitted", slot.submitted_ns)
 
-    def _decode(self, stream: RequestStream) -> None:
+    def _fitting(self, free: Sequence[DecodeSlot], stream: RequestStream) -> DecodeSlot:
+        """One that has a process for masks, where there is a grammar, else one that has none."""
+        has_grammar = stream.constraint is not None
+        runners = self._grammars.runners
+        return min(free, key=lambda slot: runners[slot.number].is_up != has_grammar)
+
+    def _decode(self, slot: DecodeSlot, stream: RequestStream) -> None:
         request, constraint = stream.request, stream.constraint
         if constraint is not None:
             request = replace(request, mask_epoch=self._grammars.reserve_epochs(request.max_tokens))
-        stream.request = self._slot.submit(request, reuse_kv=stream.reuses_kv, scope=stream.cache_salt)
-        if constraint is not None and self._slot.seq is not None:
-            self._grammars.run(self._slot.seq, request.mask_epoch, constraint, drafts=request.drafts)
+        stream.request = self._slots.submit(slot, request, reuse_kv=stream.reuses_kv, scope=stream.cache_salt)
+        if constraint is not None and slot.seq is not None:
+            self._grammars.runners[slot.number].run(slot.seq, request.mask_epoch, constraint, drafts=request.drafts)
 
-    def _score_prompt(self, stream: RequestStream) -> None:
+    def _score_prompt(self, slot: DecodeSlot, stream: RequestStream) -> None:
         prompt, num_top = stream.request.prompt, stream.request.sampling.logprobs
         assert num_top is not None, "a Generate message that wants them says how many"
         epoch = self._grammars.reserve_epochs(len(prompt) - 1)
-        stream.scoring = PromptScoring(prompt, num_top, self._control.masks, epoch)
+        stream.scoring = PromptScoring(prompt, num_top, self._control.mask_slots[slot.number], epoch)
         stream.scoring.write_masks()
-        self._slot.submit(stream.scoring.request, reuse_kv=False, scope=stream.cache_salt)
+        self._slots.submit(slot, stream.scoring.request, reuse_kv=False, scope=stream.cache_salt)
 
     def _read_scores(self, stream: RequestStream, scoring: PromptScoring, entries: Sequence[TokenEntry]) -> None:
         """Log-probabilities of the prompt; the answer begins in `_start_next`."""
@@ -249,8 +261,12 @@ class Coordinator:
             self._clients.fail(stream, ErrorCode.INTERNAL_ERROR, message)
 
     def _read_tokens(self) -> None:
-        entries = self._slot.read()
-        stream = self.requests.running
+        for slot in self._slots.slots:
+            self._read_tokens_of(slot)
+        self._slots.copy()
+
+    def _read_tokens_of(self, slot: DecodeSlot) -> None:
+        entries, stream = slot.read(), self.requests.running.get(slot)
         if stream is not None and stream.scoring is not None and not stream.scoring.is_done:
             self._read_scores(stream, stream.scoring, entries)
             return
@@ -264,7 +280,7 @@ class Coordinator:
             if not self._clients.send(stream, event):
                 return
             if is_first:
-                stream.timings.first_token(taken_ns, self._clock(), self._slot.stages_ns())
+                stream.timings.first_token(taken_ns, self._clock(), slot.stages_ns())
         if reason is not None:
             self._clients.finish(stream, reason)
         elif entries[-1].finish is Finish.NO_MASK:
@@ -284,7 +300,7 @@ class Coordinator:
         for stream in self.requests:
             if stream.deadline_ns is None or now_ns < stream.deadline_ns:
                 continue
-            if stream is self.requests.running:
+            if self.requests.slot_of(stream) is not None:
                 self._clients.finish(stream, FinishReason.DEADLINE)
             else:
                 waited_s = stream.timings.since_reception_s(now_ns)
@@ -295,11 +311,12 @@ class Coordinator:
         """Changed places in the queue, progress of the prefill, a word after a silence; finds out which clients are gone."""
         now_ns = self._clock()
         for position, stream in enumerate(self.requests):
-            is_prefill = stream is self.requests.running and not stream.num_tokens
-            if is_prefill and now_ns - stream.last_sent_ns >= PREFILL_EVERY_NS and not self._listener.is_behind(stream.peer):
-                self._clients.send(stream, PrefillProgress(stream.request_id, self._slot.position, len(stream.request.prompt)))
+            slot = self.requests.slot_of(stream)
+            is_due = now_ns - stream.last_sent_ns >= PREFILL_EVERY_NS and not self._listener.is_behind(stream.peer)
+            if slot is not None and not stream.num_tokens and is_due:
+                self._clients.send(stream, PrefillProgress(stream.request_id, slot.position, len(stream.request.prompt)))
             else:
-                self._clients.tell_position(stream, position)
+                self._clients.tell_position(stream, position if slot is None else 0)
 
     # ---- the engine ----
     @property
@@ -317,7 +334,7 @@ class Coordinator:
                 self._clients.fail(stream, ErrorCode.RANK_FAILED, fault)
 
     def _why_end(self) -> Farewell | None:
-        is_running = self.requests.running is not None
+        is_running = bool(self.requests.running)
         is_idle = not is_running and not self._listener.has_backlog
         return self._life.farewell(is_running=is_running, is_idle=is_idle)
 

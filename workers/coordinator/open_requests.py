@@ -12,27 +12,26 @@ from kog_dist.workers.grammar.service import GrammarService
 
 
 class OpenRequests:
-    """The running request, those that wait for their turn, and those whose text is being read or whose grammar is checked."""
+    """Those that run, those that wait for their turn, and those whose text is being read or whose grammar is checked."""
 
     def __init__(
         self,
         queue: RequestQueue,
-        slot: DecodeSlot,
         grammars: GrammarService[RequestStream],
         texts: TextReader[RequestStream],
         clock: Callable[[], int],
     ) -> None:
         """`clock`: nanoseconds, as in the timings of streams."""
-        self.running: RequestStream | None = None
+        self.running: dict[DecodeSlot, RequestStream] = {}  # in the order in which they began
         self.queue = queue
-        self._slot, self._grammars, self._texts, self._clock = slot, grammars, texts, clock
+        self._grammars, self._texts, self._clock = grammars, texts, clock
 
     def __iter__(self) -> Iterator[RequestStream]:
         """In the order in which they run; last those that cannot be accepted yet. Any of them may be removed meanwhile."""
-        return iter([*([self.running] if self.running is not None else []), *self.not_running()])
+        return iter([*self.running.values(), *self.not_running()])
 
     def __len__(self) -> int:
-        return (self.running is not None) + len(self.not_running())
+        return len(self.running) + len(self.not_running())
 
     def not_running(self) -> list[RequestStream]:
         """Those that have not begun."""
@@ -47,9 +46,7 @@ class OpenRequests:
 
     def find(self, request_id: str) -> RequestStream | None:
         """The request with this id, from whichever connection."""
-        if self.running is not None and self.running.request_id == request_id:
-            return self.running
-        return next((stream for stream in self.not_running() if stream.request_id == request_id), None)
+        return next((stream for stream in self if stream.request_id == request_id), None)
 
     def check_room(self, peer: bytes) -> None:
         """Raises RequestError when there is no place for another request of that connection."""
@@ -58,14 +55,18 @@ class OpenRequests:
 
     def place(self, stream: RequestStream) -> int:
         """How many run before a request that is not finished."""
-        return 0 if stream is self.running else list(self).index(stream)
+        return 0 if self.slot_of(stream) is not None else list(self).index(stream)
+
+    def slot_of(self, stream: RequestStream) -> DecodeSlot | None:
+        """Where it runs; None if it does not."""
+        return next((slot for slot, running in self.running.items() if running is stream), None)
 
     def remove(self, stream: RequestStream) -> bool:
         """Take a request out, if it is in; ranks that decode it are told that nobody wants it any more."""
-        if stream is self.running:
-            self.running = None
-            self._slot.cancel()
-            self.queue.turn_over(stream.timings.running_s(self._clock()))
+        if (slot := self.slot_of(stream)) is not None:
+            del self.running[slot]
+            slot.cancel()
+            self.queue.turn_over(stream.peer, stream.timings.running_s(self._clock()))
             return True
         for service in (self._grammars, self._texts):
             if stream in service.askers:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from itertools import zip_longest
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from kog_dist.errors import RequestError
@@ -17,17 +16,18 @@ _REMEMBERED = 16  # requests of which the mean duration is the estimate for the 
 
 
 class RequestQueue:
-    """Connections take turns: each has one request run, then it stands behind all others. Within one, first come first served.
+    """Connections take turns: the next request is of the one of which fewest run, and of these of the one that has waited longest
+    since a request of it ended. Within one, first come first served.
 
-    A connection's turn lasts until its request has ended, and one that comes later stands at the end: it waits for at most one
-    request of each other connection, and whoever comes after it waits for it.
+    A connection's turn lasts until its request has ended, and one that comes later stands at the end: where one request runs at a
+    time, it waits for at most one request of each other connection, and whoever comes after it waits for it.
     """
 
     def __init__(self, limit: int, client_limit: int) -> None:
         """`limit` requests may wait, `client_limit` of one connection."""
         self.limit, self.client_limit = limit, client_limit
         self._lines: dict[bytes, deque[RequestStream]] = {}  # by connection, in the order of their turns
-        self._serving: bytes | None = None  # whose turn it is; it goes to the end
+        self._served: Counter[bytes] = Counter()  # connections of the requests that run
         self._durations_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def __len__(self) -> int:
@@ -35,10 +35,14 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[RequestStream]:
         """In the order in which they will run if nothing else comes."""
-        if not self._lines:
-            return iter(())
-        rounds = zip_longest(*(self._lines[peer] for peer in self._turns()))
-        return (stream for turns in rounds for stream in turns if stream is not None)
+        lines, served, found = {peer: deque(line) for peer, line in self._lines.items()}, Counter(self._served), []
+        while lines:
+            peer = _next_turn(lines, served)
+            found.append(lines[peer].popleft())
+            served[peer] += 1
+            if not lines[peer]:
+                del lines[peer]
+        return iter(found)
 
     def check_room(self, peer: bytes, *, num_others: int = 0, num_own_others: int = 0) -> None:
         """Raises RequestError `queue_full`, with an estimate of when there is room, if one more of `peer` may not wait.
@@ -55,6 +59,7 @@ class RequestQueue:
     def _full(self, reason: str, num_turns: int) -> RequestError:
         """`num_turns`: requests that end before there is room."""
         mean_s = sum(self._durations_s) / len(self._durations_s) if self._durations_s else FIRST_RETRY_S
+        mean_s /= max(1, self._served.total())  # so many end meanwhile
         retry_after_s = round(min(max(mean_s * num_turns, LEAST_RETRY_S), MOST_RETRY_S), 3)
         return RequestError(ErrorCode.QUEUE_FULL, f"{reason}; try again in about {retry_after_s:g} s", retry_after_s)
 
@@ -64,19 +69,20 @@ class RequestQueue:
 
     def pop(self) -> RequestStream:
         """The request that runs next; its connection's turn begins."""
-        assert self._serving is None, "one request runs at a time"
-        peer = next(iter(self._lines))
+        peer = _next_turn(self._lines, self._served)
         stream = self._lines[peer].popleft()
-        self._serving = peer
+        self._served[peer] += 1
         self._drop_if_empty(peer)
         return stream
 
-    def turn_over(self, duration_s: float) -> None:
-        """The request that `pop` gave has ended, after so long."""
-        assert self._serving is not None, "a turn ends once"
-        if self._serving in self._lines:
-            self._lines[self._serving] = self._lines.pop(self._serving)
-        self._serving = None
+    def turn_over(self, peer: bytes, duration_s: float) -> None:
+        """A request that `pop` gave has ended, after so long."""
+        assert self._served[peer], "a turn ends once"
+        self._served[peer] -= 1
+        if not self._served[peer]:
+            del self._served[peer]
+        if peer in self._lines:
+            self._lines[peer] = self._lines.pop(peer)
         self._durations_s.append(duration_s)
 
     def remove(self, stream: RequestStream) -> bool:
@@ -92,6 +98,7 @@ class RequestQueue:
         if not self._lines[peer]:
             del self._lines[peer]
 
-    def _turns(self) -> list[bytes]:
-        others = [peer for peer in self._lines if peer != self._serving]
-        return [*others, self._serving] if self._serving is not None and self._serving in self._lines else others
+
+def _next_turn(lines: Mapping[bytes, object], served: Mapping[bytes, int]) -> bytes:
+    """The connection whose turn is next; `lines` are in the order in which their last requests ended."""
+    return min(lines, key=lambda peer: served.get(peer, 0))

@@ -27,6 +27,7 @@ def common_terms(args: WorkerArgs, checkpoint: Checkpoint, plan_digest: str) -> 
         "rounding of weights": f"{args.quantize}, head {args.quantize_head}",
         "KV cache type": args.kv_dtype,
         "number of KV caches": str(args.num_kv_caches),
+        "requests that decode together": str(args.parallel),
         "memory for kept prefixes": f"{args.kept_bytes}, {args.kept_host_bytes}",
         "positions that windowed layers keep": str(args.whole_windows),
         "use of prefill": str(args.prefill),

@@ -7,12 +7,14 @@ from typing import Protocol
 
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
+from kog_dist.workers.intake import Intake
 
 
 class Engine(Protocol):
     """One rank's share of the model. All methods are collective: every rank calls them in the same order.
 
-    The unit of work is a whole request, not a step: the loop over tokens may run on a device, where the host cannot follow it.
+    The unit of work is a whole request, not a step: the loop over tokens may run on a device, where the host cannot follow it. On
+    CPU ranks it is whole requests: those that come while one runs join it.
     """
 
     def startup(self) -> None:
@@ -22,14 +24,15 @@ class Engine(Protocol):
         Raises KogError when this rank cannot serve, AbortedError when the engine is being stopped meanwhile.
         """
 
-    def run(self, seq: int, request: DecodeRequest) -> Finish:
+    def run(self, seq: int, request: DecodeRequest, intake: Intake | None = None) -> Finish:
         """Prefill and decode one request; rank 0 writes the token ring. Returns why the answer ended, the same on all ranks
-        (but what is NO_MASK on rank 0 is CANCELLED elsewhere).
+        (but what is NO_MASK on rank 0 is CANCELLED elsewhere). `intake`: where the requests behind it are to be had; an engine
+        that can run several at once takes them over, and returns when all have ended.
 
         Keys and values go to the KV cache that `request.kv` names, behind the positions that it says are there already; they stay
         there until another request is told to overwrite them. How far they are is written to the control page as it goes
         (`set_progress`), for the last time before the last entry.
-        The entry with a Finish is the last one of `seq` in the ring. A cancel ends the request after the same token everywhere.
+        The entry with a Finish is the last one of `seq` in its ring. A cancel ends the request after the same token everywhere.
         Raises AbortedError when the engine is being stopped, DeviceError when a wait ran out of time; then nothing is published.
         """
 

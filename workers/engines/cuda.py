@@ -42,6 +42,7 @@ from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.launches import DecodeKernel, Launches, Token
 from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.prompt_run import PromptRun
+from kog_dist.workers.intake import Intake
 from kog_dist.workers.notes import note
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape
 
@@ -234,7 +235,7 @@ class CudaEngine:
         with translated_errors(self._args.device), self._heartbeat:
             self._blocks.copy(kv, self._loaded.stream.ptr)
 
-    def run(self, seq: int, request: DecodeRequest) -> Finish:
+    def run(self, seq: int, request: DecodeRequest, intake: Intake | None = None) -> Finish:
         """See `Engine.run`."""
         self._control.set_progress(self._rank, seq, request.kv.num_cached)
         with translated_errors(self._args.device), self._heartbeat as heartbeat:

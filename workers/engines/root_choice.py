@@ -21,7 +21,7 @@ from kog_dist.runtime.wait import Deadline, WaitResult, wait
 
 Tell: TypeAlias = Callable[[int, int, NDArray[Any]], bool]
 
-MASK_TIMEOUT_S = 5.0  # a mask takes well below a millisecond, and the grammar process has a whole step for it
+MASK_TIMEOUT_S = 5.0  # a mask takes well below a millisecond, and the grammar process has a whole step for it; not the first
 
 
 class RootChoice:
@@ -33,7 +33,7 @@ class RootChoice:
     def __init__(self, seq: int, request: DecodeRequest, control: ControlPage, vocab_size: int, *, step_timeout_s: float) -> None:
         """`step_timeout_s`: how long the other ranks wait for this one; a mask may take at most half of it."""
         self._seq, self._request, self._control = seq, request, control
-        self._mask_timeout_s = min(MASK_TIMEOUT_S, step_timeout_s / 2)
+        self._first_timeout_s, self._mask_timeout_s = step_timeout_s / 2, min(MASK_TIMEOUT_S, step_timeout_s / 2)
         self._num_chosen = 0
         self._first_position = 0
         self._last: tuple[int, NDArray[Any]] | None = None  # the choice before, and its logits
@@ -85,13 +85,13 @@ class RootChoice:
 
         def ready() -> bool:
             nonlocal found
-            found = control.masks.get(epoch)
+            found = control.mask_slots[self._request.decode_slot].get(epoch)
             return found is not None
 
         result = wait(
             ready,
-            aborted=lambda: control.aborted() or control.cancelled(self._seq),
-            deadline=Deadline.after(self._mask_timeout_s),
+            aborted=lambda: control.aborted() or control.cancelled(self._seq, self._request.decode_slot),
+            deadline=Deadline.after(self._mask_timeout_s if self._num_chosen else self._first_timeout_s),
         )
         if result is WaitResult.ABORT and control.aborted():
             raise AbortedError(f"rank 0 left request {self._seq} because the engine is being stopped")

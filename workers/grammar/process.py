@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import msgpack  # type: ignore[import-untyped]
 
-from kog_dist.decode.ring import Finish, TokenEntry
+from kog_dist.decode.ring import Finish, TokenEntry, TokenRing
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.records import dataclass
@@ -49,9 +49,9 @@ class GrammarArgs(JsonArguments):
     memory_bytes: int = _MEMORY_BYTES
 
 
-def run_message(seq: int, mask_epoch: int, constraint: Constraint, *, drafts: bool) -> dict[str, Any]:
-    """Tells the runner to follow request `seq` through the ring. `drafts`: rank 0 wants to know what is forced, too."""
-    return {"run": seq, "mask_epoch": mask_epoch, "drafts": drafts, **constraint.as_message()}
+def run_message(seq: int, slot: int, mask_epoch: int, constraint: Constraint, *, drafts: bool) -> dict[str, Any]:
+    """Tells the runner to follow request `seq` through its slot's ring. `drafts`: rank 0 wants to know what is forced, too."""
+    return {"run": seq, "slot": slot, "mask_epoch": mask_epoch, "drafts": drafts, **constraint.as_message()}
 
 
 def main() -> int:
@@ -93,27 +93,27 @@ def run_requests(channel: socket.socket, control: ControlPage, compiler: Grammar
     while packet := channel.recv(MAX_PACKET_BYTES):
         message = msgpack.unpackb(packet)
         constraint = Constraint.of_message(message)
-        follow(control, compiler, constraint, message["run"], message["mask_epoch"], drafts=message["drafts"])
+        follow(control, compiler, constraint, message["run"], message["slot"], message["mask_epoch"], drafts=message["drafts"])
 
 
 def follow(
-    control: ControlPage, compiler: GrammarCompiler, constraint: Constraint, seq: int, mask_epoch: int, *, drafts: bool
+    control: ControlPage, compiler: GrammarCompiler, constraint: Constraint, seq: int, slot: int, mask_epoch: int, *, drafts: bool
 ) -> None:
     """Write the mask of each token of request `seq` as soon as the token before it is in the ring, until its last entry.
 
     `drafts`: in front of it, what is forced: rank 0 begins its pass with that, and needs the mask at its end.
-    Returns early when the engine is being stopped, or when the coordinator has handed out a newer request.
+    Returns early when the engine is being stopped, or when the coordinator has handed out a newer request in this slot.
     """
     matcher, pace = compiler.compile(constraint), Pace()
     index = 0
     while True:
         if drafts:
-            control.forced.put(mask_epoch + index, matcher.forced())
-        control.masks.put(mask_epoch + index, matcher.mask())
+            control.forced_slots[slot].put(mask_epoch + index, matcher.forced())
+        control.mask_slots[slot].put(mask_epoch + index, matcher.mask())
         if matcher.error:
             print(f"grammar of request {seq}, token {index}: {matcher.error}", file=sys.stderr, flush=True)
-        while (entry := _next_entry(control, seq, index, pace)) is None:
-            if control.aborted() or control.doorbell() > seq:
+        while (entry := _next_entry(control.rings[slot], seq, index, pace)) is None:
+            if control.aborted() or control.newest(slot) > seq:
                 return
         pace.token()
         if entry.finish is not Finish.NONE:
@@ -122,13 +122,13 @@ def follow(
         index += 1
 
 
-def _next_entry(control: ControlPage, seq: int, index: int, pace: Pace) -> TokenEntry | None:
+def _next_entry(ring: TokenRing, seq: int, index: int, pace: Pace) -> TokenEntry | None:
     """Wait for a token, at most _RING_WAIT_S; without sleeping when it is likely to come."""
     entry = None
     if (until_near_s := pace.until_near_s()) > 0:
-        entry = control.ring.wait(seq, index, Deadline.after(min(until_near_s, _RING_WAIT_S)), poll_s=_RING_POLL_S)
+        entry = ring.wait(seq, index, Deadline.after(min(until_near_s, _RING_WAIT_S)), poll_s=_RING_POLL_S)
     while entry is None and pace.until_near_s() <= 0:
-        entry = control.ring.get(seq, index)
+        entry = ring.get(seq, index)
         if entry is None:
             os.sched_yield()
     return entry

@@ -111,6 +111,80 @@ class GrammarProcess:
         self.channel.close()
 
 
+class MaskRunner:
+    """The process that writes the masks of a decode slot, started when it is first needed.
+
+    `num_lost`: a request that had its masks from a process that is lost cannot go on; the next one finds a new one. `loss`: what
+    became of the last of them.
+    """
+
+    def __init__(self, slot: int, control: ControlPage, start: Callable[[], GrammarProcess], clock: Callable[[], float]) -> None:
+        self.slot, self._control, self._start, self._clock = slot, control, start, clock
+        self.process: GrammarProcess | None = None
+        self.num_lost = 0
+        self.loss = ""
+        self._has_none = False  # for the request that wants one: `hear` counts it as lost
+        self._first_epoch = 0  # of the request that `run` was told of last
+        self._wanted_epoch: int | None = None
+        self._wanted_s = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a process."""
+        return self.process is not None
+
+    def wants(self, epoch: int | None) -> None:
+        """Which mask rank 0 needs next, None if the slot's request has no grammar. A process that does not write it is lost."""
+        if epoch != self._wanted_epoch:
+            self._wanted_epoch, self._wanted_s = epoch, self._clock()
+
+    def hear(self) -> None:
+        """Let go of a process that has ended, or does not write what is needed."""
+        if self._has_none:
+            self._has_none = False
+            self.num_lost, self.loss = self.num_lost + 1, "could not be started"
+        if self.process is None:
+            return
+        if self.process.receive() is None:
+            self.loss = "ended"
+        elif self._owes_mask() or (self._wanted_epoch is None and self.process.watch.is_lost()):
+            silent_s = STOPPED_S if self._wanted_epoch is None else self._clock() - self._wanted_s
+            self.loss = f"was silent for {silent_s:.2f} s"
+            print(f"grammar process {self.process.pid} {self.loss} and is replaced", file=sys.stderr, flush=True)
+        else:
+            return
+        self.process.end()
+        self.process = None
+        self.num_lost += 1
+
+    def _owes_mask(self) -> bool:
+        """Whether a mask that is needed has not come for too long."""
+        assert self.process is not None
+        epoch, now_s = self._wanted_epoch, self._clock()
+        if epoch is None or now_s - self._wanted_s <= SILENT_S:
+            return False
+        if self._control.mask_slots[self.slot].get(epoch) is not None:
+            return False
+        if self.process.is_stopped():
+            return True
+        if not self.process.is_ready:  # that has a limit of its own
+            self._wanted_s = now_s
+        return now_s - self._wanted_s > (CHECK_TIMEOUT_S if epoch == self._first_epoch else SILENT_S)
+
+    def run(self, seq: int, mask_epoch: int, constraint: Constraint, *, drafts: bool = False) -> None:
+        """Have the masks of request `seq` made, which the ranks have been given; with `drafts` also what is forced."""
+        self._first_epoch = mask_epoch
+        if self.process is not None and self.process.is_stopped():
+            self.process.end()
+            self.process = None
+        try:
+            self.process = self.process or self._start()
+        except OSError:
+            self._has_none = True
+            return
+        self.process.send(run_message(seq, self.slot, mask_epoch, constraint, drafts=drafts))
+
+
 @dataclass(eq=False)
 class _Question(Generic[Asker]):
     asker: Asker
@@ -141,26 +215,18 @@ class _Desk(Generic[Asker]):
 
 
 class GrammarService(Generic[Asker]):
-    """Two grammar processes, started when they are first needed. An asker is whatever wants to know (a request's stream).
-
-    `num_runners_lost`: a request that had its masks from a runner that is lost cannot go on; the next one finds a new runner.
-    `loss`: what became of the last of them.
+    """Grammar processes, started when they are first needed: a checker, and `runners`, one for each decode slot. An asker is
+    whatever wants to know (a request's stream).
     """
 
     def __init__(self, model: Path, control: ControlPage, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._model, self._control, self._clock = model, control, clock
         self._checker: GrammarProcess | None = None
-        self._runner: GrammarProcess | None = None
+        self.runners = [MaskRunner(slot, control, lambda: self._start(checks=False), clock) for slot in range(len(control.rings))]
         self._short, self._long = _Desk[Asker](SHORT_S), _Desk[Asker](LONG_S)
         self._number = 0  # of the latest question
         self._next_epoch = 1
         self._num_ahead = 0  # processes that `start_ahead` has seen to
-        self._has_no_runner = False  # for the request that wants one: `verdicts` counts it as lost
-        self.num_runners_lost = 0
-        self.loss = ""
-        self._first_epoch = 0  # of the request that `run` was told of last
-        self._wanted_epoch: int | None = None
-        self._wanted_s = 0.0
 
     @property
     def askers(self) -> list[Asker]:
@@ -170,7 +236,10 @@ class GrammarService(Generic[Asker]):
     @property
     def fds(self) -> list[int]:
         """What becomes readable when a process has something to say."""
-        return [process.channel.fileno() for process in (self._checker, self._runner) if process is not None]
+        return [process.channel.fileno() for process in self._processes()]
+
+    def _processes(self) -> Iterator[GrammarProcess]:
+        yield from (process for process in (self._checker, *(one.process for one in self.runners)) if process is not None)
 
     def ask(self, asker: Asker, client: Hashable, constraint: Constraint) -> None:
         """Have a grammar checked in a turn of this client; `verdicts` will name the asker."""
@@ -188,7 +257,8 @@ class GrammarService(Generic[Asker]):
         if self._num_ahead == 0:
             self._checker = self._checker or self._started_ahead(checks=True)
         elif self._checker is not None and self._checker.is_ready:
-            self._runner = self._runner or self._started_ahead(checks=False)
+            first = self.runners[0]
+            first.process = first.process or self._started_ahead(checks=False)
         elif self._checker is not None:
             return True  # it is being prepared
         self._num_ahead += 1
@@ -202,18 +272,19 @@ class GrammarService(Generic[Asker]):
 
     def verdicts(self) -> list[Verdict[Asker]]:
         """What was found out since the last call; also keeps the processes going while they are needed."""
-        self._hear_runner()
-        found = self._hear_checker()
+        for runner in self.runners:
+            runner.hear()
+        found, first = self._hear_checker(), self.runners[0]
         desks = [desk for desk in (self._short, self._long) if desk.asked is None and len(desk.waiting)]
         if desks and not found:
             self._end_slow()
             try:
-                self._runner = self._runner or self._start(checks=False)
+                first.process = first.process or self._start(checks=False)
                 self._checker = self._checker or self._start(checks=True)
             except OSError as error:
                 question = desks[0].waiting.pop()
                 return [_not_now(question, f"the engine could start no process for it ({error.strerror})")]
-            if self._checker.is_ready and self._runner.is_ready:
+            if self._checker.is_ready and first.process.is_ready:
                 for desk in desks:
                     self._put(desk, self._checker)
         return found
@@ -223,9 +294,10 @@ class GrammarService(Generic[Asker]):
         if self._checker is not None and self._checker.is_slow():
             self._checker.end()
             self._checker = None
-        if self._runner is not None and self._runner.is_slow():
-            self._runner.end()
-            self._runner = None
+        first = self.runners[0]
+        if first.process is not None and first.process.is_slow():
+            first.process.end()
+            first.process = None
 
     def _put(self, desk: _Desk[Asker], checker: GrammarProcess) -> None:
         """Ask the checker what is next."""
@@ -233,41 +305,6 @@ class GrammarService(Generic[Asker]):
         desk.asked = question = desk.waiting.pop()
         question.number, question.asked_s = self._number, self._clock()
         checker.send(check_message(question.number, question.constraint, desk.cpu_s))
-
-    def wants(self, epoch: int | None) -> None:
-        """Which mask rank 0 needs next, None if the running request has no grammar. A runner that does not write it is lost."""
-        if epoch != self._wanted_epoch:
-            self._wanted_epoch, self._wanted_s = epoch, self._clock()
-
-    def _hear_runner(self) -> None:
-        if self._has_no_runner:
-            self._has_no_runner = False
-            self.num_runners_lost, self.loss = self.num_runners_lost + 1, "could not be started"
-        if self._runner is None:
-            return
-        if self._runner.receive() is None:
-            self.loss = "ended"
-        elif self._owes_mask() or (self._wanted_epoch is None and self._runner.watch.is_lost()):
-            silent_s = STOPPED_S if self._wanted_epoch is None else self._clock() - self._wanted_s
-            self.loss = f"was silent for {silent_s:.2f} s"
-            print(f"grammar process {self._runner.pid} {self.loss} and is replaced", file=sys.stderr, flush=True)
-        else:
-            return
-        self._runner.end()
-        self._runner = None
-        self.num_runners_lost += 1
-
-    def _owes_mask(self) -> bool:
-        """Whether a mask that is needed has not come for too long."""
-        assert self._runner is not None
-        epoch, now_s = self._wanted_epoch, self._clock()
-        if epoch is None or now_s - self._wanted_s <= SILENT_S or self._control.masks.get(epoch) is not None:
-            return False
-        if self._runner.is_stopped():
-            return True
-        if not self._runner.is_ready:  # that has a limit of its own
-            self._wanted_s = now_s
-        return now_s - self._wanted_s > (CHECK_TIMEOUT_S if epoch == self._first_epoch else SILENT_S)
 
     def _hear_checker(self) -> list[Verdict[Asker]]:
         if self._checker is None:
@@ -305,25 +342,13 @@ class GrammarService(Generic[Asker]):
         self._next_epoch += max_tokens
         return first
 
-    def run(self, seq: int, mask_epoch: int, constraint: Constraint, *, drafts: bool = False) -> None:
-        """Have the masks of request `seq` made, which the ranks have been given; with `drafts` also what is forced."""
-        self._first_epoch = mask_epoch
-        if self._runner is not None and self._runner.is_stopped():
-            self._runner.end()
-            self._runner = None
-        try:
-            self._runner = self._runner or self._start(checks=False)
-        except OSError:
-            self._has_no_runner = True
-            return
-        self._runner.send(run_message(seq, mask_epoch, constraint, drafts=drafts))
-
     def close(self) -> None:
         """End the processes."""
-        for process in (self._checker, self._runner):
-            if process is not None:
-                process.end()
-        self._checker = self._runner = None
+        for process in self._processes():
+            process.end()
+        self._checker = None
+        for runner in self.runners:
+            runner.process = None
 
     def _start(self, *, checks: bool, is_ahead: bool = False) -> GrammarProcess:
         return GrammarProcess(self._model, self._control.fd, self._clock, checks=checks, is_ahead=is_ahead)

@@ -27,7 +27,7 @@ from kog_dist.decode.cpu.pool_sizes import BLOCK_TOKENS, bytes_of_states, pool_s
 from kog_dist.decode.plan.recipes import state_bytes
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.hardware.visible import visible_gpus
-from kog_dist.launch.target import CPU_KV_CACHES, model_folder
+from kog_dist.launch.target import CPU_KV_CACHES, CPU_PARALLEL, model_folder
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
@@ -38,6 +38,7 @@ from kog_dist.rpc.transport import Access
 
 MORE_RSS_KB = 5 * 1024  # that a process may have grown by; in file descriptors: nothing
 MORE_MAPPINGS = 4
+LATE_GRAMMARS = CPU_PARALLEL - 1  # processes that slots have for masks, from the first request on that needs one more
 MORE_GPU_KB = 4 * 1024
 QUEUE_LIMIT, CLIENT_QUEUE_LIMIT = 13, 3  # small, so that requests are refused as well
 _WARM_UP = 0.2  # of all requests, before processes are measured the first time
@@ -263,6 +264,7 @@ class Checker:
         limits = {"fds": 0, "mappings": MORE_MAPPINGS, "rss_kb": MORE_RSS_KB, "used_kb": MORE_GPU_KB}
         for role, more in growth.items():
             room = limits | {"rss_kb": MORE_RSS_KB + kv_kb * role.startswith("rank")}
+            room["fds"] = LATE_GRAMMARS * (role == "coordinator")
             self.findings += [f"{role} has {count} more {name}" for name, count in more.items() if count > room[name]]
 
     def figures(self) -> dict[str, Any]:

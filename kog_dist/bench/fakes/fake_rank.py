@@ -62,7 +62,7 @@ class FakeRank:
             if self._control.doorbell() > self._seen:
                 self._seen = self._control.doorbell()
                 self._serve(self._seen)
-                self._control.set_done(0, self._seen)
+                self._control.set_read(0, self._seen)
 
     def _serve(self, seq: int) -> None:
         control, play = self._control, self._play

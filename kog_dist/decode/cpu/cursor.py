@@ -90,7 +90,8 @@ class Cursor:
     def begin(self, parts: Sequence[PassPart], word: int = 0) -> None:
         """Start the next pass. Raises PlanError if the caller asks for a token or position that cannot follow."""
         self.reads = parts[0].sampling is None
-        if len(parts) > 1 and (len({part.cache for part in parts}) < len(parts) or any(part.sampling is None for part in parts)):
+        is_alone = len(parts) == 1
+        if not is_alone and (len({part.cache for part in parts}) < len(parts) or any(part.sampling is None for part in parts)):
             raise PlanError("the parts of a pass are of different KV caches, and each chooses; a prompt has passes of its own")
         token_ids, spans = list[int](), list[Span]()
         for part in parts:
@@ -101,10 +102,12 @@ class Cursor:
         self.token += 1
         self.parts, self.spans, self.token_ids = parts, spans, token_ids
         self.word, self.all_logits = word, None
+        cos, sin = self._angles
         seen = [slice(span.position, span.position + span.num) for span in spans]
-        self.cos, self.sin = (
-            table[seen[0]] if len(seen) == 1 else np.concatenate([table[one] for one in seen]) for table in self._angles
-        )
+        if is_alone:
+            self.cos, self.sin = cos[seen[0]], sin[seen[0]]
+        else:
+            self.cos, self.sin = (np.concatenate([table[one] for one in seen]) for table in (cos, sin))
 
     def _check(self, part: PassPart) -> None:
         spec, position, held, settled = self.plan.spec, part.position, self.held[part.cache], self.settled[part.cache]

@@ -141,7 +141,7 @@ class LaneCalls:
         rounds = self.kv_dtype != str(self.memory.dtype)
         rounded = self.memory.empty(2, *new_key.shape)
         key, value = (rounded[0], rounded[1]) if rounds else (new_key, new_value)
-        appended = cursor.appended[layer]
+        appended, by_head = cursor.appended[layer], (key.swapaxes(1, 2), value.swapaxes(1, 2))
 
         def run() -> None:
             if rounds:
@@ -156,8 +156,8 @@ class LaneCalls:
                 appended[lane] = cursor.token
             for cache, position, first, count in cursor.spans:
                 stop, tokens = position + count, slice(first, first + count)
-                keys[cache][:, :, position:stop] = key[:, tokens].swapaxes(1, 2)
-                values[cache][:, :, position:stop] = value[:, tokens].swapaxes(1, 2)
+                keys[cache][:, :, position:stop] = by_head[0][:, :, tokens]
+                values[cache][:, :, position:stop] = by_head[1][:, :, tokens]
 
         return run
 

@@ -12,7 +12,9 @@ from kog_dist.rpc.messages.codes import EngineState
 class StatusReport(Checked):
     """The engine's state and counters since its start. Waiting requests are listed in the order in which they will run.
 
-    `running_position`: tokens of the running request that are in the KV cache; below `running_prompt_tokens` it is prefilling.
+    `running`: of the requests that are decoded the one that began first; `also_running`: the others; at most `parallel` in all.
+    `running_position`: tokens of the first that are in the KV cache; below `running_prompt_tokens` it is prefilling.
+    `used_positions`: tokens of all of them in KV caches.
     `prefill`: whether prompts go through prefill, in blocks of many tokens, on all ranks (of all replicas).
     `own_sampling`: the model's own sampling for people, which HTTP uses where a request says nothing; empty for a router.
     `kept_...`: blocks of `kept_block_tokens` tokens of earlier requests, used and as many as there is room for, in the memory of
@@ -63,3 +65,16 @@ class StatusReport(Checked):
     kept_ring: int = checked(COUNT, default=0)
     kept_states_used: int = checked(COUNT, default=0)
     kept_states: int = checked(COUNT, default=0)
+    also_running: tuple[str, ...] = checked(array(ID, 4096), default=())
+    parallel: int = checked(COUNT, default=1)
+    used_positions: int = checked(COUNT, default=0)
+
+    @property
+    def all_running(self) -> tuple[str, ...]:
+        """Ids of the requests that are decoded."""
+        return () if self.running is None else (self.running, *self.also_running)
+
+    @property
+    def num_running(self) -> int:
+        """How many there are; of a router one of each replica that runs any."""
+        return sum(map(bool, self.replica_running)) if self.replica_names else len(self.all_running)

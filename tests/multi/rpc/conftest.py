@@ -166,7 +166,7 @@ class FakeEngine:
                 seq += 1
                 self._decode_one(seq)
                 for rank in range(self.control.world_size):
-                    self.control.set_done(rank, seq)
+                    self.control.set_read(rank, seq)
 
     def _decode_one(self, seq: int) -> None:
         request = self.control.read_request(seq)

@@ -135,7 +135,7 @@ def test_grammars_are_checked_and_followed(service: GrammarService[str], control
     for text in (b"aba", b"bb"):  # to its end, and one that ends early
         epoch = service.reserve_epochs(10)
         seq = control.submit(DecodeRequest((1,), 10, mask_epoch=epoch))
-        service.run(seq, epoch, GOOD)
+        service.runners[0].run(seq, epoch, GOOD)
         for index, token_id in enumerate(text):
             assert mask_of(control, epoch + index) == {ord("a"), ord("b")}
             is_last = text == b"bb" and index == 1
@@ -157,7 +157,7 @@ def test_a_checker_that_dies_costs_nothing(service: GrammarService[str]) -> None
     checker.kill()
     assert verdicts(service, 2) == [Verdict("two", None), Verdict("three", None)]
     assert runner.is_running(), "the runner has nothing to do with it"
-    assert service.num_runners_lost == 0
+    assert service.runners[0].num_lost == 0
 
 
 def test_a_stopped_checker_is_replaced_and_its_question_put_again(
@@ -210,13 +210,13 @@ def test_a_runner_that_dies_is_counted_and_replaced(service: GrammarService[str]
     verdicts(service, 1)
     children()[0].kill()
     deadline = Deadline.after(PATIENCE_S)
-    while service.num_runners_lost == 0:
+    while service.runners[0].num_lost == 0:
         assert not deadline.expired()
         service.verdicts()
         time.sleep(0.002)
     epoch = service.reserve_epochs(5)
     seq = control.submit(DecodeRequest((1,), 5, mask_epoch=epoch))
-    service.run(seq, epoch, GOOD)
+    service.runners[0].run(seq, epoch, GOOD)
     assert mask_of(control, epoch) == {ord("a"), ord("b")}
 
 
@@ -226,8 +226,8 @@ def follow(service: GrammarService[str], control: ControlPage) -> tuple[int, int
     verdicts(service, 1)
     epoch = service.reserve_epochs(5)
     seq = control.submit(DecodeRequest((1,), 5, mask_epoch=epoch))
-    service.run(seq, epoch, GOOD)
-    service.wants(epoch)
+    service.runners[0].run(seq, epoch, GOOD)
+    service.runners[0].wants(epoch)
     assert mask_of(control, epoch) == {ord("a"), ord("b")}
     return seq, epoch
 
@@ -239,13 +239,13 @@ def test_a_stopped_runner_is_replaced_once_its_mask_is_late(
     runner = children()[0]
     runner.suspend()
     clock.skipped_s += 10
-    assert (service.verdicts(), service.num_runners_lost) == ([], 0), "the mask that is needed is there"
+    assert (service.verdicts(), service.runners[0].num_lost) == ([], 0), "the mask that is needed is there"
     control.ring.put(seq, 0, ord("a"), 1, None, Finish.NONE)
-    service.wants(epoch + 1)
-    assert (service.verdicts(), service.num_runners_lost) == ([], 0)
+    service.runners[0].wants(epoch + 1)
+    assert (service.verdicts(), service.runners[0].num_lost) == ([], 0)
     clock.skipped_s += SILENT_S
-    assert (service.verdicts(), service.num_runners_lost) == ([], 1)
-    assert service.loss.startswith("was silent for 1.0")
+    assert (service.verdicts(), service.runners[0].num_lost) == ([], 1)
+    assert service.runners[0].loss.startswith("was silent for 1.0")
     assert f"grammar process {runner.pid} was silent" in capfd.readouterr().err
     assert runner not in children()
     follow(service, control)
@@ -258,20 +258,20 @@ def test_a_runner_that_is_not_stopped_has_time_to_compile_but_not_to_hang(
     seq, epoch = follow(service, control)
     children()[0].suspend()
     control.ring.put(seq, 0, ord("a"), 1, None, Finish.NONE)
-    service.wants(epoch + 1)
+    service.runners[0].wants(epoch + 1)
     for skipped_s, num_lost in ((0.9 * SILENT_S, 0), (0.2 * SILENT_S, 1)):
         clock.skipped_s += skipped_s
-        assert (service.verdicts(), service.num_runners_lost) == ([], num_lost)
-    service.wants(None)  # the request is over
+        assert (service.verdicts(), service.runners[0].num_lost) == ([], num_lost)
+    service.runners[0].wants(None)  # the request is over
     service.ask("two", "a", GOOD)
     verdicts(service, 1)
     epoch = service.reserve_epochs(5)
     children()[1].suspend()  # the new runner: the checker is older
-    service.run(control.submit(DecodeRequest((1,), 5, mask_epoch=epoch)), epoch, GOOD)
-    service.wants(epoch)
+    service.runners[0].run(control.submit(DecodeRequest((1,), 5, mask_epoch=epoch)), epoch, GOOD)
+    service.runners[0].wants(epoch)
     for skipped_s, num_lost in ((0.9 * CHECK_TIMEOUT_S, 1), (0.2 * CHECK_TIMEOUT_S, 2)):
         clock.skipped_s += skipped_s
-        assert (service.verdicts(), service.num_runners_lost) == ([], num_lost)
+        assert (service.verdicts(), service.runners[0].num_lost) == ([], num_lost)
 
 
 def test_a_runner_that_was_stopped_while_it_had_nothing_to_do_is_replaced_at_once(
@@ -284,9 +284,9 @@ def test_a_runner_that_was_stopped_while_it_had_nothing_to_do_is_replaced_at_onc
     while runner.status() != psutil.STATUS_STOPPED:
         pass
     epoch = service.reserve_epochs(5)
-    service.run(control.submit(DecodeRequest((1,), 5, mask_epoch=epoch)), epoch, GOOD)
+    service.runners[0].run(control.submit(DecodeRequest((1,), 5, mask_epoch=epoch)), epoch, GOOD)
     assert mask_of(control, epoch) == {ord("a"), ord("b")}
-    assert (service.verdicts(), service.num_runners_lost) == ([], 0)
+    assert (service.verdicts(), service.runners[0].num_lost) == ([], 0)
 
 
 def test_an_engine_without_a_process_to_spare_refuses_and_goes_on(
@@ -303,8 +303,8 @@ def test_an_engine_without_a_process_to_spare_refuses_and_goes_on(
         assert refusal == (
             "regex cannot be checked now: the engine could start no process for it (Too many open files); try again later"
         )
-        service.run(1, 1, GOOD)
-        assert (service.verdicts(), service.num_runners_lost) == ([], 1), "its request cannot go on"
-        assert (service.verdicts(), service.num_runners_lost) == ([], 1)
+        service.runners[0].run(1, 1, GOOD)
+        assert (service.verdicts(), service.runners[0].num_lost) == ([], 1), "its request cannot go on"
+        assert (service.verdicts(), service.runners[0].num_lost) == ([], 1)
     service.ask("two", "a", GOOD)
     assert verdicts(service, 1) == [Verdict("two", None)]

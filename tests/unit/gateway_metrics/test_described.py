@@ -57,7 +57,8 @@ def test_all_of_an_engine() -> None:
         "format": "bfloat16",
     }  # fmt: skip
     assert found.pop("engine") == {
-        "state": "ready", "build": "b7", "pid": 11, "uptime_s": 1.235, "num_running": 1, "num_waiting": 2, "queue_limit": 4,
+        "state": "ready", "build": "b7", "pid": 11, "uptime_s": 1.235, "num_running": 1, "parallel": 1, "num_waiting": 2,
+        "queue_limit": 4,
         "prefill": True, "own_sampling": "greedy", "running_position": 14, "running_prompt_tokens": 15, "num_tokens": 12,
         "num_completed": 5, "num_cancelled": 6, "num_failed": 7, "num_refused": 8, "num_expired": 13,
     }  # fmt: skip

@@ -113,7 +113,7 @@ def link_in(state: LinkState, **fields: Any) -> ReplicaLink:
 
 def test_a_replica_is_free_when_nothing_speaks_against_it() -> None:
     def reported(running: str | None, *waiting: str) -> Any:
-        return SimpleNamespace(running=running, waiting=waiting)
+        return SimpleNamespace(all_running=() if running is None else (running,), waiting=waiting)
 
     for fields, is_free in (
         ({}, True), ({"attempt_ids": {"kr1.0"}}, False), ({"blocked_until_s": 5.0}, True), ({"blocked_until_s": 5.001}, False),

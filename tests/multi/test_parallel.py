@@ -1,0 +1,221 @@
+"""Requests that CPU engines run together have the answers that they have alone, whoever comes, goes and is cancelled then."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
+from kog_dist.decode.cpu import host_library
+from kog_dist.decode.cpu.interpreter import Interpreter
+from kog_dist.decode.draft_lengths import SIZES
+from kog_dist.decode.masks import num_words
+from kog_dist.decode.plan.plan import make_plan
+from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
+from kog_dist.errors import AbortedError
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.runtime.control import AbortCause, ControlPage, KvLayout, RankState
+from kog_dist.runtime.wait import Deadline
+from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.coordinator.decode_slot import DecodeSlot, DecodeSlots
+from kog_dist.workers.engines.cpu import CpuEngine
+from kog_dist.workers.worker import serve
+from tests.multi.test_bits import Board, ThreadExchange
+from tests.multi.test_fault_drafters import _Comm
+from tests.unit.delta_models import published
+
+CONTEXT, PARALLEL, CACHES, PATIENCE_S = 128, 4, 5, 60.0
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(1.1, seed=4),
+    SamplingParams(0.8, seed=9, top_k=50, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, logprobs=3),
+    SamplingParams(logprobs=0),
+)
+
+
+@dataclass
+class Asked:
+    """A request, and what became of it."""
+
+    request: DecodeRequest
+    has_grammar: bool
+    cancel_at: int | None = None  # once so many tokens are there
+    entries: list[TokenEntry] = field(default_factory=list)
+
+    def answer(self) -> list[TokenEntry]:
+        return [replace(entry, seq=0, stamp_ns=0, drafted=Drafted()) for entry in self.entries]
+
+
+class Together:
+    """Ranks in threads, and what a coordinator does with them."""
+
+    def __init__(self, folder: Path, world_size: int, parallel: int) -> None:
+        checkpoint = open_checkpoint(folder, context=CONTEXT)
+        self.vocab = checkpoint.spec.vocab_size
+        plan = make_plan(checkpoint.spec, world_size, num_tokens=SIZES[-1])
+        self.control = ControlPage.create(world_size, CONTEXT, vocab_size=self.vocab, parallel=parallel)
+        self.slots = DecodeSlots(self.control, None, is_recurrent=checkpoint.spec.is_recurrent)
+        self.epochs, self.is_broken = iter(range(1, 10**9, 1000)), threading.Event()
+        board, self.threads = Board(world_size), list[threading.Thread]()
+        for rank in range(world_size):
+            weights = checkpoint.rank_weights(plan.ranks[rank].lanes, keeps_halves=host_library.library() is not None)
+            exchange = ThreadExchange(board, rank) if world_size > 1 else None
+            engine = CpuEngine.__new__(CpuEngine)
+            stub = cast(Any, engine)
+            stub._control, stub._rank, stub._pass_tokens = self.control, rank, 16
+            stub._interpreter = Interpreter(plan, rank, weights, exchange, num_kv_caches=CACHES, is_checked=True)
+            stub._args = cast(Any, type("Args", (), {"step_timeout_s": PATIENCE_S}))
+            stub._comm, stub._costs = _Comm(exchange), [1.0 + 0.05 * (size - 1) for size in SIZES]
+            stub._heartbeat = ExitStack()
+            stub._heartbeat.progress = lambda: None
+            self.control.set_kv_layout(rank, KvLayout(CACHES))
+            self.threads.append(threading.Thread(target=self._serve, args=(engine, rank, board)))
+            self.threads[-1].start()
+
+    def _serve(self, engine: CpuEngine, rank: int, board: Board) -> None:
+        try:
+            serve(engine, self.control, rank)
+        except AbortedError:
+            pass
+        except BaseException:
+            self.is_broken.set()
+            raise
+        finally:
+            board.fail()
+
+    def run(self, asked: Sequence[Asked], chance: random.Random) -> None:
+        """All of them, as many at a time as there are slots; they come after random numbers of tokens."""
+        waiting, running, followers = list(asked), dict[DecodeSlot, Asked](), list[threading.Thread]()
+        deadline = Deadline.after(PATIENCE_S)
+        while waiting or running:
+            assert not deadline.expired()
+            assert not self.is_broken.is_set()
+            free = self.slots.free()
+            if waiting and free and (not running or chance.random() < 0.3):
+                one, slot = waiting.pop(0), chance.choice(free)
+                request = one.request
+                if one.has_grammar:
+                    request = replace(request, mask_epoch=next(self.epochs))
+                self.slots.submit(slot, request, reuse_kv=True)
+                running[slot] = one
+                if one.has_grammar:
+                    followers.append(threading.Thread(target=self._follow, args=(slot.number, slot.seq, request.mask_epoch)))
+                    followers[-1].start()
+            self.slots.wait(0.01, lambda: False)
+            for slot in list(running):
+                one = running[slot]
+                one.entries += slot.read()
+                if one.cancel_at is not None and len(one.entries) >= one.cancel_at:
+                    slot.cancel()
+                if not slot.busy:
+                    del running[slot]
+        for follower in followers:
+            follower.join(PATIENCE_S)
+            assert not follower.is_alive()
+
+    def _follow(self, slot: int, seq: int, epoch: int) -> None:
+        """What a grammar process does: masks that depend on all that was said; the first comes late."""
+        said: list[int] = []
+        self.control.rings[slot].wait(seq, 0, Deadline.after(0.02), poll_s=0.001)
+        while True:
+            allowed = np.random.default_rng(sum(said) + len(said)).random(32 * num_words(self.vocab)) < 0.5
+            self.control.mask_slots[slot].put(epoch + len(said), np.packbits(allowed, bitorder="little").view(np.uint32))
+            entry = self.control.rings[slot].wait(seq, len(said), Deadline.after(PATIENCE_S), poll_s=0.001)
+            if entry is None or entry.finish is not Finish.NONE:
+                return
+            said.append(entry.token_id)
+
+    def close(self) -> None:
+        self.control.set_abort(AbortCause.SHUTDOWN)
+        for thread in self.threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        self.control.close()
+
+
+@contextmanager
+def together(folder: Path, world_size: int, parallel: int) -> Iterator[Together]:
+    ranks = Together(folder, world_size, parallel)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def drawn(chance: random.Random, vocab: int, num: int) -> list[Asked]:
+    """Mixed requests, of which some begin alike."""
+    stems = [[chance.randrange(vocab) for _ in range(chance.randint(1, 50))] for _ in range(3)]
+    asked = []
+    for _ in range(num):
+        prompt = (*chance.choice(stems), *(chance.randrange(vocab) for _ in range(chance.randint(1, 12))))
+        sampling = chance.choice(SAMPLINGS)
+        has_grammar = chance.random() < 0.3
+        request = DecodeRequest(
+            prompt, chance.randint(1, 40), sampling, tuple(range(chance.choice((0, 0, 6)))), logit_digests=True,
+            drafts=chance.random() < 0.5, prediction=tuple(chance.randrange(vocab) for _ in range(10)),
+        )  # fmt: skip
+        asked.append(Asked(request, has_grammar, chance.choice((None, None, None, 3))))
+    return asked
+
+
+@pytest.fixture(params=["tiny", "delta nets"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "tiny":
+        write_tiny_model(tmp_path, replace(TINY, max_context=CONTEXT))
+    else:
+        published("qwen3_5", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_answer_is_that_of_the_request_alone(world_size: int, folder: Path) -> None:
+    chance = random.Random(world_size)
+    with together(folder, world_size, PARALLEL) as ranks:
+        asked = drawn(chance, ranks.vocab, 24)
+        ranks.run(asked, chance)
+    with together(folder, world_size, 1) as ranks:
+        for one in asked:
+            alone = Asked(one.request, one.has_grammar)
+            ranks.run([alone], chance)
+            if one.entries[-1].finish is Finish.CANCELLED:
+                assert one.entries[-1].token_id == NO_TOKEN
+                assert one.answer()[:-1] == alone.answer()[: len(one.entries) - 1]
+            else:
+                assert one.answer() == alone.answer()
+    finishes = {one.entries[-1].finish for one in asked}
+    assert finishes >= {Finish.LENGTH, Finish.CANCELLED}
+    assert any(entry.drafted.num_right for one in asked for entry in one.entries), "drafts were right in company"
+
+
+def test_a_newcomer_goes_on_behind_what_a_running_request_has(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, replace(TINY, max_context=CONTEXT))
+    with together(tmp_path, 1, 2) as ranks:
+        first, second = ranks.slots.slots
+        prompt = tuple(range(5, 65))
+        ranks.slots.submit(first, DecodeRequest(prompt, 60), reuse_kv=True)
+        deadline = Deadline.after(PATIENCE_S)
+        while not first.read():
+            assert not deadline.expired()
+            ranks.slots.wait(0.01, lambda: False)
+        use = ranks.slots.submit(second, DecodeRequest((*prompt, 7), 5, logit_digests=True), reuse_kv=True).kv
+        assert use.num_cached == len(prompt)
+        assert use.source == first.cache != use.cache
+        found: list[TokenEntry] = []
+        while second.busy or first.busy:
+            assert not deadline.expired()
+            ranks.slots.wait(0.01, lambda: False)
+            found += second.read()
+            first.read()
+        alone = Asked(DecodeRequest((*prompt, 7), 5, logit_digests=True), has_grammar=False)
+        ranks.run([alone], random.Random(1))
+        assert [(entry.token_id, entry.digest) for entry in found] == [(entry.token_id, entry.digest) for entry in alone.entries]
+        assert all(ranks.control.state(rank) in (RankState.READY, RankState.RUNNING) for rank in range(1))
