@@ -159,7 +159,12 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
                 _ask_all(Access.from_folder(session.instance_folder), checker, num_in_phase, num_clients)
                 report = _wait_idle(client, checker)
                 sizes.append(_settled(session) | _gpu_memory(on_gpus=on_gpus))
-                print(f"{len(checker.records)} requests, {len(checker.findings)} findings", flush=True)
+                print(
+                    f"{len(checker.records)} requests, {len(checker.findings)} findings",
+                    *checker.findings[:_SHOWN],
+                    sep="\n  ",
+                    flush=True,
+                )
         asked_s = round(time.monotonic() - begin_s, 1)
         replayed = [flag for flag in engine.flags if flag.startswith("--kv-dtype")] + ([] if on_gpus else ["--ranks=1"])
         with _engine([*flags, *replayed], checker.findings) as (session, _):
