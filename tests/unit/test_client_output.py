@@ -234,6 +234,8 @@ def test_all_that_an_engine_may_say() -> None:
     later = dataclasses.replace(full, running_position=9, kept_host_slots=0)
     assert "running  r9 (0 tokens generated)" in describe(later)
     assert "kept     2 of 8 blocks of 16 tokens\n" in describe(later)
+    several = dataclasses.replace(full, also_running=("r10", "r11"), parallel=4)
+    assert "running  r9 (prefill 5 of 9), r10 r11; 3 of 4 together\n" in describe(several)
     ring = dataclasses.replace(full, kept_slots=0, kept_ring=240)
     assert "kept     the last sequence; windowed layers have a ring of 240 positions" in describe(ring)
     assert headline(dataclasses.replace(REPORT, model="")) == "one: ready, no model yet, up 61 s"

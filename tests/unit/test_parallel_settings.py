@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kog_dist.config import MAX_PARALLEL, LaunchConfig
@@ -9,6 +11,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.launch.inspection import dry_run
 from kog_dist.launch.target import choose_target
 from kog_dist.runtime.abi import MOST_PARALLEL
+from tests.unit.delta_models import published
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,16 @@ def test_more_than_there_are_caches_are_refused() -> None:
     with pytest.raises(ConfigError, match="parallel must be between 1 and 8"):
         LaunchConfig(parallel=9)
     assert MAX_PARALLEL == MOST_PARALLEL
+
+
+def test_models_with_a_state_decode_one(tmp_path: Path) -> None:
+    published("qwen3_5", tmp_path)
+    settings = LaunchConfig(str(tmp_path), device="cpu", ranks=1)
+    target = choose_target(settings)
+    assert (target.parallel, target.num_kv_caches) == (1, 4)
+    assert "together   1 request: models with delta nets decode one at a time, and others wait" in dry_run(settings).splitlines()
+    with pytest.raises(ConfigError, match="parallel 2 cannot be had for models with delta nets yet"):
+        choose_target(LaunchConfig(str(tmp_path), device="cpu", ranks=1, parallel=2))
 
 
 def test_a_dry_run_says_it() -> None:

@@ -149,7 +149,13 @@ def test_props() -> None:
 
 @pytest.mark.parametrize(
     ("report", "wanted"),
-    [(None, [False]), (REPORT, [True]), (dataclasses.replace(REPORT, running=None), [False]), (ROUTER, [True, False, True])],
+    [
+        (None, [False]),
+        (REPORT, [True]),
+        (dataclasses.replace(REPORT, running=None), [False]),
+        (ROUTER, [True, False, True]),
+        (dataclasses.replace(REPORT, also_running=("r2",), parallel=3), [True, True, False]),
+    ],
 )
 def test_slots(report: StatusReport | None, wanted: list[bool]) -> None:
     assert slots(MODEL, report) == [

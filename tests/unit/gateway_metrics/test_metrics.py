@@ -214,6 +214,15 @@ def test_engine_report(metrics: Metrics) -> None:
     assert page.value("num_requests_running") == 0
 
 
+def test_requests_that_decode_together(metrics: Metrics) -> None:
+    several = report(running="a", also_running=("b", "c"), parallel=4, used_positions=1024, waiting=("d", "e"))
+    metrics.engine_report(several)
+    page = Page(metrics)
+    assert (page.value("num_requests_running"), page.value("requests_processing")) == (3, 3)
+    assert (page.value("num_requests_waiting"), page.value("requests_deferred")) == (2, 2)
+    assert page.value("kv_cache_usage_perc") == 1024 / 4 / 2048
+
+
 def test_kept_tokens_of_engines_that_have_blocks(metrics: Metrics) -> None:
     metrics.engine_report(report(kept_block_tokens=64, kept_used=3, kept_slots=10, kept_host_used=0, kept_host_slots=2))
     page = Page(metrics)
