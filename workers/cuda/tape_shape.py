@@ -76,3 +76,8 @@ class TapeShape:
     def read_bytes(self) -> int:
         """Bytes of weights that a token reads: the tapes, and the experts that it uses."""
         return 2 * (self.num_values * self.num_ctas + (self.experts.read_values if self.experts is not None else 0))
+
+    def pass_bytes(self, num_experts: float) -> int:
+        """The same of a pass whose tokens use so many different experts in a layer, by mean."""
+        assert self.experts is not None
+        return 2 * self.num_values * self.num_ctas + round(2 * num_experts / self.experts.per_token * self.experts.read_values)

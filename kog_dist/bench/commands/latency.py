@@ -36,7 +36,7 @@ def latency(
         bool, typer.Option("--whole-windows", help="Windowed layers of a shape keep all positions, as with kv_windows whole.")
     ] = False,
     pass_tokens: Annotated[
-        int, typer.Option(help="Tokens of a pass of the weights: 1, 2 or 4, of dense models; times are those of a pass.")
+        int, typer.Option(help="Tokens of a pass of the weights: 1, 2 or 4, all different; times are those of a pass.")
     ] = 1,
     output: Output = None,
 ) -> None:

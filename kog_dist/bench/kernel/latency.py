@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kog_dist.bench.kernel import sampling as processed_requests
 from kog_dist.bench.kernel.gpu import free_memory, gpu_name
 from kog_dist.bench.kernel.shapes import SEED, named_shape
 from kog_dist.bench.kernel.stream import stream_us
-from kog_dist.bench.kernel.token_times import token_times_us
+from kog_dist.bench.kernel.token_times import expect_random, token_times_us
 from kog_dist.bench.report import drawn, finishing, machine, percentile
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
@@ -23,7 +25,7 @@ from kog_dist.workers.cuda.monokernel import Monokernel
 if TYPE_CHECKING:
     from kog_dist.bench.kernel.trace import Trace
 
-_STREAMED_TOKENS = 50
+_STREAMED_TOKENS, _COUNTED_PASSES = 50, 16
 TRACED_STEP = 8
 _BASELINE_BUDGET_S = 60.0  # after which no further context is compiled
 
@@ -91,6 +93,10 @@ def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures
     )
     for context in contexts:
         times_us = token_times_us(kernel, context, tokens)
+        of_pass: dict[str, float] = {}
+        if shape.experts is not None and shape.tokens > 1:
+            num_experts = experts_of_pass(kernel, context)
+            tape_bytes, of_pass = shape.tape.pass_bytes(num_experts), {"experts_per_layer": round(num_experts, 2)}
         median, kv_bytes = percentile(times_us, 0.5), kv_bytes_read(shape, context)
         figure = {
             "lanes": shape.num_lanes,
@@ -105,14 +111,35 @@ def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures
             "tb_per_s": round((tape_bytes + kv_bytes) / median / 1e6, 3),
             "ceiling_us": round(ceiling_us, 1),
             "percent_of_ceiling": round(100 * ceiling_us / median, 1),
+            **of_pass,
         }
         figures.append(figure)
         print(
             f"  context {context:5}: {median:8.1f} us median, {figure['p99_us']:8.1f} p99, "
             f"{figure['tokens_per_s']:8.1f} tokens/s, {figure['bytes_per_token'] / 1e6:.1f} MB per token, "
-            f"{figure['percent_of_ceiling']:5.1f} % of the ceiling",
+            f"{figure['percent_of_ceiling']:5.1f} % of the ceiling"
+            + "".join(f", {number} experts in a layer" for number in of_pass.values()),
             flush=True,
         )
+
+
+def experts_of_pass(kernel: Monokernel, context: int) -> float:
+    """How many different experts a pass of random tokens at this context reads in a layer, by mean."""
+    shape, most = kernel.shape, kernel.shape.spec.max_context
+    assert shape.experts is not None
+    checked = Monokernel(replace(shape, checks_experts=True), kernel.weights)
+    expect_random(checked)
+    prompt = np.random.default_rng(1).integers(0, shape.spec.vocab_size, context).tolist()
+    checked.begin(prompt, most, SamplingParams(), first_position=context - 1)
+    counts = list[int]()
+    for _ in range(_COUNTED_PASSES):
+        first = int(checked.state()["position"])
+        checked.launch(1)
+        checked.finish()
+        choices = checked.choices(first, min(first + shape.tokens, most))[:, :, 0]
+        numbers = choices[:, :, None] >> np.arange(0, 8 * shape.experts.per_token, 8, dtype=np.uint64) & np.uint64(0xFF)
+        counts += [np.unique(numbers[:, layer]).size for layer in range(shape.spec.num_layers)]
+    return float(np.mean(counts))
 
 
 def _measure_baseline(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int) -> list[dict[str, Any]]:
