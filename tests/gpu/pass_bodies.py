@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from kog_dist.bench.kernel.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape
-from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.bench.kernel.shapes import named_shape, named_spec
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.runtime.control import ControlPage
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 SEED = 5
 _LLAMA, _QWEN = (replace(named_spec(f"{name}@600"), num_layers=4) for name in ("llama-3.2-1b", "qwen3-4b"))
+_GPT_OSS, _CODINGS = named_shape("gpt-oss-20b@600")
 # Few layers of real shapes, since ranks that share a GPU take turns at each sum. Rings of the windows go round.
 VARIANTS: dict[str, dict[str, Any]] = {
     "heads of 64": {"spec": _LLAMA},
     "normed heads of 128, fp8": {"spec": _QWEN, "kv_dtype": "fp8"},
     "windows": {"spec": replace(_LLAMA, sliding_window=40, window_layers=(0, 2))},
+    "experts in mxfp4": {"spec": replace(_GPT_OSS, num_layers=4, window_layers=(0, 2)), **_CODINGS},
 }
 NUM_PROMPT, NUM_TOKENS = 40, 60
 WRONG = (range(0), (3, 4, 9, 15, 16, 17, 18, 30, 59), range(NUM_TOKENS))  # drafts that are

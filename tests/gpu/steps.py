@@ -182,7 +182,8 @@ STEPS = {
     # ---- one GPU ----
     "monokernel": _tests(1, 45, 200, "test_monokernel", builds="one_gpu:1"),
     "monokernel_2b": _tests(1, 85, 240, "test_monokernel_2b", builds="benchmarks:1"),
-    "passes": _tests(1, 100, 300, "test_passes", builds="passes:1 drafts.qwen3-0.6b@1536:1"),
+    "passes": _tests(1, 100, 300, "test_passes", "not experts", builds="passes:1 drafts.qwen3-0.6b@1536:1"),
+    "passes_experts": _tests(1, 120, 400, "test_passes", "experts", builds="passes:1"),
     "prefill": _tests(1, 200, 360, "test_prefill", builds="one_gpu:1 2b:1"),
     "attention": _tests(1, 10, 100, "test_prefill_attention"),
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),
@@ -237,13 +238,13 @@ STEPS = {
     **{f"drafts_{name}": _chains_of(name) for name in (*_DRAFTING, *_CODED_DRAFTING)},
     **{
         f"passes_{per_pass}_{name}": _passes_of(name, per_pass)
-        for name in (*_DRAFTING, *_CODED_DRAFTING)
+        for name in (*_DRAFTING, *_CODED_DRAFTING, *_WITH_EXPERTS)
         for per_pass in (1, 2, 4)
     },
-    "pass_ranks_1": _tests(1, 250, 560, "test_pass_ranks", "2]", builds=_PASS_BUILDS.format("1,2"), ranks_per_gpu=2),
+    "pass_ranks_1": _tests(1, 320, 560, "test_pass_ranks", "2]", builds=_PASS_BUILDS.format("1,2"), ranks_per_gpu=2),
     # ---- two GPUs ----
-    "pass_ranks_2": _tests(2, 120, 400, "test_pass_ranks", "2]", builds=_PASS_BUILDS.format("1,2")),
-    "pass_ranks_4_on_2": _tests(2, 350, 560, "test_pass_ranks", "4]", builds=_PASS_BUILDS.format("1,4"), ranks_per_gpu=2),
+    "pass_ranks_2": _tests(2, 155, 400, "test_pass_ranks", "2]", builds=_PASS_BUILDS.format("1,2")),
+    "pass_ranks_4_on_2": _tests(2, 440, 560, "test_pass_ranks", "4]", builds=_PASS_BUILDS.format("1,4"), ranks_per_gpu=2),
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2 benchmarks:1,2"),
     "prefill_ranks_2": _tests(2, 250, 420, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),
     "checked_2": _tests(2, 30, 240, "test_check_experts", "2]", builds="checked:2"),
@@ -261,7 +262,7 @@ STEPS = {
     "prompts_2_llama-3.1-8b+int4": _prompts_on_2("llama-3.1-8b+int4"),
     **{f"long_2_{kv_dtype}": _long_on_2(kv_dtype) for kv_dtype in _KV_FORMATS},
     # ---- four GPUs ----
-    "pass_ranks_4": _tests(4, 150, 400, "test_pass_ranks", "4]", builds=_PASS_BUILDS.format("1,4")),
+    "pass_ranks_4": _tests(4, 190, 400, "test_pass_ranks", "4]", builds=_PASS_BUILDS.format("1,4")),
     "ranks_4": _tests(4, 120, 220, "test_ranks", "4]", builds="ranks:1,4 benchmarks:1,4"),
     "checked_4": _tests(4, 30, 240, "test_check_experts", "4]", builds="checked:4"),
     "prefill_ranks_4": _tests(4, 215, 400, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4"),

@@ -29,6 +29,7 @@ from tests.gpu.test_prefill import clear
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
+_FEW_LAYERS = 6
 WINDOWS = replace(named_spec("llama-3.2-1b@600"), num_layers=4, sliding_window=200, window_layers=(0, 2))
 
 
@@ -38,7 +39,15 @@ def coded(name: str) -> dict[str, Any]:
     return {"spec": spec, **codings}
 
 
-# Heads of 64; normed ones of 128; seven query heads for a KV head, in two sets; rings that have gone round; quantised weights.
+def with_experts(name: str) -> dict[str, Any]:
+    """The same of a shape with experts, with few of its layers."""
+    spec, codings = named_shape(f"{name}@600")
+    windows = tuple(layer for layer in spec.window_layers if layer < _FEW_LAYERS)
+    return {"spec": replace(spec, num_layers=_FEW_LAYERS, window_layers=windows), **codings}
+
+
+# Heads of 64; normed ones of 128; seven query heads for a KV head, in two sets; rings that have gone round; quantised weights;
+# experts, of which the last blocks of rows are shorter, or whose lanes share groups of columns.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {"spec": named_shape("llama-3.2-1b@600")[0]},
     "qwen3-0.6b": {"spec": named_shape("qwen3-0.6b@600")[0]},
@@ -51,12 +60,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b, weights in fp8 by rows": coded("qwen3-0.6b+fp8-rows@600"),
     "llama-3.2-1b, weights in int4, head in int8": coded("llama-3.2-1b+int4+head8@600"),
     "llama-3.2-1b, weights in mxfp4": coded("llama-3.2-1b+mxfp4@600"),
+    **{
+        f"experts of {name}": with_experts(name)
+        for name in ("qwen3-30b-a3b", "qwen3-30b-a3b+fp8", "qwen3-30b-a3b+int4", "gpt-oss-20b", "gpt-oss-120b")
+    },
 }
 NUM_PROMPT, NUM_FED, NUM_TOKENS = 500, 30, 64  # the first positions of the cache are empty
 WRONG = (range(0), (3, 4, 9, 15, 16, 17, 18, 30, 63), range(NUM_TOKENS))  # drafts that are
 DRAFTING = (
     "llama-3.2-1b", "qwen3-0.6b, fp8", "qwen2.5-0.5b", "windows", "llama-3.2-1b, weights in fp8",
-    "llama-3.2-1b, weights in int4, head in int8",
+    "llama-3.2-1b, weights in int4, head in int8", "experts of qwen3-30b-a3b", "experts of gpt-oss-20b",
 )  # fmt: skip
 MEASURED = {"spec": named_shape(f"llama-3.2-1b@{4 * MEASURED_POSITION}")[0]}
 SAMPLINGS = {"greedy": SamplingParams(), "seeded": SamplingParams(temperature=0.7, seed=3)}
@@ -69,6 +82,7 @@ def options_of_builds() -> Iterator[dict[str, Any]]:
     for name in DRAFTING:
         yield from ({**SHAPES[name], "keeps_hashes": True, **of_build} for of_build in ({}, {"drafts": True}, {"tokens": 4}))
     yield from ({**MEASURED, **of_build} for of_build in ({}, {"drafts": True}, {"tokens": 4}))
+    yield from ({**SHAPES["experts of gpt-oss-20b"], "checks_experts": True, "tokens": tokens} for tokens in (1, 2, 4))
 
 
 def shape_of(name: str, **options: Any) -> KernelShape:
@@ -151,6 +165,21 @@ def test_builds_that_take_turns_give_the_answer_of_plain_decoding(name: str, sam
         for _ in range(2):
             answer(plain, SAMPLINGS[sampling])
         assert kernel.state()["hash"].tolist() == plain.state()["hash"].tolist()
+
+
+@pytest.mark.parametrize("per_pass", [2, 4])
+def test_choices_of_experts_are_kept_as_in_plain_decoding(per_pass: int) -> None:
+    """By every thread block, of each token of a pass."""
+    name = "experts of gpt-oss-20b"
+    plain = kernel_of(shape_of(name, checks_experts=True))
+    tokens, _, _ = answer(plain, SamplingParams())
+    end = NUM_PROMPT + NUM_TOKENS - 1  # positions whose tokens went through the layers
+    wanted = plain.choices(end - per_pass, end)
+    assert (wanted == wanted[:, :, :1]).all()
+    kernel = kernel_of(shape_of(name, checks_experts=True, tokens=per_pass), plain.weights)
+    found, _, _ = answer(kernel, SamplingParams(), tokens)
+    assert found == tokens
+    np.testing.assert_array_equal(kernel.choices(end - per_pass, end), wanted)
 
 
 def test_measuring_changes_no_answer() -> None:

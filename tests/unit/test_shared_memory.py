@@ -38,6 +38,8 @@ SHAPES = {
     "scores by themselves": shape_of(ModelSpec(256, 3, 16, 8, 1024, 100_000, max_context=64, num_lanes=8), 1),
     "four tokens, FP8": coded("llama-3.1-8b+fp8", tokens=4),
     "two tokens, an LM head in INT8": coded("qwen3-4b+fp8+head8", tokens=2),
+    "two tokens, experts in INT4": coded("qwen3-30b-a3b+int4", tokens=2),
+    "four tokens, experts in MXFP4": coded("gpt-oss-120b", tokens=4),
 }
 
 

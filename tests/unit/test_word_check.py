@@ -53,7 +53,17 @@ def test_all_forms_of_models_are_accepted(name: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("tokens", [2, 4])
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("dense", 1), ("llama-3.2-1b", 1), ("qwen3-4b", 1), ("dense", 2), ("dense", 4), ("qwen3-4b", 2)]
+    ("name", "num_ranks"),
+    [
+        ("dense", 1),
+        ("llama-3.2-1b", 1),
+        ("qwen3-4b", 1),
+        ("dense", 2),
+        ("dense", 4),
+        ("qwen3-4b", 2),
+        ("qwen3-30b-a3b", 1),
+        ("qwen3-30b-a3b", 4),
+    ],
 )
 def test_passes_of_several_tokens_are_accepted(name: str, num_ranks: int, tokens: int) -> None:
     spec = PLAIN[name] if name in PLAIN else named_shape(name)[0]
@@ -160,14 +170,14 @@ FAULTS: dict[str, tuple[KernelShape, Callable[[Event], Event | None], str]] = {
     ),
     "a choice that takes the logits of the layer before": (
         EXPERTS, of_kind("router logit", one_less, "choice of experts and GATE_UP of layer 1"),
-        "GATE_UP of layer 1, lane 0 waits for router logit with tag 1, which nobody has written by then",
+        "GATE_UP of layer 1, lane 0 waits for router logit 0 with tag 1, which nobody has written by then",
     ),
     "activations that are left out in one layer": (
         EXPERTS, of_kind("activation", lambda _: None, "choice of experts and GATE_UP of layer 1"),
         "waits for activation 0 0 with tag 2, which nobody has written by then: activation 0 0 with tag 1 is there",
     ),
     "tags of one bit, of experts": (
-        EXPERTS, with_fields("router logit", tag_bits=1), "may take router logit with tag 2 for router logit with tag 4",
+        EXPERTS, with_fields("router logit", tag_bits=1), "may take router logit 0 with tag 2 for router logit 0 with tag 4",
     ),
     "tags of one bit, of a lane": (LANEFORMER, with_fields("qkv", tag_bits=1), "their tags are equal in 1 bits"),
     "tags of exchanges that fit two slots": (LANEFORMER, with_fields("choice", tag_bits=1), "may take choice with tag"),

@@ -23,7 +23,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import CheckedToken, TokenEvents
-from kog_dist.workers.cuda.word_places import Word
+from kog_dist.workers.cuda.word_places import SOMEBODY, Word
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources
@@ -72,6 +72,17 @@ CASES = {
     ),
     "passes of four tokens, of codes": Case(
         CODED_SPEC, options={"tokens": 4, "coding": Coding.of(FORMS[CODED_FORM])}, passes=((0, True), (3, True))
+    ),
+    "passes of two tokens, with experts, windows and sinks": Case(
+        OF_MODELS_WITH_EXPERTS["gpt_oss"],
+        options={"tokens": 2, "max_ctas": 4, "splits": 15},
+        passes=((0, False), (2, True), (3, True)),
+    ),
+    "passes of four tokens with experts on two ranks": Case(
+        OF_MODELS_WITH_EXPERTS["qwen3_moe, weights of all"],
+        num_ranks=2,
+        options={"tokens": 4, "max_ctas": 4},
+        passes=((0, True), (3, True)),
     ),
     "an LM head alone": Case(SPEC, has_head_alone=True),
     "two ranks, sums that are late, and an LM head alone": Case(SPEC, num_ranks=2, has_head_alone=True),
@@ -167,7 +178,10 @@ def differences(case: Case, log: Log) -> list[str]:
     stores, reads = Accesses(), Accesses()
     for memory, offset, cta, rank, is_store, tag, upper, _ in log.tolist():  # ints of Python, far faster one by one
         place = memory, offset
-        (stores if is_store else reads).add((place, upper if place in declared.values else tag, (rank, cta)))
+        tag = upper if place in declared.values else tag
+        if is_store and (place, tag, (rank, SOMEBODY)) in declared.stores - stores:
+            cta = SOMEBODY  # the first one that stores it; there must be no second one
+        (stores if is_store else reads).add((place, tag, (rank, cta)))
     if shapes_of(case)[
         0
     ].sends_sums_directly:  # what the first thread block leaves of the last stream for `inspect`, who is no reader

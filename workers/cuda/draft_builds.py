@@ -54,8 +54,9 @@ def why_unasked_without(shape: KernelShape) -> str:
     """Why engines have none where nobody asks for them, or nothing."""
     if (cause := obstacle_to_drafts(shape)) or (cause := obstacle_on_ranks(shape)):
         return cause
-    is_coded = shape.coding is not None or shape.head_coding is not None
-    return "with quantised weights auto has none until prose is measured there; lookup has" if is_coded else ""
+    kinds = {"quantised weights": shape.coding is not None or shape.head_coding is not None, "experts": shape.experts is not None}
+    names = " and ".join(name for name, has in kinds.items() if has)
+    return f"with {names} auto has none until prose is measured there; lookup has" if names else ""
 
 
 def obstacle_on_ranks(shape: KernelShape) -> str:

@@ -136,6 +136,7 @@ def shape_header(shape: KernelShape) -> str:
         lines += [f"namespace kog {{ constexpr u64 kHeadScalesOffset = {2 * shape.tape.head_scales_place}ull; }}"]
     if shape.experts is not None:
         lines += shape.experts.header()
+        lines += ["#define KOG_UNION"] if shape.tokens > 1 else []
     if shape.awaits_attention:
         lines.append("#define KOG_AWAITS_ATTENTION")
     if shape.whole_windows:

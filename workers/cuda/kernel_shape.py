@@ -327,12 +327,10 @@ def _of_tokens(shape: KernelShape) -> list[str]:
     against = {
         f"passes of {shape.tokens} tokens (1, 2 or 4)": shape.tokens not in PASS_TOKENS,
         "a stream of each lane": not share_stream(spec),
-        "experts": shape.experts is not None,
         "a cache of int4": shape.kv_dtype == "int4",
         f"windows of {spec.sliding_window} positions, whose rings have no room for another token": not _rings_have_room(shape),
         "positions in partitions": shape.cache.num_partitions > 1,
         f"{shape.num_ranks} ranks (1, 2 or 4)": shape.num_ranks not in PASS_RANKS,
-        "choices of experts to keep": shape.checks_experts,
     }
     return [name for name, is_so in against.items() if is_so] + (shape.ring.findings if shape.tokens > 1 else [])
 

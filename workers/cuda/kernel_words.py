@@ -11,7 +11,7 @@ proves with `decode/plan/word_check.py` that this is right for a shape, or refus
 | qkv            | finaliser, owner of the row     | attention: items of the KV head   | layer      | each layer, lane     |
 | part           | attention: the item             | attention: who mixes              | layer      | each layer, lane (*) |
 | attended       | attention: who mixes            | matrix warps: OUT                 | layer      | each layer, lane     |
-| activation     | finaliser, owner of the column  | matrix warps: DOWN                | layer      | each layer, lane     |
+| activation (+) | finaliser, owner of the column  | matrix warps: DOWN                | layer      | each layer, lane     |
 | router logit   | finaliser, owner of the row     | all finalisers                    | layer      | each layer           |
 | sum of a rank  | finaliser, owner of the row     | the same owner on peers           | 32 bits    | each summed layer    |
 | sum for all    | finaliser, owner of the row     | matrix warps of both ranks        | layer      | each sublayer        |
@@ -20,11 +20,12 @@ proves with `decode/plan/word_check.py` that this is right for a shape, or refus
 | choice         | sampler (processors)            | all samplers                      | 8 bits     | once or more         |
 
 (*) Of partitions that the context has reached; empty ones of the others once in a token.
+(+) Of experts in passes of several tokens who writes a word follows from the tokens' choices: its owner moves.
 
 What is skipped: the head, and so the reading of last streams, for inner tokens of a prompt; layers, where a first step is an LM
 head alone; partitions that the context has not reached, and all but one in windowed layers. Nothing depends on which experts
 were chosen: the k-th chosen one's activations are words of the k-th thread blocks, whichever expert that is, so all of them
-come in each layer.
+come in each layer. In passes of several tokens each token has words for each of its chosen experts, so all come there, too.
 
 A matrix warp hands over its sums only after it had all its words of the product, so the finaliser's event contains its reads.
 Blocks of rows of a product count as one. Where a pass has several tokens, each has words of its own. All are written and read
@@ -36,6 +37,7 @@ and tags that come again over thousands of steps that are an LM head alone (`Mon
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from kog_dist.decode.plan.products import Product
@@ -52,6 +54,7 @@ STREAM, MIDDLE = WordKind("stream"), WordKind("middle stream")
 QKV, ATTENDED = WordKind("qkv"), WordKind("attended")
 PART = WordKind("part of attention", owner_moves=True)
 ACTIVATION, ROUTER_LOGIT = WordKind("activation"), WordKind("router logit")
+UNITED_ACTIVATION = replace(ACTIVATION, owner_moves=True)
 SUM = WordKind("sum of a rank", tag_bits=32, tags_go_on=False)  # each summed layer has a slot
 DIRECT_SUM = WordKind("sum for all")
 LAST_STREAM = WordKind("last stream for all ranks")
@@ -145,7 +148,7 @@ class TokenEvents:
             case ACTIVATION.name:
                 yield from places.activations(*place)
             case ROUTER_LOGIT.name:
-                yield from places.router_logits()
+                yield from places.router_logits(*place)
             case CANDIDATE.name:
                 yield from places.candidates(version.slot, *place)
             case SUM.name:
@@ -212,9 +215,10 @@ class TokenEvents:
         """The words of a kind of value: of each token, or of all."""
         words = WORDS[kind]
         if words is ROUTER_LOGIT:
-            return [self._by_layer(words, layer)]
+            return self._of_tokens(words, layer)
         if words is ACTIVATION:
-            return self._of_tokens(words, layer, lane)
+            moves = self.shape.experts is not None and self.shape.tokens > 1
+            return self._of_tokens(UNITED_ACTIVATION if moves else words, layer, lane)
         parts = {Kind.QUERY: (QUERY,), Kind.CACHE: (NEW_ROW,)}.get(kind, ())
         return [version for head in self.heads for version in self._of_tokens(words, layer, lane, head, *parts)]
 

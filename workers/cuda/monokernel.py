@@ -40,6 +40,7 @@ KERNEL_NAME = "kog_decode"
 LONGEST_WAIT_US = 2_000_000
 _NO_TOKEN_WORD = 0xFFFFFFFF
 _NOT_READY = 600  # cudaErrorNotReady
+_STRIDE = 7919  # a prime: from token to token, where drafts are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,14 +269,18 @@ class Monokernel:
     def measure_drafts(self) -> PassCosts:
         """Find out what passes of several tokens cost. No request may be under way. Collective.
 
+        With experts a pass costs by how many its tokens choose: here all tokens are different, and so are most of their choices.
         Where the context is too short for that, or the passes end early, what is assumed stands.
         """
         assert self._draft_builds is not None, "made without drafts"
         room, assumed = self.shape.spec.max_context, self._draft_builds.costs
         if room < 2 * MEASURED_POSITION:
             return assumed
-        self.begin((0,) * (MEASURED_POSITION + 1), room, SamplingParams(), first_position=MEASURED_POSITION, prediction=())
-        fixed_ptr = self._prompt.data.ptr  # any tokens: passes with these do not take turns
+        different = np.arange(room, dtype=np.uint32) * _STRIDE % self.shape.spec.vocab_size
+        prompt = different[: MEASURED_POSITION + 1].tolist()
+        self.begin(prompt, room, SamplingParams(), first_position=MEASURED_POSITION, prediction=())
+        self._prompt.set(different.astype(np.uint32), stream=self.stream)
+        fixed_ptr = self._prompt.data.ptr  # passes with these do not take turns
         measured = self._draft_builds.measure(
             lambda kernel, passes: self._launch(kernel, passes, 0, fixed_ptr=fixed_ptr), self.stream
         )

@@ -58,7 +58,13 @@ class SharedMemory:
         values += 2 * attended // spec.head_dim  # attended_max and attended_sum
         values += self.head_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 11 + 2 * (-(-(3 + tokens) // 4) * 4)  # done_cycles, those by themselves, passes
-        values += 2 * spec.num_ffns_read  # chosen, chosen_weights
+        values += self._choice_values
         values += tokens * (3 * PLACES + 1) if self.looks_up else 0  # drafting
         barriers = 4 + halves * tokens + self.awaits_attention + 2 * self.num_sums + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES
+
+    @property
+    def _choice_values(self) -> int:
+        """Of `chosen` and `chosen_weights`; of several tokens also their union."""
+        values = 2 * self.spec.num_ffns_read
+        return values if self.spec.experts is None or self.tokens == 1 else 2 * values * self.tokens + 1

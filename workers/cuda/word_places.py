@@ -19,6 +19,8 @@ from kog_dist.workers.cuda.cache_shape import BATCH
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.word_shape import SUM_COPIES
 
+SOMEBODY = -1
+
 
 @dataclass(frozen=True, slots=True)
 class Word:
@@ -26,10 +28,11 @@ class Word:
 
     `is_value`: one value of 32 bits, and a tag as long; else a tag of 16 bits (collectives/device/words.cuh). `source`: None for
     the rank's own memory; in heaps the rank that writes the word. Others read it in theirs, and it too, if `is_own_too`.
+    `writer`: SOMEBODY where experts decide, that the tokens of a pass have chosen.
     """
 
     offset: int
-    writer: int  # thread blocks
+    writer: int  # a thread block
     readers: frozenset[int]
     is_value: bool = False
     source: int | None = None
@@ -71,7 +74,10 @@ class WordPlaces:
             yield from self._copies("Middle" if is_middle else "Stream", stream, token, place, 2 * place // self._owned_rows)
 
     def activations(self, lane: int, token: int = 0) -> Iterator[Word]:
-        """What GATE_UP makes for a lane. The k-th chosen expert has thread blocks of its own, whichever expert that is."""
+        """What GATE_UP makes for a lane. The k-th chosen expert has thread blocks of its own, whichever expert that is.
+
+        In passes of several tokens it has those that its place in the union of all choices gives it (phases/union.cuh).
+        """
         shape, columns = self.shape, self.shape.spec.lane_ffn
         owned = shape.ops[Phase.GATE_UP].cta_rows // 2
         for place in range(columns // 2):
@@ -80,13 +86,13 @@ class WordPlaces:
                 yield from self._copies("Activation", lane, token, place, column // owned)
                 continue
             for k in range(shape.experts.per_token):
-                writer = k * shape.experts.ctas + (lane * columns + 2 * place) // owned
+                writer = k * shape.experts.ctas + (lane * columns + 2 * place) // owned if shape.tokens == 1 else SOMEBODY
                 yield from self._copies("Activation", lane, token, k * (columns // 2) + place, writer)
 
-    def router_logits(self) -> Iterator[Word]:
+    def router_logits(self, token: int = 0) -> Iterator[Word]:
         """A word for each expert."""
         for expert in range(self.shape.spec.num_ffns):
-            yield from self._copies("RouterLogits", 0, 0, expert, expert // self.shape.ops[Phase.ROUTE].cta_rows)
+            yield from self._copies("RouterLogits", 0, token, expert, expert // self.shape.ops[Phase.ROUTE].cta_rows)
 
     # ---- between ranks: collectives/device/peers.cuh, kernel_boxes.py ----
     def _to_all(self, name: str, slot: int, begin: int, copies: int, copy_words: int, writers: Sequence[int]) -> Iterator[Word]:

@@ -67,7 +67,7 @@ class WordShape:
             "Attended": (query_rows // 2, copies),
             "Candidate": (2 * self.num_ctas, self.replicas * tokens),
             "Choice": (self.boxes.choice_words, 2 * alone),
-            "RouterLogits": (sizes_of.get(Kind.ROUTER_LOGITS, 1), self.replicas * (Kind.ROUTER_LOGITS in sizes_of)),
+            "RouterLogits": (sizes_of.get(Kind.ROUTER_LOGITS, 1), self.replicas * tokens * (Kind.ROUTER_LOGITS in sizes_of)),
             "Report": (self.boxes.report_words, 1 * alone),
         }
         return {name: (_lines(words), count) for name, (words, count) in sizes.items()}

@@ -112,9 +112,10 @@ class Launches:
 
     With `one_by_one` every answer token is a launch of its own, queued when the one before was taken: its logits can be read.
     So it is with `check`, which is called when a launch has ended, before the next one is queued. Then no launch has more
-    steps than the kernel keeps choices of experts of.
+    positions than the kernel keeps choices of experts of.
 
     With `has_drafts` nobody knows how many tokens a launch gives, but one at least: they are queued until the answer has ended.
+    With `check` as well each is of one pass of each build, of the prompt, too.
     """
 
     def __init__(
@@ -132,14 +133,15 @@ class Launches:
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
         self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
         if one_by_one or check is not None:
-            prompt_steps = _chunks(num_prompt_steps, PROMPT_STEPS if check is None else CHOICE_POSITIONS)
+            most = PROMPT_STEPS if check is None else 1 if has_drafts else CHOICE_POSITIONS
+            prompt_steps = _chunks(num_prompt_steps, most)
             plan = [(steps, 0) for steps in prompt_steps] + [(1, index) for index in range(max_tokens)]
         else:
             num_whole = num_prompt_steps // PROMPT_STEPS
             rest = num_prompt_steps % PROMPT_STEPS + max_tokens
             plan = [(PROMPT_STEPS, 0)] * num_whole + [(steps, 0) for steps in _chunks(rest, ANSWER_STEPS)]
         self._waiting = deque(plan)  # steps of a launch, and tokens that must have been taken before it
-        self._num_more = num_prompt_steps + max_tokens if has_drafts else 0  # launches behind them, at most
+        self._num_more = num_prompt_steps + max_tokens if has_drafts and check is None else 0  # launches behind them, at most
         self.refill(0)
 
     @property

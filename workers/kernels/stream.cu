@@ -14,7 +14,11 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
         init_ring(role);
         shared.note.stopped = 0, shared.finished = 0, shared.newest_position = 0;
 #ifdef KOG_EXPERTS
-        for (u32 i = 0; i < kChosen; ++i) shared.chosen[i] = i * (kNumExperts / kChosen);
+        for (u32 i = 0; i < kChosen; ++i) shared.chosen[0][i] = i * (kNumExperts / kChosen);
+#ifdef KOG_UNION
+        for (u32 i = 0; i < kChosen; ++i) shared.united[i] = i * (kNumExperts / kChosen);
+        shared.num_united = kChosen;  // as of one token
+#endif
 #endif
         fence_barrier_init();
     }

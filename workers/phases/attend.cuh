@@ -238,6 +238,15 @@ struct Attender : BatchMixer {
                              make_pair_word(sum.x * inverse, sum.y * inverse, tag), make_pair_word(sum.z * inverse, sum.w * inverse, tag));
     }
 
+    // sum * shrink + weight * value as the device's compiler makes it in mix_parts, where it chooses itself which product is rounded (the second);
+    // a host's rounds both.
+    static __device__ __forceinline__ float in_mix(float sum, float shrink, float weight, float value) {
+#ifdef __CUDA_ARCH__
+        return sum_of_products(sum, shrink, weight, value);
+#else
+        return sum * shrink + weight * value;
+#endif
+    }
     // The same of all tokens of a pass: their looks are under way together.
     __device__ __forceinline__ bool mix_parts_of_pass(u32 lane_idx, u32 item_idx, u32 layer) const {
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), kv_head = item_idx / kSplits, share = item_idx % kSplits, split = lane % kMixThreads, tag = tag_in(layer);
@@ -245,39 +254,56 @@ struct Attender : BatchMixer {
 #pragma unroll 1
         for (u32 first = warp * kUnitsOfWarp; first < kShareUnits; first += kAttendWarps * kUnitsOfWarp) {
             const u32 of_share = first + lane / kMixThreads, unit = share * kShareUnits + of_share;
-            const bool is_mine = of_share < kShareUnits && unit < kUnits, has_part = is_mine && split < kMixThreads - kMissingSplits;
+            const bool is_mine = of_share < kShareUnits && unit < kUnits;
+            const u32 num_mine = is_mine ? kSplitsOfThread - (split >= kMixThreads - kMissingSplits) : 0;
             const u32 head = kv_head * kGroup + (is_mine ? unit / kHeadUnits : 0), place = is_mine ? unit % kHeadUnits : 0, row = head * kSplits + split;
             const u64* values = words + kPartOffset + lane_idx * (kTokens * kPartStride) + (row * kHeadUnits + place) * 2;
             const u64* log_sums = words + kLogSumOffset + lane_idx * (kTokens * kLogSumStride) + row;
             [[maybe_unused]] float sink = 0;
             if constexpr (kSinks) sink = WeightFormat::low(reinterpret_cast<const u16*>(params.sinks_ptr)[(layer * kLanes + lane_idx) * kHeads + head]) * kLog2e;
-            Part got[kTokens] = {};
-            bool is_here[kTokens];
+            Part got[kSplitsOfThread][kTokens] = {};
+            bool is_here[kSplitsOfThread][kTokens];
 #pragma unroll
-            for (u32 token = 0; token < kTokens; ++token) is_here[token] = !has_part;
+            for (u32 i = 0; i < kSplitsOfThread; ++i)
+#pragma unroll
+                for (u32 token = 0; token < kTokens; ++token) is_here[i][token] = i >= num_mine;
             while (true) {
                 bool ready = true;
 #pragma unroll
-                for (u32 token = 0; token < kTokens; ++token)
-                    if (!is_here[token]) got[token] = {load_relaxed_x2(values + token * kPartStride), load_relaxed(log_sums + token * kLogSumStride)};
+                for (u32 i = 0; i < kSplitsOfThread; ++i)
 #pragma unroll
-                for (u32 token = 0; token < kTokens; ++token) {
-                    if (!is_here[token]) is_here[token] = is_part(got[token], tag);
-                    ready = ready && is_here[token];
-                }
+                    for (u32 token = 0; token < kTokens; ++token)
+                        if (!is_here[i][token])
+                            got[i][token] = {load_relaxed_x2(values + i * (kMixThreads * kHeadUnits * 2) + token * kPartStride),
+                                             load_relaxed(log_sums + i * kMixThreads + token * kLogSumStride)};
+#pragma unroll
+                for (u32 i = 0; i < kSplitsOfThread; ++i)
+#pragma unroll
+                    for (u32 token = 0; token < kTokens; ++token) {
+                        if (!is_here[i][token]) is_here[i][token] = is_part(got[i][token], tag);
+                        ready = ready && is_here[i][token];
+                    }
                 if (__all_sync(kFullWarp, ready)) break;
                 if (must_leave(role.stopped())) return false;
             }
 #pragma unroll 1
             for (u32 token = 0; token < kTokens; ++token) {
-                const Part part = of_token(got, token);
-                const float own = has_part ? __uint_as_float(static_cast<u32>(part.log_sum)) : -INFINITY, peak = fmaxf(-INFINITY, own);
-                const float base = peak == -INFINITY ? 0.0f : peak, shrink = exp2_approx(-INFINITY - base), weight_of_part = exp2_approx(own - base);
-                const ulonglong2 pairs = part.values;
-                const float4 v = make_float4(first_of(pairs.x), second_of(pairs.x), first_of(pairs.y), second_of(pairs.y));
-                float4 sum = make_float4(0.0f * shrink + weight_of_part * v.x, 0.0f * shrink + weight_of_part * v.y, 0.0f * shrink + weight_of_part * v.z,
-                                         0.0f * shrink + weight_of_part * v.w);
-                float total = 0.0f * shrink + weight_of_part;
+                float peak = -INFINITY, total = 0;
+                float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+                for (u32 i = 0; i < kSplitsOfThread; ++i) {  // as in mix_parts
+                    const Part part = of_token(got[i], token);
+                    const float own = num_mine > i ? __uint_as_float(static_cast<u32>(part.log_sum)) : -INFINITY, next = fmaxf(peak, own);
+                    const float base = next == -INFINITY ? 0.0f : next, shrink = exp2_approx(peak - base), weight = exp2_approx(own - base);
+                    const ulonglong2 pairs = part.values;
+                    const float4 v = make_float4(first_of(pairs.x), second_of(pairs.x), first_of(pairs.y), second_of(pairs.y));
+                    // Before the first one there is nothing: it does not matter which product is rounded.
+                    if (i == 0) sum = make_float4(sum.x * shrink + weight * v.x, sum.y * shrink + weight * v.y, sum.z * shrink + weight * v.z,
+                                                  sum.w * shrink + weight * v.w);
+                    else sum = make_float4(in_mix(sum.x, shrink, weight, v.x), in_mix(sum.y, shrink, weight, v.y), in_mix(sum.z, shrink, weight, v.z),
+                                           in_mix(sum.w, shrink, weight, v.w));
+                    total = total * shrink + weight, peak = next;
+                }
                 publish_mixed(words, lane_idx, token, head, place, split, is_mine, peak, total, sum, sink, tag);
             }
         }

@@ -75,7 +75,7 @@ constexpr u32 kBatchesAhead = kKvRotated ? 4 : kKvCoded ? 2 : 1;
 static_assert(kBatches % kMixedBatches == 0);
 // Of several tokens two have warps of their own, which mix the batches of all warps of a single token, share by share: a batch is read once for both.
 // Each split has at most one of their rows: all tokens' warps store it, and those read it that see it.
-static_assert(kTokens == 1 || (kPartitions == 1 && kMixedBatches == 1 && kTokens <= kSplits && kTokenWarps <= kTeamWarps && !kExperts), "passes of several tokens");
+static_assert(kTokens == 1 || (kPartitions == 1 && kMixedBatches == 1 && kTokens <= kSplits && kTokenWarps <= kTeamWarps), "passes of several tokens");
 static_assert(kTokens == 1 || !kHasWindows || kWindowBatches * 16 * kSplits >= kWindow + kTokens - 1, "a token's row takes the place of none that another one sees");
 
 struct CacheReader {

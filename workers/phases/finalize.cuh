@@ -2,7 +2,7 @@
 // residual and delayed sums, best logit), and publishes the rows that this thread block owns. A row of the residual streams has one
 // owner for the whole token, so streams and partials never leave its shared memory.
 #pragma once
-#include "finalize_experts.cuh"
+#include "finalize_bias.cuh"
 #include "sample.cuh"
 #ifdef KOG_PROCESSORS
 #include "logits_processors.cuh"
@@ -219,13 +219,18 @@ struct Finalizer : BiasedRows {
             const u32 row = block * OutOp::kRows + (mine ? lane : 0);
             float sums[kTokens];
             const float own_scale = row_scale<OutOp>(block), bias = residual_bias(kind, layer, lane_idx, role.cta * OutOp::kCtaRows + row);
+            [[maybe_unused]] float biases[kTokens] = {bias};
+            if constexpr (kBiasOfTokens)
+#pragma unroll 1
+                for (u32 token = 1; token < kTokens; ++token)
+                    set_of_token(biases, token, residual_bias(kind, layer, lane_idx, role.cta * OutOp::kCtaRows + row, token));
             if (!row_sum(sums, OutOp::kRows)) return false;
 #pragma unroll 1
             for (u32 token = 0; token < kTokens; ++token) {
                 float sum = of_token(sums, token);
                 if constexpr (kRowScales) sum *= own_scale;
                 sum *= kInverseXScale;
-                if constexpr (kHasResidualBias) sum += bias;
+                if constexpr (kHasResidualBias) sum += kBiasOfTokens ? of_token(biases, token) : bias;
                 if (mine) shared.history[token][kind][0][lane_idx][row] = sum;
             }
             end_block();
@@ -386,7 +391,9 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
             if (!(at.phase() & 1)) finalizer.look_ahead(number);
             bool ok;
             if (at.phase() == kQkvPhase) ok = finalizer.qkv(at.layer(), at.lane(), tag);
-#ifdef KOG_EXPERTS
+#ifdef KOG_UNION
+            else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up_of_union(at.layer(), tag);
+#elif defined KOG_EXPERTS
             else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up_of_experts(at.layer(), tag);
 #else
             else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up(at.lane(), tag);

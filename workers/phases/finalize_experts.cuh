@@ -90,13 +90,13 @@ struct FinalizedExperts : FinalizedRows {
     }
 #ifdef KOG_CHOICES
     // For hosts that compare choices: the numbers in the order in which they stand, 8 bits each; of the newest KOG_CHOICES positions.
-    __device__ __forceinline__ void keep_choice(u32 layer) const {
+    __device__ __forceinline__ void keep_choice(u32 layer, u32 token = 0) const {
         static_assert(kChosen <= 8 && kNumExperts <= 256, "64 bits have room for a choice");
-        if (lane != 0) return;
+        if (lane != 0 || (kTokens > 1 && pass.position + token >= kMaxContext)) return;
         u64 numbers = 0;
 #pragma unroll
-        for (int k = 0; k < kChosen; ++k) numbers |= static_cast<u64>(role.shared->chosen[k]) << (8 * k);
-        const u32 slot = pass.position % KOG_CHOICES;
+        for (int k = 0; k < kChosen; ++k) numbers |= static_cast<u64>(role.shared->chosen[token][k]) << (8 * k);
+        const u32 slot = (pass.position + token) % KOG_CHOICES;
         reinterpret_cast<u64*>(params.trace_ptr)[(slot * kLayers + layer) * kNumCtas + role.cta] = numbers;
     }
 #endif
@@ -135,7 +135,7 @@ struct FinalizedExperts : FinalizedRows {
         for (int i = 0; i < kLogits; ++i) {
             place[i] = chosen[i] >> lane & 1 ? before + __popc(chosen[i] & ((1u << lane) - 1)) : kChosen;
             before += __popc(chosen[i]);
-            if (place[i] < kChosen) role.shared->chosen[place[i]] = i * 32 + lane;
+            if (place[i] < kChosen) role.shared->chosen[0][place[i]] = i * 32 + lane;
         }
         // The loader waits for these alone.
         __syncwarp();
@@ -151,7 +151,7 @@ struct FinalizedExperts : FinalizedRows {
         for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
 #pragma unroll
         for (int i = 0; i < kLogits; ++i)
-            if (place[i] < kChosen) role.shared->chosen_weights[place[i]] = terms[i] / sum;
+            if (place[i] < kChosen) role.shared->chosen_weights[0][place[i]] = terms[i] / sum;
         __syncwarp();
 #ifdef KOG_CHOICES
         keep_choice(layer);
@@ -169,8 +169,8 @@ struct FinalizedExperts : FinalizedRows {
         float scale;
         if (!rms_scale(scale) || !publish_logits(layer, scale, tag) || !choose(layer, tag)) return false;
         const u32 place = role.cta / kExpertCtas, cta = role.cta % kExpertCtas;
-        const u32 expert = role.shared->chosen[place];
-        const float weight = role.shared->chosen_weights[place];
+        const u32 expert = role.shared->chosen[0][place];
+        const float weight = role.shared->chosen_weights[0][place];
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + place * (kFfn / 2);
 #pragma unroll 1
         for (u32 block = 0; block < GateUpOp::kBlocks; ++block) {
@@ -197,29 +197,5 @@ struct FinalizedExperts : FinalizedRows {
 #else
 using FinalizedExperts = FinalizedRows;
 #endif
-
-// Biases of a row of the residual, which the first lane of the model adds: of attention's output, and of the chosen experts.
-struct BiasedRows : FinalizedExperts {
-#ifdef KOG_EXPERTS
-    static constexpr bool kHasResidualBias = kOutBias || kExpertBias;
-#else
-    static constexpr bool kHasResidualBias = kOutBias;
-#endif
-    __device__ __forceinline__ float residual_bias(u32 kind, u32 layer, u32 lane_idx, u32 row) const {
-        float bias = 0;
-        if (lane_idx != 0 || (kRanks > 1 && peers.rank != 0) || row >= kHidden) return bias;
-        if constexpr (kOutBias)
-            if (kind == 0) bias = WeightFormat::low(reinterpret_cast<const u16*>(params.out_bias_ptr)[layer * kHidden + row]);
-#ifdef KOG_EXPERTS
-        if constexpr (kExpertBias)
-            if (kind == 1)
-#pragma unroll
-                for (int k = 0; k < kChosen; ++k)
-                    bias += role.shared->chosen_weights[k] *
-                            WeightFormat::low(reinterpret_cast<const u16*>(params.down_bias_ptr)[(layer * kNumExperts + role.shared->chosen[k]) * kHidden + row]);
-#endif
-        return bias;
-    }
-};
 
 }  // namespace kog

@@ -3,11 +3,11 @@
 // The words of the vector after the present one are read before the present one is multiplied, where enough lanes take turns for them to
 // have arrived by then. The RMS scale is applied to the product, so nothing waits for the sum of squares.
 #pragma once
-#include "gather_experts.cuh"
+#include "gather_union.cuh"
 
 namespace kog {
 
-struct Gatherer : ExpertsGatherer {
+struct Gatherer : UnionGatherer {
     // ---- the embedding ----
     // The token's embedding, where the words of a stream will lie later.
     __device__ __forceinline__ void load_embedding() {
@@ -66,7 +66,9 @@ struct Gatherer : ExpertsGatherer {
             load_vectors<AttendedSlice, kOutPhase>(source<kOutPhase>(at));
         } else if constexpr (kReadsWordsAhead) {
             if (at.phase() == kDownPhase) {
-#ifdef KOG_EXPERTS
+#ifdef KOG_UNION
+                return;  // see down_of_union
+#elif defined KOG_EXPERTS
                 load_activations<false>(at);
 #else
                 if constexpr (kAhead<FfnSlice> == 0) return;
@@ -100,7 +102,9 @@ struct Gatherer : ExpertsGatherer {
             if constexpr (kPhase == kOutPhase) {
                 if (!gather_tokens<AttendedSlice, kOutPhase, false, AttentionX>(at, squares)) return false;
             } else if constexpr (kPhase == kDownPhase) {
+#ifndef KOG_EXPERTS  // else see down_of_union
                 if (!gather_tokens<FfnSlice, kDownPhase, false, LayerX>(at, squares)) return false;
+#endif
             } else {
                 load_norm<kPhase>(at);  // words take as long
                 if (kPhase == kQkvPhase && at.index() == 0) {
@@ -110,7 +114,9 @@ struct Gatherer : ExpertsGatherer {
                         widen_embedding();
                         write_token<HiddenSlice, true, AttentionX>(token, squares);
                     }
-                } else if (!gather_tokens<HiddenSlice, kPhase, true, LayerX>(at, squares)) {
+                } else if constexpr (kPhase == kQkvPhase) {
+                    if (!gather_tokens<HiddenSlice, kPhase, true, AttentionX>(at, squares)) return false;
+                } else if (!gather_tokens<HiddenSlice, kPhase, true, LayerX, kRouterX != 0>(at, squares)) {
                     return false;
                 }
             }

@@ -46,7 +46,7 @@ struct ExpertsGatherer : HeadGatherer {
         for (u32 rounds = 1; !have_activations(at, tag); ++rounds) {
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) {
-                const u32 expert = role.shared->chosen[warp / kExpertWarps];
+                const u32 expert = role.shared->chosen[0][warp / kExpertWarps];
                 note_wait(kDownPhase, at.layer(), WaitNote::lane_and_expert(at.lane(), expert), tag, activations(at), kFfn / 2);
             }
             load_activations<true>(at);

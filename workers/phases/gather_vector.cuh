@@ -271,7 +271,7 @@ struct VectorGatherer {
         if constexpr (kPhase == kHeadPhase) return source<kQkvPhase>(at);
         else return source<kPhase>(at);
     }
-    template <class S, int kPhase, bool kNormed, class X>
+    template <class S, int kPhase, bool kNormed, class X, bool kForRouter = false>
     __device__ __forceinline__ bool gather_tokens(const Place& at, float (&squares)[kTokens]) {
         Source from = source_of_pass<kPhase>(at);
         const u64* const words = from.words;
@@ -287,12 +287,12 @@ struct VectorGatherer {
                 load_units_to<S, false, kLanesApart<kPhase>, true, kAtOnce<S>>(got, from.words, from.tag);
             }
 #pragma unroll
-            for (int i = 0; i < kAtOnce<S>; ++i) write_token<S, kNormed, X>(first + i, squares, i * kMany);
+            for (int i = 0; i < kAtOnce<S>; ++i) write_token<S, kNormed, X, kForRouter>(first + i, squares, i * kMany);
         }
         return true;
     }
-    // x of a token whose words are in `got` from `from` on, and the sum of its squares where it is normed.
-    template <class S, bool kNormed, class X>
+    // x of a token whose words are in `got` from `from` on, and the sum of its squares where it is normed. `kForRouter`: see write_units.
+    template <class S, bool kNormed, class X, bool kForRouter = false>
     __device__ __forceinline__ void write_token(u32 token, float (&squares)[kTokens], int from = 0) {
         const u32 lane = opaque(this->lane);  // addresses, and norms' weights as floats, are not kept from token to token: registers are full
         float sum = 0;
@@ -308,6 +308,7 @@ struct VectorGatherer {
                     v = times(v, widen(make_uint2(opaque(scale[i].x), opaque(scale[i].y))));
                 }
             }
+            if constexpr (kForRouter) write_x<RouterX>(place_of(i * 32 + lane, token) + kRouterX, v);
             if constexpr (X::kIsInteger) all[i] = v;
             else write_x<X>(place_of(i * 32 + lane, token), v);
         }

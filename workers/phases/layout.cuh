@@ -166,7 +166,7 @@ using GateUpOp = Op<LayerWeights, KOG_GATE_UP_OP>;
 using DownOp = Op<LayerWeights, KOG_DOWN_OP>;
 using HeadOp = Op<HeadWeights, KOG_HEAD_OP>;
 // From a warp's x of GATE_UP to that of the router: the same, but where experts want digits.
-constexpr u32 kRouterX = kExperts && kIntegers ? GateUpOp::kPer * 128 : 0;
+constexpr u32 kRouterX = kExperts && kIntegers ? GateUpOp::kPer * kXStepBytes : 0;
 static_assert(kRouterX == 0 || 2 * GateUpOp::kPer <= kMaxPer, "room for both");
 static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRows, "a row of the residual has one owner");
 
@@ -244,8 +244,11 @@ struct Shared {
 #endif
 #ifdef KOG_EXPERTS
     u64 choice_full;                                 // the next layer's experts are chosen
-    u32 chosen[kChosen];                             // in ascending order
-    float chosen_weights[kChosen];
+    u32 chosen[kTokens][kChosen];                   // in ascending order
+    float chosen_weights[kTokens][kChosen];
+#ifdef KOG_UNION
+    u32 num_united, united[kTokens * kChosen], united_slots[kTokens * kChosen];  // the experts of a pass: see union.cuh
+#endif
 #endif
 #ifdef KOG_PROCESSORS
     u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler: see hand_logits

@@ -1,6 +1,6 @@
 // The loader: one thread streams the tape into the ring, ahead of everything, and never looks at what the weights are for.
 #pragma once
-#include "layout.cuh"
+#include "union.cuh"
 
 namespace kog {
 
@@ -184,14 +184,22 @@ struct Loader {
             if (at.lane() == 0) begin_ahead(tiles, near_context);
             return issue_uneven(tiles, tiles_of<OutOp>());
         }
+#ifdef KOG_UNION
+        if (at.phase() == kDownPhase) return issue_down_of_union(at);
+#else
         if (at.phase() == kDownPhase) return issue_down(at);
+#endif
         if (!issue_uneven(tiles, tiles_of<RouteOp>())) return false;
         if (kWaitsForChoice && !wait_idle(role.base + KOG_OFFSET(choice_full), choice_parity)) return false;
         choice_parity ^= 1, num_ahead = 0;
+#ifdef KOG_UNION
+        return issue_gate_up_of_union(at);
+#else
         const unsigned char* own = experts_of(at.layer()) + u64{load_shared_u32(role.base + KOG_OFFSET(chosen) + role.cta / kExpertCtas * 4)} * kExpertBytes;
         if (!issue_uneven(own, tiles_of<GateUpOp>(), role.cta % kExpertCtas, kExpertCtas)) return false;
         read_choice();
         return true;
+#endif
     }
     // Between QKV and the choice the ring is full, or nothing is known that could be copied: L2 is asked for the next layer's QKV, which
     // stands behind OUT and the router, or for the LM head. Each thread block asks for a share of what all need, piece by piece in time, so
@@ -229,6 +237,47 @@ struct Loader {
         }
         return true;
     }
+#ifdef KOG_UNION
+    __device__ __forceinline__ bool issue_gate_up_of_union(const Place& at) {
+#pragma unroll 1
+        for (UnitedBlocks blocks(role); blocks.is_left(); blocks.go_on()) {
+            Tiles of = tiles_of<GateUpOp>();
+            of.count = of.of_block;
+            if (!blocks.is_last_block()) of.last_bytes = of.bytes, of.last_less = of.less;
+            const unsigned char* own = experts_of(at.layer()) + u64{united_at(role, blocks.place)} * kExpertBytes + blocks.block * kUnitedBlockBytes;
+            if (!issue_uneven(own, of, role.cta % kExpertCtas, kExpertCtas)) return false;
+        }
+        return true;
+    }
+    // Tiles of DOWN have a part of each of kChosen experts, of the last ones fewer. A block of rows is multiplied with all experts in turn.
+    __device__ __forceinline__ bool issue_down_of_union(const Place& at) {
+        static_assert(DownOp::kIsEven && DownOp::kTileBytes % kChosen == 0 && kExpertBytes < (u64{1} << 32), "equal parts");
+        constexpr u32 kPartBytes = DownOp::kTileBytes / kChosen;
+        const unsigned char* first_part =
+            experts_of(at.layer()) + kExpertGateUpBytes + (u64{at.lane() * (DownOp::kBlocks * DownOp::kTiles)} * kNumCtas + role.cta) * kPartBytes;
+        const u32 num = num_united(role);
+#pragma unroll 1
+        for (u32 block = 0; block < DownOp::kBlocks; ++block, first_part += u64{DownOp::kTiles} * kNumCtas * kPartBytes)
+#pragma unroll 1
+            for (u32 first = 0; first < num; first += kChosen) {
+                const unsigned char* part = first_part;
+                const u32 count = min(num - first, static_cast<u32>(kChosen)), bytes = count * kPartBytes;
+#pragma unroll 1
+                for (u32 i = 0; i < DownOp::kTiles; ++i, part += kNumCtas * kPartBytes) {
+                    if (!make_room(bytes)) return false;
+                    mbar_arrive_expect(full, bytes);
+                    if (num_under_way == most && !wait_for_landing()) return false;
+#pragma unroll
+                    for (u32 k = 0; k < kChosen; ++k)
+                        if (k < count)
+                            bulk_load(slot + k * kPartBytes, part + u64{united_at(role, first + k)} * static_cast<u32>(kExpertBytes), kPartBytes, full, policy);
+                    full += 8, ++num_under_way, slot += bytes;
+                    if (full == first_full + kEmptyOffset) full = first_full, parity ^= 1;
+                }
+            }
+        return true;
+    }
+#endif
 #ifdef KOG_STREAM
     static constexpr bool kWaitsForChoice = false;
 #else

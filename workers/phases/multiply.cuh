@@ -159,18 +159,18 @@ struct Multiplier {
                 a[0] = w.x, a[1] = w.y, a[2] = w.z, a[3] = w.w;
             });
     }
-    // Partial sums of a block of rows over this warp's columns.
-    template <class O>
-    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, SumsOf<O>& sums) {
+    // Partial sums of a block of rows over this warp's columns. `kUnited`: tiles have `united_bytes`, and nothing for a warp that `is_idle`.
+    template <class O, bool kUnited = false>
+    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, SumsOf<O>& sums, u32 united_bytes = 0, bool is_idle = false) {
         constexpr int kGroups = O::kRowGroups, kSteps = O::kSteps;
         u32 num_tiles = O::kTiles;
 #pragma unroll 1
         do {
             const bool is_short = !O::kHasAll && num_tiles <= O::kTiles - O::kLongTiles;
-            const u32 tile_bytes = is_short ? O::kShortTileBytes : O::kTileBytes;
+            const u32 tile_bytes = kUnited ? united_bytes : is_short ? O::kShortTileBytes : O::kTileBytes;
             find_tile(tile_bytes);
             if (!wait_for_tile()) return false;
-            if (!O::kHasAll && warp >= O::kWarps - is_short) {  // it has come, so the slot's last tile was given back: now this one may be
+            if (kUnited ? is_idle : !O::kHasAll && warp >= O::kWarps - is_short) {  // it has come, so the slot's last tile was given back: now this one may be
                 __syncwarp();
                 if (lane == 0) mbar_arrive(full + kEmptyOffset);
                 next_slot(tile_bytes);
@@ -253,6 +253,85 @@ struct Multiplier {
         if constexpr (kIsLast) ++num_vectors;
         return true;
     }
+#ifdef KOG_UNION
+    // `offset`: of this warp's part of a tile.
+    template <class O>
+    __device__ __forceinline__ bool one_block(u32 offset, u32 x_address) {
+        SumsOf<O> sums = {};
+        if (!sum_tiles<O>(offset, x_address, sums)) return false;
+        if constexpr (O::kIntegers) sums.weigh(lane, x_address);
+        return hand_over<O::kRowGroups>(O::kRows, sums);
+    }
+    // GATE_UP of the experts of a pass, for all its tokens: as many blocks of rows as this thread block has.
+    __device__ __forceinline__ bool gate_up_of_union(u32 choice_parity, u32 x_address) {
+        using O = GateUpOp;
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(choice_full), choice_parity)) return false;
+        UnitedBlocks blocks(role);
+        const u32 offset = opaque(warp % kPieceWarps * O::kWarpBytes);
+#pragma unroll 1
+        for (; blocks.is_left() && !(kHasLast<O> && blocks.is_last_block()); blocks.go_on())
+            if (!one_block<O>(offset, x_address)) return false;
+        if constexpr (kHasLast<O>)
+#pragma unroll 1
+            for (; blocks.is_left(); blocks.go_on())
+                if (!one_block<typename O::Last>(opaque(warp % kPieceWarps * O::Last::kWarpBytes), x_address)) return false;
+        ++num_vectors;
+        return true;
+    }
+    // DOWN of the experts of a pass. A tile has parts of kChosen of them, and of its last ones fewer. A warp multiplies its columns of one expert
+    // after the other, and leaves each token's partial sums where a single token's warp with that expert would.
+    template <class O = DownOp>
+    __device__ __forceinline__ bool down_of_union(Gatherer& gatherer, const Place& at, const Place& next, u32 turn, u32 number) {
+        constexpr u32 kPartBytes = O::kTileBytes / kChosen;
+        if (!gatherer.loaded && !wait_until_near<kDownPhase>(role, at.lane(), at.index())) return false;
+        if (warp == 0 && lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), num_vectors + 1);
+        const u32 num = num_united(role), own = warp / kExpertWarps;
+#pragma unroll 1
+        for (u32 block = 0; block < O::kBlocks; ++block) {
+            const u32 sum_place = num_blocks % kSums;
+            if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[sum_place]), (num_blocks / kSums & 1) ^ 1)) return false;
+#pragma unroll 1
+            for (u32 first = 0; first < num; first += kChosen) {
+                const u32 place = first + own, slots = place < num ? slots_at(role, place) : kNoSlots;
+                if (!gatherer.gather_members(at, place, slots)) return false;
+                if (warp == 0 && block == 0 && first == 0) stamp(role, kFetched, turn, number);
+                if (place + kChosen < num) gatherer.read_members_ahead(at, slots_at(role, place + kChosen));
+                else if (first + kChosen >= num && block == O::kBlocks - 1) {
+                    if (next.phase() == kDownPhase) gatherer.read_members_ahead(next, slots_at(role, own));
+                    else gatherer.read_ahead(next);
+                }
+                SumsOf<O> sums = {};
+                const u32 tile_bytes = min(num - first, static_cast<u32>(kChosen)) * kPartBytes;
+                if (!sum_tiles<O, true>(warp * O::kWarpBytes, first_x(opaque(lane)), sums, tile_bytes, slots == kNoSlots)) return false;
+                if constexpr (O::kIntegers) sums.weigh(lane, first_x(opaque(lane)));
+                leave_sums(sums, sum_place, slots);
+            }
+            if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[sum_place]));
+            ++num_blocks;
+        }
+        ++num_vectors;
+        return true;
+    }
+
+private:
+    // What this thread reads of x for its first product of DOWN.
+    __device__ __forceinline__ u32 first_x(u32 lane) const {
+        return role.base + KOG_OFFSET(x) + warp * (kMaxPer * kXStepBytes) + (DownOp::kIntegers ? lane : lane % (8 * kTokens)) * 16;
+    }
+    // Partial sums of an expert, of each token that has chosen it.
+    __device__ __forceinline__ void leave_sums(const SumsOf<DownOp>& sums, u32 sum_place, u32 slots) {
+        const u32 token = lane % kTokens, slot = slot_of(slots, token);
+        const u32 as_warp = slot * kExpertWarps + warp % kExpertWarps;  // of a single token
+        const bool is_mine = (lane & 3) < kTokens && slot != kNoSlot;
+        const u32 at = role.base + KOG_OFFSET(red[sum_place][token][is_mine ? as_warp : 0]) + (lane & ~3u);
+#pragma unroll
+        for (u32 group = 0; group < DownOp::kRowGroups; ++group) {
+            const float sum = sums.row_sum(lane, group);
+            if (is_mine && group * 8 + (lane >> 2) < DownOp::kRows) store_shared(at + group * 32, sum);
+        }
+        __syncwarp();
+    }
+#endif
 };
 
 // What thread `lane` of a matrix warp reads of x for its first mma.
@@ -269,6 +348,9 @@ template <int kPhase, class O>
 __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gatherer, Multiplier& multiplier, const Place& at, const Place& next,
                                              u32 turn, u32 number) {
     const u32 warp = multiplier.warp, lane = gatherer.lane;
+#ifdef KOG_UNION
+    if constexpr (kPhase == kDownPhase) return multiplier.down_of_union(gatherer, at, next, turn, number);
+#endif
     constexpr u32 kTogether = kPhase == kHeadPhase ? 1 : Gatherer::products_of_gather(kPhase);
     float squares[kTokens] = {};
     if constexpr (kPhase == kHeadPhase) {
@@ -298,6 +380,10 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
         if (warp == 0) stamp(role, kFetched, turn, number + i + 1);
     }
     gatherer.read_ahead(next);
+#ifdef KOG_UNION
+    if constexpr (kPhase == kGateUpPhase)
+        return multiplier.gate_up_of_union((turn * kLayers + at.layer()) & 1, first_x<O>(role, warp, opaque(lane)));
+#endif
     return multiplier.template blocks<O>(first_x<O>(role, warp, opaque(lane)) + (kTogether - 1) * kApart);
 }
 
