@@ -179,7 +179,8 @@ def differences(case: Case, log: Log) -> list[str]:
     for memory, offset, cta, rank, is_store, tag, upper, _ in log.tolist():  # ints of Python, far faster one by one
         place = memory, offset
         tag = upper if place in declared.values else tag
-        if is_store and (place, tag, (rank, SOMEBODY)) in declared.stores - stores:
+        by_somebody = place, tag, (rank, SOMEBODY)
+        if is_store and by_somebody in declared.stores and by_somebody not in stores:
             cta = SOMEBODY  # the first one that stores it; there must be no second one
         (stores if is_store else reads).add((place, tag, (rank, cta)))
     if shapes_of(case)[
