@@ -144,6 +144,7 @@ def test_a_dry_run_says_whether_there_are_drafts(tmp_path: Path) -> None:
         assert f"drafts     none: {cause}" in text.splitlines()
         assert " for drafts" not in text
     assert "drafts     speculate lookup: lookup" in dry_run(replace(settings, quantize="fp8", speculate="lookup"))
+    assert "drafts     speculate auto: lookup" in dry_run(replace(settings, quantize="int4"))
 
 
 def test_a_context_that_does_not_fit_is_shortened_to_what_does(demo: Checkpoint) -> None:

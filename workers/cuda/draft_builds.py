@@ -54,7 +54,8 @@ def why_unasked_without(shape: KernelShape) -> str:
     """Why engines have none where nobody asks for them, or nothing."""
     if (cause := obstacle_to_drafts(shape)) or (cause := obstacle_on_ranks(shape)):
         return cause
-    kinds = {"quantised weights": shape.coding is not None or shape.head_coding is not None, "experts": shape.experts is not None}
+    is_measured = shape.coding is None or shape.coding.number == "INT4"  # over HTTP, next to requests without: docs/passes.md
+    kinds = {"quantised weights": not is_measured or shape.head_coding is not None, "experts": shape.experts is not None}
     names = " and ".join(name for name, has in kinds.items() if has)
     return f"with {names} auto has none until prose is measured there; lookup has" if names else ""
 
