@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 _BENCHMARK = """
-import time
+import signal, time
 from kog_dist.bench.engine.session import engine_session
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's children would not be ended by it
 with engine_session() as session:
     server = session.start("http.server", ["--bind", "127.0.0.1", "0"], "server")
     print(server.pid, session.folder, flush=True)
