@@ -24,7 +24,7 @@ _MEANINGS: Final[Mapping[str, str]] = {
     "--tensor-parallel-size --tensor-parallel --tp-size --tp -tp --num-shard --n-gpu-layers --gpu-layers -ngl --num-gpus": _GPUS,
     "--model --model-path --model-id -m -hf --hf-repo": _MODEL,
     "--alias -a": "is --served-model-name here",
-    "--data-parallel-size --dp --dp-size -dp --parallel -np --max-num-seqs --max-running-requests --max-batch-size": _REPLICAS,
+    "--data-parallel-size --dp --dp-size -dp -np --max-num-seqs --max-running-requests --max-batch-size": _REPLICAS,
     "--gpu-memory-utilization --mem-fraction-static --cuda-memory-fraction --swap-space": _MEMORY,
     "--dtype": _TYPE,
     "--quantization -q --quant": _QUANTIZE,
