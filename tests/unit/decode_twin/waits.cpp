@@ -252,8 +252,9 @@ int main(int, char** argv) {
         add(query, words, kGroup * kHeadDim / 2);
         for (const u32 first_row : {kQueryRows, kQueryRows + kKvRows}) add(query, words + first_row / 2, kHeadDim / 2);  // of K and V
         ask("query", query, tag, [&] {
-            Attender::Query got[kWarpSets];
-            return attender.wait_for_query(words, words, 0, 0, 0, 0, 0, true, tag, got);
+            Attender::Query got[1][kWarpSets];
+            const u32 positions[1] = {0};
+            return attender.wait_for_query(words, words, 0, 0, 0, positions, 0, true, tag, got);
         });
 
         // ---- choosing a token ----
