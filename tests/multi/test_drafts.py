@@ -227,6 +227,9 @@ def test_a_stop_ends_the_pass_at_the_same_token_everywhere(tmp_path: Path) -> No
     right = answer(folder, 1, GREEDY)[0].token_ids
     for outputs in verified(folder, 2, right[:3], unharmed, stop=lambda rank: rank == 0):
         assert [output.stopped for output in outputs] == [True]
+    offered = outputs[0].token_id  # by rank 1, which does not know of it
+    for outputs in verified(folder, 2, [offered, offered], unharmed, stop=lambda rank: rank == 0):
+        assert [output.stopped for output in outputs] == [True], "not even where a draft is what others would have chosen"
     for outputs in verified(folder, 2, [], unharmed, stop=lambda rank: rank == 1):
         assert [output.stopped for output in outputs] == [False], "rank 0 alone decides"
 
