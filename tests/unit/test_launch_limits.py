@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kog_dist.bench.kernel.shapes import MOE
 from kog_dist.collectives.cuda_abi import MAX_RANKS
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, KogError
@@ -104,8 +106,17 @@ def test_ranks_have_no_drafts_before_as_many_gpus_have_run_them(demo: Checkpoint
         choose_gpus(LaunchConfig(gpus="2", speculate="lookup"), demo, {}, four)
     dense = planned_checkpoint(write_config(tmp_path))
     settings = LaunchConfig(gpus="4", speculate="lookup")
-    with pytest.raises(ConfigError, match=r"have not run on 4 GPUs yet; leave it out, or use --gpus 2$"):
+    with pytest.raises(ConfigError, match=r"several tokens have not run on 4 GPUs yet; leave it out, or use --gpus 2$"):
         choose_gpus(settings, dense, {}, four)
+    folder = tmp_path / "experts"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MOE["qwen3-30b-a3b"]))
+    experts = planned_checkpoint(folder, context=4096)
+    with pytest.raises(ConfigError, match=r"with experts have not run on 2 GPUs yet; leave it out, or use --gpus 1$"):
+        choose_gpus(replace(settings, gpus="2"), experts, {}, four)
+    alone = choose_gpus(replace(settings, gpus="1"), experts, {}, four)
+    assert alone is not None
+    assert alone.drafts
     chosen = {
         (gpus, speculate): choose_gpus(replace(settings, gpus=gpus, speculate=speculate), dense, {}, four)
         for gpus, speculate in ((None, "lookup"), ("2", "lookup"), ("2", "auto"), ("4", "auto"))

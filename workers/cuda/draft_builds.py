@@ -61,8 +61,16 @@ def why_unasked_without(shape: KernelShape) -> str:
 
 
 def obstacle_on_ranks(shape: KernelShape) -> str:
-    """Why engines on several GPUs have none, or nothing: on more than two their passes are proved by twins alone."""
-    return f"passes of several tokens have not run on {shape.num_ranks} GPUs yet" if shape.num_ranks > 2 else ""
+    """Why engines on several GPUs have none, or nothing: on more than `most_ranks` their passes are proved by twins alone."""
+    if shape.num_ranks <= most_ranks(shape):
+        return ""
+    kind = " with experts" if shape.experts is not None else ""
+    return f"passes of several tokens{kind} have not run on {shape.num_ranks} GPUs yet"
+
+
+def most_ranks(shape: KernelShape) -> int:
+    """GPUs on which passes of such a model have run."""
+    return 2 if shape.experts is None else 1
 
 
 def draft_bytes(shape: KernelShape) -> int:
