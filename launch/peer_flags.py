@@ -12,7 +12,8 @@ from kog_dist.errors import ConfigError
 _CONTEXT: Final = "is --context here"
 _GPUS: Final = "is --gpus here, or --ranks on CPUs"
 _MODEL: Final = "is not needed here: kog-launch MODEL"
-_REPLICAS: Final = "is not there: one engine decodes one request at a time; more at once take --replicas"
+_REPLICAS: Final = "is not there: --replicas starts several engines"
+_TOGETHER: Final = "is --parallel here, on CPU ranks; on GPUs several requests at once take --replicas"
 _MEMORY: Final = "is not needed: the weights are loaded, and the KV cache has what --context takes"
 _TYPE: Final = "is not there: weights stay as the files have them, but for --quantize"
 _QUANTIZE: Final = "is --quantize here, for what is to be rounded while loading; what files hold is read from them"
@@ -24,7 +25,8 @@ _MEANINGS: Final[Mapping[str, str]] = {
     "--tensor-parallel-size --tensor-parallel --tp-size --tp -tp --num-shard --n-gpu-layers --gpu-layers -ngl --num-gpus": _GPUS,
     "--model --model-path --model-id -m -hf --hf-repo": _MODEL,
     "--alias -a": "is --served-model-name here",
-    "--data-parallel-size --dp --dp-size -dp -np --max-num-seqs --max-running-requests --max-batch-size": _REPLICAS,
+    "--data-parallel-size --dp --dp-size -dp": _REPLICAS,
+    "-np --max-num-seqs --max-running-requests --max-batch-size": _TOGETHER,
     "--gpu-memory-utilization --mem-fraction-static --cuda-memory-fraction --swap-space": _MEMORY,
     "--dtype": _TYPE,
     "--quantization -q --quant": _QUANTIZE,
