@@ -153,8 +153,7 @@ class MaskRunner:
             print(f"grammar process {self.process.pid} {self.loss} and is replaced", file=sys.stderr, flush=True)
         else:
             return
-        self.process.end()
-        self.process = None
+        self.end()
         self.num_lost += 1
 
     def _owes_mask(self) -> bool:
@@ -175,14 +174,19 @@ class MaskRunner:
         """Have the masks of request `seq` made, which the ranks have been given; with `drafts` also what is forced."""
         self._first_epoch = mask_epoch
         if self.process is not None and self.process.is_stopped():
-            self.process.end()
-            self.process = None
+            self.end()
         try:
             self.process = self.process or self._start()
         except OSError:
             self._has_none = True
             return
         self.process.send(run_message(seq, self.slot, mask_epoch, constraint, drafts=drafts))
+
+    def end(self) -> None:
+        """End the process, if there is one; the next request that needs it has a new one."""
+        if self.process is not None:
+            self.process.end()
+        self.process = None
 
 
 @dataclass(eq=False)
@@ -296,8 +300,7 @@ class GrammarService(Generic[Asker]):
             self._checker = None
         first = self.runners[0]
         if first.process is not None and first.process.is_slow():
-            first.process.end()
-            first.process = None
+            first.end()
 
     def _put(self, desk: _Desk[Asker], checker: GrammarProcess) -> None:
         """Ask the checker what is next."""
@@ -344,11 +347,11 @@ class GrammarService(Generic[Asker]):
 
     def close(self) -> None:
         """End the processes."""
-        for process in self._processes():
-            process.end()
+        if self._checker is not None:
+            self._checker.end()
         self._checker = None
         for runner in self.runners:
-            runner.process = None
+            runner.end()
 
     def _start(self, *, checks: bool, is_ahead: bool = False) -> GrammarProcess:
         return GrammarProcess(self._model, self._control.fd, self._clock, checks=checks, is_ahead=is_ahead)

@@ -81,6 +81,14 @@ __device__ __forceinline__ float row_sum(const float (&sums)[kRowGroups][4], u32
     return sum + __shfl_xor_sync(kFullWarp, sum, 1);
 }
 
+// What thread `lane` of a matrix warp reads of x for its first mma.
+template <class O>
+__device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
+    if constexpr (kTokens > 1)
+        return role.base + KOG_OFFSET(x) + warp * (kMaxPer * kXStepBytes) + (O::kIntegers ? lane : lane % (8 * kTokens)) * 16;
+    return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (O::kIntegers ? lane * 16 : (lane & 15) * 8);
+}
+
 struct Multiplier {
     const KogDecodeParams& params;
     const Role& role;
@@ -302,8 +310,8 @@ struct Multiplier {
                 }
                 SumsOf<O> sums = {};
                 const u32 tile_bytes = min(num - first, static_cast<u32>(kChosen)) * kPartBytes;
-                if (!sum_tiles<O, true>(warp * O::kWarpBytes, first_x(opaque(lane)), sums, tile_bytes, slots == kNoSlots)) return false;
-                if constexpr (O::kIntegers) sums.weigh(lane, first_x(opaque(lane)));
+                if (!sum_tiles<O, true>(warp * O::kWarpBytes, first_x<O>(role, warp, opaque(lane)), sums, tile_bytes, slots == kNoSlots)) return false;
+                if constexpr (O::kIntegers) sums.weigh(lane, first_x<O>(role, warp, opaque(lane)));
                 leave_sums(sums, sum_place, slots);
             }
             if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[sum_place]));
@@ -314,10 +322,6 @@ struct Multiplier {
     }
 
 private:
-    // What this thread reads of x for its first product of DOWN.
-    __device__ __forceinline__ u32 first_x(u32 lane) const {
-        return role.base + KOG_OFFSET(x) + warp * (kMaxPer * kXStepBytes) + (DownOp::kIntegers ? lane : lane % (8 * kTokens)) * 16;
-    }
     // Partial sums of an expert, of each token that has chosen it.
     __device__ __forceinline__ void leave_sums(const SumsOf<DownOp>& sums, u32 sum_place, u32 slots) {
         const u32 token = lane % kTokens, slot = slot_of(slots, token);
@@ -333,14 +337,6 @@ private:
     }
 #endif
 };
-
-// What thread `lane` of a matrix warp reads of x for its first mma.
-template <class O>
-__device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
-    if constexpr (kTokens > 1)
-        return role.base + KOG_OFFSET(x) + warp * (kMaxPer * kXStepBytes) + (O::kIntegers ? lane : lane % (8 * kTokens)) * 16;
-    return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (O::kIntegers ? lane * 16 : (lane & 15) * 8);
-}
 
 // The products of one gather, from the vector's words to the sums. Each phase has code of its own, so that nothing is asked twice: what
 // stands between the words and the first tile delays every thread block. `next`: behind all of them.

@@ -73,7 +73,8 @@ def run(model: str | None, rank_counts: Sequence[int], *, repeats: int, kinds: S
     before = machine()
     figures: list[dict[str, Any]] = []
     for ranks in rank_counts:
-        with _engine(model, f"--gpus={ranks}" if on_gpus else f"--ranks={ranks}", on_gpus=on_gpus) as (session, url):
+        place = [f"--gpus={ranks}"] if on_gpus else ["--device=cpu", f"--ranks={ranks}"]
+        with _engine([*([model] if model else []), *place]) as (session, url):
             rank = session.processes()["rank 0"]
             rows = [_measured(url, rank, task, repeats) for task in chosen]
         for kind in dict.fromkeys(row["kind"] for row in rows):
@@ -146,9 +147,9 @@ def _ask(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _engine(model: str | None, ranks: str, *, on_gpus: bool) -> Iterator[tuple[EngineSession, str]]:
+def _engine(words: Sequence[str]) -> Iterator[tuple[EngineSession, str]]:
     with engine_session() as session:
-        session.launch(*([model] if model else []), *([] if on_gpus else ["--device=cpu"]), ranks, "--http", "--port=0")
+        session.launch(*words, "--http", "--port=0")
         with session.connect(_START_S):
             until(lambda: HttpFile.read(session.instance_folder) is not None, _START_S, lambda: "the gateway does not listen")
             said = HttpFile.read(session.instance_folder)

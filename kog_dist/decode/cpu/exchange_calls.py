@@ -128,8 +128,7 @@ class ExchangeCalls:
         def run() -> None:
             found: list[Offer] = []
             for part in cursor.parts:
-                is_over = part.sampling is None or part.stop
-                offers = [(nothing, part.stop)] if part.sampling is None or is_over else own_choices(part, part.sampling)
+                offers = [(nothing, part.stop)] if part.sampling is None or part.stop else own_choices(part, part.sampling)
                 found += [*offers, *[(nothing, False)] * (len(part.token_ids) - len(offers))]
             cursor.heard = cursor.word
             if not single:
