@@ -5,6 +5,7 @@ Compiling them all takes minutes: GEOMETRY=all. Every day those that need most r
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -86,8 +87,9 @@ def test_padding_is_small_and_the_ring_holds_more_than_is_under_way(key: tuple[s
 
 def test_registers_fit_into_a_thread_block() -> None:
     for geometry in (TWELVE_WARPS, EIGHT_WARPS):
-        for ranks, tokens, drafts in (*((n, 1, False) for n in (1, 2, 4, 8)), *((n, k, True) for n in (1, 2, 4) for k in (1, 4))):
-            registers = geometry.registers(ranks, tokens=tokens, drafts=drafts)
+        builds = (*((n, 1, False) for n in (1, 2, 4, 8)), *((n, k, True) for n in (1, 2, 4) for k in (1, 4)))
+        for (ranks, tokens, drafts), head_dim in itertools.product(builds, (64, 128)):
+            registers = geometry.registers(ranks, tokens=tokens, drafts=drafts, head_dim=head_dim)
             launched = registers.launch * geometry.num_threads
             assert launched <= 65536
             moved = 32 * (geometry.matrix_warps * registers.matrix + 4 * (registers.service + registers.attend))

@@ -21,6 +21,7 @@ GATE_AND_UP = 4  # rows that belong together: gate and up of two columns, a word
 SPLITS = (8, 15, 16, 32)
 _WHOLE_ROWS = 18  # of a thread block, in a product of lanes with one input
 _ADDRESS_REGISTERS = 24  # of attention; found by compiling
+_SHORT_HEAD = 64  # values of a head whose query fits into fewer registers
 _SERVICE_WARPS = _ATTEND_WARPS = 4
 
 
@@ -53,13 +54,16 @@ class Geometry:
         """Threads of a thread block."""
         return 32 * (self.matrix_warps + _SERVICE_WARPS + _ATTEND_WARPS)
 
-    def registers(self, num_ranks: int, *, tokens: int = 1, drafts: bool = False) -> Registers:
+    def registers(self, num_ranks: int, *, tokens: int = 1, drafts: bool = False, head_dim: int = 128) -> Registers:
         """Those of a build for so many ranks and tokens of a pass. Exchanging with peers costs the finaliser and the sampler
         registers.
 
-        `drafts`: where the sampler goes by drafts. With fewer registers the compiler spills attention's query there.
+        `drafts`: where the sampler goes by drafts. With fewer registers the compiler spills attention's query there, if heads
+        have 128 values.
         """
         if self.matrix_warps == 8:
+            if drafts and num_ranks == tokens == 1 and head_dim <= _SHORT_HEAD:
+                return Registers(128, 104, 88, 216)
             if drafts:
                 return Registers(128, 104, 64, 240) if num_ranks == 1 or tokens == 1 else Registers(128, 104, 72, 232)
             if num_ranks == 2:  # the finaliser waits for nobody, and matrix warps keep the stream

@@ -35,7 +35,7 @@ def headers(shape: KernelShape) -> dict[str, str]:
 def shape_header(shape: KernelShape) -> str:
     """`shape.cuh`."""
     spec, vectors = shape.spec, vectors_of(shape.spec)
-    registers = shape.geometry.registers(shape.num_ranks, tokens=shape.tokens, drafts=shape.looks_up)
+    registers = shape.geometry.registers(shape.num_ranks, tokens=shape.tokens, drafts=shape.looks_up, head_dim=spec.head_dim)
     numbers = {
         "kTokens": shape.tokens,
         "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": shape.num_lanes, "kStreams": shape.num_streams,
