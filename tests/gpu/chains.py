@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.bench.engine.session import engine_session
-from kog_dist.bench.kernel.shapes import DENSE, model_folder, named_spec
+from kog_dist.bench.kernel.shapes import DENSE, MOE, model_folder, named_spec
 from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.published import write_published
 from kog_dist.bench.report import finishing, machine
@@ -22,6 +22,7 @@ from kog_dist.errors import KogError
 from kog_dist.foreign_file import read_text
 from tests.e2e.http_engine import HttpEngine, http_engine
 
+SHAPES = DENSE | MOE
 CONTEXT = 8192
 _READY_S = 240.0  # of a start that rounds all weights, and compiles what nobody has built beforehand
 # Of an edit each so many-th line is another one, which changes 3 and 15 % of a text's tokens; renames of the workload of
@@ -83,7 +84,7 @@ def run(shape: str, flags: Sequence[str], repeats: int) -> bool:
         finishing("chains", {"spec": shape, "flags": [*flags], "repeats": repeats}, before, figures),
         model_folder(named_spec(shape)) as folder,
     ):
-        write_published(folder, DENSE[shape], chain=TextChain.of([answer for _, answer in all_texts.values()]))
+        write_published(folder, SHAPES[shape], chain=TextChain.of([answer for _, answer in all_texts.values()]))
         arguments = (str(folder), "--speculate=lookup", f"--context={CONTEXT}", *flags)
         with engine_session() as session, http_engine(session, *arguments, ready_s=_READY_S) as engine:
             for index, (kind, (quoted, wanted)) in enumerate(all_texts.items()):
@@ -101,7 +102,7 @@ def run(shape: str, flags: Sequence[str], repeats: int) -> bool:
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The command line. Exits with code 2 where it is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.chains", description=__doc__)
-    parser.add_argument("--spec", default="llama-3.1-8b", choices=sorted(DENSE), help="shape of the model")
+    parser.add_argument("--spec", default="llama-3.1-8b", choices=sorted(SHAPES), help="shape of the model")
     parser.add_argument("--repeats", type=int, default=5, help="answers of each kind with drafts and without; the medians count")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="of kog-launch, behind --; none: --gpus=1")
     return parser.parse_args(words)

@@ -108,15 +108,6 @@ def test_ranks_have_no_drafts_before_as_many_gpus_have_run_them(demo: Checkpoint
     settings = LaunchConfig(gpus="4", speculate="lookup")
     with pytest.raises(ConfigError, match=r"several tokens have not run on 4 GPUs yet; leave it out, or use --gpus 2$"):
         choose_gpus(settings, dense, {}, four)
-    folder = tmp_path / "experts"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MOE["qwen3-30b-a3b"]))
-    experts = planned_checkpoint(folder, context=4096)
-    with pytest.raises(ConfigError, match=r"with experts have not run on 2 GPUs yet; leave it out, or use --gpus 1$"):
-        choose_gpus(replace(settings, gpus="2"), experts, {}, four)
-    alone = choose_gpus(replace(settings, gpus="1"), experts, {}, four)
-    assert alone is not None
-    assert alone.drafts
     chosen = {
         (gpus, speculate): choose_gpus(replace(settings, gpus=gpus, speculate=speculate), dense, {}, four)
         for gpus, speculate in ((None, "lookup"), ("2", "lookup"), ("2", "auto"), ("4", "auto"))
@@ -149,13 +140,31 @@ def test_a_dry_run_says_whether_there_are_drafts(tmp_path: Path) -> None:
             replace(settings, kv_dtype="int4"),
         ),
         ("passes of several tokens have not run on 4 GPUs yet", replace(settings, gpus="4")),
-        ("with quantised weights auto has none until prose is measured there; lookup has", replace(settings, quantize="fp8")),
+        (
+            "with these quantised weights auto has none until prose is measured there; lookup has",
+            replace(settings, quantize="fp8", quantize_head="int8"),
+        ),
     ):
         text = dry_run(other)
         assert f"drafts     none: {cause}" in text.splitlines()
         assert " for drafts" not in text
-    assert "drafts     speculate lookup: lookup" in dry_run(replace(settings, quantize="fp8", speculate="lookup"))
-    assert "drafts     speculate auto: lookup" in dry_run(replace(settings, quantize="int4"))
+    coded = replace(settings, quantize="fp8", quantize_head="int8", speculate="lookup")
+    assert "drafts     speculate lookup: lookup" in dry_run(coded)
+    for quantize in ("fp8", "int4"):
+        assert "drafts     speculate auto: lookup" in dry_run(replace(settings, quantize=quantize))
+
+
+def test_experts_draft_unasked_where_prose_with_them_was_measured(tmp_path: Path) -> None:
+    for name, found in (("gpt-oss-20b", {"1": True, "2": False}), ("qwen3-30b-a3b", {"1": False, "2": False})):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(MOE[name]))
+        experts, two = planned_checkpoint(folder, context=4096), inventory_with(100 << 30, 2)
+        for gpus, has_drafts in found.items():
+            for speculate, has in (("auto", has_drafts), ("lookup", True)):
+                choice = choose_gpus(LaunchConfig(gpus=gpus, speculate=speculate), experts, {}, two)
+                assert choice is not None
+                assert choice.drafts == has, (name, gpus, speculate)
 
 
 def test_a_context_that_does_not_fit_is_shortened_to_what_does(demo: Checkpoint) -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 PASS_TOKENS = 4  # of a pass with drafts
 GAP = NOWHERE = 0xFFFFFFFF
 MEASURED_POSITION, _MEASURED_PASSES = 512, 8
+MOST_RANKS = 2  # GPUs on which passes have run
+# Weights, without experts and with them, of which prose with drafts was measured over HTTP next to prose without: docs/passes.md.
+_MEASURED = {False: (None, "INT4", "E4M3"), True: ("E2M1",)}
 _REFUSAL = "speculate lookup cannot be had on GPUs here: "
 _ROOM = 8  # tokens behind the context that a pass may have, and the gap
 
@@ -54,23 +57,16 @@ def why_unasked_without(shape: KernelShape) -> str:
     """Why engines have none where nobody asks for them, or nothing."""
     if (cause := obstacle_to_drafts(shape)) or (cause := obstacle_on_ranks(shape)):
         return cause
-    is_measured = shape.coding is None or shape.coding.number == "INT4"  # over HTTP, next to requests without: docs/passes.md
-    kinds = {"quantised weights": not is_measured or shape.head_coding is not None, "experts": shape.experts is not None}
-    names = " and ".join(name for name, has in kinds.items() if has)
-    return f"with {names} auto has none until prose is measured there; lookup has" if names else ""
+    number, has_experts = shape.coding and shape.coding.number, shape.experts is not None
+    if shape.head_coding is None and number in _MEASURED[has_experts] and not (has_experts and shape.num_ranks > 1):
+        return ""
+    kind = "these experts" if has_experts else "these quantised weights"
+    return f"with {kind} auto has none until prose is measured there; lookup has"
 
 
 def obstacle_on_ranks(shape: KernelShape) -> str:
-    """Why engines on several GPUs have none, or nothing: on more than `most_ranks` their passes are proved by twins alone."""
-    if shape.num_ranks <= most_ranks(shape):
-        return ""
-    kind = " with experts" if shape.experts is not None else ""
-    return f"passes of several tokens{kind} have not run on {shape.num_ranks} GPUs yet"
-
-
-def most_ranks(shape: KernelShape) -> int:
-    """GPUs on which passes of such a model have run."""
-    return 2 if shape.experts is None else 1
+    """Why engines on several GPUs have none, or nothing: on more than MOST_RANKS their passes are proved by twins alone."""
+    return "" if shape.num_ranks <= MOST_RANKS else f"passes of several tokens have not run on {shape.num_ranks} GPUs yet"
 
 
 def draft_bytes(shape: KernelShape) -> int:
