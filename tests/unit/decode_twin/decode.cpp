@@ -102,7 +102,8 @@ int main(int num_arguments, char** argv) {
         state->token = reinterpret_cast<const u32*>(prompt.at)[state->position], state->num_prompt = num_prompt, state->max_tokens = max_tokens;
         if (!resumes) continue;
         const Rank& r = ranks.back();
-        read_if_there("state" + number, r.state), read_if_there("words" + number, r.words), read_if_there("kv" + number, r.kv);
+        if (read_if_there("words" + number, r.words)) twin::most_patience = twin::kMostPatience;  // it is not the first launch
+        read_if_there("state" + number, r.state), read_if_there("kv" + number, r.kv);
         read_if_there("ring" + number, r.ring), read_if_there("heap" + number, r.heap);
     }
     for (const Rank& r : ranks) {
@@ -114,7 +115,8 @@ int main(int num_arguments, char** argv) {
         for (const Rank& r : ranks) twin::watch(r.words);
         for (const Rank& r : ranks) twin::watch(r.heap);
     }
-    std::vector<u32> launches = {num_prompt + 1, max_tokens};  // steps: each goes on after the one before
+    // Steps: each goes on after the one before. The first is as short as can be, since in it nobody is patient.
+    std::vector<u32> launches = {(num_prompt - ranks[0].decode_state().position + kTokens - 1) / kTokens + 1, max_tokens};
     if (begins_at_head) launches = {num_prompt - 1, 1, 1, 1, max_tokens};
     if (resumes) launches = {setting("RESUME")};
     std::vector<KogDecodeState> before_last;

@@ -24,11 +24,12 @@ inline Memory read(const std::string& name) {
     fclose(file);
     return memory;
 }
-inline void read_if_there(const std::string& name, const Memory& memory) {
+inline bool read_if_there(const std::string& name, const Memory& memory) {
     FILE* file = fopen((folder + "/" + name + ".bin").c_str(), "rb");
-    if (!file) return;
+    if (!file) return false;
     if (fread(memory.at, 1, memory.size(), file) != memory.size()) exit(3);
     fclose(file);
+    return true;
 }
 inline void write(const std::string& name, const Memory& memory) {
     FILE* file = opened(name, "wb");

@@ -8,12 +8,14 @@ struct Access {
     u32 upper, pad = 0;
     auto key() const { return std::tie(memory, offset, cta, rank, is_store, tag, upper); }
     bool operator<(const Access& other) const { return key() < other.key(); }
+    bool operator==(const Access& other) const { return key() == other.key(); }
 };
 struct Watched {
     const u64 *begin, *end;
 };
 inline std::vector<Watched> watched;  // the number of one is `Access::memory`
 inline std::set<Access> accesses;
+inline std::vector<Access> newest(1 << 15, Access{~0u});  // of places that share one here: who looks again and again finds the same
 inline std::map<const Block*, u32> rank_of_block;  // of those whose accesses are noted
 
 inline void log_word(const u64* at, u64 word, bool is_store) {
@@ -22,8 +24,11 @@ inline void log_word(const u64* at, u64 word, bool is_store) {
     for (u32 i = 0; i < watched.size(); ++i)
         if (watched[i].begin <= at && at < watched[i].end) {
             const u32 tag = word & 0xff | word >> 32 << 8 & 0xff00;
-            accesses.insert({i, static_cast<u32>(at - watched[i].begin), current->block_idx.x, rank->second, is_store, tag,
-                             static_cast<u32>(word >> 32)});
+            const Access access{i, static_cast<u32>(at - watched[i].begin), current->block_idx.x, rank->second, is_store, tag,
+                                static_cast<u32>(word >> 32)};
+            Access& before = newest[(access.offset * 5 + access.cta) % newest.size()];
+            if (before == access) return;
+            before = access, accesses.insert(access);
         }
 }
 inline void watch(const Memory& memory) {
