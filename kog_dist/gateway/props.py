@@ -40,7 +40,7 @@ def props(served: ServedModel, report: StatusReport | None) -> dict[str, Any]:
 
 
 def slots(served: ServedModel, report: StatusReport | None) -> list[dict[str, Any]]:
-    """One for each request that may be decoded at the same time; behind a router one for each engine."""
+    """One for each request that may be decoded at the same time; behind a router those of all engines."""
     return [
         {"id": index, "n_ctx": served.max_context, "speculative": False, "is_processing": runs}
         for index, runs in enumerate(_slots_run(report))
@@ -48,9 +48,7 @@ def slots(served: ServedModel, report: StatusReport | None) -> list[dict[str, An
 
 
 def _slots_run(report: StatusReport | None) -> list[bool]:
-    """Whether each has a request; a router says it of its replicas."""
+    """Whether each has a request."""
     if report is None:
         return [False]
-    if report.replica_names:
-        return list(map(bool, report.replica_running))
     return [number < report.num_running for number in range(report.parallel)]

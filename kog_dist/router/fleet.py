@@ -33,7 +33,7 @@ class Fleet:
     def seats(self, now_s: float) -> list[Seat]:
         """What the rules need to know of the replicas."""
         return [
-            Seat(link.name, link.is_usable(), link.is_free(now_s), link.idle_since_s, link.busy_until_s)
+            Seat(link.name, link.is_usable(), link.num_free(now_s), link.idle_since_s, link.busy_until_s, len(link.attempt_ids))
             for link in self._links.values()
         ]
 

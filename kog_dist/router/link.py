@@ -97,21 +97,27 @@ class ReplicaLink:
         """Whether it takes requests, now or when it has finished what it has."""
         return self.state is LinkState.READY and not self.order.is_retiring
 
-    def is_free(self, now_s: float) -> bool:
-        """Whether it would start a request at once."""
-        busy = self.attempt_ids or self._has_foreign_requests() or now_s < self.blocked_until_s
-        return self.is_usable() and not busy
+    def num_free(self, now_s: float) -> int:
+        """How many requests it would begin at once: it has as many places as it decodes together."""
+        if not self.is_usable() or now_s < self.blocked_until_s:
+            return 0
+        return max(self.num_places - len(self.attempt_ids) - self._num_foreign_requests(), 0)
+
+    @property
+    def num_places(self) -> int:
+        """How many it decodes together; one before it has said so."""
+        return 1 if self.report is None else self.report.parallel
 
     def is_refused(self) -> bool:
         """Whether it must not be used."""
         return self.state is LinkState.REFUSED
 
-    def _has_foreign_requests(self) -> bool:
-        """Whether a client that does not come through this router has something there; as of the last report."""
+    def _num_foreign_requests(self) -> int:
+        """How many clients that do not come through this router have there; as of the last report."""
         if self.report is None:
-            return False
+            return 0
         ids = (*self.report.all_running, *self.report.waiting)
-        return any(not request_id.startswith(self._own_prefix) for request_id in ids)
+        return sum(not request_id.startswith(self._own_prefix) for request_id in ids)
 
     # ---- the connection ----
     def sockets(self) -> list[zmq.Socket[bytes]]:

@@ -15,7 +15,7 @@ from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
 
 _SHOWN = 4096  # items of an array in a status report
 # Of replicas that have blocks of the same size.
-_KEPT = ("kept_used", "kept_slots", "kept_host_used", "kept_host_slots", "kept_states_used", "kept_states")
+_SUMMED = ("used_positions", "kept_used", "kept_slots", "kept_host_used", "kept_host_slots", "kept_states_used", "kept_states")
 _Value = TypeVar("_Value")
 
 
@@ -51,7 +51,10 @@ def status_report(
 ) -> StatusReport:  # fmt: skip
     """Everything about the fleet; ranks are those of all replicas, one replica after the other."""
     links = fleet.links()
-    running = {request.link: request.request_id for request in attempts.values()}
+    running = dict[ReplicaLink | None, list[str]]()  # in the order in which they began
+    for request in attempts.values():
+        running.setdefault(request.link, []).append(request.request_id)
+    all_running = [request.request_id for request in attempts.values()]
     position, num_prompt_tokens = _progress(running)
     reports = [link.report for link in links if link.report is not None]
     of_all = reports if len(reports) == len(links) else []  # a counter must not slip to another rank while a replica is away
@@ -64,7 +67,7 @@ def status_report(
         epochs_waited=tuple(count for report in of_all for count in _of_ranks(report.epochs_waited, report))[:_SHOWN],
         waited_s=tuple(waited_s for report in of_all for waited_s in _of_ranks(report.waited_s, report))[:_SHOWN],
         prefill=bool(of_all) and all(report.prefill for report in of_all),
-        uptime_s=uptime_s, running=next(iter(running.values()), None), waiting=tuple(waiting)[:_SHOWN],
+        uptime_s=uptime_s, running=next(iter(all_running), None), waiting=tuple(waiting)[:_SHOWN],
         queue_limit=max_waiting, client_queue_limit=max_waiting_of_one,
         num_completed=counters.num_completed, num_cancelled=counters.num_cancelled,
         num_failed=counters.num_failed, num_refused=counters.num_refused, num_dropped_clients=counters.num_dropped_clients,
@@ -73,11 +76,13 @@ def status_report(
         replica_names=tuple(link.name for link in links),
         replica_states=tuple(_shown_state(link) for link in links),
         replica_addresses=tuple(link.order.access.address for link in links),
-        replica_running=tuple(running.get(link, "") for link in links),
+        replica_running=tuple(" ".join(running.get(link, ()))[:1024] for link in links),
+        also_running=tuple(all_running[1:_SHOWN]),
+        parallel=sum(link.num_places for link in links if link.is_usable()),
         replica_ranks=tuple(map(_num_ranks, links)),
         kept_block_tokens=max((report.kept_block_tokens for report in reports), default=0),
         kept_ring=max((report.kept_ring for report in reports), default=0),
-        **{name: sum(getattr(report, name) for report in reports) for name in _KEPT},
+        **{name: sum(getattr(report, name) for report in reports) for name in _SUMMED},
     )  # fmt: skip
 
 
@@ -105,7 +110,7 @@ def _of_ranks(values: tuple[_Value | None, ...], report: StatusReport) -> tuple[
     return (*values, *[None] * num_ranks)[:num_ranks]
 
 
-def _progress(running: Mapping[ReplicaLink | None, str]) -> tuple[int, int]:
+def _progress(running: Mapping[ReplicaLink | None, Sequence[str]]) -> tuple[int, int]:
     """How far the request is that the report names as running, and how long its prompt is, as of its replica's last report."""
     report = next((link.report for link in running if link is not None), None)
     return (report.running_position, report.running_prompt_tokens) if report is not None else (0, 0)

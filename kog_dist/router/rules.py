@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Final
 
 from kog_dist.records import dataclass
@@ -46,9 +46,19 @@ class Seat:
 
     name: str
     is_usable: bool
-    is_free: bool
+    num_free: int  # requests that it would begin at once,
     idle_since_s: float
     busy_until_s: float = 0.0  # at the earliest; before that it computes the prompt of what it runs
+    num_running: int = 0  # besides these
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it would begin a request at once."""
+        return self.num_free > 0
+
+    def with_one_more(self, busy_until_s: float) -> Seat:
+        """Behind a request that it has been given."""
+        return replace(self, num_free=self.num_free - 1, num_running=self.num_running + 1, busy_until_s=busy_until_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,9 @@ class Assignment:
 
 
 def assign(waiting: Iterable[Waiting], seats: Sequence[Seat], now_s: float, block_s: float = BLOCK_S) -> Assignment:
-    """Give free replicas to requests in their order: to each the one that has most of it, or hardly less and idles longest.
+    """Give free replicas to requests in their order: to each the one that has most of it, or hardly less and has fewest others.
+
+    Of those that have equally many others it is the one that idles longest.
 
     A busy one that has more than any free one is waited for as long as it takes to compute what it has more, at `block_s` for
     each block, and at most STICKY_WAIT_S: so waiting in vain costs no more than going elsewhere at once. Nor is
@@ -82,9 +94,13 @@ def assign(waiting: Iterable[Waiting], seats: Sequence[Seat], now_s: float, bloc
             passed.append(request.request_id)
         elif allowed:
             name = _best_free(request, allowed, most_known)
-            del free[name]
-            busy_until_s[name] = now_s + request.prefill_s(name, block_s)
+            seat = free[name].with_one_more(now_s + request.prefill_s(name, block_s))
             pairs.append((request.request_id, name))
+            if seat.is_free:
+                free[name] = seat
+            else:
+                del free[name]
+                busy_until_s[name] = seat.busy_until_s
     return Assignment(tuple(pairs), look_again_s, tuple(passed))
 
 
@@ -99,9 +115,9 @@ def _give_up_s(request: Waiting, busy_until_s: Mapping[str, float], most_known: 
 
 
 def _best_free(request: Waiting, seats: Iterable[Seat], most_known: int) -> str:
-    """Of those that are not worth leaving for the one with most, the one that has been idle longest.
+    """Of those that are not worth leaving for the one with most, the one that runs fewest, and has been idle longest.
 
     The caches of the others are more likely to be asked for again.
     """
     good = (seat for seat in seats if not request.is_worth(request.known_by(seat.name), most_known))
-    return min(good, key=lambda seat: (seat.idle_since_s, seat.name)).name
+    return min(good, key=lambda seat: (seat.num_running, seat.idle_since_s, seat.name)).name

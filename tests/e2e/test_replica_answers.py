@@ -87,7 +87,7 @@ def num_completed(session: EngineSession) -> dict[str, int]:
 
 
 def test_more_replicas_while_requests_wait_and_fewer_when_they_do_not(session: EngineSession, tiny_model: Path) -> None:
-    access = launch(session, tiny_model, "--min-replicas=1", "--max-replicas=2", "--scale-down-after=1")
+    access = launch(session, tiny_model, "--min-replicas=1", "--max-replicas=2", "--scale-down-after=1", "--parallel=1")
     with Client(access) as client:
         assert states(client) == {"r0": "ready"}
         streams = [Stream((1, 2, 3 + i), 3000) for i in range(3)]

@@ -22,6 +22,7 @@ from .replica_clients import Crowd, Stream, replay
 READY_S = 90.0
 ENDED_S = 60.0
 NUM_STREAMS, NUM_TOKENS, NUM_PROMPTS = 100, 100, 10
+ALONE = ("--parallel=1",)  # so that one stream alone is lost with a replica
 
 
 @pytest.mark.cluster
@@ -32,7 +33,7 @@ def test_node_dies_under_a_hundred_streams(session: EngineSession, tiny_model: P
         for _ in range(2):  # one after the other: each looks for free ports
             cluster.add_node(1)
         begin_s = time.monotonic()
-        launcher = session.launch(str(tiny_model), "--launcher=ray", "--replicas=2", "--ranks=1", "--stall-timeout=10")
+        launcher = session.launch(str(tiny_model), "--launcher=ray", "--replicas=2", "--ranks=1", "--stall-timeout=10", *ALONE)
         until(lambda: "ready after" in session.output(stream="out"), READY_S, session.output)
         print(f"\nready after {time.monotonic() - begin_s:.1f} s: {session.output(stream='out')}")
         access = Access.from_folder(session.instance_folder)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import AnswerTimeout, ApiKey, ExtraBody, IgnoreEos, ServedModel, Temperature, Url
+from kog_dist.bench.commands.options import AnswerTimeout, ApiKey, ExtraBody, IgnoreEos, ServedModel, Temperature, Url, counts_of
 from kog_dist.bench.report import check_destination
 
 
@@ -18,7 +18,10 @@ def serve(
     num_prompts: Annotated[int, typer.Option(help="Requests that are measured.")] = 20,
     num_warmups: Annotated[int, typer.Option(help="Requests before, one after the other, which are not.")] = 1,
     max_concurrency: Annotated[
-        int | None, typer.Option(help="Requests at a time. Default: 1; with --request-rate no limit.")
+        str | None,
+        typer.Option(
+            metavar="N[,N...]", help="Requests at a time; of several a load each. Default: 1; with --request-rate no limit."
+        ),
     ] = None,
     request_rate: Annotated[
         float | None, typer.Option(help="Requests per second, Poisson arrivals. Default: each as soon as there is room.")
@@ -47,15 +50,21 @@ def serve(
 ) -> None:
     """Load on any OpenAI-compatible server. TTFT, ITL, TPOT, end to end, in vLLM's JSON. Code 4: a request failed."""
     from kog_dist.bench.service import serve as benchmark
+    from kog_dist.bench.service import side_by_side
     from kog_dist.bench.service.options import settings_of
 
-    settings, asked = settings_of(
-        url=url, backend=backend, model=model, num_prompts=num_prompts, num_warmups=num_warmups, max_concurrency=max_concurrency,
-        request_rate=request_rate, input_len=input_len, output_len=output_len, prompts=prompts, ignore_eos=ignore_eos,
-        temperature=temperature, seed=seed, timeout_s=timeout, extra_body=extra_body, api_key=api_key,
-        agents=agents, shared_len=shared_len, speculate=speculate,
-    )  # fmt: skip
+    limits = (None,) if max_concurrency is None else counts_of(max_concurrency, "--max-concurrency")
+    loads = [
+        settings_of(
+            url=url, backend=backend, model=model, num_prompts=num_prompts, num_warmups=num_warmups, max_concurrency=limit,
+            request_rate=request_rate, input_len=input_len, output_len=output_len, prompts=prompts, ignore_eos=ignore_eos,
+            temperature=temperature, seed=seed + number, timeout_s=timeout, extra_body=extra_body, api_key=api_key,
+            agents=agents, shared_len=shared_len, speculate=speculate,
+        )
+        for number, limit in enumerate(limits)
+    ]  # fmt: skip
     check_destination(output, html)
-    paths = (None if path is None else Path(path) for path in (output, html))
-    if benchmark.run(settings, asked, output=next(paths), html=next(paths), each=each):
+    files = [None if path is None else Path(path) for path in (output, html)]
+    num_failed = benchmark.run(*loads[0], *files, each=each) if len(loads) == 1 else side_by_side.run(loads, *files, each=each)
+    if num_failed:
         raise typer.Exit(4)

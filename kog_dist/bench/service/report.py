@@ -39,17 +39,25 @@ def report_html(result: Mapping[str, Any]) -> str:
     notes = "".join(f"<li>{escape(note.removeprefix('note: '))}</li>" for note in notes_of(dict(result)))
     errors = "".join(f'<li class="bad">{escape(error)}</li>' for error in sorted({e for e in result["errors"] if e})[:20])
     settings = {name: value for name, value in result.items() if name not in DETAILS}
+    return page(
+        title,
+        f"""<p>{summary}</p>
+{_table(result)}
+<ul>{notes}{errors}</ul>
+{_plots(result)}
+<h2>All figures</h2>
+<pre>{escape(json.dumps(settings, indent=1))}</pre>""",
+    )
+
+
+def page(title: str, body: str) -> str:
+    """One HTML file that loads nothing. `title` is text, `body` is HTML."""
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <title>{escape(title)}</title><style>{_STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
-<p>{summary}</p>
-{_table(result)}
-<ul>{notes}{errors}</ul>
-{_plots(result)}
-<h2>All figures</h2>
-<pre>{escape(json.dumps(settings, indent=1))}</pre>
+{body}
 </body></html>
 """
 

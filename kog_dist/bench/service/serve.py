@@ -68,28 +68,38 @@ class ServeSettings:
         return body | self.extra_body
 
 
-def run(settings: ServeSettings, prompts: Sequence[Prompt], *, output: Path | None, html: Path | None, each: bool = False) -> int:
+def run(settings: ServeSettings, prompts: Sequence[Prompt], output: Path | None, html: Path | None, *, each: bool = False) -> int:
     """Measure, print a table and the JSON object, write the files; returns how many requests failed.
 
     `each`: a line per request, too. Raises LaunchError if nothing answers at the URL, ConfigError if the server has no model to
     ask, RequestFailed if no warm-up request is answered.
     """
-    for path in (output, html):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
-    before = machine()
-    load = asyncio.run(measure(settings, prompts))
-    answers = [answer_of(exchange, prompt.num_words) for exchange, prompt in zip(load.exchanges, prompts, strict=True)]
-    result = _result(settings, load, answers, before)
+    check_folders(output, html)
+    result, answers = measured(settings, prompts)
     if output is not None:
         output.write_text(json.dumps(result) + "\n", encoding="utf-8")
     if html is not None:
         html.write_text(report_html(result), encoding="utf-8")
     if each:
         write_out(table_of_each(answers) + "\n")
-    write_out(_table(result) + "\n")
+    write_out(table_of(result) + "\n")
     print_json({name: value for name, value in result.items() if name not in DETAILS})
     return int(result["failed"])
+
+
+def check_folders(*paths: Path | None) -> None:
+    """Before anything is measured. Raises ConfigError naming a file that cannot be written."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
+def measured(settings: ServeSettings, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], list[RequestRecord]]:
+    """What `--output` writes, and the answers in the order of the prompts. Raises what `run` raises."""
+    before = machine()
+    load = asyncio.run(measure(settings, prompts))
+    answers = [answer_of(exchange, prompt.num_words) for exchange, prompt in zip(load.exchanges, prompts, strict=True)]
+    return _result(settings, load, answers, before), answers
 
 
 @dataclass(slots=True)
@@ -223,7 +233,7 @@ def table_of_each(answers: Sequence[RequestRecord]) -> str:
     return "\n".join(lines)
 
 
-def _table(result: dict[str, Any]) -> str:
+def table_of(result: dict[str, Any]) -> str:
     """What a person reads."""
     tokens = f"{result['total_input_tokens']} tokens in, {result['total_output_tokens']} out"
     lines = [

@@ -14,6 +14,7 @@ class StatusReport(Checked):
 
     `running`: of the requests that are decoded the one that began first; `also_running`: the others; at most `parallel` in all.
     `running_position`: tokens of the first that are in the KV cache; below `running_prompt_tokens` it is prefilling.
+    A router's `parallel` is the sum of its replicas'.
     `used_positions`: tokens of all of them in KV caches.
     `prefill`: whether prompts go through prefill, in blocks of many tokens, on all ranks (of all replicas).
     `own_sampling`: the model's own sampling for people, which HTTP uses where a request says nothing; empty for a router.
@@ -46,7 +47,7 @@ class StatusReport(Checked):
     replica_names: tuple[str, ...] = checked(array(NAME, 4096), default=())  # of a router; the next four are in this order
     replica_states: tuple[str, ...] = checked(array(NAME, 4096), default=())  # with the reason, where it is not in use
     replica_addresses: tuple[str, ...] = checked(array(NAME, 4096), default=())
-    replica_running: tuple[str, ...] = checked(array(NAME, 4096), default=())  # request id, empty when idle
+    replica_running: tuple[str, ...] = checked(array(NAME, 4096), default=())  # ids with blanks between, empty when idle
     replica_ranks: tuple[int, ...] = checked(array(COUNT, 4096), default=())  # 0: it has not said yet
     client_queue_limit: int = checked(COUNT, default=0)  # of the waiting requests of one connection
     num_expired: int = checked(COUNT, default=0)  # requests that their own deadline ended; not counted elsewhere
@@ -76,5 +77,5 @@ class StatusReport(Checked):
 
     @property
     def num_running(self) -> int:
-        """How many there are; of a router one of each replica that runs any."""
-        return sum(map(bool, self.replica_running)) if self.replica_names else len(self.all_running)
+        """How many there are."""
+        return len(self.all_running)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kog_dist.bench.cli import app
 from kog_dist.bench.service import serve
 from kog_dist.bench.service.figures import DETAILS, notes_of
 from kog_dist.bench.service.options import settings_of
@@ -245,6 +247,27 @@ def test_the_report_loads_nothing_and_escapes_what_the_server_said(tmp_path: Pat
     assert "<script" not in page
     assert "http://www" not in page
     assert page.count("<svg") >= 3, "two distributions and the timeline; a curve if it took a tenth of a second"
+
+
+def test_several_numbers_at_once_are_a_load_each_and_a_table(tmp_path: Path) -> None:
+    with openai_stub(Scripted(completion(["a", "b", "c"], usage=USAGE))) as stub:
+        command = ["serve", "--url", stub.url, "--num-prompts", "3", "--num-warmups", "0", "--max-concurrency", "1,2"]
+        files = {kind: tmp_path / f"several.{kind}" for kind in ("json", "html")}
+        result = CliRunner().invoke(app, [*command, "--output", str(files["json"]), "--html", str(files["html"])])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line.endswith(" at once")] == ["1 at once", "2 at once"]
+    heading = next(i for i, line in enumerate(lines) if line.split()[:2] == ["at", "once"])
+    assert [line.split()[0] for line in lines[heading + 1 : heading + 3]] == ["1", "2"]
+    last, whole = json.loads(lines[-1]), json.loads(files["json"].read_text())
+    assert [run["max_concurrency"] for run in last["runs"]] == [1, 2]
+    assert [run["generated_texts"] for run in whole["runs"]] == [["abc"] * 3] * 2
+    prompts = [request["prompt"] for request in stub.requests]
+    assert len(set(prompts)) == 6, "what was kept of one load is no help for the next"
+    page = files["html"].read_text()
+    assert page.count("<h2>") == 3, "two plots and all figures"
+    assert "Of all together" in page
+    assert "http://www" not in page
 
 
 def test_agents_chats_grow_by_a_message() -> None:

@@ -308,10 +308,10 @@ def test_what_clients_of_llama_cpp_ask_first(http: httpx.Client) -> None:
     assert http.get("/version").json()["version"]
 
 
-def test_slots_are_engines() -> None:
+def test_slots_are_those_of_all_engines() -> None:
     served = ServedModel("demo", (), 2048, 10, None, None, 0)
-    report = dataclasses.replace(REPORT, replica_names=("a", "b"), replica_states=("ready", "ready"), replica_running=("", "7"))
-    assert [slot["is_processing"] for slot in slots(served, report)] == [False, True]
+    report = dataclasses.replace(REPORT, replica_names=("a", "b"), running="7", also_running=("8",), parallel=4)
+    assert [slot["is_processing"] for slot in slots(served, report)] == [True, True, False, False]
     assert [slot["is_processing"] for slot in slots(served, None)] == [False]
 
 

@@ -33,6 +33,7 @@ REPORT = StatusReport(
 )  # fmt: skip
 ROUTER = dataclasses.replace(
     REPORT, replica_names=("a", "b", "c"), replica_states=("ready", "lost", "ready"), replica_running=("r1", "", "r9"),
+    also_running=("r9",), parallel=3,
 )  # fmt: skip
 
 
@@ -153,7 +154,7 @@ def test_props() -> None:
         (None, [False]),
         (REPORT, [True]),
         (dataclasses.replace(REPORT, running=None), [False]),
-        (ROUTER, [True, False, True]),
+        (ROUTER, [True, True, False]),
         (dataclasses.replace(REPORT, also_running=("r2",), parallel=3), [True, True, False]),
     ],
 )

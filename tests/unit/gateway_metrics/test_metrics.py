@@ -262,11 +262,11 @@ def test_an_engine_that_does_not_answer_has_no_queue_but_a_growing_age() -> None
 def test_a_router_reports_its_replicas(metrics: Metrics) -> None:
     replicas: dict[str, object] = {
         "replica_names": ("a", "b", "c"), "replica_states": ("ready", "ready", "down: rank 0 died"),
-        "replica_addresses": ("", "", ""), "replica_running": ("x", "", ""),
+        "replica_addresses": ("", "", ""), "replica_running": ("x y", "", ""), "running": "x", "also_running": ("y",),
     }  # fmt: skip
     metrics.engine_report(report(**replicas))
     page = Page(metrics)
-    assert page.value("num_requests_running") == 1
+    assert page.value("num_requests_running") == 2
     assert page.value("num_replicas", state="ready") == 2
     assert page.value("num_replicas", state="down") == 1
 

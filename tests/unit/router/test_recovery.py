@@ -112,15 +112,18 @@ def link_in(state: LinkState, **fields: Any) -> ReplicaLink:
 
 
 def test_a_replica_is_free_when_nothing_speaks_against_it() -> None:
-    def reported(running: str | None, *waiting: str) -> Any:
-        return SimpleNamespace(all_running=() if running is None else (running,), waiting=waiting)
+    def reported(running: str | None, *waiting: str, parallel: int = 1) -> Any:
+        return SimpleNamespace(all_running=() if running is None else (running,), waiting=waiting, parallel=parallel)
 
-    for fields, is_free in (
-        ({}, True), ({"attempt_ids": {"kr1.0"}}, False), ({"blocked_until_s": 5.0}, True), ({"blocked_until_s": 5.001}, False),
-        ({"report": reported("kr1.0")}, True), ({"report": reported("theirs")}, False),
-        ({"report": reported("kr1.0", "theirs")}, False), ({"order": SimpleNamespace(is_retiring=True)}, False),
+    for fields, num_free in (
+        ({}, 1), ({"attempt_ids": {"kr1.0"}}, 0), ({"blocked_until_s": 5.0}, 1), ({"blocked_until_s": 5.001}, 0),
+        ({"report": reported("kr1.0")}, 1), ({"report": reported("theirs")}, 0),
+        ({"report": reported("kr1.0", "theirs")}, 0), ({"order": SimpleNamespace(is_retiring=True)}, 0),
+        ({"report": reported("kr1.0", parallel=4), "attempt_ids": {"kr1.0"}}, 3),
+        ({"report": reported("theirs", "theirs too", parallel=4), "attempt_ids": {"kr1.0"}}, 1),
+        ({"report": reported("theirs", "theirs too", parallel=2), "attempt_ids": {"kr1.0"}}, 0),
     ):  # fmt: skip
-        assert link_in(LinkState.READY, **fields).is_free(5.0) is is_free, fields
+        assert link_in(LinkState.READY, **fields).num_free(5.0) == num_free, fields
     for state in LinkState:
         assert link_in(state).is_usable() is (state is LinkState.READY)
 

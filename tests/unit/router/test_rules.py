@@ -25,6 +25,16 @@ def test_requests_go_in_order_to_the_replica_that_idles_longest() -> None:
     assert decided.pairs == (("q0", "r1"), ("q1", "r3"), ("q2", "r0"))
 
 
+def test_replicas_with_places_get_requests_in_turn_until_they_are_full() -> None:
+    seats = [replace(seat("r0"), num_free=3), replace(seat("r1", idle_since_s=1.0), num_free=1, num_running=1)]
+    decided = assign([Waiting(f"q{i}") for i in range(5)], seats, NOW_S)
+    assert decided.pairs == (("q0", "r0"), ("q1", "r0"), ("q2", "r1"), ("q3", "r0")), "to who runs fewest, or idles longest"
+    known = [Waiting(f"q{i}", None, {"r0": 8}, 9) for i in range(4)]
+    decided = assign(known, seats, NOW_S)
+    assert decided.pairs == (("q0", "r0"), ("q1", "r0"), ("q2", "r0")), "who has most has it while there is a place"
+    assert decided.passed == ("q3",), "then it is waited for"
+
+
 def asking(known: dict[str, int], num_blocks: int = 4, *, avoid: frozenset[str] = frozenset()) -> Waiting:
     return Waiting("q", None, known, num_blocks, avoid)
 
@@ -150,12 +160,12 @@ def test_replica_that_has_just_refused_is_avoided_whatever_it_has() -> None:
         st.dictionaries(st.sampled_from(["r0", "r1", "r2", "r3", "gone"]), st.integers(1, 8), max_size=3), max_size=12
     ),
     ages_s=st.lists(st.none() | st.floats(0, 3), min_size=12, max_size=12),
-    kinds=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=4, max_size=4),
+    kinds=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=4, max_size=4),
 )
 def test_nobody_is_served_twice_and_no_replica_idles_while_somebody_could_have_it(
-    known: list[dict[str, int]], ages_s: list[float | None], kinds: list[tuple[bool, bool]]
+    known: list[dict[str, int]], ages_s: list[float | None], kinds: list[tuple[int, bool]]
 ) -> None:
-    seats = [seat(f"r{i}", free=free, usable=usable) for i, (free, usable) in enumerate(kinds)]
+    seats = [replace(seat(f"r{i}", usable=usable), num_free=free if usable else 0) for i, (free, usable) in enumerate(kinds)]
     waiting = [
         Waiting(f"q{i}", None if age_s is None else NOW_S - age_s, blocks, 8)
         for i, (blocks, age_s) in enumerate(zip(known, ages_s, strict=False))
@@ -163,13 +173,13 @@ def test_nobody_is_served_twice_and_no_replica_idles_while_somebody_could_have_i
     decided = assign(waiting, seats, NOW_S, block_s=0.5)
     assert decided == assign(waiting, list(reversed(seats)), NOW_S, block_s=0.5), "the order of replicas tells nothing"
     requests, replicas = [pair[0] for pair in decided.pairs], [pair[1] for pair in decided.pairs]
-    free = {s.name for s in seats if s.is_free}
+    places = {s.name: s.num_free for s in seats}
     assert len(set(requests)) == len(requests)
-    assert len(set(replicas)) == len(replicas)
-    assert set(replicas) <= free
-    if free - set(replicas):
+    assert all(replicas.count(name) <= places[name] for name in places)
+    assert set(replicas) <= {name for name, num in places.items() if num}
+    if still_free := {name for name, num in places.items() if replicas.count(name) < num}:
         left = [request for request in waiting if request.request_id not in requests]
-        busy = {s.name for s in seats if s.is_usable} - free | set(replicas)
+        busy = {s.name for s in seats if s.is_usable} - still_free
         assert [request.request_id for request in left] == list(decided.passed)
         assert all(busy & set(request.known) for request in left)
         assert all(request.passed_s is None or request.passed_s + STICKY_WAIT_S > NOW_S for request in left)
