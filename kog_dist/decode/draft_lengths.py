@@ -38,6 +38,21 @@ def costs_between(measured: Mapping[int, float]) -> list[float]:
     return costs
 
 
+def shared_out(outlooks: Sequence[Sequence[float]], num_tokens: int) -> list[int]:
+    """How many drafts each of several requests has in a pass with room for `num_tokens` of all.
+
+    `outlooks`: of each, how probably its drafts are right, up to the first, the first two and so on. Those that are more likely
+    go first; of equally likely ones those of whom has fewer yet, then of who comes first.
+    """
+    nums = [0] * len(outlooks)
+    for _ in range(num_tokens):
+        left = [idx for idx, outlook in enumerate(outlooks) if nums[idx] < len(outlook)]
+        if not left:
+            break
+        nums[max(left, key=lambda idx: (outlooks[idx][nums[idx]], -nums[idx], -idx))] += 1
+    return nums
+
+
 class DraftLengths:
     """Of one request. `costs`: of a pass of each of SIZES, in passes of one token."""
 
@@ -51,10 +66,14 @@ class DraftLengths:
         """Whether the smallest draft may be lost."""
         return self._costs[1] - 1 <= self._balance
 
+    def hope(self, length: int) -> float:
+        """How probably a token behind a match of so many is right."""
+        kind = bisect_right(_LENGTHS, length) - 1
+        return self._right[kind] / (self._right[kind] + self._wrong[kind])
+
     def best(self, length: int, most: int, num_forced: int = 0) -> int:
         """Tokens to draft behind a match of so many tokens, `most` at most; 0: none. The first `num_forced` are right."""
-        kind = bisect_right(_LENGTHS, length) - 1
-        hope = self._right[kind] / (self._right[kind] + self._wrong[kind])
+        hope = self.hope(length)
         best, best_rate, expected, chance, drafted = 0, _WORTH, 1.0, 1.0, 0
         for size, cost in zip(SIZES[1:], self._costs[1:], strict=True):
             if size > most + 1 or cost - self._forced_cost(min(num_forced, size - 1)) > max(self._balance, 0.0):

@@ -22,6 +22,11 @@ NO_DRAFT = Draft()
 class Drafter(Protocol):
     """Of one request. Every rank has its own, and all make the same drafts."""
 
+    def outlook(self, most: int, forced: Sequence[int] = ()) -> Sequence[float]:
+        """How probably the first token of what `draft` would give is right, the first two, and so on. What is drafted then may
+        have fewer.
+        """
+
     def draft(self, most: int, forced: Sequence[int] = ()) -> Draft:
         """What may come next, `most` tokens at most. `forced`: what must, as the request's grammar says."""
 
@@ -43,20 +48,36 @@ class LookupDrafter:
     def __init__(self, prompt: Sequence[int], prediction: Sequence[int], costs: Sequence[float]) -> None:
         self._lookup, self._lengths = Lookup(prompt, prediction), DraftLengths(costs)
         self._last: _Last | None = None
+        self._plan: tuple[Match | None, int] | None = None  # of the next draft, once somebody has asked for its outlook
         self._forced: list[int] = []  # in the last draft
         self._trusts_forced = True
 
+    def outlook(self, most: int, forced: Sequence[int] = ()) -> Sequence[float]:
+        """See `Drafter.outlook`."""
+        self._plan = match, num = self._planned(most, forced)
+        hope, num_forced = 1.0 if match is None else self._lengths.hope(match.length), min(num, len(self._forced))
+        return [1.0] * num_forced + [hope ** (1 + idx) for idx in range(num - num_forced)]
+
     def draft(self, most: int, forced: Sequence[int] = ()) -> Draft:
         """See `Drafter.draft`."""
-        self._last, self._forced = None, [*forced[: max(most, 0)]] if self._trusts_forced else []
+        match, num = self._plan or self._planned(most, forced)
+        self._last = self._plan = None
+        num = min(num, max(most, 0))
+        if match is not None and num > len(self._forced):
+            return self._of_match(match, num)
+        self._forced = self._forced[:num]
+        return Draft(self._forced) if self._forced else NO_DRAFT
+
+    def _planned(self, most: int, forced: Sequence[int]) -> tuple[Match | None, int]:
+        """Tokens to draft, and the match that goes on beyond those which are forced, if that pays."""
+        self._forced = [*forced[: max(most, 0)]] if self._trusts_forced else []
         match = self._match() if most > 0 and (self._forced or self._lengths.may_draft()) else None
         num_forced = len(self._forced)
         if match is not None:
             num = self._lengths.best(match.length, most, num_forced)
             if num > num_forced:
-                return self._of_match(match, num)
-        self._forced = self._forced[: self._lengths.best(0, num_forced, num_forced)]
-        return Draft(self._forced) if self._forced else NO_DRAFT
+                return match, num
+        return None, self._lengths.best(0, num_forced, num_forced)
 
     def _match(self) -> Match | None:
         """What goes on with all that is forced."""

@@ -60,6 +60,9 @@ class FaultDrafter:
     def __init__(self, drafted: Callable[[Sequence[int], int], Sequence[int]]) -> None:
         self._drafted, self._said, self._chance = drafted, list[int](), random.Random(3)
 
+    def outlook(self, most: int, forced: Sequence[int] = ()) -> Sequence[float]:
+        return [1.0] * max(most, 0)
+
     def draft(self, most: int, forced: Sequence[int] = ()) -> Draft:
         size = self._chance.choice([size for size in SIZES if size <= max(most, 0) + 1])
         found = self._drafted(self._said, size - 1)
@@ -263,6 +266,9 @@ def test_a_cancel_leaves_a_beginning_and_the_next_answer_whole(
 
         def __init__(self) -> None:
             self._drafter, self._num = drafter_of(), 0
+
+        def outlook(self, most: int, forced: Sequence[int] = ()) -> Sequence[float]:
+            return self._drafter.outlook(most, forced)
 
         def draft(self, most: int, forced: Sequence[int] = ()) -> Draft:
             return self._drafter.draft(most, forced)

@@ -99,6 +99,9 @@ class Foretold:
         self.vocab_size = vocab_size
         self.answer, self.share, self.chance, self.said = answer, share_of_mistakes, random.Random(3), 0
 
+    def outlook(self, most: int, forced: Sequence[int] = ()) -> Sequence[float]:
+        return [1.0] * max(most, 0)
+
     def draft(self, most: int, forced: Sequence[int] = ()) -> Draft:
         size = self.chance.choice([size for size in SIZES if size <= most + 1]) if most > 0 else 1
         right = [*self.answer[self.said : self.said + size - 1]]

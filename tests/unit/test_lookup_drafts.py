@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kog_dist.decode import draft_lengths
-from kog_dist.decode.draft_lengths import SIZES, DraftLengths, costs_between
+from kog_dist.decode.draft_lengths import SIZES, DraftLengths, costs_between, shared_out
 from kog_dist.decode.drafts import LookupDrafter
 from kog_dist.decode.lookup import LEAST, Lookup, Match
 
@@ -238,3 +238,32 @@ def test_forced_tokens_say_nothing_of_others() -> None:
         lengths.passed(1)
     assert lengths.best(5, 15) == 0
     assert lengths.best(5, 15, num_forced=3) == 3
+
+
+def test_a_pass_is_shared_out_to_the_drafts_that_are_most_likely() -> None:
+    sure, fair, poor = [0.9, 0.81, 0.73, 0.66], [0.6, 0.36], [0.5]
+    assert shared_out([sure, fair, poor], 16) == [4, 2, 1], "there is room for all"
+    assert shared_out([poor, sure, fair], 4) == [0, 4, 0]
+    assert shared_out([poor, sure, fair], 5) == [0, 4, 1]
+    assert shared_out([poor, sure, fair], 6) == [1, 4, 1]
+    assert shared_out([[1.0] * 8, [1.0] * 8, []], 5) == [3, 2, 0], "as many of equally likely ones"
+    assert shared_out([sure, fair], 0) == shared_out([[], []], 3) == [0, 0]
+    assert shared_out([], 3) == []
+
+
+def test_an_outlook_is_that_of_the_draft_which_may_be_shorter() -> None:
+    text = [5, 9, 200, 17, 33, 41, 7, 8]
+    costs = [1.0 + 0.02 * idx for idx in range(len(SIZES))]
+    drafter = LookupDrafter([*text, 1, *text[:4]], (), costs)
+    drafter.took([33])
+    outlook = drafter.outlook(15)
+    assert len(outlook) > 2
+    assert [*outlook] == sorted(outlook, reverse=True)
+    assert 0 < outlook[-1] < outlook[0] < 1
+    assert [*drafter.draft(2).token_ids] == text[5:7], "no more than its share"
+    drafter.took([41])
+    asked = drafter.outlook(15)
+    assert len(drafter.draft(15).token_ids) == len(asked), "as it has said"
+    drafter.took([7])
+    assert drafter.outlook(3, forced=(8, 2))[:2] == [1.0, 1.0], "what is forced is certain"
+    assert [*drafter.draft(3, (8, 2)).token_ids][:2] == [8, 2]

@@ -13,11 +13,10 @@ import numpy as np
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.decode.cpu import host_library
-from kog_dist.decode.cpu.cursor import PassPart
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.cpu.passes import most_tokens, most_verified, pass_mailboxes, pass_sizes
 from kog_dist.decode.cpu.pool_sizes import BLOCK_TOKENS, pool_slots
-from kog_dist.decode.draft_lengths import SIZES
+from kog_dist.decode.draft_lengths import SIZES, shared_out
 from kog_dist.decode.drafts import LookupDrafter
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan.plan import make_plan
@@ -189,12 +188,10 @@ class CpuEngine:
     def _answer(self, together: Sequence[CpuRequest], running: Sequence[CpuRequest], intake: Intake | None) -> None:
         """A pass of the answers of these: a token of each, and drafts in what is left of the pass."""
         assert self._interpreter is not None
-        word, parts, has_company = self._begin(running, intake), list[PassPart](), len(running) > 1
-        num_left = self._most_verified
-        for idx, one in enumerate(together):
-            most = num_left // (len(together) - idx)
-            parts.append(one.answer_part(most, stop=bool(word >> one.slot & 1), has_company=has_company))
-            num_left -= len(parts[-1].token_ids)
+        word, has_company = self._begin(running, intake), len(running) > 1
+        room = self._most_verified - len(together)
+        nums = shared_out([one.outlook(room, has_company=has_company) for one in together], room)
+        parts = [one.answer_part(num, stop=bool(word >> one.slot & 1)) for one, num in zip(together, nums, strict=True)]
         gathers = any(one.needs_all_logits for one in together)
         for one, outputs in zip(together, self._interpreter.run(parts, gathers, word=word), strict=True):
             one.took(outputs)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kog_dist.decode.cpu.cursor import PassPart
 from kog_dist.decode.cpu.interpreter import Interpreter, StepOutput
-from kog_dist.decode.drafts import NO_DRAFT, Draft, Drafter
+from kog_dist.decode.drafts import NO_DRAFT, Drafter
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvCopyKind, KvUse
 from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
@@ -53,6 +53,7 @@ class CpuRequest:
         self._index = 0  # of the next token of the answer
         self._token_id = request.prompt[-1]  # the newest one, once the prompt is read
         self._saves = deque(copy for copy in request.kv.copies if copy.kind is KvCopyKind.SAVE_STATE)
+        self._next_forced: Sequence[int] = ()  # what the grammar forces in the next pass
         self._draft, self._told = NO_DRAFT, list[int]()  # of the pass; tokens of it that are in the ring already
         self._use_cache(request.kv)
         self._save_states(self._position)
@@ -111,21 +112,27 @@ class CpuRequest:
         epoch = self.request.mask_epoch
         return bool(epoch) and not self._index and self._control.mask_slots[self.slot].get(epoch) is None
 
-    def answer_part(self, most: int, *, stop: bool, has_company: bool) -> PassPart:
-        """The newest token, and drafts of those behind it: `most` tokens at most."""
-        most = min(self.request.max_tokens - self._index, self._spec.max_context - 1 - self._position, most) - 1
-        self._draft, self._told = self._next_draft(most, has_company=has_company), []
+    def outlook(self, most: int, *, has_company: bool) -> Sequence[float]:
+        """See `Drafter.outlook`: of drafts in a pass, `most` at most. Before each `answer_part`, which drafts some of them."""
+        if self._drafter is None:
+            return ()
+        self._next_forced = () if self._forced is None else self._forced.next(self._index, waits=not has_company)
+        return self._drafter.outlook(self._most_drafts(most), self._next_forced)
+
+    def _most_drafts(self, most: int) -> int:
+        return min(self.request.max_tokens - self._index - 1, self._spec.max_context - 2 - self._position, most)
+
+    def answer_part(self, num_drafts: int, *, stop: bool) -> PassPart:
+        """The newest token, and drafts of those behind it, `num_drafts` at most."""
+        self._draft, self._told = NO_DRAFT, []
+        if self._drafter is not None:
+            self._draft = self._drafter.draft(self._most_drafts(num_drafts), self._next_forced)
         choose = None
         if self._root is not None:
             self._root.begin_pass(self._position, self._tell)
             choose = self._root.choose
         tokens = (self._token_id, *self._draft.token_ids)
         return PassPart(tokens, self._position, self.request.sampling, self.request.kv.cache, stop, choose)
-
-    def _next_draft(self, most: int, *, has_company: bool) -> Draft:
-        if self._drafter is None:
-            return NO_DRAFT
-        return self._drafter.draft(most, () if self._forced is None else self._forced.next(self._index, waits=not has_company))
 
     def took(self, outputs: Sequence[StepOutput]) -> None:
         """What came of its part of a pass."""
