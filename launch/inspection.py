@@ -158,8 +158,6 @@ def _together(target: Target) -> str:
     """Requests that decode together, and why not more."""
     if target.device == "cuda":
         return "1 request: the kernel of GPUs decodes one at a time, and others wait"
-    if target.checkpoint.spec.is_recurrent:
-        return "1 request: models with delta nets decode one at a time, and others wait"
     return f"{_count(target.parallel, 'request')} at most, in passes of the weights that they share; more wait"
 
 

@@ -32,7 +32,6 @@ _CONTEXT_STEP = 256
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
-    from kog_dist.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
-        parallel, num_kv_caches = _parallel(settings, checkpoint.spec)
+        parallel, num_kv_caches = _parallel(settings)
         kept_bytes = kept_on_cpu(settings, world_size, state_bytes(checkpoint.spec) // world_size)
         target = Target(
             folder,
@@ -165,16 +164,9 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
     return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles
 
 
-def _parallel(settings: LaunchConfig, spec: ModelSpec) -> tuple[int, int]:
+def _parallel(settings: LaunchConfig) -> tuple[int, int]:
     """Requests that decode together on CPU ranks, and KV caches. Raises ConfigError if there are not enough of these."""
     asked, num_caches = settings.parallel, settings.kv_caches
-    if spec.is_recurrent:
-        if asked > 1:
-            raise ConfigError(
-                f"parallel {asked} cannot be had for models with delta nets yet: copies of their states are those of one request "
-                "at a time; leave it out"
-            )
-        return 1, num_caches or CPU_KV_CACHES
     if num_caches and asked > num_caches:
         raise ConfigError(f"parallel {asked} needs a KV cache for each request, and kv_caches is {num_caches}; ask for {asked}")
     parallel = asked or min(CPU_PARALLEL, num_caches or CPU_PARALLEL)

@@ -26,14 +26,19 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.runtime.control import AbortCause, ControlPage, KvLayout, RankState
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.coordinator import kept_caches, kept_states
 from kog_dist.workers.coordinator.decode_slot import DecodeSlot, DecodeSlots
+from kog_dist.workers.engines import cpu_blocks
 from kog_dist.workers.engines.cpu import CpuEngine
+from kog_dist.workers.engines.cpu_blocks import CpuBlocks
 from kog_dist.workers.worker import serve
 from tests.multi.test_bits import Board, ThreadExchange
+from tests.multi.test_company import left_in
 from tests.multi.test_fault_drafters import _Comm
 from tests.unit.delta_models import published
 
 CONTEXT, PARALLEL, CACHES, PATIENCE_S = 128, 4, 5, 60.0
+NUM_BLOCKS, BLOCK_TOKENS, NUM_STATES, STEP = 30, 8, 7, 8  # room for less than is made
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(1.1, seed=4),
@@ -65,7 +70,7 @@ class Together:
         self.control = ControlPage.create(world_size, CONTEXT, vocab_size=self.vocab, parallel=parallel)
         self.slots = DecodeSlots(self.control, None, is_recurrent=checkpoint.spec.is_recurrent)
         self.epochs, self.is_broken = iter(range(1, 10**9, 1000)), threading.Event()
-        board, self.threads = Board(world_size), list[threading.Thread]()
+        board, self.threads, self.engines = Board(world_size), list[threading.Thread](), list[Any]()
         for rank in range(world_size):
             weights = checkpoint.rank_weights(plan.ranks[rank].lanes, keeps_halves=host_library.library() is not None)
             exchange = ThreadExchange(board, rank) if world_size > 1 else None
@@ -77,7 +82,9 @@ class Together:
             stub._comm, stub._costs = _Comm(exchange), [1.0 + 0.05 * (size - 1) for size in SIZES]
             stub._heartbeat = ExitStack()
             stub._heartbeat.progress = lambda: None
-            self.control.set_kv_layout(rank, KvLayout(CACHES))
+            stub._blocks = CpuBlocks(stub._interpreter.memory, NUM_BLOCKS, NUM_STATES)
+            self.control.set_kv_layout(rank, KvLayout(CACHES, 0, stub._blocks._blocks.shape[-2], NUM_BLOCKS, 0, NUM_STATES))
+            self.engines.append(engine)
             self.threads.append(threading.Thread(target=self._serve, args=(engine, rank, board)))
             self.threads[-1].start()
 
@@ -134,6 +141,23 @@ class Together:
                 return
             said.append(entry.token_id)
 
+    def left(self) -> dict[tuple[str, bytes], list[bytes]]:
+        """Behind one more request, before whose end all ranks have done what they were told: keys, values and states of caches,
+        and copies of states, on all ranks, by their kind and tokens.
+        """
+        self.run([Asked(DecodeRequest((1,), 1), has_grammar=False)], random.Random(0))
+        books, found = self.slots._caches, dict[tuple[str, bytes], list[bytes]]()
+        assert books is not None
+        for cache, kept in enumerate(books._kept):
+            if len(kept.tokens) > 1:
+                parts = [left_in(engine._interpreter, cache, len(kept.tokens)) for engine in self.engines]
+                found["cache", kept.tokens.tobytes()] = [part for of_rank in parts for part in of_rank]
+        for slot, copy in enumerate(books.states._copies):
+            if copy.position > 1:
+                layers = [layer for engine in self.engines for layer in engine._blocks._states]
+                found["copy", copy.digest] = [part[slot].tobytes() for layer in layers for part in layer]
+        return found
+
     def close(self) -> None:
         self.control.set_abort(AbortCause.SHUTDOWN)
         for thread in self.threads:
@@ -164,11 +188,16 @@ def drawn(chance: random.Random, vocab: int, num: int) -> list[Asked]:
             drafts=chance.random() < 0.5, prediction=tuple(chance.randrange(vocab) for _ in range(10)),
         )  # fmt: skip
         asked.append(Asked(request, has_grammar, chance.choice((None, None, None, 3))))
+    for last in asked[-CACHES:]:
+        last.cancel_at = None  # what they leave is compared
     return asked
 
 
 @pytest.fixture(params=["tiny", "delta nets"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(kept_states, "STEP", STEP)
+    monkeypatch.setattr(kept_caches, "_WORTH", 1)
+    monkeypatch.setattr(cpu_blocks, "BLOCK_TOKENS", BLOCK_TOKENS)
     if request.param == "tiny":
         write_tiny_model(tmp_path, replace(TINY, max_context=CONTEXT))
     else:
@@ -182,23 +211,28 @@ def test_every_answer_is_that_of_the_request_alone(world_size: int, folder: Path
     with together(folder, world_size, PARALLEL) as ranks:
         asked = drawn(chance, ranks.vocab, 24)
         ranks.run(asked, chance)
+        left = ranks.left()
+    left_alone = dict[tuple[str, bytes], list[bytes]]()
     with together(folder, world_size, 1) as ranks:
         for one in asked:
             alone = Asked(one.request, one.has_grammar)
             ranks.run([alone], chance)
+            left_alone |= ranks.left()
             if one.entries[-1].finish is Finish.CANCELLED:
                 assert one.entries[-1].token_id == NO_TOKEN
                 assert one.answer()[:-1] == alone.answer()[: len(one.entries) - 1]
             else:
                 assert one.answer() == alone.answer()
+    common = left.keys() & left_alone.keys()
+    assert {kind for kind, _ in common} == {kind for kind, _ in left}, "of each kind some"
+    assert {key: left[key] for key in common} == {key: left_alone[key] for key in common}
     finishes = {one.entries[-1].finish for one in asked}
     assert finishes >= {Finish.LENGTH, Finish.CANCELLED}
     assert any(entry.drafted.num_right for one in asked for entry in one.entries), "drafts were right in company"
 
 
-def test_a_newcomer_goes_on_behind_what_a_running_request_has(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, replace(TINY, max_context=CONTEXT))
-    with together(tmp_path, 1, 2) as ranks:
+def test_a_newcomer_goes_on_behind_what_a_running_request_has(folder: Path) -> None:
+    with together(folder, 1, 2) as ranks:
         first, second = ranks.slots.slots
         prompt = tuple(range(5, 65))
         ranks.slots.submit(first, DecodeRequest(prompt, 60), reuse_kv=True)
@@ -207,7 +241,8 @@ def test_a_newcomer_goes_on_behind_what_a_running_request_has(tmp_path: Path) ->
             assert not deadline.expired()
             ranks.slots.wait(0.01, lambda: False)
         use = ranks.slots.submit(second, DecodeRequest((*prompt, 7), 5, logit_digests=True), reuse_kv=True).kv
-        assert use.num_cached == len(prompt)
+        has_states = ranks.slots.kept_states.num_slots > 0
+        assert use.num_cached == len(prompt) - has_states, "a copy behind the end of the first one's prompt"
         assert use.source == first.cache != use.cache
         found: list[TokenEntry] = []
         while second.busy or first.busy:

@@ -128,11 +128,41 @@ def test_stems_have_a_fourth_of_the_slots_and_are_used_by_all_that_pass_them() -
     assert KeptStates(3)._oldest() == [0, 1, 2]
 
 
-def books_of_35b_a3b() -> KeptCaches:
+def test_slots_of_a_request_that_runs_are_its_own_until_it_has_ended() -> None:
+    states = KeptStates(4)
+    states.made("", ids(20), [(4, 0), (8, 1), (12, 2), (16, 3)])
+    states.reserve((1, 3))
+    assert states.find("", ids(20)) == {4: 0, 12: 2}
+    assert {slot for _, slot in states.places(0, 2000, 700, (1800,), {}, None)} == {0, 2}
+    assert {states.end("", ids(6, first)) for first in (100, 200, 300)} == {0, 2}
+    states.made("", ids(16), [(16, 0)])
+    assert states.find("", ids(20)) == {16: 0}, "whoever makes the same copy has it elsewhere"
+    states.reserve((0, 2))
+    assert (states.places(0, 2000, 700, (), {}, None), states.end("", ids(6, 400))) == ([], None), "it goes on without copies"
+    states.release((1,))
+    assert states.find("", ids(20)) == {8: 1}, "in a slot that was not used the old copy is left"
+    states.clear()
+    assert states.end("", ids(6)) == 1, "what is forgotten belongs to those that run all the same"
+    states.release((0, 2, 3))
+    assert set(states._oldest()) == {0, 1, 2, 3}
+
+
+def test_a_request_leaves_half_of_the_slots_to_those_that_may_begin() -> None:
+    books = KeptCaches(KvLayout(4, 0, 64, 500, 0, 16), None, is_recurrent=True, parallel=4)
+    uses = [books.take(ids(9000, first), reuse=True, num_answer=4096) for first in range(0, 40_000, 10_000)]
+    slots = [{copy.slot for copy in use.copies if copy.kind is KvCopyKind.SAVE_STATE} for use in uses]
+    assert [len(found) for found in slots] == [8, 4, 2, 2]
+    assert len(set().union(*slots)) == 16
+    for use in uses:
+        books.give_back(ids(9000), 0, 0, use.cache)
+    assert len(books.states._oldest()) == 16, "those of requests that are cancelled as well"
+
+
+def books_of_35b_a3b(parallel: int = 1) -> KeptCaches:
     """With the pool that Qwen3.5-35B-A3B has by default."""
     spec = read_config(CONFIGS["Qwen3.5-35B-A3B"])
     slots, states = pool_slots(spec, spec.num_lanes, 4, kept_on_cpu(LaunchConfig(), 1, state_bytes(spec)))
-    return KeptCaches(KvLayout(4, 0, 64, slots, 0, states), None, is_recurrent=True)
+    return KeptCaches(KvLayout(4, 0, 64, slots, 0, states), None, is_recurrent=True, parallel=parallel)
 
 
 class Agents:
@@ -147,6 +177,7 @@ class Agents:
         self.chats = [[*system, *opening[:1], *self.said(100, 400)] for system in systems]
         self.anew: list[list[int]] = [[] for _ in systems]
         self._heads: list[int] = [0 for _ in systems]  # tokens that the engine has had
+        self._running: dict[int, array[int]] = {}  # prompts, by KV cache
 
     def said(self, least: int, most: int) -> list[int]:
         first, self.next_token = self.next_token, self.next_token + self.chosen.randint(least, most)
@@ -154,23 +185,34 @@ class Agents:
 
     def turn(self, agent: int, num_had: int | None = None) -> None:
         """`num_had`: tokens of the prompt that the engine has had before, if not this agent's own."""
+        self.end(agent, self.begin(agent, num_had))
+
+    def begin(self, agent: int, num_had: int | None = None) -> KvUse:
         prompt = [*self.chats[agent], *self.opening]
+        for cache, tokens in self._running.items():
+            self.books.moved(cache, tokens)
         use = self.books.take(prompt, reuse=True, num_answer=4096)
+        self._running[use.cache] = array("I", prompt[:-1])
         self.anew[agent].append((self._heads[agent] if num_had is None else num_had) - use.num_cached)
         self._heads[agent] = len(self.chats[agent]) + 3
-        answer = self.said(30, 300)
+        return use
+
+    def end(self, agent: int, use: KvUse) -> None:
+        prompt, answer = [*self.chats[agent], *self.opening], self.said(30, 300)
         sequence = [*prompt, *self.said(50, 900), *answer]
+        del self._running[use.cache]
         self.books.give_back(sequence, len(sequence) - 1, len(sequence) - 1, use.cache)
         self.books.save(use.cache)
         self.chats[agent] += [*self.opening[:3], *answer, *self.opening[:1], *self.said(50, 2500)]
 
 
-def test_the_trace_of_an_agent_of_16_turns(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_the_trace_of_an_agent_of_16_turns(parallel: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Tokens that each turn reads besides what is new. Three more agents, who have the same 6,000 tokens of system prompt and
     tools, begin in the middle, and at the end.
     """
     opening, system = [1, 2, 3, 4, 5], [1, *range(10**6, 10**6 + 5999)]
-    agents = Agents(books_of_35b_a3b(), [system] * 4, opening)
+    agents = Agents(books_of_35b_a3b(parallel), [system] * 4, opening)
     for agent in [0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 3]:
         agents.turn(agent, len(system) + 1 if agent and not agents.anew[agent] else None)
     with capsys.disabled():
@@ -179,6 +221,23 @@ def test_the_trace_of_an_agent_of_16_turns(capsys: pytest.CaptureFixture[str]) -
     assert len(agents.anew[0]) == 16
     assert agents.anew[0][0] == 0
     assert agents.anew == [[0, *[3] * 15], [1, 3, 3], [0], [0]], "what opens an answer, or a message"
+
+
+def test_agents_whose_turns_run_together_go_on_behind_what_they_share() -> None:
+    """With 16 copies of states; with 48 they read nothing anew but what opens an answer, or a message."""
+    for states in (16, 48):
+        agents = Agents(
+            KeptCaches(KvLayout(4, 0, 64, 3000, 0, states), None, is_recurrent=True, parallel=4),
+            [[1, *range(10**6, 10**6 + 5999)]] * 4,
+            [1, 2, 3, 4, 5],
+        )
+        agents.turn(0)
+        for _ in range(5):
+            uses = [agents.begin(agent) for agent in range(4)]
+            assert min(use.num_cached for use in uses) >= 6000
+            for agent, use in enumerate(uses):
+                agents.end(agent, use)
+    assert max(map(max, agents.anew)) <= 3
 
 
 @pytest.mark.parametrize("begins", [range(10**7, 10**7 + 99), [7] * 99])

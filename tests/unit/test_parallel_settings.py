@@ -30,19 +30,17 @@ def test_more_than_there_are_caches_are_refused() -> None:
     assert MAX_PARALLEL == MOST_PARALLEL
 
 
-def test_models_with_a_state_decode_one(tmp_path: Path) -> None:
-    published("qwen3_5", tmp_path)
-    settings = LaunchConfig(str(tmp_path), device="cpu", ranks=1)
-    target = choose_target(settings)
-    assert (target.parallel, target.num_kv_caches) == (1, 4)
-    assert "together   1 request: models with delta nets decode one at a time, and others wait" in dry_run(settings).splitlines()
-    with pytest.raises(ConfigError, match="parallel 2 cannot be had for models with delta nets yet"):
-        choose_target(LaunchConfig(str(tmp_path), device="cpu", ranks=1, parallel=2))
-
-
-def test_a_dry_run_says_it() -> None:
-    lines = dry_run(LaunchConfig(device="cpu", ranks=1)).splitlines()
-    assert "together   4 requests at most, in passes of the weights that they share; more wait" in lines
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_dry_run_says_it(has_state: bool, tmp_path: Path) -> None:
+    if has_state:
+        published("qwen3_5", tmp_path)
+    for asked, kv_caches, found in ((0, 0, (4, 4)), (6, 0, (6, 6)), (0, 2, (2, 2))):
+        model = str(tmp_path) if has_state else LaunchConfig().model
+        settings = LaunchConfig(model, device="cpu", ranks=1, parallel=asked, kv_caches=kv_caches)
+        target = choose_target(settings)
+        assert (target.parallel, target.num_kv_caches) == found
+        together = f"together   {found[0]} requests at most, in passes of the weights that they share; more wait"
+        assert together in dry_run(settings).splitlines()
 
 
 def test_gpus_decode_one_and_refuse_more_by_name() -> None:

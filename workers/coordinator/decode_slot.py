@@ -163,7 +163,8 @@ class DecodeSlots:
         """
         assert slot in self.free(), "a request has a slot and a block"
         if self._caches is None:
-            self._caches = KeptCaches(self._control.kv_layout(), self._window, is_recurrent=self._is_recurrent)
+            layout, parallel = self._control.kv_layout(), len(self.slots)
+            self._caches = KeptCaches(layout, self._window, is_recurrent=self._is_recurrent, parallel=parallel)
         for other in self.busy:
             self._caches.moved(other.cache, other.held)
         num_answer = min(request.max_tokens, self._control.max_context - len(request.prompt))

@@ -18,7 +18,7 @@ A state that every token changes (`is_recurrent`) has only its end, and copies b
 goes on behind all that was written, behind one of these, or anew.
 
 Requests that run together have a cache each. What a running one holds so far others may copy, and go on behind the copy, but
-for its state, which moves on.
+for its state, which moves on: only behind copies of it that were made by then.
 
 Where the ranks have a block pool (kept_blocks.py), what a cache holds at the end of an answer is copied there, and a request gets
 from there what no cache has.
@@ -59,7 +59,7 @@ class _Run:
     scope: str
     num_prompt: int = 0  # tokens of its prompt
     num_inherited: int = 0  # positions ever written in the cache that it goes on in
-    places: list[tuple[int, int]] = field(default_factory=list)  # where its state is copied, and the slots
+    places: list[tuple[int, int]] = field(default_factory=list)  # where its state will be copied, and the slots, reserved
     stems: tuple[int, ...] = ()  # which of its beginnings others go on behind
 
 
@@ -67,13 +67,13 @@ class KeptCaches:
     """The books of all KV caches. `window`: of the model's windowed layers, None if it has none.
 
     `ring_positions`: that these keep; 0: there are none, or they keep all.
-    There is a cache at least for each request that runs, between `take` and `give_back`.
+    There is a cache at least for each request that runs, between `take` and `give_back` or `forget`: `parallel` at most.
     `blocks`: those of the block pool; None without one. `states`:
     copies of states there, none of a model that has none.
     """
 
-    def __init__(self, layout: KvLayout, window: int | None, *, is_recurrent: bool = False) -> None:
-        self._is_recurrent = is_recurrent
+    def __init__(self, layout: KvLayout, window: int | None, *, is_recurrent: bool = False, parallel: int = 1) -> None:
+        self._is_recurrent, self._parallel = is_recurrent, parallel
         self._kept = [_Kept() for _ in range(layout.num_caches)]
         self.ring_positions = layout.ring_positions if window is not None else 0
         self._window = window or 0
@@ -151,15 +151,27 @@ class KeptCaches:
         if slot is not None:
             loads = (KvCopy(KvCopyKind.LOAD_STATE, slot, use.num_cached),)
         self.states.use(copies, slot, run.stems)
-        run.places = self.states.places(use.num_cached, prompt_end, num_answer, parts, copies, slot)
+        shares = len(self._running) + 1 < self._parallel
+        run.places = self.states.places(use.num_cached, prompt_end, num_answer, parts, copies, slot, shares=shares)
+        self.states.reserve(slot for _, slot in run.places)
         saves = tuple(KvCopy(KvCopyKind.SAVE_STATE, slot, position) for position, slot in run.places)
         return KvUse(use.cache, use.source, use.num_cached, (*use.copies, *loads, *saves))
 
     def moved(self, cache: int, tokens: array[int]) -> None:
         """The request that runs in a cache has come so far: the cache holds these tokens."""
         if self._kept:
-            kept = self._kept[cache]
-            kept.tokens, kept.scope, kept.num_prompt = tokens, self._running[cache].scope, 0
+            kept, run = self._kept[cache], self._running[cache]
+            kept.tokens, kept.scope, kept.num_prompt = tokens, run.scope, 0
+            self._copied(run, tokens, len(tokens))
+
+    def _copied(self, run: _Run, tokens: array[int], num_positions: int, *, has_ended: bool = False) -> None:
+        """Copies of a request's state were made behind so many positions at most, and no more come if it `has_ended`."""
+        done = [place for place in run.places if place[0] <= num_positions]  # one of the answer may have its slot again
+        left = [] if has_ended else [place for place in run.places if place[0] > num_positions]
+        self.states.release({slot for _, slot in run.places} - {slot for _, slot in left})
+        run.places = left
+        if done:
+            self.states.made(run.scope, tokens, done, run.stems)
 
     def _usable(self, cache: int, common: int, copies: dict[int, int]) -> int:
         """Positions of a cache that the prompt, which begins with `common` of them, can go on behind."""
@@ -181,8 +193,7 @@ class KeptCaches:
             kept, run = self._kept[cache], self._running.pop(cache)
             kept.tokens, kept.scope = array("I", tokens[:num_positions]), run.scope
             kept.num_prompt, kept.num_written = min(run.num_prompt, num_positions), max(num_written, run.num_inherited)
-            places = [place for place in run.places if place[0] <= num_positions]
-            self.states.made(run.scope, kept.tokens, places, run.stems)
+            self._copied(run, kept.tokens, num_positions, has_ended=True)
 
     def save(self, cache: int) -> KvUse | None:
         """What is to be copied to the block pool of a cache whose request has ended; None if nothing is."""
@@ -197,7 +208,8 @@ class KeptCaches:
 
     def forget(self, cache: int) -> None:
         """Nothing is kept any more: a device may have cleared all its caches. The request in this one has ended."""
-        self._running.pop(cache, None)
+        if (run := self._running.pop(cache, None)) is not None:
+            self.states.release(slot for _, slot in run.places)
         for kept in self._kept:
             kept.tokens, kept.num_written, kept.last_used = array("I"), 0, 0
         self.states.clear()

@@ -6,6 +6,15 @@ last), behind its end, where it leaves what others have begun with, behind whole
 and behind its end. The least recently used copies make room. Behind a `stem` several conversations go on: a copy there is used by
 all that pass it, and stays as long as it is among the last so used ones of a fourth of the slots.
 
+Whose a slot is. Ranks do what they are told in the order in which they are told it: a copy is loaded when its request begins,
+and one behind a whole sequence (`end`) is made before whatever comes next. So the books know what stands in a slot by then. But
+the copies at `places` are made while their request runs beside others, at times that the books do not know. From `reserve` to
+`release` their slots are that request's alone: `find` says nothing of what stands there, and nobody else is told to put anything
+there. They are released once the request is known to have come so far, or to have ended; then `made` says what it has made, and
+in slots that it did not come to the old copies still are. It goes on behind a copy before it makes any, and in another slot
+(`spared`). Its own state is in its KV cache, never in a slot, so it needs none: where others have them all, it makes fewer
+copies, or none.
+
 A copy is found by a digest of scope and tokens before it, whatever KV cache or blocks hold the keys and values of these.
 """
 
@@ -51,6 +60,7 @@ class KeptStates:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots, self._uses = num_slots, 0
+        self._reserved = set[int]()  # by requests that run, whatever else is forgotten
         self.clear()
 
     def clear(self) -> None:
@@ -68,7 +78,8 @@ class KeptStates:
         by_position, found = self._slots.get(scope, {}), dict[int, int]()
         positions = sorted(position for position in by_position if position <= len(tokens))
         for position, digest in zip(positions, _digests(tokens, positions), strict=True):
-            if (slot := by_position[position].get(digest)) is not None:
+            slot = by_position[position].get(digest)
+            if slot is not None and slot not in self._reserved:
                 found[position] = slot
         return found
 
@@ -84,13 +95,22 @@ class KeptStates:
                 copy.last_used = self._uses
 
     def places(
-        self, num_cached: int, end: int, num_answer: int, parts: Sequence[int], known: Collection[int], spared: int | None
+        self,
+        num_cached: int,
+        end: int,
+        num_answer: int,
+        parts: Sequence[int],
+        known: Collection[int],
+        spared: int | None,
+        *,
+        shares: bool = False,
     ) -> list[tuple[int, int]]:
         """Of a request: positions behind which its state is to be copied, in order, and the slots.
 
         Of its prompt tokens `num_cached` .. `end` are read; then that which is left, and the answer's but for the last of at most
         `num_answer`. At `parts` other requests do or may go on otherwise, the likeliest first; there are copies behind its first
-        `known` ones. What stands in the slot `spared` stays.
+        `known` ones. What stands in the slot `spared` stays. `shares`: others may begin while it runs, and half of the slots that
+        can make room are left to them.
         """
         every = STEP
         while end // every - num_cached // every > max(self.num_slots // _SHARE_OF_SLOTS, 1):
@@ -100,6 +120,8 @@ class KeptStates:
         of_prompt = [at for at in dict.fromkeys(wanted) if at == end or num_cached < at < end]
         of_prompt = [at for at in of_prompt if at not in known]
         slots = self._oldest(spared)
+        if shares:
+            slots = slots[: -(-len(slots) // 2)]
         of_answer = range((end // STEP + 1) * STEP, end + num_answer + 1, STEP)
         num_of_answer = min(len(of_answer), _NUM_OF_ANSWER, max(len(slots) - 1, 0))
         own = slots[:num_of_answer]
@@ -110,9 +132,17 @@ class KeptStates:
         """Slots in the order in which they make room, without those that do not."""
         stems = [slot for slot, copy in enumerate(self._copies) if copy.is_stem]
         stems.sort(key=lambda slot: (-self._copies[slot].last_used, self._copies[slot].position))  # of one path the shortest
-        staying = {spared, *stems[: self.num_slots // _SHARE_OF_SLOTS]}
+        staying = {spared, *stems[: self.num_slots // _SHARE_OF_SLOTS], *self._reserved}
         slots = [slot for slot in range(self.num_slots) if slot not in staying]
         return sorted(slots, key=lambda slot: self._copies[slot].last_used)
+
+    def reserve(self, slots: Iterable[int]) -> None:
+        """A request that runs from now on puts copies there: they are its own."""
+        self._reserved.update(slots)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """It puts none there any more; what it has made `made` says next."""
+        self._reserved.difference_update(slots)
 
     def made(self, scope: str, tokens: array[int], places: Iterable[tuple[int, int]], stems: Collection[int] = ()) -> None:
         """The state of a sequence has been copied at these positions, to these slots, in this order."""
@@ -133,8 +163,9 @@ class KeptStates:
         """The slot for a copy behind a whole sequence, which is made now; None if there is one, or no room."""
         if not self.num_slots or len(tokens) in self.find(scope, tokens) or not tokens:
             return None
-        slot = self._oldest()[0]
-        self.made(scope, tokens, [(len(tokens), slot)])
+        slot = next(iter(self._oldest()), None)
+        if slot is not None:
+            self.made(scope, tokens, [(len(tokens), slot)])
         return slot
 
     def _drop(self, slot: int) -> None:

@@ -92,11 +92,11 @@ class SoakedEngine:
 
     @classmethod
     def delta_nets(cls, ranks: int) -> SoakedEngine:
-        """Gated delta nets on CPU ranks, with prompts that begin alike for longer than copies of states are apart."""
+        """Gated delta nets on CPU ranks, four at once; prompts begin alike for longer than copies of states are apart."""
         spec = read_config(CONFIG)
         num_bytes = bytes_of_states(NUM_STATES, state_bytes(spec) // ranks) + 4096
         num_blocks, _ = pool_slots(spec, spec.num_lanes // ranks, 4, num_bytes)
-        flags = ("--kv-dtype=float32", "--kv-caches=2", f"--prefix-cache={num_bytes / 2**30:.12f}")
+        flags = ("--kv-dtype=float32", f"--prefix-cache={num_bytes / 2**30:.12f}")
         return cls("tiny, delta nets", spec, None, False, DELTA_PREFIXES, flags, num_blocks, has_delta_nets=True)
 
     @classmethod
