@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -41,6 +42,16 @@ def test_conversations_that_take_turns_find_what_they_left(served: HttpEngine) -
             held[idx] = f"{prompt}{answer}\n"
     for prompt in held:
         assert ask(served, prompt)[0] == ask(served, prompt, cache_salt="never used before" + prompt[-9:])[0], "same tokens"
+
+
+def test_agents_that_begin_at_once_read_what_they_share_once() -> None:
+    prompts = [SHARED * 2 + question for question in QUESTIONS]
+    with engine_session() as session, http_engine(session, "--ranks=1", "--device=cpu") as made:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = list(pool.map(lambda prompt: ask(made, prompt), prompts))
+        num_tokens, cached = min(asked[idx][1] for idx in range(3)), sorted(one[2] for one in asked)
+        assert cached[1] >= num_tokens // 2, f"all but the first have it from the first: {cached} of {num_tokens}"
+        assert ask(made, prompts[2], cache_salt="of one alone")[0] == asked[2][0]
 
 
 def test_another_salt_finds_nothing(served: HttpEngine) -> None:

@@ -102,6 +102,36 @@ def test_who_is_refused_learns_when_to_try_again() -> None:
     engine.close()
 
 
+def test_who_is_sooner_done_behind_another_waits_and_lets_others_pass(
+    engine: HandTurned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = [ord("a")]  # what a running request has still to read, as tests of DecodeSlots say
+    asked = list[tuple[str, dict[int, int]]]()
+
+    def is_being_read(prompt: Sequence[int], scope: str, commons: dict[int, int]) -> bool:
+        asked.append((scope, commons))
+        return bool(read) and scope == "of b"
+
+    monkeypatch.setattr(engine.coordinator._slots, "is_being_read", is_being_read)
+    engine.ask(A, "waits", max_tokens=2, cache_salt="of b")
+    engine.ask(A, "waits-too", max_tokens=2, cache_salt="of b")
+    assert status(engine).running is None
+    engine.ask(B, "reuses-nothing", max_tokens=2, cache_salt="of b", reuse_kv=False)
+    assert (status(engine).running, status(engine).waiting) == ("reuses-nothing", ("waits", "waits-too"))
+    engine.decode(2)
+    engine.ask(B, "another", max_tokens=2)
+    assert status(engine).running == "another"
+    engine.decode(2)
+    assert status(engine).running is None
+    commons = {id(held) for scope, held in asked if scope == "of b"}
+    assert len(commons) == 2, "each request has its own"
+    read.clear()
+    engine.coordinator.turn()
+    assert (status(engine).running, status(engine).waiting) == ("waits", ("waits-too",))
+    engine.decode(2)
+    assert status(engine).running == "waits-too"
+
+
 def test_a_drain_lets_only_what_runs_go_on(engine: HandTurned) -> None:
     engine.ask(A, "a1", max_tokens=3)
     engine.ask(B, "b1")

@@ -201,3 +201,25 @@ def test_copies_to_the_pool_come_before_the_next_request() -> None:
     page.set_read(0, 2)
     assert slots.free() == [first]
     page.close()
+
+
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_a_prompt_waits_for_a_running_request_that_still_reads_its_beginning(is_recurrent: bool) -> None:
+    """Not where what is read cannot be gone on behind at any place."""
+    page = ControlPage.create(1, 512, parallel=2)
+    page.set_kv_layout(0, KvLayout(2))
+    slots, read = DecodeSlots(page, None, is_recurrent=is_recurrent), tuple(range(200))
+    another = (*read[:150], 7, 8, 9)
+    assert not slots.is_being_read(another, "mine", {}), "nobody runs"
+    slots.submit(slots.slots[0], DecodeRequest(read, 4), reuse_kv=True, scope="mine")
+    seq, commons = slots.slots[0].seq, dict[int, int]()
+    assert seq is not None
+    for position, is_left in ((0, True), (86, True), (87, False), (199, False)):  # 150 - 86 = 64
+        page.set_progress(0, seq, position)
+        assert slots.is_being_read(another, "mine", commons) is (is_left and not is_recurrent), position
+    assert commons == ({} if is_recurrent else {seq: 150}), "counted once"
+    page.set_progress(0, seq, 0)
+    assert not slots.is_being_read(another, "another's", {})
+    assert not slots.is_being_read(another[140:], "mine", {})
+    assert slots.is_being_read(read, "mine", {}) is not is_recurrent, "the same prompt"
+    page.close()

@@ -66,6 +66,15 @@ def test_a_connection_whose_last_request_was_taken_out_has_no_turn() -> None:
     assert str(queue.pop()) == "b2"
 
 
+def test_who_is_taken_out_of_turn_has_its_connection_s_turn() -> None:
+    queue = queue_of("a1", "b1", "c1")
+    taken = add(queue, "a2")
+    queue.take(taken)
+    assert names(queue) == ["b1", "c1", "a1"]
+    queue.turn_over(b"a", 1.0)
+    assert names(queue) == ["b1", "c1", "a1"]
+
+
 def test_who_comes_while_another_runs_is_next() -> None:
     queue = queue_of("a1", "a2", "a3")
     queue.pop()

@@ -6,14 +6,14 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import Deadline, wait
-from kog_dist.workers.coordinator.kept_blocks import KeptBlocks
+from kog_dist.workers.coordinator.kept_blocks import KeptBlocks, num_common
 from kog_dist.workers.coordinator.kept_caches import KeptCaches
 from kog_dist.workers.coordinator.kept_states import KeptStates
 
@@ -21,6 +21,7 @@ from kog_dist.workers.coordinator.kept_states import KeptStates
 # 0.3 ms to wake. A short prompt is through by then; the end of prefill comes some 50 us before the token.
 LOOKS_S = {RankStage.LAUNCHED: 0.006, RankStage.PREFILLED: 0.001}
 _POLL_S, _POLL_OF_SHARED_CORES_S = 0.002, 0.005  # some 5 % of one, and 2 %
+_WORTH_WAITING = 64  # tokens of a prompt that another request reads, from which on it is waited for
 MAX_ENTRIES = 64  # of one read, so that an event stays small and the loop responsive
 
 
@@ -30,7 +31,8 @@ class DecodeSlot:
     def __init__(self, control: ControlPage, number: int, end: Callable[[DecodeSlot, Finish], None]) -> None:
         """`end`: called when the ranks have ended the request, while the slot still has it."""
         self._control, self.number, self._end = control, number, end
-        self.seq: int | None = None  # of the current request
+        self.seq: int | None = None  # of the current request,
+        self.scope = ""  # whose KV may be used by requests of the same alone
         self.cache = 0  # KV cache that it runs in
         self.submitted_ns = 0
         self._next_index = 0
@@ -50,6 +52,10 @@ class DecodeSlot:
         progress = self._control.progress(self.seq, self.number)
         return self._num_cached if progress is None else progress
 
+    def num_common(self, prompt: Sequence[int]) -> int:
+        """Tokens that the current request and a prompt begin with, but for the prompt's last."""
+        return num_common(self._sequence, array("I", prompt)[:-1])
+
     @property
     def held(self) -> array[int]:
         """The tokens that are in the KV cache, as far as they have been read from the ring."""
@@ -59,9 +65,9 @@ class DecodeSlot:
         """When rank 0 came to each RankStage, of this request or of one before."""
         return self._control.stages_ns(0, self.number)
 
-    def begin(self, request: DecodeRequest) -> None:
+    def begin(self, request: DecodeRequest, scope: str) -> None:
         """Hand a request to the ranks, with this slot's number and its KV cache; the slot is free."""
-        self.seq, self.cache = self._control.submit(request), request.kv.cache
+        self.seq, self.cache, self.scope = self._control.submit(request), request.kv.cache, scope
         self.submitted_ns = self._control.submitted_ns
         self._next_index, self._num_cached, self._sequence = 0, request.kv.num_cached, array("I", request.prompt)
 
@@ -144,6 +150,24 @@ class DecodeSlots:
         """Positions that windowed layers keep; 0 if there are none or they keep all, or before the first request."""
         return 0 if self._caches is None else self._caches.ring_positions
 
+    def is_being_read(self, prompt: Sequence[int], scope: str, commons: dict[int, int]) -> bool:
+        """Whether a running request of the same scope still has to read _WORTH_WAITING tokens that the prompt begins with, too.
+
+        Who waits for that copies them, and is done sooner than by reading them as well, in turns. Never where they cannot be
+        copied at any place: states, windows that keep the newest positions alone. `commons`: the prompt's, by running request;
+        they are counted once.
+        """
+        if self._is_recurrent or self.ring_positions:
+            return False
+        for slot in self.busy:
+            if slot.scope != scope or slot.seq is None:
+                continue
+            if slot.seq not in commons:
+                commons[slot.seq] = slot.num_common(prompt)
+            if commons[slot.seq] - slot.position >= _WORTH_WAITING:
+                return True
+        return False
+
     def free(self) -> list[DecodeSlot]:
         """Slots for the next request; none while its block is not free, or copies are to be made first."""
         self.copy()
@@ -170,7 +194,7 @@ class DecodeSlots:
         num_answer = min(request.max_tokens, self._control.max_context - len(request.prompt))
         use = self._caches.take(request.prompt, reuse=reuse_kv, scope=scope, num_answer=num_answer)
         request = request.at(use, slot.number)
-        slot.begin(request)
+        slot.begin(request, scope)
         return request
 
     def wait(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:

@@ -203,16 +203,17 @@ class Coordinator:
 
     # ---- tokens ----
     def _start_next(self) -> None:
-        for slot, stream in self.requests.running.items():
-            if stream.scoring is not None and stream.scoring.is_done and slot in self._slots.free():
-                stream.scoring = None
+        for slot, scored in self.requests.running.items():
+            if scored.scoring is not None and scored.scoring.is_done and slot in self._slots.free():
+                scored.scoring = None
                 # Behind the prompt, of which nothing was cached before.
-                self._slots.submit(slot, stream.request, reuse_kv=True, scope=stream.cache_salt)
+                self._slots.submit(slot, scored.request, reuse_kv=True, scope=scored.cache_salt)
         while len(self.requests.queue) and self._farewell is None and self._life.is_ready():
             free = [slot for slot in self._slots.free() if slot not in self.requests.running]
-            if not free:
+            stream = next(filter(self._may_begin, self.requests.queue), None) if free else None
+            if stream is None:
                 return
-            stream = self.requests.queue.pop()
+            self.requests.queue.take(stream)
             slot = self._fitting(free, stream)
             self.requests.running[slot] = stream
             stream.timings.submitted(self._clock())
@@ -221,6 +222,11 @@ class Coordinator:
             else:
                 self._decode(slot, stream)
             stream.timings.stage("submitted", slot.submitted_ns)
+
+    def _may_begin(self, stream: RequestStream) -> bool:
+        """Whether it would not be sooner done behind what a running request reads."""
+        may_wait = stream.reuses_kv and not stream.wants_scores
+        return not (may_wait and self._slots.is_being_read(stream.request.prompt, stream.cache_salt, stream.commons))
 
     def _fitting(self, free: Sequence[DecodeSlot], stream: RequestStream) -> DecodeSlot:
         """One that has a process for masks, where there is a grammar, else one that has none."""

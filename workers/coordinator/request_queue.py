@@ -69,14 +69,18 @@ class RequestQueue:
 
     def pop(self) -> RequestStream:
         """The request that runs next; its connection's turn begins."""
-        peer = _next_turn(self._lines, self._served)
-        stream = self._lines[peer].popleft()
-        self._served[peer] += 1
-        self._drop_if_empty(peer)
+        stream = next(iter(self))
+        self.take(stream)
         return stream
 
+    def take(self, stream: RequestStream) -> None:
+        """One that waits runs next, whether its turn has come or not; its connection's turn begins."""
+        self._lines[stream.peer].remove(stream)
+        self._served[stream.peer] += 1
+        self._drop_if_empty(stream.peer)
+
     def turn_over(self, peer: bytes, duration_s: float) -> None:
-        """A request that `pop` gave has ended, after so long."""
+        """A request that ran has ended, after so long."""
         assert self._served[peer], "a turn ends once"
         self._served[peer] -= 1
         if not self._served[peer]:

@@ -45,6 +45,9 @@ class RequestStream:
         self.request = request
         self.constraint = constraint_of(message)
         self.reuses_kv, self.cache_salt = message.reuse_kv, message.cache_salt or ""
+        self.commons = dict[
+            int, int
+        ]()  # tokens that its prompt begins with as running requests do; see DecodeSlots.is_being_read
         self.scoring: PromptScoring | None = None  # from its beginning until the answer begins
         self.deadline_ns = None if message.deadline_s is None else received_ns + round(message.deadline_s * 1e9)
         self.timings = RequestTimings(received_ns)
