@@ -12,7 +12,7 @@ Percentiles are interpolated linearly, `std` is that of the population: numpy's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kog_dist.bench.service.answers import RequestRecord
@@ -29,6 +29,11 @@ DETAILS: Final = (  # one entry for each request
     "input_lens", "cached_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts",
     "errors", "stamps", "finish_reasons",
 )  # fmt: skip
+
+
+def without_details(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result's figures of all requests."""
+    return {name: value for name, value in result.items() if name not in DETAILS}
 
 
 def figures_of(answers: Sequence[RequestRecord], duration_s: float, begin_ns: int) -> dict[str, Any]:

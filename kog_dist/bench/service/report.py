@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kog_dist.bench.service.figures import DETAILS, METRICS, notes_of
+from kog_dist.bench.service.figures import METRICS, notes_of, without_details
 from kog_dist.bench.service.svg_plots import curve, histogram, timeline
 
 _STYLE = """
@@ -38,7 +38,6 @@ def report_html(result: Mapping[str, Any]) -> str:
     )
     notes = "".join(f"<li>{escape(note.removeprefix('note: '))}</li>" for note in notes_of(dict(result)))
     errors = "".join(f'<li class="bad">{escape(error)}</li>' for error in sorted({e for e in result["errors"] if e})[:20])
-    settings = {name: value for name, value in result.items() if name not in DETAILS}
     return page(
         title,
         f"""<p>{summary}</p>
@@ -46,7 +45,7 @@ def report_html(result: Mapping[str, Any]) -> str:
 <ul>{notes}{errors}</ul>
 {_plots(result)}
 <h2>All figures</h2>
-<pre>{escape(json.dumps(settings, indent=1))}</pre>""",
+<pre>{escape(json.dumps(without_details(result), indent=1))}</pre>""",
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from kog_dist.bench.report import commit, machine, print_json
 from kog_dist.bench.service.answers import RequestRecord, answer_of
 from kog_dist.bench.service.client import LoadClient, SentRequest
-from kog_dist.bench.service.figures import DETAILS, METRICS, figures_of, notes_of
+from kog_dist.bench.service.figures import METRICS, figures_of, notes_of, without_details
 from kog_dist.bench.service.prompts import Prompt
 from kog_dist.bench.service.report import report_html
 from kog_dist.chat.wire import ServiceUrl, error_text
@@ -83,7 +83,7 @@ def run(settings: ServeSettings, prompts: Sequence[Prompt], output: Path | None,
     if each:
         write_out(table_of_each(answers) + "\n")
     write_out(table_of(result) + "\n")
-    print_json({name: value for name, value in result.items() if name not in DETAILS})
+    print_json(without_details(result))
     return int(result["failed"])
 
 

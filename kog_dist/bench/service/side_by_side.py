@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kog_dist.bench.report import print_json
-from kog_dist.bench.service.figures import DETAILS
+from kog_dist.bench.service.figures import without_details
 from kog_dist.bench.service.prompts import Prompt
 from kog_dist.bench.service.report import page
 from kog_dist.bench.service.serve import ServeSettings, check_folders, measured, table_of, table_of_each
@@ -49,8 +49,7 @@ def run(
     if html is not None:
         html.write_text(_html(runs), encoding="utf-8")
     write_out(_table(runs) + "\n")
-    short = [{name: value for name, value in result.items() if name not in DETAILS} for result in runs]
-    print_json({"benchmark": "serve", "runs": short})
+    print_json({"benchmark": "serve", "runs": list(map(without_details, runs))})
     return sum(result["failed"] for result in runs)
 
 
@@ -73,7 +72,7 @@ def _html(runs: Sequence[Mapping[str, Any]]) -> str:
         f"<h2>{title}</h2>{curve(_points(runs, name), 'requests at once', 'tokens/s')}"
         for title, name in (("Tokens/s of one request", "median_decode_tokens_per_s"), ("Of all together", "output_throughput"))
     )
-    short = [{name: value for name, value in result.items() if name not in DETAILS} for result in runs]
+    short = list(map(without_details, runs))
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     title = f"{runs[0]['model_id']} at {runs[0]['configuration']['url']}"
     return page(title, f"{table}{plots}<h2>All figures</h2><pre>{escape(json.dumps(short, indent=1))}</pre>")
