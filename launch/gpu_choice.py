@@ -221,11 +221,9 @@ def _choice(
 
 
 def _drafts(settings: LaunchConfig, shape: KernelShape) -> bool:
-    """Whether requests may have drafts: if asked for, which is refused where they cannot be had, or where `auto` has them."""
-    from kog_dist.workers.cuda.draft_builds import MOST_RANKS, obstacle_on_ranks, obstacle_to_drafts, why_unasked_without
+    """Whether requests may have drafts: if asked for, or where `auto` has them."""
+    from kog_dist.workers.cuda.draft_builds import why_unasked_without
 
-    if settings.speculate == Speculation.LOOKUP and not obstacle_to_drafts(shape) and (obstacle := obstacle_on_ranks(shape)):
-        raise ConfigError(f"speculate lookup cannot be had: {obstacle}; leave it out, or use --gpus {MOST_RANKS}")
     return settings.speculate == Speculation.LOOKUP or (settings.speculate == Speculation.AUTO and not why_unasked_without(shape))
 
 

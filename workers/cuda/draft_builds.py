@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 PASS_TOKENS = 4  # of a pass with drafts
 GAP = NOWHERE = 0xFFFFFFFF
 MEASURED_POSITION, _MEASURED_PASSES = 512, 8
-MOST_RANKS = 2  # GPUs on which passes have run
 # Weights, without experts and with them, of which prose with drafts was measured over HTTP next to prose without: docs/passes.md.
 _MEASURED = {False: (None, "INT4", "E4M3"), True: ("E2M1",)}
 _REFUSAL = "speculate lookup cannot be had on GPUs here: "
@@ -55,18 +54,13 @@ def obstacle_to_drafts(shape: KernelShape) -> str:
 
 def why_unasked_without(shape: KernelShape) -> str:
     """Why engines have none where nobody asks for them, or nothing."""
-    if (cause := obstacle_to_drafts(shape)) or (cause := obstacle_on_ranks(shape)):
+    if cause := obstacle_to_drafts(shape):
         return cause
     number, has_experts = shape.coding and shape.coding.number, shape.experts is not None
     if shape.head_coding is None and number in _MEASURED[has_experts] and not (has_experts and shape.num_ranks > 1):
         return ""
     kind = "these experts" if has_experts else "these quantised weights"
     return f"with {kind} auto has none until prose is measured there; lookup has"
-
-
-def obstacle_on_ranks(shape: KernelShape) -> str:
-    """Why engines on several GPUs have none, or nothing: on more than MOST_RANKS their passes are proved by twins alone."""
-    return "" if shape.num_ranks <= MOST_RANKS else f"passes of several tokens have not run on {shape.num_ranks} GPUs yet"
 
 
 def draft_bytes(shape: KernelShape) -> int:

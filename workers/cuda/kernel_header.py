@@ -128,8 +128,6 @@ def shape_header(shape: KernelShape) -> str:
         f"{op.rows_of(op.blocks - 1)}"
         for phase, op in sorted(shape.ops.items())
     ]
-    # Of the finaliser's loops over a pass's tokens. As straight code they have run on one GPU alone.
-    lines.append(f'#define KOG_FINALIZED_TOKENS _Pragma("unroll{"" if shape.num_ranks == 1 else " 1"}")')
     lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, shape.words.delays))}"]
     if shape.coding is not None:
         lines += _coding_header(shape, shape.coding)

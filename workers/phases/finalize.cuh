@@ -51,7 +51,7 @@ struct Finalizer : BiasedRows {
             const float own_scale = row_scale<QkvOp>(block);
             if (block == 0 && !norm_scale(lane_idx, scale)) return false;
             if (!row_sum(sums, QkvOp::kRows)) return false;
-            KOG_FINALIZED_TOKENS
+#pragma unroll
             for (u32 token = 0; token < kTokens; ++token) {
                 float sum = of_token(sums, token);
                 const float2 turn = of_token(turns, token);
@@ -83,7 +83,7 @@ struct Finalizer : BiasedRows {
             if (!row_sum(sums, GateUpOp::kRows)) return false;
             u32 end = kGateUpLanes * kFfn;
             if (GateUpOp::kLastRows != GateUpOp::kRows) end = min(end, (role.cta + 1) * GateUpOp::kCtaRows / 2);
-            KOG_FINALIZED_TOKENS
+#pragma unroll
             for (u32 token = 0; token < kTokens; ++token) {
                 float sum = of_token(sums, token);
                 if constexpr (kRowScales) sum *= own_scale;
@@ -225,7 +225,7 @@ struct Finalizer : BiasedRows {
                 for (u32 token = 1; token < kTokens; ++token)
                     set_of_token(biases, token, residual_bias(kind, layer, lane_idx, role.cta * OutOp::kCtaRows + row, token));
             if (!row_sum(sums, OutOp::kRows)) return false;
-            KOG_FINALIZED_TOKENS
+#pragma unroll
             for (u32 token = 0; token < kTokens; ++token) {
                 float sum = of_token(sums, token);
                 if constexpr (kRowScales) sum *= own_scale;
@@ -253,7 +253,7 @@ struct Finalizer : BiasedRows {
                 for (int token = 0; token < kTokens; ++token) totals[token] = lane_sum(shared.history[token][kind][0], row);
                 if (!totals_of_ranks(kind, layer, first_row, totals)) return false;
             }
-            KOG_FINALIZED_TOKENS
+#pragma unroll
             for (u32 token = 0; token < kTokens; ++token) {
                 float sum;
                 if constexpr (kRanks > 1 && kTokens > 1) {
