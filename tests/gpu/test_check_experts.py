@@ -106,7 +106,7 @@ def test_a_wrong_choice_of_one_rank(session: EngineSession, model: str, count: i
             answer(client, PROMPT, max_tokens=20)
     assert caught.value.code is ErrorCode.RANK_FAILED
     assert launcher.wait(READY_S) == 4
-    found = rf"rank 1 chose experts 0, 1, 2, 3 in layer {LAYER} at token 2, but rank 0 {FOUR}: the ranks do not compute the same"
+    found = rf"rank 1 chose experts 0, 1, 2, 3 in layer {LAYER} at position 0, but rank 0 {FOUR}: the ranks do not compute"
     assert re.search(found, session.output()), session.output()
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_choice_of_one_thread_block_is_no_start(session: EngineSession, 
     plant(session, WRONG_BLOCK)
     launcher = session.launch(model, "--gpus=1", "--check-experts")
     assert launcher.wait(READY_S) == 3, session.output()
-    found = rf"thread block {BLOCK} chose experts {FOUR} in layer {LAYER} at token 1 on rank 0, but thread block 0 {FOUR}: they"
+    found = rf"thread block {BLOCK} chose experts {FOUR} in layer {LAYER} at position 0 on rank 0, but thread block 0 {FOUR}"
     assert re.search(found, session.output()), session.output()
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PASS_TOKENS = 4  # of a pass with drafts
 GAP = NOWHERE = 0xFFFFFFFF
 MEASURED_POSITION, _MEASURED_PASSES = 512, 8
-# Weights, without experts and with them, of which prose with drafts was measured over HTTP next to prose without: docs/passes.md.
+# Weights, without experts and with them, of which prose with drafts was measured next to prose without: docs/passes.md.
 _MEASURED = {False: (None, "INT4", "E4M3"), True: ("E2M1",)}
 _REFUSAL = "speculate lookup cannot be had on GPUs here: "
 _ROOM = 8  # tokens behind the context that a pass may have, and the gap
@@ -57,7 +57,7 @@ def why_unasked_without(shape: KernelShape) -> str:
     if cause := obstacle_to_drafts(shape):
         return cause
     number, has_experts = shape.coding and shape.coding.number, shape.experts is not None
-    if shape.head_coding is None and number in _MEASURED[has_experts] and not (has_experts and shape.num_ranks > 1):
+    if shape.head_coding is None and number in _MEASURED[has_experts]:
         return ""
     kind = "these experts" if has_experts else "these quantised weights"
     return f"with {kind} auto has none until prose is measured there; lookup has"
