@@ -66,7 +66,7 @@ class Made:
         self.shape = KernelShape(SPEC, range(SPEC.num_lanes))
         self.page = ControlPage.create(1, SPEC.max_context, vocab_size=SPEC.vocab_size)
         self.weights = random_weights(self.shape, 3)
-        self.kernel = Monokernel(self.shape, self.weights, processors=True, masks=self.page.masks)
+        self.kernel = Monokernel(self.shape, self.weights, processors=True, masks=(self.page.masks,))
         self.epoch = 1
 
     def answer(self, case: Case, count: int, **options: Any) -> tuple[list[int], list[Any]]:

@@ -98,6 +98,12 @@ class ScriptedKernel:
     def rouse(self) -> None:
         pass
 
+    def use(self, slot: int) -> None:
+        pass
+
+    def copy_beginning(self, source: int, cache: int, num_positions: int) -> None:
+        pass
+
     def begin(
         self,
         prompt: Sequence[int],
@@ -109,6 +115,7 @@ class ScriptedKernel:
         processed: ProcessedRequest | None = None,
         streams: Any = None,
         prediction: Sequence[int] | None = None,
+        cache: int = 0,
     ) -> None:
         self.processed, self.streams, self.passes, self.drafts = processed, streams, [], None
         if prediction is not None:

@@ -88,6 +88,7 @@ class RankKernel(ScriptedKernel):
         processed: ProcessedRequest | None = None,
         streams: Any = None,
         prediction: Sequence[int] | None = None,
+        cache: int = 0,
     ) -> None:
         assert self.is_idle(), "a launch is under way"
         with self.all_ranks.lock:
@@ -269,14 +270,16 @@ def play_kernels(made: Ranks, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPa
     """Instead of what compiles, loads and runs."""
 
     def monokernel_of(
-        shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, processors: bool, masks: Any, drafts: bool
-    ) -> RankKernel:
+        shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, processors: bool, masks: Any, drafts: bool,
+        num_slots: int, num_caches: int,
+    ) -> RankKernel:  # fmt: skip
         assert heap.rank == rank
         assert drafts == made.options.get("drafts", False)
         assert processors
         names = [mailbox.spec.name for mailbox in heap_boxes[rank]]
         assert ("pass_candidates" in names) is drafts
-        assert masks.vocab_size == made.page.masks.vocab_size
+        assert (num_slots, num_caches) == (1, 1)
+        assert [of_slot.vocab_size for of_slot in masks] == [made.page.masks.vocab_size]
         assert len(runtime.memory) == made.world_size
         made.happened.append("kernel")
         made.kernels[rank] = RankKernel(shape, made)

@@ -19,6 +19,7 @@ from kog_dist.errors import DeviceError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.runtime.abi import NO_PEER, WaitOp, WaitRecord
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.draft_builds import GAP, NOWHERE, PASS_TOKENS, DraftBuilds, PassCosts, costs_of, drafting_shape
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, DRAFT_PARAMS, STREAM_PARAMS, STREAM_THREADS
@@ -69,41 +70,87 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
     made = Monokernel.__new__(Monokernel)
-    made._tag, made._left, made.stream = 0, None, SimpleNamespace(ptr=STREAM)
+    made.stream = SimpleNamespace(ptr=STREAM)
+    made._slot = made._ran = DeviceSlot.__new__(DeviceSlot)
+    made._slots = [made._slot]
+    made._slot.forget()
+    made._slot.number, made._slot.processors = 0, None
     made._forget_epochs()
     spec = SimpleNamespace(num_layers=12)
-    made._draft_builds, made._has_drafts = None, False
-    cache = SimpleNamespace(full_layers=(1, 4))
+    made._draft_builds = None
+    cache = SimpleNamespace(full_layers=(1, 4), num_bytes=160)
     made.shape = SimpleNamespace(num_ctas=5, num_threads=640, spec=spec, cache=cache, tokens=1)  # type: ignore[assignment]
-    made.words, made._begins_at_head, made._processors, made._peers = Memory(4, np.uint64), False, None, b"peers"
+    made.words, made._peers = Memory(4, np.uint64), b"peers"
     made._kernel, start = Launched(), HeadStart.__new__(HeadStart)  # type: ignore[assignment]
     start._peers, start._num_pairs, start._publisher, start.plain = b"peers", 768, Launched(), Launched()  # type: ignore[assignment]
     made._head_start = start
     fields = [("num_steps", int), ("stamps_ptr", int)]
     monkeypatch.setattr(made, "_params", lambda num_steps: np.array([(num_steps, 0)], fields))
-    made._prompt, made._state = Memory(CONTEXT, np.uint32), Memory(DECODE_STATE.size_bytes, np.uint8)
-    made._staged_prompt, made._staged_state = np.zeros(CONTEXT, np.uint32), np.zeros(1, DECODE_STATE.dtype)
+    made._slot.prompt, made._slot.state = Memory(CONTEXT, np.uint32), Memory(DECODE_STATE.size_bytes, np.uint8)
+    made._slot.staged_prompt, made._slot.staged_state = np.zeros(CONTEXT, np.uint32), np.zeros(1, DECODE_STATE.dtype)
     return made
 
 
 def test_only_the_tokens_that_the_kernel_will_read_are_copied(kernel: Monokernel) -> None:
     kernel.begin((5, 6, 7), 4, SamplingParams())
-    assert kernel._prompt.array.tolist() == [0, 6, 7, *[0] * 13]
-    assert int(kernel._state.array.view(DECODE_STATE.dtype)["token"][0]) == 5
-    kernel._state.array.view(DECODE_STATE.dtype)["epoch"] = 99
-    kernel._state.array.view(DECODE_STATE.dtype)["abort_mirror"] = 1
+    assert kernel._slot.prompt.array.tolist() == [0, 6, 7, *[0] * 13]
+    assert int(kernel._slot.state.array.view(DECODE_STATE.dtype)["token"][0]) == 5
+    kernel._slot.state.array.view(DECODE_STATE.dtype)["epoch"] = 99
+    kernel._slot.state.array.view(DECODE_STATE.dtype)["abort_mirror"] = 1
     kernel.begin([1, 2, 3, 4, 8], 6, SamplingParams(), first_position=3)
-    assert kernel._prompt.array.tolist() == [0, 6, 7, 0, 8, *[0] * 11]
+    assert kernel._slot.prompt.array.tolist() == [0, 6, 7, 0, 8, *[0] * 11]
     state = kernel.state()
     assert [int(state[name]) for name in ("token", "position", "num_prompt", "max_tokens", "epoch")] == [4, 3, 5, 6, 99]
     assert int(state["abort_mirror"]) == 0, "nothing else of the request before is left"
-    assert kernel._tag == 2
+    assert kernel._slot.tag == 2
+
+
+def test_another_slot_counts_on_from_where_the_last_one_is(kernel: Monokernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind `begin`, which has chosen an epoch, nothing is taken from the slot before."""
+    other = DeviceSlot.__new__(DeviceSlot)
+    other.forget()
+    other.number, other.processors = 1, None
+    other.prompt, other.state = Memory(CONTEXT, np.uint32), Memory(DECODE_STATE.size_bytes, np.uint8)
+    other.staged_prompt, other.staged_state = np.zeros(CONTEXT, np.uint32), np.zeros(1, DECODE_STATE.dtype)
+    kernel._slots.append(other)
+    states = [slot.state.array.view(DECODE_STATE.dtype) for slot in kernel._slots]
+    queued = list[tuple[int, int]]()
+
+    def copy(to: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
+        assert (kind, stream) == (1, STREAM) or (kind == 3 and num_bytes in (4, 8))
+        if kind == 3:
+            queued.append((to - other.state.data.ptr, source - kernel._slots[0].state.data.ptr))
+        ctypes.memmove(to, source, num_bytes)
+
+    runtime = SimpleNamespace(memcpyAsync=copy, memcpyHostToDevice=1, memcpyDeviceToDevice=3)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    kernel.begin((5, 6, 7), 4, SamplingParams())
+    kernel.launch(3)
+    states[0]["epoch"], states[0]["pass_epoch"], states[0]["hash"] = 3, 8, (4, 5)
+    kernel.use(1)
+    kernel.begin((5, 6, 7), 4, SamplingParams(), cache=1)
+    assert int(states[1]["epoch"][0]) == 3
+    states[1]["epoch"] = 5  # as if some were left out
+    kernel.launch(2)
+    assert not queued
+    states[1]["epoch"] = 7
+    kernel.use(0)
+    kernel.launch(1)
+    assert states[0]["epoch"][0] == 7
+    states[0]["epoch"], states[0]["token"], states[0]["pass_epoch"], states[0]["num_exchanges"] = 8, 66, 9, 2
+    kernel.use(1)
+    assert int(kernel.state()["epoch"]) == 7
+    kernel.launch(1)
+    counts = [states[1][name][0].tolist() for name in ("epoch", "num_exchanges", "hash", "pass_epoch")]
+    assert counts == [8, 2, [4, 5], 9]
+    assert int(states[1]["token"][0]) == 5
+    assert int(kernel.state()["epoch"]) == 8, "what was read before is not what is there"
 
 
 def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> None:
     kernel.begin((5, 6, 7), 4, SamplingParams(), first_position=2, streams=LastStreams(0x123400, 0x567800))
     assert int(kernel.state()["token"]) == 7
-    assert not kernel._prompt.array.any(), "no copy between prefill and the head"
+    assert not kernel._slot.prompt.array.any(), "no copy between prefill and the head"
     head, whole = kernel._head_start, kernel._kernel
     assert head is not None
     (launch,) = head._publisher.grids  # type: ignore[attr-defined]
@@ -111,7 +158,7 @@ def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> Non
     assert launch[3] == STREAM
     params = np.frombuffer(launch[2], STREAM_PARAMS.dtype, count=1)[0]
     assert [int(params[name]) for name in ("streams_ptr", "invalid_ptr")] == [0x123400, 0x567800]
-    assert [int(params[name]) for name in ("words_ptr", "state_ptr")] == [kernel.words.data.ptr, kernel._state.data.ptr]
+    assert [int(params[name]) for name in ("words_ptr", "state_ptr")] == [kernel.words.data.ptr, kernel._slot.state.data.ptr]
     assert launch[2][STREAM_PARAMS.size_bytes :] == b"peers"
     for _ in range(2):
         kernel.launch(3, SimpleNamespace(data=SimpleNamespace(ptr=80)))
@@ -138,9 +185,9 @@ class RawLaunches:
 def builds(kernel: Monokernel, monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = DraftBuilds.__new__(DraftBuilds)
     made._shape = SimpleNamespace(spec=SimpleNamespace(max_context=CONTEXT))
-    made.small, made.large, made.costs, made._num_predicted = RawLaunches(), RawLaunches(), PassCosts(0.25, 0.125), 0
+    made.small, made.large, made.costs, made._num_predicted = RawLaunches(), RawLaunches(), PassCosts(0.25, 0.125), [0]
     made.words, made.logits = Memory(8, np.uint64), Memory(4, np.float32)
-    made._tokens, made._staged = Memory(2 * CONTEXT + 8, np.uint32), np.zeros(2 * CONTEXT + 8, np.uint32)
+    made._tokens, made._staged = [Memory(2 * CONTEXT + 8, np.uint32)], [np.zeros(2 * CONTEXT + 8, np.uint32)]
     kernel._draft_builds = made
     monkeypatch.setattr(kernel, "_params", lambda num_steps: np.array((num_steps, 1, 2, 3, 4, 5), DRAFT_FIELDS)[()].copy())
     return made
@@ -151,40 +198,40 @@ DRAFT_FIELDS = [(name, np.uint64) for name in ("num_steps", "stamps_ptr", "promp
 
 def test_a_request_with_drafts_has_its_tokens_where_they_are_looked_up(kernel: Monokernel, builds: Any) -> None:
     kernel.begin((5, 6, 7), 9, SamplingParams(), first_position=2, prediction=(8, 9))
-    assert builds._tokens.array[:6].tolist() == [8, 9, GAP, 5, 6, 7]
-    assert builds.prompt_ptr == builds._tokens.data.ptr + 12
+    assert builds._tokens[0].array[:6].tolist() == [8, 9, GAP, 5, 6, 7]
+    assert builds.prompt_ptr(0) == builds._tokens[0].data.ptr + 12
     state = kernel.state()
     names = ("token", "position", "pass_tokens", "draft_place", "draft_start", "draft_tokens", "draft_balance", "draft_looked")
     assert [int(state[name]) for name in names] == [7, 2, PASS_TOKENS, 0, 0, 2, CREDIT, 2]
-    state_of_others: Any = kernel._state
+    state_of_others: Any = kernel._slot.state
     state_of_others.array.view(DECODE_STATE.dtype)["pass_epoch"] = 12
-    kernel._left = None
+    kernel._slot.left = None
     for first_position, pass_tokens in ((2, 1), (1, PASS_TOKENS)):  # what is left of a prompt goes several tokens at a time
         kernel.begin((5, 6, 7), 9, SamplingParams(), first_position=first_position, prediction=())
         state = kernel.state()
         assert [int(state[name]) for name in names[2:6]] == [pass_tokens, NOWHERE, NOWHERE, 0]
         assert int(state["pass_epoch"]) == 12, "words of passes are never taken for later ones"
-    assert builds._tokens.array[:4].tolist() == [GAP, 5, 6, 7]
-    assert not kernel._prompt.array.any()
+    assert builds._tokens[0].array[:4].tolist() == [GAP, 5, 6, 7]
+    assert not kernel._slot.prompt.array.any()
     kernel.begin((5, 6, 7), 9, SamplingParams())
     assert int(kernel.state()["pass_epoch"]) == 12
-    assert kernel._prompt.array[1:3].tolist() == [6, 7]
+    assert kernel._slot.prompt.array[1:3].tolist() == [6, 7]
 
 
 def test_builds_take_turns_with_words_of_their_own(kernel: Monokernel, builds: Any) -> None:
     kernel.begin((5, 6, 7), 9, SamplingParams(), prediction=(8, 9))
     kernel.launch(30)
-    of_drafts = np.frombuffer(builds.params(), DRAFT_PARAMS.dtype)[0]
-    assert of_drafts["tokens_ptr"] == builds._tokens.data.ptr
+    of_drafts = np.frombuffer(builds.params(0), DRAFT_PARAMS.dtype)[0]
+    assert of_drafts["tokens_ptr"] == builds._tokens[0].data.ptr
     assert of_drafts.tolist()[1:] == (2, PASS_TOKENS, 256, 128)
     size = np.dtype(DRAFT_FIELDS).itemsize
     places = {}
     for build in (builds.small, builds.large):
         (raw,) = build.params
-        assert raw[size:] == b"peers" + builds.params()
+        assert raw[size:] == b"peers" + builds.params(0)
         places[build] = np.frombuffer(raw[:size], DRAFT_FIELDS)[0].tolist()
-    assert places[builds.small] == (30, 0, builds.prompt_ptr, 0, 4, 5)
-    assert places[builds.large] == (30, 0, builds.prompt_ptr, 0, builds.words.data.ptr, builds.logits.data.ptr)
+    assert places[builds.small] == (30, 0, builds.prompt_ptr(0), 0, 4, 5)
+    assert places[builds.large] == (30, 0, builds.prompt_ptr(0), 0, builds.words.data.ptr, builds.logits.data.ptr)
     assert not kernel._kernel.steps, "the plain build has none of it"  # type: ignore[attr-defined]
 
 
@@ -195,8 +242,8 @@ def test_costs_are_what_passes_took_beyond_the_edges_of_launches() -> None:
 
 
 def test_what_the_ring_says_of_drafts(kernel: Monokernel) -> None:
-    ring = kernel._ring = np.zeros(2 * CONTEXT, np.uint64)
-    kernel._ring_words, kernel._tag = ring.data, 3
+    ring = kernel._slot.ring = np.zeros(2 * CONTEXT, np.uint64)
+    kernel._slot.ring_words, kernel._slot.tag = ring.data, 3
     ring[:4] = 3 << 32 | 5, 3 << 32 | Finish.LENGTH | 3 << 8 | 2 << 16 | 1 << 24, 3 << 32 | 5, 3 << 32 | 1 << 8
     assert kernel.token(0) == DeviceToken(5, Finish.LENGTH, Drafted(3, 2, True))
     assert kernel.token(1) == DeviceToken(5, Finish.NONE, Drafted(1, 0, False))
@@ -212,20 +259,25 @@ def test_a_launch_says_where_everything_is(kernel: Monokernel) -> None:
     of_experts = ("matrices", "router_bias", "gate_up_bias", "down_bias")
     experts = SimpleNamespace(**{name: held() for name in of_experts})
     weights = SimpleNamespace(**{name: held() for name in (*always, *optional)}, experts=experts)
-    shape = SimpleNamespace(head=SimpleNamespace(vocab_rows=(48, 96)))
-    kernel.weights, kernel.shape, kernel._limit_us, kernel._tag = weights, shape, 1234, 9  # type: ignore[assignment]
+    shape = SimpleNamespace(head=SimpleNamespace(vocab_rows=(48, 96)), cache=SimpleNamespace(num_bytes=160))
+    kernel.weights, kernel.shape, kernel._limit_us, kernel._slot.tag = weights, shape, 1234, 9  # type: ignore[assignment]
     kernel._drafts = held()
-    kernel.kv, kernel.words, kernel._logits, kernel._prompt, kernel._state, kernel._record = (held() for _ in range(6))
-    kernel._host, kernel._ring, kernel.trace, kernel.hashes, kernel._choices = held(), held(), None, None, held()
-    kernel._processed_request, kernel._sampling, kernel._stop_ids = None, SamplingParams(temperature=0.5, seed=77), (4, 5)
+    kernel.kv, kernel.words, kernel._logits, kernel._slot.prompt, kernel._slot.state, kernel._record = (held() for _ in range(6))
+    kernel._slot.host, kernel._slot.ring, kernel.trace, kernel.hashes, kernel._choices = held(), held(), None, None, held()
+    kernel._slot.processed, kernel._slot.sampling, kernel._slot.stop_ids = None, SamplingParams(temperature=0.5, seed=77), (4, 5)
     params = Monokernel._params(kernel, 3)
     wanted = {f"{name}_ptr": getattr(weights, name).data.ptr for name in (*always, *optional)}
     wanted |= {f"{name}_ptr": getattr(experts, name).data.ptr for name in of_experts[1:]} | {
         "experts_ptr": experts.matrices.data.ptr
     }
     wanted |= {f"{name}_ptr": getattr(kernel, name).data.ptr for name in ("kv", "words")}
-    wanted |= {f"{name}_ptr": getattr(kernel, f"_{name}").data.ptr for name in ("logits", "drafts", "prompt", "state", "record")}
-    wanted |= {"host_ptr": kernel._host.ctypes.data, "ring_ptr": kernel._ring.ctypes.data, "trace_ptr": kernel._choices.data.ptr}
+    wanted |= {f"{name}_ptr": getattr(kernel, f"_{name}").data.ptr for name in ("logits", "drafts", "record")}
+    wanted |= {f"{name}_ptr": getattr(kernel._slot, name).data.ptr for name in ("prompt", "state")}
+    wanted |= {
+        "host_ptr": kernel._slot.host.ctypes.data,
+        "ring_ptr": kernel._slot.ring.ctypes.data,
+        "trace_ptr": kernel._choices.data.ptr,
+    }
     wanted |= {
         "inverse_temperature_bits": int(np.float32(2.0).view(np.uint32)),
         "seed": 77,
@@ -236,11 +288,11 @@ def test_a_launch_says_where_everything_is(kernel: Monokernel) -> None:
     found = {name: params[name] for name in params.dtype.names if name != "stop_ids"}
     assert {name: int(value) for name, value in found.items() if value} == wanted
     assert params["stop_ids"].tolist()[:3] == [4, 5, 0]
-    kernel._sampling = SamplingParams()
+    kernel._slot.sampling = SamplingParams()
     for name in (*optional, "experts"):
         setattr(weights, name, None)
     kernel._choices = None
-    kernel._processed_request = SimpleNamespace(mask_epoch=1)  # type: ignore[assignment]
+    kernel._slot.processed = SimpleNamespace(mask_epoch=1)  # type: ignore[assignment]
     params = Monokernel._params(kernel, 3)
     assert not any(params[f"{name}_ptr"] for name in (*optional, *of_experts[1:], "experts", "trace", "stamps"))
     assert (int(params["inverse_temperature_bits"]), int(params["wait_limit_us"])) == (0, LONGEST_WAIT_US)
@@ -319,9 +371,9 @@ def test_one_rank_recovers_with_epochs_from_the_beginning(kernel: Monokernel, mo
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
     kernel.stream = SimpleNamespace(synchronize=lambda: None)
     kernel.shape = SimpleNamespace(num_ranks=1)  # type: ignore[assignment]
-    host = kernel._host = np.ones(1, [("abort", int), ("cancelled_tag", int)])
+    host = kernel._slot.host = np.ones(1, [("abort", int), ("cancelled_tag", int)])
     filled = SimpleNamespace(fill=lambda value: None)
-    kernel.kv = kernel.words = kernel._state = kernel._record = filled
+    kernel.kv = kernel.words = kernel._slot.state = kernel._record = filled
     kernel.recover()
     assert host.tolist() == [(0, 0)]
     assert (kernel._epoch, kernel._num_heads_alone, kernel._whole_epoch) == (0, 0, -1)
@@ -368,7 +420,7 @@ def test_a_wait_that_ran_out_names_the_rank_that_was_late(
     kernel.shape = KernelShape(spec, range(first, first + num_lanes), max_ctas=8, num_ranks=num_ranks)
     kernel.rank = 1
     kernel._heap = heap_with_streams(kernel.shape, 14, lambda lane, copy: lane < 6 or copy != 0)
-    kernel._state.array.view(DECODE_STATE.dtype)["abort_mirror"] = 1
+    kernel._slot.state.array.view(DECODE_STATE.dtype)["abort_mirror"] = 1
     peer = 3 if phase == NONE else 0
     raw = WaitRecord(0, WaitOp.COLLECT, 0, 0, peer, num_missing, 14, 1, 10**9, cta=2, phase=phase, lane=lane).pack()
     kernel._record = SimpleNamespace(get=lambda: np.frombuffer(raw, np.uint8))
@@ -425,7 +477,7 @@ def test_a_wait_of_the_build_with_several_tokens_names_its_sum(kernel: Monokerne
     boxes = [box.name for box in builds.large_shape.words.boxes.specs()]
     for pass_tokens, name in ((1, "candidates"), (PASS_TOKENS, "pass_candidates"), (PASS_TOKENS, "pass_mlp")):
         kernel.begin((5, 6, 7), 9, SamplingParams(), prediction=())
-        state: Any = kernel._state
+        state: Any = kernel._slot.state
         state.array.view(DECODE_STATE.dtype)["pass_tokens"] = pass_tokens
         record = WaitRecord(0, WaitOp.COLLECT, boxes.index(name), 1, 1, 2, 14, 13, 2 * 10**9, cta=12)
         what = "SAMPLE" if name.endswith("candidates") else "the sum of DOWN of layer 1"
@@ -435,9 +487,9 @@ def test_a_wait_of_the_build_with_several_tokens_names_its_sum(kernel: Monokerne
 
 
 def test_a_token_is_there_when_both_words_carry_the_tag_of_the_request(kernel: Monokernel) -> None:
-    ring = kernel._ring = np.zeros(2 * CONTEXT, np.uint64)
-    kernel._ring_words = ring.data
-    kernel._tag = 0xFFFFFFFE
+    ring = kernel._slot.ring = np.zeros(2 * CONTEXT, np.uint64)
+    kernel._slot.ring_words = ring.data
+    kernel._slot.tag = 0xFFFFFFFE
     tag, old = 0xFFFFFFFE << 32, 0xFFFFFFFD << 32
     for words in ((0, 0), (tag | 5, old), (old | 5, tag), (old | 5, old)):
         ring[6:8] = words
@@ -451,7 +503,7 @@ def test_a_token_is_there_when_both_words_carry_the_tag_of_the_request(kernel: M
 
 def test_what_the_last_request_left_is_read_once(kernel: Monokernel) -> None:
     kernel.begin([1, 2, 3], 4, SamplingParams())
-    state: Any = kernel._state
+    state: Any = kernel._slot.state
     state.array.view(DECODE_STATE.dtype)["epoch"] = 7  # the kernel
     for _ in range(2):
         assert int(kernel.state()["epoch"]) == 7

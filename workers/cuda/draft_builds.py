@@ -95,9 +95,9 @@ class PassCosts:
 
 
 class DraftBuilds:
-    """Both kernels with their memory. Raises CompileError or LaunchError."""
+    """Both kernels with their memory, of which each decode slot has its own. Raises CompileError or LaunchError."""
 
-    def __init__(self, shape: KernelShape, kernel_name: str) -> None:
+    def __init__(self, shape: KernelShape, kernel_name: str, num_slots: int = 1) -> None:
         import cupy
 
         from kog_dist.cuda.driver import Kernel
@@ -110,18 +110,19 @@ class DraftBuilds:
         first, end = shape.head.vocab_rows
         self.words = cupy.zeros(self.large_shape.words.num_words, cupy.uint64)
         self.logits = cupy.zeros((PASS_TOKENS, end - first), cupy.float32)
-        self._tokens = cupy.zeros(2 * shape.spec.max_context + _ROOM, cupy.uint32)
-        self._staged = pinned(4 * self._tokens.size).view(np.uint32)
+        num_tokens = 2 * shape.spec.max_context + _ROOM
+        self._tokens = [cupy.zeros(num_tokens, cupy.uint32) for _ in range(num_slots)]
+        self._staged = [pinned(4 * num_tokens).view(np.uint32) for _ in range(num_slots)]
+        self._num_predicted = [0] * num_slots
         self.costs = PassCosts()  # by which the kernels decide; the same on all ranks
-        self._num_predicted = 0
 
-    @property
-    def prompt_ptr(self) -> int:
-        """Where the prompt of the request stands: between prediction and answer."""
-        return int(self._tokens.data.ptr) + 4 * (self._num_predicted + 1)
+    def prompt_ptr(self, slot: int) -> int:
+        """Where the prompt of a decode slot's request stands: between prediction and answer."""
+        return int(self._tokens[slot].data.ptr) + 4 * (self._num_predicted[slot] + 1)
 
     def begin(
         self,
+        slot: int,
         prompt: Sequence[int],
         prediction: Sequence[int],
         max_tokens: int,
@@ -129,15 +130,15 @@ class DraftBuilds:
         state: NDArray[Any],
         stream: Any,
     ) -> None:
-        """Set up a request, whose passes begin at `first_position`, in `state`; no launch may be under way."""
+        """Set up the request of a slot, whose passes begin at `first_position`, in `state`; no launch may be under way."""
         from cupy.cuda import runtime
 
         prediction = prediction[: self._shape.spec.max_context]
-        self._num_predicted, num_tokens = len(prediction), len(prediction) + 1 + len(prompt)
-        staged = self._staged
+        self._num_predicted[slot], num_tokens = len(prediction), len(prediction) + 1 + len(prompt)
+        staged, tokens = self._staged[slot], self._tokens[slot]
         staged[: len(prediction)], staged[len(prediction)] = prediction, GAP
         staged[len(prediction) + 1 : num_tokens] = prompt
-        runtime.memcpyAsync(self._tokens.data.ptr, staged.ctypes.data, 4 * num_tokens, runtime.memcpyHostToDevice, stream.ptr)
+        runtime.memcpyAsync(tokens.data.ptr, staged.ctypes.data, 4 * num_tokens, runtime.memcpyHostToDevice, stream.ptr)
         drafts = PassDrafts(
             prompt,
             prediction,
@@ -152,10 +153,10 @@ class DraftBuilds:
         state["draft_place"] = state["draft_start"] = drafts.start if drafts.start >= 0 else NOWHERE
         state["draft_tokens"] = drafts.num_found
 
-    def params(self) -> bytes:
-        """The request's `DRAFT_PARAMS`."""
+    def params(self, slot: int) -> bytes:
+        """The `DRAFT_PARAMS` of a slot's request."""
         params = np.zeros((), DRAFT_PARAMS.dtype)
-        params["tokens_ptr"], params["num_predicted"] = self._tokens.data.ptr, self._num_predicted
+        params["tokens_ptr"], params["num_predicted"] = self._tokens[slot].data.ptr, self._num_predicted[slot]
         params["pass_tokens"] = PASS_TOKENS
         params["extra"], params["edge"] = in_units(self.costs.extra), in_units(self.costs.edge)
         return params.tobytes()

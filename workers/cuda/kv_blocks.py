@@ -1,4 +1,4 @@
-"""The block pool of a GPU: keys and values of beginnings of sequences, beside the monokernel's KV cache and in the host's memory.
+"""The block pool of a GPU: keys and values of beginnings of sequences, beside the monokernel's KV caches and on the host.
 
 A block is a batch of 16 positions of every split of every KV head and layer (see prefill/model/cache_layout.py), so the positions
 of a block are neighbours, and in the cache its batches lie `CacheShape.full_batches` apart: each copy is one of rows.
@@ -35,7 +35,7 @@ def block_bytes(shape: KernelShape) -> int:
 
 
 class KvBlocks:
-    """`slots` blocks on the current GPU and `host_slots` in page-locked memory of the host. `kv_ptr`: the KV cache.
+    """`slots` blocks on the current GPU and `host_slots` in page-locked memory of the host. `kv_ptr`: the KV caches.
 
     Memory is taken at once. Copies are queued on a CUDA stream.
     """
@@ -65,7 +65,7 @@ class KvBlocks:
             if kind is KvCopyKind.MOVE:
                 runtime.memcpyAsync(self._address(place), block, self._block_bytes, _DEFAULT, stream_ptr)
                 continue
-            cache = self._kv_ptr + place * width
+            cache = self._kv_ptr + kv.cache * self.shape.cache.num_bytes + place * width
             if kind is KvCopyKind.LOAD:
                 runtime.memcpy2DAsync(cache, pitch, block, width, width, height, _DEFAULT, stream_ptr)
             else:
@@ -99,6 +99,20 @@ class _HostMemory:
 
 def _touch(part: Any) -> None:
     part[:: mmap.PAGESIZE] = 0
+
+
+def copy_beginning(shape: KernelShape, kv_ptr: int, source: int, cache: int, num_positions: int, stream_ptr: int) -> None:
+    """Queue that a KV cache gets the first positions of another one; where layers keep rings, all that these hold."""
+    from cupy.cuda import runtime
+
+    num_bytes = shape.cache.num_bytes
+    to, start = kv_ptr + cache * num_bytes, kv_ptr + source * num_bytes
+    if shape.cache.ring_positions:
+        runtime.memcpyAsync(to, start, num_bytes, _DEFAULT, stream_ptr)
+        return
+    pitch, num_batches = shape.cache.full_batches * shape.cache.batch_bytes, -(-num_positions // (BATCH * shape.splits))
+    width = min(num_batches, shape.cache.full_batches) * shape.cache.batch_bytes
+    runtime.memcpy2DAsync(to, pitch, start, pitch, width, _num_rows(shape), _DEFAULT, stream_ptr)
 
 
 def _num_rows(shape: KernelShape) -> int:

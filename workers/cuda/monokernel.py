@@ -23,14 +23,15 @@ from kog_dist.records import dataclass
 from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build
+from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, DraftBuilds, PassCosts
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
-from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DRAFT_PARAMS, HOST_PAGE, StampKind
+from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DRAFT_PARAMS, StampKind
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, NUM_HASHES, KernelShape
-from kog_dist.workers.cuda.pinned import pinned
-from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild
+from kog_dist.workers.cuda.kv_blocks import copy_beginning
+from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild, processors_builds
 from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
@@ -53,12 +54,15 @@ class DeviceToken:
 
 
 class Monokernel:
-    """One GPU's kernel with its weights, caches and words. One request at a time; not thread-safe.
+    """One GPU's kernel with its weights, caches and words. Not thread-safe.
+
+    Requests of `num_slots` decode slots take turns, launch by launch, each in one of `num_caches` KV caches: `use` says whose
+    turn it is. One that begins with streams has the next launch.
 
     With several ranks `heap` holds `shape.words.boxes`, with drafts those of `drafting_shape`, first and in that order.
-    `processors`: with the build that has them, which gets the masks of grammars from `masks`, if any. `drafts`: with the builds
-    of requests that have drafts. `wait_limit_us` bounds every wait on the device. Raises CompileError or LaunchError when the
-    kernel cannot be had.
+    `processors`: with the build that has them, which gets the masks of each slot's grammar from `masks`, if any. `drafts`:
+    with the builds of requests that have drafts. `wait_limit_us` bounds every wait on the device. Raises CompileError or
+    LaunchError when the kernel cannot be had.
     """
 
     def __init__(
@@ -70,8 +74,10 @@ class Monokernel:
         wait_limit_us: int = 500_000,
         heap: CudaHeap | None = None,
         processors: bool = False,
-        masks: MaskSlots | None = None,
+        masks: Sequence[MaskSlots] = (),
         drafts: bool = False,
+        num_slots: int = 1,
+        num_caches: int = 1,
     ) -> None:
         import cupy
 
@@ -88,46 +94,42 @@ class Monokernel:
         cupy.zeros(1)  # makes the context, which the module is loaded into
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
         self._head_start: HeadStart | None = None
-        self._begins_at_head = False  # the next launch
-        self._processed_request: ProcessedRequest | None = None
-        self._has_drafts = False  # the request
         context = shape.spec.max_context
         first, last = shape.head.vocab_rows
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._logits = cupy.zeros((shape.tokens, last - first), cupy.float32)
         self._drafts = cupy.zeros(context, cupy.uint32) if shape.tokens > 1 else None
-        self.kv = cupy.zeros(shape.cache.num_bytes, cupy.uint8)
+        self.kv = cupy.zeros(num_caches * shape.cache.num_bytes, cupy.uint8)
         self.words = cupy.zeros(shape.words.num_words, cupy.uint64)
-        self._prompt = cupy.zeros(context, cupy.uint32)
-        self._state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
         self._record = cupy.zeros(WAIT_RECORD.size_bytes, cupy.uint8)
         self._spare = cupy.zeros(1, cupy.uint32)
-        self._staged_prompt = pinned(context * 4).view(np.uint32)
-        self._staged_state = pinned(DECODE_STATE.size_bytes).view(DECODE_STATE.dtype)
-        self._host = pinned(HOST_PAGE.size_bytes).view(HOST_PAGE.dtype)
-        self._ring = pinned(context * 16).view(np.uint64)  # of each token its id and its finish, with the request's tag
-        self._ring_words = self._ring.data  # numpy takes ten times as long for one of them
-        self._tag = 0
-        self._sampling, self._stop_ids = SamplingParams(), tuple[int, ...]()
-        self._left: Any = None  # what the last launch left in `_state`, once that was read
         kinds, vectors = len(StampKind), shape.num_products
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
         sizes = (CHOICE_POSITIONS, shape.spec.num_layers, shape.num_ctas)
         self._choices = cupy.zeros(sizes, cupy.uint64) if shape.checks_experts else None  # of position p: at p % CHOICE_POSITIONS
         self._forget_epochs()
-        self._draft_builds = DraftBuilds(shape, KERNEL_NAME) if drafts else None
+        self._draft_builds = DraftBuilds(shape, KERNEL_NAME, num_slots) if drafts else None
         # Last, since it maps memory of the host, which whoever tries again after an error could not.
-        self._processors = ProcessorsBuild(shape, KERNEL_NAME, masks) if processors else None
+        builds: Sequence[ProcessorsBuild | None] = [None] * num_slots
+        if processors:
+            builds = processors_builds(shape, KERNEL_NAME, [*masks, *[None] * (num_slots - len(masks))])
+        self._slots = [DeviceSlot(number, context, build) for number, build in enumerate(builds)]
+        self._slot = self._ran = self._slots[0]  # whose turn it is, and whose state has what counts passes
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
         cupy.cuda.Device().synchronize()
 
     def prepare_head_start(self) -> None:
         """Have what requests need that `begin` with streams. Raises CompileError or LaunchError."""
         if self._head_start is None:
-            self._head_start = HeadStart(self.shape, self._peers, KERNEL_NAME, processors=self._processors is not None)
+            has_processors = self._slot.processors is not None
+            self._head_start = HeadStart(self.shape, self._peers, KERNEL_NAME, processors=has_processors)
 
     # ---- a request ----
+    def use(self, slot: int) -> None:
+        """Let what follows be of this decode slot's request."""
+        self._slot = self._slots[slot]
+
     def rouse(self) -> None:
         """Let the GPU do next to nothing, so that it wakes, and with it what the driver needs on the host."""
         from cupy.cuda import runtime
@@ -145,8 +147,9 @@ class Monokernel:
         processed: ProcessedRequest | None = None,
         streams: LastStreams | None = None,
         prediction: Sequence[int] | None = None,
+        cache: int = 0,
     ) -> None:
-        """Set up a request; the KV cache must hold `first_position` tokens of the prompt. No launch may be under way.
+        """Set up a request; KV cache `cache` must hold `first_position` tokens of the prompt. No launch may be under way.
 
         `processed`: what it asks for besides; its launches are of the build with processors. `prediction`: what the answer may be
         like, for drafts, which are also looked up in the prompt and in the answer; None: the request has no drafts. `streams`:
@@ -156,18 +159,18 @@ class Monokernel:
         """
         from cupy.cuda import runtime
 
-        self._tag = self._tag % 0xFFFFFFFE + 1
-        self._sampling, self._stop_ids = sampling, tuple(stop_ids)
-        before = self.state()  # has waited for the launches: nothing reads the staged memory any more
-        self._left = None
-        self._begins_at_head = streams is not None
-        self._choose_epoch(int(before["epoch"]), begins_at_head=self._begins_at_head)
-        self._processed_request = processed
+        slot, before = self._slot, self._left_by(self._ran)  # has waited for launches: nothing reads staged memory any more
+        slot.tag, slot.cache = slot.tag % 0xFFFFFFFE + 1, cache
+        slot.sampling, slot.stop_ids = sampling, tuple(stop_ids)
+        slot.left, self._ran = None, slot
+        slot.begins_at_head = streams is not None
+        self._choose_epoch(int(before["epoch"]), begins_at_head=slot.begins_at_head)
+        slot.processed = processed
         if processed is not None:
-            assert self._processors is not None, "made without the build with processors"
-            self._processors.begin(processed, sampling, prompt, self.stream)
-        self._has_drafts = prediction is not None
-        state, rest = self._staged_state, np.frombuffer(array("I", prompt[first_position + 1 :]), np.uint32)
+            assert slot.processors is not None, "made without the build with processors"
+            slot.processors.begin(processed, sampling, prompt, self.stream)
+        slot.has_drafts = prediction is not None
+        state, rest = slot.staged_state, np.frombuffer(array("I", prompt[first_position + 1 :]), np.uint32)
         state[0] = np.zeros((), DECODE_STATE.dtype)
         state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
         state["max_tokens"], state["epoch"], state["num_exchanges"] = max_tokens, self._epoch, before["num_exchanges"]
@@ -175,18 +178,18 @@ class Monokernel:
         if prediction is not None:
             assert processed is None, "a request with processors has no drafts"
             assert self._draft_builds is not None, "made without drafts"
-            self._draft_builds.begin(prompt, prediction, max_tokens, first_position, state, self.stream)
+            self._draft_builds.begin(slot.number, prompt, prediction, max_tokens, first_position, state, self.stream)
             rest = rest[:0]
-        copies = [(self._state.data.ptr, state, DECODE_STATE.size_bytes)]
+        copies = [(slot.state.data.ptr, state, DECODE_STATE.size_bytes)]
         if len(rest):  # the first token is in the state, and the kernel never looks at what lies before
-            self._staged_prompt[: len(rest)] = rest
-            copies.append((self._prompt.data.ptr + (first_position + 1) * rest.itemsize, self._staged_prompt, rest.nbytes))
+            slot.staged_prompt[: len(rest)] = rest
+            copies.append((slot.prompt.data.ptr + (first_position + 1) * rest.itemsize, slot.staged_prompt, rest.nbytes))
         for to, source, num_bytes in copies:
             runtime.memcpyAsync(to, source.ctypes.data, num_bytes, runtime.memcpyHostToDevice, self.stream.ptr)
         if streams is not None:
             assert self._head_start is not None, "made without head starts"
             assert first_position == len(prompt) - 1
-            self._head_start.publish(streams, self.words.data.ptr, self._state.data.ptr, self.stream.ptr)
+            self._head_start.publish(streams, self.words.data.ptr, slot.state.data.ptr, self.stream.ptr)
 
     def expect(self, first_position: int, tokens: Sequence[int]) -> None:
         """Draft the answer for passes of several tokens: the token that is expected at each position from `first_position` on.
@@ -233,35 +236,40 @@ class Monokernel:
 
         `stamps`: uint64 array on the GPU for the time in ns at the end of each pass.
         """
-        self._left = None
-        stamps_ptr, is_processed = 0 if stamps is None else stamps.data.ptr, self._processed_request is not None
-        if self._begins_at_head:
+        slot = self._slot
+        slot.left = None
+        if self._ran is not slot:
+            assert not self._ran.begins_at_head, "its head start stands in words of the next pass"
+            slot.goes_on_from(self._ran, self.stream)
+            self._ran = slot
+        stamps_ptr, is_processed = 0 if stamps is None else stamps.data.ptr, slot.processed is not None
+        if slot.begins_at_head:
             assert self._head_start is not None
-            self._begins_at_head = False
+            slot.begins_at_head = False
             self._launch(self._head_start.processors if is_processed else self._head_start.plain, 1, stamps_ptr)
             num_steps, stamps_ptr = num_steps - 1, stamps_ptr and stamps_ptr + 8
         if not num_steps:
             return
-        if self._has_drafts and (builds := self._draft_builds) is not None:
+        if slot.has_drafts and (builds := self._draft_builds) is not None:
             self._launch(builds.small, num_steps, 0)
             self._launch(builds.large, num_steps, 0)
             return
-        self._launch(self._processors.kernel if is_processed and self._processors else self._kernel, num_steps, stamps_ptr)
+        self._launch(slot.processors.kernel if is_processed and slot.processors else self._kernel, num_steps, stamps_ptr)
 
     def _launch(self, kernel: Kernel | None, num_steps: int, stamps_ptr: int, *, fixed_ptr: int = 0) -> None:
         """Queue passes of a build. `fixed_ptr`: see `drafts_ptr` of DECODE_PARAMS."""
         assert kernel is not None, "made without the build with processors"
-        params, builds = self._params(num_steps), self._draft_builds
+        params, builds, slot = self._params(num_steps), self._draft_builds, self._slot
         params["stamps_ptr"] = stamps_ptr
-        if builds is not None and self._has_drafts:
-            params["prompt_ptr"], params["drafts_ptr"] = builds.prompt_ptr, fixed_ptr
+        if builds is not None and slot.has_drafts:
+            params["prompt_ptr"], params["drafts_ptr"] = builds.prompt_ptr(slot.number), fixed_ptr
             if kernel is builds.large:
                 params["words_ptr"], params["logits_ptr"] = builds.words.data.ptr, builds.logits.data.ptr
         raw = params.tobytes() + self._peers
-        if self._processors is not None and self._processed_request is not None:
-            raw += self._processors.params()
+        if slot.processors is not None and slot.processed is not None:
+            raw += slot.processors.params()
         elif builds is not None and kernel in (builds.small, builds.large):
-            raw += builds.params()
+            raw += builds.params(slot.number)
         elif self.shape.tokens > 1:
             raw += bytes(DRAFT_PARAMS.size_bytes)  # tokens are expected, not looked up
         kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr)
@@ -279,8 +287,8 @@ class Monokernel:
         different = np.arange(room, dtype=np.uint32) * _STRIDE % self.shape.spec.vocab_size
         prompt = different[: MEASURED_POSITION + 1].tolist()
         self.begin(prompt, room, SamplingParams(), first_position=MEASURED_POSITION, prediction=())
-        self._prompt.set(different.astype(np.uint32), stream=self.stream)
-        fixed_ptr = self._prompt.data.ptr  # passes with these do not take turns
+        self._slot.prompt.set(different.astype(np.uint32), stream=self.stream)
+        fixed_ptr = self._slot.prompt.data.ptr  # passes with these do not take turns
         measured = self._draft_builds.measure(
             lambda kernel, passes: self._launch(kernel, passes, 0, fixed_ptr=fixed_ptr), self.stream
         )
@@ -293,12 +301,12 @@ class Monokernel:
         self._draft_builds.costs = costs
 
     def _params(self, num_steps: int) -> Any:
-        weights = self.weights
+        weights, slot = self.weights, self._slot
         params = np.zeros((), DECODE_PARAMS.dtype)
         arrays = {
             "tape": weights.tape, "embedding": weights.embedding, "norms": weights.norms, "final_norm": weights.final_norm,
-            "rope": weights.rope, "kv": self.kv, "words": self.words, "logits": self._logits, "prompt": self._prompt,
-            "state": self._state, "record": self._record,
+            "rope": weights.rope, "kv": self.kv, "words": self.words, "logits": self._logits, "prompt": slot.prompt,
+            "state": slot.state, "record": self._record,
         }  # fmt: skip
         optional = {name: getattr(weights, name) for name in ("qkv_bias", "head_norms", "out_bias", "sinks")}
         if weights.experts is not None:
@@ -308,24 +316,26 @@ class Monokernel:
         arrays |= {name: held for name, held in optional.items() if held is not None}
         for name, held in arrays.items():
             params[f"{name}_ptr"] = held.data.ptr
-        params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data
+        params["kv_ptr"] += slot.cache * self.shape.cache.num_bytes
+        params["host_ptr"], params["ring_ptr"] = slot.host.ctypes.data, slot.ring.ctypes.data
         kept = [held for held in (self.trace, self.hashes, self._choices) if held is not None]  # at most one: see KernelShape
         params["trace_ptr"] = kept[0].data.ptr if kept else 0
-        masked = self._processed_request is not None and self._processed_request.mask_epoch
-        params["seed"], params["wait_limit_us"] = self._sampling.seed, LONGEST_WAIT_US if masked else self._limit_us
-        if self._sampling.temperature > 0:
-            inverse = np.float32(1.0) / np.float32(self._sampling.temperature)
+        masked = slot.processed is not None and slot.processed.mask_epoch
+        params["seed"], params["wait_limit_us"] = slot.sampling.seed, LONGEST_WAIT_US if masked else self._limit_us
+        if slot.sampling.temperature > 0:
+            inverse = np.float32(1.0) / np.float32(slot.sampling.temperature)
             params["inverse_temperature_bits"] = inverse.view(np.uint32)
         params["vocab_first"] = self.shape.head.vocab_rows[0]
-        params["num_steps"], params["request_tag"] = num_steps, self._tag
-        params["num_stop_ids"] = len(self._stop_ids)
-        params["stop_ids"][: len(self._stop_ids)] = self._stop_ids
+        params["num_steps"], params["request_tag"] = num_steps, slot.tag
+        params["num_stop_ids"] = len(slot.stop_ids)
+        params["stop_ids"][: len(slot.stop_ids)] = slot.stop_ids
         return params
 
     def token(self, index: int) -> DeviceToken | None:
         """Token `index` of the answer, or None when the kernel has not written it yet. Never waits."""
-        words = self._ring_words[2 * index], self._ring_words[2 * index + 1]  # what is checked is what is used
-        if words[0] >> 32 != self._tag or words[1] >> 32 != self._tag:
+        slot = self._slot
+        words = slot.ring_words[2 * index], slot.ring_words[2 * index + 1]  # what is checked is what is used
+        if words[0] >> 32 != slot.tag or words[1] >> 32 != slot.tag:
             return None
         token_id, ending = words[0] & 0xFFFFFFFF, words[1] & 0xFFFFFFFF
         drafted = Drafted(ending >> 8 & 0xFF, ending >> 16 & 0xFF, bool(ending >> 24)) if ending > 0xFF else NOT_DRAFTED
@@ -333,8 +343,8 @@ class Monokernel:
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
         """Those of token `index`, if the request wants them; None when the kernel has not written them yet. Only on rank 0."""
-        assert self._processors is not None, "made without the build with processors"
-        return self._processors.logprobs(index, self._tag)
+        assert self._slot.processors is not None, "made without the build with processors"
+        return self._slot.processors.logprobs(index, self._slot.tag)
 
     def choices(self, first: int, end: int) -> Any:
         """Which experts were chosen at positions [first, end), the newest ones: uint64 (positions, layers, thread blocks).
@@ -345,13 +355,18 @@ class Monokernel:
         assert end - first <= CHOICE_POSITIONS, "older ones are overwritten"
         return self._choices.get(stream=self.stream)[np.arange(first, end) % CHOICE_POSITIONS]
 
+    def copy_beginning(self, source: int, cache: int, num_positions: int) -> None:
+        """Queue that a KV cache gets the first positions of another one."""
+        copy_beginning(self.shape, self.kv.data.ptr, source, cache, num_positions, self.stream.ptr)
+
     def cancel(self) -> None:
         """End the request after the token that is being decoded."""
-        self._host["cancelled_tag"] = self._tag
+        self._slot.host["cancelled_tag"] = self._slot.tag
 
     def abort(self) -> None:
         """Make the kernel leave all waits and end; it cannot be used after that until `recover`."""
-        self._host["abort"] = 1
+        for slot in self._slots:
+            slot.host["abort"] = 1
 
     def is_idle(self) -> bool:
         """Whether all launches have ended. Raises what cupy raises when one has failed: its events are never `done` then."""
@@ -396,7 +411,7 @@ class Monokernel:
     def _running_shape(self) -> KernelShape:
         """What the build was compiled for that ran in the last launch. It must have left."""
         builds = self._draft_builds
-        is_large = builds is not None and self._has_drafts and int(self.state()["pass_tokens"]) > 1
+        is_large = builds is not None and self._slot.has_drafts and int(self.state()["pass_tokens"]) > 1
         return builds.large_shape if builds is not None and is_large else self.shape
 
     def _with_missing_stream(self, record: WaitRecord) -> WaitRecord:
@@ -422,37 +437,43 @@ class Monokernel:
     def recover(self) -> None:
         """Make the kernel usable again after a numerical fault or, on one rank, an abort or a DeviceError: forget all state.
 
-        Among several ranks all must call it, after the same token. Only the KV cache is forgotten: words that peers have left
-        stay, and epochs go on, so that none is ever taken for a later one. LaunchError after an abort: ranks may stand at
-        different tokens.
+        Among several ranks all must call it, after the same token. Only the request's KV cache is forgotten there, and where
+        there are several: words that peers have left stay, and epochs go on, so that none is ever taken for a later one.
+        LaunchError after an abort: ranks may stand at different tokens, and requests of other slots.
         """
         import cupy
 
         self.stream.synchronize()
-        self._left = None
-        if self.shape.num_ranks > 1:
-            if self._host["abort"] or int(self.state()["abort_mirror"]):
+        slot = self._slot
+        slot.left = None
+        if self.shape.num_ranks > 1 or len(self._slots) > 1:
+            if slot.host["abort"] or int(self.state()["abort_mirror"]):
                 raise LaunchError("a rank among others cannot go on after an abort; start all ranks anew")
-            self.kv.fill(0)
+            num_bytes = self.shape.cache.num_bytes
+            self.kv[slot.cache * num_bytes : (slot.cache + 1) * num_bytes].fill(0)
         else:
-            self._host["abort"] = 0
-            self._host["cancelled_tag"] = 0
+            slot.host["abort"] = 0
+            slot.host["cancelled_tag"] = 0
             of_drafts = () if self._draft_builds is None else (self._draft_builds.words,)
-            for held in (self.kv, self.words, self._state, self._record, *of_drafts):
+            for held in (self.kv, self.words, slot.state, self._record, *of_drafts):
                 held.fill(0)
             self._forget_epochs()
         cupy.cuda.Device().synchronize()  # they were filled on another stream than the kernel's
 
     def state(self) -> Any:
-        """What the last launch left, as a `DECODE_STATE` record. Waits for it; a second look costs nothing."""
-        if self._left is None:
-            self._left = np.frombuffer(self._state.get(stream=self.stream).tobytes(), DECODE_STATE.dtype)[0]
-        return self._left
+        """What the request's last launch left, as a `DECODE_STATE` record. Waits for it; a second look costs nothing."""
+        return self._left_by(self._slot)
+
+    def _left_by(self, slot: DeviceSlot) -> Any:
+        if slot.left is None:
+            slot.left = np.frombuffer(slot.state.get(stream=self.stream).tobytes(), DECODE_STATE.dtype)[0]
+        return slot.left
 
     def close(self) -> None:
         """Let go of memory that is not this kernel's; it must have left."""
-        if self._processors is not None:
-            self._processors.close()
+        for slot in self._slots:
+            if slot.processors is not None:
+                slot.processors.close()
 
     # ---- whole answers ----
     def generate(

@@ -36,13 +36,14 @@ class ProcessedRequest:
 
 
 class ProcessorsBuild:
-    """The kernel with its memory. `masks`: where masks of grammars come from, mapped into the GPU's addresses until `close`."""
+    """The kernel with the memory of one request at a time. `masks`: where masks of its grammar come from, mapped into the GPU's
+    addresses until `close`.
+    """
 
-    def __init__(self, shape: KernelShape, kernel_name: str, masks: MaskSlots | None) -> None:
+    def __init__(self, shape: KernelShape, kernel: Kernel, masks: MaskSlots | None) -> None:
         import cupy
 
-        self._shape, context = shape, shape.spec.max_context
-        self.kernel = Kernel(build(headers(shape), PROCESSORS_SOURCE).path, kernel_name, SHARED_BYTES)
+        self._shape, self.kernel, context = shape, kernel, shape.spec.max_context
         self._first, last = shape.head.vocab_rows
         self._num_rows = last - self._first
         self._bias = cupy.zeros(self._num_rows, cupy.float32)
@@ -100,6 +101,12 @@ class ProcessorsBuild:
         if self._masks is not None:
             self._masks.close()
             self._masks = None
+
+
+def processors_builds(shape: KernelShape, kernel_name: str, masks: Sequence[MaskSlots | None]) -> list[ProcessorsBuild]:
+    """One for each decode slot, whose masks these are. Raises CompileError or LaunchError."""
+    kernel = Kernel(build(headers(shape), PROCESSORS_SOURCE).path, kernel_name, SHARED_BYTES)
+    return [ProcessorsBuild(shape, kernel, of_slot) for of_slot in masks]
 
 
 def request_params(shape: KernelShape, request: ProcessedRequest, sampling: SamplingParams) -> Any:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,6 +38,7 @@ from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.choice_check import ChoiceCheck
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
 from kog_dist.workers.engines.cuda_peers import CudaPeers
+from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.launches import DecodeKernel, Launches, Token
@@ -119,10 +121,10 @@ class CudaEngine:
         )
         # Drafts that were wrong are in the way of as many of the oldest positions.
         ring_positions = max(shape.cache.ring_positions - (PASS_TOKENS - 1 if self._args.drafts else 0), 0)
-        layout = KvLayout(1, ring_positions)
+        layout = KvLayout(self._args.num_kv_caches, ring_positions)
         if slots and num_tokens:
             self._blocks = kv_blocks.KvBlocks(shape, kernel.kv.data.ptr, slots, host_slots)
-            layout = KvLayout(1, ring_positions, num_tokens, slots, host_slots)
+            layout = replace(layout, block_tokens=num_tokens, num_slots=slots, num_host_slots=host_slots)
         self._control.set_kv_layout(self._rank, layout)
 
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
@@ -133,7 +135,7 @@ class CudaEngine:
             self._args,
             shape,
             checkpoint,
-            self._control.masks,
+            self._control.mask_slots,
             tell=self._start,
             limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,
             link=self._link,
@@ -231,56 +233,106 @@ class CudaEngine:
     # ---- requests ----
     def copy_blocks(self, kv: KvUse) -> None:
         """See `Engine.copy_blocks`. They are queued: what comes next is queued behind them."""
-        assert self._blocks is not None, "the coordinator knows whether there is a pool"
         with translated_errors(self._args.device), self._heartbeat:
-            self._blocks.copy(kv, self._loaded.stream.ptr)
+            self._copy(kv)
+
+    def _copy(self, kv: KvUse) -> None:
+        assert self._blocks is not None, "the coordinator knows whether there is a pool"
+        self._blocks.copy(kv, self._loaded.stream.ptr)
 
     def run(self, seq: int, request: DecodeRequest, intake: Intake | None = None) -> Finish:
-        """See `Engine.run`."""
-        self._control.set_progress(self._rank, seq, request.kv.num_cached)
+        """See `Engine.run`. Requests that come meanwhile take turns with it, on one GPU that has slots for several."""
         with translated_errors(self._args.device), self._heartbeat as heartbeat:
-            if request.kv.copies:
-                self._fetch(request.kv)
-            num_cached, launches = self._prefilled(seq, request, heartbeat)
-            if launches is None:
-                if request.mask_epoch:
-                    self._await_first_mask(seq, request, heartbeat)
-                launches = self._begin(request, num_cached)
-            if num_cached > request.kv.num_cached:
-                self._tell(RankStage.PREFILLED)
-            return self._decode(seq, request, heartbeat, num_cached, launches)
+            first = self._taken(seq, request)
+            running = [first]
+            while running:
+                for one in running:
+                    self._turn(one, running, intake, heartbeat)
+                running = [one for one in running if one.finish is Finish.NONE]
+                while intake is not None and self._takes_turns and intake.num_new:
+                    seq, request = intake.take()
+                    if request.only_copies:
+                        self._copy(request.kv)
+                    else:
+                        running.append(self._taken(seq, request))
+            return first.finish
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether several requests run. Among ranks all would have to take the same turns; choices of experts are of one."""
+        return self._args.parallel > 1 and self._peers is None and self._choices is None
+
+    def _taken(self, seq: int, request: DecodeRequest) -> CudaRequest:
+        """A request whose beginning is on its way to its KV cache, as far as it is kept."""
+        kv, prefill = request.kv, self._prefill
+        self._control.set_progress(self._rank, seq, kv.num_cached, request.decode_slot)
+        if kv.copies:
+            self._fetch(kv)
+        if kv.source != kv.cache and kv.num_cached:
+            self._loaded.copy_beginning(kv.source, kv.cache, kv.num_cached)
+            if prefill is not None:
+                prefill.forget(0, kv.cache)
+        reads = prefill is not None and len(request.prompt) - 1 - kv.num_cached >= self._min_prefill_tokens
+        if prefill is not None and not reads:
+            prefill.forget(kv.num_cached, kv.cache)
+        return CudaRequest(seq, request, kv.num_cached, reads)
+
+    def _turn(self, one: CudaRequest, running: Sequence[CudaRequest], intake: Intake | None, heartbeat: Heartbeat) -> None:
+        """A chunk of its prompt, or some tokens of its answer; all of both where no other request can come."""
+        in_company, may_come = len(running) > 1, intake if self._takes_turns else None
+
+        def holds() -> bool:
+            return in_company or (may_come is not None and may_come.num_new > 0)
+
+        self._loaded.use(one.slot)
+        if one.reads:
+            if any(other.has_streams for other in running):
+                return
+            self._read(one, heartbeat, in_company=in_company)
+            if one.reads:
+                return
+        if one.launches is None:
+            if one.request.mask_epoch and not self._has_first_mask(one, heartbeat, holds):
+                return
+            one.launches = self._begin(one.request, one.held, in_company=in_company)
+            if one.held > one.request.kv.num_cached:
+                self._tell(RankStage.PREFILLED, one.slot)
+        else:
+            one.launches.turn(one.index, in_company=in_company)
+        self._decode(one, heartbeat, holds)
 
     def _fetch(self, kv: KvUse) -> None:
         """Queue what the block pool has of a prompt."""
+        self._copy(kv)
         assert self._blocks is not None
-        self._blocks.copy(kv, self._loaded.stream.ptr)
         if self._prefill is not None:
-            self._prefill.forget(kv.copies[0].place * kv_blocks.block_tokens(self._blocks.shape))
+            self._prefill.forget(kv.copies[0].place * kv_blocks.block_tokens(self._blocks.shape), kv.cache)
 
-    def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> tuple[int, Launches | None]:
-        """Positions that the KV cache holds once the prompt has gone through prefill: all of them, and then the kernel begins
-        with the LM head; the request's launches, if they could be queued right behind prefill.
+    def _read(self, one: CudaRequest, heartbeat: Heartbeat, *, in_company: bool) -> None:
+        """Have prefill read the prompt, or in company a chunk of it. Once it holds all, the kernel begins with the LM head, in
+        launches that are queued right behind prefill if they can be.
 
-        Fewer when the request is to end, or when prefill cannot run it (also fewer than there were): the kernel goes on from
-        there, and sees why.
+        It holds fewer when the request is to end, or when prefill cannot run it (also fewer than there were): the kernel goes on
+        from there, and sees why.
         """
-        start, num_prompt, prefill = request.kv.num_cached, len(request.prompt), self._prefill
-        if prefill is None:
-            return start, None
-        if num_prompt - 1 - start < self._min_prefill_tokens:
-            prefill.forget(start)
-            return start, None
-        begin = partial(self._begin, request, num_prompt)
-        prompt = PromptRun(self._control, self._rank, self._peers, seq, request, heartbeat, begin)
-        held = prompt.run(prefill)
+        prefill, request, start = self._prefill, one.request, one.held
+        assert prefill is not None
+        num_prompt = len(request.prompt)
+        begin = partial(self._begin, request, num_prompt, in_company=in_company)
+        prompt = PromptRun(self._control, self._rank, self._peers, one.seq, request, heartbeat, begin)
+        end = prefill.next_end(start, num_prompt) if self._takes_turns else num_prompt
+        one.held = prompt.run(prefill, start, end)
         if self._control.aborted():
-            self._leave(f"left request {seq}")
-        if held <= start and not prompt.is_stopped and not self._has_overflown:
+            self._leave(f"left request {one.seq}")
+        if one.held <= start and not prompt.is_stopped and not self._has_overflown:
             self._has_overflown = True  # said once
-            note(f"a value of request {seq} left the range of prefill's binary16; such prompts go token by token")
-        return held, prompt.launches if held == num_prompt else None
+            note(f"a value of request {one.seq} left the range of prefill's binary16; such prompts go token by token")
+        one.reads = start < one.held == end < num_prompt
+        one.launches = prompt.launches if one.held == num_prompt else None
+        if one.launches is not None and one.held > request.kv.num_cached:
+            self._tell(RankStage.PREFILLED, one.slot)
 
-    def _begin(self, request: DecodeRequest, num_cached: int) -> Launches:
+    def _begin(self, request: DecodeRequest, num_cached: int, *, in_company: bool = False) -> Launches:
         """Set up a request in the kernel and queue its first launches. The KV cache holds `num_cached` positions, or will when
         the launches begin: if it holds all, prefill leaves the last token's streams.
         """
@@ -299,6 +351,7 @@ class CudaEngine:
             processed=processed,
             streams=streams,
             prediction=prediction,
+            cache=request.kv.cache,
         )
         if self._choices is not None:
             self._choices.begin(first)
@@ -309,8 +362,10 @@ class CudaEngine:
             one_by_one=request.logit_digests,
             check=None if self._choices is None else self._compare_choices,
             has_drafts=prediction is not None,
+            takes_turns=self._takes_turns,
+            in_company=in_company,
         )
-        self._tell(RankStage.LAUNCHED)
+        self._tell(RankStage.LAUNCHED, request.decode_slot)
         return launches
 
     def _prediction(self, request: DecodeRequest) -> Sequence[int] | None:
@@ -324,83 +379,101 @@ class CudaEngine:
         self._has_said_undrafted = True
         return None
 
-    def _tell(self, stage: RankStage) -> None:
+    def _tell(self, stage: RankStage, slot: int) -> None:
         """Stamp a stage from which on the coordinator looks for the first token."""
-        self._control.stamp(self._rank, stage)
+        self._control.stamp(self._rank, stage, slot)
         if self._rank == 0:
-            self._control.ring.announce()
+            self._control.rings[slot].announce()
 
     def _max_tokens(self, request: DecodeRequest) -> int:
         return min(request.max_tokens, self._max_context - len(request.prompt))
 
-    def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int, launches: Launches) -> Finish:
-        """The kernel decodes many tokens in a launch and chooses them itself."""
-        num_prompt, max_tokens = len(request.prompt), self._max_tokens(request)
-        # The next mask can only be made when the token is handed out.
-        pace = Pace() if request.mask_epoch and self._rank == 0 else None
-        for index in range(max_tokens):
-            num_prefilled = min(num_cached, num_prompt - 1) if index == 0 else None
-            token = self._next_token(seq, index, launches, heartbeat, num_prefilled, pace)
+    def _decode(self, one: CudaRequest, heartbeat: Heartbeat, holds: Callable[[], bool]) -> None:
+        """Hand out tokens, many of which the kernel decodes in a launch and chooses itself, until the answer ends; once it
+        `holds`, until all launches that are queued have ended.
+        """
+        num_prompt, seq, request, slot = len(one.request.prompt), one.seq, one.request, one.slot
+        assert one.launches is not None
+        if one.pace is None and request.mask_epoch and self._rank == 0:
+            one.pace = Pace()
+        while one.index < self._max_tokens(request):
+            index, token = one.index, self._next_token(one, one.launches, heartbeat, holds)
+            if token is None:
+                return
             if self._choices is not None:
                 self._await_launches(f"left request {seq}")
                 self._compare_choices()
             if index == 0:
-                self._control.stamp(self._rank, RankStage.CHOSEN)
+                self._control.stamp(self._rank, RankStage.CHOSEN, slot)
             logits = self._logits(seq) if request.logit_digests else None
             wants_logprobs = self._rank == 0 and request.sampling.logprobs is not None and token.token_id != NO_TOKEN
             logprobs = self._logprobs(seq, index) if wants_logprobs else None
             if self._control.aborted():
                 self._leave(f"left request {seq}")
             if token.finish is Finish.NONE:
-                self._control.set_progress(self._rank, seq, num_prompt + index)
+                self._control.set_progress(self._rank, seq, num_prompt + index, slot)
             else:
-                self._settle(seq, token.finish)
-            self._put(seq, index, token.token_id, token.finish, logits, logprobs, token.drafted)
+                self._settle(one, token.finish)
+            self._put(one, token.token_id, token.finish, logits, logprobs, token.drafted)
+            one.index, one.finish = index + 1, token.finish
             if token.finish is not Finish.NONE:
-                return token.finish
-        raise RequestFailed("rank_failed", f"the kernel gave {max_tokens} tokens of request {seq} and did not end it")
+                return
+        raise RequestFailed("rank_failed", f"the kernel gave {one.index} tokens of request {seq} and did not end it")
 
-    def _await_first_mask(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> None:
-        """The first mask comes once the grammar is compiled, which may take longer than a kernel should wait.
+    def _has_first_mask(self, one: CudaRequest, heartbeat: Heartbeat, holds: Callable[[], bool]) -> bool:
+        """Whether its launches may begin: the first mask comes once the grammar is compiled, which may take longer than a kernel
+        should wait. False: it holds, so that others have their turns meanwhile.
 
         All ranks look at the same memory. If it does not come, or the request is cancelled, the kernel says so after the prompt.
         """
+        control, masks = self._control, self._control.mask_slots[one.slot]
         limit_s = min(FIRST_MASK_TIMEOUT_S, self._args.step_timeout_s / 2)
-        result = wait(
-            lambda: self._control.masks.get(request.mask_epoch) is not None or self._control.cancelled(seq),
-            aborted=self._control.aborted,
-            deadline=Deadline.after(limit_s),
-        )
+
+        def is_there() -> bool:
+            return masks.get(one.request.mask_epoch) is not None or control.cancelled(one.seq, one.slot)
+
+        if one.waits_since_s is None:
+            one.waits_since_s = time.monotonic()
+        left_s = one.waits_since_s + limit_s - time.monotonic()
+        deadline = Deadline.after(max(left_s, 0.0))
+        if wait(lambda: is_there() or holds(), aborted=control.aborted, deadline=deadline) is WaitResult.ABORT:
+            self._leave(f"left request {one.seq}")
+        if holds() and not deadline.expired() and not is_there():
+            time.sleep(POLL_S)
+            return False
+        one.waits_since_s = None
         heartbeat.progress()
-        if result is WaitResult.ABORT:
-            self._leave(f"left request {seq}")
+        return True
 
     # ---- one token ----
-    def _next_token(
-        self, seq: int, index: int, launches: Launches, heartbeat: Heartbeat, num_cached: int | None, pace: Pace | None
-    ) -> Token:
+    def _next_token(self, one: CudaRequest, launches: Launches, heartbeat: Heartbeat, holds: Callable[[], bool]) -> Token | None:
         """Wait for a token. The kernel bounds every wait of its own, so launches end; if they end without it, they say why.
 
-        `num_cached`: positions that the KV cache held before the launches, while they are prefilling; None afterwards. `pace`: do
-        not sleep when the token is likely to come.
+        None: it holds, and all launches have ended.
         """
-        kernel, asked_to_cancel = self._loaded, False
+        kernel, seq, index, slot, pace = self._loaded, one.seq, one.index, one.slot, one.pace
+        num_held = min(one.held, len(one.request.prompt) - 1)  # before the launches, while they are prefilling
         spin_until_s = time.monotonic() + FIRST_TOKEN_SPIN_S if index == 0 else 0.0
         if index % REFILL_TOKENS == REFILL_TOKENS - 1:
-            launches.refill(index)  # also if this host lags behind and finds each token there: the kernel is not to wait for it
+            launches.refill(
+                index, holds=holds()
+            )  # also if this host lags behind and finds each token there: the kernel is not to wait for it
         while (token := kernel.token(index)) is None:
             if self._control.aborted():
                 self._leave(f"left request {seq}")
-            if self._rank == 0 and not asked_to_cancel and self._control.cancelled(seq):
+            if self._rank == 0 and not one.asked_to_cancel and self._control.cancelled(seq, slot):
                 kernel.cancel()  # travels with rank 0's candidate, so it ends the answer after the same token everywhere
-                asked_to_cancel = True
-            if launches.refill(index):
+                one.asked_to_cancel = True
+            is_held = holds()
+            if launches.refill(index, holds=is_held):
                 heartbeat.progress()
-                if num_cached is not None:
-                    self._control.set_progress(self._rank, seq, num_cached + launches.num_prompt_steps_ended)
+                if index == 0:
+                    self._control.set_progress(self._rank, seq, num_held + launches.num_prompt_steps_ended, slot)
             elif kernel.is_idle() and launches.all_ended and kernel.token(index) is None:
                 kernel.finish()
                 raise RequestFailed("rank_failed", f"the kernel ended without token {index} of request {seq}")
+            elif is_held and launches.none_under_way and kernel.token(index) is None:
+                return None
             if time.monotonic() < spin_until_s or (pace is not None and pace.until_near_s() <= 0):
                 os.sched_yield()
             else:
@@ -424,8 +497,7 @@ class CudaEngine:
 
     def _put(
         self,
-        seq: int,
-        index: int,
+        one: CudaRequest,
         token_id: int,
         finish: Finish,
         digested: NDArray[Any] | None = None,
@@ -436,7 +508,8 @@ class CudaEngine:
         if self._rank != 0:
             return
         digest = None if digested is None else _sha256(digested)
-        self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish, logprobs, drafted)
+        ring = self._control.rings[one.slot]
+        ring.put(one.seq, one.index, token_id, time.monotonic_ns(), digest, finish, logprobs, drafted)
 
     def _logits(self, seq: int) -> NDArray[Any] | None:
         """The float32 logits (vocab_size,) of the token that was just decoded; None on ranks above 0. Collective."""
@@ -450,14 +523,15 @@ class CudaEngine:
             self._choices.compare(self._loaded)
 
     # ---- ends ----
-    def _settle(self, seq: int, finish: Finish) -> None:
+    def _settle(self, one: CudaRequest, finish: Finish) -> None:
         """Wait until the kernel has left the request; say how many positions the KV cache holds."""
         kernel = self._loaded
-        self._await_launches(f"left request {seq}")
+        self._await_launches(f"left request {one.seq}")
         kernel.finish()
         if finish is Finish.NUMERICAL_FAULT:
             kernel.recover()
-        self._control.set_progress(self._rank, seq, 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"]))
+        held = 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"])
+        self._control.set_progress(self._rank, one.seq, held, one.slot)
 
     def _await_launches(self, doing: str) -> None:
         """Wait for all launches, without blocking in the driver. An abort ends them at once, else their own limits do."""

@@ -16,6 +16,7 @@ from kog_dist.workers.notes import Watch, note
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
+    from kog_dist.decode.masks import MaskSlots
     from kog_dist.model.checkpoint import Checkpoint
     from kog_dist.workers.arguments import WorkerArgs
     from kog_dist.workers.cuda.head_start import LastStreams
@@ -42,17 +43,21 @@ class Prefiller(Protocol):
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
         on_queued: Callable[[], None],
+        cache: int = 0,
     ) -> int:
-        """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then. `on_queued` is called when
-        `streams` are queued; they are valid if all tokens are held in the end.
+        """Fill a KV cache of the kernel's behind the first `start` tokens; returns how many it holds then. `on_queued` is called
+        when `streams` are queued; they are valid if all tokens are held in the end.
         """
 
     @property
     def streams(self) -> LastStreams:
         """Those of the last token given to `run`."""
 
-    def forget(self, position: int) -> None:
-        """The kernel writes its KV cache from `position` on, without prefill."""
+    def next_end(self, start: int, num_tokens: int) -> int:
+        """Where the chunk ends that `run` begins with behind `start` of so many tokens."""
+
+    def forget(self, position: int, cache: int = 0) -> None:
+        """The kernel writes this KV cache from `position` on, without prefill."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Start:
     args: WorkerArgs
     shape: KernelShape
     checkpoint: Checkpoint
-    masks: Any
+    masks: Sequence[MaskSlots]  # of each decode slot
     limit_us: int  # of the kernel's waits
     link: Callable[[int], CudaHeap | None]
     sums: Callable[[float], PeerExchange] | None  # the exchange of prefill whose waits are bounded by so many seconds
@@ -178,8 +183,19 @@ class Start:
         from kog_dist.workers.cuda.monokernel import Monokernel
 
         self.tell.begin(StartStage.KERNEL)
-        options: Any = {"processors": True, "masks": self.masks, "drafts": self.args.drafts}
-        return Monokernel(self.shape, weights, rank=self.args.info.rank, wait_limit_us=self.limit_us, heap=heap, **options)
+        args = self.args
+        return Monokernel(
+            self.shape,
+            weights,
+            rank=args.info.rank,
+            wait_limit_us=self.limit_us,
+            heap=heap,
+            processors=True,
+            masks=self.masks,
+            drafts=args.drafts,
+            num_slots=args.parallel,
+            num_caches=args.num_kv_caches,
+        )
 
 
 def obstacle(shape: KernelShape) -> str:

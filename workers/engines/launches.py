@@ -17,6 +17,9 @@ from kog_dist.workers.cuda.processors import ProcessedRequest
 PROMPT_STEPS = 64  # of a launch of nothing but prompt tokens: progress is told when it ends
 ANSWER_STEPS = 256  # of any other; between two of them a token takes longer, so not too few, and the driver is not kept for long
 CHUNKS_QUEUED = 2  # the next one starts without the host
+# Where requests take turns: steps of a launch. Who comes waits for what is queued, and the edges of a launch take some 3 % of a
+# step. In company one launch is queued at a time, since others wait for their next tokens.
+ALONE_STEPS, COMPANY_STEPS = 16, 4
 
 
 class Token(Protocol):
@@ -47,6 +50,9 @@ class DecodeKernel(Protocol):
     def rouse(self) -> None:
         """Let the GPU do next to nothing, so that it wakes."""
 
+    def use(self, slot: int) -> None:
+        """Let what follows be of the request of this decode slot."""
+
     def begin(
         self,
         prompt: Sequence[int],
@@ -58,8 +64,9 @@ class DecodeKernel(Protocol):
         processed: ProcessedRequest | None = None,
         streams: LastStreams | None = None,
         prediction: Sequence[int] | None = None,
+        cache: int = 0,
     ) -> None:
-        """Set up a request whose first tokens are in the KV cache already. `prediction`: for drafts; None: there are none.
+        """Set up a request whose first tokens are in this KV cache already. `prediction`: for drafts; None: there are none.
 
         `streams`: of its last token, if prefill runs that one's layers, too; if they turn out to be invalid, launches do
         nothing.
@@ -78,6 +85,9 @@ class DecodeKernel(Protocol):
 
     def choices(self, first: int, end: int) -> Any:
         """Experts chosen at positions [first, end), of a kernel that keeps them: see `Monokernel.choices`."""
+
+    def copy_beginning(self, source: int, cache: int, num_positions: int) -> None:
+        """Queue that a KV cache gets the first positions of another one."""
 
     def cancel(self) -> None:
         """End the request after the current token."""
@@ -101,7 +111,9 @@ class DecodeKernel(Protocol):
         """Let requests go by these costs: on all ranks the same."""
 
     def recover(self) -> None:
-        """Forget the KV cache, and on one rank all words, in which values that are not finite may stand."""
+        """Forget the request's KV cache, and on one rank with one decode slot all words, in which values that are not finite may
+        stand.
+        """
 
     def close(self) -> None:
         """Let go of memory that is not the kernel's; it has left."""
@@ -113,6 +125,8 @@ class Launches:
     With `one_by_one` every answer token is a launch of its own, queued when the one before was taken: its logits can be read.
     So it is with `check`, which is called when a launch has ended, before the next one is queued. Then no launch has more
     positions than the kernel keeps choices of experts of.
+
+    With `takes_turns` a launch has few steps, and in company (`turn`) one is queued.
 
     With `has_drafts` nobody knows how many tokens a launch gives, but one at least: they are queued until the answer has ended.
     With `check` as well each is of one pass of each build, of the prompt, too.
@@ -127,8 +141,10 @@ class Launches:
         one_by_one: bool,
         check: Callable[[], None] | None = None,
         has_drafts: bool = False,
+        takes_turns: bool = False,
+        in_company: bool = False,
     ) -> None:
-        self._kernel, self._check = kernel, check
+        self._kernel, self._check, self._takes_turns, self._in_company = kernel, check, takes_turns, in_company
         self._most_queued = CHUNKS_QUEUED if check is None else 1
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
         self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
@@ -154,19 +170,35 @@ class Launches:
         """Steps of the prompt whose launches have ended."""
         return min(self._num_steps_ended, self._num_prompt_steps)
 
-    def refill(self, num_taken: int) -> bool:
-        """Forget launches that have ended and queue the next ones; whether any had ended."""
-        ended = False
+    @property
+    def none_under_way(self) -> bool:
+        """Whether all that was queued has ended, as far as `refill` has seen."""
+        return not self._queued
+
+    def turn(self, num_taken: int, *, in_company: bool) -> None:
+        """A turn begins: queue what it has. `in_company`: others wait for theirs."""
+        self._in_company = in_company
+        self.refill(num_taken)
+
+    def refill(self, num_taken: int, *, holds: bool = False) -> bool:
+        """Forget launches that have ended and queue the next ones, or none if it `holds`; whether any had ended."""
+        ended, most_queued = False, 1 if self._in_company else self._most_queued
         while self._queued and self._queued[0][0].done:
             self._num_steps_ended += self._queued.popleft()[1]
             ended = True
         if ended and self._check is not None:
             self._check()
-        if not self._waiting and self._num_more and len(self._queued) < self._most_queued:
+        if holds:
+            return ended
+        if not self._waiting and self._num_more and len(self._queued) < most_queued:
             self._num_more -= 1
             self._waiting.append((ANSWER_STEPS, 0))
-        while self._waiting and len(self._queued) < self._most_queued and self._waiting[0][1] <= num_taken:
-            steps = self._waiting.popleft()[0]
+        while self._waiting and len(self._queued) < most_queued and self._waiting[0][1] <= num_taken:
+            steps, after = self._waiting.popleft()
+            most = steps if not self._takes_turns else COMPANY_STEPS if self._in_company else ALONE_STEPS
+            if steps > most:
+                self._waiting.appendleft((steps - most, after))
+                steps = most
             self._kernel.launch(steps)
             self._queued.append((self._kernel.stream.record(), steps))
         return ended

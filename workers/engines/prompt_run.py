@@ -15,7 +15,8 @@ from kog_dist.workers.engines.launches import Launches
 
 
 class PromptRun:
-    """`run` it once. `begin` sets the request up in the kernel, to begin with the LM head, and queues its first launches.
+    """`run` it at once, or chunk by chunk. `begin` sets the request up in the kernel, to begin with the LM head, and queues its
+    first launches.
 
     `peers`: None for one rank. `is_stopped`: somebody wanted the request to end meanwhile. `launches`: what `begin` gave, None if
     it was not called.
@@ -37,32 +38,35 @@ class PromptRun:
         self.is_stopped = False
         self.launches: Launches | None = None
 
-    def run(self, prefill: Prefiller) -> int:
-        """Positions that the KV cache holds then."""
+    def run(self, prefill: Prefiller, start: int, end: int | None = None) -> int:
+        """Positions that the KV cache holds then. It holds `start` ones, and is to hold `end`: all, or to the end of a chunk."""
+        prompt, cache = self._request.prompt, self._request.kv.cache
+        is_last = end is None or end == len(prompt)
         held = prefill.run(
-            self._request.prompt,
-            self._request.kv.num_cached,
+            prompt if is_last else prompt[:end],
+            start,
             should_stop=self._should_stop,
             aborted=self._control.aborted,
             on_progress=self._progress,
-            on_queued=self._queued,
+            on_queued=self._queued if is_last else lambda: None,
+            cache=cache,
         )
         if not self._control.aborted():
-            prefill.forget(held)
+            prefill.forget(held, cache)
             self._progress(held)
         return held
 
     def _progress(self, position: int) -> None:
         self._heartbeat.progress()
         done = min(position, len(self._request.prompt) - 1)  # the last one is done with a token
-        self._control.set_progress(self._rank, self._seq, done)
+        self._control.set_progress(self._rank, self._seq, done, self._request.decode_slot)
 
     def _should_stop(self) -> bool:
         """Asked once before each part of a chunk: all ranks take rank 0's answer, but for the first, which saves its time."""
         self._num_asked += 1
         if self._num_asked == 1:
-            self._control.stamp(self._rank, RankStage.UPLOADED)
-        self.is_stopped = self._control.cancelled(self._seq)
+            self._control.stamp(self._rank, RankStage.UPLOADED, self._request.decode_slot)
+        self.is_stopped = self._control.cancelled(self._seq, self._request.decode_slot)
         if self._peers is not None:
             is_later = self._num_asked > 1
             self.is_stopped = is_later and bool(self._peers.share_choice(int(self.is_stopped), Finish.NONE)[0])
@@ -71,5 +75,5 @@ class PromptRun:
     def _queued(self) -> None:
         """Behind prefill; if that overflows, the launches do nothing. A mask that is not there yet is waited for by the host."""
         epoch = self._request.mask_epoch
-        if not epoch or self._control.masks.get(epoch) is not None:
+        if not epoch or self._control.mask_slots[self._request.decode_slot].get(epoch) is not None:
             self.launches = self._begin()

@@ -15,6 +15,11 @@ constexpr u32 kKeptWindowBatches = kFullBatches;
 constexpr u32 kKeptWindowBatches = kWindowBatches;
 #endif
 
+// The KV cache that the prompt goes to, of those that lie one behind the other.
+__device__ __forceinline__ u64 cache_of(u64 caches, u64 number_ptr) {
+    return caches + static_cast<u64>(*reinterpret_cast<const int*>(number_ptr)) * kCacheBytes;
+}
+
 __device__ __forceinline__ bool is_finite_pair(u32 packed) {
     return (packed & 0x7c00u) != 0x7c00u && (packed & 0x7c000000u) != 0x7c000000u;
 }

@@ -43,7 +43,8 @@ _MOST_APPENDING = 1024  # thread blocks of `append`: each waits for its first lo
 class DeviceOperations:
     """`Operations` on a GPU. The products' type is binary16.
 
-    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. Raises CompileError or LaunchError.
+    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, of which `cache_number` says one, in
+    `kv_dtype`. Raises CompileError or LaunchError.
     """
 
     def __init__(self, buffers: Buffers, embedding: Array, cache: Array, *, weight_dtype: str, kv_dtype: str) -> None:
@@ -61,7 +62,7 @@ class DeviceOperations:
         arrays = {
             "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
             "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
-            "last_position": buffers.last_position, "last_streams": buffers.last_streams,
+            "cache_number": buffers.cache_number, "last_position": buffers.last_position, "last_streams": buffers.last_streams,
         }  # fmt: skip
         self._launch = KernelCalls(PREFILL_PARAMS, launchers, arrays)
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)

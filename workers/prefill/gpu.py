@@ -99,7 +99,7 @@ def prefill_for(
     ended: Callable[[str], None] = lambda step: None,
     tell: StartTeller = NOBODY,
 ) -> Prefill:
-    """Prefill into the KV cache of `kernel`, on its stream; never to be run while a launch of it is under way.
+    """Prefill into the KV caches of `kernel`, on its stream; never to be run while a launch of it is under way.
 
     Takes some hundred ms, and seconds at the first start on a machine: compiles or loads the fused kernels, runs a chunk of each
     size without the peers, for which algorithms of products may have to be chosen, and captures it. `ended` is told each step,
@@ -244,9 +244,9 @@ class GraphRunner:
         """See `Runner`."""
         return bool(self.layers.is_all_or_nothing)
 
-    def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
+    def begin(self, token_ids: Sequence[int], start: int, held: int, cache: int = 0) -> None:
         """See `Runner`."""
-        self.buffers.staging.load(token_ids, start, self.buffers.max_size, self.stream.ptr)
+        self.buffers.staging.load(token_ids, start, self.buffers.max_size, self.stream.ptr, cache)
         if held < start:
             with self.stream:
                 self.layers.load_cache(held, start)

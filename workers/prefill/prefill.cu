@@ -156,14 +156,14 @@ struct LayerShare {
 };
 __device__ __forceinline__ void load_layer(const KogPrefillParams& params) {
     const LayerShare mine;
-    const CachedItems items{params.cache_ptr, mine.layer, params.first, params.last, capacity_of(mine.layer)};
+    const CachedItems items{cache_of(params.cache_ptr, params.cache_number_ptr), mine.layer, params.first, params.last, capacity_of(mine.layer)};
     if (!load_items(items, params.keys_ptr + mine.first_byte, params.values_ptr + mine.first_byte, mine.thread, mine.count))
         *reinterpret_cast<int*>(params.overflow_ptr) = 1;
 }
 __device__ __forceinline__ void store_layer(const KogPrefillParams& params) {
     if (*reinterpret_cast<const int*>(params.overflow_ptr)) return;
     const LayerShare mine;
-    const CachedItems items{params.cache_ptr, mine.layer, params.first, params.last, capacity_of(mine.layer)};
+    const CachedItems items{cache_of(params.cache_ptr, params.cache_number_ptr), mine.layer, params.first, params.last, capacity_of(mine.layer)};
     store_items(items, params.keys_ptr + mine.first_byte, params.values_ptr + mine.first_byte, mine.thread, mine.count);
 }
 

@@ -24,9 +24,9 @@ Part = tuple[Chunk, int]  # of a chunk; 0: the first one
 class Runner(Protocol):
     """Runs the chunks of one prompt, one after the other."""
 
-    def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
-        """A new prompt, whose first `start` tokens are in the monokernel's cache, and whose first `held` <= `start` ones stand in
-        the plain keys and values, too. What was queued before must have ended.
+    def begin(self, token_ids: Sequence[int], start: int, held: int, cache: int = 0) -> None:
+        """A new prompt, whose first `start` tokens are in this KV cache of the monokernel's, and whose first `held` <= `start`
+        ones stand in the plain keys and values, too. What was queued before must have ended.
         """
 
     def queue(self, chunk: Chunk, part: int = 0) -> Callable[[], bool]:
@@ -57,7 +57,7 @@ class Runner(Protocol):
 
 
 class Prefill:
-    """Fills the KV cache of one rank. One request at a time, never while the monokernel runs.
+    """Fills the KV caches of one rank. One request at a time, never while the monokernel runs.
 
     With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked, which is
     once before each part of a chunk.
@@ -74,16 +74,21 @@ class Prefill:
     ) -> None:
         self._runner, self._max_context, self._sizes = runner, max_context, tuple(sizes)
         self._exact_size, self._work = exact_size, work
-        self._held = 0  # positions whose plain keys and values are those of the cache
+        self._held, self._cache = 0, 0  # positions whose plain keys and values are those of this KV cache
 
     @property
     def streams(self) -> LastStreams:
         """Those of the last token that `run` was given; they are valid if it returned that it holds all of them."""
         return self._runner.streams
 
-    def forget(self, position: int) -> None:
-        """The cache was written from `position` on while no prefill of what it held until then came between."""
-        self._held = min(self._held, position)
+    def next_end(self, start: int, num_tokens: int) -> int:
+        """Where the chunk ends that `run` begins with behind `start` of so many tokens."""
+        return chunks(start, num_tokens, self._sizes, self._exact_size, self._work)[0].end
+
+    def forget(self, position: int, cache: int = 0) -> None:
+        """This KV cache was written from `position` on while no prefill of what it held until then came between."""
+        if cache == self._cache:
+            self._held = min(self._held, position)
 
     def run(
         self,
@@ -94,8 +99,9 @@ class Prefill:
         aborted: Callable[[], bool] = lambda: False,
         on_progress: Callable[[int], None] = lambda position: None,
         on_queued: Callable[[], None] = lambda: None,
+        cache: int = 0,
     ) -> int:
-        """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
+        """Go on behind the first `start` tokens, which are in KV cache `cache`; returns how many it holds then.
 
         That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every part of a chunk, and chunks
         that are queued by then (some milliseconds of work) still count; of one whose last part is not, nothing does, and where
@@ -116,8 +122,9 @@ class Prefill:
         waiting: deque[Part] = deque((chunk, part) for chunk in found for part in range(chunk.num_parts))
         if not waiting:
             return start
-        self._runner.begin(token_ids, start, min(self._held, start))
-        self._held = 0
+        held = self._held if cache == self._cache else 0
+        self._runner.begin(token_ids, start, min(held, start), cache)
+        self._held, self._cache = 0, cache
         try:
             reached = self._queue(waiting, start, len(token_ids), should_stop, aborted, on_progress, on_queued)
         except BaseException:
@@ -196,9 +203,9 @@ class HostRunner:
             self._rows[exact_size] = buffers.rows(exact_size, is_exact=True)
         self._last = buffers.last_rows()
 
-    def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
+    def begin(self, token_ids: Sequence[int], start: int, held: int, cache: int = 0) -> None:
         """See `Runner`."""
-        self._buffers.staging.load(token_ids, start, self._buffers.max_size, 0)
+        self._buffers.staging.load(token_ids, start, self._buffers.max_size, 0, cache)
         if held < start:
             self._layers.load_cache(held, start)
 

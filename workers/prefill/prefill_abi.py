@@ -40,7 +40,8 @@ PREFILL_PARAMS = Struct(
         Field("past_ptr", "u64", "like partial, of an earlier layer"),
         Field("total_ptr", "u64", "float32 (size, hidden)"),
         Field("own_sum_ptr", "u64", "float32 (size, hidden); 0 = not wanted"),
-        Field("cache_ptr", "u64", "the monokernel's KV cache"),
+        Field("cache_ptr", "u64", "the monokernel's KV caches"),
+        Field("cache_number_ptr", "u64", "int32: which of them"),
         Field("last_position_ptr", "u64", "int32: position of the prompt's last token"),
         Field("last_place_ptr", "u64", "like place, of that token; so are the next five"),
         Field("last_stream_ptr", "u64", "binary16 (lanes, 2, hidden)"),
@@ -122,6 +123,7 @@ def cache_lines(layout: CacheLayout, weight_dtype: str, kv_dtype: str) -> list[s
     first_batches = ", ".join(map(str, layout.first_batches))
     return [
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+        f"constexpr unsigned long long kCacheBytes = {layout.num_bytes}ull;",
         *(["#define KOG_WHOLE_WINDOWS"] if layout.whole_windows else []),
         f"__constant__ const bool kIsWindowed[] = {{{is_windowed}}};",
         f"__constant__ const unsigned long long kFirstBatches[] = {{{first_batches}}};",

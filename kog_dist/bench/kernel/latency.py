@@ -193,7 +193,7 @@ def _kernel(
         hosted, own_type = _hosted(spec, lanes), kv_dtype or "bfloat16"
         shape = KernelShape(spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, tokens=pass_tokens, **codings)
         weights = random_weights(shape, SEED, router_skew=router_skew)
-        return Monokernel(shape, weights, processors=page is not None, masks=None if page is None else page.masks)
+        return Monokernel(shape, weights, processors=page is not None, masks=() if page is None else (page.masks,))
     from kog_dist.model.checkpoint import open_checkpoint
     from kog_dist.workers.cuda.coded_source import codings_of
 
@@ -203,7 +203,7 @@ def _kernel(
     own_type = kv_dtype or dtype
     shape = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=own_type, tokens=pass_tokens, **codings)
     return Monokernel(
-        shape, load_weights(shape, checkpoint), processors=page is not None, masks=None if page is None else page.masks
+        shape, load_weights(shape, checkpoint), processors=page is not None, masks=() if page is None else (page.masks,)
     )
 
 

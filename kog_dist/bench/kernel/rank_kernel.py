@@ -71,7 +71,7 @@ def rank_kernel(
     weights: DeviceWeights,
     *,
     processors: bool = False,
-    masks: MaskSlots | None = None,
+    masks: Sequence[MaskSlots] = (),
     drafts: bool = False,
 ) -> Iterator[Monokernel]:
     """This rank's kernel, linked with those of its peers. Collective, in the beginning and in the end.

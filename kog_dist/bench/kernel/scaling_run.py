@@ -102,7 +102,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     weights = random_weights(shape, SEED)
     page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
     found: dict[str, Any] = {"us": {}, "bits": {}, "repeated_bits": {}, "repeats": {}}
-    with rank_kernel(context, shape, weights, processors=page is not None, masks=None if page is None else page.masks) as kernel:
+    with rank_kernel(context, shape, weights, processors=page is not None, masks=() if page is None else (page.masks,)) as kernel:
         if arguments.get("filled"):
             fill_cache(kernel)
         if is_alone:

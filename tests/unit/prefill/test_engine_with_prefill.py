@@ -34,6 +34,7 @@ class ScriptedPrefill:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []  # tokens, start
+        self.caches: list[int] = []  # of each call
         self.forgotten: list[int] = []
         self.gives_up = False
         self.before_chunk: Callable[[], None] = lambda: None
@@ -47,8 +48,10 @@ class ScriptedPrefill:
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
         on_queued: Callable[[], None],
+        cache: int = 0,
     ) -> int:
         self.calls.append((len(token_ids), start))
+        self.caches.append(cache)
         position = start
         while position < len(token_ids) and not aborted() and not should_stop():
             self.before_chunk()
@@ -58,7 +61,10 @@ class ScriptedPrefill:
             on_queued()
         return start if self.gives_up else position
 
-    def forget(self, position: int) -> None:
+    def next_end(self, start: int, num_tokens: int) -> int:
+        return min(start + BLOCK, num_tokens)
+
+    def forget(self, position: int, cache: int = 0) -> None:
         self.forgotten.append(position)
 
 
@@ -107,20 +113,20 @@ def test_a_request_with_a_grammar_begins_with_the_head_once_its_mask_is_there(
     page = ControlPage.create(1, MAX_CONTEXT, vocab_size=64)
     engine, kernel, prefill = parts_of(page)
     order: list[str] = []
-    begin, wait = kernel.begin, engine._await_first_mask
+    begin, wait = kernel.begin, engine._has_first_mask
     mask = np.ones(num_words(64), np.uint32)
 
     def beginning(*arguments: Any, **options: Any) -> None:
         order.append(f"begin behind {prefill.forgotten}")
         begin(*arguments, **options)
 
-    def waiting(*arguments: Any) -> None:
+    def waiting(*arguments: Any, **options: Any) -> bool:
         order.append(f"wait behind {prefill.forgotten}")
         page.masks.put(5, mask)
-        wait(*arguments)
+        return wait(*arguments, **options)
 
     monkeypatch.setattr(kernel, "begin", beginning)
-    monkeypatch.setattr(engine, "_await_first_mask", waiting)
+    monkeypatch.setattr(engine, "_has_first_mask", waiting)
     if is_there:
         page.masks.put(5, mask)
     assert engine.run(1, request(num_prompt=100, max_tokens=5, mask_epoch=5)) is Finish.LENGTH

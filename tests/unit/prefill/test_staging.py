@@ -19,7 +19,7 @@ def test_tokens_and_flags_are_where_chunks_look_for_them(prompt: Sequence[int]) 
     held = Staging(NUM_ROWS, "cpu")
     held.load(range(100, 115), 0, PADDING, 0)
     held.load(prompt, 2, PADDING, 0)
-    assert held.flags.tolist() == [2, 0, 2]
+    assert held.flags.tolist() == [2, 0, 2, 0]
     assert held.prompt.tolist() == [5, 6, 7, *[0] * 6, *range(109, 115), *[0] * 5]
 
 
@@ -39,13 +39,13 @@ def test_a_gpu_gets_all_of_it_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(staging, "copy_to_device", copy)
     monkeypatch.setattr(staging, "copy_to_host", copy)
     held._is_cuda = True
-    held.load((5, 6, 7), 1, PADDING, STREAM)
+    held.load((5, 6, 7), 1, PADDING, STREAM, 3)
     assert copies == [(4 * (8 + 3 + PADDING), STREAM)]
-    assert held.flags.tolist() == [1, 0, 2]
+    assert held.flags.tolist() == [1, 0, 2, 3]
     assert held.prompt.tolist()[:4] == [5, 6, 7, 0]
     held.flags[1] = 1
     held.read_back(STREAM)
-    assert copies[1:] == [(12, STREAM)]
+    assert copies[1:] == [(16, STREAM)]
     assert held.has_overflown
 
 

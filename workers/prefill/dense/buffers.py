@@ -15,6 +15,7 @@ from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.experts.rows import ExpertRows, expert_row_bytes, expert_rows
 from kog_dist.workers.prefill.model.buffers import PromptBuffers
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.staging import NUM_FLAGS
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def dense_buffer_bytes(layout: CacheLayout, max_size: int) -> int:
     spec, lanes = layout.spec, layout.num_lanes
     num_rows = spec.max_context + max_size
     kept = 2 * 2 * num_rows * layout.heads * spec.head_dim
-    rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 3 * 4
+    rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 4 * NUM_FLAGS
     ffn = _ffn_columns(spec)
     of_lane = 4 * spec.lane_qkv_rows + 2 * spec.lane_heads * spec.head_dim + 2 * 3 * ffn + 2 * spec.hidden_size
     row = (4 + 2 + 2 * 4) * spec.hidden_size + lanes * of_lane + expert_row_bytes(spec, lanes)

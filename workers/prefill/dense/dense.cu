@@ -188,7 +188,7 @@ __device__ __forceinline__ void append_rows(const Params& params) {
     bool finite = true;
     if (blockIdx.x >= params.num_row_ctas) {
         const u32 thread = (blockIdx.x - params.num_row_ctas) * blockDim.x + threadIdx.x;
-        const CachedItems before{params.cache_ptr, params.layer, 0, start, reach_of(params.layer)};
+        const CachedItems before{cache_of(params.cache_ptr, params.cache_number_ptr), params.layer, 0, start, reach_of(params.layer)};
         finite = load_items(before, params.keys_ptr, params.values_ptr, thread, (gridDim.x - params.num_row_ctas) * blockDim.x);
     } else {
         const Appended appended{params, start};
@@ -216,7 +216,7 @@ __device__ __forceinline__ void store_rows(const Params& params) {
     if (*reinterpret_cast<const int*>(params.overflow_ptr)) return;
     const int start = *reinterpret_cast<const int*>(params.place_ptr), last = *reinterpret_cast<const int*>(params.last_position_ptr);
     const int behind = start + static_cast<int>(params.size), end = behind <= last ? behind : last + 1;
-    const CachedItems items{params.cache_ptr, params.layer, static_cast<u32>(start), static_cast<u32>(end), capacity_of(params.layer)};
+    const CachedItems items{cache_of(params.cache_ptr, params.cache_number_ptr), params.layer, static_cast<u32>(start), static_cast<u32>(end), capacity_of(params.layer)};
     store_items(items, params.keys_ptr, params.values_ptr, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
 

@@ -35,7 +35,8 @@ _MOST_STORING = 1024
 class DenseDeviceOperations:
     """`DenseOperations` on a GPU. The products' type is binary16.
 
-    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. `experts`: None of a model without.
+    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, of which `cache_number` says one, in
+    `kv_dtype`. `experts`: None of a model without.
     `tape`: None where matrices are no quantised ones that can be multiplied so.
     Raises CompileError or LaunchError.
     """
@@ -57,7 +58,7 @@ class DenseDeviceOperations:
         arrays = {
             "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
             "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
-            "last_position": buffers.last_position, "last_streams": buffers.last_streams,
+            "cache_number": buffers.cache_number, "last_position": buffers.last_position, "last_streams": buffers.last_streams,
         }  # fmt: skip
         self._launch = KernelCalls(DENSE_PARAMS, launchers, arrays)
         self._row_threads = row_threads(self.spec.hidden_size)

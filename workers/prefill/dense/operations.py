@@ -80,14 +80,21 @@ class Multiplies(Protocol):
 
 
 class PlainDenseOperations:
-    """`DenseOperations` in plain array code. `cache` (values of the cache's type) is the monokernel's. `experts`: by layer."""
+    """`DenseOperations` in plain array code. `cache` (values of the cache's type): the monokernel's, one behind the other.
+    `experts`: by layer."""
 
     def __init__(self, buffers: DenseBuffers, embedding: Array, cache: Array, experts: Sequence[PlainExperts] = ()) -> None:
-        self.buffers, self.embedding, self.cache, self._experts = buffers, embedding, cache, experts
+        self.buffers, self.embedding, self._caches, self._experts = buffers, embedding, cache, experts
         self.spec, self.layout = buffers.spec, buffers.layout
         self._kept = buffers.keys[0], buffers.values[0]
-        if cache.size != self.layout.num_values:
+        if cache.size % self.layout.num_values:
             raise ConfigError(f"the KV cache has {cache.size} values, its layout has {self.layout.num_values}")
+
+    @property
+    def cache(self) -> Array:
+        """The KV cache that the prompt goes to."""
+        first = int(self.buffers.cache_number[0]) * self.layout.num_values
+        return self._caches[first : first + self.layout.num_values]
 
     def begin(self, rows: DenseRows) -> None:
         """See `DenseOperations`."""

@@ -91,7 +91,7 @@ class PromptBuffers:
         shape = (kept_layers, num_rows, layout.heads, spec.head_dim)
         self.keys, self.values = (xp.zeros(shape, dtype) for _ in range(2))
         self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next chunk begins; 1: a value was not finite
-        self.last_position = self.flags[2:]  # of the prompt
+        self.last_position, self.cache_number = self.flags[2:3], self.flags[3:]  # of the prompt; of the KV cache that it goes to
         num_streams = len(stream_lanes(spec, tuple(range(layout.num_lanes))))
         self.last_streams: Array = xp.zeros((num_streams, spec.hidden_size), np.float32)  # of it, behind the last layer
 

@@ -17,6 +17,7 @@ from kog_dist.workers.prefill.expand.expanded import matrix_shapes
 from kog_dist.workers.prefill.model.buffers import misfit, stream_rows_of
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import EXACT_SIZE, SPLIT_SIZE, sizes_within
+from kog_dist.workers.prefill.model.staging import NUM_FLAGS
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int, spl
     spec, largest = layout.spec, max(sizes)
     num_rows = spec.max_context + largest
     kept = 2 * 2 * spec.num_layers * num_rows * layout.heads * spec.head_dim
-    rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 3 * 4
+    rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 4 * NUM_FLAGS
     work = largest * _row_bytes(layout, planes=1, result=2) + (exact_size + 1) * _row_bytes(layout, planes=2, result=4)
     split = (stream_rows_of(largest, largest, split_size)[1] - largest) * _stream_bytes(layout)
     return kept + rope + prompt + flags + work + split + 4 * layout.num_lanes * spec.hidden_size

@@ -13,13 +13,13 @@ from kog_dist.cuda.driver import copy_to_device, copy_to_host
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.prefill.arrays import address, library
 
-_NUM_FLAGS = 3
+NUM_FLAGS = 4
 _FLAG_WORDS = 8  # the prompt begins at a multiple of 32 bytes
 
 
 class Staging:
-    """`prompt` (num_rows,) and `flags` (3,), int32 on `device`: position of the next chunk's first token; 1 if a value was not
-    finite; position of the prompt's last token.
+    """`prompt` (num_rows,) and `flags` (4,), int32 on `device`: position of the next chunk's first token; 1 if a value was not
+    finite; position of the prompt's last token; which of the monokernel's KV caches it goes to.
     """
 
     def __init__(self, num_rows: int, device: str) -> None:
@@ -28,18 +28,18 @@ class Staging:
         self._on_host = staged(_FLAG_WORDS + num_rows, np.int32, is_cuda=self._is_cuda)
         self._words = self._on_host.view(np.uint32).data  # numpy itself takes several times as long for a few slices
         self._padding = memoryview(array("I", bytes(4 * num_rows)))
-        self._flags_seen = staged(_NUM_FLAGS, np.int32, is_cuda=self._is_cuda)
-        self.flags, self.prompt = self._on_device[:_NUM_FLAGS], self._on_device[_FLAG_WORDS:]
+        self._flags_seen = staged(NUM_FLAGS, np.int32, is_cuda=self._is_cuda)
+        self.flags, self.prompt = self._on_device[:NUM_FLAGS], self._on_device[_FLAG_WORDS:]
         self._device_ptr, self._host_ptr = address(self._on_device), address(self._on_host)
 
-    def load(self, token_ids: Sequence[int], start: int, num_padding: int, stream_ptr: int) -> None:
-        """Queue a prompt on a CUDA stream, from whose position `start` on chunks begin; at most `num_padding` rows behind it are
-        looked at. The copy before must have ended.
+    def load(self, token_ids: Sequence[int], start: int, num_padding: int, stream_ptr: int, cache: int = 0) -> None:
+        """Queue a prompt for a KV cache on a CUDA stream, from whose position `start` on chunks begin; at most `num_padding` rows
+        behind it are looked at. The copy before must have ended.
         """
         ids, words = token_ids if isinstance(token_ids, array) else array("I", token_ids), self._words
         end = _FLAG_WORDS + len(ids)
         last = min(end + num_padding, len(words))
-        words[0], words[1], words[2] = start, 0, len(ids) - 1
+        words[0], words[1], words[2], words[3] = start, 0, len(ids) - 1, cache
         words[_FLAG_WORDS:end] = memoryview(ids)
         words[end:last] = self._padding[: last - end]  # any token will do
         if self._is_cuda:

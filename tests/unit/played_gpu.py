@@ -1,0 +1,361 @@
+"""A GPU played with host memory and a thread: cupy as far as the monokernel's host side uses it, and what its kernels do.
+
+A played kernel reads its parameters from the bytes that the host packed. What it decodes is a chain through its request's KV
+cache: the row of a position is made of the row before, one further back, and the token, and chooses the next token. So a wrong
+cache, row, prompt, ring, state or epoch shows in an answer, or fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kog_dist.collectives.cuda_abi import PEERS
+from kog_dist.cuda import driver
+from kog_dist.cuda.build import Cubin
+from kog_dist.decode.masks import NUM_SLOTS, num_words, tag_of
+from kog_dist.decode.ring import Finish
+from kog_dist.workers.cuda import draft_builds, head_start, kv_blocks, monokernel, processors
+from kog_dist.workers.cuda.head_start import LastStreams
+from kog_dist.workers.cuda.kernel_abi import (
+    DECODE_PARAMS,
+    DECODE_STATE,
+    DRAFT_PARAMS,
+    HOST_PAGE,
+    PROCESSOR_PARAMS,
+    STREAM_PARAMS,
+    ProcessorFlag,
+)
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.model.chunks import Chunk
+
+_NOT_READY, _PATIENCE_S, _NONE = 600, 30.0, 0xFFFFFFFF
+_MASK = (1 << 64) - 1
+
+
+def at(address: int, dtype: Any, count: int = 1) -> NDArray[Any]:
+    """An array on memory at an address."""
+    num_bytes = np.dtype(dtype).itemsize * count
+    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype)
+
+
+class PlayedArray:
+    """An array of cupy."""
+
+    def __init__(self, array: NDArray[Any], device: PlayedGpu) -> None:
+        self.array, self._device = array, device
+        self.data = SimpleNamespace(ptr=array.ctypes.data)
+        self.nbytes, self.size, self.dtype = array.nbytes, array.size, array.dtype
+
+    def __getitem__(self, key: Any) -> PlayedArray:
+        return PlayedArray(self.array[key], self._device)
+
+    def fill(self, value: int) -> None:
+        """On another stream than the kernel's: it must have been waited for."""
+        assert self._device.stream.is_idle
+        self.array.fill(value)
+
+    def get(self, stream: Any) -> NDArray[Any]:
+        stream.synchronize()
+        return self.array.copy()
+
+
+class PlayedStream:
+    """A thread that does what is queued, in order."""
+
+    def __init__(self) -> None:
+        self.ptr, self.error = 77, list[BaseException]()
+        self._queue = queue.SimpleQueue[Callable[[], object] | None]()
+        self._num_queued = self._num_done = 0
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                call()
+            except BaseException as error:
+                self.error.append(error)
+            with self._changed:
+                self._num_done += 1
+                self._changed.notify_all()
+
+    def queue(self, call: Callable[[], object]) -> None:
+        self._num_queued += 1
+        self._queue.put(call)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._num_done == self._num_queued
+
+    def synchronize(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.is_idle, _PATIENCE_S)
+        assert not self.error, self.error
+
+    def record(self) -> Any:
+        """An event."""
+        return _Event(self, self._num_queued)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(_PATIENCE_S)
+        assert not self._thread.is_alive()
+        assert not self.error, self.error
+
+
+class _Event:
+    def __init__(self, stream: PlayedStream, number: int) -> None:
+        self._stream, self._number = stream, number
+
+    @property
+    def done(self) -> bool:
+        return self._stream._num_done >= self._number
+
+
+class PlayedGpu:
+    """Put in the place of cupy, the compiler and the driver by `install`. `shape`: of the monokernel that runs on it."""
+
+    def __init__(self, shape: KernelShape) -> None:
+        self.shape, self.stream = shape, PlayedStream()
+        self.epochs = {"epoch": 0, "pass_epoch": 0}  # of the next pass, of words of one token and of several
+        self.published: tuple[int, int] | None = None  # what the next LM head alone begins with: its epoch, a row
+        self.num_under_way = self.num_passes = 0  # launches that have not ended; passes so far
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runtime = SimpleNamespace(
+            memcpyAsync=self._copy, memcpy2DAsync=self._copy_rows, memsetAsync=self._set, streamQuery=self._query,
+            memcpyHostToDevice=1, memcpyDeviceToHost=2, memcpyDeviceToDevice=3,
+        )  # fmt: skip
+        cuda = SimpleNamespace(
+            runtime=runtime, Stream=lambda non_blocking: self.stream, alloc_pinned_memory=lambda size: bytearray(size),
+            Device=lambda: SimpleNamespace(synchronize=self.stream.synchronize, use=lambda: None),
+            Memory=lambda size: _Held(np.zeros(size, np.uint8)),
+        )  # fmt: skip
+        types = {name: getattr(np, name) for name in ("uint8", "uint32", "uint64", "float32")}
+        played = SimpleNamespace(cuda=cuda, zeros=self._zeros, **types)
+        for name, module in (("cupy", played), ("cupy.cuda", cuda)):
+            monkeypatch.setitem(__import__("sys").modules, name, module)
+        for user in (driver, monokernel, processors, head_start):
+            monkeypatch.setattr(user, "Kernel", lambda path, name, shared: _PlayedKernel(self, path.stem))
+        monkeypatch.setattr(monokernel, "build", lambda headers: _cubin("plain"))
+        small = None if self.shape.spec.window_layers else draft_builds.draft_headers(self.shape)[0]
+        monkeypatch.setattr(draft_builds, "build", lambda headers: _cubin("small" if headers == small else "large"))
+        monkeypatch.setattr(processors, "build", lambda headers, source: _cubin("processors"))
+        monkeypatch.setattr(head_start, "build", lambda headers, source: _cubin(Path(source).stem))
+        mapping = lambda address, num_bytes: SimpleNamespace(device_ptr=address, close=lambda: None)  # noqa: E731
+        monkeypatch.setattr(processors, "HostMapping", mapping)
+        monkeypatch.setattr(kv_blocks, "HostMapping", mapping)
+
+    # ---- memory ----
+    def _zeros(self, shape: Any, dtype: Any = np.float32) -> PlayedArray:
+        return PlayedArray(np.zeros(shape, dtype), self)
+
+    def _copy(self, to: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
+        assert stream == self.stream.ptr
+        self.stream.queue(lambda: ctypes.memmove(to, source, num_bytes))
+
+    def _copy_rows(
+        self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int, kind: int, stream: int
+    ) -> None:
+        for row in range(height):
+            self._copy(to + row * to_pitch, source + row * pitch, width, kind, stream)
+
+    def _set(self, to: int, value: int, num_bytes: int, stream: int) -> None:
+        self.stream.queue(lambda: ctypes.memset(to, value, num_bytes))
+
+    def _query(self, stream: int) -> int:
+        assert not self.stream.error, self.stream.error
+        return 0 if self.stream.is_idle else _NOT_READY
+
+    # ---- the KV cache ----
+    def row(self, kv_ptr: int, position: int) -> NDArray[np.uint64]:
+        """The row of a position in the KV cache there: in the last layer, its last KV head."""
+        cache, spec = self.shape.cache, self.shape.spec
+        layer = spec.num_layers - 1
+        batches = cache.full_batches if spec.window(layer) is None else cache.kept_window_batches
+        slot = position // cache.splits % (16 * batches)
+        first_from_behind = (cache.splits - position % cache.splits) * batches - slot // 16
+        return at(kv_ptr + cache.num_bytes - first_from_behind * cache.batch_bytes + slot % 16 * 8, np.uint64)
+
+    def next_row(self, kv_ptr: int, position: int, token: int) -> int:
+        """What the row of a position is made of."""
+        before = int(self.row(kv_ptr, position - 1)[0]) if position else 1
+        far = int(self.row(kv_ptr, position // 2)[0]) if position and not self.shape.cache.ring_positions else 2
+        return (before * 6364136223846793005 + far * 2862933555777941757 + (token + 1) * 1442695040888963407) & _MASK | 1
+
+    # ---- kernels ----
+    def launch(self, name: str, raw: bytes) -> None:
+        """Queue a kernel."""
+        self.num_under_way += 1
+
+        def run() -> None:
+            self.run(name, raw)
+            self.num_under_way -= 1
+
+        self.stream.queue(run)
+
+    def run(self, name: str, raw: bytes) -> None:
+        """What a launch does."""
+        if name == "last_streams":
+            params = np.frombuffer(raw, STREAM_PARAMS.dtype, 1)[0]
+            state = at(int(params["state_ptr"]), DECODE_STATE.dtype)[0]
+            value = int(at(int(params["streams_ptr"]), np.uint64)[0])
+            self.published = int(state["epoch"]), value
+            if at(int(params["invalid_ptr"]), np.int32)[0]:
+                at(int(params["state_ptr"]), DECODE_STATE.dtype)["finish"] = Finish.CANCELLED
+            return
+        params = np.frombuffer(raw, DECODE_PARAMS.dtype, 1)[0]
+        state = at(int(params["state_ptr"]), DECODE_STATE.dtype)
+        if name in ("small", "large") and (int(state["pass_tokens"][0]) > 1) != (name == "large"):
+            return
+        for _ in range(int(params["num_steps"])):
+            if state["finish"][0] or at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
+                return
+            self._pass(name, params, raw[-PROCESSOR_PARAMS.size_bytes :] if "processors" in name else b"", state)
+
+    def _pass(self, name: str, params: Any, of_processors: bytes, state: Any) -> None:
+        self.num_passes += 1
+        counter = "pass_epoch" if name == "large" else "epoch"
+        assert int(state[counter][0]) >= self.epochs[counter], "words of this pass have been there before"
+        position, token, kv_ptr = int(state["position"][0]), int(state["token"][0]), int(params["kv_ptr"])
+        if "head" in name:
+            assert self.published is not None
+            epoch, row = self.published
+            assert epoch == int(state["epoch"][0]), "another pass came between the streams and the LM head"
+            self.published = None
+        else:
+            assert self.published is None, "a pass has taken the place of streams that nobody has used"
+            row = self.next_row(kv_ptr, position, token)
+            self.row(kv_ptr, position)[0] = row
+        self.epochs[counter] = int(state[counter][0]) + 1
+        state[counter] = self.epochs[counter]
+        index = position + 1 - int(state["num_prompt"][0])
+        host = at(int(params["host_ptr"]), HOST_PAGE.dtype)
+        is_cancelled = int(host["cancelled_tag"][0]) == int(params["request_tag"])
+        finish = Finish.CANCELLED if is_cancelled else Finish.NONE
+        if index < 0:
+            token = int(at(int(params["prompt_ptr"]) + 4 * (position + 1), np.uint32)[0])
+        else:
+            vocab = self.shape.spec.vocab_size
+            logits = at(int(params["logits_ptr"]), np.float32, vocab)
+            logits[:] = (row >> 20) % 1000 + np.arange(vocab)
+            token = (row >> 7 ^ int(params["seed"]) * int(params["inverse_temperature_bits"])) % vocab
+            if of_processors:
+                tag = int(params["request_tag"])
+                found = self._allowed(np.frombuffer(of_processors, PROCESSOR_PARAMS.dtype, 1)[0], index, token, host, tag)
+                if found is None:
+                    finish = Finish.CANCELLED if int(host["cancelled_tag"][0]) == tag else Finish.NO_MASK
+                token = token if found is None else found
+            stops = token in params["stop_ids"][: int(params["num_stop_ids"])]
+            is_full = index + 1 >= int(state["max_tokens"][0]) or position + 2 >= self.shape.spec.max_context
+            if finish is Finish.NONE:
+                finish = Finish.STOP if stops else Finish.LENGTH if is_full else Finish.NONE
+        if index >= 0 or finish is not Finish.NONE:
+            has_token = finish not in (Finish.CANCELLED, Finish.NO_MASK)
+            tag = int(params["request_tag"]) << 32
+            entry = at(int(params["ring_ptr"]) + 16 * max(index, 0), np.uint64, 2)
+            entry[:] = tag | (token if has_token else _NONE), tag | finish
+        state["token"], state["position"], state["finish"] = token, position + 1, finish
+
+    def _allowed(self, params: Any, index: int, token: int, host: Any, tag: int) -> int | None:
+        """The next token of the vocabulary that the mask has, which may come late; None if it has none, or none comes."""
+        if not params["flags"] & ProcessorFlag.MASKED:
+            return token
+        vocab, epoch = self.shape.spec.vocab_size, int(params["mask_epoch"]) + index
+        count = num_words(vocab)
+        slot, until_s = at(int(params["mask_ptr"]) + epoch % NUM_SLOTS * 8 * count, np.uint64, count), time.monotonic() + 2.0
+        while (slot >> np.uint64(32) != tag_of(epoch)).any():
+            if host["abort"][0] or host["cancelled_tag"][0] == tag or time.monotonic() > until_s:
+                return None
+            time.sleep(0.0002)
+        bits = np.unpackbits((slot & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.uint8), bitorder="little")[:vocab]
+        return next((one % vocab for one in range(token, token + vocab) if bits[one % vocab]), None)
+
+
+class _Held:
+    """Memory that is not of a pool."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self.array, self.ptr = array, array.ctypes.data
+
+
+def _cubin(name: str) -> Cubin:
+    return Cubin(Path(f"{name}.cubin"), "")
+
+
+class _PlayedKernel:
+    def __init__(self, gpu: PlayedGpu, name: str) -> None:
+        self._gpu, self._name = gpu, name
+
+    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream: int) -> None:
+        sizes = {"plain": 0, "head": 0, "small": DRAFT_PARAMS.size_bytes, "large": DRAFT_PARAMS.size_bytes}
+        of_build = sizes.get(self._name, PROCESSOR_PARAMS.size_bytes)
+        peers = len(params) - DECODE_PARAMS.size_bytes - of_build
+        assert peers == PEERS.size_bytes
+        self._gpu.launch(self._name, params)
+
+    def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream: int) -> None:
+        self._gpu.launch(self._name, params)
+
+
+class PlayedRunner:
+    """A runner of prefill: plain rows, which it takes from KV caches and gives them."""
+
+    is_all_or_nothing = True
+
+    def __init__(self, gpu: PlayedGpu, kv_ptr: int) -> None:
+        self._gpu, self._kv_ptr = gpu, kv_ptr
+        self._plain, self._token_ids, self._cache = dict[int, int](), Sequence[int], 0
+        self._streams, self._invalid = np.zeros(1, np.uint64), np.zeros(1, np.int32)
+
+    def begin(self, token_ids: Sequence[int], start: int, held: int, cache: int = 0) -> None:
+        assert not self._gpu.num_under_way, "a launch is under way"
+        self._gpu.stream.synchronize()  # copies of what is kept
+        self._ids, self._cache = list(token_ids), cache
+        for position in range(held, start):
+            self._plain[position] = int(self._gpu.row(self._at, position)[0])
+
+    @property
+    def _at(self) -> int:
+        return self._kv_ptr + self._cache * self._gpu.shape.cache.num_bytes
+
+    def queue(self, chunk: Chunk, part: int = 0) -> Callable[[], bool]:
+        for position in range(chunk.start, chunk.end):
+            before = self._plain[position - 1] if position else 1
+            far = self._plain[position // 2] if position and not self._gpu.shape.cache.ring_positions else 2
+            self._plain[position] = (
+                before * 6364136223846793005 + far * 2862933555777941757 + (self._ids[position] + 1) * 1442695040888963407
+            ) & _MASK | 1
+        return lambda: True
+
+    @property
+    def streams(self) -> LastStreams:
+        return LastStreams(self._streams.ctypes.data, self._invalid.ctypes.data)
+
+    def queue_end(self, chunk: Chunk) -> None:
+        self._streams[0] = self._plain[chunk.end - 1]
+
+    def store(self, first: int, last: int) -> None:
+        for position in range(first, last):
+            self._gpu.row(self._at, position)[0] = self._plain[position]
+
+    def has_ended(self) -> bool:
+        return True
+
+    def finish(self) -> bool:
+        return True
+
+    def stop(self) -> None:
+        pass

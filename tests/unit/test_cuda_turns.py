@@ -1,0 +1,258 @@
+"""Requests that take turns on one GPU have the answers that they have alone: coordinator's slots, engine and monokernel's host
+side as they are, on a GPU that is played.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kog_dist.decode.masks import num_words
+from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
+from kog_dist.errors import AbortedError
+from kog_dist.model.spec import ModelSpec
+from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.topology import RankInfo
+from kog_dist.runtime.wait import Deadline
+from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.coordinator import kept_caches
+from kog_dist.workers.coordinator.decode_slot import DecodeSlot, DecodeSlots
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.engines.cuda import CudaEngine
+from kog_dist.workers.engines.cuda_request import CudaRequest
+from kog_dist.workers.prefill.prefill import Prefill
+from kog_dist.workers.worker import serve
+from tests.unit.played_gpu import PlayedGpu, PlayedRunner
+
+CONTEXT, PARALLEL, CACHES, PATIENCE_S = 512, 4, 5, 60.0
+DENSE = ModelSpec(
+    hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=512, vocab_size=100, max_context=CONTEXT,
+    num_lanes=2, delay=0,
+)  # fmt: skip
+SPECS = {"dense": DENSE, "windows": replace(DENSE, sliding_window=100, window_layers=(0, 2))}
+SAMPLINGS = (SamplingParams(), SamplingParams(1.1, seed=4), SamplingParams(0.8, seed=9, repetition_penalty=1.3))
+
+
+@dataclass
+class Asked:
+    """A request, and what became of it."""
+
+    request: DecodeRequest
+    has_grammar: bool = False
+    cancel_at: int | None = None  # once so many tokens are there
+    entries: list[TokenEntry] = field(default_factory=list)
+
+    def answer(self) -> list[TokenEntry]:
+        return [replace(entry, seq=0, stamp_ns=0, drafted=Drafted()) for entry in self.entries]
+
+
+class Served:
+    """An engine in a thread, and what a coordinator does with it. `startup`: what the thread does before."""
+
+    def __init__(
+        self, engine: CudaEngine, control: ControlPage, vocab: int, window: int | None, startup: Callable[[], None]
+    ) -> None:
+        self.engine, self.control, self.vocab, self._startup = engine, control, vocab, startup
+        self.slots = DecodeSlots(control, window)
+        self.epochs, self.is_broken, self.error = iter(range(1, 10**9, 1000)), threading.Event(), list[BaseException]()
+        self.is_ready = threading.Event()
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+        assert self.is_ready.wait(PATIENCE_S)
+        assert not self.error, self.error
+
+    def _serve(self) -> None:
+        try:
+            self._startup()
+            self.is_ready.set()
+            serve(self.engine, self.control, 0)
+        except AbortedError:
+            pass
+        except BaseException as error:
+            self.error.append(error)
+            self.is_broken.set()
+        finally:
+            self.is_ready.set()
+            self.engine.close()
+
+    def run(self, asked: Sequence[Asked], chance: random.Random, *, reuse_kv: bool = True) -> None:
+        """All of them, as many at a time as there are slots; they come after random numbers of tokens."""
+        waiting, running, followers = list(asked), dict[DecodeSlot, Asked](), list[threading.Thread]()
+        deadline = Deadline.after(PATIENCE_S)
+        while waiting or running:
+            assert not deadline.expired()
+            assert not self.is_broken.is_set(), self.error
+            free = self.slots.free()
+            if waiting and free and (not running or chance.random() < 0.3):
+                one, slot = waiting.pop(0), chance.choice(free)
+                request = one.request
+                if one.has_grammar:
+                    request = replace(request, mask_epoch=next(self.epochs))
+                self.slots.submit(slot, request, reuse_kv=reuse_kv)
+                running[slot] = one
+                if one.has_grammar:
+                    followers.append(threading.Thread(target=self._follow, args=(slot.number, slot.seq, request.mask_epoch)))
+                    followers[-1].start()
+            self.slots.wait(0.01, lambda: False)
+            for slot in list(running):
+                one = running[slot]
+                one.entries += slot.read()
+                if one.cancel_at is not None and len(one.entries) >= one.cancel_at:
+                    slot.cancel()
+                if not slot.busy:
+                    del running[slot]
+        for follower in followers:
+            follower.join(PATIENCE_S)
+            assert not follower.is_alive()
+
+    def _follow(self, slot: int, seq: int, epoch: int) -> None:
+        """What a grammar process does: masks that depend on all that was said; the first comes late."""
+        said: list[int] = []
+        self.control.rings[slot].wait(seq, 0, Deadline.after(0.02), poll_s=0.001)
+        while True:
+            allowed = np.random.default_rng(sum(said) + len(said)).random(32 * num_words(self.vocab)) < 0.5
+            self.control.mask_slots[slot].put(epoch + len(said), np.packbits(allowed, bitorder="little").view(np.uint32))
+            entry = self.control.rings[slot].wait(seq, len(said), Deadline.after(PATIENCE_S), poll_s=0.001)
+            if entry is None or entry.finish is not Finish.NONE:
+                return
+            said.append(entry.token_id)
+
+    def close(self) -> None:
+        self.control.set_abort(AbortCause.SHUTDOWN)
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+        self.control.close()
+        assert not self.error, self.error
+
+
+class Turns(Served):
+    """On a GPU that is played."""
+
+    def __init__(self, spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True) -> None:
+        shape = KernelShape(spec, range(spec.num_lanes))
+        self.gpu = PlayedGpu(shape)
+        self.gpu.install(monkeypatch)
+        control = ControlPage.create(1, CONTEXT, vocab_size=spec.vocab_size, parallel=parallel)
+        kernel = Monokernel(
+            shape, cast(Any, weights()), processors=True, masks=control.mask_slots, drafts=not spec.window_layers,
+            num_slots=parallel, num_caches=CACHES,
+        )  # fmt: skip
+        info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
+        args = WorkerArgs(info, "model", "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S)
+        args = replace(args, parallel=parallel, num_kv_caches=CACHES, drafts=not spec.window_layers, kept_bytes=1 << 22)
+        engine = CudaEngine(args, control)
+        engine._kernel, engine._max_context = kernel, CONTEXT
+        engine._make_blocks(shape, kernel)
+        if prefill:
+            kernel.prepare_head_start()
+            runner = cast(Any, PlayedRunner(self.gpu, kernel.kv.data.ptr))
+            engine._prefill = Prefill(runner, max_context=CONTEXT, sizes=(16, 32))
+        super().__init__(engine, control, spec.vocab_size, spec.sliding_window, lambda: None)
+
+    def close(self) -> None:
+        super().close()
+        self.gpu.stream.close()
+
+
+def weights() -> Any:
+    """Of nothing."""
+    held = SimpleNamespace(data=SimpleNamespace(ptr=1))
+    of_all = dict.fromkeys(("tape", "embedding", "norms", "final_norm", "rope"), held)
+    return SimpleNamespace(**of_all, **dict.fromkeys(("qkv_bias", "head_norms", "out_bias", "sinks", "experts")))
+
+
+@contextmanager
+def turns(spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True) -> Iterator[Turns]:
+    made = Turns(spec, parallel, monkeypatch, prefill=prefill)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def drawn(chance: random.Random, num: int, vocab: int = 100) -> list[Asked]:
+    """Mixed requests, of which some begin alike."""
+    stems = [[chance.randrange(vocab) for _ in range(chance.randint(1, 300))] for _ in range(3)]
+    asked = []
+    for _ in range(num):
+        prompt = (*chance.choice(stems), *(chance.randrange(vocab) for _ in range(chance.randint(1, 40))))
+        request = DecodeRequest(
+            prompt, chance.randint(1, 40), chance.choice(SAMPLINGS), tuple(range(chance.choice((0, 0, vocab // 30)))),
+            logit_digests=chance.random() < 0.3, drafts=chance.random() < 0.3,
+            prediction=tuple(chance.randrange(vocab) for _ in range(chance.randrange(10))),
+        )  # fmt: skip
+        asked.append(Asked(request, chance.random() < 0.3, chance.choice((None, None, None, 3))))
+    return asked
+
+
+@pytest.mark.parametrize("prefill", [True, False])
+@pytest.mark.parametrize("name", SPECS)
+def test_every_answer_is_that_of_the_request_alone(name: str, prefill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_caches, "_WORTH", 1)
+    chance = random.Random(5)
+    asked = drawn(chance, 24)
+    with turns(SPECS[name], PARALLEL, monkeypatch, prefill=prefill) as engine:
+        engine.run(asked, chance)
+    with turns(SPECS[name], 1, monkeypatch, prefill=prefill) as engine:
+        compare(engine, asked)
+    assert {one.entries[-1].finish for one in asked} >= {Finish.LENGTH, Finish.CANCELLED}
+
+
+def compare(engine: Served, asked: Sequence[Asked], *, reuse_kv: bool = True) -> None:
+    """Ask for each alone: the answers are the same, as far as nobody cancelled them."""
+    for one in asked:
+        alone = Asked(one.request, one.has_grammar)
+        engine.run([alone], random.Random(0), reuse_kv=reuse_kv)
+        if one.entries[-1].finish is Finish.CANCELLED:
+            assert one.entries[-1].token_id == NO_TOKEN
+            assert one.answer()[:-1] == alone.answer()[: len(one.entries) - 1]
+        else:
+            assert one.answer() == alone.answer()
+
+
+def test_streams_of_a_prompt_wait_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another prompt, which prefill would read meanwhile, would leave its own there."""
+    asked = [Asked(DecodeRequest(tuple(range(first, first + 60)), 5)) for first in (0, 30)]
+    with turns(DENSE, 2, monkeypatch) as engine:
+        turn, had = engine.engine._turn, list[int]()
+
+        def counted(one: CudaRequest, *arguments: Any) -> None:
+            turn(one, *arguments)
+            had.append(one.slot)
+
+        monkeypatch.setattr(engine.engine, "_turn", counted)
+        deadline = Deadline.after(PATIENCE_S)
+        for slot, one, mask_epoch in zip(engine.slots.slots, asked, (1, 0), strict=True):
+            engine.slots.submit(slot, replace(one.request, mask_epoch=mask_epoch), reuse_kv=False)
+            while slot.number and had.count(slot.number) < 3:
+                assert not deadline.expired()
+                assert not engine.is_broken.is_set(), engine.error
+                engine.slots.wait(0.001, lambda: False)
+        every = np.full(num_words(engine.vocab), 0xFFFFFFFF, np.uint32)
+        for index in range(5):
+            engine.control.mask_slots[0].put(1 + index, every)
+            while not asked[0].entries[index:]:
+                assert not deadline.expired()
+                engine.slots.wait(0.001, lambda: False)
+                for slot, one in zip(engine.slots.slots, asked, strict=True):
+                    one.entries += slot.read()
+        while engine.slots.busy:
+            assert not deadline.expired()
+            engine.slots.wait(0.001, lambda: False)
+            asked[1].entries += engine.slots.slots[1].read()
+    with turns(DENSE, 1, monkeypatch) as engine:
+        for one in asked:
+            alone = Asked(one.request)
+            engine.run([alone], random.Random(1))
+            assert one.answer() == alone.answer()

@@ -1,0 +1,56 @@
+"""What the request of a decode slot has on a GPU and in page-locked memory of the host: prompt, state, token ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, HOST_PAGE
+from kog_dist.workers.cuda.pinned import pinned
+from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild
+
+# Fields of a state that count over all requests: they go on in the state of whoever runs next.
+_COUNTERS = ("epoch", "num_exchanges", "hash", "pass_epoch")
+
+
+class DeviceSlot:
+    """Memory of one request at a time, with a context of so many tokens. `number`: of the decode slot.
+
+    `processors`: the build with processors, with this slot's memory; None without it.
+    """
+
+    def __init__(self, number: int, context: int, processors: ProcessorsBuild | None = None) -> None:
+        import cupy
+
+        self.number, self.processors = number, processors
+        self.prompt = cupy.zeros(context, cupy.uint32)
+        self.state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
+        self.staged_prompt = pinned(context * 4).view(np.uint32)
+        self.staged_state = pinned(DECODE_STATE.size_bytes).view(DECODE_STATE.dtype)
+        self.host = pinned(HOST_PAGE.size_bytes).view(HOST_PAGE.dtype)
+        self.ring = pinned(context * 16).view(np.uint64)  # of each token its id and its finish, with the request's tag
+        self.ring_words = self.ring.data  # numpy takes ten times as long for one of them
+        self.forget()
+
+    def forget(self) -> None:
+        """There is no request."""
+        self.tag, self.cache = 0, 0  # the request's, which entries of the ring carry; the KV cache that it has
+        self.sampling, self.stop_ids = SamplingParams(), tuple[int, ...]()
+        self.processed: ProcessedRequest | None = None
+        self.has_drafts = False
+        self.begins_at_head = False  # the next launch
+        self.left: Any = None  # what the last launch left in `state`, once that was read
+
+    def goes_on_from(self, other: DeviceSlot, stream: Any) -> None:
+        """Queue that passes, exchanges and hashes are counted on from where the other slot's launches will have left them."""
+        from cupy.cuda import runtime
+
+        fields = DECODE_STATE.dtype.fields
+        assert fields is not None
+        for name in _COUNTERS:
+            dtype, offset = fields[name][:2]
+            to, source = self.state.data.ptr + offset, other.state.data.ptr + offset
+            runtime.memcpyAsync(to, source, dtype.itemsize, runtime.memcpyDeviceToDevice, stream.ptr)
+        self.left = None

@@ -1,0 +1,45 @@
+"""One request on a GPU rank, from when it was taken over to its last entry in the token ring."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.ring import Finish
+from kog_dist.records import dataclass
+from kog_dist.runtime.pace import Pace
+from kog_dist.workers.engines.launches import Launches
+
+
+@dataclass(slots=True)
+class CudaRequest:
+    """`held`: positions that its KV cache holds when its launches begin; while its prompt is read, so far.
+
+    `launches`: None while its prompt is read, or its grammar is waited for. `finish`: why it has ended; NONE until then.
+    """
+
+    seq: int
+    request: DecodeRequest
+    held: int
+    reads: bool  # its prompt, by prefill
+    launches: Launches | None = None
+    index: int = 0  # of the next token of the answer
+    pace: Pace | None = None  # of one whose next mask can only be made when the token is handed out
+    waits_since_s: float | None = None  # for its first mask
+    asked_to_cancel: bool = False
+    finish: Finish = field(default=Finish.NONE)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether the last token's streams are where prefill has left them, since its grammar is waited for."""
+        return self.waits_since_s is not None and self.held == len(self.request.prompt)
+
+    @property
+    def slot(self) -> int:
+        """The decode slot."""
+        return self.request.decode_slot
+
+    @property
+    def cache(self) -> int:
+        """The KV cache."""
+        return self.request.kv.cache
