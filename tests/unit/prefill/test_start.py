@@ -88,7 +88,7 @@ class Parts:
         shape: Any = type("Shape", (), {"spec": laneformer_2b(), "coding": None})
         nothing: Any = None
         tell = StartTeller(self.told.append)
-        return Start(args, shape, nothing, None, 1000, link=lambda tokens: None, sums=None, tell=tell).load()
+        return Start(args, shape, nothing, (), 1000, link=lambda tokens: None, sums=None, tell=tell).load()
 
 
 @pytest.fixture
@@ -227,7 +227,10 @@ class Failing:
     def run(self, *_: Any, **__: Any) -> int:
         raise self._error
 
-    def forget(self, position: int) -> None:
+    def next_end(self, start: int, num_tokens: int) -> int:
+        return num_tokens
+
+    def forget(self, position: int, cache: int = 0) -> None:
         pass
 
 
