@@ -8,15 +8,19 @@ from kog_dist.errors import ConfigError
 from kog_dist.runtime import memfd
 
 _CPU_BYTES = 64 << 20  # of a rank, unless told otherwise
-_CPU_STATES = 16  # and of a model with a state that every token changes as much as has room for so many copies of it
+# And of a model with a state that every token changes as much as has room for so many copies of it: more for each request that
+# runs beside others, of which each makes its own, as long as they take no more than a share of what is free.
+_CPU_STATES, _STATES_OF_ANOTHER = 16, 11
 _MOST_GPU_BYTES, _SHARE_OF_FREE = 16 << 30, 4  # of a GPU, and of what is free there beside the model
 _HOST_BYTES = 4 << 30  # of all ranks of a host together, page-locked
 _SHARE_OF_HOST = 8  # of what is free there
 
 
-def kept_on_cpu(settings: LaunchConfig, num_ranks: int, of_state: int = 0) -> int:
+def kept_on_cpu(settings: LaunchConfig, num_ranks: int, of_state: int = 0, parallel: int = 1) -> int:
     """Bytes of each CPU rank, which has `of_state` bytes of a state that every token changes. Raises ConfigError for more than is
     free, for less than one copy of a state, and for memory behind that of GPUs.
+
+    `parallel`: requests that run together.
     """
     asked = parse_gib(settings.prefix_cache)
     if parse_gib(settings.prefix_host):
@@ -25,7 +29,9 @@ def kept_on_cpu(settings: LaunchConfig, num_ranks: int, of_state: int = 0) -> in
             "alone; leave it out"
         )
     if asked is None:
-        return max(_CPU_BYTES, bytes_of_states(_CPU_STATES, of_state))
+        wanted = bytes_of_states(_CPU_STATES + _STATES_OF_ANOTHER * (parallel - 1), of_state)
+        least, share = bytes_of_states(_CPU_STATES, of_state), memfd.available_bytes() // (_SHARE_OF_HOST * num_ranks)
+        return max(_CPU_BYTES, least, min(wanted, share))
     if 0 < asked < (least := bytes_of_states(1, of_state)):
         enough = -(-least * 10**6 // 2**30) / 10**6  # rounded up
         raise ConfigError(

@@ -128,7 +128,7 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
         parallel, num_kv_caches = _parallel(settings)
-        kept_bytes = kept_on_cpu(settings, world_size, state_bytes(checkpoint.spec) // world_size)
+        kept_bytes = kept_on_cpu(settings, world_size, state_bytes(checkpoint.spec) // world_size, parallel)
         target = Target(
             folder,
             name,

@@ -21,6 +21,7 @@ from kog_dist.decode.plan.recipes import state_bytes
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
 from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.errors import ConfigError
+from kog_dist.launch import kept_prefixes
 from kog_dist.launch.kept_prefixes import kept_on_cpu
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.published_config import read_config
@@ -224,8 +225,10 @@ def test_the_trace_of_an_agent_of_16_turns(parallel: int, capsys: pytest.Capture
 
 
 def test_agents_whose_turns_run_together_go_on_behind_what_they_share() -> None:
-    """With 16 copies of states; with 48 they read nothing anew but what opens an answer, or a message."""
-    for states in (16, 48):
+    """With 16 copies of states; with as many as four requests have where memory allows they read nothing anew but what opens an
+    answer, or a message.
+    """
+    for states in (16, 49):
         agents = Agents(
             KeptCaches(KvLayout(4, 0, 64, 3000, 0, states), None, is_recurrent=True, parallel=4),
             [[1, *range(10**6, 10**6 + 5999)]] * 4,
@@ -484,10 +487,17 @@ def test_a_request_at_the_end_of_a_context_of_262_144(tmp_path: Path, monkeypatc
 
 
 # ---- how much it is ----
-def test_memory_of_the_pool() -> None:
+def test_memory_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_config(CONFIGS["Qwen3.5-35B-A3B"])
     of_state = state_bytes(spec)
     assert kept_on_cpu(LaunchConfig(prefix_cache="off"), 2, of_state) == 0
+    monkeypatch.setattr(kept_prefixes.memfd, "available_bytes", lambda: 2 * 8 * bytes_of_states(40, of_state))
+    for parallel, states in ((1, 16), (2, 27), (3, 38), (4, 40)):  # of an eighth of what is free, on each of two ranks
+        assert kept_on_cpu(LaunchConfig(), 2, of_state, parallel) == bytes_of_states(states, of_state)
+    assert kept_on_cpu(LaunchConfig(), 1, of_state, 4) == bytes_of_states(49, of_state)
+    monkeypatch.setattr(kept_prefixes.memfd, "available_bytes", lambda: 0)
+    assert kept_on_cpu(LaunchConfig(), 2, of_state, 4) == bytes_of_states(16, of_state), "as many as one needs, in any case"
+    monkeypatch.undo()
     default = kept_on_cpu(LaunchConfig(), 2, of_state)
     blocks, states = pool_slots(spec, spec.num_lanes, 4, default)
     assert states == 16
