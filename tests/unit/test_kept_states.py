@@ -21,7 +21,6 @@ from kog_dist.decode.plan.recipes import state_bytes
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
 from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.errors import ConfigError
-from kog_dist.launch import kept_prefixes
 from kog_dist.launch.kept_prefixes import kept_on_cpu
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.published_config import read_config
@@ -491,11 +490,11 @@ def test_memory_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_config(CONFIGS["Qwen3.5-35B-A3B"])
     of_state = state_bytes(spec)
     assert kept_on_cpu(LaunchConfig(prefix_cache="off"), 2, of_state) == 0
-    monkeypatch.setattr(kept_prefixes.memfd, "available_bytes", lambda: 2 * 8 * bytes_of_states(40, of_state))
+    monkeypatch.setattr("kog_dist.runtime.memfd.available_bytes", lambda: 2 * 8 * bytes_of_states(40, of_state))
     for parallel, states in ((1, 16), (2, 27), (3, 38), (4, 40)):  # of an eighth of what is free, on each of two ranks
         assert kept_on_cpu(LaunchConfig(), 2, of_state, parallel) == bytes_of_states(states, of_state)
     assert kept_on_cpu(LaunchConfig(), 1, of_state, 4) == bytes_of_states(49, of_state)
-    monkeypatch.setattr(kept_prefixes.memfd, "available_bytes", lambda: 0)
+    monkeypatch.setattr("kog_dist.runtime.memfd.available_bytes", lambda: 0)
     assert kept_on_cpu(LaunchConfig(), 2, of_state, 4) == bytes_of_states(16, of_state), "as many as one needs, in any case"
     monkeypatch.undo()
     default = kept_on_cpu(LaunchConfig(), 2, of_state)
