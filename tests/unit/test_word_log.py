@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from kog_dist.workers.cuda.kernel_words import CheckedToken, TokenEvents
 from kog_dist.workers.cuda.word_places import SOMEBODY, Word
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_coded_twin import FORMS, CodedModel
-from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources
+from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources, twin_sources
 from tests.unit.test_expert_twin import VARIANTS as OF_MODELS_WITH_EXPERTS
 from tests.unit.test_passes_twin import CODED_SPEC, DENSE
 
@@ -42,6 +42,7 @@ class Case:
     """Four tokens from position `first` on; the first two are inner ones of a prompt. Nothing is drafted for the others.
 
     `has_head_alone`: the third is decoded twice, the second time by a launch of the LM head alone, from the streams of the first.
+    With company each token of a pass is of another request, at the position behind that of the one before; all end together.
     """
 
     spec: ModelSpec
@@ -50,6 +51,10 @@ class Case:
     num_ranks: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     passes: tuple[tuple[int, bool], ...] = ()  # of several tokens: each one's first position, and whether it has a head
+
+    @property
+    def has_company(self) -> bool:
+        return bool(self.options.get("company"))
 
 
 CASES = {
@@ -84,6 +89,13 @@ CASES = {
         options={"tokens": 4, "max_ctas": 4},
         passes=((0, True), (3, True)),
     ),
+    "passes of two requests": Case(DENSE, options={"tokens": 2, "company": True}, passes=((0, False), (1, True), (2, True))),
+    "passes of four requests with experts on two ranks": Case(
+        OF_MODELS_WITH_EXPERTS["qwen3_moe, weights of all"],
+        num_ranks=2,
+        options={"tokens": 4, "company": True, "max_ctas": 4},
+        passes=((0, True), (1, True)),
+    ),
     "an LM head alone": Case(SPEC, has_head_alone=True),
     "two ranks, sums that are late, and an LM head alone": Case(SPEC, num_ranks=2, has_head_alone=True),
     "two ranks, sums for all": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe"], num_ranks=2, options={"max_ctas": 4}),
@@ -105,7 +117,8 @@ def log_of(
     shapes, model = shapes_of(case), Model(case.spec, "bfloat16", monkeypatch)
     if "coding" in case.options:
         model = CodedModel(case.spec, "bfloat16", FORMS[CODED_FORM], monkeypatch)
-    build_twin("decode", changed(decode_sources(headers(shapes[0]))), folder)
+    program, sources = ("company", twin_sources) if case.has_company else ("decode", decode_sources)
+    build_twin(program, changed(sources(headers(shapes[0]))), folder)
     prompt = np.random.default_rng(1).integers(0, case.spec.vocab_size, case.first + TOKENS - 1).astype(np.uint32)
     prompt.tofile(folder / "prompt.bin")
     for rank, shape in enumerate(shapes):
@@ -115,16 +128,32 @@ def log_of(
             np.ascontiguousarray(np.zeros(0, np.uint16) if held is None else held).tofile(folder / f"{name}.{rank}.bin")
         weights.embedding.tofile(folder / "embedding.bin")
         np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
-    program, there, _, *sizes = command_of(shapes[0])
+    _, there, _, *sizes = command_of(shapes[0])
     environ = {**os.environ, "LOG": "1", "FIRST": f"{case.first}", "LIMIT_US": "100000"}
+    if case.has_company:
+        return _log_of_company(case, shapes[0].tokens, [there, *sizes], folder, environ)
     if case.passes:  # a token is expected at each position, and none of them is right
         np.zeros(case.spec.max_context, np.uint32).tofile(folder / "drafts.bin")
         environ["DRAFTS"] = "1"
     options = ["head"] if case.has_head_alone else []
     done = subprocess.run(
-        [program, there, "2", *sizes, *options], cwd=folder, env=environ, timeout=100, check=False, capture_output=True
+        ["./decode", there, "2", *sizes, *options], cwd=folder, env=environ, timeout=100, check=False, capture_output=True
     )
     assert done.returncode == 0, "see decode.cpp"
+    return np.fromfile(folder / "accesses.bin", ACCESS)
+
+
+def _log_of_company(case: Case, tokens: int, arguments: Sequence[str], folder: Path, environ: Mapping[str, str]) -> Log:
+    """In a single launch."""
+    num_inner = sum(not has_head for _, has_head in case.passes)
+    requests = [
+        (first, first + num_inner + 1, *[1] * (first + num_inner + 1), len(case.passes) - num_inner, 0, 0, 0)
+        for first in range(tokens)
+    ]
+    (folder / "requests.txt").write_text("\n".join(" ".join(map(str, request)) for request in requests))
+    (folder / "launches.txt").write_text(f"{len(case.passes) + 1} -1 {' '.join(map(str, range(tokens)))}")
+    done = subprocess.run(["./company", *arguments], cwd=folder, env=environ, timeout=100, check=False, capture_output=True)
+    assert done.returncode == 0, "see company.cpp"
     return np.fromfile(folder / "accesses.bin", ACCESS)
 
 

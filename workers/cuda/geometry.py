@@ -62,7 +62,7 @@ class Geometry:
         have 128 values.
         """
         if self.matrix_warps == 8:
-            if num_ranks == 2 and not (drafts and tokens > 1):  # the finaliser waits for nobody, and matrix warps keep the stream
+            if num_ranks == 2 and tokens == 1:  # the finaliser waits for nobody, and matrix warps keep the stream
                 return Registers(128, 112, 64, 224) if drafts else Registers(128, 112, 72, 216)
             if drafts and not (num_ranks == tokens == 1 and head_dim <= _SHORT_HEAD):
                 return Registers(128, 104, 64, 240) if num_ranks == 1 or tokens == 1 else Registers(128, 104, 72, 232)

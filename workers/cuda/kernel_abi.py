@@ -90,6 +90,25 @@ DRAFT_PARAMS = Struct(
         Field("edge", "u32", "what beginning and ending with such passes costs: in parts of kDraftUnit of a pass of one token"),
     ),
 )
+MAX_SEATS = 4  # requests whose tokens share a pass, each in a seat
+COMPANY_PARAMS = Struct(
+    "CompanyParams",
+    "What builds with tokens of several requests in a pass take besides DecodeParams and Peers: of each seat what DecodeParams "
+    "has of a request. There these are not looked at, and state_ptr is of passes: epoch, finish, abort_mirror and num_kept.",
+    (
+        Field("state_ptr", "u64", "DecodeState: token, position, num_prompt, max_tokens, finish and hash", count=MAX_SEATS),
+        Field("prompt_ptr", "u64", "uint32 (max_context)", count=MAX_SEATS),
+        Field("ring_ptr", "u64", "uint64 (max_context, 2) in pinned host memory", count=MAX_SEATS),
+        Field("host_ptr", "u64", "HostPage, of which cancelled_tag counts, in pinned host memory", count=MAX_SEATS),
+        Field("kv_ptr", "u64", "the request's own KV cache", count=MAX_SEATS),
+        Field("seed", "u64", "seed of the sampling", count=MAX_SEATS),
+        Field("inverse_temperature_bits", "u32", "float32 1 / temperature; 0 = greedy", count=MAX_SEATS),
+        Field("request_tag", "u32", "tag of the request's ring entries; never 0", count=MAX_SEATS),
+        Field("num_stop_ids", "u32", "used entries of its stop_ids", count=MAX_SEATS),
+        Field("stop_ids", "u32", "token ids that end the answer, MAX_STOP_IDS of each seat", count=MAX_SEATS * MAX_STOP_IDS),
+        Field("taken", "u32", "a bit for each seat that has a request"),
+    ),
+)
 STREAM_THREADS = 256  # of a thread block of kog_publish_streams
 STREAM_PARAMS = Struct(
     "StreamParams",
@@ -161,7 +180,8 @@ HOST_PAGE = Struct(
     ),
     size_multiple=128,
 )
-KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, PROCESSOR_PARAMS, STREAM_PARAMS, DRAFT_PARAMS)
+_OF_BUILDS = (PROCESSOR_PARAMS, STREAM_PARAMS, DRAFT_PARAMS, COMPANY_PARAMS)
+KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, *_OF_BUILDS)
 
 
 def abi_header() -> str:

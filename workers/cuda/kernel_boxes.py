@@ -6,17 +6,21 @@
     candidates       best token of each thread block of each rank, copies for all readers; two slots in turn
     pass_attention, pass_mlp, pass_candidates
                      the same of a build whose passes have several tokens, one behind the other (in each copy of candidates)
+    company2_attention, ...
+                     the same of builds whose passes have tokens of 2 or 4 requests: each has boxes of its own
     choices          what thread blocks exchange to choose a token with processors (device/quads.cuh); two slots in turn
     reports          masses and best tokens of each thread block, for log-probabilities; rank 0's are used
 
 Epochs of the sums are those of the plan (`decode/plan`): token * summed layers + place of the layer among them. Tokens count
 from 1, and the slot is that place. Candidates have the token's number as epoch. Builds with several tokens count passes. Their
-boxes lie behind those of a build with one, which are where they are in its heap: so both may use one. See docs/kccl.md.
+boxes lie behind those of a build with one, which are where they are in its heap: so both may use one. Those with several
+requests have all of these, and behind them their own. See docs/kccl.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
@@ -29,14 +33,15 @@ from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 
 _LINE_WORDS = LINE_BYTES // WORD_BYTES
 _BY_TOKEN = (*(sublayer.name.lower() for sublayer in Sublayer), "candidates")  # boxes that have as much for each token of a pass
-_OF_PASSES = "pass_"
+_OF_PASSES, _DRAFTED = "pass_", 4  # tokens of a pass with drafts
+_OF_COMPANY, COMPANY_SIZES = "company", (2, 4)
 
 
 @dataclass(frozen=True)
 class KernelBoxes:
     """The mailboxes of a model on `world_size` ranks whose kernels have `num_ctas` thread blocks and `replicas` of vectors.
 
-    `tokens`: of a pass.
+    `tokens`: of a pass; with `company` each is of another request.
     """
 
     spec: ModelSpec
@@ -44,6 +49,7 @@ class KernelBoxes:
     num_ctas: int
     replicas: int
     tokens: int = 1
+    company: bool = False
 
     @property
     def lanes_per_rank(self) -> int:
@@ -91,18 +97,26 @@ class KernelBoxes:
 
     def name_of(self, name: str) -> str:
         """What the box is called that a build uses as one of a single token is used that has this name."""
-        return f"{_OF_PASSES}{name}" if self.tokens > 1 and name in _BY_TOKEN else name
+        if self.tokens == 1 or name not in _BY_TOKEN:
+            return name
+        return f"{_OF_COMPANY}{self.tokens}_{name}" if self.company else f"{_OF_PASSES}{name}"
 
     def label_of(self, index: int) -> str:
         """The name of a box, for people: of one for several tokens that of the one for a single token."""
-        return self.specs()[index].name.removeprefix(_OF_PASSES)
+        name = self.specs()[index].name
+        return next((one for one in _BY_TOKEN if name.endswith(f"_{one}")), name)
 
     def _pass_specs(self, alone: Sequence[MailboxSpec]) -> list[MailboxSpec]:
         """Of a build with several tokens, given those of a single one."""
         if self.tokens == 1:
             return []
-        boxes = (box for box in alone if box.name in _BY_TOKEN)
-        return [MailboxSpec(self.name_of(box.name), box.num_slots, self.tokens * box.length) for box in boxes]
+        builds = [replace(self, tokens=_DRAFTED, company=False), *(replace(self, tokens=n) for n in COMPANY_SIZES)]
+        boxes = [box for box in alone if box.name in _BY_TOKEN]
+        return [
+            MailboxSpec(build.name_of(box.name), box.num_slots, build.tokens * box.length)
+            for build in (builds if self.company else [self])
+            for box in boxes
+        ]
 
     def _processed_specs(self) -> list[MailboxSpec]:
         return [MailboxSpec("choices", 2, self.choice_words), MailboxSpec("reports", 1, self.report_words)]

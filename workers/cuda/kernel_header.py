@@ -150,6 +150,8 @@ def shape_header(shape: KernelShape) -> str:
         lines += [
             f"namespace kog {{ constexpr int kDraftUnit = {UNIT}, kDraftShare = {SHARE}, kDraftMostSaved = {MOST_SAVED}; }}"
         ]
+    if shape.company:
+        lines.append("#define KOG_COMPANY")
     if shape.traced_step >= 0:
         lines += ["#define KOG_TRACE 1", f"namespace kog {{ constexpr u32 kTracedStep = {shape.traced_step}; }}"]
     return "\n".join(lines) + "\n"

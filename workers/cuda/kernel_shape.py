@@ -57,6 +57,7 @@ class KernelShape:
     partition_batches: int = 0  # 0: see `CacheShape.batches_of_partition`
     tokens: int = 1  # of a pass of the weights; see `_of_tokens` for what has more than one
     drafts: bool = False  # passes of one token that look for drafts, and end where another build is to verify them
+    company: bool = False  # each token of a pass is of another request
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
     coding: Coding | None = None  # of the matrices of all layers, or of experts alone; router and others have 16 bit
@@ -175,7 +176,7 @@ class KernelShape:
         """What a thread block keeps besides the ring."""
         return SharedMemory(
             self.spec, self.geometry, self.num_lanes, self.num_streams, self.num_ranks, self.tokens, self.num_sums, self.x_steps,
-            self.ops[Phase.OUT].cta_rows, self.head.form.cta_rows, self.sets, self.awaits_attention, self.looks_up,
+            self.ops[Phase.OUT].cta_rows, self.head.form.cta_rows, self.sets, self.awaits_attention, self.looks_up, self.company,
         )  # fmt: skip
 
     @cached_property
@@ -187,7 +188,10 @@ class KernelShape:
     @cached_property
     def words(self) -> WordShape:
         """What thread blocks exchange."""
-        return WordShape(self.spec, self.cache, self.num_lanes, self.num_streams, self.num_ranks, self.num_ctas, self.tokens)
+        return WordShape(
+            self.spec, self.cache, self.num_lanes, self.num_streams, self.num_ranks, self.num_ctas, self.tokens,
+            company=self.company,
+        )  # fmt: skip
 
     @cached_property
     def cache(self) -> CacheShape:
@@ -205,7 +209,7 @@ class KernelShape:
     @property
     def looks_up(self) -> bool:
         """Whether the kernel looks for drafts."""
-        return self.drafts or self.tokens > 1
+        return self.drafts or (self.tokens > 1 and not self.company)
 
     @property
     def num_streams(self) -> int:
@@ -303,6 +307,10 @@ def _of_build(shape: KernelShape) -> list[str]:
     if shape.whole_windows and not shape.cache.can_be_whole:
         findings.append(f"windows of {spec.sliding_window} positions, which fill whole batches (rings of them)")
     kept = {"hashes": shape.keeps_hashes, "a trace": shape.traced_step >= 0, "choices of experts": shape.checks_experts}
+    if shape.company and (shape.tokens == 1 or shape.drafts):
+        findings.append(f"passes of {shape.tokens} tokens{' that look for drafts' * shape.drafts} to share (2 or 4 without)")
+    if shape.company and shape.checks_experts:
+        findings.append("choices of experts to keep, of tokens of several requests (of those of one)")
     if sum(kept.values()) > 1:
         findings.append(f"{' and '.join(name for name, is_kept in kept.items() if is_kept)} to keep (one of them)")
     if shape.checks_experts and shape.experts is None:
@@ -321,7 +329,7 @@ def _of_build(shape: KernelShape) -> list[str]:
 
 def _of_tokens(shape: KernelShape) -> list[str]:
     """What stands against as many tokens in a pass as there are."""
-    if not shape.looks_up:
+    if shape.tokens == 1 and not shape.drafts:
         return []
     spec = shape.spec
     against = {

@@ -21,7 +21,8 @@ class SharedMemory:
     """`Shared` (phases/layout.cuh) of the build with processors.
 
     `tokens`: of a pass. `num_sums`: blocks of rows whose partial sums are kept. `residual_rows`, `head_rows`: of the residual and
-    of the LM head in a thread block. `awaits_attention`: has a barrier for that. `looks_up`: drafts.
+    of the LM head in a thread block. `awaits_attention`: has a barrier for that. `looks_up`: drafts. `company`:
+    tokens of a pass are of several requests.
     """
 
     spec: ModelSpec
@@ -37,6 +38,7 @@ class SharedMemory:
     sets: QuerySets
     awaits_attention: bool
     looks_up: bool
+    company: bool
 
     @property
     def ring_bytes(self) -> int:
@@ -57,7 +59,8 @@ class SharedMemory:
         values += attended + (tokens if tokens > 1 else sets.num_sets // sets.of_warp) * spec.head_dim  # ..., fresh
         values += 2 * attended // spec.head_dim  # attended_max and attended_sum
         values += self.head_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
-        values += lanes + 11 + 2 * (-(-(3 + tokens) // 4) * 4)  # done_cycles, those by themselves, passes
+        of_pass = 3 + tokens + (tokens + 1 if self.company else 0)
+        values += lanes + 11 + 2 * (-(-of_pass // 4) * 4)  # done_cycles, those by themselves, passes
         values += self._choice_values
         values += tokens * (3 * PLACES + 1) if self.looks_up else 0  # drafting
         barriers = 4 + halves * tokens + self.awaits_attention + 2 * self.num_sums + NUM_SQUARES + lanes

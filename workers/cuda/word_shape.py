@@ -26,7 +26,8 @@ def _lines(num_words: int) -> int:
 
 @dataclass(frozen=True)
 class WordShape:
-    """The words of a rank that hosts `num_lanes` lanes with `num_streams` streams, in passes of `tokens` tokens.
+    """The words of a rank that hosts `num_lanes` lanes with `num_streams` streams, in passes of `tokens` tokens, with
+    `company` of as many requests.
 
     `copies`: 0, or what `replicas` is to be.
     """
@@ -39,6 +40,7 @@ class WordShape:
     num_ctas: int
     tokens: int
     copies: int = 0
+    company: bool = False
 
     @property
     def replicas(self) -> int:
@@ -48,7 +50,7 @@ class WordShape:
     @property
     def boxes(self) -> KernelBoxes:
         """The mailboxes through which ranks exchange sums, last streams and candidates; none for one rank."""
-        return KernelBoxes(self.spec, self.num_ranks, self.num_ctas, self.replicas, self.tokens)
+        return KernelBoxes(self.spec, self.num_ranks, self.num_ctas, self.replicas, self.tokens, self.company)
 
     @cached_property
     def lists(self) -> dict[str, tuple[int, int]]:

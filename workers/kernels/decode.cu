@@ -11,6 +11,9 @@
 #ifdef KOG_DRAFTS
 #include "sample_drafts.cuh"
 #endif
+#ifdef KOG_COMPANY
+#include "sample_company.cuh"
+#endif
 #include "attend.cuh"
 
 namespace kog {
@@ -54,7 +57,11 @@ __device__ __forceinline__ void watch(const KogDecodeParams& params, const KogPe
     while (!role.shared->finished) {
         if (role.cta == 0) {
             if (load_system_u32(&host->abort) != 0) atomicExch(abort_mirror, 1u);
+#ifdef KOG_COMPANY
+            if (const u32 seats = cancelled_seats(role.company)) role.shared->cancelled = seats;
+#else
             if (load_system_u32(&host->cancelled_tag) == params.request_tag) role.shared->cancelled = 1;
+#endif
         }
         if (kRanks > 1 && !peer_watchdog.look()) return;
         if (!watchdog.look()) return;
@@ -72,6 +79,8 @@ struct KogLaunch {
     KogProcessorParams processors;
 #elif defined KOG_DRAFTS
     KogDraftParams drafts;
+#elif defined KOG_COMPANY
+    KogCompanyParams company;
 #endif
 };
 
@@ -82,10 +91,17 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 warp = __shfl_sync(kFullWarp, threadIdx.x >> 5, 0);  // known to be the same in all threads: a uniform register
+#ifdef KOG_COMPANY
+    const CompanyStart start = start_of(launch.company);
+    const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, 0, start.num_headless,
+                    reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors, launch.company};
+    if (threadIdx.x == 0) init_barriers(role), shared.newest_position = start.position;
+#else
     const KogDecodeState* before = reinterpret_cast<const KogDecodeState*>(params.state_ptr);
     const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, before->num_prompt, num_headless(before->position, before->num_prompt),
                     reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors};
     if (threadIdx.x == 0) init_barriers(role), shared.newest_position = before->position;
+#endif
     __syncthreads();
 
     const u32 num_steps = params.num_steps;
@@ -101,6 +117,8 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
             sample_processors(params, peers, launch.processors, role, num_steps);
 #elif defined KOG_DRAFTS
             sample_drafts(params, peers, launch.drafts, role, num_steps);
+#elif defined KOG_COMPANY
+            sample_company(params, peers, role, num_steps);
 #else
             sample(params, peers, role, num_steps);
 #endif

@@ -41,20 +41,32 @@ struct Attender : BatchMixer {
     }
 
     // ---- several tokens ----
-    // A split of all tokens of a pass, by the warps that the tokens have.
+    // A split of all tokens of a pass, by the warps that the tokens have. Tokens of several requests have a row each, which is nobody else's.
     __device__ __forceinline__ bool item_of_pass(const Pass& pass, u32 layer, u32 lane_idx, u32 item_idx) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits, token = token_of(warp), first = warp % kTokenWarps;
         u32 row_token = 0;  // whose row is this split's, if any
+#ifdef KOG_COMPANY
+        row_token = position % kSplits == split ? token : kTokens;
+#else
 #pragma unroll 1
         while (row_token < kTokens && pass.position_of(row_token) % kSplits != split) ++row_token;
+#endif
         const bool has_row = row_token < kTokens, sees_row = has_row && row_token < token + kWarpTokens;
+#ifdef KOG_COMPANY
+        const u32 row_position = position;
+#else
         const u32 row_position = pass.position_of(has_row ? row_token : 0);
+#endif
         u32 positions[kWarpTokens];
         Sight sights[kWarpTokens];
         Rows rows;
 #pragma unroll
         for (u32 t = 0; t < kWarpTokens; ++t) {
+#ifdef KOG_COMPANY
+            positions[t] = position;
+#else
             positions[t] = pass.position_of(token + t);
+#endif
             rows = rows_of(layer, lane_idx, item_idx, 0, positions[t]);
             sights[t] = {rows.last, rows.num_seen};
         }
@@ -64,7 +76,7 @@ struct Attender : BatchMixer {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
         const u32 half = kAttendedHalves == 1 ? 0 : num_items & 1;
 #pragma unroll
-        for (u32 step = 0; step < kStepsAhead; ++step) read_neighbour(rows, step * kTeamWarps + warp);
+        for (u32 step = 0; step < kStepsAhead; ++step) read_neighbour(rows, step * kTeamWarps + neighbour_of(warp));
         Batch batch;
         // Sets that a single token's teams have at the same time follow each other.
 #pragma unroll 1
@@ -87,7 +99,7 @@ struct Attender : BatchMixer {
                     for (u32 s = 0; s < kWarpSets; ++s) mixed[t][s] = Mixed{};
 #pragma unroll 1
                 for (u32 number = share; number < rows.num_batches; number += kTeamWarps) {
-                    if (team == 0 && share == first) read_neighbour(rows, number - first + kStepsAhead * kTeamWarps + warp);
+                    if (team == 0 && share == first) read_neighbour(rows, number - first + kStepsAhead * kTeamWarps + neighbour_of(warp));
                     // Behind a share's last batch comes the first one of the share that follows.
                     const u32 following = share + kTokenWarps < kTeamWarps ? share + kTokenWarps : kNoBatch;
                     mix(rows, sights, first_set, number, number + kTeamWarps < rows.num_batches ? number + kTeamWarps : following, queries, &batch, mixed);
@@ -381,6 +393,8 @@ struct Attender : BatchMixer {
         if constexpr (kMergesInTurn) {
             __syncwarp();
             if (lane == 0) mbar_arrive(full + 8);
+        } else if constexpr (kAttendedHalves == 1) {
+            __syncwarp();
         }
         return true;
     }
@@ -392,6 +406,9 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
     for (u32 turn = 0; begin_pass(role, turn, pass); ++turn) {
         const u32 position = pass.position;
         attender.turn = turn;
+#ifdef KOG_COMPANY
+        attender.sit(pass);
+#endif
         if (!kHeadOnly) attender.keep_apart(position, attender.tag_in(kFirstFull));
 #pragma unroll 1
         for (u32 i = kHeadOnly ? kLayers * kLanes : 0; i < kLayers * kLanes; ++i) {

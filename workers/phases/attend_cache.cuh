@@ -74,7 +74,8 @@ constexpr u32 kMixedBatches = kKvRotated && kWarpSets == 1 ? 2 : 1, kBatches = k
 constexpr u32 kBatchesAhead = kKvRotated ? 4 : kKvCoded ? 2 : 1;
 static_assert(kBatches % kMixedBatches == 0);
 // Of several tokens two have warps of their own, which mix the batches of all warps of a single token, share by share: a batch is read once for both.
-// Each split has at most one of their rows: all tokens' warps store it, and those read it that see it.
+// Each split has at most one of their rows: all tokens' warps store it, and those read it that see it. Tokens of several requests have warps and rows
+// of their own.
 static_assert(kTokens == 1 || (kPartitions == 1 && kMixedBatches == 1 && kTokens <= kSplits && kTokenWarps <= kTeamWarps), "passes of several tokens");
 static_assert(kTokens == 1 || !kHasWindows || kWindowBatches * 16 * kSplits >= kWindow + kTokens - 1, "a token's row takes the place of none that another one sees");
 
@@ -83,6 +84,32 @@ struct CacheReader {
     const Role& role;
     u32 warp, lane;  // the warp is also the number of its team times kTeamWarps, and of its share of batches
     u32 num_items = 0, first_vector = 0, turn = 0, product = 0;  // products of earlier passes; the pass in this launch; the number of the QKV product
+#ifdef KOG_COMPANY
+    // Of the token that the warp has in this pass: its request's cache, its position, and whether its row goes there. A token that stands in for
+    // another one appends nothing: rows are appended by the threads that read them as long as their request has this seat.
+    u64 kv_ptr = 0;
+    u32 position = 0;
+    bool appends = true;
+
+    __device__ __forceinline__ void sit(const Pass& pass) {
+        const u32 token = token_of(warp), seat = pass.seat_of(token);
+        kv_ptr = role.company.kv_ptr[seat], position = pass.position_of(token), appends = seat == token;
+    }
+#endif
+    __device__ __forceinline__ u64 cache() const {
+#ifdef KOG_COMPANY
+        return kv_ptr;
+#else
+        return params.kv_ptr;
+#endif
+    }
+    __device__ __forceinline__ bool is_appended() const {
+#ifdef KOG_COMPANY
+        return appends;
+#else
+        return true;
+#endif
+    }
 
     // The tag of a layer's words, computed anew each time: registers are full.
     __device__ __forceinline__ u32 tag_in(u32 layer) const {
@@ -175,7 +202,7 @@ struct CacheReader {
         return batch * 16 + row > rows.last ? rows.turn_bytes : 0;
     }
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
-        return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
+        return reinterpret_cast<unsigned char*>(cache()) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
     }
     static constexpr bool kTurnsFurtherOn = kWholeWindows && (kTokens > 1 || kWindowBatches > static_cast<int>(kBatches) * kTeamWarps);
     // `kIsThere`: there is such a batch.
@@ -232,10 +259,12 @@ struct CacheReader {
     }
     // Of several tokens a warp has the batches of several shares, so together they have fewer on the way: in its first share each brings one of those
     // into L2 that all shares will have kStepsAhead steps later.
-    static constexpr u32 kStepsAhead = 2;
+    // Requests have caches of their own, so each one's warps bring all of its batches.
+    static constexpr u32 kStepsAhead = 2, kNeighbours = kCompany ? kTeamWarps / kTokenWarps : 1;
+    __device__ __forceinline__ u32 neighbour_of(u32 warp) const { return kCompany ? warp % kTokenWarps * kNeighbours : warp; }
     __device__ __forceinline__ void read_neighbour(const Rows& rows, u32 batch) const {
-        if (batch >= rows.num_batches || warp >= kTeamWarps || opaque(this->lane) != 0) return;
-        bring_to_l2(rows, batch, 1);
+        if (batch >= rows.num_batches || (!kCompany && warp >= kTeamWarps) || opaque(this->lane) != 0) return;
+        bring_to_l2(rows, batch, kCompany ? min(rows.num_batches - batch, kNeighbours) : 1);
     }
     // So many batches from `batch` on. Called by one thread.
     __device__ __forceinline__ void bring_to_l2(const Rows& rows, u32 batch, u32 num_batches) const {

@@ -295,7 +295,8 @@ struct QueryReader : CacheReader {
                 }
             }
             unsigned char* at = keys_at(rows, rows.fresh_batch);
-            if (i == 0) store_share<kKeyChunks>(at, batch.keys[0]);
+            if (!is_appended()) {}
+            else if (i == 0) store_share<kKeyChunks>(at, batch.keys[0]);
             else store_share<kKeyChunks>(at + kKeysStride, batch.keys[1]);
         }
         if (part == (row >> 1 & 3)) {
@@ -307,13 +308,14 @@ struct QueryReader : CacheReader {
                 batch.values[0][k] = i == 0 ? mixed : batch.values[0][k], batch.values[1][k] = i == 0 ? batch.values[1][k] : mixed;
             }
             unsigned char* at = values_at(rows, rows.fresh_batch);
-            if (i == 0) store_share<kValueChunks>(at, batch.values[0]);
+            if (!is_appended()) {}
+            else if (i == 0) store_share<kValueChunks>(at, batch.values[0]);
             else store_share<kValueChunks>(at + kValuesStride, batch.values[1]);
         }
         if constexpr (kKvCoded)
             if (lane == row) {
                 batch.scales = load_shared_u32(staged + kNewWords * 2);
-                *reinterpret_cast<u32*>(scales_at(rows, rows.fresh_batch)) = batch.scales;
+                if (is_appended()) *reinterpret_cast<u32*>(scales_at(rows, rows.fresh_batch)) = batch.scales;
             }
         __syncwarp();
     }

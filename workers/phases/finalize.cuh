@@ -289,7 +289,7 @@ struct Finalizer : BiasedRows {
     // one's are the logits that are chosen from. Of several tokens their logits lie one behind the other.
     __device__ __forceinline__ bool head(u32 product, Candidate (&best)[kTokens]) {
         float* logits = reinterpret_cast<float*>(params.logits_ptr);
-        const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
+        [[maybe_unused]] const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
         [[maybe_unused]] TokenScales scale{kInverseXScale};
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
@@ -323,8 +323,15 @@ struct Finalizer : BiasedRows {
                     const u32 id = params.vocab_first + row;
                     logits[token * kVocabRows + row] = logit;
                     float score = logit;
+#ifdef KOG_COMPANY
+                    const u32 seat = pass.seat_of(token);
+                    const float inverse_temperature = __uint_as_float(role.company.inverse_temperature_bits[seat]);
+                    const u64 seed = role.company.seed[seat];
+#else
+                    const u64 seed = params.seed;
+#endif
                     if (inverse_temperature > 0)
-                        score = __fadd_rn(__fmul_rn(logit, inverse_temperature), gumbel(id, pass.position + token, params.seed));
+                        score = __fadd_rn(__fmul_rn(logit, inverse_temperature), gumbel(id, pass.noise_position(token), seed));
                     const bool finite = fabsf(logit) < INFINITY;
                     set_of_token(best, token, better(of_token(best, token), {finite ? score : -INFINITY, finite ? id : id | kNotFinite}));
                 }
@@ -357,10 +364,18 @@ struct Finalizer : BiasedRows {
         return;
 #endif
         const u32 tag = pass.number + 1;
-        const bool is_cancelled = role.cta == 0 && (kRanks == 1 || peers.rank == 0) && role.shared->cancelled;
+        const bool hears_host = role.cta == 0 && (kRanks == 1 || peers.rank == 0);
+#ifdef KOG_COMPANY
+        const u32 cancelled = hears_host ? role.shared->cancelled : 0;  // seats
+#else
+        const bool is_cancelled = hears_host && role.shared->cancelled;
+#endif
 #pragma unroll 1
         for (u32 token = 0; token < kTokens; ++token) {
         Candidate best = best_of_warp(of_token(candidates, token));
+#ifdef KOG_COMPANY
+        const bool is_cancelled = cancelled >> token & 1;
+#endif
         if (is_cancelled) best.id |= kCancelled;
         if constexpr (kRanks > 1) {
             publish_candidate<kRanks, kReplicas>(peers, candidate_box().behind(token * kCandidateCopyWords), tag & 1, kTokens * kCandidateCopyWords,

@@ -43,6 +43,16 @@ constexpr bool kWholeWindows = true;
 constexpr bool kWholeWindows = false;
 #endif
 constexpr int kKeptWindowBatches = kWholeWindows ? kFullBatches : kWindowBatches;
+// Whether the tokens of a pass are of different requests.
+#ifdef KOG_COMPANY
+#if defined KOG_DRAFTS || defined KOG_PROCESSORS || defined KOG_HEAD_ONLY
+#error "a build with several requests has neither drafts nor processors, and no first step that is an LM head alone"
+#endif
+constexpr bool kCompany = true;
+static_assert(kTokens > 1 && kTokens <= sizeof(KogCompanyParams::state_ptr) / sizeof(u64), "a seat for each token");
+#else
+constexpr bool kCompany = false;
+#endif
 constexpr int kModelLanes = kLanes * kRanks;
 // The LM head of the forms `lane` and `vocab_parallel` is made of products of single streams, which the finaliser scales like QKV's. Only
 // with `vocab_parallel`, or where all lanes share one stream, a rank needs no other rank's last streams.
@@ -173,9 +183,9 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 // The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
 // does not need while the LM head and sampling run, or in room of their own.
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
-// What attention's warps leave of a split. Of several tokens two have the same warps, where a team's shares suffice for these; of as many tokens as there
-// are warps there is no second buffer.
-constexpr int kWarpTokens = kTokens > 1 && 2 * kAttendWarps / kTokens <= kTeamWarps ? 2 : 1, kTokenWarps = kAttendWarps * kWarpTokens / kTokens;
+// What attention's warps leave of a split. Of several tokens two have the same warps, where a team's shares suffice for these, but not two requests, whose
+// caches are others; of as many tokens as there are warps there is no second buffer.
+constexpr int kWarpTokens = !kCompany && kTokens > 1 && 2 * kAttendWarps / kTokens <= kTeamWarps ? 2 : 1, kTokenWarps = kAttendWarps * kWarpTokens / kTokens;
 constexpr int kAttendedHalves = kTokens == kAttendWarps ? 1 : 2;
 constexpr bool kMergesInTurn = kAttendedHalves == 1 && kTokenWarps > 1;  // a warp must not store what another one still reads
 static_assert(!kMergesInTurn || kWarpTokens == 2, "the second token's barrier says that all have read");
@@ -206,9 +216,19 @@ struct alignas(16) Pass {
     u32 position, number;  // of its first token; among all since the words were zeroed
     u32 is_none;           // the launch ends instead
     u32 tokens[kTokens];
+#ifdef KOG_COMPANY
+    // Of each token its position, of which `position` is the furthest, and its seat in four bits: that of the request that it is of.
+    u32 positions[kTokens], seats;
 
+    __device__ __forceinline__ u32 position_of(u32 token) const { return of_token(positions, token); }
+    __device__ __forceinline__ u32 noise_position(u32 token) const { return position_of(token); }
+    __device__ __forceinline__ u32 seat_of(u32 token) const { return seats >> 4 * token & 15; }
+#else
     // A token beyond the context has the last place: it is none that counts.
     __device__ __forceinline__ u32 position_of(u32 token) const { return kTokens == 1 ? position : min(position + token, kMaxContext - 1u); }
+    // That of its sampling's noise.
+    __device__ __forceinline__ u32 noise_position(u32 token) const { return position + token; }
+#endif
 };
 
 #ifdef KOG_DRAFTS
@@ -237,7 +257,7 @@ struct Shared {
     WaitNote note;
     PeerNote peer_notes[2];                          // what the finaliser and the sampler wait for from peers
     u32 done_cycles[kLanes];                         // when the finaliser was done with the lane's last product
-    volatile u32 finished, cancelled;
+    volatile u32 finished, cancelled;                // of requests with company `cancelled` has a bit for each seat
     volatile u32 num_finalized;                      // products of this launch that the finaliser is done with
 #ifdef KOG_AWAITS_ATTENTION
     u64 attended_full;                               // the attention warps have done their share of a layer
@@ -276,6 +296,9 @@ struct Role {
     u32 num_prompt;
     u32 num_headless;  // passes of this launch without an LM head, the first ones: their tokens' successors stand in the prompt
     u64* trace;  // of this thread block, or null
+#ifdef KOG_COMPANY
+    const KogCompanyParams& company;
+#endif
 
     __device__ __forceinline__ u32 stopped() const { return base + KOG_OFFSET(note.stopped); }
 };

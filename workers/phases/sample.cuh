@@ -70,8 +70,8 @@ __device__ __forceinline__ Candidate best_of_warp(Candidate mine) {
     return mine;
 }
 
-// Ranks whose candidates are asked for at a time: one where the sampler goes by drafts, and has no registers for two.
-#ifdef KOG_DRAFTS
+// Ranks whose candidates are asked for at a time: one where the sampler goes by drafts, or has several requests, and no registers for two.
+#if defined KOG_DRAFTS || defined KOG_COMPANY
 constexpr int kSourcesTogether = 1;
 #else
 constexpr int kSourcesTogether = kRanks % 2 == 0 ? 2 : 1;

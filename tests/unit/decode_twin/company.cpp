@@ -1,0 +1,145 @@
+// company FOLDER KV_BYTES WORDS HEAP_WORDS: requests that come, share passes and go. One of the builds for that, or the plain one, which has a single seat.
+// FOLDER holds embedding.bin, rope.bin, and tape, norms, final_norm and all of kOptional of each rank as NAME.RANK.bin; and as text
+//   requests.txt: for each request the position of its first token, so many tokens of its prompt and these, most tokens of the answer, seed, the bits of
+//                 1 / temperature, so many stop ids and these;
+//   launches.txt: for each launch its most passes, which request is cancelled before it (or -1), and for each seat which request has it (or -1).
+// FOLDER gets ring, state and kv of each request and rank, as NAME.REQUEST.RANK.bin, and the
+// state of passes as passes.RANK.bin. UNREST and LOG as in decode.cpp. Ends with 4 when it takes too long, with 5 when a rank does not end well.
+#include "decode.cu"
+#include "files.h"
+#include "word_log.h"
+
+using namespace kog;
+
+unsigned twin_silence = 0;
+
+constexpr const char* kOptional[] = {"qkv_bias", "head_norms", "out_bias", "sinks", "experts", "router_bias", "gate_up_bias", "down_bias"};
+
+struct Request {
+    Memory prompt{4 * kMaxContext};
+    u32 max_tokens = 0, inverse_temperature = 0;
+    u64 seed = 0;
+    std::vector<u32> stop_ids;
+    std::vector<Memory> state, ring, host, kv;  // of each rank
+
+    KogDecodeState& of_rank(u32 rank) const { return *reinterpret_cast<KogDecodeState*>(state[rank].at); }
+};
+std::vector<long> numbers_of(const char* name) {
+    std::vector<long> numbers;
+    FILE* file = fopen((folder + "/" + name).c_str(), "r");
+    if (!file) exit(3);
+    for (long number; fscanf(file, "%ld", &number) == 1;) numbers.push_back(number);
+    fclose(file);
+    return numbers;
+}
+std::vector<Request> requests_of(const std::vector<long>& numbers, size_t kv_bytes) {
+    std::vector<Request> requests;
+    for (size_t at = 0; at < numbers.size();) {
+        Request request;
+        const u32 first = numbers[at++], num_prompt = numbers[at++];
+        for (u32 i = 0; i < num_prompt; ++i) reinterpret_cast<u32*>(request.prompt.at)[i] = numbers[at++];
+        request.max_tokens = numbers[at++], request.seed = numbers[at++], request.inverse_temperature = numbers[at++];
+        request.stop_ids.assign(numbers.begin() + at + 1, numbers.begin() + at + 1 + numbers[at]), at += 1 + numbers[at];
+        for (u32 rank = 0; rank < kRanks; ++rank) {
+            request.state.emplace_back(sizeof(KogDecodeState)), request.ring.emplace_back(16 * kMaxContext);
+            request.host.emplace_back(sizeof(KogHostPage)), request.kv.emplace_back(kv_bytes);
+            KogDecodeState& state = request.of_rank(rank);
+            state.token = reinterpret_cast<u32*>(request.prompt.at)[first], state.position = first;
+            state.num_prompt = num_prompt, state.max_tokens = request.max_tokens;
+        }
+        requests.push_back(std::move(request));
+    }
+    return requests;
+}
+u32 request_tag_of(u32 request) { return request + 7; }
+
+int main(int, char** argv) {
+    twin_empty_offset = kRingPieces * 8, twin_read_offset = kPacked ? twin_empty_offset : 0;
+    folder = argv[1];
+    const size_t kv_bytes = atoll(argv[2]), num_words = atoll(argv[3]), heap_words = atoll(argv[4]);
+    if (const char* seed = getenv("UNREST")) twin::unrest = atoll(seed), twin::most_patience = twin::kMostPatience;
+    twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
+    const Memory embedding = read("embedding"), rope = read("rope"), kept(8 * 8192);
+    const std::vector<Request> requests = requests_of(numbers_of("requests.txt"), kv_bytes);
+    const std::vector<long> launches = numbers_of("launches.txt");
+    struct Rank {
+        std::vector<Memory> optional;
+        Memory tape, norms, final_norm, words, heap, logits, state, record, host;
+    };
+    std::vector<Rank> ranks;
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+        const std::string number = "." + std::to_string(rank);
+        std::vector<Memory> optional;
+        for (const char* name : kOptional) optional.push_back(read(name + number));
+        ranks.push_back({std::move(optional), read("tape" + number), read("norms" + number), read("final_norm" + number), Memory(8 * num_words),
+                         Memory(8 * heap_words), Memory(4 * kTokens * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
+                         Memory(sizeof(KogHostPage))});
+    }
+    for (const Rank& r : ranks) {
+        tapes.push_back({r.tape.at, r.tape.at + kNumCtas * kTapeBytes});
+        const Memory& experts = r.optional[4];
+        tapes.push_back({experts.at, experts.at + experts.size()});
+    }
+    if (getenv("LOG")) {
+        for (const Rank& r : ranks) twin::watch(r.words);
+        for (const Rank& r : ranks) twin::watch(r.heap);
+    }
+    u32 epoch = 0;  // of the plain build
+    for (size_t at = 0; at < launches.size(); at += 2 + kTokens) {
+        if (const long cancelled = launches[at + 1]; cancelled >= 0)
+            for (const Memory& host : requests[cancelled].host) reinterpret_cast<KogHostPage*>(host.at)->cancelled_tag = request_tag_of(cancelled);
+        twin::rank_of_block.clear();
+        for (u32 rank = 0; rank < kRanks; ++rank) {
+            const Rank& r = ranks[rank];
+            KogLaunch packed{};
+            KogDecodeParams& p = packed.decode;
+            p.tape_ptr = r.tape.ptr(), p.embedding_ptr = embedding.ptr(), p.norms_ptr = r.norms.ptr(), p.final_norm_ptr = r.final_norm.ptr();
+            uint64_t* pointers[] = {&p.qkv_bias_ptr, &p.head_norms_ptr, &p.out_bias_ptr, &p.sinks_ptr, &p.experts_ptr, &p.router_bias_ptr, &p.gate_up_bias_ptr, &p.down_bias_ptr};
+            for (u32 i = 0; i < r.optional.size(); ++i) *pointers[i] = r.optional[i].ptr();
+            p.rope_ptr = rope.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr(), p.record_ptr = r.record.ptr();
+            p.wait_limit_us = 2000000, p.num_steps = launches[at], p.vocab_first = rank * kVocabRows, p.trace_ptr = kept.ptr();
+            for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
+            packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
+#ifdef KOG_COMPANY
+            p.state_ptr = r.state.ptr(), p.host_ptr = r.host.ptr();
+            constexpr u32 kIds = sizeof(KogCompanyParams::stop_ids) / sizeof(KogCompanyParams::num_stop_ids);
+            KogCompanyParams& company = packed.company;
+            for (u32 seat = 0; seat < kTokens; ++seat) {
+                const long number = launches[at + 2 + seat];
+                if (number < 0) continue;
+                const Request& of = requests[number];
+                company.taken |= 1u << seat;
+                company.state_ptr[seat] = of.state[rank].ptr(), company.prompt_ptr[seat] = of.prompt.ptr(), company.ring_ptr[seat] = of.ring[rank].ptr();
+                company.host_ptr[seat] = of.host[rank].ptr(), company.kv_ptr[seat] = of.kv[rank].ptr(), company.seed[seat] = of.seed;
+                company.inverse_temperature_bits[seat] = of.inverse_temperature, company.request_tag[seat] = request_tag_of(number);
+                company.num_stop_ids[seat] = of.stop_ids.size();
+                std::copy(of.stop_ids.begin(), of.stop_ids.end(), company.stop_ids + seat * kIds);
+            }
+#else
+            const long number = launches[at + 2];
+            const Request& of = requests[number];
+            of.of_rank(rank).epoch = epoch;
+            p.state_ptr = of.state[rank].ptr(), p.prompt_ptr = of.prompt.ptr(), p.ring_ptr = of.ring[rank].ptr(), p.host_ptr = of.host[rank].ptr();
+            p.kv_ptr = of.kv[rank].ptr(), p.seed = of.seed, p.inverse_temperature_bits = of.inverse_temperature, p.request_tag = request_tag_of(number);
+            p.num_stop_ids = of.stop_ids.size();
+            std::copy(of.stop_ids.begin(), of.stop_ids.end(), p.stop_ids);
+#endif
+            twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
+            for (size_t i = twin::blocks.size() - kNumCtas; i < twin::blocks.size(); ++i) twin::rank_of_block[twin::blocks[i].get()] = rank;
+        }
+        if (!twin::run(twin::turns + (twin::unrest ? 1000000 : 200000))) return 4;
+#ifndef KOG_COMPANY
+        epoch = requests[launches[at + 2]].of_rank(0).epoch;
+#endif
+        for (const Rank& r : ranks)
+            if (reinterpret_cast<const KogWaitRecord*>(r.record.at)->elapsed_ns) return 5;
+    }
+    twin::write_accesses();
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+        write("passes." + std::to_string(rank), ranks[rank].state);
+        for (u32 i = 0; i < requests.size(); ++i) {
+            const std::string name = "." + std::to_string(i) + "." + std::to_string(rank);
+            write("ring" + name, requests[i].ring[rank]), write("state" + name, requests[i].state[rank]), write("kv" + name, requests[i].kv[rank]);
+        }
+    }
+}
