@@ -25,9 +25,11 @@ from kog_dist.cuda import driver
 from kog_dist.cuda.build import Cubin
 from kog_dist.decode.masks import NUM_SLOTS, num_words, tag_of
 from kog_dist.decode.ring import Finish
-from kog_dist.workers.cuda import draft_builds, head_start, kv_blocks, monokernel, processors
+from kog_dist.workers.cuda import company_build, draft_builds, head_start, kv_blocks, monokernel, processors
+from kog_dist.workers.cuda.company_build import company_headers
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_abi import (
+    COMPANY_PARAMS,
     DECODE_PARAMS,
     DECODE_STATE,
     DRAFT_PARAMS,
@@ -36,10 +38,12 @@ from kog_dist.workers.cuda.kernel_abi import (
     STREAM_PARAMS,
     ProcessorFlag,
 )
+from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.model.chunks import Chunk
 
 _NOT_READY, _PATIENCE_S, _NONE = 600, 30.0, 0xFFFFFFFF
+_PASS_S = 0.0005  # as long as a pass takes, so that requests that come meanwhile find others running
 _MASK = (1 << 64) - 1
 
 
@@ -129,7 +133,9 @@ class PlayedGpu:
 
     def __init__(self, shape: KernelShape) -> None:
         self.shape, self.stream = shape, PlayedStream()
-        self.epochs = {"epoch": 0, "pass_epoch": 0}  # of the next pass, of words of one token and of several
+        # Of the next pass: of words of one token, of several, and of builds with company.
+        self.epochs = {"epoch": 0, "pass_epoch": 0, "company2": 0, "company4": 0}
+        self.num_shared = 0  # passes that several requests had
         self.published: tuple[int, int] | None = None  # what the next LM head alone begins with: its epoch, a row
         self.num_under_way = self.num_passes = 0  # launches that have not ended; passes so far
 
@@ -152,6 +158,9 @@ class PlayedGpu:
         monkeypatch.setattr(monokernel, "build", lambda headers: _cubin("plain"))
         small = None if self.shape.spec.window_layers else draft_builds.draft_headers(self.shape)[0]
         monkeypatch.setattr(draft_builds, "build", lambda headers: _cubin("small" if headers == small else "large"))
+        of_company = {} if self.shape.spec.window_layers else {n: company_headers(self.shape, n) for n in COMPANY_SIZES}
+        sizes = lambda headers: next(f"company{n}" for n, one in of_company.items() if one == headers)  # noqa: E731
+        monkeypatch.setattr(company_build, "build", lambda headers: _cubin(sizes(headers)))
         monkeypatch.setattr(processors, "build", lambda headers, source: _cubin("processors"))
         monkeypatch.setattr(head_start, "build", lambda headers, source: _cubin(Path(source).stem))
         mapping = lambda address, num_bytes: SimpleNamespace(device_ptr=address, close=lambda: None)  # noqa: E731
@@ -218,17 +227,45 @@ class PlayedGpu:
             return
         params = np.frombuffer(raw, DECODE_PARAMS.dtype, 1)[0]
         state = at(int(params["state_ptr"]), DECODE_STATE.dtype)
+        if name.startswith("company"):
+            self._run_together(name, params, np.frombuffer(raw[-COMPANY_PARAMS.size_bytes :], COMPANY_PARAMS.dtype)[0], state)
+            return
         if name in ("small", "large") and (int(state["pass_tokens"][0]) > 1) != (name == "large"):
             return
         for _ in range(int(params["num_steps"])):
             if state["finish"][0] or at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
                 return
+            time.sleep(_PASS_S)
             self._pass(name, params, raw[-PROCESSOR_PARAMS.size_bytes :] if "processors" in name else b"", state)
+
+    def _run_together(self, name: str, params: Any, company: Any, own: Any) -> None:
+        """A launch with a token of each seat in a pass."""
+        seats = [seat for seat in range(int(name.removeprefix("company"))) if int(company["taken"]) >> seat & 1]
+        names = ("kv_ptr", "prompt_ptr", "ring_ptr", "host_ptr", "seed", "inverse_temperature_bits", "request_tag")
+        count = len(company["stop_ids"]) // len(company["seed"])
+        requests = {
+            seat: {field: company[field][seat] for field in (*names, "num_stop_ids")}
+            | {"logits_ptr": params["logits_ptr"], "stop_ids": company["stop_ids"][seat * count : (seat + 1) * count]}
+            for seat in seats
+        }
+        states = {seat: at(int(company["state_ptr"][seat]), DECODE_STATE.dtype) for seat in seats}
+        assert self.published is None, "a pass has taken the place of streams that nobody has used"
+        for _ in range(int(params["num_steps"])):
+            live = [seat for seat in seats if not states[seat]["finish"][0]]
+            if not live or at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
+                return
+            assert int(own["epoch"][0]) == self.epochs[name]
+            own["epoch"] = self.epochs[name] = self.epochs[name] + 1
+            self.num_shared += len(live) > 1
+            time.sleep(_PASS_S)
+            for seat in live:
+                self._pass("company", requests[seat], b"", states[seat])
 
     def _pass(self, name: str, params: Any, of_processors: bytes, state: Any) -> None:
         self.num_passes += 1
         counter = "pass_epoch" if name == "large" else "epoch"
-        assert int(state[counter][0]) >= self.epochs[counter], "words of this pass have been there before"
+        is_own = name != "company"
+        assert not is_own or int(state[counter][0]) >= self.epochs[counter], "words of this pass have been there before"
         position, token, kv_ptr = int(state["position"][0]), int(state["token"][0]), int(params["kv_ptr"])
         if "head" in name:
             assert self.published is not None
@@ -239,8 +276,8 @@ class PlayedGpu:
             assert self.published is None, "a pass has taken the place of streams that nobody has used"
             row = self.next_row(kv_ptr, position, token)
             self.row(kv_ptr, position)[0] = row
-        self.epochs[counter] = int(state[counter][0]) + 1
-        state[counter] = self.epochs[counter]
+        if is_own:
+            state[counter] = self.epochs[counter] = int(state[counter][0]) + 1
         index = position + 1 - int(state["num_prompt"][0])
         host = at(int(params["host_ptr"]), HOST_PAGE.dtype)
         is_cancelled = int(host["cancelled_tag"][0]) == int(params["request_tag"])
@@ -301,6 +338,7 @@ class _PlayedKernel:
 
     def launch(self, num_ctas: int, num_threads: int, params: bytes, stream: int) -> None:
         sizes = {"plain": 0, "head": 0, "small": DRAFT_PARAMS.size_bytes, "large": DRAFT_PARAMS.size_bytes}
+        sizes |= {f"company{size}": COMPANY_PARAMS.size_bytes for size in COMPANY_SIZES}
         of_build = sizes.get(self._name, PROCESSOR_PARAMS.size_bytes)
         peers = len(params) - DECODE_PARAMS.size_bytes - of_build
         assert peers == PEERS.size_bytes

@@ -101,6 +101,12 @@ class ScriptedKernel:
     def use(self, slot: int) -> None:
         pass
 
+    def most_together(self) -> int:
+        return 1
+
+    def launch_together(self, slots: Sequence[int], num_steps: int) -> None:
+        raise AssertionError("nobody shares passes")
+
     def copy_beginning(self, source: int, cache: int, num_positions: int) -> None:
         pass
 

@@ -271,14 +271,14 @@ def play_kernels(made: Ranks, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPa
 
     def monokernel_of(
         shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, processors: bool, masks: Any, drafts: bool,
-        num_slots: int, num_caches: int,
+        num_slots: int, num_caches: int, company: Any,
     ) -> RankKernel:  # fmt: skip
         assert heap.rank == rank
         assert drafts == made.options.get("drafts", False)
         assert processors
         names = [mailbox.spec.name for mailbox in heap_boxes[rank]]
         assert ("pass_candidates" in names) is drafts
-        assert (num_slots, num_caches) == (1, 1)
+        assert (num_slots, num_caches, tuple(company)) == (1, 1, ())
         assert [of_slot.vocab_size for of_slot in masks] == [made.page.masks.vocab_size]
         assert len(runtime.memory) == made.world_size
         made.happened.append("kernel")

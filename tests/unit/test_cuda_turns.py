@@ -41,7 +41,12 @@ DENSE = ModelSpec(
     num_lanes=2, delay=0,
 )  # fmt: skip
 SPECS = {"dense": DENSE, "windows": replace(DENSE, sliding_window=100, window_layers=(0, 2))}
-SAMPLINGS = (SamplingParams(), SamplingParams(1.1, seed=4), SamplingParams(0.8, seed=9, repetition_penalty=1.3))
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(1.1, seed=4),
+    SamplingParams(0.4, seed=5),
+    SamplingParams(0.8, seed=9, repetition_penalty=1.3),
+)
 
 
 @dataclass
@@ -93,8 +98,7 @@ class Served:
         while waiting or running:
             assert not deadline.expired()
             assert not self.is_broken.is_set(), self.error
-            free = self.slots.free()
-            if waiting and free and (not running or chance.random() < 0.3):
+            while waiting and (free := self.slots.free()) and (not running or chance.random() < 0.5):
                 one, slot = waiting.pop(0), chance.choice(free)
                 request = one.request
                 if one.has_grammar:
@@ -139,14 +143,16 @@ class Served:
 class Turns(Served):
     """On a GPU that is played."""
 
-    def __init__(self, spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True) -> None:
+    def __init__(
+        self, spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True, shares: bool = False
+    ) -> None:  # fmt: skip
         shape = KernelShape(spec, range(spec.num_lanes))
         self.gpu = PlayedGpu(shape)
         self.gpu.install(monkeypatch)
         control = ControlPage.create(1, CONTEXT, vocab_size=spec.vocab_size, parallel=parallel)
         kernel = Monokernel(
             shape, cast(Any, weights()), processors=True, masks=control.mask_slots, drafts=not spec.window_layers,
-            num_slots=parallel, num_caches=CACHES,
+            num_slots=parallel, num_caches=CACHES, company=(2, 4) if parallel > 1 and shares else (),
         )  # fmt: skip
         info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
         args = WorkerArgs(info, "model", "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S)
@@ -173,8 +179,8 @@ def weights() -> Any:
 
 
 @contextmanager
-def turns(spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True) -> Iterator[Turns]:
-    made = Turns(spec, parallel, monkeypatch, prefill=prefill)
+def turns(spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, **options: bool) -> Iterator[Turns]:
+    made = Turns(spec, parallel, monkeypatch, **options)
     try:
         yield made
     finally:
@@ -188,22 +194,28 @@ def drawn(chance: random.Random, num: int, vocab: int = 100) -> list[Asked]:
     for _ in range(num):
         prompt = (*chance.choice(stems), *(chance.randrange(vocab) for _ in range(chance.randint(1, 40))))
         request = DecodeRequest(
-            prompt, chance.randint(1, 40), chance.choice(SAMPLINGS), tuple(range(chance.choice((0, 0, vocab // 30)))),
-            logit_digests=chance.random() < 0.3, drafts=chance.random() < 0.3,
+            prompt, chance.randint(1, 120), chance.choice(SAMPLINGS), tuple(range(chance.choice((0, 0, vocab // 30)))),
+            logit_digests=chance.random() < 0.15, drafts=chance.random() < 0.6,
             prediction=tuple(chance.randrange(vocab) for _ in range(chance.randrange(10))),
         )  # fmt: skip
-        asked.append(Asked(request, chance.random() < 0.3, chance.choice((None, None, None, 3))))
+        asked.append(Asked(request, chance.random() < 0.2, chance.choice((None, None, None, 3))))
     return asked
 
 
-@pytest.mark.parametrize("prefill", [True, False])
-@pytest.mark.parametrize("name", SPECS)
-def test_every_answer_is_that_of_the_request_alone(name: str, prefill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "prefill", "shares"),
+    [("dense", True, True), ("dense", False, True), ("dense", True, False), ("windows", True, False), ("windows", False, False)],
+)
+def test_every_answer_is_that_of_the_request_alone(
+    name: str, prefill: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """`shares`: passes have tokens of several of them, where these need no more than the kernel's own choice."""
     monkeypatch.setattr(kept_caches, "_WORTH", 1)
     chance = random.Random(5)
     asked = drawn(chance, 24)
-    with turns(SPECS[name], PARALLEL, monkeypatch, prefill=prefill) as engine:
+    with turns(SPECS[name], PARALLEL, monkeypatch, prefill=prefill, shares=shares) as engine:
         engine.run(asked, chance)
+        assert (engine.gpu.num_shared > 0) is shares
     with turns(SPECS[name], 1, monkeypatch, prefill=prefill) as engine:
         compare(engine, asked)
     assert {one.entries[-1].finish for one in asked} >= {Finish.LENGTH, Finish.CANCELLED}
@@ -256,3 +268,21 @@ def test_streams_of_a_prompt_wait_for_its_grammar(monkeypatch: pytest.MonkeyPatc
             alone = Asked(one.request)
             engine.run([alone], random.Random(1))
             assert one.answer() == alone.answer()
+
+
+def test_a_cancel_ends_one_of_those_that_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [Asked(DecodeRequest((first, 7), 400)) for first in (1, 2)]
+    with turns(DENSE, 2, monkeypatch, shares=True) as engine:
+        deadline, slots = Deadline.after(PATIENCE_S), engine.slots.slots
+        for slot, one in zip(slots, asked, strict=True):
+            engine.slots.submit(slot, one.request, reuse_kv=False)
+        while engine.slots.busy:
+            assert not deadline.expired()
+            assert not engine.is_broken.is_set(), engine.error
+            engine.slots.wait(0.01, lambda: False)
+            for slot, one in zip(slots, asked, strict=True):
+                one.entries += slot.read()
+            if engine.gpu.num_shared > 20:
+                slots[0].cancel()
+        assert engine.gpu.num_shared < 300
+    assert [one.entries[-1].finish for one in asked] == [Finish.CANCELLED, Finish.LENGTH]

@@ -72,7 +72,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     made = Monokernel.__new__(Monokernel)
     made.stream = SimpleNamespace(ptr=STREAM)
     made._slot = made._ran = DeviceSlot.__new__(DeviceSlot)
-    made._slots = [made._slot]
+    made._slots, made._company, made._together = [made._slot], [], None
     made._slot.forget()
     made._slot.number, made._slot.processors = 0, None
     made._forget_epochs()
@@ -145,6 +145,36 @@ def test_another_slot_counts_on_from_where_the_last_one_is(kernel: Monokernel, m
     assert counts == [8, 2, [4, 5], 9]
     assert int(states[1]["token"][0]) == 5
     assert int(kernel.state()["epoch"]) == 8, "what was read before is not what is there"
+
+
+def test_requests_that_share_passes_go_on_without_drafts(
+    kernel: Monokernel, builds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has told the drafts of what company has decoded."""
+    made = SimpleNamespace(shape=SimpleNamespace(tokens=2, num_ctas=5, num_threads=640), kernel=RawLaunches())
+    seats = list[Any]()
+    monkeypatch.setattr(made, "params", lambda of_launch, peers, given: seats.extend(given) or b"raw", raising=False)
+    kernel._company, slot = [made], kernel._slot  # type: ignore[list-item]
+    kernel.kv, slot.ring, slot.host = Memory(400, np.uint8), np.zeros(2 * CONTEXT, np.uint64), np.zeros(2, np.uint32)
+    kernel.begin((5, 6, 7), 9, SamplingParams(seed=4), (3,), prediction=(8, 9), cache=2)
+    assert slot.prompt.array[1:3].tolist() == [6, 7]
+    kernel.launch(4)
+    assert (len(builds.small.params), len(builds.large.params)) == (1, 1)
+    assert int(kernel.state()["position"]) == 0
+    slot.state.array.view(DECODE_STATE.dtype)["position"] = 4
+    kernel.launch_together([0], 4)
+    assert made.kernel.params == [b"raw"]
+    (seat,) = seats
+    assert (seat.kv_ptr, seat.tag, seat.stop_ids) == (kernel.kv.data.ptr + 2 * 160, 1, (3,))
+    pointers = slot.state.data.ptr, slot.prompt.data.ptr, slot.ring.ctypes.data, slot.host.ctypes.data
+    assert (seat.state_ptr, seat.prompt_ptr, seat.ring_ptr, seat.host_ptr) == pointers
+    assert int(kernel.state()["position"]) == 4
+    monkeypatch.setattr(
+        kernel, "_params", lambda num_steps: np.array([(num_steps, 0)], [("num_steps", int), ("stamps_ptr", int)])
+    )
+    kernel.launch(2)
+    assert kernel._kernel.steps == [[2, 0]]  # type: ignore[attr-defined]
+    assert len(builds.small.params) == 1
 
 
 def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> None:

@@ -23,6 +23,7 @@ from kog_dist.records import dataclass
 from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build
+from kog_dist.workers.cuda.company_build import CompanyBuild, Seat
 from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, DraftBuilds, PassCosts
@@ -57,7 +58,8 @@ class Monokernel:
     """One GPU's kernel with its weights, caches and words. Not thread-safe.
 
     Requests of `num_slots` decode slots take turns, launch by launch, each in one of `num_caches` KV caches: `use` says whose
-    turn it is. One that begins with streams has the next launch.
+    turn it is. One that begins with streams has the next launch. `company`: sizes of the builds by which requests of several
+    slots share passes, on one rank.
 
     With several ranks `heap` holds `shape.words.boxes`, with drafts those of `drafting_shape`, first and in that order.
     `processors`: with the build that has them, which gets the masks of each slot's grammar from `masks`, if any. `drafts`:
@@ -78,6 +80,7 @@ class Monokernel:
         drafts: bool = False,
         num_slots: int = 1,
         num_caches: int = 1,
+        company: Sequence[int] = (),
     ) -> None:
         import cupy
 
@@ -110,6 +113,8 @@ class Monokernel:
         self._choices = cupy.zeros(sizes, cupy.uint64) if shape.checks_experts else None  # of position p: at p % CHOICE_POSITIONS
         self._forget_epochs()
         self._draft_builds = DraftBuilds(shape, KERNEL_NAME, num_slots) if drafts else None
+        self._company = [CompanyBuild(shape, KERNEL_NAME, size) for size in sorted(company)]
+        self._together: CompanyBuild | None = None  # whose launch was the last one
         # Last, since it maps memory of the host, which whoever tries again after an error could not.
         builds: Sequence[ProcessorsBuild | None] = [None] * num_slots
         if processors:
@@ -179,7 +184,7 @@ class Monokernel:
             assert processed is None, "a request with processors has no drafts"
             assert self._draft_builds is not None, "made without drafts"
             self._draft_builds.begin(slot.number, prompt, prediction, max_tokens, first_position, state, self.stream)
-            rest = rest[:0]
+            rest = rest if self._company else rest[:0]  # in company it goes on without drafts
         copies = [(slot.state.data.ptr, state, DECODE_STATE.size_bytes)]
         if len(rest):  # the first token is in the state, and the kernel never looks at what lies before
             slot.staged_prompt[: len(rest)] = rest
@@ -237,7 +242,7 @@ class Monokernel:
         `stamps`: uint64 array on the GPU for the time in ns at the end of each pass.
         """
         slot = self._slot
-        slot.left = None
+        slot.left = self._together = None
         if self._ran is not slot:
             assert not self._ran.begins_at_head, "its head start stands in words of the next pass"
             slot.goes_on_from(self._ran, self.stream)
@@ -255,6 +260,28 @@ class Monokernel:
             self._launch(builds.large, num_steps, 0)
             return
         self._launch(slot.processors.kernel if is_processed and slot.processors else self._kernel, num_steps, stamps_ptr)
+
+    def most_together(self) -> int:
+        """How many requests a pass may have."""
+        return self._company[-1].shape.tokens if self._company else 1
+
+    def launch_together(self, slots: Sequence[int], num_steps: int) -> None:
+        """Queue at most `num_steps` passes, of which each has a token of the requests of all these decode slots that go on.
+
+        They have had a launch of their own each, and have no processors. They go on without drafts from here on.
+        """
+        build = next(build for build in self._company if build.shape.tokens >= len(slots))
+        seats = list[Seat | None]()
+        for slot in (self._slots[number] for number in slots):
+            assert slot.processed is None, "a request with processors shares no pass"
+            assert not slot.begins_at_head, "its first launch is its own"
+            slot.left, slot.has_drafts = None, False
+            kv_ptr = self.kv.data.ptr + slot.cache * self.shape.cache.num_bytes
+            pointers = slot.state.data.ptr, slot.prompt.data.ptr, slot.ring.ctypes.data, slot.host.ctypes.data, kv_ptr
+            seats.append(Seat(*pointers, slot.sampling, slot.stop_ids, slot.tag))
+        self._together = build
+        raw = build.params(self._params(num_steps), self._peers, seats)
+        build.kernel.launch(build.shape.num_ctas, build.shape.num_threads, raw, self.stream.ptr)
 
     def _launch(self, kernel: Kernel | None, num_steps: int, stamps_ptr: int, *, fixed_ptr: int = 0) -> None:
         """Queue passes of a build. `fixed_ptr`: see `drafts_ptr` of DECODE_PARAMS."""
@@ -381,7 +408,8 @@ class Monokernel:
     def finish(self) -> None:
         """Wait for all launches. Raises DeviceError if a wait of the kernel ran out of time."""
         self.stream.synchronize()
-        if int(self.state()["abort_mirror"]):
+        left = self.state() if self._together is None else self._together.state(self.stream)
+        if int(left["abort_mirror"]):
             record = WaitRecord.unpack(self._record.get().tobytes())
             if record.elapsed_ns:
                 raise DeviceError(self._with_peer(replace(record, rank=self.rank)))

@@ -41,7 +41,7 @@ from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
 from kog_dist.workers.engines.heartbeat import Heartbeat
-from kog_dist.workers.engines.launches import DecodeKernel, Launches, Token
+from kog_dist.workers.engines.launches import COMPANY_STEPS, DecodeKernel, Launches, Token
 from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.intake import Intake
@@ -246,8 +246,13 @@ class CudaEngine:
             first = self._taken(seq, request)
             running = [first]
             while running:
+                together = self._together(running)
                 for one in running:
-                    self._turn(one, running, intake, heartbeat)
+                    if one not in together:
+                        self._turn(one, running, intake, heartbeat)
+                most = self._loaded.most_together() if together else 1
+                for number in range(0, len(together), most):
+                    self._share(together[number : number + most], heartbeat)
                 running = [one for one in running if one.finish is Finish.NONE]
                 while intake is not None and self._takes_turns and intake.num_new:
                     seq, request = intake.take()
@@ -300,6 +305,39 @@ class CudaEngine:
         else:
             one.launches.turn(one.index, in_company=in_company)
         self._decode(one, heartbeat, holds)
+
+    def _together(self, running: Sequence[CudaRequest]) -> Sequence[CudaRequest]:
+        """Those that share passes now: at least two."""
+        sharing = [one for one in running if one.shares] if len(running) > 1 and self._loaded.most_together() > 1 else []
+        return sharing if len(sharing) > 1 else []
+
+    def _share(self, together: Sequence[CudaRequest], heartbeat: Heartbeat) -> None:
+        """Some passes of these, with a token of each that goes on; what they give is handed out as it comes."""
+        kernel = self._loaded
+        kernel.launch_together([one.slot for one in together], COMPANY_STEPS)
+        launched = kernel.stream.record()
+        has_ended = False
+        while not has_ended:
+            if self._control.aborted():
+                self._leave(f"left requests {', '.join(f'{one.seq}' for one in together)}")
+            has_ended = launched.done
+            for one in together:
+                kernel.use(one.slot)
+                self._heed_cancel(one)
+                while one.finish is Finish.NONE and (token := kernel.token(one.index)) is not None:
+                    if token.finish is not Finish.NONE and not has_ended:
+                        break  # behind the others' passes
+                    self._take(one, token)
+                    heartbeat.progress()
+            if not has_ended:
+                time.sleep(POLL_S)
+        kernel.finish()
+
+    def _heed_cancel(self, one: CudaRequest) -> None:
+        """End it if somebody asked for that; it travels with rank 0's candidate, so after the same token everywhere."""
+        if self._rank == 0 and not one.asked_to_cancel and self._control.cancelled(one.seq, one.slot):
+            self._loaded.cancel()
+            one.asked_to_cancel = True
 
     def _fetch(self, kv: KvUse) -> None:
         """Queue what the block pool has of a prompt."""
@@ -392,33 +430,37 @@ class CudaEngine:
         """Hand out tokens, many of which the kernel decodes in a launch and chooses itself, until the answer ends; once it
         `holds`, until all launches that are queued have ended.
         """
-        num_prompt, seq, request, slot = len(one.request.prompt), one.seq, one.request, one.slot
         assert one.launches is not None
-        if one.pace is None and request.mask_epoch and self._rank == 0:
+        if one.pace is None and one.request.mask_epoch and self._rank == 0:
             one.pace = Pace()
-        while one.index < self._max_tokens(request):
-            index, token = one.index, self._next_token(one, one.launches, heartbeat, holds)
+        while one.index < self._max_tokens(one.request):
+            token = self._next_token(one, one.launches, heartbeat, holds)
             if token is None:
                 return
-            if self._choices is not None:
-                self._await_launches(f"left request {seq}")
-                self._compare_choices()
-            if index == 0:
-                self._control.stamp(self._rank, RankStage.CHOSEN, slot)
-            logits = self._logits(seq) if request.logit_digests else None
-            wants_logprobs = self._rank == 0 and request.sampling.logprobs is not None and token.token_id != NO_TOKEN
-            logprobs = self._logprobs(seq, index) if wants_logprobs else None
-            if self._control.aborted():
-                self._leave(f"left request {seq}")
-            if token.finish is Finish.NONE:
-                self._control.set_progress(self._rank, seq, num_prompt + index, slot)
-            else:
-                self._settle(one, token.finish)
-            self._put(one, token.token_id, token.finish, logits, logprobs, token.drafted)
-            one.index, one.finish = index + 1, token.finish
-            if token.finish is not Finish.NONE:
+            self._take(one, token)
+            if one.finish is not Finish.NONE:
                 return
-        raise RequestFailed("rank_failed", f"the kernel gave {one.index} tokens of request {seq} and did not end it")
+        raise RequestFailed("rank_failed", f"the kernel gave {one.index} tokens of request {one.seq} and did not end it")
+
+    def _take(self, one: CudaRequest, token: Token) -> None:
+        """Hand the next token out."""
+        seq, request, slot, index = one.seq, one.request, one.slot, one.index
+        if self._choices is not None:
+            self._await_launches(f"left request {seq}")
+            self._compare_choices()
+        if index == 0:
+            self._control.stamp(self._rank, RankStage.CHOSEN, slot)
+        logits = self._logits(seq) if request.logit_digests else None
+        wants_logprobs = self._rank == 0 and request.sampling.logprobs is not None and token.token_id != NO_TOKEN
+        logprobs = self._logprobs(seq, index) if wants_logprobs else None
+        if self._control.aborted():
+            self._leave(f"left request {seq}")
+        if token.finish is Finish.NONE:
+            self._control.set_progress(self._rank, seq, len(request.prompt) + index, slot)
+        else:
+            self._settle(one, token.finish)
+        self._put(one, token.token_id, token.finish, logits, logprobs, token.drafted)
+        one.index, one.finish = index + 1, token.finish
 
     def _has_first_mask(self, one: CudaRequest, heartbeat: Heartbeat, holds: Callable[[], bool]) -> bool:
         """Whether its launches may begin: the first mask comes once the grammar is compiled, which may take longer than a kernel
@@ -461,9 +503,7 @@ class CudaEngine:
         while (token := kernel.token(index)) is None:
             if self._control.aborted():
                 self._leave(f"left request {seq}")
-            if self._rank == 0 and not one.asked_to_cancel and self._control.cancelled(seq, slot):
-                kernel.cancel()  # travels with rank 0's candidate, so it ends the answer after the same token everywhere
-                one.asked_to_cancel = True
+            self._heed_cancel(one)
             is_held = holds()
             if launches.refill(index, holds=is_held):
                 heartbeat.progress()

@@ -35,6 +35,11 @@ class CudaRequest:
         return self.waits_since_s is not None and self.held == len(self.request.prompt)
 
     @property
+    def shares(self) -> bool:
+        """Whether its next tokens may come from passes that it shares: the kernel chooses them without looking at all logits."""
+        return self.launches is not None and not self.request.needs_all_logits and not self.request.logit_digests
+
+    @property
     def slot(self) -> int:
         """The decode slot."""
         return self.request.decode_slot

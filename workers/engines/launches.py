@@ -77,6 +77,12 @@ class DecodeKernel(Protocol):
         once the request has ended.
         """
 
+    def most_together(self) -> int:
+        """How many requests a pass may have."""
+
+    def launch_together(self, slots: Sequence[int], num_steps: int) -> None:
+        """Queue passes that have a token of each of these decode slots' requests, without drafts from here on."""
+
     def token(self, index: int) -> Token | None:
         """A token of the answer, None if it is not there yet."""
 
