@@ -20,7 +20,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda import company_build
 from kog_dist.workers.cuda.company_build import (
     CompanyBuild,
-    Seat,
+    CompanySeat,
     company_bytes,
     company_headers,
     company_params,
@@ -31,8 +31,8 @@ from kog_dist.workers.cuda.draft_builds import drafting_shape
 from kog_dist.workers.cuda.kernel_abi import COMPANY_PARAMS, DECODE_PARAMS, DECODE_STATE
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-FIRST = Seat(0x1000, 0x2000, 0x3000, 0x4000, 0x5000, SamplingParams(temperature=0.5, seed=7), (3, 9), 11)
-SECOND = Seat(0x1100, 0x2100, 0x3100, 0x4000, 0x5100, SamplingParams(), (), 12)
+FIRST = CompanySeat(0x1000, 0x2000, 0x3000, 0x4000, 0x5000, SamplingParams(temperature=0.5, seed=7), (3, 9), 11)
+SECOND = CompanySeat(0x1100, 0x2100, 0x3100, 0x4000, 0x5100, SamplingParams(), (), 12)
 
 
 def shape_of(name: str, num_ranks: int = 1, **options: Any) -> KernelShape:
@@ -68,7 +68,7 @@ def test_each_seat_has_its_request_and_an_empty_one_nothing() -> None:
         ([replace(FIRST, stop_ids=tuple(range(17)))], "17 stop ids (at most 16)"),
     ],
 )
-def test_what_no_launch_may_have_is_refused(seats: list[Seat | None], cause: str) -> None:
+def test_what_no_launch_may_have_is_refused(seats: list[CompanySeat | None], cause: str) -> None:
     with pytest.raises(ValueError, match="seat") as raised:
         company_params(seats)
     assert cause in str(raised.value)

@@ -97,7 +97,7 @@ class Twin:
         _, there, _, *sizes = command_of(self.shape)
         done = subprocess.run(
             ["./company", there, *sizes], cwd=self.folder, env={**os.environ, **(environ or {})}, capture_output=True,
-            timeout=100, check=False,
+            timeout=250, check=False,
         )  # fmt: skip
         assert done.returncode == 0, "see company.cpp"
         return [[self._found(request, rank) for rank in range(self.num_ranks)] for request in range(len(requests))]
@@ -127,11 +127,12 @@ Case = tuple[Callable[[pytest.MonkeyPatch], Model], dict[str, Any], tuple[tuple[
 
 
 def _of(spec: ModelSpec, kv_dtype: str = "") -> Callable[[pytest.MonkeyPatch], Model]:
-    return lambda monkeypatch: Model(spec, "bfloat16", monkeypatch, kv_dtype)
+    context = 152 if spec is WINDOWS else 24
+    return lambda monkeypatch: Model(replace(spec, max_context=context), "bfloat16", monkeypatch, kv_dtype)
 
 
 def _coded(form: str) -> Callable[[pytest.MonkeyPatch], Model]:
-    return lambda monkeypatch: CodedModel(CODED_SPEC, "bfloat16", FORMS[form], monkeypatch)
+    return lambda monkeypatch: CodedModel(replace(CODED_SPEC, max_context=24), "bfloat16", FORMS[form], monkeypatch)
 
 
 MODELS: dict[str, Case] = {
@@ -143,10 +144,10 @@ MODELS: dict[str, Case] = {
     "FP8 weights": (_coded("FP8, blocks"), {"coding": Coding.of(FORMS["FP8, blocks"])}, ((4, 1),)),
     "INT4 weights": (_coded("INT4"), {"coding": Coding.of(FORMS["INT4"])}, ((2, 1),)),
     "two ranks": (_of(DENSE), {}, ((4, 2),)),
-    "experts on two ranks": (_of(replace(VARIANTS["qwen3_moe"], max_context=48)), {}, ((2, 2),)),
-    "experts": (_of(replace(VARIANTS["qwen3_moe"], max_context=48)), {}, ((2, 1), (4, 1))),
+    "experts on two ranks": (_of(VARIANTS["qwen3_moe"]), {}, ((2, 2),)),
+    "experts": (_of(VARIANTS["qwen3_moe"]), {}, ((2, 1), (4, 1))),
     "experts, windows, sinks and biases": (
-        _of(replace(VARIANTS["gpt_oss"], max_context=48)), {"splits": SPLITS["gpt_oss"]}, ((4, 1),)
+        _of(VARIANTS["gpt_oss"]), {"splits": SPLITS["gpt_oss"]}, ((4, 1),)
     ),
     "experts in MXFP4": (CodedExperts, {"coding": Coding.of(MXFP4, is_of_experts=True)}, ((2, 1),)),
 }  # fmt: skip

@@ -59,7 +59,7 @@ def company_headers(shape: KernelShape, tokens: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class CompanySeat:
     """A request among those of a launch. Pointers are addresses for the GPU of what is the request's alone.
 
     `state_ptr`: a `DECODE_STATE` in device memory, of which token, position, num_prompt, max_tokens and finish count; a launch
@@ -79,7 +79,7 @@ class Seat:
     tag: int  # not 0
 
 
-def company_params(seats: Sequence[Seat | None]) -> bytes:
+def company_params(seats: Sequence[CompanySeat | None]) -> bytes:
     """`COMPANY_PARAMS` of a launch; None is an empty seat. Raises ValueError for what no launch may have."""
     taken = [(number, seat) for number, seat in enumerate(seats) if seat is not None]
     if not taken:
@@ -124,7 +124,7 @@ class CompanyBuild:
         self.logits = cupy.zeros((tokens, end - first), cupy.float32)  # of each seat, of the last pass that had logits
         self._state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
 
-    def params(self, of_launch: NDArray[Any], peers: bytes, seats: Sequence[Seat | None]) -> bytes:
+    def params(self, of_launch: NDArray[Any], peers: bytes, seats: Sequence[CompanySeat | None]) -> bytes:
         """The raw parameters of a launch, for whoever queues it: `num_ctas` thread blocks of `num_threads`.
 
         `of_launch`: `DECODE_PARAMS` as another build has them, of which weights, record, host page, limit and `num_steps` count;
