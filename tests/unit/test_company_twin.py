@@ -132,7 +132,8 @@ def _of(spec: ModelSpec, kv_dtype: str = "") -> Callable[[pytest.MonkeyPatch], M
 
 
 def _coded(form: str) -> Callable[[pytest.MonkeyPatch], Model]:
-    return lambda monkeypatch: CodedModel(replace(CODED_SPEC, max_context=24), "bfloat16", FORMS[form], monkeypatch)
+    spec = replace(CODED_SPEC, num_layers=1, intermediate_size=1280, max_context=24)
+    return lambda monkeypatch: CodedModel(spec, "bfloat16", FORMS[form], monkeypatch)
 
 
 MODELS: dict[str, Case] = {
