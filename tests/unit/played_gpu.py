@@ -159,8 +159,11 @@ class PlayedGpu:
         small = None if self.shape.spec.window_layers else draft_builds.draft_headers(self.shape)[0]
         monkeypatch.setattr(draft_builds, "build", lambda headers: _cubin("small" if headers == small else "large"))
         of_company = {} if self.shape.spec.window_layers else {n: company_headers(self.shape, n) for n in COMPANY_SIZES}
-        sizes = lambda headers: next(f"company{n}" for n, one in of_company.items() if one == headers)  # noqa: E731
-        monkeypatch.setattr(company_build, "build", lambda headers: _cubin(sizes(headers)))
+
+        def company(headers: Any) -> Cubin:
+            return _cubin(next(f"company{n}" for n, one in of_company.items() if one == headers))
+
+        monkeypatch.setattr(company_build, "build", company)
         monkeypatch.setattr(processors, "build", lambda headers, source: _cubin("processors"))
         monkeypatch.setattr(head_start, "build", lambda headers, source: _cubin(Path(source).stem))
         mapping = lambda address, num_bytes: SimpleNamespace(device_ptr=address, close=lambda: None)  # noqa: E731

@@ -153,7 +153,12 @@ def test_requests_that_share_passes_go_on_without_drafts(
     """Nobody has told the drafts of what company has decoded."""
     made = SimpleNamespace(shape=SimpleNamespace(tokens=2, num_ctas=5, num_threads=640), kernel=RawLaunches())
     seats = list[Any]()
-    monkeypatch.setattr(made, "params", lambda of_launch, peers, given: seats.extend(given) or b"raw", raising=False)
+
+    def params(of_launch: Any, peers: bytes, given: list[Any]) -> bytes:
+        seats.extend(given)
+        return b"raw"
+
+    made.params = params
     kernel._company, slot = [made], kernel._slot  # type: ignore[list-item]
     kernel.kv, slot.ring, slot.host = Memory(400, np.uint8), np.zeros(2 * CONTEXT, np.uint64), np.zeros(2, np.uint32)
     kernel.begin((5, 6, 7), 9, SamplingParams(seed=4), (3,), prediction=(8, 9), cache=2)

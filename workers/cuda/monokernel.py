@@ -23,7 +23,7 @@ from kog_dist.records import dataclass
 from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build
-from kog_dist.workers.cuda.company_build import CompanyBuild, Seat
+from kog_dist.workers.cuda.company_build import CompanyBuild, CompanySeat
 from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, DraftBuilds, PassCosts
@@ -271,14 +271,14 @@ class Monokernel:
         They have had a launch of their own each, and have no processors. They go on without drafts from here on.
         """
         build = next(build for build in self._company if build.shape.tokens >= len(slots))
-        seats = list[Seat | None]()
+        seats = list[CompanySeat | None]()
         for slot in (self._slots[number] for number in slots):
             assert slot.processed is None, "a request with processors shares no pass"
             assert not slot.begins_at_head, "its first launch is its own"
             slot.left, slot.has_drafts = None, False
             kv_ptr = self.kv.data.ptr + slot.cache * self.shape.cache.num_bytes
             pointers = slot.state.data.ptr, slot.prompt.data.ptr, slot.ring.ctypes.data, slot.host.ctypes.data, kv_ptr
-            seats.append(Seat(*pointers, slot.sampling, slot.stop_ids, slot.tag))
+            seats.append(CompanySeat(*pointers, slot.sampling, slot.stop_ids, slot.tag))
         self._together = build
         raw = build.params(self._params(num_steps), self._peers, seats)
         build.kernel.launch(build.shape.num_ctas, build.shape.num_threads, raw, self.stream.ptr)
