@@ -197,7 +197,7 @@ STEPS = {
     "kv_formats": _tests(1, 100, 220, "test_kv_formats"),
     "processors": _tests(1, 10, 90, "test_processors"),
     "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),
-    "turns": _tests(1, 60, 250, "test_turns"),
+    "turns": _tests(1, 60, 250, "test_turns", builds="turns:1"),
     "smollm2": _tests(1, 70, 200, "test_smollm2"),  # with `make model`
     "same_tokens": _tests(1, 30, 150, "test_same_tokens", builds="demo:1"),
     "build_paths": _tests(1, 15, 150, "test_build_paths"),

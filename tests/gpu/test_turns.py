@@ -19,7 +19,7 @@ from kog_dist.workers.engines.cuda import CudaEngine
 from tests.unit.test_cuda_turns import PARALLEL, PATIENCE_S, Served, compare, drawn
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
-CONTEXT = 1536
+CONTEXT, READY_S = 1536, 240.0
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def served(folder: Path, prefill: str, parallel: int) -> Served:
         num_kv_caches=parallel + 1, kept_bytes=1 << 30,
     )  # fmt: skip
     engine = CudaEngine(args, control)
-    return Served(engine, control, spec.vocab_size, None, engine.startup)
+    return Served(engine, control, spec.vocab_size, None, engine.startup, READY_S)
 
 
 @pytest.mark.parametrize("prefill", ["on", "off"])

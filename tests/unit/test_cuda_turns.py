@@ -66,15 +66,16 @@ class Served:
     """An engine in a thread, and what a coordinator does with it. `startup`: what the thread does before."""
 
     def __init__(
-        self, engine: CudaEngine, control: ControlPage, vocab: int, window: int | None, startup: Callable[[], None]
-    ) -> None:
+        self, engine: CudaEngine, control: ControlPage, vocab: int, window: int | None, startup: Callable[[], None],
+        ready_s: float = PATIENCE_S,
+    ) -> None:  # fmt: skip
         self.engine, self.control, self.vocab, self._startup = engine, control, vocab, startup
         self.slots = DecodeSlots(control, window)
         self.epochs, self.is_broken, self.error = iter(range(1, 10**9, 1000)), threading.Event(), list[BaseException]()
         self.is_ready = threading.Event()
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
-        assert self.is_ready.wait(PATIENCE_S)
+        assert self.is_ready.wait(ready_s)
         assert not self.error, self.error
 
     def _serve(self) -> None:
