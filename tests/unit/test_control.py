@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import LaunchError, ProtocolError, RequestError
 from kog_dist.runtime import memfd
-from kog_dist.runtime.abi import CONTROL_HEADER, LOGIT_BIAS, REQUEST_BLOCK, WaitOp, WaitRecord
+from kog_dist.runtime.abi import CONTROL_HEADER, LOGIT_BIAS, MOST_PARALLEL, REQUEST_BLOCK, WaitOp, WaitRecord
 from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, EpochWaits, KvLayout, RankState
 from kog_dist.runtime.memfd import Segment, available_bytes
 from kog_dist.runtime.wait import Deadline, WaitResult
@@ -115,6 +115,8 @@ def test_no_byte_of_a_request_can_change_unseen(page: ControlPage) -> None:
         {"prompt": ()}, {"prompt": (1,) * (MAX_CONTEXT + 1)}, {"max_tokens": 0},
         {"max_tokens": 2**32}, {"stop_ids": (1,) * 17}, {"stop_ids": (-1,)},
         {"mask_epoch": -1}, {"mask_epoch": 2**64},
+        {"kv": KvUse(-1, 0)}, {"kv": KvUse(2**32, 0)}, {"kv": KvUse(0, -1)}, {"kv": KvUse(0, 2**32)},
+        {"decode_slot": -1}, {"decode_slot": MOST_PARALLEL}, {"prediction": (1,) * (MAX_CONTEXT + 1)},
         {"sampling": SamplingParams(logit_bias=((2**32, 1.0),))},
     ],
 )  # fmt: skip
@@ -123,6 +125,19 @@ def test_what_does_not_fit_is_refused_and_nothing_is_submitted(page: ControlPage
         page.submit(replace(REQUEST, **change))  # type: ignore[arg-type]
     assert caught.value.code == "invalid_request"
     assert page.doorbell() == 0
+
+
+def test_copies_alone_are_nobodys_newest_request() -> None:
+    """A slot's stages and cancels are of the request that runs there, whatever is copied meanwhile."""
+    page = ControlPage.create(1, MAX_CONTEXT, parallel=2)
+    assert [page.newest(slot) for slot in range(2)] == [0, 0]
+    running = replace(REQUEST, decode_slot=1)
+    assert page.submit(running) == 1
+    page.read_request(1)
+    page.set_read(0, 1)
+    assert page.submit(replace(running, only_copies=True)) == 2
+    assert [page.newest(slot) for slot in range(2)] == [0, 1]
+    page.close()
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**32])

@@ -111,10 +111,15 @@ def test_a_prompt_is_answered_or_continued(tagged_model: ServedModel, base_model
 
 
 def test_nothing_but_the_model_is_asked_for(tagged_model: ServedModel) -> None:
-    for body, plan in (({"model": "demo", "messages": []}, plan_chat), ({"model": "demo"}, plan_generate)):
+    empty_chat = {"message": {"role": "assistant", "content": ""}}
+    for body, plan, said in (
+        ({"model": "demo", "messages": []}, plan_chat, empty_chat),
+        ({"model": "demo"}, plan_generate, {"response": ""}),
+    ):
         found = plan(body, tagged_model)
         assert isinstance(found, dict)
-        assert (found["done"], found["done_reason"]) == (True, "load")
+        assert found.pop("created_at")
+        assert found == {"model": "demo", **said, "done": True, "done_reason": "load"}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
