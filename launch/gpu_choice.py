@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
+MOST_TOGETHER = 1  # requests: more have not run on a GPU yet
+# Of a decode slot beside the first, which is in BESIDES_BYTES: for each position a token of the prompt, and with drafts two more;
+# for each row of the LM head what processors keep.
+_SLOT_BYTES, _DRAFTED_BYTES, _ROW_BYTES = 4, 8, 12
 PREFILLED_GPUS = 4  # with `--prefill auto` at most that many take prompts in blocks: with more it has not run
 LEAST_CONTEXT, _CONTEXT_STEP = 4096, 1024  # tokens of a context that is shortened to what fits
 # The CUDA context with its kernels, and what loading takes for a while; measured with one rank. tests/gpu/test_engine_ranks.py
@@ -132,12 +136,15 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
     from kog_dist.workers.cuda.coded_source import coding_of
     from kog_dist.workers.prefill.model.memory import obstacle_to_prefill
 
+    together = _asked_together(settings)
+
     def needs(prefill: str, note: str = "", obstacle: str = "") -> list[_Need]:
         shapes = _window_shapes(settings, checkpoint, count, kv_dtype)
         found = list[_Need]()
         for shape in shapes:
             drafts = _drafts(settings, shape)
-            uses = _bytes_by_use(checkpoint, shape, prefill=prefill != "off" and not obstacle, drafts=drafts)
+            has_prefill = prefill != "off" and not obstacle
+            uses = _bytes_by_use(checkpoint, shape, prefill=has_prefill, drafts=drafts, together=together)
             of_windows = _ring_note(*shapes) if found else ""
             notes = "; ".join(filter(None, (note, of_windows)))
             found.append(_Need(uses, prefill, notes, obstacle, whole_windows=shape.whole_windows, drafts=drafts))
@@ -236,13 +243,17 @@ def gpu_rank_bytes(
     prefill: bool = False,
     whole_windows: bool = False,
     drafts: bool = False,
+    parallel: int = 1,
+    num_caches: int = 1,
 ) -> dict[str, int]:
     """GPU memory of a rank by use; "prefill" begins what prefill takes, and "experts" are those of all layers.
+
+    `parallel`: requests that run together, with `num_caches` KV caches.
 
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
     shape = gpu_rank_shape(checkpoint, rank, world_size, kv_dtype, whole_windows=whole_windows)
-    return _bytes_by_use(checkpoint, shape, prefill=prefill, drafts=drafts)
+    return _bytes_by_use(checkpoint, shape, prefill=prefill, drafts=drafts, together=(parallel, num_caches))
 
 
 def gpu_rank_shape(
@@ -264,13 +275,41 @@ def gpu_rank_shape(
     )
 
 
-def _bytes_by_use(checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool, drafts: bool) -> dict[str, int]:
+def _asked_together(settings: LaunchConfig) -> tuple[int, int]:
+    return settings.parallel or 1, settings.kv_caches or settings.parallel or 1
+
+
+def together_on_gpus(settings: LaunchConfig, count: int) -> tuple[int, int]:
+    """Requests that run together on so many GPUs, and KV caches. Raises ConfigError for what cannot be had."""
+    parallel, num_caches = _asked_together(settings)
+    if parallel > MOST_TOGETHER:
+        raise ConfigError(
+            f"parallel {parallel} cannot be had on GPUs yet: the kernel decodes one request at a time; leave it out"
+        )
+    if num_caches > 1 and MOST_TOGETHER == 1:
+        raise ConfigError(f"kv_caches {num_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
+    if num_caches < parallel:
+        raise ConfigError(
+            f"parallel {parallel} needs a KV cache for each request, and kv_caches is {num_caches}; ask for {parallel}"
+        )
+    if parallel > 1 and count > 1:
+        raise ConfigError(f"parallel {parallel} is for one GPU, and there are {count}; ask for --gpus 1, or for --replicas")
+    if parallel > 1 and settings.check_experts:
+        raise ConfigError(f"parallel {parallel} contradicts --check-experts, which looks at one request; leave one out")
+    return parallel, num_caches
+
+
+def _bytes_by_use(
+    checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool, drafts: bool, together: tuple[int, int]
+) -> dict[str, int]:  # fmt: skip
     """Raises ConfigError if drafts are asked for, and the kernel has no passes of several tokens of such a model."""
     from kog_dist.collectives.mailbox import place
+    from kog_dist.workers.cuda.company_build import company_bytes, obstacle_to_company
     from kog_dist.workers.cuda.draft_builds import draft_bytes
+    from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
     from kog_dist.workers.prefill.model.memory import prefill_bytes
 
-    spec = checkpoint.spec
+    spec, (parallel, num_caches) = checkpoint.spec, together
     norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.head.norm_lanes)
     rope = 4 * spec.max_context * spec.head_dim
     of_qkv = spec.num_layers * shape.num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
@@ -280,11 +319,16 @@ def _bytes_by_use(checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool, 
         "tape": 2 * shape.tape.weight_words,
         **experts,
         "tables": 2 * (spec.vocab_size * spec.hidden_size + norms + of_qkv) + rope,
-        "cache": shape.cache.num_bytes,
+        "cache": num_caches * shape.cache.num_bytes,
         "words": 8 * (shape.words.num_words + sum(box.num_words for box in place(shape.words.boxes.specs(), shape.num_ranks))),
     }
     if drafts:
         uses["drafts"] = draft_bytes(shape)
+    if parallel > 1:
+        first, end = shape.head.vocab_rows
+        of_slot = spec.max_context * (_SLOT_BYTES + _DRAFTED_BYTES * drafts) + _ROW_BYTES * (end - first)
+        builds = (company_bytes(shape, size) for size in COMPANY_SIZES if not obstacle_to_company(shape, size))
+        uses["slots"] = (parallel - 1) * of_slot + sum(builds)
     return uses | (prefill_bytes(shape) if prefill else {})
 
 

@@ -156,7 +156,7 @@ def dry_run(settings: LaunchConfig) -> str:
 
 def _together(target: Target) -> str:
     """Requests that decode together, and why not more."""
-    if target.device == "cuda":
+    if target.device == "cuda" and target.parallel == 1:
         return "1 request: the kernel of GPUs decodes one at a time, and others wait"
     return f"{_count(target.parallel, 'request')} at most, in passes of the weights that they share; more wait"
 
@@ -227,6 +227,8 @@ def _memory(target: Target, rank: int) -> str:
             prefill=target.prefill != "off",
             whole_windows=target.whole_windows,
             drafts=target.drafts,
+            parallel=target.parallel,
+            num_caches=target.num_kv_caches,
         )
         windows = f" ({_windows(target)})" if target.checkpoint.spec.window_layers else ""
         shown = {
@@ -236,6 +238,7 @@ def _memory(target: Target, rank: int) -> str:
             "cache": f"{target.kv_dtype} KV cache{windows}",
             "words": "words",
             "drafts": "for drafts",
+            "slots": "for requests that run together",
             "prefill weights": "weights of prefill",
             "prefill": "memory of prefill",
         }
