@@ -17,7 +17,8 @@ from kog_dist.model.checkpoint import planned_checkpoint
 from kog_dist.runtime.abi import MOST_PARALLEL
 from kog_dist.workers.cuda.company_build import company_bytes
 from tests.unit.delta_models import published
-from tests.unit.test_launch_limits import inventory_with, write_config
+from tests.unit.eight_lanes import write_config
+from tests.unit.test_launch_limits import inventory_with
 
 
 @pytest.mark.parametrize(
