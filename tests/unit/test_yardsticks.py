@@ -25,6 +25,7 @@ BUILDS = {
     "KOG_HEAD_FORMAT",
     "KOG_WHOLE_WINDOWS",
     "KOG_AWAITS_ATTENTION",
+    "KOG_COMPANY",
     "KOG_DRAFTS",
 }  # what is built of the sources
 
