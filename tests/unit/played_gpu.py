@@ -125,7 +125,7 @@ class _Event:
 
     @property
     def done(self) -> bool:
-        return self._stream._num_done >= self._number
+        return not self._stream.error and self._stream._num_done >= self._number
 
 
 class PlayedGpu:

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from kog_dist.decode.masks import num_words
-from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
 from kog_dist.errors import AbortedError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
@@ -287,3 +288,46 @@ def test_a_cancel_ends_one_of_those_that_share_passes(monkeypatch: pytest.Monkey
                 slots[0].cancel()
         assert engine.gpu.num_shared < 300
     assert [one.entries[-1].finish for one in asked] == [Finish.CANCELLED, Finish.LENGTH]
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_an_engine_that_waits_for_grammars_leaves_at_once(is_aborted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is told; a launch that failed is an error, too, not a wait for its end."""
+    with turns(DENSE, 2, monkeypatch, shares=True) as engine:
+        deadline = Deadline.after(PATIENCE_S)
+        for number, slot in enumerate(engine.slots.slots):
+            asked = DecodeRequest((number, 7), 400, mask_epoch=1000 * (number + 1) if is_aborted else 0)
+            engine.slots.submit(slot, asked, reuse_kv=False)
+        if is_aborted:
+            while any(engine.control.stages_ns(0, slot.number)[RankStage.READ] == 0 for slot in engine.slots.slots):
+                assert not deadline.expired()
+                engine.slots.wait(0.001, lambda: False)
+            engine.control.set_abort(AbortCause.SHUTDOWN)
+            engine.thread.join(2.0)  # a mask is waited for 5 s
+            assert not engine.thread.is_alive()
+            return
+        while engine.gpu.num_shared < 10:
+            assert not deadline.expired()
+            engine.slots.wait(0.001, lambda: False)
+        engine.gpu.stream.error.append(RuntimeError("an illegal memory access"))
+        engine.thread.join(5.0)
+        assert not engine.thread.is_alive()
+        assert "an illegal memory access" in str(engine.error)
+        engine.error.clear()
+        engine.gpu.stream.error.clear()
+
+
+def test_nobody_copies_what_a_fault_has_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was posted before may say so still."""
+    prompt = tuple(range(40))
+    with turns(DENSE, 2, monkeypatch) as engine:
+        engine.run([Asked(DecodeRequest(prompt, 30))], random.Random(1))
+        first = engine.slots._caches._kept  # type: ignore[union-attr]
+        held = [number for number, kept in enumerate(first) if len(kept.tokens) > 1]
+        request = DecodeRequest((*prompt, 5, 6), 20)
+        use = KvUse((held[0] + 1) % CACHES, held[0], 30)
+        engine.engine._cleared[held[0]] = 10**6
+        taken = engine.engine._taken(7, request.at(use, 0))
+        assert (taken.held, taken.reads) == (0, True)
+        engine.engine._cleared[held[0]] = 6
+        assert engine.engine._taken(7, request.at(use, 0)).held == 30

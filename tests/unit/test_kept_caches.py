@@ -153,6 +153,17 @@ def test_a_ring_that_lost_the_beginning_is_not_used() -> None:
     assert KeptCaches(KvLayout(1, 16), None).is_intact(1, 10**6), "no layer is windowed"
 
 
+def test_nobody_copies_from_a_ring_that_a_running_request_writes() -> None:
+    """It goes on while the copy is made; without a ring what it has stays."""
+    for ring_positions, num_cached in ((16, 0), (0, 12)):
+        caches = KeptCaches(KvLayout(2, ring_positions), window=16, parallel=2)
+        first = caches.take(array("I", A[:13]), reuse=True, num_answer=30)
+        caches.moved(first.cache, array("I", A[:12]))
+        second = caches.take(array("I", (*A[:12], 8, 9)), reuse=True, num_answer=3)
+        assert second.cache != first.cache
+        assert second.num_cached == num_cached
+
+
 @given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
 def test_the_common_beginning_of_two_sequences(left: list[int], right: list[int]) -> None:
     different = [place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b]

@@ -176,6 +176,8 @@ class KeptCaches:
     def _usable(self, cache: int, common: int, copies: dict[int, int]) -> int:
         """Positions of a cache that the prompt, which begins with `common` of them, can go on behind."""
         kept = self._kept[cache]
+        if self.ring_positions and cache in self._running:
+            return 0  # it overwrites what its ring has, while it is copied as well
         if self._is_recurrent:
             own = () if cache in self._running else (kept.num_written,)
             return max((at for at in (*own, *copies) if at <= common), default=0)

@@ -16,15 +16,13 @@ _COUNTERS = ("epoch", "num_exchanges", "hash", "pass_epoch")
 
 
 class DeviceSlot:
-    """Memory of one request at a time, with a context of so many tokens. `number`: of the decode slot.
+    """Memory of one request at a time, with a context of so many tokens. `number`: of the decode slot."""
 
-    `processors`: the build with processors, with this slot's memory; None without it.
-    """
-
-    def __init__(self, number: int, context: int, processors: ProcessorsBuild | None = None) -> None:
+    def __init__(self, number: int, context: int) -> None:
         import cupy
 
-        self.number, self.processors = number, processors
+        self.number = number
+        self.processors: ProcessorsBuild | None = None  # with this slot's memory, where there is such a build
         self.prompt = cupy.zeros(context, cupy.uint32)
         self.state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
         self.staged_prompt = pinned(context * 4).view(np.uint32)

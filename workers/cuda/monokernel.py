@@ -32,7 +32,7 @@ from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DRAFT_
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, NUM_HASHES, KernelShape
 from kog_dist.workers.cuda.kv_blocks import copy_beginning
-from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild, processors_builds
+from kog_dist.workers.cuda.processors import ProcessedRequest, processors_builds
 from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
@@ -115,12 +115,12 @@ class Monokernel:
         self._draft_builds = DraftBuilds(shape, KERNEL_NAME, num_slots) if drafts else None
         self._company = [CompanyBuild(shape, KERNEL_NAME, size) for size in sorted(company)]
         self._together: CompanyBuild | None = None  # whose launch was the last one
-        # Last, since it maps memory of the host, which whoever tries again after an error could not.
-        builds: Sequence[ProcessorsBuild | None] = [None] * num_slots
-        if processors:
-            builds = processors_builds(shape, KERNEL_NAME, [*masks, *[None] * (num_slots - len(masks))])
-        self._slots = [DeviceSlot(number, context, build) for number, build in enumerate(builds)]
+        self._slots = [DeviceSlot(number, context) for number in range(num_slots)]
         self._slot = self._ran = self._slots[0]  # whose turn it is, and whose state has what counts passes
+        if processors:  # last, since it maps memory of the host, which whoever tries again after an error could not
+            builds = processors_builds(shape, KERNEL_NAME, [*masks, *[None] * (num_slots - len(masks))])
+            for slot, of_slot in zip(self._slots, builds, strict=True):
+                slot.processors = of_slot
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
         cupy.cuda.Device().synchronize()
 
@@ -271,6 +271,7 @@ class Monokernel:
         They have had a launch of their own each, and have no processors. They go on without drafts from here on.
         """
         build = next(build for build in self._company if build.shape.tokens >= len(slots))
+        self._slot = self._slots[slots[0]]  # whose limit of waits and whose abort it goes by
         seats = list[CompanySeat | None]()
         for slot in (self._slots[number] for number in slots):
             assert slot.processed is None, "a request with processors shares no pass"
@@ -438,6 +439,8 @@ class Monokernel:
     @property
     def _running_shape(self) -> KernelShape:
         """What the build was compiled for that ran in the last launch. It must have left."""
+        if self._together is not None:
+            return self._together.shape
         builds = self._draft_builds
         is_large = builds is not None and self._slot.has_drafts and int(self.state()["pass_tokens"]) > 1
         return builds.large_shape if builds is not None and is_large else self.shape

@@ -105,8 +105,15 @@ class ProcessorsBuild:
 
 def processors_builds(shape: KernelShape, kernel_name: str, masks: Sequence[MaskSlots | None]) -> list[ProcessorsBuild]:
     """One for each decode slot, whose masks these are. Raises CompileError or LaunchError."""
-    kernel = Kernel(build(headers(shape), PROCESSORS_SOURCE).path, kernel_name, SHARED_BYTES)
-    return [ProcessorsBuild(shape, kernel, of_slot) for of_slot in masks]
+    kernel, made = Kernel(build(headers(shape), PROCESSORS_SOURCE).path, kernel_name, SHARED_BYTES), list[ProcessorsBuild]()
+    try:
+        for of_slot in masks:
+            made.append(ProcessorsBuild(shape, kernel, of_slot))
+    except BaseException:
+        for one in made:  # whoever tries again maps the same memory of the host
+            one.close()
+        raise
+    return made
 
 
 def request_params(shape: KernelShape, request: ProcessedRequest, sampling: SamplingParams) -> Any:

@@ -77,6 +77,7 @@ class CudaEngine:
         self._has_overflown = False  # prefill, in any request so far
         self._has_said_undrafted = False  # that a request has none
         self._choices: ChoiceCheck | None = None  # None: nobody compares which experts are chosen
+        self._cleared = dict[int, int]()  # by KV cache that a fault has emptied: the newest request that may want to copy from it
         self._max_context = 0
         self._start = StartTeller(partial(control.set_startup, self._rank))
         self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
@@ -246,6 +247,8 @@ class CudaEngine:
             first = self._taken(seq, request)
             running = [first]
             while running:
+                if len(running) > 1 and self._control.aborted():
+                    self._leave(f"left requests {', '.join(f'{one.seq}' for one in running)}")
                 together = self._together(running)
                 for one in running:
                     if one not in together:
@@ -270,6 +273,8 @@ class CudaEngine:
     def _taken(self, seq: int, request: DecodeRequest) -> CudaRequest:
         """A request whose beginning is on its way to its KV cache, as far as it is kept."""
         kv, prefill = request.kv, self._prefill
+        if kv.source != kv.cache and seq <= self._cleared.get(kv.source, 0):  # what it was to copy is gone
+            kv = KvUse(kv.cache, kv.cache)
         self._control.set_progress(self._rank, seq, kv.num_cached, request.decode_slot)
         if kv.copies:
             self._fetch(kv)
@@ -315,12 +320,11 @@ class CudaEngine:
         """Some passes of these, with a token of each that goes on; what they give is handed out as it comes."""
         kernel = self._loaded
         kernel.launch_together([one.slot for one in together], COMPANY_STEPS)
-        launched = kernel.stream.record()
         has_ended = False
         while not has_ended:
             if self._control.aborted():
                 self._leave(f"left requests {', '.join(f'{one.seq}' for one in together)}")
-            has_ended = launched.done
+            has_ended = kernel.is_idle()
             for one in together:
                 kernel.use(one.slot)
                 self._heed_cancel(one)
@@ -332,6 +336,12 @@ class CudaEngine:
             if not has_ended:
                 time.sleep(POLL_S)
         kernel.finish()
+        heartbeat.progress()
+        for one in together:
+            if one.index == 0:  # its prompt goes token by token
+                kernel.use(one.slot)
+                held = min(int(kernel.state()["position"]), len(one.request.prompt) - 1)
+                self._control.set_progress(self._rank, one.seq, held, one.slot)
 
     def _heed_cancel(self, one: CudaRequest) -> None:
         """End it if somebody asked for that; it travels with rank 0's candidate, so after the same token everywhere."""
@@ -359,7 +369,7 @@ class CudaEngine:
         begin = partial(self._begin, request, num_prompt, in_company=in_company)
         prompt = PromptRun(self._control, self._rank, self._peers, one.seq, request, heartbeat, begin)
         end = prefill.next_end(start, num_prompt) if self._takes_turns else num_prompt
-        one.held = prompt.run(prefill, start, end)
+        one.held = prompt.run(prefill, start, end if self._takes_turns else None)
         if self._control.aborted():
             self._leave(f"left request {one.seq}")
         if one.held <= start and not prompt.is_stopped and not self._has_overflown:
@@ -572,6 +582,8 @@ class CudaEngine:
             kernel.recover()
         held = 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"])
         self._control.set_progress(self._rank, one.seq, held, one.slot)
+        if not held:
+            self._cleared[one.cache] = self._control.doorbell()
 
     def _await_launches(self, doing: str) -> None:
         """Wait for all launches, without blocking in the driver. An abort ends them at once, else their own limits do."""

@@ -34,20 +34,21 @@ class PromptRun:
     ) -> None:
         self._control, self._rank, self._peers, self._heartbeat = control, rank, peers, heartbeat
         self._seq, self._request, self._begin = seq, request, begin
-        self._num_asked = 0
+        self._num_asked, self._is_first = 0, True
         self.is_stopped = False
         self.launches: Launches | None = None
 
     def run(self, prefill: Prefiller, start: int, end: int | None = None) -> int:
         """Positions that the KV cache holds then. It holds `start` ones, and is to hold `end`: all, or to the end of a chunk."""
-        prompt, cache = self._request.prompt, self._request.kv.cache
+        prompt, cache, self._is_first = self._request.prompt, self._request.kv.cache, start == self._request.kv.num_cached
         is_last = end is None or end == len(prompt)
         held = prefill.run(
             prompt if is_last else prompt[:end],
             start,
             should_stop=self._should_stop,
             aborted=self._control.aborted,
-            on_progress=self._progress,
+            # Others may copy what is told, and rows are stored behind all chunks: run one by one, each tells behind its own.
+            on_progress=self._progress if end is None else self._beat,
             on_queued=self._queued if is_last else lambda: None,
             cache=cache,
         )
@@ -61,10 +62,13 @@ class PromptRun:
         done = min(position, len(self._request.prompt) - 1)  # the last one is done with a token
         self._control.set_progress(self._rank, self._seq, done, self._request.decode_slot)
 
+    def _beat(self, position: int) -> None:
+        self._heartbeat.progress()
+
     def _should_stop(self) -> bool:
         """Asked once before each part of a chunk: all ranks take rank 0's answer, but for the first, which saves its time."""
         self._num_asked += 1
-        if self._num_asked == 1:
+        if self._num_asked == 1 and self._is_first:
             self._control.stamp(self._rank, RankStage.UPLOADED, self._request.decode_slot)
         self.is_stopped = self._control.cancelled(self._seq, self._request.decode_slot)
         if self._peers is not None:
