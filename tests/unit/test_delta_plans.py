@@ -119,9 +119,10 @@ def test_a_dry_run_counts_states_and_their_copies(name: str, tmp_path: Path, mon
         assert of_rank["cache"] == kv * 32_768 // ranks
         assert of_rank["state"] == state_bytes(spec) // ranks
     assert f"4 x {uses[0]['state'] / MIB:.1f} MiB state, read and written per token, " in text
-    tokens = 16 * uses[0]["state"] // 3 // (64 * kv // ranks) * 64  # a quarter of the pool is blocks
-    assert f" for kept prefixes (16 copies of the state, {tokens} tokens)" in text
-    assert planned.kept_bytes == -(-16 * uses[0]["state"] * 4 // 3)
+    copies = 16 + 11 * (planned.parallel - 1)
+    tokens = copies * uses[0]["state"] // 3 // (64 * kv // ranks) * 64  # a quarter of the pool is blocks
+    assert f" for kept prefixes ({copies} copies of the state, {tokens} tokens)" in text
+    assert planned.kept_bytes == -(-copies * uses[0]["state"] * 4 // 3)
     read = sum(of_rank["read"] + 2 * of_rank["state"] for of_rank in uses)
     ceiling = 1e10 / read
     assert f"ceiling    {ceiling:.2f} tokens/s here: {read / MIB:.1f} MiB per token" in text
