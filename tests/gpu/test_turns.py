@@ -16,7 +16,8 @@ from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda import CudaEngine
-from tests.unit.test_cuda_turns import PARALLEL, PATIENCE_S, Served, compare, drawn
+from tests.unit.asked_together import PATIENCE_S
+from tests.unit.test_cuda_turns import PARALLEL, Served, compare, drawn
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 CONTEXT, READY_S = 1536, 240.0

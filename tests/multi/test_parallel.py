@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
 from kog_dist.decode.cpu import host_library
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.draft_lengths import SIZES
-from kog_dist.decode.masks import num_words
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
+from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.errors import AbortedError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.runtime.control import AbortCause, ControlPage, KvLayout, RankState
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.coordinator import kept_caches, kept_states
-from kog_dist.workers.coordinator.decode_slot import DecodeSlot, DecodeSlots
+from kog_dist.workers.coordinator.decode_slot import DecodeSlots
 from kog_dist.workers.engines import cpu_blocks
 from kog_dist.workers.engines.cpu import CpuEngine
 from kog_dist.workers.engines.cpu_blocks import CpuBlocks
@@ -35,9 +33,10 @@ from kog_dist.workers.worker import serve
 from tests.multi.test_bits import Board, ThreadExchange
 from tests.multi.test_company import left_in
 from tests.multi.test_fault_drafters import _Comm
+from tests.unit.asked_together import PATIENCE_S, Asked, AskedTogether
 from tests.unit.delta_models import published
 
-CONTEXT, PARALLEL, CACHES, PATIENCE_S = 128, 4, 5, 60.0
+CONTEXT, PARALLEL, CACHES = 128, 4, 5
 NUM_BLOCKS, BLOCK_TOKENS, NUM_STATES, STEP = 30, 8, 7, 8  # room for less than is made
 SAMPLINGS = (
     SamplingParams(),
@@ -47,29 +46,15 @@ SAMPLINGS = (
 )
 
 
-@dataclass
-class Asked:
-    """A request, and what became of it."""
-
-    request: DecodeRequest
-    has_grammar: bool
-    cancel_at: int | None = None  # once so many tokens are there
-    entries: list[TokenEntry] = field(default_factory=list)
-
-    def answer(self) -> list[TokenEntry]:
-        return [replace(entry, seq=0, stamp_ns=0, drafted=Drafted()) for entry in self.entries]
-
-
-class Together:
+class Together(AskedTogether):
     """Ranks in threads, and what a coordinator does with them."""
 
     def __init__(self, folder: Path, world_size: int, parallel: int) -> None:
         checkpoint = open_checkpoint(folder, context=CONTEXT)
-        self.vocab = checkpoint.spec.vocab_size
         plan = make_plan(checkpoint.spec, world_size, num_tokens=SIZES[-1])
-        self.control = ControlPage.create(world_size, CONTEXT, vocab_size=self.vocab, parallel=parallel)
-        self.slots = DecodeSlots(self.control, None, is_recurrent=checkpoint.spec.is_recurrent)
-        self.epochs, self.is_broken = iter(range(1, 10**9, 1000)), threading.Event()
+        vocab = checkpoint.spec.vocab_size
+        control = ControlPage.create(world_size, CONTEXT, vocab_size=vocab, parallel=parallel)
+        super().__init__(control, DecodeSlots(control, None, is_recurrent=checkpoint.spec.is_recurrent), vocab)
         board, self.threads, self.engines = Board(world_size), list[threading.Thread](), list[Any]()
         for rank in range(world_size):
             weights = checkpoint.rank_weights(plan.ranks[rank].lanes, keeps_halves=host_library.library() is not None)
@@ -93,53 +78,12 @@ class Together:
             serve(engine, self.control, rank)
         except AbortedError:
             pass
-        except BaseException:
+        except BaseException as error:
+            self.error.append(error)
             self.is_broken.set()
             raise
         finally:
             board.fail()
-
-    def run(self, asked: Sequence[Asked], chance: random.Random) -> None:
-        """All of them, as many at a time as there are slots; they come after random numbers of tokens."""
-        waiting, running, followers = list(asked), dict[DecodeSlot, Asked](), list[threading.Thread]()
-        deadline = Deadline.after(PATIENCE_S)
-        while waiting or running:
-            assert not deadline.expired()
-            assert not self.is_broken.is_set()
-            free = self.slots.free()
-            if waiting and free and (not running or chance.random() < 0.3):
-                one, slot = waiting.pop(0), chance.choice(free)
-                request = one.request
-                if one.has_grammar:
-                    request = replace(request, mask_epoch=next(self.epochs))
-                self.slots.submit(slot, request, reuse_kv=True)
-                running[slot] = one
-                if one.has_grammar:
-                    followers.append(threading.Thread(target=self._follow, args=(slot.number, slot.seq, request.mask_epoch)))
-                    followers[-1].start()
-            self.slots.wait(0.01, lambda: False)
-            for slot in list(running):
-                one = running[slot]
-                one.entries += slot.read()
-                if one.cancel_at is not None and len(one.entries) >= one.cancel_at:
-                    slot.cancel()
-                if not slot.busy:
-                    del running[slot]
-        for follower in followers:
-            follower.join(PATIENCE_S)
-            assert not follower.is_alive()
-
-    def _follow(self, slot: int, seq: int, epoch: int) -> None:
-        """What a grammar process does: masks that depend on all that was said; the first comes late."""
-        said: list[int] = []
-        self.control.rings[slot].wait(seq, 0, Deadline.after(0.02), poll_s=0.001)
-        while True:
-            allowed = np.random.default_rng(sum(said) + len(said)).random(32 * num_words(self.vocab)) < 0.5
-            self.control.mask_slots[slot].put(epoch + len(said), np.packbits(allowed, bitorder="little").view(np.uint32))
-            entry = self.control.rings[slot].wait(seq, len(said), Deadline.after(PATIENCE_S), poll_s=0.001)
-            if entry is None or entry.finish is not Finish.NONE:
-                return
-            said.append(entry.token_id)
 
     def left(self) -> dict[tuple[str, bytes], list[bytes]]:
         """Behind one more request, before whose end all ranks have done what they were told: keys, values and states of caches,

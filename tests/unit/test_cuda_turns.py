@@ -8,7 +8,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ import pytest
 
 from kog_dist.decode.masks import num_words
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
+from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import AbortedError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import AbortCause, ControlPage
@@ -27,16 +27,17 @@ from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.coordinator import kept_caches
-from kog_dist.workers.coordinator.decode_slot import DecodeSlot, DecodeSlots
+from kog_dist.workers.coordinator.decode_slot import DecodeSlots
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.prefill.prefill import Prefill
 from kog_dist.workers.worker import serve
+from tests.unit.asked_together import PATIENCE_S, Asked, AskedTogether
 from tests.unit.played_gpu import PlayedGpu, PlayedRunner
 
-CONTEXT, PARALLEL, CACHES, PATIENCE_S = 512, 4, 5, 60.0
+CONTEXT, PARALLEL, CACHES = 512, 4, 5
 DENSE = ModelSpec(
     hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=512, vocab_size=100, max_context=CONTEXT,
     num_lanes=2, delay=0,
@@ -50,29 +51,15 @@ SAMPLINGS = (
 )
 
 
-@dataclass
-class Asked:
-    """A request, and what became of it."""
-
-    request: DecodeRequest
-    has_grammar: bool = False
-    cancel_at: int | None = None  # once so many tokens are there
-    entries: list[TokenEntry] = field(default_factory=list)
-
-    def answer(self) -> list[TokenEntry]:
-        return [replace(entry, seq=0, stamp_ns=0, drafted=Drafted()) for entry in self.entries]
-
-
-class Served:
+class Served(AskedTogether):
     """An engine in a thread, and what a coordinator does with it. `startup`: what the thread does before."""
 
     def __init__(
         self, engine: CudaEngine, control: ControlPage, vocab: int, window: int | None, startup: Callable[[], None],
         ready_s: float = PATIENCE_S,
     ) -> None:  # fmt: skip
-        self.engine, self.control, self.vocab, self._startup = engine, control, vocab, startup
-        self.slots = DecodeSlots(control, window)
-        self.epochs, self.is_broken, self.error = iter(range(1, 10**9, 1000)), threading.Event(), list[BaseException]()
+        super().__init__(control, DecodeSlots(control, window), vocab)
+        self.engine, self._startup = engine, startup
         self.is_ready = threading.Event()
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
@@ -92,47 +79,6 @@ class Served:
         finally:
             self.is_ready.set()
             self.engine.close()
-
-    def run(self, asked: Sequence[Asked], chance: random.Random, *, reuse_kv: bool = True) -> None:
-        """All of them, as many at a time as there are slots; they come after random numbers of tokens."""
-        waiting, running, followers = list(asked), dict[DecodeSlot, Asked](), list[threading.Thread]()
-        deadline = Deadline.after(PATIENCE_S)
-        while waiting or running:
-            assert not deadline.expired()
-            assert not self.is_broken.is_set(), self.error
-            while waiting and (free := self.slots.free()) and (not running or chance.random() < 0.5):
-                one, slot = waiting.pop(0), chance.choice(free)
-                request = one.request
-                if one.has_grammar:
-                    request = replace(request, mask_epoch=next(self.epochs))
-                self.slots.submit(slot, request, reuse_kv=reuse_kv)
-                running[slot] = one
-                if one.has_grammar:
-                    followers.append(threading.Thread(target=self._follow, args=(slot.number, slot.seq, request.mask_epoch)))
-                    followers[-1].start()
-            self.slots.wait(0.01, lambda: False)
-            for slot in list(running):
-                one = running[slot]
-                one.entries += slot.read()
-                if one.cancel_at is not None and len(one.entries) >= one.cancel_at:
-                    slot.cancel()
-                if not slot.busy:
-                    del running[slot]
-        for follower in followers:
-            follower.join(PATIENCE_S)
-            assert not follower.is_alive()
-
-    def _follow(self, slot: int, seq: int, epoch: int) -> None:
-        """What a grammar process does: masks that depend on all that was said; the first comes late."""
-        said: list[int] = []
-        self.control.rings[slot].wait(seq, 0, Deadline.after(0.02), poll_s=0.001)
-        while True:
-            allowed = np.random.default_rng(sum(said) + len(said)).random(32 * num_words(self.vocab)) < 0.5
-            self.control.mask_slots[slot].put(epoch + len(said), np.packbits(allowed, bitorder="little").view(np.uint32))
-            entry = self.control.rings[slot].wait(seq, len(said), Deadline.after(PATIENCE_S), poll_s=0.001)
-            if entry is None or entry.finish is not Finish.NONE:
-                return
-            said.append(entry.token_id)
 
     def close(self) -> None:
         self.control.set_abort(AbortCause.SHUTDOWN)

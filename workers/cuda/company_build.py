@@ -143,11 +143,3 @@ class CompanyBuild:
         """What the last launch left, as a `DECODE_STATE` record: epoch, num_kept (seats that went on in the last pass) and
         abort_mirror; 1: a wait ran out of time, or the host asked for it. Waits for the launches on `stream`."""
         return np.frombuffer(self._state.get(stream=stream).tobytes(), DECODE_STATE.dtype)[0]
-
-    def forget(self) -> None:
-        """Zero words and state, so that the build can be used again after an abort; on one rank alone, and in no launch.
-
-        Requests' states and caches are not touched. They are zeroed on another stream than the kernel's: synchronise the device.
-        """
-        self.words.fill(0)
-        self._state.fill(0)

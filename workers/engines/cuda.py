@@ -295,6 +295,7 @@ class CudaEngine:
             return in_company or (may_come is not None and may_come.num_new > 0)
 
         self._loaded.use(one.slot)
+        begins = one.launches is None
         if one.reads:
             if any(other.has_streams for other in running):
                 return
@@ -305,10 +306,10 @@ class CudaEngine:
             if one.request.mask_epoch and not self._has_first_mask(one, heartbeat, holds):
                 return
             one.launches = self._begin(one.request, one.held, in_company=in_company)
-            if one.held > one.request.kv.num_cached:
-                self._tell(RankStage.PREFILLED, one.slot)
-        else:
+        if not begins:
             one.launches.turn(one.index, in_company=in_company)
+        elif one.held > one.request.kv.num_cached:
+            self._tell(RankStage.PREFILLED, one.slot)
         self._decode(one, heartbeat, holds)
 
     def _together(self, running: Sequence[CudaRequest]) -> Sequence[CudaRequest]:
@@ -368,17 +369,15 @@ class CudaEngine:
         num_prompt = len(request.prompt)
         begin = partial(self._begin, request, num_prompt, in_company=in_company)
         prompt = PromptRun(self._control, self._rank, self._peers, one.seq, request, heartbeat, begin)
-        end = prefill.next_end(start, num_prompt) if self._takes_turns else num_prompt
-        one.held = prompt.run(prefill, start, end if self._takes_turns else None)
+        end = prefill.next_end(start, num_prompt) if self._takes_turns else None
+        one.held = prompt.run(prefill, start, end)
         if self._control.aborted():
             self._leave(f"left request {one.seq}")
         if one.held <= start and not prompt.is_stopped and not self._has_overflown:
             self._has_overflown = True  # said once
             note(f"a value of request {one.seq} left the range of prefill's binary16; such prompts go token by token")
-        one.reads = start < one.held == end < num_prompt
+        one.reads = end is not None and start < one.held == end < num_prompt
         one.launches = prompt.launches if one.held == num_prompt else None
-        if one.launches is not None and one.held > request.kv.num_cached:
-            self._tell(RankStage.PREFILLED, one.slot)
 
     def _begin(self, request: DecodeRequest, num_cached: int, *, in_company: bool = False) -> Launches:
         """Set up a request in the kernel and queue its first launches. The KV cache holds `num_cached` positions, or will when
@@ -507,9 +506,8 @@ class CudaEngine:
         num_held = min(one.held, len(one.request.prompt) - 1)  # before the launches, while they are prefilling
         spin_until_s = time.monotonic() + FIRST_TOKEN_SPIN_S if index == 0 else 0.0
         if index % REFILL_TOKENS == REFILL_TOKENS - 1:
-            launches.refill(
-                index, holds=holds()
-            )  # also if this host lags behind and finds each token there: the kernel is not to wait for it
+            # Also if this host lags behind and finds each token there: the kernel is not to wait for it.
+            launches.refill(index, holds=holds())
         while (token := kernel.token(index)) is None:
             if self._control.aborted():
                 self._leave(f"left request {seq}")

@@ -93,14 +93,13 @@ class PlainOperations:
     def __init__(self, buffers: Buffers, embedding: Array, cache: Array) -> None:
         self.buffers, self.embedding, self._caches = buffers, embedding, cache
         self.spec, self.layout = buffers.spec, buffers.layout
-        if cache.size % self.layout.num_values:
+        if not cache.size or cache.size % self.layout.num_values:
             raise ConfigError(f"the KV cache has {cache.size} values, its layout has {self.layout.num_values}")
 
     @property
     def cache(self) -> Array:
         """The KV cache that the prompt goes to."""
-        first = int(self.buffers.cache_number[0]) * self.layout.num_values
-        return self._caches[first : first + self.layout.num_values]
+        return self.buffers.own_cache(self._caches)
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""

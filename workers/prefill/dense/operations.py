@@ -87,14 +87,13 @@ class PlainDenseOperations:
         self.buffers, self.embedding, self._caches, self._experts = buffers, embedding, cache, experts
         self.spec, self.layout = buffers.spec, buffers.layout
         self._kept = buffers.keys[0], buffers.values[0]
-        if cache.size % self.layout.num_values:
+        if not cache.size or cache.size % self.layout.num_values:
             raise ConfigError(f"the KV cache has {cache.size} values, its layout has {self.layout.num_values}")
 
     @property
     def cache(self) -> Array:
         """The KV cache that the prompt goes to."""
-        first = int(self.buffers.cache_number[0]) * self.layout.num_values
-        return self._caches[first : first + self.layout.num_values]
+        return self.buffers.own_cache(self._caches)
 
     def begin(self, rows: DenseRows) -> None:
         """See `DenseOperations`."""

@@ -100,6 +100,12 @@ class PromptBuffers:
         """The address of `last_streams`; they are invalid if a value was not finite."""
         return LastStreams(address(self.last_streams), address(self.overflow))
 
+    def own_cache(self, caches: Array) -> Array:
+        """Of KV caches that lie one behind the other the one that the prompt goes to."""
+        num_values = self.layout.num_values
+        first = int(self.cache_number[0]) * num_values
+        return caches[first : first + num_values]
+
     def forget(self) -> None:
         """Plain keys and values, after a value was not finite: masked NaN spreads, too."""
         self.keys.fill(0)
