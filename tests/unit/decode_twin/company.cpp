@@ -6,14 +6,9 @@
 // FOLDER gets ring, state and kv of each request and rank, as NAME.REQUEST.RANK.bin, and the
 // state of passes as passes.RANK.bin. UNREST and LOG as in decode.cpp. Ends with 4 when it takes too long, with 5 when a rank does not end well.
 #include "decode.cu"
-#include "files.h"
-#include "word_log.h"
-
-using namespace kog;
+#include "ranks.h"
 
 unsigned twin_silence = 0;
-
-constexpr const char* kOptional[] = {"qkv_bias", "head_norms", "out_bias", "sinks", "experts", "router_bias", "gate_up_bias", "down_bias"};
 
 struct Request {
     Memory prompt{4 * kMaxContext};
@@ -54,36 +49,20 @@ std::vector<Request> requests_of(const std::vector<long>& numbers, size_t kv_byt
 u32 request_tag_of(u32 request) { return request + 7; }
 
 int main(int, char** argv) {
-    twin_empty_offset = kRingPieces * 8, twin_read_offset = kPacked ? twin_empty_offset : 0;
-    folder = argv[1];
+    begin_twin(argv[1]);
     const size_t kv_bytes = atoll(argv[2]), num_words = atoll(argv[3]), heap_words = atoll(argv[4]);
-    if (const char* seed = getenv("UNREST")) twin::unrest = atoll(seed), twin::most_patience = twin::kMostPatience;
-    twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
     const Memory embedding = read("embedding"), rope = read("rope"), kept(8 * 8192);
     const std::vector<Request> requests = requests_of(numbers_of("requests.txt"), kv_bytes);
     const std::vector<long> launches = numbers_of("launches.txt");
-    struct Rank {
-        std::vector<Memory> optional;
-        Memory tape, norms, final_norm, words, heap, logits, state, record, host;
+    struct Rank : RankMemory {
+        Memory state, host;
     };
     std::vector<Rank> ranks;
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
-        std::vector<Memory> optional;
-        for (const char* name : kOptional) optional.push_back(read(name + number));
-        ranks.push_back({std::move(optional), read("tape" + number), read("norms" + number), read("final_norm" + number), Memory(8 * num_words),
-                         Memory(8 * heap_words), Memory(4 * kTokens * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
-                         Memory(sizeof(KogHostPage))});
+        ranks.push_back({RankMemory(number, num_words, heap_words), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogHostPage))});
     }
-    for (const Rank& r : ranks) {
-        tapes.push_back({r.tape.at, r.tape.at + kNumCtas * kTapeBytes});
-        const Memory& experts = r.optional[4];
-        tapes.push_back({experts.at, experts.at + experts.size()});
-    }
-    if (getenv("LOG")) {
-        for (const Rank& r : ranks) twin::watch(r.words);
-        for (const Rank& r : ranks) twin::watch(r.heap);
-    }
+    note(ranks);
     u32 epoch = 0;  // of the plain build
     for (size_t at = 0; at < launches.size(); at += 2 + kTokens) {
         if (const long cancelled = launches[at + 1]; cancelled >= 0)
@@ -91,15 +70,9 @@ int main(int, char** argv) {
         twin::rank_of_block.clear();
         for (u32 rank = 0; rank < kRanks; ++rank) {
             const Rank& r = ranks[rank];
-            KogLaunch packed{};
+            KogLaunch packed = launch_of(ranks, rank, embedding, rope);
             KogDecodeParams& p = packed.decode;
-            p.tape_ptr = r.tape.ptr(), p.embedding_ptr = embedding.ptr(), p.norms_ptr = r.norms.ptr(), p.final_norm_ptr = r.final_norm.ptr();
-            uint64_t* pointers[] = {&p.qkv_bias_ptr, &p.head_norms_ptr, &p.out_bias_ptr, &p.sinks_ptr, &p.experts_ptr, &p.router_bias_ptr, &p.gate_up_bias_ptr, &p.down_bias_ptr};
-            for (u32 i = 0; i < r.optional.size(); ++i) *pointers[i] = r.optional[i].ptr();
-            p.rope_ptr = rope.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr(), p.record_ptr = r.record.ptr();
-            p.wait_limit_us = 2000000, p.num_steps = launches[at], p.vocab_first = rank * kVocabRows, p.trace_ptr = kept.ptr();
-            for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
-            packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
+            p.num_steps = launches[at], p.trace_ptr = kept.ptr();
 #ifdef KOG_COMPANY
             p.state_ptr = r.state.ptr(), p.host_ptr = r.host.ptr();
             constexpr u32 kIds = sizeof(KogCompanyParams::stop_ids) / sizeof(KogCompanyParams::num_stop_ids);
@@ -124,8 +97,7 @@ int main(int, char** argv) {
             p.num_stop_ids = of.stop_ids.size();
             std::copy(of.stop_ids.begin(), of.stop_ids.end(), p.stop_ids);
 #endif
-            twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
-            for (size_t i = twin::blocks.size() - kNumCtas; i < twin::blocks.size(); ++i) twin::rank_of_block[twin::blocks[i].get()] = rank;
+            start(packed, rank);
         }
         if (!twin::run(twin::turns + (twin::unrest ? 1000000 : 200000))) return 4;
 #ifndef KOG_COMPANY

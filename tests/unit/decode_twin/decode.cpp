@@ -13,11 +13,8 @@
 // Ends with 4 when that takes too long, with 5 when a rank does not end well (record.RANK.bin says why), with 6 when invalid streams were
 // not left alone.
 #include "decode.cu"
-#include "files.h"
 #include "last_streams.cu"
-#include "word_log.h"
-
-using namespace kog;
+#include "ranks.h"
 
 unsigned twin_silence = 0;
 
@@ -28,14 +25,10 @@ constexpr u32 kKeptWords = KOG_CHOICES * kLayers * kNumCtas;
 constexpr u32 kKeptWords = KOG_HASHES;
 #endif
 
-// What a model may have, in the order of `optional`.
-constexpr const char* kOptional[] = {"qkv_bias", "head_norms", "out_bias", "sinks", "experts", "router_bias", "gate_up_bias", "down_bias"};
-
 u32 setting(const char* name) { return getenv(name) ? atoll(getenv(name)) : 0; }
 
-struct Rank {
-    std::vector<Memory> optional;
-    Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, kept, tokens;
+struct Rank : RankMemory {
+    Memory kv, state, host, ring, kept, tokens;
 
     KogDecodeState& decode_state() const { return *reinterpret_cast<KogDecodeState*>(state.at); }
     // The first copy of the streams that this rank's layers left, and all copies that are read here, of all ranks.
@@ -75,14 +68,11 @@ void publish(const std::vector<Rank>& ranks, const std::vector<Memory>& streams,
 }
 
 int main(int num_arguments, char** argv) {
-    twin_empty_offset = kRingPieces * 8, twin_read_offset = kPacked ? twin_empty_offset : 0;
-    folder = argv[1];
+    begin_twin(argv[1]);
     const u32 max_tokens = atoi(argv[2]);
     const size_t kv_bytes = atoll(argv[3]), num_words = atoll(argv[4]), heap_words = atoll(argv[5]);
-    if (const char* seed = getenv("UNREST")) twin::unrest = atoll(seed), twin::most_patience = twin::kMostPatience;
     if (const char* fault = getenv("SILENCE")) twin_silence = atoll(fault);
     const char* limit = getenv("LIMIT_US");
-    twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
     const Memory drafts = getenv("DRAFTS") ? read("drafts") : Memory(0);
     const char* inverse_temperature = getenv("INVERSE_TEMPERATURE");
     const bool resumes = getenv("RESUME");
@@ -92,11 +82,8 @@ int main(int num_arguments, char** argv) {
     std::vector<Rank> ranks;
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
-        std::vector<Memory> optional;
-        for (const char* name : kOptional) optional.push_back(read(name + number));
-        ranks.push_back({std::move(optional), read("tape" + number), read("norms" + number), read("final_norm" + number), Memory(kv_bytes), Memory(8 * num_words),
-                         Memory(8 * heap_words), Memory(4 * kTokens * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
-                         Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext), Memory(8 * kKeptWords), resumes ? read("tokens" + number) : Memory(0)});
+        ranks.push_back({RankMemory(number, num_words, heap_words), Memory(kv_bytes), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogHostPage)),
+                         Memory(16 * kMaxContext), Memory(8 * kKeptWords), resumes ? read("tokens" + number) : Memory(0)});
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
         if (const char* first = getenv("FIRST")) state->position = atoll(first);
         state->token = reinterpret_cast<const u32*>(prompt.at)[state->position], state->num_prompt = num_prompt, state->max_tokens = max_tokens;
@@ -106,15 +93,7 @@ int main(int num_arguments, char** argv) {
         read_if_there("state" + number, r.state), read_if_there("kv" + number, r.kv);
         read_if_there("ring" + number, r.ring), read_if_there("heap" + number, r.heap);
     }
-    for (const Rank& r : ranks) {
-        tapes.push_back({r.tape.at, r.tape.at + kNumCtas * kTapeBytes});
-        const Memory& experts = r.optional[4];
-        tapes.push_back({experts.at, experts.at + experts.size()});
-    }
-    if (getenv("LOG")) {
-        for (const Rank& r : ranks) twin::watch(r.words);
-        for (const Rank& r : ranks) twin::watch(r.heap);
-    }
+    note(ranks);
     // Steps: each goes on after the one before. The first is as short as can be, since in it nobody is patient.
     std::vector<u32> launches = {(num_prompt - ranks[0].decode_state().position + kTokens - 1) / kTokens + 1, max_tokens};
     if (begins_at_head) launches = {num_prompt - 1, 1, 1, 1, max_tokens};
@@ -140,24 +119,18 @@ int main(int num_arguments, char** argv) {
         twin::rank_of_block.clear();
         for (u32 rank = 0; rank < kRanks; ++rank) {
             const Rank& r = ranks[rank];
-            KogLaunch packed{};
+            KogLaunch packed = launch_of(ranks, rank, embedding, rope);
             KogDecodeParams& p = packed.decode;
-            p.tape_ptr = r.tape.ptr(), p.embedding_ptr = embedding.ptr(), p.norms_ptr = r.norms.ptr(), p.final_norm_ptr = r.final_norm.ptr();
-            uint64_t* pointers[] = {&p.qkv_bias_ptr, &p.head_norms_ptr, &p.out_bias_ptr, &p.sinks_ptr, &p.experts_ptr, &p.router_bias_ptr, &p.gate_up_bias_ptr, &p.down_bias_ptr};
-            for (u32 i = 0; i < r.optional.size(); ++i) *pointers[i] = r.optional[i].ptr();
-            p.rope_ptr = rope.ptr(), p.kv_ptr = r.kv.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr();
-            p.prompt_ptr = prompt.ptr(), p.state_ptr = r.state.ptr(), p.record_ptr = r.record.ptr(), p.host_ptr = r.host.ptr();
-            p.ring_ptr = r.ring.ptr(), p.wait_limit_us = limit ? atoll(limit) : 2000000, p.num_steps = launches[launch];
+            p.kv_ptr = r.kv.ptr(), p.prompt_ptr = prompt.ptr(), p.state_ptr = r.state.ptr(), p.host_ptr = r.host.ptr(), p.ring_ptr = r.ring.ptr();
+            if (limit) p.wait_limit_us = atoll(limit);
+            p.num_steps = launches[launch];
             p.drafts_ptr = drafts.size() ? drafts.ptr() : 0, p.inverse_temperature_bits = inverse_temperature ? atoll(inverse_temperature) : 0, p.seed = 5;
-            p.trace_ptr = r.kept.ptr(), p.request_tag = 7, p.vocab_first = rank * kVocabRows;
-            for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
-            packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
+            p.trace_ptr = r.kept.ptr(), p.request_tag = 7;
 #ifdef KOG_DRAFTS
             packed.drafts = {r.tokens.ptr(), setting("PREDICTED"), setting("PASS_TOKENS"), setting("EXTRA"), setting("EDGE")};
             if (resumes) p.prompt_ptr = r.tokens.ptr() + 4 * (packed.drafts.num_predicted + 1);
 #endif
-            twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
-            for (size_t i = twin::blocks.size() - kNumCtas; i < twin::blocks.size(); ++i) twin::rank_of_block[twin::blocks[i].get()] = rank;
+            start(packed, rank);
         }
         const u64 before = copied_bytes;
         if (!twin::run(twin::unrest ? 1000000 : 100000)) return 4;
