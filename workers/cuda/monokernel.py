@@ -277,9 +277,8 @@ class Monokernel:
             assert slot.processed is None, "a request with processors shares no pass"
             assert not slot.begins_at_head, "its first launch is its own"
             slot.left, slot.has_drafts = None, False
-            kv_ptr = self.kv.data.ptr + slot.cache * self.shape.cache.num_bytes
-            pointers = slot.state.data.ptr, slot.prompt.data.ptr, slot.ring.ctypes.data, slot.host.ctypes.data, kv_ptr
-            seats.append(CompanySeat(*pointers, slot.sampling, slot.stop_ids, slot.tag))
+            pointers = slot.state.data.ptr, slot.prompt.data.ptr, slot.ring.ctypes.data, slot.host.ctypes.data
+            seats.append(CompanySeat(*pointers, self._kv_ptr(slot), slot.sampling, slot.stop_ids, slot.tag))
         self._together = build
         raw = build.params(self._params(num_steps), self._peers, seats)
         build.kernel.launch(build.shape.num_ctas, build.shape.num_threads, raw, self.stream.ptr)
@@ -328,12 +327,16 @@ class Monokernel:
         assert self._draft_builds is not None, "made without drafts"
         self._draft_builds.costs = costs
 
+    def _kv_ptr(self, slot: DeviceSlot) -> int:
+        """The KV cache of the slot's request."""
+        return int(self.kv.data.ptr) + slot.cache * self.shape.cache.num_bytes
+
     def _params(self, num_steps: int) -> Any:
         weights, slot = self.weights, self._slot
         params = np.zeros((), DECODE_PARAMS.dtype)
         arrays = {
             "tape": weights.tape, "embedding": weights.embedding, "norms": weights.norms, "final_norm": weights.final_norm,
-            "rope": weights.rope, "kv": self.kv, "words": self.words, "logits": self._logits, "prompt": slot.prompt,
+            "rope": weights.rope, "words": self.words, "logits": self._logits, "prompt": slot.prompt,
             "state": slot.state, "record": self._record,
         }  # fmt: skip
         optional = {name: getattr(weights, name) for name in ("qkv_bias", "head_norms", "out_bias", "sinks")}
@@ -344,7 +347,7 @@ class Monokernel:
         arrays |= {name: held for name, held in optional.items() if held is not None}
         for name, held in arrays.items():
             params[f"{name}_ptr"] = held.data.ptr
-        params["kv_ptr"] += slot.cache * self.shape.cache.num_bytes
+        params["kv_ptr"] = self._kv_ptr(slot)
         params["host_ptr"], params["ring_ptr"] = slot.host.ctypes.data, slot.ring.ctypes.data
         kept = [held for held in (self.trace, self.hashes, self._choices) if held is not None]  # at most one: see KernelShape
         params["trace_ptr"] = kept[0].data.ptr if kept else 0
