@@ -75,8 +75,7 @@ struct Attender : BatchMixer {
         const bool has_fresh = has_row && row_batch % kTokenWarps == first;
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
         const u32 half = kAttendedHalves == 1 ? 0 : num_items & 1;
-#pragma unroll
-        for (u32 step = 0; step < kStepsAhead; ++step) read_neighbour(rows, step * kTeamWarps + neighbour_of(warp));
+        read_first(rows, first);
         Batch batch;
         // Sets that a single token's teams have at the same time follow each other.
 #pragma unroll 1
@@ -99,7 +98,7 @@ struct Attender : BatchMixer {
                     for (u32 s = 0; s < kWarpSets; ++s) mixed[t][s] = Mixed{};
 #pragma unroll 1
                 for (u32 number = share; number < rows.num_batches; number += kTeamWarps) {
-                    if (team == 0 && share == first) read_neighbour(rows, number - first + kStepsAhead * kTeamWarps + neighbour_of(warp));
+                    if (team == 0) read_in_turn(rows, share, number);
                     // Behind a share's last batch comes the first one of the share that follows.
                     const u32 following = share + kTokenWarps < kTeamWarps ? share + kTokenWarps : kNoBatch;
                     mix(rows, sights, first_set, number, number + kTeamWarps < rows.num_batches ? number + kTeamWarps : following, queries, &batch, mixed);

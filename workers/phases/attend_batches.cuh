@@ -57,7 +57,7 @@ struct BatchMixer : QueryReader {
                     add_values(batches[j], j == 0 ? weights[t][s].shrink : 1, weights[t][s].first[j], weights[t][s].second[j], mixed[t][s]);
             load_values(rows, kKvCoded ? or_again(rows, next + j * kTeamWarps, number) : next + j * kTeamWarps, batches[j]);
             // Neighbours, though this warp mixes every kTeamWarps-th one: together a team's warps read what all teams' will mix. Of several tokens
-            // they are asked for before (read_neighbour).
+            // they are asked for before (read_in_turn).
             if (kTokens == 1 && j == 0 && first_set == 0)
                 read_ahead(rows, number + share_of(warp) * (kMixedBatches - 1) + (kBatches + kBatchesAhead) * kAttendWarps);
         }

@@ -257,14 +257,27 @@ struct CacheReader {
         if (rows.num_batches < kMany || batch >= rows.num_batches || opaque(this->lane) != 0) return;
         bring_to_l2(rows, batch, kMixedBatches == 1 ? 1 : min(rows.num_batches - batch, kMixedBatches));
     }
-    // Of several tokens a warp has the batches of several shares, so together they have fewer on the way: in its first share each brings one of those
-    // into L2 that all shares will have kStepsAhead steps later.
-    // Requests have caches of their own, so each one's warps bring all of its batches.
-    static constexpr u32 kStepsAhead = 2, kNeighbours = kCompany ? kTeamWarps / kTokenWarps : 1;
-    __device__ __forceinline__ u32 neighbour_of(u32 warp) const { return kCompany ? warp % kTokenWarps * kNeighbours : warp; }
-    __device__ __forceinline__ void read_neighbour(const Rows& rows, u32 batch) const {
-        if (batch >= rows.num_batches || (!kCompany && warp >= kTeamWarps) || opaque(this->lane) != 0) return;
-        bring_to_l2(rows, batch, kCompany ? min(rows.num_batches - batch, kNeighbours) : 1);
+    // Of several tokens a warp has the batches of several shares, one share after the other, and brings them into L2 in the order in which it mixes them:
+    // at the beginning first ones of all shares, and those of its next steps; then one in each step, kStepsAhead steps before. Warps of the same
+    // cache mix the same batches: one for each of the shares brings them.
+    static constexpr u32 kStepsAhead = 2, kFirstShares = kTeamWarps / kTokenWarps;
+    __device__ __forceinline__ bool brings() const { return (kCompany || warp < kTokenWarps) && opaque(lane) == 0; }
+    __device__ __forceinline__ void read_first(const Rows& rows, u32 first) const {
+        if (!brings()) return;
+#pragma unroll
+        for (u32 i = 0; i < kFirstShares; ++i)
+            if (first + i * kTokenWarps < rows.num_batches) bring_to_l2(rows, first + i * kTokenWarps, 1);
+#pragma unroll 1
+        for (u32 batch = first + kTeamWarps; batch < min(rows.num_batches, first + kStepsAhead * kTeamWarps); batch += kTeamWarps) bring_to_l2(rows, batch, 1);
+    }
+    __device__ __forceinline__ void read_in_turn(const Rows& rows, u32 share, u32 number) const {
+        if (!brings()) return;
+        u32 batch = number + kStepsAhead * kTeamWarps;
+        if (batch >= rows.num_batches) {  // behind this share's last one: in the share that follows
+            if (share + kTokenWarps >= kTeamWarps) return;
+            batch += kTokenWarps - (rows.num_batches - share + kTeamWarps - 1) / kTeamWarps * kTeamWarps;
+        }
+        if (batch < rows.num_batches) bring_to_l2(rows, batch, 1);
     }
     // So many batches from `batch` on. Called by one thread.
     __device__ __forceinline__ void bring_to_l2(const Rows& rows, u32 batch, u32 num_batches) const {
