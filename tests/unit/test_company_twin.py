@@ -26,7 +26,7 @@ from tests.unit.test_expert_twin import MXFP4, SPLITS, VARIANTS, CodedExperts
 from tests.unit.test_passes_twin import CODED_SPEC, DENSE, NORMED, SETS, WINDOWS, arrays_of
 
 pytestmark = needs_compiler
-NOBODY = -1
+NOBODY, OTHERS_WAIT = -1, -2
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Launch:
-    """At most so many passes, of the requests in `seats`. `cancels`: the request that is cancelled before it."""
+    """At most so many passes, of the requests in `seats`. `cancels`: the request that is cancelled before it, or OTHERS_WAIT."""
 
     passes: int
     seats: tuple[int, ...]
@@ -110,9 +110,9 @@ class Twin:
         state = np.fromfile(self.folder / f"state.{name}", DECODE_STATE.dtype, count=1)[0]
         tokens = [int(word) & 0xFFFFFFFF for word in ring[:, 0]]
         endings = [int(word) & 0xFFFFFFFF for word in ring[:, 1]]
-        assert endings == [0] * (len(endings) - 1) + [int(state["finish"])]
+        assert endings == [*[0] * (len(endings) - 1), int(state["finish"])][: len(endings)]
         return Found(
-            tokens, Finish(endings[-1]), int(state["token"]), int(state["position"]), state["hash"].tobytes(),
+            tokens, Finish(int(state["finish"])), int(state["token"]), int(state["position"]), state["hash"].tobytes(),
             (self.folder / f"kv.{name}").read_bytes(),
         )  # fmt: skip
 
@@ -229,3 +229,20 @@ def test_each_request_has_what_it_has_alone(name: str, tmp_path: Path, monkeypat
             assert cancelled.finish is Finish.CANCELLED
             assert 1 < len(cancelled.tokens) < len(wanted[E].tokens)
             assert cancelled.tokens == [*wanted[E].tokens[: len(cancelled.tokens) - 1], 0xFFFFFFFF]
+
+
+@pytest.mark.parametrize(("seats", "num_ranks"), [(2, 2), (4, 1)])
+def test_a_launch_ends_early_where_others_wait(
+    seats: int, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Behind the same pass on all ranks, and another one goes on there."""
+    model = _of(DENSE)(monkeypatch)
+    twin = Twin(model, seats, tmp_path / "twin", {}, num_ranks)
+    requests, all_seats = requests_of(model.spec, 0)[:seats], tuple(range(seats))
+    early, whole = Launch(24, all_seats, OTHERS_WAIT), Launch(24, all_seats)
+    wanted = twin.run(requests, [whole])
+    found = twin.run(requests, [early])
+    assert {one.finish for on_ranks in found for one in on_ranks} == {Finish.NONE}
+    assert {one.position for on_ranks in found for one in on_ranks} <= set(range(1, 4))
+    assert len({one.position for on_ranks in found for one in on_ranks}) == 1
+    assert twin.run(requests, [early, early, whole]) == wanted

@@ -93,6 +93,7 @@ class Twin:
         self.folder, self.builds = folder, builds
         self.ranks = range(builds[0].shape.num_ranks)
         self.heap_words = max(build.heap_words for build in builds)
+        self.num_rounds = 0  # of launches that the last answer took
         folder.mkdir()
         for build in builds:
             for name in ("prompt", *(f"{name}.{rank}" for name in OF_BOTH for rank in self.ranks)):
@@ -120,7 +121,7 @@ class Twin:
                 state["draft_tokens"] = drafts.num_found
         for rank in self.ranks:
             state.tofile(self.folder / f"state.{rank}.bin")
-        for _ in range(context):
+        for self.num_rounds in range(1, context):
             for build in self.builds:
                 build.launch(max_tokens, self.heap_words, {"PREDICTED": f"{len(prediction)}", **environ})
                 for name in ("state", "ring", "tokens"):  # each rank has found them by itself
@@ -181,6 +182,11 @@ def test_builds_that_take_turns_give_the_answer_of_plain_decoding(
             found = twin.answer(PROMPT, max_tokens, settings | of_costs, drafts[0], prediction)
             assert found == wanted(plain, len(PROMPT), per_pass, drafts[1])
             passes.append(found.num_passes)
+    num_rounds = twin.num_rounds
+    drafts = [PassDrafts(PROMPT, wrong, max_tokens, per_pass, **costs) for _ in range(2)]
+    early = twin.answer(PROMPT, max_tokens, settings | of_costs | {"OTHERS_WAIT": "1"}, drafts[0], wrong)
+    assert early == found
+    assert twin.num_rounds > 2 * num_rounds, "launches end early where others wait"
     assert any(small and large > len(PROMPT) // per_pass for small, large in passes)  # there and back
 
 

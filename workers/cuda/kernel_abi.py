@@ -176,7 +176,7 @@ HOST_PAGE = Struct(
     "Words that the host writes and one warp of the device reads.",
     (
         Field("abort", "u32", "1: leave all waits"),
-        Field("cancelled_tag", "u32", "tag of the request that is to end; 0 = none"),
+        Field("cancelled_tag", "u32", "tag of the request that is to end; 0 = none; ~0: others wait, leave behind a pass"),
     ),
     size_multiple=128,
 )

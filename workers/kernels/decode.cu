@@ -31,6 +31,9 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
     mbar_init(role.base + KOG_OFFSET(pass_full), 1), mbar_init(role.base + KOG_OFFSET(pass_ended), 1);
     for (int i = 0; i < kLanes; ++i) mbar_init(role.base + KOG_OFFSET(lane_done[i]), 1);
     shared.note.stopped = 0, shared.note.num_waits = 0, shared.finished = 0, shared.cancelled = 0, shared.num_finalized = 0;
+#if defined KOG_DRAFTS || defined KOG_COMPANY
+    shared.others_wait = 0;
+#endif
     shared.note.phase = 0, shared.note.layer = 0, shared.note.lane = 0, shared.note.wanted = 0, shared.note.packed_words = 0;
 #ifdef KOG_PROCESSORS
     shared.num_handed = 0;
@@ -58,9 +61,13 @@ __device__ __forceinline__ void watch(const KogDecodeParams& params, const KogPe
         if (role.cta == 0) {
             if (load_system_u32(&host->abort) != 0) atomicExch(abort_mirror, 1u);
 #ifdef KOG_COMPANY
-            if (const u32 seats = cancelled_seats(role.company)) role.shared->cancelled = seats;
+            if (const u32 seats = told_seats(role.company)) role.shared->cancelled = seats & kAllSeats, role.shared->others_wait = seats >> 31;
 #else
-            if (load_system_u32(&host->cancelled_tag) == params.request_tag) role.shared->cancelled = 1;
+            const u32 told_tag = load_system_u32(&host->cancelled_tag);
+            if (told_tag == params.request_tag) role.shared->cancelled = 1;
+#ifdef KOG_DRAFTS
+            else if (told_tag == kOthersWaitTag) role.shared->others_wait = 1;
+#endif
 #endif
         }
         if (kRanks > 1 && !peer_watchdog.look()) return;

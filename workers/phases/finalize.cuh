@@ -370,6 +370,11 @@ struct Finalizer : BiasedRows {
 #else
         const bool is_cancelled = hears_host && role.shared->cancelled;
 #endif
+#if defined KOG_DRAFTS || defined KOG_COMPANY
+        const u32 of_host = hears_host && role.shared->others_wait ? kOthersWait : 0;
+#else
+        constexpr u32 of_host = 0;
+#endif
 #pragma unroll 1
         for (u32 token = 0; token < kTokens; ++token) {
         Candidate best = best_of_warp(of_token(candidates, token));
@@ -377,6 +382,7 @@ struct Finalizer : BiasedRows {
         const bool is_cancelled = cancelled >> token & 1;
 #endif
         if (is_cancelled) best.id |= kCancelled;
+        best.id |= of_host;
         if constexpr (kRanks > 1) {
             publish_candidate<kRanks, kReplicas>(peers, candidate_box().behind(token * kCandidateCopyWords), tag & 1, kTokens * kCandidateCopyWords,
                                                  role.cta, __float_as_uint(best.score), best.id, tag);

@@ -259,6 +259,9 @@ struct Shared {
     u32 done_cycles[kLanes];                         // when the finaliser was done with the lane's last product
     volatile u32 finished, cancelled;                // of requests with company `cancelled` has a bit for each seat
     volatile u32 num_finalized;                      // products of this launch that the finaliser is done with
+#if defined KOG_DRAFTS || defined KOG_COMPANY
+    volatile u32 others_wait;
+#endif
 #ifdef KOG_AWAITS_ATTENTION
     u64 attended_full;                               // the attention warps have done their share of a layer
 #endif

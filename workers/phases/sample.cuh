@@ -5,7 +5,7 @@
 namespace kog {
 
 // Candidates travel as two value words: the score, and the id with these flags.
-constexpr u32 kNotFinite = 1u << 31, kCancelled = 1u << 30, kIdMask = (1u << 30) - 1;
+constexpr u32 kNotFinite = 1u << 31, kCancelled = 1u << 30, kOthersWait = 1u << 29, kIdMask = (1u << 29) - 1;
 
 __device__ __forceinline__ float log_exactly(float x) {
     const u32 bits = __float_as_uint(x);
@@ -49,6 +49,9 @@ __device__ __forceinline__ float gumbel(u32 id, u32 position, u64 seed) {
     const float uniform = __fmul_rn(__fadd_rn(static_cast<float>(word >> 9), 0.5f), 1.1920928955078125e-07f);
     return -log_exactly(-log_exactly(uniform));
 }
+
+// In the place of a request's tag among what the host tells: launches of builds with drafts or company are to end behind a pass.
+constexpr u32 kOthersWaitTag = ~0u;
 
 struct Candidate {
     float score;
@@ -112,9 +115,9 @@ __device__ __forceinline__ bool collect_best(const KogDecodeParams& params, cons
 }
 
 #ifdef KOG_HASHES
-// Of every token so far and the bits of its score, so of everything that could have changed either (FNV-1a, in words).
+// Of every token so far and the bits of its score, so of everything that could have changed either (FNV-1a, in words). Not of whether others wait.
 __device__ __forceinline__ u64 hashed(u64 hash, const Candidate& best) {
-    return (hash ^ (static_cast<u64>(__float_as_uint(best.score)) << 32 | best.id)) * 0x100000001b3ull;
+    return (hash ^ (static_cast<u64>(__float_as_uint(best.score)) << 32 | (best.id & ~kOthersWait))) * 0x100000001b3ull;
 }
 #endif
 

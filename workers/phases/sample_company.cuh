@@ -23,8 +23,10 @@ __device__ __forceinline__ CompanyStart start_of(const KogCompanyParams& company
     return {num_inner == ~0u ? 0 : num_inner, position};
 }
 
-// For the watchdog: seats whose requests are to end. Their pages lie in the host's memory: all looks are under way together.
-__device__ __forceinline__ u32 cancelled_seats(const KogCompanyParams& company) {
+// For the watchdog: seats whose requests are to end, and in bit 31 whether others wait. Their pages lie in the host's memory: all looks are under way
+// together.
+constexpr u32 kAllSeats = (1u << kTokens) - 1;
+__device__ __forceinline__ u32 told_seats(const KogCompanyParams& company) {
     u32 tags[kTokens], seats = 0;
 #pragma unroll
     for (u32 seat = 0; seat < kTokens; ++seat)
@@ -32,6 +34,7 @@ __device__ __forceinline__ u32 cancelled_seats(const KogCompanyParams& company) 
 #pragma unroll
     for (u32 seat = 0; seat < kTokens; ++seat)
         if ((company.taken >> seat & 1) && tags[seat] == company.request_tag[seat]) seats |= 1u << seat;
+        else if (tags[seat] == kOthersWaitTag) seats |= 1u << 31;
     return seats;
 }
 
@@ -44,14 +47,14 @@ __device__ __forceinline__ void sample_company(const KogDecodeParams& params, co
     const bool is_taken = lane < kTokens && (company.taken >> seat & 1);
     KogDecodeState& state = is_taken ? *reinterpret_cast<KogDecodeState*>(company.state_ptr[seat]) : own;
     const u32 num_prompt = state.num_prompt, max_tokens = state.max_tokens;
-    u32 token = state.token, position = state.position, finish = is_taken ? state.finish : kLengthFinish, number = own.epoch, num_kept = 0;
+    u32 token = state.token, position = state.position, finish = is_taken ? state.finish : kLengthFinish, number = own.epoch, num_kept = 0, others_wait = 0;
     if (own.finish != kNoneFinish) finish = own.finish;
 #ifdef KOG_HASHES
     u64 hash = static_cast<u64>(state.hash[1]) << 32 | state.hash[0];
 #endif
     for (u32 turn = 0;; ++turn) {
         const u32 live = __ballot_sync(kFullWarp, finish == kNoneFinish);
-        const bool leave = turn == num_steps || live == 0;
+        const bool leave = turn == num_steps || live == 0 || others_wait;
         if (leave && role.cta == 0 && turn > 0) {
             if (is_taken) {
 #ifdef KOG_HASHES
@@ -80,6 +83,7 @@ __device__ __forceinline__ void sample_company(const KogDecodeParams& params, co
             Candidate found;  // of all tokens, whether they count or not: who has them all may write words anew
             if (!collect_best(params, peers, role, tag, i, found)) return;
             if (lane == i) best = found;
+            others_wait = found.id & kOthersWait;
         }
         if (stamps != nullptr && role.cta == 0 && lane == 0) stamps[turn] = globaltimer_ns();
         if (finish == kNoneFinish) {

@@ -18,7 +18,7 @@ __device__ __forceinline__ void sample_drafts(const KogDecodeParams& params, con
     u64* ring = reinterpret_cast<u64*>(params.ring_ptr);
     u64* stamps = reinterpret_cast<u64*>(params.stamps_ptr);
     const u32 lane = laneid(), max_tokens = state.max_tokens, num_prompt = role.num_prompt;
-    u32 token = state.token, finish = state.finish, position = state.position, number = passes_of(state), num_kept = 0;
+    u32 token = state.token, finish = state.finish, position = state.position, number = passes_of(state), num_kept = 0, others_wait = 0;
     Drafter drafter{drafts, role, state};
     if (fixed == nullptr && finish == kNoneFinish && drafter.per_pass == kTokens && position == num_prompt && state.draft_looked < position) {
         drafter.push(drafter.index_of(position), token);  // behind a first step that was an LM head alone
@@ -28,7 +28,7 @@ __device__ __forceinline__ void sample_drafts(const KogDecodeParams& params, con
     u64 hash = static_cast<u64>(state.hash[1]) << 32 | state.hash[0];
 #endif
     for (u32 turn = 0;; ++turn) {
-        const bool leave = turn == num_steps || finish != kNoneFinish || (fixed == nullptr && drafter.per_pass != kTokens);
+        const bool leave = turn == num_steps || finish != kNoneFinish || others_wait || (fixed == nullptr && drafter.per_pass != kTokens);
         if (leave && role.cta == 0 && lane == 0 && turn > 0) {
 #ifdef KOG_HASHES
             state.hash[0] = static_cast<u32>(hash), state.hash[1] = static_cast<u32>(hash >> 32);
@@ -69,6 +69,7 @@ __device__ __forceinline__ void sample_drafts(const KogDecodeParams& params, con
             Candidate best;  // of all tokens, whether they count or not: who has them all may write words anew
             if (!collect_best(params, peers, role, tag, i, best)) return;
             if (!counts) continue;
+            others_wait = best.id & kOthersWait;
             const bool is_inner = position + 1 < num_prompt;
 #ifdef KOG_HASHES
             hash = hashed(hash, kTokens > 1 && is_inner ? Candidate{-INFINITY, kIdMask} : best);

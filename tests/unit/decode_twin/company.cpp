@@ -2,7 +2,8 @@
 // FOLDER holds embedding.bin, rope.bin, and tape, norms, final_norm and all of kOptional of each rank as NAME.RANK.bin; and as text
 //   requests.txt: for each request the position of its first token, so many tokens of its prompt and these, most tokens of the answer, seed, the bits of
 //                 1 / temperature, so many stop ids and these;
-//   launches.txt: for each launch its most passes, which request is cancelled before it (or -1), and for each seat which request has it (or -1).
+//   launches.txt: for each launch its most passes, which request is cancelled before it (-1: none; -2: others wait), and for each seat which request
+//                 has it (or -1).
 // FOLDER gets ring, state and kv of each request and rank, as NAME.REQUEST.RANK.bin, and the
 // state of passes as passes.RANK.bin. UNREST and LOG as in decode.cpp. Ends with 4 when it takes too long, with 5 when a rank does not end well.
 #include "decode.cu"
@@ -77,6 +78,7 @@ int main(int, char** argv) {
             p.state_ptr = r.state.ptr(), p.host_ptr = r.host.ptr();
             constexpr u32 kIds = sizeof(KogCompanyParams::stop_ids) / sizeof(KogCompanyParams::num_stop_ids);
             KogCompanyParams& company = packed.company;
+            const u32 told_tag = launches[at + 1] == -2 ? ~0u : 0;
             for (u32 seat = 0; seat < kTokens; ++seat) {
                 const long number = launches[at + 2 + seat];
                 if (number < 0) continue;
@@ -86,6 +88,7 @@ int main(int, char** argv) {
                 company.host_ptr[seat] = of.host[rank].ptr(), company.kv_ptr[seat] = of.kv[rank].ptr(), company.seed[seat] = of.seed;
                 company.inverse_temperature_bits[seat] = of.inverse_temperature, company.request_tag[seat] = request_tag_of(number);
                 company.num_stop_ids[seat] = of.stop_ids.size();
+                if (launches[at + 1] != number) reinterpret_cast<KogHostPage*>(of.host[rank].at)->cancelled_tag = told_tag;
                 std::copy(of.stop_ids.begin(), of.stop_ids.end(), company.stop_ids + seat * kIds);
             }
 #else

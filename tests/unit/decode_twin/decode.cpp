@@ -8,6 +8,7 @@
 // the bits of 1 / temperature, with seed 5. kv.RANK.bin gets the cache.
 // RESUME: the steps of the only launch, which goes on from state.RANK.bin, tokens.RANK.bin (uint32: prediction, a gap, prompt and answer), and words.RANK.bin, kv.RANK.bin,
 // heap.RANK.bin and ring.RANK.bin where they are there; all of them are written. So builds take turns. PREDICTED, PASS_TOKENS, EXTRA, EDGE: of KogDraftParams.
+// OTHERS_WAIT: so that it is to end early.
 // FIRST: the position of the first token that is decoded, for a log of accesses: with LOG in the environment accesses.bin says who stored and
 // found which words, of ranks' own memories and then of their heaps.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well (record.RANK.bin says why), with 6 when invalid streams were
@@ -89,6 +90,7 @@ int main(int num_arguments, char** argv) {
         state->token = reinterpret_cast<const u32*>(prompt.at)[state->position], state->num_prompt = num_prompt, state->max_tokens = max_tokens;
         if (!resumes) continue;
         const Rank& r = ranks.back();
+        if (setting("OTHERS_WAIT")) reinterpret_cast<KogHostPage*>(r.host.at)->cancelled_tag = ~0u;
         if (read_if_there("words" + number, r.words)) twin::most_patience = twin::kMostPatience;  // it is not the first launch
         read_if_there("state" + number, r.state), read_if_there("kv" + number, r.kv);
         read_if_there("ring" + number, r.ring), read_if_there("heap" + number, r.heap);
