@@ -235,11 +235,27 @@ class PlayedGpu:
             return
         if name in ("small", "large") and (int(state["pass_tokens"][0]) > 1) != (name == "large"):
             return
+        drafts = np.frombuffer(raw[-DRAFT_PARAMS.size_bytes :], DRAFT_PARAMS.dtype)[0] if name in ("small", "large") else None
         for _ in range(int(params["num_steps"])):
             if state["finish"][0] or at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
                 return
             time.sleep(_PASS_S)
+            if drafts is not None:
+                self._look_up(drafts, state[0], int(params["ring_ptr"]))
             self._pass(name, params, raw[-PROCESSOR_PARAMS.size_bytes :] if "processors" in name else b"", state)
+            if drafts is not None and _do_others_wait(params):
+                return
+
+    def _look_up(self, drafts: Any, state: Any, ring_ptr: int) -> None:
+        """What a build with drafts does with the tokens of a request: stores the newest one, and looks all of them up."""
+        position, num_prompt = int(state["position"]), int(state["num_prompt"])
+        stored = at(int(drafts["tokens_ptr"]) + 4 * (int(drafts["num_predicted"]) + 1), np.uint32, position + 1)
+        if position >= num_prompt and state["draft_looked"] < position:  # its own, or that of an LM head alone
+            assert position in (num_prompt, state["draft_looked"] + 1), "nobody has told the drafts of what was decoded"
+            stored[position] = state["token"]
+        ring = at(ring_ptr, np.uint64, 2 * (position + 1))[::2]
+        assert stored[num_prompt:].tolist() == (ring & np.uint64(_NONE))[: max(position + 1 - num_prompt, 0)].tolist()
+        state["draft_looked"] = position
 
     def _run_together(self, name: str, params: Any, company: Any, own: Any) -> None:
         """A launch with a token of each seat in a pass."""
@@ -263,6 +279,8 @@ class PlayedGpu:
             time.sleep(_PASS_S)
             for seat in live:
                 self._pass("company", requests[seat], b"", states[seat])
+            if any(map(_do_others_wait, requests.values())):
+                return
 
     def _pass(self, name: str, params: Any, of_processors: bytes, state: Any) -> None:
         self.num_passes += 1
@@ -322,6 +340,10 @@ class PlayedGpu:
             time.sleep(0.0002)
         bits = np.unpackbits((slot & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.uint8), bitorder="little")[:vocab]
         return next((one % vocab for one in range(token, token + vocab) if bits[one % vocab]), None)
+
+
+def _do_others_wait(params: Any) -> bool:
+    return bool(at(int(params["host_ptr"]), HOST_PAGE.dtype)["cancelled_tag"][0] == 0xFFFFFFFF)
 
 
 class _Held:

@@ -20,6 +20,7 @@ from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import AbortedError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.runtime.abi import MAX_STOP_IDS
 from kog_dist.runtime.control import AbortCause, ControlPage
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.topology import RankInfo
@@ -141,8 +142,9 @@ def drawn(chance: random.Random, num: int, vocab: int = 100) -> list[Asked]:
     asked = []
     for _ in range(num):
         prompt = (*chance.choice(stems), *(chance.randrange(vocab) for _ in range(chance.randint(1, 40))))
+        num_stops = chance.choice((0, 0, min(vocab // 30, MAX_STOP_IDS)))
         request = DecodeRequest(
-            prompt, chance.randint(1, 120), chance.choice(SAMPLINGS), tuple(range(chance.choice((0, 0, vocab // 30)))),
+            prompt, chance.randint(1, 120), chance.choice(SAMPLINGS), tuple(range(num_stops)),
             logit_digests=chance.random() < 0.15, drafts=chance.random() < 0.6,
             prediction=tuple(chance.randrange(vocab) for _ in range(chance.randrange(10))),
         )  # fmt: skip

@@ -22,7 +22,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.draft_builds import GAP, NOWHERE, PASS_TOKENS, DraftBuilds, PassCosts, costs_of, drafting_shape
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
-from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, DRAFT_PARAMS, STREAM_PARAMS, STREAM_THREADS
+from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, DRAFT_PARAMS, HOST_PAGE, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import LONGEST_WAIT_US, DeviceToken, Monokernel
 
@@ -72,9 +72,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     made = Monokernel.__new__(Monokernel)
     made.stream = SimpleNamespace(ptr=STREAM)
     made._slot = made._ran = DeviceSlot.__new__(DeviceSlot)
-    made._slots, made._company, made._together = [made._slot], [], None
+    made._slots, made._company, made._together, made._ran_together = [made._slot], [], None, set()
     made._slot.forget()
-    made._slot.number, made._slot.processors = 0, None
+    made._slot.number, made._slot.processors, made._slot.host = 0, None, np.zeros((), HOST_PAGE.dtype)
     made._forget_epochs()
     spec = SimpleNamespace(num_layers=12)
     made._draft_builds = None
@@ -109,7 +109,7 @@ def test_another_slot_counts_on_from_where_the_last_one_is(kernel: Monokernel, m
     """Behind `begin`, which has chosen an epoch, nothing is taken from the slot before."""
     other = DeviceSlot.__new__(DeviceSlot)
     other.forget()
-    other.number, other.processors = 1, None
+    other.number, other.processors, other.host = 1, None, np.zeros((), HOST_PAGE.dtype)
     other.prompt, other.state = Memory(CONTEXT, np.uint32), Memory(DECODE_STATE.size_bytes, np.uint8)
     other.staged_prompt, other.staged_state = np.zeros(CONTEXT, np.uint32), np.zeros(1, DECODE_STATE.dtype)
     kernel._slots.append(other)
@@ -147,10 +147,8 @@ def test_another_slot_counts_on_from_where_the_last_one_is(kernel: Monokernel, m
     assert int(kernel.state()["epoch"]) == 8, "what was read before is not what is there"
 
 
-def test_requests_that_share_passes_go_on_without_drafts(
-    kernel: Monokernel, builds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody has told the drafts of what company has decoded."""
+def test_requests_that_share_passes_have_drafts_again_behind_them(kernel: Monokernel, builds: Any) -> None:
+    """Which are told what company has decoded."""
     made = SimpleNamespace(shape=SimpleNamespace(tokens=2, num_ctas=5, num_threads=640), kernel=RawLaunches())
     seats = list[Any]()
 
@@ -160,13 +158,16 @@ def test_requests_that_share_passes_go_on_without_drafts(
 
     made.params = params
     kernel._company, slot = [made], kernel._slot  # type: ignore[list-item]
-    kernel.kv, slot.ring, slot.host = Memory(400, np.uint8), np.zeros(2 * CONTEXT, np.uint64), np.zeros(2, np.uint32)
+    kernel.kv, slot.ring = Memory(400, np.uint8), np.zeros(2 * CONTEXT, np.uint64)
+    slot.ring_words = slot.ring.data
     kernel.begin((5, 6, 7), 9, SamplingParams(seed=4), (3,), prediction=(8, 9), cache=2)
     assert slot.prompt.array[1:3].tolist() == [6, 7]
     kernel.launch(4)
     assert (len(builds.small.params), len(builds.large.params)) == (1, 1)
     assert int(kernel.state()["position"]) == 0
-    slot.state.array.view(DECODE_STATE.dtype)["position"] = 4
+    state = slot.state.array.view(DECODE_STATE.dtype)
+    state["position"] = 4
+    slot.ring[[0, 2]] = 1 << 32 | 21, 1 << 32 | 22
     kernel.launch_together([0], 4)
     assert made.kernel.params == [b"raw"]
     (seat,) = seats
@@ -174,12 +175,18 @@ def test_requests_that_share_passes_go_on_without_drafts(
     pointers = slot.state.data.ptr, slot.prompt.data.ptr, slot.ring.ctypes.data, slot.host.ctypes.data
     assert (seat.state_ptr, seat.prompt_ptr, seat.ring_ptr, seat.host_ptr) == pointers
     assert int(kernel.state()["position"]) == 4
-    monkeypatch.setattr(
-        kernel, "_params", lambda num_steps: np.array([(num_steps, 0)], [("num_steps", int), ("stamps_ptr", int)])
-    )
     kernel.launch(2)
-    assert kernel._kernel.steps == [[2, 0]]  # type: ignore[attr-defined]
-    assert len(builds.small.params) == 1
+    assert (len(builds.small.params), len(builds.large.params)) == (2, 2)
+    assert builds._tokens[0].array[:9].tolist() == [8, 9, GAP, 5, 6, 7, 21, 22, 0]
+    names = ("position", "pass_tokens", "draft_place", "draft_tokens", "draft_balance", "draft_looked")
+    assert [int(state[name][0]) for name in names] == [4, 1, NOWHERE, 0, CREDIT + 256, 4]
+    state["position"] = 5
+    kernel.launch(2)
+    assert builds._tokens[0].array[8] == 0, "the drafts' builds store tokens themselves"
+    slot.ring[4], state["finish"] = 1 << 32 | 23, Finish.LENGTH
+    kernel.launch_together([0], 4)
+    kernel.launch(2)
+    assert builds._tokens[0].array[8] == 0, "it has ended"
 
 
 def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> None:

@@ -12,6 +12,7 @@ from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild
 
 # Fields of a state that count over all requests: they go on in the state of whoever runs next.
+_OTHERS_WAIT = 0xFFFFFFFF  # in the place of a request's tag
 _COUNTERS = ("epoch", "num_exchanges", "hash", "pass_epoch")
 
 
@@ -37,9 +38,19 @@ class DeviceSlot:
         self.tag, self.cache = 0, 0  # the request's, which entries of the ring carry; the KV cache that it has
         self.sampling, self.stop_ids = SamplingParams(), tuple[int, ...]()
         self.processed: ProcessedRequest | None = None
-        self.has_drafts = False
+        self.has_drafts = self.has_undrafted = False  # `has_undrafted`: passes without drafts, which these do not know of
         self.begins_at_head = False  # the next launch
         self.left: Any = None  # what the last launch left in `state`, once that was read
+
+    def leave_early(self) -> None:
+        """Let launches end behind a pass; the request that is to end goes on to be told so."""
+        if self.host["cancelled_tag"].item() != self.tag:
+            self.host["cancelled_tag"] = _OTHERS_WAIT
+
+    def goes_on(self) -> None:
+        """Let the launches that follow have all of their passes."""
+        if self.host["cancelled_tag"].item() == _OTHERS_WAIT:
+            self.host["cancelled_tag"] = 0
 
     def goes_on_from(self, other: DeviceSlot, stream: Any) -> None:
         """Queue that passes, exchanges and hashes are counted on from where the other slot's launches will have left them."""

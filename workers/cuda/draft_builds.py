@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.collectives.mailbox import place
-from kog_dist.decode.pass_drafts import PassDrafts, in_units
+from kog_dist.decode.pass_drafts import PATIENCE, PassDrafts, in_units
 from kog_dist.errors import ConfigError
 from kog_dist.late_numpy import np
 from kog_dist.records import dataclass
@@ -104,9 +103,7 @@ class DraftBuilds:
         from kog_dist.workers.cuda.pinned import pinned
 
         self._shape, self.large_shape = shape, drafting_shape(shape)
-        with ThreadPoolExecutor(2) as pool:  # where they are not built yet, both are at the same time
-            small, large = pool.map(build, draft_headers(shape))
-        self.small, self.large = (Kernel(one.path, kernel_name, SHARED_BYTES) for one in (small, large))
+        self.small, self.large = (Kernel(build(one).path, kernel_name, SHARED_BYTES) for one in draft_headers(shape))
         first, end = shape.head.vocab_rows
         self.words = cupy.zeros(self.large_shape.words.num_words, cupy.uint64)
         self.logits = cupy.zeros((PASS_TOKENS, end - first), cupy.float32)
@@ -152,6 +149,20 @@ class DraftBuilds:
         state["draft_looked"] = len(prompt) - 1
         state["draft_place"] = state["draft_start"] = drafts.start if drafts.start >= 0 else NOWHERE
         state["draft_tokens"] = drafts.num_found
+
+    def resume(
+        self, slot: int, first_position: int, token_ids: Sequence[int], position: int, state: NDArray[Any], stream: Any
+    ) -> None:  # fmt: skip
+        """Go on at `position`: what was decoded without drafts, from `first_position` on. No launch may be under way."""
+        from cupy.cuda import runtime
+
+        at = self._num_predicted[slot] + 1 + first_position
+        self._staged[slot][at : at + len(token_ids)] = token_ids
+        to, source = self._tokens[slot].data.ptr + 4 * at, self._staged[slot].ctypes.data + 4 * at
+        runtime.memcpyAsync(to, source, 4 * len(token_ids), runtime.memcpyHostToDevice, stream.ptr)
+        state["pass_tokens"], state["draft_tokens"], state["draft_idle"], state["draft_missed"] = 1, 0, PATIENCE, 0
+        state["draft_place"] = state["draft_start"] = NOWHERE
+        state["draft_looked"] = position
 
     def params(self, slot: int) -> bytes:
         """The `DRAFT_PARAMS` of a slot's request."""

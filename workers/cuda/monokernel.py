@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,10 @@ from kog_dist.records import dataclass
 from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build
-from kog_dist.workers.cuda.company_build import CompanyBuild, CompanySeat
+from kog_dist.workers.cuda.company_build import CompanyBuild, CompanySeat, company_headers
 from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.device_weights import DeviceWeights
-from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, DraftBuilds, PassCosts
+from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, DraftBuilds, PassCosts, draft_headers
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DRAFT_PARAMS, StampKind
 from kog_dist.workers.cuda.kernel_header import headers
@@ -92,7 +93,9 @@ class Monokernel:
         if processors and shape.tokens > 1:
             raise ValueError("the build with processors has passes of one token")
         self._peers = np.zeros((), PEERS.dtype).tobytes() if heap is None else heap.device_handle().tobytes()
-        cubin = build(headers(shape))
+        wanted = [headers(shape), *(draft_headers(shape) if drafts else ()), *(company_headers(shape, size) for size in company)]
+        with ThreadPoolExecutor(len(wanted)) as pool:  # what is not built yet is compiled side by side; below it is there
+            cubin, *_ = pool.map(build, wanted)
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
@@ -115,6 +118,7 @@ class Monokernel:
         self._draft_builds = DraftBuilds(shape, KERNEL_NAME, num_slots) if drafts else None
         self._company = [CompanyBuild(shape, KERNEL_NAME, size) for size in sorted(company)]
         self._together: CompanyBuild | None = None  # whose launch was the last one
+        self._ran_together = set[int]()  # numbers of builds with company that have run since `finish`
         self._slots = [DeviceSlot(number, context) for number in range(num_slots)]
         self._slot = self._ran = self._slots[0]  # whose turn it is, and whose state has what counts passes
         if processors:  # last, since it maps memory of the host, which whoever tries again after an error could not
@@ -174,7 +178,7 @@ class Monokernel:
         if processed is not None:
             assert slot.processors is not None, "made without the build with processors"
             slot.processors.begin(processed, sampling, prompt, self.stream)
-        slot.has_drafts = prediction is not None
+        slot.has_drafts, slot.has_undrafted = prediction is not None, False
         state, rest = slot.staged_state, np.frombuffer(array("I", prompt[first_position + 1 :]), np.uint32)
         state[0] = np.zeros((), DECODE_STATE.dtype)
         state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
@@ -184,7 +188,7 @@ class Monokernel:
             assert processed is None, "a request with processors has no drafts"
             assert self._draft_builds is not None, "made without drafts"
             self._draft_builds.begin(slot.number, prompt, prediction, max_tokens, first_position, state, self.stream)
-            rest = rest if self._company else rest[:0]  # in company it goes on without drafts
+            rest = rest if self._company else rest[:0]  # in company it has none
         copies = [(slot.state.data.ptr, state, DECODE_STATE.size_bytes)]
         if len(rest):  # the first token is in the state, and the kernel never looks at what lies before
             slot.staged_prompt[: len(rest)] = rest
@@ -242,7 +246,10 @@ class Monokernel:
         `stamps`: uint64 array on the GPU for the time in ns at the end of each pass.
         """
         slot = self._slot
+        if slot.has_drafts and slot.has_undrafted:
+            self._resume_drafts(slot)
         slot.left = self._together = None
+        slot.goes_on()
         if self._ran is not slot:
             assert not self._ran.begins_at_head, "its head start stands in words of the next pass"
             slot.goes_on_from(self._ran, self.stream)
@@ -265,23 +272,45 @@ class Monokernel:
         """How many requests a pass may have."""
         return self._company[-1].shape.tokens if self._company else 1
 
-    def launch_together(self, slots: Sequence[int], num_steps: int) -> None:
+    def launch_together(self, slots: Sequence[int], num_steps: int, stamps: Any = None) -> None:
         """Queue at most `num_steps` passes, of which each has a token of the requests of all these decode slots that go on.
 
-        They have had a launch of their own each, and have no processors. They go on without drafts from here on.
+        They have no processors, and those that begin with streams have had a launch of their own. Nothing is drafted; a launch of
+        their own has drafts again. `stamps`: as for `launch`.
         """
-        build = next(build for build in self._company if build.shape.tokens >= len(slots))
+        number, build = next((i, build) for i, build in enumerate(self._company) if build.shape.tokens >= len(slots))
+        self._ran_together.add(number)
         self._slot = self._slots[slots[0]]  # whose limit of waits and whose abort it goes by
         seats = list[CompanySeat | None]()
         for slot in (self._slots[number] for number in slots):
             assert slot.processed is None, "a request with processors shares no pass"
             assert not slot.begins_at_head, "its first launch is its own"
-            slot.left, slot.has_drafts = None, False
+            slot.left, slot.has_undrafted = None, slot.has_drafts
             pointers = slot.state.data.ptr, slot.prompt.data.ptr, slot.ring.ctypes.data, slot.host.ctypes.data
             seats.append(CompanySeat(*pointers, self._kv_ptr(slot), slot.sampling, slot.stop_ids, slot.tag))
         self._together = build
-        raw = build.params(self._params(num_steps), self._peers, seats)
+        for number in slots:
+            self._slots[number].goes_on()
+        params = self._params(num_steps)
+        params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
+        raw = build.params(params, self._peers, seats)
         build.kernel.launch(build.shape.num_ctas, build.shape.num_threads, raw, self.stream.ptr)
+
+    def _resume_drafts(self, slot: DeviceSlot) -> None:
+        """Tell the drafts of a request what company has decoded. Waits for launches."""
+        from cupy.cuda import runtime
+
+        assert self._draft_builds is not None, "made without drafts"
+        slot.has_undrafted, slot.staged_state[0] = False, self._left_by(slot)
+        state = slot.staged_state[0]
+        if int(state["finish"]) != Finish.NONE:
+            return
+        num_prompt, position = int(state["num_prompt"]), int(state["position"])
+        first = max(int(state["draft_looked"]) + 1, num_prompt)
+        answer = [slot.ring_words[2 * (at - num_prompt)] & 0xFFFFFFFF for at in range(first, position + 1)]
+        self._draft_builds.resume(slot.number, first, answer, position, state, self.stream)
+        source = slot.staged_state.ctypes.data
+        runtime.memcpyAsync(slot.state.data.ptr, source, DECODE_STATE.size_bytes, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def _launch(self, kernel: Kernel | None, num_steps: int, stamps_ptr: int, *, fixed_ptr: int = 0) -> None:
         """Queue passes of a build. `fixed_ptr`: see `drafts_ptr` of DECODE_PARAMS."""
@@ -394,6 +423,13 @@ class Monokernel:
         """End the request after the token that is being decoded."""
         self._slot.host["cancelled_tag"] = self._slot.tag
 
+    def leave_early(self) -> None:
+        """Let the launches that are queued, if they have drafts or are of several requests, end behind a pass each, the one under
+        way behind that which runs. What is launched later has all of its passes.
+        """
+        for slot in self._slots:
+            slot.leave_early()
+
     def abort(self) -> None:
         """Make the kernel leave all waits and end; it cannot be used after that until `recover`."""
         for slot in self._slots:
@@ -412,10 +448,18 @@ class Monokernel:
     def finish(self) -> None:
         """Wait for all launches. Raises DeviceError if a wait of the kernel ran out of time."""
         self.stream.synchronize()
-        left = self.state() if self._together is None else self._together.state(self.stream)
+        ran = [self._company[number] for number in sorted(self._ran_together)]
+        self._ran_together.clear()
+        if self._together is None:
+            self._check_left(self.state(), None)
+        for together in ran:
+            self._check_left(together.state(self.stream), together)
+
+    def _check_left(self, left: Any, together: CompanyBuild | None) -> None:
         if int(left["abort_mirror"]):
             record = WaitRecord.unpack(self._record.get().tobytes())
             if record.elapsed_ns:
+                self._together = together
                 raise DeviceError(self._with_peer(replace(record, rank=self.rank)))
 
     def _with_peer(self, record: WaitRecord) -> WaitRecord:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -40,8 +41,9 @@ from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, tr
 from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
+from kog_dist.workers.engines.draft_gain import DraftGain, gains_from_turns
 from kog_dist.workers.engines.heartbeat import Heartbeat
-from kog_dist.workers.engines.launches import COMPANY_STEPS, DecodeKernel, Launches, Token
+from kog_dist.workers.engines.launches import ANSWER_STEPS, CHUNKS_QUEUED, COMPANY_STEPS, DecodeKernel, Launches, Token
 from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.intake import Intake
@@ -76,6 +78,7 @@ class CudaEngine:
         self._min_prefill_tokens = MIN_PREFILL_TOKENS
         self._has_overflown = False  # prefill, in any request so far
         self._has_said_undrafted = False  # that a request has none
+        self._pass_extra = 0.0  # what a pass of several tokens takes more than one of a single token, in such passes
         self._choices: ChoiceCheck | None = None  # None: nobody compares which experts are chosen
         self._cleared = dict[int, int]()  # by KV cache that a fault has emptied: the newest request that may want to copy from it
         self._max_context = 0
@@ -190,6 +193,7 @@ class CudaEngine:
             if self._peers is not None:
                 costs = self._peers.share_costs(costs)
             kernel.set_draft_costs(costs)
+            self._pass_extra = costs.extra
             note(f"passes with drafts have {PASS_TOKENS} tokens, and take {1 + costs.extra:.2f} times as long as those of one")
             if self._prefill is not None:
                 self._prefill.forget(0)
@@ -250,12 +254,17 @@ class CudaEngine:
                 if len(running) > 1 and self._control.aborted():
                     self._leave(f"left requests {', '.join(f'{one.seq}' for one in running)}")
                 together = self._together(running)
+                reading = [one for one in running if one.reads]
+                # Where others decode they wait for one chunk of one prompt at a time.
+                waiting = reading[1:] if len(reading) < len(running) else []
                 for one in running:
-                    if one not in together:
+                    if one not in together and one not in waiting:
                         self._turn(one, running, intake, heartbeat)
-                most = self._loaded.most_together() if together else 1
-                for number in range(0, len(together), most):
-                    self._share(together[number : number + most], heartbeat)
+                for one in reading[:1]:
+                    running.remove(one)
+                    running.append(one)
+                if together:
+                    self._share(together, running, intake, heartbeat)
                 running = [one for one in running if one.finish is Finish.NONE]
                 while intake is not None and self._takes_turns and intake.num_new:
                     seq, request = intake.take()
@@ -313,29 +322,57 @@ class CudaEngine:
         self._decode(one, heartbeat, holds)
 
     def _together(self, running: Sequence[CudaRequest]) -> Sequence[CudaRequest]:
-        """Those that share passes now: at least two."""
+        """Those that share passes now: at least two. Drafts need passes of a request's own, so it has none meanwhile."""
         sharing = [one for one in running if one.shares] if len(running) > 1 and self._loaded.most_together() > 1 else []
-        return sharing if len(sharing) > 1 else []
+        for one in running:
+            if len(sharing) < 2:
+                one.gain = None
+            elif one.shares and one.gain is None and (prediction := self._prediction(one.request)) is not None:
+                one.gain = DraftGain(one.request.prompt, prediction, one.answer, PASS_TOKENS, self._pass_extra)
+        return sharing if len(sharing) > 1 and not self._have_drafts(sharing) else []
 
-    def _share(self, together: Sequence[CudaRequest], heartbeat: Heartbeat) -> None:
-        """Some passes of these, with a token of each that goes on; what they give is handed out as it comes."""
-        kernel = self._loaded
-        kernel.launch_together([one.slot for one in together], COMPANY_STEPS)
-        has_ended = False
-        while not has_ended:
+    def _have_drafts(self, sharing: Sequence[CudaRequest]) -> bool:
+        """Whether all of them have passes of their own in turn, since they have so many right drafts."""
+        gains = [one.gain for one in sharing if one.gain is not None]
+        return len(gains) == len(sharing) and gains_from_turns(gains, self._pass_extra)
+
+    def _share(
+        self, together: Sequence[CudaRequest], running: Sequence[CudaRequest], intake: Intake | None, heartbeat: Heartbeat
+    ) -> None:  # fmt: skip
+        """Passes with a token of each of these that goes on, until one of them ends or another request wants its turn; what they
+        give is handed out as it comes. Where they are too many for a pass they have one in turn.
+        """
+        kernel, queued = self._loaded, deque[Any]()
+        most = kernel.most_together()
+        groups = [[one.slot for one in together[number : number + most]] for number in range(0, len(together), most)]
+        num_launches, have_others = 0, len(together) < len(running)
+        is_long = len(groups) == 1 and not have_others
+
+        def goes_on() -> bool:
+            if num_launches < len(groups):
+                return True
+            has_new = intake is not None and intake.num_new > 0
+            all_go_on = all(one.finish is Finish.NONE and not one.is_ending for one in together)
+            return all_go_on and not have_others and not has_new and not self._have_drafts(together)
+
+        while True:
+            while queued and queued[0].done:
+                queued.popleft()
+            while len(queued) < CHUNKS_QUEUED and goes_on():  # so the next passes begin without the host
+                kernel.launch_together(groups[num_launches % len(groups)], ANSWER_STEPS if is_long else COMPANY_STEPS)
+                queued.append(kernel.stream.record())
+                num_launches += 1
+            if is_long and not goes_on():
+                kernel.leave_early()
             if self._control.aborted():
                 self._leave(f"left requests {', '.join(f'{one.seq}' for one in together)}")
             has_ended = kernel.is_idle()
             for one in together:
-                kernel.use(one.slot)
-                self._heed_cancel(one)
-                while one.finish is Finish.NONE and (token := kernel.token(one.index)) is not None:
-                    if token.finish is not Finish.NONE and not has_ended:
-                        break  # behind the others' passes
-                    self._take(one, token)
-                    heartbeat.progress()
-            if not has_ended:
-                time.sleep(POLL_S)
+                if one.finish is Finish.NONE:
+                    self._take_shared(one, heartbeat, has_ended=has_ended)
+            if has_ended:
+                break
+            time.sleep(POLL_S)
         kernel.finish()
         heartbeat.progress()
         for one in together:
@@ -343,6 +380,19 @@ class CudaEngine:
                 kernel.use(one.slot)
                 held = min(int(kernel.state()["position"]), len(one.request.prompt) - 1)
                 self._control.set_progress(self._rank, one.seq, held, one.slot)
+
+    def _take_shared(self, one: CudaRequest, heartbeat: Heartbeat, *, has_ended: bool) -> None:
+        """Hand out what shared passes have given of a request. `has_ended`: all that were queued had, before this was called."""
+        kernel = self._loaded
+        kernel.use(one.slot)
+        self._heed_cancel(one)
+        while one.finish is Finish.NONE and (token := kernel.token(one.index)) is not None:
+            one.is_ending = token.finish is not Finish.NONE
+            is_whole = token.finish in (Finish.STOP, Finish.LENGTH)  # its cache holds all in front of this token
+            if one.is_ending and not has_ended and not is_whole:
+                return
+            self._take(one, token, is_whole=is_whole)
+            heartbeat.progress()
 
     def _heed_cancel(self, one: CudaRequest) -> None:
         """End it if somebody asked for that; it travels with rank 0's candidate, so after the same token everywhere."""
@@ -410,6 +460,7 @@ class CudaEngine:
             check=None if self._choices is None else self._compare_choices,
             has_drafts=prediction is not None,
             takes_turns=self._takes_turns,
+            leaves_early=self._takes_turns and prediction is not None,
             in_company=in_company,
         )
         self._tell(RankStage.LAUNCHED, request.decode_slot)
@@ -451,8 +502,8 @@ class CudaEngine:
                 return
         raise RequestFailed("rank_failed", f"the kernel gave {one.index} tokens of request {one.seq} and did not end it")
 
-    def _take(self, one: CudaRequest, token: Token) -> None:
-        """Hand the next token out."""
+    def _take(self, one: CudaRequest, token: Token, *, is_whole: bool = False) -> None:
+        """Hand the next token out. `is_whole`: of one that ends with it the kernel need not be waited for."""
         seq, request, slot, index = one.seq, one.request, one.slot, one.index
         if self._choices is not None:
             self._await_launches(f"left request {seq}")
@@ -464,10 +515,14 @@ class CudaEngine:
         logprobs = self._logprobs(seq, index) if wants_logprobs else None
         if self._control.aborted():
             self._leave(f"left request {seq}")
-        if token.finish is Finish.NONE:
+        if token.finish is Finish.NONE or is_whole:
             self._control.set_progress(self._rank, seq, len(request.prompt) + index, slot)
         else:
             self._settle(one, token.finish)
+        if self._takes_turns and token.finish is Finish.NONE:
+            one.answer.append(token.token_id)
+            if one.gain is not None:
+                one.gain.took(token.token_id)
         self._put(one, token.token_id, token.finish, logits, logprobs, token.drafted)
         one.index, one.finish = index + 1, token.finish
 
@@ -513,6 +568,8 @@ class CudaEngine:
                 self._leave(f"left request {seq}")
             self._heed_cancel(one)
             is_held = holds()
+            if is_held and index > 0:
+                launches.leave_early()
             if launches.refill(index, holds=is_held):
                 heartbeat.progress()
                 if index == 0:

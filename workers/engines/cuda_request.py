@@ -8,6 +8,7 @@ from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.records import dataclass
 from kog_dist.runtime.pace import Pace
+from kog_dist.workers.engines.draft_gain import DraftGain
 from kog_dist.workers.engines.launches import Launches
 
 
@@ -27,6 +28,9 @@ class CudaRequest:
     pace: Pace | None = None  # of one whose next mask can only be made when the token is handed out
     waits_since_s: float | None = None  # for its first mask
     asked_to_cancel: bool = False
+    answer: list[int] = field(default_factory=list)  # so far, where requests take turns
+    gain: DraftGain | None = None  # of one that might have drafts and has company
+    is_ending: bool = False  # its last token is there
     finish: Finish = field(default=Finish.NONE)
 
     @property

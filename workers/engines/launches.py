@@ -17,9 +17,9 @@ from kog_dist.workers.cuda.processors import ProcessedRequest
 PROMPT_STEPS = 64  # of a launch of nothing but prompt tokens: progress is told when it ends
 ANSWER_STEPS = 256  # of any other; between two of them a token takes longer, so not too few, and the driver is not kept for long
 CHUNKS_QUEUED = 2  # the next one starts without the host
-# Where requests take turns: steps of a launch. Who comes waits for what is queued, and the edges of a launch take some 3 % of a
-# step. In company one launch is queued at a time, since others wait for their next tokens.
-ALONE_STEPS, COMPANY_STEPS = 16, 4
+# Where requests take turns: steps of a launch that nothing ends early, if its request is alone, and in company, where one is
+# queued at a time. Who comes waits for what is queued, and the edges of a launch take some 3 % of a step.
+ALONE_STEPS, COMPANY_STEPS = 8, 4
 
 
 class Token(Protocol):
@@ -81,7 +81,9 @@ class DecodeKernel(Protocol):
         """How many requests a pass may have."""
 
     def launch_together(self, slots: Sequence[int], num_steps: int) -> None:
-        """Queue passes that have a token of each of these decode slots' requests, without drafts from here on."""
+        """Queue passes that have a token of each of these decode slots' requests, without drafts. Others that have the same slots
+        may be under way.
+        """
 
     def token(self, index: int) -> Token | None:
         """A token of the answer, None if it is not there yet."""
@@ -97,6 +99,9 @@ class DecodeKernel(Protocol):
 
     def cancel(self) -> None:
         """End the request after the current token."""
+
+    def leave_early(self) -> None:
+        """Let launches that are queued end behind a pass each, if they have drafts, or are of several requests."""
 
     def abort(self) -> None:
         """Leave all waits."""
@@ -132,7 +137,7 @@ class Launches:
     So it is with `check`, which is called when a launch has ended, before the next one is queued. Then no launch has more
     positions than the kernel keeps choices of experts of.
 
-    With `takes_turns` a launch has few steps, and in company (`turn`) one is queued.
+    With `takes_turns` a launch has few steps, unless it `leaves_early`, and in company (`turn`) one is queued.
 
     With `has_drafts` nobody knows how many tokens a launch gives, but one at least: they are queued until the answer has ended.
     With `check` as well each is of one pass of each build, of the prompt, too.
@@ -148,9 +153,10 @@ class Launches:
         check: Callable[[], None] | None = None,
         has_drafts: bool = False,
         takes_turns: bool = False,
+        leaves_early: bool = False,
         in_company: bool = False,
     ) -> None:
-        self._kernel, self._check, self._takes_turns, self._in_company = kernel, check, takes_turns, in_company
+        self._kernel, self._check, self._leaves_early, self._in_company = kernel, check, leaves_early, in_company
         self._most_queued = CHUNKS_QUEUED if check is None else 1
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
         self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
@@ -158,12 +164,16 @@ class Launches:
             most = PROMPT_STEPS if check is None else 1 if has_drafts else CHOICE_POSITIONS
             prompt_steps = _chunks(num_prompt_steps, most)
             plan = [(steps, 0) for steps in prompt_steps] + [(1, index) for index in range(max_tokens)]
+        elif takes_turns:
+            most = ANSWER_STEPS if leaves_early else ALONE_STEPS
+            plan = [(steps, 0) for steps in _chunks(num_prompt_steps, ALONE_STEPS) + _chunks(max_tokens, most)]
         else:
             num_whole = num_prompt_steps // PROMPT_STEPS
             rest = num_prompt_steps % PROMPT_STEPS + max_tokens
             plan = [(PROMPT_STEPS, 0)] * num_whole + [(steps, 0) for steps in _chunks(rest, ANSWER_STEPS)]
         self._waiting = deque(plan)  # steps of a launch, and tokens that must have been taken before it
-        self._num_more = num_prompt_steps + max_tokens if has_drafts and check is None else 0  # launches behind them, at most
+        # Launches behind them, at most.
+        self._num_more = num_prompt_steps + max_tokens if has_drafts and check is None else 0
         self.refill(0)
 
     @property
@@ -186,6 +196,11 @@ class Launches:
         self._in_company = in_company
         self.refill(num_taken)
 
+    def leave_early(self) -> None:
+        """Let what is queued end soon, if it can: others wait. Nobody counts what is left out, so no step may be the prompt's."""
+        if self._leaves_early and not self._in_company:
+            self._kernel.leave_early()
+
     def refill(self, num_taken: int, *, holds: bool = False) -> bool:
         """Forget launches that have ended and queue the next ones, or none if it `holds`; whether any had ended."""
         ended, most_queued = False, 1 if self._in_company else self._most_queued
@@ -201,7 +216,7 @@ class Launches:
             self._waiting.append((ANSWER_STEPS, 0))
         while self._waiting and len(self._queued) < most_queued and self._waiting[0][1] <= num_taken:
             steps, after = self._waiting.popleft()
-            most = steps if not self._takes_turns else COMPANY_STEPS if self._in_company else ALONE_STEPS
+            most = COMPANY_STEPS if self._in_company else steps
             if steps > most:
                 self._waiting.appendleft((steps - most, after))
                 steps = most
