@@ -82,8 +82,10 @@ class LaunchConfig:
     kv_windows: str = _setting(
         "auto", "What windowed layers keep of the KV on GPUs: {choices}.", choices=("auto", "whole", "ring")
     )  # auto: all positions where they fit, else the newest ones
-    kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="as many as --parallel, 4 at least; 1 on GPUs")
-    parallel: int = _setting(0, "Requests that decode together; more wait.", (1, MAX_PARALLEL), zero="4 on CPU ranks, 1 on GPUs")
+    kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="as many as --parallel, on CPU ranks 4 at least")
+    parallel: int = _setting(
+        0, "Requests that decode together; more wait.", (1, MAX_PARALLEL), zero="4, as memory allows; 1 on several GPUs"
+    )
     prefix_cache: str = _setting("auto", "GiB of each rank for the beginnings of earlier requests; off, or auto.")
     prefix_host: str = _setting("auto", "GiB of the host's memory behind that of GPUs, for all ranks; off, or auto.")
     context: int = _setting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
-MOST_TOGETHER = 1  # requests: more have not run on a GPU yet
+TOGETHER = (4, 2)  # requests at once where nobody asks for a number, the best one first: as many as memory allows
 # Of a decode slot beside the first, which is in BESIDES_BYTES: for each position a token of the prompt, and with drafts two more;
 # for each row of the LM head what processors keep.
 _SLOT_BYTES, _DRAFTED_BYTES, _ROW_BYTES = 4, 8, 12
@@ -48,6 +48,8 @@ class GpuChoice:
     spare_bytes: int = 0  # that are free on each GPU beside the model
     whole_windows: bool = False  # whether windowed layers keep all positions
     drafts: bool = False  # whether requests may have drafts
+    parallel: int = 1  # requests that run together,
+    num_caches: int = 1  # and KV caches
 
 
 def choose_gpus(
@@ -116,11 +118,18 @@ class _Need:
     context: int = 0  # of tokens, if shorter than the model's
     whole_windows: bool = False  # whether windowed layers keep all positions
     drafts: bool = False  # whether requests may have drafts
+    together: tuple[int, int] = (1, 1)  # requests at once, and KV caches
+    kept_bytes: int = 0  # what must stay free besides, for kept prefixes
 
     @property
     def num_bytes(self) -> int:
         """All of it."""
         return sum(self.bytes_by_use.values()) + BESIDES_BYTES
+
+    @property
+    def free_bytes(self) -> int:
+        """What must be free."""
+        return self.num_bytes + self.kept_bytes
 
     @property
     def of_prefill(self) -> int:
@@ -131,23 +140,24 @@ class _Need:
 def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str) -> list[_Need]:
     """The ways in which ranks may run, the best one first.
 
-    With `auto` windowed layers keep a ring of positions where all of them do not fit, and ranks do without prefill.
+    With `auto` windowed layers keep a ring of positions where all of them do not fit, and ranks do without prefill. Where nobody
+    asks for a number of requests at once, one is better than to do without these.
     """
     from kog_dist.workers.cuda.coded_source import coding_of
     from kog_dist.workers.prefill.model.memory import obstacle_to_prefill
 
-    together = _asked_together(settings)
-
     def needs(prefill: str, note: str = "", obstacle: str = "") -> list[_Need]:
         shapes = _window_shapes(settings, checkpoint, count, kv_dtype)
         found = list[_Need]()
-        for shape in shapes:
+        for number, shape in enumerate(shapes):
             drafts = _drafts(settings, shape)
             has_prefill = prefill != "off" and not obstacle
-            uses = _bytes_by_use(checkpoint, shape, prefill=has_prefill, drafts=drafts, together=together)
-            of_windows = _ring_note(*shapes) if found else ""
-            notes = "; ".join(filter(None, (note, of_windows)))
-            found.append(_Need(uses, prefill, notes, obstacle, whole_windows=shape.whole_windows, drafts=drafts))
+            notes = "; ".join(filter(None, (note, _ring_note(*shapes) if number else "")))
+            for together in _together(settings, shape, count):
+                uses = _bytes_by_use(checkpoint, shape, prefill=has_prefill, drafts=drafts, together=together)
+                # Whoever asks for nothing has at least room for one whole context that is kept.
+                kept = 0 if settings.parallel or together == (1, 1) else shape.cache.num_bytes
+                found.append(_Need(uses, prefill, notes, obstacle, 0, shape.whole_windows, drafts, together, kept))
         return found
 
     if settings.prefill == "off" or (settings.prefill == "auto" and count > PREFILLED_GPUS):
@@ -189,9 +199,12 @@ def _shorter(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtyp
     """The same ways, the best one first, with the longest context that so much free memory has room for.
 
     None where that is less than LEAST_CONTEXT, or where the user has asked for a context. Windowed layers keep a ring, unless the
-    user has asked for all positions: a longer context is worth more.
+    user has asked for all positions, and there is one request at a time, unless the user has asked for more: a longer context is
+    worth more.
     """
     whole = checkpoint.spec.max_context
+    if not settings.parallel and not settings.kv_caches:
+        settings = replace(settings, parallel=1)
     if settings.kv_windows == "auto":
         settings = replace(settings, kv_windows="ring")
 
@@ -223,7 +236,7 @@ def _choice(
     spare_bytes = min((gpu.free_bytes for gpu in gpus), default=0) - need.num_bytes if gpus else 0
     return GpuChoice(
         count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context, spare_bytes, need.whole_windows,
-        need.drafts,
+        need.drafts, *need.together,
     )  # fmt: skip
 
 
@@ -275,25 +288,31 @@ def gpu_rank_shape(
     )
 
 
-def _asked_together(settings: LaunchConfig) -> tuple[int, int]:
-    return settings.parallel or 1, settings.kv_caches or settings.parallel or 1
+def _together(settings: LaunchConfig, shape: KernelShape, count: int) -> Sequence[tuple[int, int]]:
+    """Requests that run together on so many GPUs, and KV caches: what is asked for, or what there may be, the best one first.
+
+    Raises ConfigError for what cannot be had.
+    """
+    from kog_dist.workers.cuda.company_build import obstacle_to_company
+
+    if settings.parallel or settings.kv_caches:
+        return [asked_together(settings, count)]
+    if count > 1 or settings.check_experts or obstacle_to_company(shape, TOGETHER[-1]):
+        return [(1, 1)]
+    return [*((parallel, parallel) for parallel in TOGETHER), (1, 1)]
 
 
-def together_on_gpus(settings: LaunchConfig, count: int) -> tuple[int, int]:
-    """Requests that run together on so many GPUs, and KV caches. Raises ConfigError for what cannot be had."""
-    parallel, num_caches = _asked_together(settings)
-    if parallel > MOST_TOGETHER:
-        raise ConfigError(
-            f"parallel {parallel} cannot be had on GPUs yet: the kernel decodes one request at a time; leave it out"
-        )
-    if num_caches > 1 and MOST_TOGETHER == 1:
-        raise ConfigError(f"kv_caches {num_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
+def asked_together(settings: LaunchConfig, count: int) -> tuple[int, int]:
+    """Requests that run together, and KV caches, where either is asked for. Raises ConfigError for what cannot be had."""
+    parallel, num_caches = settings.parallel or 1, settings.kv_caches or settings.parallel or 1
     if num_caches < parallel:
         raise ConfigError(
             f"parallel {parallel} needs a KV cache for each request, and kv_caches is {num_caches}; ask for {parallel}"
         )
     if parallel > 1 and count > 1:
         raise ConfigError(f"parallel {parallel} is for one GPU, and there are {count}; ask for --gpus 1, or for --replicas")
+    if num_caches > 1 and count > 1:
+        raise ConfigError(f"kv_caches {num_caches} is for one GPU, and there are {count}; ask for --gpus 1, or leave it out")
     if parallel > 1 and settings.check_experts:
         raise ConfigError(f"parallel {parallel} contradicts --check-experts, which looks at one request; leave one out")
     return parallel, num_caches
@@ -358,7 +377,7 @@ def _obstacles(inventory: Inventory, gpus: tuple[Gpu, ...], count: int, need: _N
 
 
 def _has_room(gpu: Gpu, need: _Need) -> bool:
-    return gpu.free_bytes >= need.num_bytes
+    return gpu.free_bytes >= need.free_bytes
 
 
 def _check_words(checkpoint: Checkpoint, count: int, kv_dtype: str, need: _Need) -> None:
@@ -400,8 +419,6 @@ def _choose_unasked(
     """
     from kog_dist.collectives.cuda_abi import MAX_RANKS
 
-    if settings.kv_caches > 1:  # which only CPU ranks have
-        return None
     num_lanes = checkpoint.spec.num_lanes
     for count in range(min(MAX_RANKS, len(visible.gpus)), 0, -1):
         if num_lanes % count or settings.ranks not in (0, count):

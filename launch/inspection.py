@@ -156,9 +156,16 @@ def dry_run(settings: LaunchConfig) -> str:
 
 def _together(target: Target) -> str:
     """Requests that decode together, and why not more."""
-    if target.device == "cuda" and target.parallel == 1:
-        return "1 request: the kernel of GPUs decodes one at a time, and others wait"
-    return f"{_count(target.parallel, 'request')} at most, in passes of the weights that they share; more wait"
+    if target.parallel == 1:
+        return "1 request at a time; others wait"
+    how = "in passes of the weights that they share"
+    if target.device == "cuda":
+        from kog_dist.workers.cuda.company_build import obstacle_to_company
+
+        shape = gpu_rank_shape(target.checkpoint, 0, 1, target.kv_dtype, whole_windows=target.whole_windows)
+        if cause := obstacle_to_company(shape, 2):
+            how = f"in turns, since {cause}"
+    return f"{_count(target.parallel, 'request')} at most, {how}; more wait"
 
 
 def _drafts(target: Target, plan: Plan, settings: LaunchConfig) -> str:

@@ -17,7 +17,7 @@ from kog_dist.hardware.cpu_lists import format_cpu_list
 from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.hardware.placement import ANYWHERE, Placement
-from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus, together_on_gpus
+from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
 from kog_dist.launch.kept_prefixes import kept_on_cpu, kept_on_gpus
 from kog_dist.launch.progress import compilers_shown
 from kog_dist.model.gguf.folder import model_name, tagged_file
@@ -142,7 +142,6 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
             note=_cpu_note(settings, checkpoint),
         )
         return (target, ()) if settings.context else _within_memory(target)
-    parallel, num_kv_caches = together_on_gpus(settings, choice.count)
     if choice.context:
         checkpoint = replace(checkpoint, spec=checkpoint.spec.with_context(choice.context))
     kept_bytes, kept_host_bytes = 0, 0
@@ -152,8 +151,9 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         )
     target = Target(
         folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, kept_bytes=kept_bytes,
-        kept_host_bytes=kept_host_bytes, parallel=parallel, num_kv_caches=num_kv_caches, whole_windows=choice.whole_windows,
-        prefill=choice.prefill, drafts=choice.drafts, note="; ".join(filter(None, (checkpoint.note, choice.note))),
+        kept_host_bytes=kept_host_bytes, parallel=choice.parallel, num_kv_caches=choice.num_caches,
+        whole_windows=choice.whole_windows, prefill=choice.prefill, drafts=choice.drafts,
+        note="; ".join(filter(None, (checkpoint.note, choice.note))),
     )  # fmt: skip
     machine = read_cpu_map() if settings.pin else None
     return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles

@@ -9,11 +9,10 @@ import pytest
 
 from kog_dist.config import MAX_PARALLEL, LaunchConfig
 from kog_dist.errors import ConfigError
-from kog_dist.launch import gpu_choice
-from kog_dist.launch.gpu_choice import BESIDES_BYTES, choose_gpus, gpu_rank_bytes, gpu_rank_shape, together_on_gpus
+from kog_dist.launch.gpu_choice import BESIDES_BYTES, asked_together, choose_gpus, gpu_rank_bytes, gpu_rank_shape
 from kog_dist.launch.inspection import dry_run
 from kog_dist.launch.target import choose_target
-from kog_dist.model.checkpoint import planned_checkpoint
+from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
 from kog_dist.runtime.abi import MOST_PARALLEL
 from kog_dist.workers.cuda.company_build import company_bytes
 from tests.unit.delta_models import published
@@ -50,44 +49,69 @@ def test_a_dry_run_says_it(has_state: bool, tmp_path: Path) -> None:
         assert together in dry_run(settings).splitlines()
 
 
-def test_gpus_decode_one_and_refuse_more_by_name() -> None:
-    with pytest.raises(ConfigError, match="parallel 2 cannot be had on GPUs yet: the kernel decodes one request at a time"):
-        dry_run(LaunchConfig(device="cuda", ranks=1, parallel=2))
-    lines = dry_run(LaunchConfig(device="cuda", ranks=1)).splitlines()
-    assert "together   1 request: the kernel of GPUs decodes one at a time, and others wait" in lines
-
-
-def test_what_several_on_one_gpu_would_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once they have run there."""
+def test_one_gpu_has_as_many_as_memory_allows(tmp_path: Path) -> None:
+    """Where nobody asks: four, two or one, with room for another whole context that is kept; and no shorter context for more."""
     dense = planned_checkpoint(write_config(tmp_path))
-    one, four = (gpu_rank_bytes(dense, 0, 1, "bfloat16", drafts=True, parallel=n, num_caches=n + (n > 1)) for n in (1, 4))
-    assert four["cache"] == 5 * one["cache"]
+    one, two, four = (_uses(dense, n, n) for n in (1, 2, 4))
+    assert four["cache"] == 2 * two["cache"] == 4 * one["cache"]
     shape = gpu_rank_shape(dense, 0, 1, "bfloat16")
     builds = company_bytes(shape, 2) + company_bytes(shape, 4)
-    assert four["slots"] == builds + 3 * (12 * dense.spec.max_context + 12 * dense.spec.vocab_size)
+    for number, uses in ((2, two), (4, four)):
+        assert uses["slots"] == builds + (number - 1) * (12 * dense.spec.max_context + 12 * dense.spec.vocab_size)
     assert {name: size for name, size in four.items() if name != "slots"} == {**one, "cache": four["cache"]}
-    monkeypatch.setattr(gpu_choice, "MOST_TOGETHER", 8)
-    enough, too_few = (inventory_with(sum(four.values()) + BESIDES_BYTES - less, 1) for less in (0, 1))
-    settings = LaunchConfig(gpus="1", parallel=4, kv_caches=5, prefill="off")
-    fits, lacks = (choose_gpus(replace(settings, context=dense.spec.max_context), dense, {}, free) for free in (enough, too_few))
+    needs = [sum(uses.values()) + BESIDES_BYTES + (uses is not one) * one["cache"] for uses in (one, two, four)]
+    found = list[tuple[int, int, int]]()
+    for free in (needs[0] - 1, needs[0], needs[1] - 1, needs[1], needs[2] - 1, needs[2]):
+        choice = choose_gpus(LaunchConfig(gpus="1", prefill="off"), dense, {}, inventory_with(free, 1))
+        assert choice is not None
+        found.append((choice.parallel, choice.num_caches, choice.context))
+    assert found[1:] == [(1, 1, 0), (1, 1, 0), (2, 2, 0), (2, 2, 0), (4, 4, 0)]
+    assert found[0][:2] == (1, 1)
+    assert found[0][2] > 0, "a shorter context"
+
+
+def test_what_is_asked_for_is_had_or_refused(tmp_path: Path) -> None:
+    dense = planned_checkpoint(write_config(tmp_path))
+    need = sum(_uses(dense, 4, 5).values()) + BESIDES_BYTES
+    settings = LaunchConfig(gpus="1", parallel=4, kv_caches=5, prefill="off", context=dense.spec.max_context)
+    fits, lacks = (choose_gpus(settings, dense, {}, inventory_with(need - less, 1)) for less in (0, 1))
     assert fits is not None
     assert lacks is not None
     assert len(lacks.obstacles) == len(fits.obstacles) + 1
-    assert together_on_gpus(settings, 1) == (4, 5)
-    assert together_on_gpus(LaunchConfig(parallel=3), 1) == (3, 3)
+    assert (fits.parallel, fits.num_caches) == (4, 5)
+    assert asked_together(LaunchConfig(parallel=3), 1) == (3, 3)
+    assert asked_together(LaunchConfig(kv_caches=3), 1) == (1, 3)
+    assert asked_together(LaunchConfig(parallel=1), 2) == (1, 1)
     for asked, count, cause in (
         (LaunchConfig(parallel=4, kv_caches=3), 1, "needs a KV cache for each request, and kv_caches is 3; ask for 4"),
         (LaunchConfig(parallel=4), 2, "is for one GPU, and there are 2; ask for --gpus 1, or for --replicas"),
+        (LaunchConfig(kv_caches=2), 2, "kv_caches 2 is for one GPU, and there are 2; ask for --gpus 1, or leave it out"),
         (LaunchConfig(parallel=4, check_experts=True), 1, "contradicts --check-experts"),
     ):
         with pytest.raises(ConfigError, match=cause):
-            together_on_gpus(asked, count)
-    lines = dry_run(LaunchConfig(device="cuda", ranks=1, parallel=4)).splitlines()
-    assert "together   4 requests at most, in passes of the weights that they share; more wait" in lines
-    assert any(" for requests that run together" in line for line in lines)
+            asked_together(asked, count)
 
 
-@pytest.mark.parametrize("kv_caches", [2, 5])
-def test_gpus_have_one_kv_cache(kv_caches: int) -> None:
-    with pytest.raises(ConfigError, match=f"kv_caches {kv_caches} cannot be had on GPUs yet: the kernel has one KV cache"):
-        dry_run(LaunchConfig(device="cuda", ranks=1, kv_caches=kv_caches))
+def test_a_dry_run_for_gpus_says_it(tmp_path: Path) -> None:
+    dense = LaunchConfig(str(write_config(tmp_path)), device="cuda", ranks=1)
+    shared, one = "in passes of the weights that they share; more wait", "together   1 request at a time; others wait"
+    for settings, wanted in (
+        (dense, f"together   4 requests at most, {shared}"),
+        (replace(dense, parallel=2), f"together   2 requests at most, {shared}"),
+        (replace(dense, parallel=1), one),
+        (replace(dense, ranks=2), one),
+        (LaunchConfig(device="cuda", ranks=1), one),  # a Laneformer
+    ):
+        lines = dry_run(settings).splitlines()
+        assert wanted in lines
+        assert any(" for requests that run together" in line for line in lines) is (shared in wanted)
+    (together,) = (
+        line for line in dry_run(LaunchConfig(device="cuda", ranks=1, parallel=2)).splitlines() if "together" in line[:8]
+    )
+    assert together.startswith(
+        "together   2 requests at most, in turns, since the CUDA kernel cannot run this model with 2 tokens"
+    )
+
+
+def _uses(checkpoint: Checkpoint, parallel: int, num_caches: int) -> dict[str, int]:
+    return gpu_rank_bytes(checkpoint, 0, 1, "bfloat16", drafts=True, parallel=parallel, num_caches=num_caches)
