@@ -1,7 +1,7 @@
 """A first token of agents that take turns, next to one alone: `python -m tests.gpu.agents`, one GPU, over HTTP.
 
-An engine of random weights serves `kog-bench serve`: chats of some 500 tokens, then 16 agents in turns, whose chats begin with
-20,600 shared tokens and the turns that each had before.
+An engine of random weights serves `kog-bench serve`: chats of some 500 tokens, then 16 agents in turns, as many at the same time
+as `--at-once` says, whose chats begin with 20,600 shared tokens and the turns that each had before.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def serve(session: EngineSession, url: str, arguments: tuple[str, ...]) -> dict[
     return found
 
 
-def run(spec: str, flags: tuple[str, ...]) -> None:
+def run(spec: str, flags: tuple[str, ...], at_once: str) -> None:
     """Measure and print; the last line is one JSON object."""
     before, figures = machine(), dict[str, Any]()
-    with finishing("agents_in_turns", {"spec": spec, "flags": flags}, before, figures):
+    with finishing("agents_in_turns", {"spec": spec, "flags": flags, "at_once": at_once}, before, figures):
         with (
             random_model(spec, on_gpus="--device=cpu" not in flags) as (folder, _),
             engine_session() as session,
             http_engine(session, str(folder), *flags) as engine,
         ):
-            for name, arguments in (("alone", ALONE), ("agents", AGENTS)):
+            for name, arguments in (("alone", ALONE), ("agents", (*AGENTS, f"--max-concurrency={at_once}"))):
                 figures[name] = serve(session, engine.url, arguments)
         alone_ms, agents_ms = (float(figures[name]["median_ttft_ms"]) for name in ("alone", "agents"))
         figures["ratio"] = ratio = agents_ms / alone_ms
@@ -66,6 +66,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The command line. Exits with code 2 where it is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.agents", description=__doc__)
     parser.add_argument("--spec", default="qwen3-4b@32768", help="shape of kog-bench requests --spec")
+    parser.add_argument("--at-once", default="1", help="agents that ask at the same time")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="of kog-launch, behind --; none: --gpus=1")
     return parser.parse_args(words)
 
@@ -73,7 +74,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 def main() -> int:
     given = parsed(sys.argv[1:])
     try:
-        run(given.spec, tuple(given.flags) or ("--gpus=1",))
+        run(given.spec, tuple(given.flags) or ("--gpus=1",), given.at_once)
     except subprocess.CalledProcessError as error:
         print(f"Error: {error}: {error.stderr}", flush=True)
         return 1

@@ -2,9 +2,9 @@
 
 A group is `name:numbers of GPUs`, with a name of `models` or of bench/kernel/shapes.py, or `name/FORMAT:numbers` for a KV cache
 in another format than bfloat16, `name!FORM:numbers` for what `--quantize` rounds a dense model to. `kernel.name:numbers` is what
-decoding and reading the weights alone need, without prefill; `drafts.name:1` what an engine needs that drafts, and what measures
-its passes; `turns:1` what several requests need that one GPU runs together. What is not foreseen here the step builds itself, one
-after the other: it only takes longer.
+decoding and reading the weights alone need, without prefill; `drafts.name:1` what an engine needs that drafts, or runs several
+requests together, and what measures its passes. What is not foreseen here the step builds itself, one after the other: it only
+takes longer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kog_dist.model.families.dense import rounded_lanes
 from kog_dist.model.formats.rounding import ROUNDED_COLUMNS, chosen_format
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
-from kog_dist.workers.cuda.company_build import company_headers
+from kog_dist.workers.cuda.company_build import company_headers, obstacle_to_company
 from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import PASS_TOKENS, KernelShape
@@ -49,7 +49,7 @@ from kog_dist.workers.prefill.model.chunks import sizes_within
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape, tape_header
 
-_KERNEL, _DRAFTS, _TURNS = "kernel.", "drafts.", "turns"
+_KERNEL, _DRAFTS = "kernel.", "drafts."
 CHUNK_ROWS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest chunk, where it is not the default
 
 
@@ -93,7 +93,7 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
         from tests.gpu.pass_bodies import options_of_builds as of_ranks
 
         yield from ((one.pop("spec"), one) for one in of_ranks())
-    elif group in (f"{_DRAFTS}few_layers", _TURNS):
+    elif group == f"{_DRAFTS}few_layers":
         from tests.gpu.pass_bodies import ENGINE_SPEC
 
         yield ENGINE_SPEC, {}
@@ -108,9 +108,13 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
 
 def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     spec, layout = shape.spec, CacheLayout.of(shape)
-    if group == _TURNS:
-        yield from (partial(build, company_headers(shape, size), PLAIN_SOURCE) for size in COMPANY_SIZES)
-    if group.startswith(_DRAFTS) or group == _TURNS:
+    if group.startswith(_DRAFTS):
+        company = (
+            ()
+            if shape.num_ranks > 1
+            else (company_headers(shape, size) for size in COMPANY_SIZES if not obstacle_to_company(shape, size))
+        )
+        yield from (partial(build, one, PLAIN_SOURCE) for one in company)
         of_passes = [replace(shape, tokens=tokens) for tokens in PASS_TOKENS]
         yield from (partial(build, headers(one), PLAIN_SOURCE) for one in (replace(shape, drafts=True), *of_passes))
         yield from (partial(stream_cubin, one) for one in of_passes)

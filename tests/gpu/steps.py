@@ -197,7 +197,7 @@ STEPS = {
     "kv_formats": _tests(1, 100, 220, "test_kv_formats"),
     "processors": _tests(1, 10, 90, "test_processors"),
     "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),
-    "turns": _tests(1, 60, 250, "test_turns", builds="turns:1"),
+    "turns": _tests(1, 60, 250, "test_turns", builds="drafts.few_layers:1"),
     "smollm2": _tests(1, 70, 200, "test_smollm2"),  # with `make model`
     "same_tokens": _tests(1, 30, 150, "test_same_tokens", builds="demo:1"),
     "build_paths": _tests(1, 15, 150, "test_build_paths"),
@@ -231,7 +231,11 @@ STEPS = {
     "load_experts": _bench(1, 150, 400, "load --spec gpt-oss-120b --repeats 1", _TABLE, group="long"),
     **{f"skew_{skew}_{name}": _skew_of(name, skew) for name in _WITH_EXPERTS for skew in (1, 2, 4)},
     **{f"bytes_{name}": _bytes_of(name) for name in _WITH_EXPERTS},
-    "agents_http": _module(1, 60, 240, "tests.gpu.agents", _OF_AGENTS, f"qwen3-4b@{_FAR}:1", group="agents"),
+    "agents_http": _module(1, 60, 240, "tests.gpu.agents", _OF_AGENTS, f"drafts.qwen3-4b@{_FAR}:1", group="agents"),
+    "agents_together": _module(
+        1, 60, 240, "tests.gpu.agents --at-once 4", _OF_AGENTS, f"drafts.qwen3-4b@{_FAR}:1", group="agents"
+    ),
+    "together": _module(1, 110, 250, "tests.gpu.together", "at once|alone|Error", "drafts.llama-3.1-8b@9216:1", group="agents"),
     "agents_rpc": _bench(
         1, 100, 240, f"requests --gpus 1 --spec qwen3-4b@{_FAR} {_REQUESTS_OF_AGENTS}", _OF_REQUESTS, f"qwen3-4b@{_FAR}:1",
         group="agents",

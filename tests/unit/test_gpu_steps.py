@@ -139,7 +139,7 @@ def test_modules_of_steps_read_their_arguments() -> None:
     """Those that are neither tests nor `kog-bench`."""
     found = {step.command[2]: step.command[3:] for step in STEPS.values() if step.command[1:2] == ("-m",)}
     modules = {name: words for name, words in found.items() if name.startswith("tests.gpu.")}
-    assert set(modules) == {"tests.gpu.agents", "tests.gpu.chains", "tests.gpu.counted_bytes"}
+    assert set(modules) == {"tests.gpu.agents", "tests.gpu.chains", "tests.gpu.counted_bytes", "tests.gpu.together"}
     for name, words in modules.items():
         importlib.import_module(name).parsed(words)
 

@@ -38,12 +38,16 @@ def latency(
     pass_tokens: Annotated[
         int, typer.Option(help="Tokens of a pass of the weights: 1, 2 or 4, all different; times are those of a pass.")
     ] = 1,
+    requests: Annotated[
+        int, typer.Option(help="Requests of which a pass has a token each: 1, 2 or 4; times are those of a pass.")
+    ] = 1,
     output: Output = None,
 ) -> None:
     """Microseconds per token of the kernel on one GPU. Beside the time that reading the weights alone takes."""
     from kog_dist.bench.kernel import latency as benchmark
     from kog_dist.bench.kernel.shapes import named_shape
     from kog_dist.bench.kernel.torch_baseline import FORMS
+    from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
 
     if (model is None) == (not random):
         raise ConfigError("give MODEL or --random, one of the two")
@@ -58,10 +62,14 @@ def latency(
         raise ConfigError("--whole-windows is for random weights of a shape with windowed layers: --random --spec gpt-oss-20b")
     if pass_tokens != 1 and sampling:
         raise ConfigError("--sampling is for passes of one token: leave out --pass-tokens")
+    if requests not in (1, *COMPANY_SIZES):
+        raise ConfigError(f"--requests must be 1 or one of {', '.join(map(str, COMPANY_SIZES))}, got {requests}")
+    if requests != 1 and (sampling or trace is not None or pass_tokens != 1):
+        raise ConfigError("--requests is for times alone: leave out --sampling, --trace and --pass-tokens")
     check_destination(trace)
     counts, samplings = counts_of(lanes, "--lanes"), samplings_of(sampling)
     with writing(output):
         benchmark.run(
             model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings, kv_dtype, router_skew,
-            whole_windows=whole_windows, pass_tokens=pass_tokens,
+            whole_windows=whole_windows, pass_tokens=pass_tokens, requests=requests,
         )  # fmt: skip

@@ -44,6 +44,7 @@ def run(
     *,
     whole_windows: bool = False,
     pass_tokens: int = 1,
+    requests: int = 1,
 ) -> None:
     """Measure every lane count at every context and print the report; its last line is one JSON object."""
     configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}
@@ -55,6 +56,8 @@ def run(
         configuration["whole_windows"] = True
     if pass_tokens != 1:
         configuration["pass_tokens"] = pass_tokens
+    if requests != 1:
+        configuration["requests"] = requests
     before = machine()
     figures: list[dict[str, Any]] = []
     traces: dict[str, Any] = {}
@@ -62,9 +65,10 @@ def run(
         for lanes in lane_counts:
             page = _mask_page(model, spec_name) if samplings else None
             kernel = _kernel(
-                model, spec_name, lanes, kv_dtype, router_skew, page=page, whole_windows=whole_windows, pass_tokens=pass_tokens
-            )
-            _measure(kernel, contexts, tokens, figures)
+                model, spec_name, lanes, kv_dtype, router_skew, page=page, whole_windows=whole_windows, pass_tokens=pass_tokens,
+                requests=requests,
+            )  # fmt: skip
+            _measure(kernel, contexts, tokens, figures, requests)
             if page is not None:
                 at = _nearest(contexts, 512)
                 figures += processed_requests.figures(
@@ -82,7 +86,9 @@ def run(
             figures += _measure_baseline(spec, form, contexts, tokens)
 
 
-def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures: list[dict[str, Any]]) -> None:
+def _measure(
+    kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures: list[dict[str, Any]], requests: int
+) -> None:  # fmt: skip
     """Add a figure for each context to `figures` as soon as it is there."""
     shape = kernel.shape
     ceiling_us = stream_us(kernel, _STREAMED_TOKENS)
@@ -92,12 +98,12 @@ def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures
         f"({tape_bytes / ceiling_us / 1e6:.3f} TB/s)"
     )
     for context in contexts:
-        times_us = token_times_us(kernel, context, tokens)
+        times_us = token_times_us(kernel, context, tokens, requests=requests)
         of_pass: dict[str, float] = {}
         if shape.experts is not None and shape.tokens > 1:
             num_experts = experts_of_pass(kernel, context)
             tape_bytes, of_pass = shape.tape.pass_bytes(num_experts), {"experts_per_layer": round(num_experts, 2)}
-        median, kv_bytes = percentile(times_us, 0.5), kv_bytes_read(shape, context)
+        median, kv_bytes = percentile(times_us, 0.5), requests * kv_bytes_read(shape, context)
         figure = {
             "lanes": shape.num_lanes,
             "context": context,
@@ -184,16 +190,18 @@ def _kernel(
     *,
     whole_windows: bool,
     pass_tokens: int,
+    requests: int,
 ) -> Monokernel:
     from kog_dist.workers.cuda.load import load_weights
     from kog_dist.workers.cuda.random_weights import random_weights
 
+    together: dict[str, Any] = {"num_slots": requests, "num_caches": requests, "company": (requests,) * (requests > 1)}
     if model is None:
         spec, codings = named_shape(spec_name)
         hosted, own_type = _hosted(spec, lanes), kv_dtype or "bfloat16"
         shape = KernelShape(spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, tokens=pass_tokens, **codings)
         weights = random_weights(shape, SEED, router_skew=router_skew)
-        return Monokernel(shape, weights, processors=page is not None, masks=() if page is None else (page.masks,))
+        return Monokernel(shape, weights, processors=page is not None, masks=() if page is None else (page.masks,), **together)
     from kog_dist.model.checkpoint import open_checkpoint
     from kog_dist.workers.cuda.coded_source import codings_of
 
@@ -202,9 +210,8 @@ def _kernel(
     dtype, codings = checkpoint.dtype, codings_of(checkpoint)
     own_type = kv_dtype or dtype
     shape = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=own_type, tokens=pass_tokens, **codings)
-    return Monokernel(
-        shape, load_weights(shape, checkpoint), processors=page is not None, masks=() if page is None else (page.masks,)
-    )
+    weights = load_weights(shape, checkpoint)
+    return Monokernel(shape, weights, processors=page is not None, masks=() if page is None else (page.masks,), **together)
 
 
 def _hosted(spec: ModelSpec, lanes: int) -> range:

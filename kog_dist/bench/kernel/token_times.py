@@ -20,12 +20,13 @@ def token_times_us(
     sampling: SamplingParams | None = None,
     processed: ProcessedRequest | None = None,
     *,
+    requests: int = 1,
     during: Any = None,
 ) -> list[float]:
     """Time of each of `tokens` - 1 steps of one launch that begins with `context` - 1 positions in the KV cache.
 
-    A step is a pass; of several tokens all but its first are random ones, which hardly ever count. `during`: a context manager
-    that is entered while the kernel runs.
+    A step is a pass; of several tokens all but its first are random ones, which hardly ever count. Of several requests, in as
+    many slots and KV caches, a pass has a token of each. `during`: a context manager that is entered while the kernel runs.
     """
     import cupy
 
@@ -34,11 +35,18 @@ def token_times_us(
     if steps < 2:
         raise ConfigError(f"a context of {context} leaves no room for tokens; the model's context is {max_context}")
     stamps = cupy.zeros(steps, cupy.uint64)
-    prompt = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, context).tolist()
     expect_random(kernel)
-    kernel.begin(prompt, max_context, sampling or SamplingParams(), first_position=context - 1, processed=processed)
+    for slot in range(requests):
+        kernel.use(slot)
+        prompt = np.random.default_rng(1 + slot).integers(0, kernel.shape.spec.vocab_size, context).tolist()
+        kernel.begin(
+            prompt, max_context, sampling or SamplingParams(), first_position=context - 1, processed=processed, cache=slot
+        )
     with during or nullcontext():
-        kernel.launch(steps, stamps)
+        if requests > 1:
+            kernel.launch_together(range(requests), steps, stamps)
+        else:
+            kernel.launch(steps, stamps)
         kernel.finish()
     times: list[float] = (np.diff(stamps.get().astype(np.int64)) / 1000).tolist()
     return times
