@@ -238,6 +238,30 @@ def test_a_cancel_ends_one_of_those_that_share_passes(monkeypatch: pytest.Monkey
     assert [one.entries[-1].finish for one in asked] == [Finish.CANCELLED, Finish.LENGTH]
 
 
+def test_who_comes_does_not_wait_for_the_end_of_those_that_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [Asked(DecodeRequest((first, 7), 480)) for first in (1, 2, 3)]
+    with turns(DENSE, 3, monkeypatch, shares=True) as engine:
+        deadline, slots = Deadline.after(PATIENCE_S), engine.slots.slots
+        for slot, one in zip(slots[:2], asked, strict=False):
+            engine.slots.submit(slot, one.request, reuse_kv=False)
+        while engine.slots.busy and not asked[2].entries:
+            assert not deadline.expired()
+            assert not engine.is_broken.is_set(), engine.error
+            if engine.gpu.num_shared > 20 and not slots[2].busy:
+                engine.slots.submit(slots[2], asked[2].request, reuse_kv=False)
+            engine.slots.wait(0.01, lambda: False)
+            for slot, one in zip(slots, asked, strict=True):
+                one.entries += slot.read()
+        assert all(one.entries[-1].finish is Finish.NONE for one in asked)
+        for slot in slots:
+            slot.cancel()
+        while engine.slots.busy:
+            assert not deadline.expired()
+            engine.slots.wait(0.01, lambda: False)
+            for slot in slots:
+                slot.read()
+
+
 @pytest.mark.parametrize("is_aborted", [True, False])
 def test_an_engine_that_waits_for_grammars_leaves_at_once(is_aborted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """When it is told; a launch that failed is an error, too, not a wait for its end."""

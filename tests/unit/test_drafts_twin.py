@@ -128,6 +128,7 @@ class Twin:
                     files = [(self.folder / f"{name}.{rank}.bin").read_bytes() for rank in self.ranks]
                     assert files == files[:1] * len(files), name
             state = np.fromfile(self.folder / "state.0.bin", DECODE_STATE.dtype)
+            assert drafts is None or state["draft_looked"][0] == state["position"][0], "all tokens are looked up"
             if state["finish"][0]:
                 break
         ring = np.fromfile(self.folder / "ring.0.bin", np.uint64).reshape(-1, 2)

@@ -269,7 +269,9 @@ def test_auto_takes_as_many_gpus_as_can_run_the_model(demo: Checkpoint, of_eight
     assert choose(demo, inventory_from(node()), ranks=3) is None, "lanes that cannot be spread"
     assert choose(demo, inventory_from(node(0))) is None
     assert choose(demo, inventory_from(node()), kv_dtype="float32") is None, "the kernel cannot run it"
-    assert choose(demo, inventory_from(node()), kv_caches=2) is None, "which only CPU ranks have"
+    together = choose(demo, inventory_from(node()), kv_caches=2)
+    assert together is not None
+    assert (together.count, together.num_caches) == (1, 2), "which several GPUs do not have"
 
 
 def test_a_gpu_of_another_engine_is_left_alone(
