@@ -208,6 +208,9 @@ class ScriptedKernel:
     def cancel(self) -> None:
         self.cancelled = True
 
+    def leave_early(self) -> None:
+        raise AssertionError("its requests take no turns")
+
     def abort(self) -> None:
         self.aborted = True
 
