@@ -382,9 +382,12 @@ class PlayedRunner:
         self._gpu, self._kv_ptr = gpu, kv_ptr
         self._plain, self._token_ids, self._cache = dict[int, int](), Sequence[int], 0
         self._streams, self._invalid = np.zeros(1, np.uint64), np.zeros(1, np.int32)
+        self._next_part = self.num_decoded_between = 0  # of the chunk; parts in front of which others have decoded
+        self._num_passes = 0
 
     def begin(self, token_ids: Sequence[int], start: int, held: int, cache: int = 0) -> None:
         assert not self._gpu.num_under_way, "a launch is under way"
+        assert not self._next_part, "a chunk of another prompt is under way"
         self._gpu.stream.synchronize()  # copies of what is kept
         self._ids, self._cache = list(token_ids), cache
         for position in range(held, start):
@@ -395,6 +398,12 @@ class PlayedRunner:
         return self._kv_ptr + self._cache * self._gpu.shape.cache.num_bytes
 
     def queue(self, chunk: Chunk, part: int = 0) -> Callable[[], bool]:
+        assert not self._gpu.num_under_way, "a launch is under way"
+        assert part == self._next_part
+        self.num_decoded_between += bool(part) and self._gpu.num_passes > self._num_passes
+        self._next_part, self._num_passes = (part + 1) % chunk.num_parts, self._gpu.num_passes
+        if self._next_part:
+            return lambda: True
         for position in range(chunk.start, chunk.end):
             before = self._plain[position - 1] if position else 1
             far = self._plain[position // 2] if position and not self._gpu.shape.cache.ring_positions else 2
@@ -411,6 +420,7 @@ class PlayedRunner:
         self._streams[0] = self._plain[chunk.end - 1]
 
     def store(self, first: int, last: int) -> None:
+        self._next_part = 0  # of one that was stopped the rest is never run
         for position in range(first, last):
             self._gpu.row(self._at, position)[0] = self._plain[position]
 

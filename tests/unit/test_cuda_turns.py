@@ -33,6 +33,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_request import CudaRequest
+from kog_dist.workers.prefill.model.chunks import Work
 from kog_dist.workers.prefill.prefill import Prefill
 from kog_dist.workers.worker import serve
 from tests.unit.asked_together import PATIENCE_S, Asked, AskedTogether
@@ -111,8 +112,9 @@ class Turns(Served):
         engine._make_blocks(shape, kernel)
         if prefill:
             kernel.prepare_head_start()
-            runner = cast(Any, PlayedRunner(self.gpu, kernel.kv.data.ptr))
-            engine._prefill = Prefill(runner, max_context=CONTEXT, sizes=(16, 32))
+            self.runner = cast(Any, PlayedRunner(self.gpu, kernel.kv.data.ptr))
+            work = Work(row_flop=1e12, most_parts=3, max_context=CONTEXT)  # so that chunks of 32 tokens have three parts
+            engine._prefill = Prefill(self.runner, max_context=CONTEXT, sizes=(16, 32), work=work)
         super().__init__(engine, control, spec.vocab_size, spec.sliding_window, lambda: None)
 
     def close(self) -> None:
@@ -166,6 +168,7 @@ def test_every_answer_is_that_of_the_request_alone(
     with turns(SPECS[name], PARALLEL, monkeypatch, prefill=prefill, shares=shares) as engine:
         engine.run(asked, chance)
         assert (engine.gpu.num_shared > 0) is shares
+        assert not prefill or engine.runner.num_decoded_between > 0
     with turns(SPECS[name], 1, monkeypatch, prefill=prefill) as engine:
         compare(engine, asked)
     assert {one.entries[-1].finish for one in asked} >= {Finish.LENGTH, Finish.CANCELLED}

@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -63,6 +63,7 @@ MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a chunk takes as long as 
 MIN_TAPE_TOKENS, MIN_EXPANDED_TOKENS = 4, 6  # the same of quantised ones (docs/formats.md#prefill)
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
+_ENDED = object()
 AMONG_PEERS_WAIT_US = 2_000_000  # hosts start their launches at different times; a stopped one is found sooner, by its heartbeat
 
 
@@ -254,15 +255,13 @@ class CudaEngine:
                 if len(running) > 1 and self._control.aborted():
                     self._leave(f"left requests {', '.join(f'{one.seq}' for one in running)}")
                 together = self._together(running)
-                reading = [one for one in running if one.reads]
-                # Where others decode they wait for one chunk of one prompt at a time.
-                waiting = reading[1:] if len(reading) < len(running) else []
+                reader, waiting = self._readers(running)
                 for one in running:
                     if one not in together and one not in waiting:
                         self._turn(one, running, intake, heartbeat)
-                for one in reading[:1]:
-                    running.remove(one)
-                    running.append(one)
+                if reader is not None and reader.reading is None:  # the next chunk is another one's
+                    running.remove(reader)
+                    running.append(reader)
                 if together:
                     self._share(together, running, intake, heartbeat)
                 running = [one for one in running if one.finish is Finish.NONE]
@@ -296,9 +295,21 @@ class CudaEngine:
             prefill.forget(kv.num_cached, kv.cache)
         return CudaRequest(seq, request, kv.num_cached, reads)
 
+    def _readers(self, running: Sequence[CudaRequest]) -> tuple[CudaRequest | None, Sequence[CudaRequest]]:
+        """Whose prompt is read now, if any, and whose not: where others decode they wait for a part of a chunk of one of them."""
+        reading = [one for one in running if one.reads]
+        if not reading:
+            return None, ()
+        reader = next((one for one in reading if one.reading is not None), reading[0])
+        is_alone = len(reading) == len(running) and reader.reading is None
+        return reader, () if is_alone else [one for one in reading if one is not reader]
+
     def _turn(self, one: CudaRequest, running: Sequence[CudaRequest], intake: Intake | None, heartbeat: Heartbeat) -> None:
-        """A chunk of its prompt, or some tokens of its answer; all of both where no other request can come."""
-        in_company, may_come = len(running) > 1, intake if self._takes_turns else None
+        """A chunk of its prompt, of which others that decode let it have a part, or some tokens of its answer; all of both where
+        no other request can come.
+        """
+        one.in_company = in_company = len(running) > 1
+        one.others_decode, may_come = any(not other.reads for other in running), intake if self._takes_turns else None
 
         def holds() -> bool:
             return in_company or (may_come is not None and may_come.num_new > 0)
@@ -306,9 +317,13 @@ class CudaEngine:
         self._loaded.use(one.slot)
         begins = one.launches is None
         if one.reads:
-            if any(other.has_streams for other in running):
+            if one.reading is None:
+                if any(other.has_streams or other.reading is not None for other in running):
+                    return
+                one.reading = self._read(one, heartbeat)
+            if next(one.reading, _ENDED) is not _ENDED:
                 return
-            self._read(one, heartbeat, in_company=in_company)
+            one.reading = None
             if one.reads:
                 return
         if one.launches is None:
@@ -407,9 +422,9 @@ class CudaEngine:
         if self._prefill is not None:
             self._prefill.forget(kv.copies[0].place * kv_blocks.block_tokens(self._blocks.shape), kv.cache)
 
-    def _read(self, one: CudaRequest, heartbeat: Heartbeat, *, in_company: bool) -> None:
-        """Have prefill read the prompt, or in company a chunk of it. Once it holds all, the kernel begins with the LM head, in
-        launches that are queued right behind prefill if they can be.
+    def _read(self, one: CudaRequest, heartbeat: Heartbeat) -> Generator[None, None, None]:
+        """Have prefill read the prompt, or in company a chunk of it, part by part. Once it holds all, the kernel begins with the
+        LM head, in launches that are queued right behind prefill if they can be.
 
         It holds fewer when the request is to end, or when prefill cannot run it (also fewer than there were): the kernel goes on
         from there, and sees why.
@@ -417,10 +432,13 @@ class CudaEngine:
         prefill, request, start = self._prefill, one.request, one.held
         assert prefill is not None
         num_prompt = len(request.prompt)
-        begin = partial(self._begin, request, num_prompt, in_company=in_company)
+
+        def begin() -> Launches:
+            return self._begin(request, num_prompt, in_company=one.in_company)
+
         prompt = PromptRun(self._control, self._rank, self._peers, one.seq, request, heartbeat, begin)
         end = prefill.next_end(start, num_prompt) if self._takes_turns else None
-        one.held = prompt.run(prefill, start, end)
+        one.held = yield from prompt.steps(prefill, start, end, lambda: one.others_decode)
         if self._control.aborted():
             self._leave(f"left request {one.seq}")
         if one.held <= start and not prompt.is_stopped and not self._has_overflown:

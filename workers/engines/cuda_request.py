@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import field
 
 from kog_dist.decode.request import DecodeRequest
@@ -23,6 +24,9 @@ class CudaRequest:
     request: DecodeRequest
     held: int
     reads: bool  # its prompt, by prefill
+    reading: Generator[None, None, None] | None = None  # a chunk of it, of which some parts were read
+    in_company: bool = False  # others run,
+    others_decode: bool = False  # some of which are not being read
     launches: Launches | None = None
     index: int = 0  # of the next token of the answer
     pace: Pace | None = None  # of one whose next mask can only be made when the token is handed out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -48,6 +48,20 @@ class Prefiller(Protocol):
         """Fill a KV cache of the kernel's behind the first `start` tokens; returns how many it holds then. `on_queued` is called
         when `streams` are queued; they are valid if all tokens are held in the end.
         """
+
+    def steps(
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        *,
+        should_stop: Callable[[], bool],
+        aborted: Callable[[], bool],
+        on_progress: Callable[[int], None],
+        on_queued: Callable[[], None],
+        pauses: Callable[[], bool],
+        cache: int = 0,
+    ) -> Generator[None, None, int]:
+        """As `run`, whose value is the generator's; between two parts it stands still, as long as `pauses` says so."""
 
     @property
     def streams(self) -> LastStreams:

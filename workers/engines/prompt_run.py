@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
@@ -15,7 +15,7 @@ from kog_dist.workers.engines.launches import Launches
 
 
 class PromptRun:
-    """`run` it at once, or chunk by chunk. `begin` sets the request up in the kernel, to begin with the LM head, and queues its
+    """All of it at once, or chunk by chunk. `begin` sets the request up in the kernel, to begin with the LM head, and queues its
     first launches.
 
     `peers`: None for one rank. `is_stopped`: somebody wanted the request to end meanwhile. `launches`: what `begin` gave, None if
@@ -38,11 +38,15 @@ class PromptRun:
         self.is_stopped = False
         self.launches: Launches | None = None
 
-    def run(self, prefill: Prefiller, start: int, end: int | None = None) -> int:
-        """Positions that the KV cache holds then. It holds `start` ones, and is to hold `end`: all, or to the end of a chunk."""
+    def steps(
+        self, prefill: Prefiller, start: int, end: int | None, pauses: Callable[[], bool]
+    ) -> Generator[None, None, int]:  # fmt: skip
+        """The generator's value: positions that the KV cache holds then. It holds `start` ones, and is to hold `end`, where a
+        chunk ends, or all. `pauses`: see `Prefill.steps`.
+        """
         prompt, cache, self._is_first = self._request.prompt, self._request.kv.cache, start == self._request.kv.num_cached
         is_last = end is None or end == len(prompt)
-        held = prefill.run(
+        held = yield from prefill.steps(
             prompt if is_last else prompt[:end],
             start,
             should_stop=self._should_stop,
@@ -50,6 +54,7 @@ class PromptRun:
             # Others may copy what is told, and rows are stored behind all chunks: run one by one, each tells behind its own.
             on_progress=self._progress if end is None else self._beat,
             on_queued=self._queued if is_last else lambda: None,
+            pauses=pauses,
             cache=cache,
         )
         if not self._control.aborted():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,19 @@ ROWS_QUEUED = 4096  # of several chunks together, whose work is at most MOST_FLO
 POLL_S = 20e-6
 
 Part = tuple[Chunk, int]  # of a chunk; 0: the first one
+
+
+Value = TypeVar("Value")
+
+
+def ended(steps: Generator[None, None, Value]) -> Value:
+    """Let it go on to its end; its value."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            value: Value = stop.value
+            return value
 
 
 class Runner(Protocol):
@@ -114,6 +127,26 @@ class Prefill:
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
         `should_stop` raises ends all waits, too.
         """
+        steps = self.steps(
+            token_ids, start, should_stop=should_stop, aborted=aborted, on_progress=on_progress, on_queued=on_queued, cache=cache
+        )
+        return ended(steps)
+
+    def steps(
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        *,
+        should_stop: Callable[[], bool],
+        aborted: Callable[[], bool] = lambda: False,
+        on_progress: Callable[[int], None] = lambda position: None,
+        on_queued: Callable[[], None] = lambda: None,
+        pauses: Callable[[], bool] = lambda: False,
+        cache: int = 0,
+    ) -> Generator[None, None, int]:
+        """As `run`, whose value is the generator's. It stands still behind each part of a chunk but the last, as long as `pauses`
+        says so: nothing is queued then, and the monokernel may decode other requests until it goes on.
+        """
         if not 0 <= start <= len(token_ids) <= self._max_context:
             raise ConfigError(
                 f"prefill from position {start} to {len(token_ids)} is not within the model's context of {self._max_context}"
@@ -126,7 +159,7 @@ class Prefill:
         self._runner.begin(token_ids, start, min(held, start), cache)
         self._held, self._cache = 0, cache
         try:
-            reached = self._queue(waiting, start, len(token_ids), should_stop, aborted, on_progress, on_queued)
+            reached = yield from self._queue(waiting, start, len(token_ids), should_stop, aborted, on_progress, on_queued, pauses)
         except BaseException:
             self._runner.stop()
             raise
@@ -144,7 +177,8 @@ class Prefill:
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
         on_queued: Callable[[], None],
-    ) -> int:
+        pauses: Callable[[], bool],
+    ) -> Generator[None, None, int]:
         """Queue what is waiting, and return when it has ended: how many positions the cache holds."""
         queued: deque[tuple[Part, Callable[[], bool]]] = deque()  # and whether it has ended
         end = start
@@ -154,7 +188,7 @@ class Prefill:
                 self._runner.stop()
                 waiting.clear()
                 is_stopped = True
-            elif waiting and self._has_room([*(part for part, _ in queued), waiting[0]]):
+            elif waiting and not (queued and pauses()) and self._has_room([*(part for part, _ in queued), waiting[0]]):
                 if should_stop():
                     waiting.clear()
                     continue
@@ -175,6 +209,8 @@ class Prefill:
                 (chunk, part), _ = queued.popleft()
                 if part == chunk.num_parts - 1:
                     on_progress(chunk.end)
+                if waiting and not queued and pauses():
+                    yield
             elif waiting:  # the GPU has more to do
                 time.sleep(POLL_S)
             else:  # the first token waits for this thread; even `sleep(0)` takes what timers may be late by, 50 us

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +60,23 @@ class ScriptedPrefill:
         if position == len(token_ids):
             on_queued()
         return start if self.gives_up else position
+
+    def steps(
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        *,
+        should_stop: Callable[[], bool],
+        aborted: Callable[[], bool],
+        on_progress: Callable[[int], None],
+        on_queued: Callable[[], None],
+        pauses: Callable[[], bool],
+        cache: int = 0,
+    ) -> Generator[None, None, int]:
+        yield from ()
+        return self.run(
+            token_ids, start, should_stop=should_stop, aborted=aborted, on_progress=on_progress, on_queued=on_queued, cache=cache
+        )
 
     def next_end(self, start: int, num_tokens: int) -> int:
         return min(start + BLOCK, num_tokens)

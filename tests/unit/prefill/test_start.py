@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -225,6 +225,9 @@ class Failing:
         self._error = error or RuntimeError("CUDA error: invalid argument")
 
     def run(self, *_: Any, **__: Any) -> int:
+        raise self._error
+
+    def steps(self, *_: Any, **__: Any) -> Generator[None, None, int]:
         raise self._error
 
     def next_end(self, start: int, num_tokens: int) -> int:
