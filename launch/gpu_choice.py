@@ -14,6 +14,7 @@ from kog_dist.hardware.gpus import Gpu, Inventory, read_inventory
 from kog_dist.hardware.selection import GpuRequest, select_gpus
 from kog_dist.hardware.visible import Visible, visible_gpus
 from kog_dist.launch.gpu_leases import use_of
+from kog_dist.launch.kept_prefixes import least_kept
 from kog_dist.records import dataclass
 from kog_dist.speculation import Speculation
 
@@ -31,6 +32,7 @@ LEAST_CONTEXT, _CONTEXT_STEP = 4096, 1024  # tokens of a context that is shorten
 # The CUDA context with its kernels, and what loading takes for a while; measured with one rank. tests/gpu/test_engine_ranks.py
 # compares what several take with what is counted.
 BESIDES_BYTES = 1 << 30
+_PLANNED_BYTES = 139 << 30  # that are free on an H200
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class GpuChoice:
     drafts: bool = False  # whether requests may have drafts
     parallel: int = 1  # requests that run together,
     num_caches: int = 1  # and KV caches
+    kept_bytes: int = 0  # least for kept prefixes, of what is spare
 
 
 def choose_gpus(
@@ -102,7 +105,8 @@ def _choose(
     needs = _needs(settings, checkpoint, count, kv_dtype)
     free_bytes = min((gpu.free_bytes for gpu in gpus), default=0)
     ways = itertools.chain(needs, _shorter(settings, checkpoint, count, kv_dtype, free_bytes))
-    need = next((need for need in ways if all(_has_room(gpu, need) for gpu in gpus)), needs[-1])
+    fits = (need for need in ways if all(_has_room(gpu, need) for gpu in gpus))
+    need = next(fits, needs[-1]) if gpus else _planned(needs)
     _check_words(checkpoint, count, kv_dtype, need)
     return _choice(count, kv_dtype, inventory, gpus, need, (*obstacles, *_obstacles(inventory, gpus, count, need)))
 
@@ -155,8 +159,8 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
             notes = "; ".join(filter(None, (note, _ring_note(*shapes) if number else "")))
             for together in _together(settings, shape, count):
                 uses = _bytes_by_use(checkpoint, shape, prefill=has_prefill, drafts=drafts, together=together)
-                # Whoever asks for nothing has at least room for one whole context that is kept.
-                kept = 0 if settings.parallel or together == (1, 1) else shape.cache.num_bytes
+                is_asked = settings.parallel or settings.kv_caches or together == (1, 1)
+                kept = 0 if is_asked or shape.cache.ring_positions else least_kept(settings, shape.cache.num_bytes)
                 found.append(_Need(uses, prefill, notes, obstacle, 0, shape.whole_windows, drafts, together, kept))
         return found
 
@@ -236,7 +240,7 @@ def _choice(
     spare_bytes = min((gpu.free_bytes for gpu in gpus), default=0) - need.num_bytes if gpus else 0
     return GpuChoice(
         count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context, spare_bytes, need.whole_windows,
-        need.drafts, *need.together,
+        need.drafts, *need.together, need.kept_bytes,
     )  # fmt: skip
 
 
@@ -295,11 +299,13 @@ def _together(settings: LaunchConfig, shape: KernelShape, count: int) -> Sequenc
     """
     from kog_dist.workers.cuda.company_build import obstacle_to_company
 
-    if settings.parallel or settings.kv_caches:
+    if settings.parallel:
         return [asked_together(settings, count)]
-    if count > 1 or settings.check_experts or obstacle_to_company(shape, TOGETHER[-1]):
-        return [(1, 1)]
-    return [*((parallel, parallel) for parallel in TOGETHER), (1, 1)]
+    has_company = count == 1 and not settings.check_experts and not obstacle_to_company(shape, TOGETHER[-1])
+    if settings.kv_caches:
+        parallel = min(TOGETHER[0], settings.kv_caches) if has_company else 1
+        return [asked_together(replace(settings, parallel=parallel), count)]
+    return [*((parallel, parallel) for parallel in TOGETHER if has_company), (1, 1)]
 
 
 def asked_together(settings: LaunchConfig, count: int) -> tuple[int, int]:
@@ -380,6 +386,12 @@ def _has_room(gpu: Gpu, need: _Need) -> bool:
     return gpu.free_bytes >= need.free_bytes
 
 
+def _planned(needs: Sequence[_Need]) -> _Need:
+    """On GPUs that are not here: in the best way, with as many requests at once as an H200 has memory for."""
+    best = [need for need in needs if (need.prefill, need.whole_windows) == (needs[0].prefill, needs[0].whole_windows)]
+    return next((need for need in best if need.free_bytes <= _PLANNED_BYTES), best[-1])
+
+
 def _check_words(checkpoint: Checkpoint, count: int, kv_dtype: str, need: _Need) -> None:
     """Raise PlanError if words of ranks of this kind could be lost: each of them would refuse to start."""
     from kog_dist.workers.cuda.kernel_words import check_words
@@ -441,6 +453,6 @@ def _choose_unasked(
     if settings.prefill == "on":
         without = _choose_unasked(replace(settings, prefill="off"), checkpoint, visible, inventory, kv_dtype)
         if without is not None:
-            (need,) = _needs(settings, checkpoint, without.count, kv_dtype)
+            need = _needs(settings, checkpoint, without.count, kv_dtype)[-1]
             raise next(_obstacles(inventory, without.gpus, without.count, need))
     return None

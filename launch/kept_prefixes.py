@@ -46,8 +46,20 @@ def kept_on_cpu(settings: LaunchConfig, num_ranks: int, of_state: int = 0, paral
     return asked
 
 
-def kept_on_gpus(settings: LaunchConfig, spare_bytes: int, num_ranks: int, *, has_rings: bool = False) -> tuple[int, int]:
+def least_kept(settings: LaunchConfig, of_context: int) -> int:
+    """Bytes of a GPU that must stay free beside what runs several requests, if nobody has asked for these: as many as are asked
+    for, else those of a context, where that is not more than a GPU has in any case.
+    """
+    asked = parse_gib(settings.prefix_cache)
+    return min(_MOST_GPU_BYTES, of_context) if asked is None else asked
+
+
+def kept_on_gpus(
+    settings: LaunchConfig, spare_bytes: int, num_ranks: int, *, has_rings: bool = False, least: int = 0
+) -> tuple[int, int]:  # fmt: skip
     """Bytes of each rank on its GPU, where `spare_bytes` are free beside the model, and in the host's memory.
+
+    `least`: on the GPU, if nobody asks for a number.
 
     Raises ConfigError for more than there is, and for any that is asked for where windowed layers keep a ring (`has_rings`).
     """
@@ -61,7 +73,7 @@ def kept_on_gpus(settings: LaunchConfig, spare_bytes: int, num_ranks: int, *, ha
         return 0, 0
     asked, asked_of_host = parse_gib(settings.prefix_cache), parse_gib(settings.prefix_host)
     if asked is None:
-        asked = min(_MOST_GPU_BYTES, spare_bytes // _SHARE_OF_FREE)
+        asked = min(_MOST_GPU_BYTES, max(least, spare_bytes // _SHARE_OF_FREE))
     elif asked > spare_bytes:
         raise ConfigError(
             f"prefix_cache {settings.prefix_cache} does not fit: {max(spare_bytes, 0) / 2**30:.1f} GiB of a GPU are free beside "

@@ -147,7 +147,11 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
     kept_bytes, kept_host_bytes = 0, 0
     if not choice.obstacles:
         kept_bytes, kept_host_bytes = kept_on_gpus(
-            settings, choice.spare_bytes, choice.count, has_rings=bool(checkpoint.spec.window_layers) and not choice.whole_windows
+            settings,
+            choice.spare_bytes,
+            choice.count,
+            has_rings=bool(checkpoint.spec.window_layers) and not choice.whole_windows,
+            least=choice.kept_bytes,
         )
     target = Target(
         folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, kept_bytes=kept_bytes,

@@ -156,6 +156,7 @@ class PlayedGpu:
         for user in (driver, monokernel, processors, head_start):
             monkeypatch.setattr(user, "Kernel", lambda path, name, shared: _PlayedKernel(self, path.stem))
         monkeypatch.setattr(monokernel, "build", lambda headers: _cubin("plain"))
+        monkeypatch.setattr(monokernel, "prebuild", lambda programs: None)
         small = None if self.shape.spec.window_layers else draft_builds.draft_headers(self.shape)[0]
         monkeypatch.setattr(draft_builds, "build", lambda headers: _cubin("small" if headers == small else "large"))
         of_company = {} if self.shape.spec.window_layers else {n: company_headers(self.shape, n) for n in COMPANY_SIZES}

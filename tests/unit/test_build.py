@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import shutil
 import sys
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ import pytest
 from kog_dist.cuda import build as build_module
 from kog_dist.errors import CompileError, LaunchError
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.build import build, device_sources
+from kog_dist.runtime.startup import StartStage, StartTeller
+from kog_dist.workers.cuda.build import build, device_sources, prebuild
 from kog_dist.workers.cuda.kernel_abi import KERNEL_STRUCTS, abi_header
 from kog_dist.workers.cuda.kernel_header import headers as kernel_headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -46,7 +49,27 @@ def test_kernel_builds_once_and_keeps_its_registers(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(build_module, "_with_nvcc", None)  # from here on compiling would fail
     assert build(headers(), folder=tmp_path).path == first.path
     with pytest.raises(TypeError):
-        build(headers(copies=8), folder=tmp_path)
+        build(headers(keeps_hashes=True), folder=tmp_path)
+
+
+@needs_nvcc
+def test_programs_that_are_missing_are_compiled_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one stage of the start, which waits for all of them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    both, told = threading.Barrier(2, timeout=30), list[StartStage]()
+
+    def compiled(compiler: str, kernel: str, sources: Mapping[str, str]) -> tuple[bytes, str]:
+        both.wait()
+        return sources["shape.cuh"].encode(), ""
+
+    monkeypatch.setattr(build_module, "_with_nvcc", compiled)
+    programs = [headers(), headers(keeps_hashes=True)]
+    with StartTeller(lambda report: told.append(report.stage)).hearing_compilers():
+        prebuild(programs)
+        assert told == [StartStage.COMPILING, StartStage.INTERPRETER]
+        prebuild(programs)
+        assert [build(one).path.read_bytes() for one in programs] == [one["shape.cuh"].encode() for one in programs]
+    assert len(told) == 2, "nothing is compiled again"
 
 
 @needs_nvcc

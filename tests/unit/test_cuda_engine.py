@@ -211,6 +211,9 @@ class ScriptedKernel:
     def leave_early(self) -> None:
         raise AssertionError("its requests take no turns")
 
+    def try_together(self) -> None:
+        raise AssertionError("its requests take no turns")
+
     def abort(self) -> None:
         self.aborted = True
 

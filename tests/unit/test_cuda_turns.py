@@ -31,6 +31,7 @@ from kog_dist.workers.coordinator import kept_caches
 from kog_dist.workers.coordinator.decode_slot import DecodeSlots
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.engines import cuda
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.prefill.model.chunks import Work
@@ -110,6 +111,9 @@ class Turns(Served):
         engine = CudaEngine(args, control)
         engine._kernel, engine._max_context = kernel, CONTEXT
         engine._make_blocks(shape, kernel)
+        kernel.try_together()
+        tried = int(bool(kernel.most_together() > 1))
+        assert (self.gpu.epochs["company2"], self.gpu.epochs["company4"]) == (tried, tried), "each build is tried"
         if prefill:
             kernel.prepare_head_start()
             self.runner = cast(Any, PlayedRunner(self.gpu, kernel.kv.data.ptr))
@@ -172,6 +176,39 @@ def test_every_answer_is_that_of_the_request_alone(
     with turns(SPECS[name], 1, monkeypatch, prefill=prefill) as engine:
         compare(engine, asked)
     assert {one.entries[-1].finish for one in asked} >= {Finish.LENGTH, Finish.CANCELLED}
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+def test_to_share_passes_or_to_take_turns_gives_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often they change from one to the other, for the sake of drafts."""
+    chance = random.Random(seed)
+    monkeypatch.setattr(cuda, "gains_from_turns", lambda gains, extra: chance.random() < 0.3)
+    asked = [replace(one, request=replace(one.request, drafts=True)) for one in drawn(chance, 16)]
+    with turns(DENSE, PARALLEL, monkeypatch, shares=True) as engine:
+        engine.run(asked, chance)
+    with turns(DENSE, 1, monkeypatch) as engine:
+        compare(engine, asked)
+
+
+def test_prompts_that_go_token_by_token_in_company_are_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far they are, which newcomers go by, and that the rank is alive."""
+    asked = [Asked(DecodeRequest(tuple(range(first, first + 90)) * 4, 5)) for first in (0, 7)]
+    told = [set[int](), set[int]()]
+    with turns(DENSE, 2, monkeypatch, prefill=False, shares=True) as engine:
+        deadline, slots = Deadline.after(PATIENCE_S), engine.slots.slots
+        for slot, one in zip(slots, asked, strict=True):
+            engine.slots.submit(slot, one.request, reuse_kv=False)
+        while engine.slots.busy:
+            assert not deadline.expired()
+            assert not engine.is_broken.is_set(), engine.error
+            for slot, seen in zip(slots, told, strict=True):
+                if slot.seq is not None:
+                    seen.add(engine.control.progress(slot.seq, slot.number) or 0)
+            engine.slots.wait(0.001, lambda: False)
+            for slot, one in zip(slots, asked, strict=True):
+                one.entries += slot.read()
+        assert engine.gpu.num_shared > 100
+    assert all(len(seen) > 10 for seen in told)
 
 
 def compare(engine: Served, asked: Sequence[Asked], *, reuse_kv: bool = True) -> None:

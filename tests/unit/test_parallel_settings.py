@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from kog_dist.config import MAX_PARALLEL, LaunchConfig
-from kog_dist.errors import ConfigError
+from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.hardware.gpus import Inventory
+from kog_dist.launch import gpu_choice
 from kog_dist.launch.gpu_choice import BESIDES_BYTES, asked_together, choose_gpus, gpu_rank_bytes, gpu_rank_shape
 from kog_dist.launch.inspection import dry_run
+from kog_dist.launch.kept_prefixes import kept_on_gpus
 from kog_dist.launch.target import choose_target
 from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
 from kog_dist.runtime.abi import MOST_PARALLEL
@@ -90,6 +93,52 @@ def test_what_is_asked_for_is_had_or_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=cause):
             asked_together(asked, count)
+
+
+def test_several_leave_room_for_what_is_kept(tmp_path: Path) -> None:
+    """For what is asked for, else for a context; whoever asks for several requests is believed."""
+    dense = planned_checkpoint(write_config(tmp_path))
+    one, two, four = (_uses(dense, n, n) for n in (1, 2, 4))
+    context = one["cache"]
+    needs = {n: sum(uses.values()) + BESIDES_BYTES for n, uses in ((1, one), (2, two), (4, four))}
+    for free, asked, parallel in (
+        (needs[4] + context, "auto", 4),
+        (needs[4] + context, "off", 4),
+        (needs[4], "off", 4),
+        (needs[4] + context, "5", 2),
+        (needs[2] + (5 << 30), "5", 2),
+        (needs[2] + (5 << 30) - 1, "5", 1),
+    ):
+        settings = LaunchConfig(gpus="1", prefill="off", prefix_cache=asked)
+        choice = choose_gpus(settings, dense, {}, inventory_with(free, 1))
+        assert choice is not None
+        assert choice.parallel == parallel
+        kept, _ = kept_on_gpus(settings, choice.spare_bytes, 1, least=choice.kept_bytes)
+        assert kept >= {"off": 0, "5": 5 << 30}.get(asked, context)
+    for settings in (LaunchConfig(gpus="1", prefill="off", parallel=2), LaunchConfig(gpus="1", prefill="off", kv_caches=2)):
+        choice = choose_gpus(settings, dense, {}, inventory_with(needs[2], 1))
+        assert choice is not None
+        assert (choice.parallel, choice.num_caches, choice.context) == (2, 2, 0)
+
+
+def test_gpus_that_are_not_here_are_planned_with_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, nothing = planned_checkpoint(write_config(tmp_path)), Inventory((), ("no driver",))
+    uses = [gpu_rank_bytes(dense, 0, 1, "bfloat16", prefill=True, drafts=True, parallel=n, num_caches=n) for n in (1, 2)]
+    needs = [sum(one.values()) + BESIDES_BYTES for one in uses]
+    for planned, parallel in ((139 << 30, 4), (needs[1] + uses[0]["cache"], 2), (needs[0], 1), (1, 1)):
+        monkeypatch.setattr(gpu_choice, "_PLANNED_BYTES", planned)
+        choice = choose_gpus(LaunchConfig(gpus="1"), dense, {}, nothing)
+        assert choice is not None
+        assert (choice.parallel, choice.prefill) == (parallel, "auto")
+
+
+def test_prefill_that_does_not_fit_is_said_where_nobody_asks_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_choice, "find_spec", lambda name: True)
+    dense = planned_checkpoint(write_config(tmp_path))
+    without = inventory_with(sum(_uses(dense, 1, 1).values()) + BESIDES_BYTES, 1)
+    settings = LaunchConfig(prefill="on", context=dense.spec.max_context)
+    with pytest.raises(LaunchError, match="for prefill, which --prefill off does without"):
+        choose_gpus(settings, dense, {}, without)
 
 
 def test_a_dry_run_for_gpus_says_it(tmp_path: Path) -> None:

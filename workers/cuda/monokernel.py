@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.cuda.build import build
+from kog_dist.workers.cuda.build import build, prebuild
 from kog_dist.workers.cuda.company_build import CompanyBuild, CompanySeat, company_headers
 from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.device_weights import DeviceWeights
@@ -93,9 +92,10 @@ class Monokernel:
         if processors and shape.tokens > 1:
             raise ValueError("the build with processors has passes of one token")
         self._peers = np.zeros((), PEERS.dtype).tobytes() if heap is None else heap.device_handle().tobytes()
-        wanted = [headers(shape), *(draft_headers(shape) if drafts else ()), *(company_headers(shape, size) for size in company)]
-        with ThreadPoolExecutor(len(wanted)) as pool:  # what is not built yet is compiled side by side; below it is there
-            cubin, *_ = pool.map(build, wanted)
+        others = [*(draft_headers(shape) if drafts else ()), *(company_headers(shape, size) for size in company)]
+        if others:
+            prebuild([headers(shape), *others])
+        cubin = build(headers(shape))
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
@@ -272,13 +272,14 @@ class Monokernel:
         """How many requests a pass may have."""
         return self._company[-1].shape.tokens if self._company else 1
 
-    def launch_together(self, slots: Sequence[int], num_steps: int, stamps: Any = None) -> None:
+    def launch_together(self, slots: Sequence[int], num_steps: int, stamps: Any = None, *, least_seats: int = 1) -> None:
         """Queue at most `num_steps` passes, of which each has a token of the requests of all these decode slots that go on.
 
         They have no processors, and those that begin with streams have had a launch of their own. Nothing is drafted; a launch of
         their own has drafts again. `stamps`: as for `launch`.
         """
-        number, build = next((i, build) for i, build in enumerate(self._company) if build.shape.tokens >= len(slots))
+        num_seats = max(len(slots), least_seats)
+        number, build = next((i, build) for i, build in enumerate(self._company) if build.shape.tokens >= num_seats)
         self._ran_together.add(number)
         self._slot = self._slots[slots[0]]  # whose limit of waits and whose abort it goes by
         seats = list[CompanySeat | None]()
@@ -296,6 +297,13 @@ class Monokernel:
         raw = build.params(params, self._peers, seats)
         build.kernel.launch(build.shape.num_ctas, build.shape.num_threads, raw, self.stream.ptr)
 
+    def try_together(self) -> None:
+        """A pass of each build for several requests, with one in it. No request is under way. Raises DeviceError."""
+        for together in self._company:
+            self.begin((0,), 1, SamplingParams())
+            self.launch_together([self._slot.number], 1, least_seats=together.shape.tokens)
+            self.finish()
+
     def _resume_drafts(self, slot: DeviceSlot) -> None:
         """Tell the drafts of a request what company has decoded. Waits for launches."""
         from cupy.cuda import runtime
@@ -303,9 +311,9 @@ class Monokernel:
         assert self._draft_builds is not None, "made without drafts"
         slot.has_undrafted, slot.staged_state[0] = False, self._left_by(slot)
         state = slot.staged_state[0]
-        if int(state["finish"]) != Finish.NONE:
-            return
         num_prompt, position = int(state["num_prompt"]), int(state["position"])
+        if int(state["finish"]) != Finish.NONE or position < num_prompt:  # of the answer they have missed nothing
+            return
         first = max(int(state["draft_looked"]) + 1, num_prompt)
         answer = [slot.ring_words[2 * (at - num_prompt)] & 0xFFFFFFFF for at in range(first, position + 1)]
         self._draft_builds.resume(slot.number, first, answer, position, state, self.stream)

@@ -189,6 +189,8 @@ class CudaEngine:
             raise LaunchError(f"rank {self._rank}: the kernel ended its trial without a token; start the engine again")
         if self._peers is not None:
             self._peers.compare_trials(entry.token_id)
+        if self._takes_turns:
+            kernel.try_together()
         if self._args.drafts:
             costs = kernel.measure_drafts()
             if self._peers is not None:
@@ -340,11 +342,17 @@ class CudaEngine:
         """Those that share passes now: at least two. Drafts need passes of a request's own, so it has none meanwhile."""
         sharing = [one for one in running if one.shares] if len(running) > 1 and self._loaded.most_together() > 1 else []
         for one in running:
-            if len(sharing) < 2:
-                one.gain = None
-            elif one.shares and one.gain is None and (prediction := self._prediction(one.request)) is not None:
-                one.gain = DraftGain(one.request.prompt, prediction, one.answer, PASS_TOKENS, self._pass_extra)
+            if one.shares and not one.is_followed and len(sharing) > 1:
+                self._follow(one)
+            one.is_followed = one.gain is not None and len(sharing) > 1
         return sharing if len(sharing) > 1 and not self._have_drafts(sharing) else []
+
+    def _follow(self, one: CudaRequest) -> None:
+        """From here on its gain by drafts is to be known, if it may have any."""
+        if one.gain is not None:
+            one.gain.catch_up(one.answer)
+        elif (prediction := self._prediction(one.request)) is not None:
+            one.gain = DraftGain(one.request.prompt, prediction, one.answer, PASS_TOKENS, self._pass_extra)
 
     def _have_drafts(self, sharing: Sequence[CudaRequest]) -> bool:
         """Whether all of them have passes of their own in turn, since they have so many right drafts."""
@@ -361,14 +369,16 @@ class CudaEngine:
         most = kernel.most_together()
         groups = [[one.slot for one in together[number : number + most]] for number in range(0, len(together), most)]
         num_launches, have_others = 0, len(together) < len(running)
-        is_long = len(groups) == 1 and not have_others
+        reads_tokens = not all(one.index for one in together)  # whose prompts go token by token: progress is told behind a launch
+        is_long = len(groups) == 1 and not have_others and not reads_tokens
 
         def goes_on() -> bool:
             if num_launches < len(groups):
                 return True
             has_new = intake is not None and intake.num_new > 0
             all_go_on = all(one.finish is Finish.NONE and not one.is_ending for one in together)
-            return all_go_on and not have_others and not has_new and not self._have_drafts(together)
+            is_over = have_others or reads_tokens or has_new or self._have_drafts(together)
+            return all_go_on and not is_over
 
         while True:
             while queued and queued[0].done:
@@ -393,8 +403,8 @@ class CudaEngine:
         for one in together:
             if one.index == 0:  # its prompt goes token by token
                 kernel.use(one.slot)
-                held = min(int(kernel.state()["position"]), len(one.request.prompt) - 1)
-                self._control.set_progress(self._rank, one.seq, held, one.slot)
+                one.told = min(int(kernel.state()["position"]), len(one.request.prompt) - 1)
+                self._control.set_progress(self._rank, one.seq, one.told, one.slot)
 
     def _take_shared(self, one: CudaRequest, heartbeat: Heartbeat, *, has_ended: bool) -> None:
         """Hand out what shared passes have given of a request. `has_ended`: all that were queued had, before this was called."""
@@ -539,7 +549,7 @@ class CudaEngine:
             self._settle(one, token.finish)
         if self._takes_turns and token.finish is Finish.NONE:
             one.answer.append(token.token_id)
-            if one.gain is not None:
+            if one.gain is not None and one.is_followed:
                 one.gain.took(token.token_id)
         self._put(one, token.token_id, token.finish, logits, logprobs, token.drafted)
         one.index, one.finish = index + 1, token.finish
@@ -591,7 +601,8 @@ class CudaEngine:
             if launches.refill(index, holds=is_held):
                 heartbeat.progress()
                 if index == 0:
-                    self._control.set_progress(self._rank, seq, num_held + launches.num_prompt_steps_ended, slot)
+                    one.told = max(one.told, num_held + launches.num_prompt_steps_ended)  # it knows nothing of company
+                    self._control.set_progress(self._rank, seq, one.told, slot)
             elif kernel.is_idle() and launches.all_ended and kernel.token(index) is None:
                 kernel.finish()
                 raise RequestFailed("rank_failed", f"the kernel ended without token {index} of request {seq}")

@@ -29,11 +29,13 @@ class CudaRequest:
     others_decode: bool = False  # some of which are not being read
     launches: Launches | None = None
     index: int = 0  # of the next token of the answer
+    told: int = 0  # positions that the cache of one whose prompt goes token by token is said to hold
     pace: Pace | None = None  # of one whose next mask can only be made when the token is handed out
     waits_since_s: float | None = None  # for its first mask
     asked_to_cancel: bool = False
     answer: list[int] = field(default_factory=list)  # so far, where requests take turns
-    gain: DraftGain | None = None  # of one that might have drafts and has company
+    gain: DraftGain | None = None  # of one that might have drafts and has had company
+    is_followed: bool = False  # the gain knows of all tokens, since it has company
     is_ending: bool = False  # its last token is there
     finish: Finish = field(default=Finish.NONE)
 

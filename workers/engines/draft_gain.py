@@ -21,9 +21,9 @@ class DraftGain:
         self, prompt: Sequence[int], prediction: Sequence[int], answer: Sequence[int], num_tokens: int, extra: float
     ) -> None:  # fmt: skip
         self._lookup, self._num_tokens, self._extra = Lookup(prompt, prediction), num_tokens, extra
-        for token_id in answer:
-            self._lookup.push(token_id)
+        self._num_known = 0
         self._draft, self._num_taken, self._num_passes = list[int](), 0, 0
+        self.catch_up(answer)
         self._tokens, self._time = 0.0, 0.0  # of the newest passes, the older the less
 
     @property
@@ -31,9 +31,16 @@ class DraftGain:
         """Tokens in the time of a pass of one token; 1 as long as nothing is known."""
         return self._tokens / self._time if self._num_passes >= _LEAST_PASSES else 1.0
 
+    def catch_up(self, answer: Sequence[int]) -> None:
+        """The answer so far, whose tokens behind those that it knows count for nothing."""
+        for token_id in answer[self._num_known :]:
+            self._lookup.push(token_id)
+        self._num_known, self._draft, self._num_taken = len(answer), [], 0
+
     def took(self, token_id: int) -> None:
         """The next token of the answer."""
         self._lookup.push(token_id)
+        self._num_known += 1
         is_right = self._draft[self._num_taken : self._num_taken + 1] == [token_id]
         self._num_taken += 1
         if is_right:

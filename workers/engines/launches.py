@@ -80,6 +80,9 @@ class DecodeKernel(Protocol):
     def most_together(self) -> int:
         """How many requests a pass may have."""
 
+    def try_together(self) -> None:
+        """Run each build for several requests. No request is under way."""
+
     def launch_together(self, slots: Sequence[int], num_steps: int) -> None:
         """Queue passes that have a token of each of these decode slots' requests, without drafts. Others that have the same slots
         may be under way.
