@@ -137,32 +137,40 @@ class PlayedGpu:
         self.epochs = {"epoch": 0, "pass_epoch": 0, "company2": 0, "company4": 0}
         self.num_shared = 0  # passes that several requests had
         self.published: tuple[int, int] | None = None  # what the next LM head alone begins with: its epoch, a row
+        # What a launch begins with, and what rank 0 tells its peers in it: with one rank nobody is told.
+        self.meet: Callable[[tuple[Any, ...]], None] = lambda what: None
+        self.told: Callable[[Callable[[], Any]], Any] = lambda decide: decide()
         self.num_under_way = self.num_passes = 0  # launches that have not ended; passes so far
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch, current: Callable[[], PlayedGpu] | None = None) -> None:
+        """`current`: the GPU of the thread that calls, where there are several."""
+        own = current or (lambda: self)
         runtime = SimpleNamespace(
-            memcpyAsync=self._copy, memcpy2DAsync=self._copy_rows, memsetAsync=self._set, streamQuery=self._query,
+            memcpyAsync=lambda *args: own()._copy(*args), memcpy2DAsync=lambda *args: own()._copy_rows(*args),
+            memsetAsync=lambda *args: own()._set(*args), streamQuery=lambda stream: own()._query(stream),
             memcpyHostToDevice=1, memcpyDeviceToHost=2, memcpyDeviceToDevice=3,
         )  # fmt: skip
         cuda = SimpleNamespace(
-            runtime=runtime, Stream=lambda non_blocking: self.stream, alloc_pinned_memory=lambda size: bytearray(size),
-            Device=lambda: SimpleNamespace(synchronize=self.stream.synchronize, use=lambda: None),
+            runtime=runtime, Stream=lambda non_blocking: own().stream, alloc_pinned_memory=lambda size: bytearray(size),
+            Device=lambda: SimpleNamespace(synchronize=own().stream.synchronize, use=lambda: None),
             Memory=lambda size: _Held(np.zeros(size, np.uint8)),
         )  # fmt: skip
         types = {name: getattr(np, name) for name in ("uint8", "uint32", "uint64", "float32")}
-        played = SimpleNamespace(cuda=cuda, zeros=self._zeros, **types)
+        played = SimpleNamespace(cuda=cuda, zeros=lambda *args: own()._zeros(*args), **types)
         for name, module in (("cupy", played), ("cupy.cuda", cuda)):
             monkeypatch.setitem(__import__("sys").modules, name, module)
         for user in (driver, monokernel, processors, head_start):
-            monkeypatch.setattr(user, "Kernel", lambda path, name, shared: _PlayedKernel(self, path.stem))
+            monkeypatch.setattr(user, "Kernel", lambda path, name, shared: _PlayedKernel(own(), path.stem))
         monkeypatch.setattr(monokernel, "build", lambda headers: _cubin("plain"))
         monkeypatch.setattr(monokernel, "prebuild", lambda programs: None)
-        small = None if self.shape.spec.window_layers else draft_builds.draft_headers(self.shape)[0]
-        monkeypatch.setattr(draft_builds, "build", lambda headers: _cubin("small" if headers == small else "large"))
-        of_company = {} if self.shape.spec.window_layers else {n: company_headers(self.shape, n) for n in COMPANY_SIZES}
+        monkeypatch.setattr(
+            draft_builds,
+            "build",
+            lambda headers: _cubin("small" if headers == draft_builds.draft_headers(own().shape)[0] else "large"),
+        )
 
         def company(headers: Any) -> Cubin:
-            return _cubin(next(f"company{n}" for n, one in of_company.items() if one == headers))
+            return _cubin(next(f"company{n}" for n in COMPANY_SIZES if company_headers(own().shape, n) == headers))
 
         monkeypatch.setattr(company_build, "build", company)
         monkeypatch.setattr(processors, "build", lambda headers, source: _cubin("processors"))
@@ -236,6 +244,7 @@ class PlayedGpu:
             return
         if name in ("small", "large") and (int(state["pass_tokens"][0]) > 1) != (name == "large"):
             return
+        self.meet((name, int(params["num_steps"]), int(state["position"][0]), int(state["num_prompt"][0])))
         drafts = np.frombuffer(raw[-DRAFT_PARAMS.size_bytes :], DRAFT_PARAMS.dtype)[0] if name in ("small", "large") else None
         for _ in range(int(params["num_steps"])):
             if state["finish"][0] or at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
@@ -244,7 +253,7 @@ class PlayedGpu:
             if drafts is not None:
                 self._look_up(drafts, state[0], int(params["ring_ptr"]))
             self._pass(name, params, raw[-PROCESSOR_PARAMS.size_bytes :] if "processors" in name else b"", state)
-            if drafts is not None and _do_others_wait(params):
+            if drafts is not None and self.told(lambda: _do_others_wait(params)):
                 return
 
     def _look_up(self, drafts: Any, state: Any, ring_ptr: int) -> None:
@@ -270,6 +279,8 @@ class PlayedGpu:
         }
         states = {seat: at(int(company["state_ptr"][seat]), DECODE_STATE.dtype) for seat in seats}
         assert self.published is None, "a pass has taken the place of streams that nobody has used"
+        positions = tuple((seat, int(state["position"][0]), int(state["num_prompt"][0])) for seat, state in states.items())
+        self.meet((name, int(params["num_steps"]), positions))
         for _ in range(int(params["num_steps"])):
             live = [seat for seat in seats if not states[seat]["finish"][0]]
             if not live or at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
@@ -280,7 +291,7 @@ class PlayedGpu:
             time.sleep(_PASS_S)
             for seat in live:
                 self._pass("company", requests[seat], b"", states[seat])
-            if any(map(_do_others_wait, requests.values())):
+            if self.told(lambda: any(map(_do_others_wait, requests.values()))):
                 return
 
     def _pass(self, name: str, params: Any, of_processors: bytes, state: Any) -> None:
@@ -302,20 +313,22 @@ class PlayedGpu:
             state[counter] = self.epochs[counter] = int(state[counter][0]) + 1
         index = position + 1 - int(state["num_prompt"][0])
         host = at(int(params["host_ptr"]), HOST_PAGE.dtype)
-        is_cancelled = int(host["cancelled_tag"][0]) == int(params["request_tag"])
+        is_cancelled = self.told(lambda: int(host["cancelled_tag"][0]) == int(params["request_tag"]))
         finish = Finish.CANCELLED if is_cancelled else Finish.NONE
         if index < 0:
             token = int(at(int(params["prompt_ptr"]) + 4 * (position + 1), np.uint32)[0])
         else:
             vocab = self.shape.spec.vocab_size
-            logits = at(int(params["logits_ptr"]), np.float32, vocab)
-            logits[:] = (row >> 20) % 1000 + np.arange(vocab)
+            first, end = self.shape.head.vocab_rows
+            at(int(params["logits_ptr"]), np.float32, end - first)[:] = (row >> 20) % 1000 + np.arange(first, end)
             token = (row >> 7 ^ int(params["seed"]) * int(params["inverse_temperature_bits"])) % vocab
             if of_processors:
                 tag = int(params["request_tag"])
-                found = self._allowed(np.frombuffer(of_processors, PROCESSOR_PARAMS.dtype, 1)[0], index, token, host, tag)
+                given = np.frombuffer(of_processors, PROCESSOR_PARAMS.dtype, 1)[0]
+                found = self.told(lambda: self._allowed(given, index, token, host, tag))
                 if found is None:
-                    finish = Finish.CANCELLED if int(host["cancelled_tag"][0]) == tag else Finish.NO_MASK
+                    is_ours = self.told(lambda: int(host["cancelled_tag"][0]) == tag)
+                    finish = Finish.CANCELLED if is_ours else Finish.NO_MASK
                 token = token if found is None else found
             stops = token in params["stop_ids"][: int(params["num_stop_ids"])]
             is_full = index + 1 >= int(state["max_tokens"][0]) or position + 2 >= self.shape.spec.max_context

@@ -14,6 +14,7 @@ from kog_dist.runtime.abi import MAX_STOP_IDS
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.kernel_abi import COMPANY_PARAMS, DECODE_STATE
+from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
@@ -40,6 +41,13 @@ def obstacle_to_company(shape: KernelShape, tokens: int) -> str:
     except ConfigError as error:
         return str(error).removeprefix(_REFUSAL).removesuffix("; use --parallel 1")
     return ""
+
+
+def company_sizes(shape: KernelShape, parallel: int) -> list[int]:
+    """Of how many requests a rank has builds, where so many run at once; none where it cannot, and requests take turns."""
+    if parallel == 1 or shape.checks_experts:
+        return []
+    return [size for size in COMPANY_SIZES if not obstacle_to_company(shape, size)]
 
 
 def company_bytes(shape: KernelShape, tokens: int) -> int:

@@ -41,6 +41,7 @@ from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, tr
 from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
+from kog_dist.workers.engines.cuda_turn import Decision
 from kog_dist.workers.engines.draft_gain import DraftGain, gains_from_turns
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.launches import ANSWER_STEPS, CHUNKS_QUEUED, COMPANY_STEPS, DecodeKernel, Launches, Token
@@ -81,6 +82,7 @@ class CudaEngine:
         self._has_said_undrafted = False  # that a request has none
         self._pass_extra = 0.0  # what a pass of several tokens takes more than one of a single token, in such passes
         self._choices: ChoiceCheck | None = None  # None: nobody compares which experts are chosen
+        self._intake: Intake | None = None  # of the requests that come while some run
         self._cleared = dict[int, int]()  # by KV cache that a fault has emptied: the newest request that may want to copy from it
         self._max_context = 0
         self._start = StartTeller(partial(control.set_startup, self._rank))
@@ -252,33 +254,51 @@ class CudaEngine:
         """See `Engine.run`. Requests that come meanwhile take turns with it, on one GPU that has slots for several."""
         with translated_errors(self._args.device), self._heartbeat as heartbeat:
             first = self._taken(seq, request)
-            running = [first]
+            running, self._intake = [first], intake
             while running:
                 if len(running) > 1 and self._control.aborted():
                     self._leave(f"left requests {', '.join(f'{one.seq}' for one in running)}")
-                together = self._together(running)
-                reader, waiting = self._readers(running)
-                for one in running:
-                    if one not in together and one not in waiting:
-                        self._turn(one, running, intake, heartbeat)
-                if reader is not None and reader.reading is None:  # the next chunk is another one's
-                    running.remove(reader)
-                    running.append(reader)
-                if together:
-                    self._share(together, running, intake, heartbeat)
-                running = [one for one in running if one.finish is Finish.NONE]
-                while intake is not None and self._takes_turns and intake.num_new:
+                sharing = self._sharing(running)
+                decision = self._decided(running, sharing)
+                for _ in range(decision.num_new):
+                    assert intake is not None
                     seq, request = intake.take()
                     if request.only_copies:
                         self._copy(request.kv)
                     else:
                         running.append(self._taken(seq, request))
+                together = () if decision.have_drafts else sharing
+                reader, waiting = self._readers(running)
+                for one in running:
+                    if one not in together and one not in waiting:
+                        self._turn(one, running, decision, heartbeat)
+                if reader is not None and reader.reading is None:  # the next chunk is another one's
+                    running.remove(reader)
+                    running.append(reader)
+                if together:
+                    self._share(together, running, heartbeat)
+                running = [one for one in running if one.finish is Finish.NONE]
             return first.finish
 
     @property
     def _takes_turns(self) -> bool:
-        """Whether several requests run. Among ranks all would have to take the same turns; choices of experts are of one."""
-        return self._args.parallel > 1 and self._peers is None and self._choices is None
+        """Whether several requests run. Choices of experts are of one."""
+        return self._args.parallel > 1 and self._choices is None
+
+    @property
+    def _num_new(self) -> int:
+        """Requests that have come and are not taken yet, where several run."""
+        return self._intake.num_new if self._intake is not None and self._takes_turns else 0
+
+    def _shared(self, number: int) -> int:
+        """Rank 0's, where several ranks take turns. Collective."""
+        return number if self._peers is None or not self._takes_turns else self._peers.share_number(number)
+
+    def _decided(self, running: Sequence[CudaRequest], sharing: Sequence[CudaRequest]) -> Decision:
+        """What a turn goes by that ranks might see differently. Collective."""
+        may_begin = sum(1 << one.slot for one in running if self._need_not_wait(one))
+        own = Decision(self._num_new, self._have_drafts(sharing), may_begin)
+        return Decision.unpack(self._shared(own.pack()))
 
     def _taken(self, seq: int, request: DecodeRequest) -> CudaRequest:
         """A request whose beginning is on its way to its KV cache, as far as it is kept."""
@@ -306,15 +326,16 @@ class CudaEngine:
         is_alone = len(reading) == len(running) and reader.reading is None
         return reader, () if is_alone else [one for one in reading if one is not reader]
 
-    def _turn(self, one: CudaRequest, running: Sequence[CudaRequest], intake: Intake | None, heartbeat: Heartbeat) -> None:
+    def _turn(self, one: CudaRequest, running: Sequence[CudaRequest], decision: Decision, heartbeat: Heartbeat) -> None:
         """A chunk of its prompt, of which others that decode let it have a part, or some tokens of its answer; all of both where
         no other request can come.
         """
         one.in_company = in_company = len(running) > 1
-        one.others_decode, may_come = any(not other.reads for other in running), intake if self._takes_turns else None
+        one.others_decode = any(not other.reads for other in running)
+        meets = self._peers is not None and self._takes_turns  # so each turn has what is queued at its beginning
 
         def holds() -> bool:
-            return in_company or (may_come is not None and may_come.num_new > 0)
+            return in_company or meets or self._num_new > 0
 
         self._loaded.use(one.slot)
         begins = one.launches is None
@@ -329,7 +350,7 @@ class CudaEngine:
             if one.reads:
                 return
         if one.launches is None:
-            if one.request.mask_epoch and not self._has_first_mask(one, heartbeat, holds):
+            if one.request.mask_epoch and not self._has_first_mask(one, heartbeat, holds, decision if meets else None):
                 return
             one.launches = self._begin(one.request, one.held, in_company=in_company)
         if not begins:
@@ -338,14 +359,14 @@ class CudaEngine:
             self._tell(RankStage.PREFILLED, one.slot)
         self._decode(one, heartbeat, holds)
 
-    def _together(self, running: Sequence[CudaRequest]) -> Sequence[CudaRequest]:
-        """Those that share passes now: at least two. Drafts need passes of a request's own, so it has none meanwhile."""
+    def _sharing(self, running: Sequence[CudaRequest]) -> Sequence[CudaRequest]:
+        """Those that may share passes now: at least two. Drafts need passes of a request's own, so it has none meanwhile."""
         sharing = [one for one in running if one.shares] if len(running) > 1 and self._loaded.most_together() > 1 else []
-        for one in running:
+        for one in running if self._rank == 0 else ():
             if one.shares and not one.is_followed and len(sharing) > 1:
                 self._follow(one)
             one.is_followed = one.gain is not None and len(sharing) > 1
-        return sharing if len(sharing) > 1 and not self._have_drafts(sharing) else []
+        return sharing if len(sharing) > 1 else []
 
     def _follow(self, one: CudaRequest) -> None:
         """From here on its gain by drafts is to be known, if it may have any."""
@@ -357,11 +378,9 @@ class CudaEngine:
     def _have_drafts(self, sharing: Sequence[CudaRequest]) -> bool:
         """Whether all of them have passes of their own in turn, since they have so many right drafts."""
         gains = [one.gain for one in sharing if one.gain is not None]
-        return len(gains) == len(sharing) and gains_from_turns(gains, self._pass_extra)
+        return len(gains) == len(sharing) > 1 and gains_from_turns(gains, self._pass_extra)
 
-    def _share(
-        self, together: Sequence[CudaRequest], running: Sequence[CudaRequest], intake: Intake | None, heartbeat: Heartbeat
-    ) -> None:  # fmt: skip
+    def _share(self, together: Sequence[CudaRequest], running: Sequence[CudaRequest], heartbeat: Heartbeat) -> None:
         """Passes with a token of each of these that goes on, until one of them ends or another request wants its turn; what they
         give is handed out as it comes. Where they are too many for a pass they have one in turn.
         """
@@ -372,13 +391,16 @@ class CudaEngine:
         reads_tokens = not all(one.index for one in together)  # whose prompts go token by token: progress is told behind a launch
         is_long = len(groups) == 1 and not have_others and not reads_tokens
 
+        def is_over() -> bool:
+            if have_others or reads_tokens or self._num_new > 0 or self._have_drafts(together):
+                return True
+            return any(one.finish is not Finish.NONE or one.is_ending for one in together)
+
         def goes_on() -> bool:
             if num_launches < len(groups):
                 return True
-            has_new = intake is not None and intake.num_new > 0
-            all_go_on = all(one.finish is Finish.NONE and not one.is_ending for one in together)
-            is_over = have_others or reads_tokens or has_new or self._have_drafts(together)
-            return all_go_on and not is_over
+            # All ranks queue as many; what rank 0 ends early ends on all of them.
+            return not is_over() if self._peers is None else is_long and num_launches < CHUNKS_QUEUED
 
         while True:
             while queued and queued[0].done:
@@ -387,7 +409,7 @@ class CudaEngine:
                 kernel.launch_together(groups[num_launches % len(groups)], ANSWER_STEPS if is_long else COMPANY_STEPS)
                 queued.append(kernel.stream.record())
                 num_launches += 1
-            if is_long and not goes_on():
+            if is_long and is_over():
                 kernel.leave_early()
             if self._control.aborted():
                 self._leave(f"left requests {', '.join(f'{one.seq}' for one in together)}")
@@ -488,6 +510,7 @@ class CudaEngine:
             check=None if self._choices is None else self._compare_choices,
             has_drafts=prediction is not None,
             takes_turns=self._takes_turns,
+            has_peers=self._peers is not None,
             leaves_early=self._takes_turns and prediction is not None,
             in_company=in_company,
         )
@@ -554,27 +577,41 @@ class CudaEngine:
         self._put(one, token.token_id, token.finish, logits, logprobs, token.drafted)
         one.index, one.finish = index + 1, token.finish
 
-    def _has_first_mask(self, one: CudaRequest, heartbeat: Heartbeat, holds: Callable[[], bool]) -> bool:
+    def _need_not_wait(self, one: CudaRequest) -> bool:
+        """Whether its launches may begin, if it waits for its first mask: the mask is there, or will not come any more."""
+        epoch, control = one.request.mask_epoch, self._control
+        if not epoch or one.waits_since_s is None:
+            return False
+        is_there = control.mask_slots[one.slot].get(epoch) is not None or control.cancelled(one.seq, one.slot)
+        return is_there or time.monotonic() > one.waits_since_s + self._first_mask_s
+
+    @property
+    def _first_mask_s(self) -> float:
+        return min(FIRST_MASK_TIMEOUT_S, self._args.step_timeout_s / 2)
+
+    def _has_first_mask(
+        self, one: CudaRequest, heartbeat: Heartbeat, holds: Callable[[], bool], decision: Decision | None
+    ) -> bool:  # fmt: skip
         """Whether its launches may begin: the first mask comes once the grammar is compiled, which may take longer than a kernel
         should wait. False: it holds, so that others have their turns meanwhile.
 
-        All ranks look at the same memory. If it does not come, or the request is cancelled, the kernel says so after the prompt.
+        All ranks look at the same memory, but where they take turns at what rank 0 has seen there (`decision`). If it does not
+        come, or the request is cancelled, the kernel says so after the prompt.
         """
-        control, masks = self._control, self._control.mask_slots[one.slot]
-        limit_s = min(FIRST_MASK_TIMEOUT_S, self._args.step_timeout_s / 2)
-
-        def is_there() -> bool:
-            return masks.get(one.request.mask_epoch) is not None or control.cancelled(one.seq, one.slot)
-
         if one.waits_since_s is None:
             one.waits_since_s = time.monotonic()
-        left_s = one.waits_since_s + limit_s - time.monotonic()
-        deadline = Deadline.after(max(left_s, 0.0))
-        if wait(lambda: is_there() or holds(), aborted=control.aborted, deadline=deadline) is WaitResult.ABORT:
-            self._leave(f"left request {one.seq}")
-        if holds() and not deadline.expired() and not is_there():
-            time.sleep(POLL_S)
-            return False
+        if decision is not None:
+            if not decision.begins(one.slot):
+                time.sleep(POLL_S)
+                return False
+        else:
+            deadline = Deadline.after(max(one.waits_since_s + self._first_mask_s - time.monotonic(), 0.0))
+            result = wait(lambda: self._need_not_wait(one) or holds(), aborted=self._control.aborted, deadline=deadline)
+            if result is WaitResult.ABORT:
+                self._leave(f"left request {one.seq}")
+            if holds() and not deadline.expired() and not self._need_not_wait(one):
+                time.sleep(POLL_S)
+                return False
         one.waits_since_s = None
         heartbeat.progress()
         return True
@@ -596,7 +633,7 @@ class CudaEngine:
                 self._leave(f"left request {seq}")
             self._heed_cancel(one)
             is_held = holds()
-            if is_held and index > 0:
+            if index > 0 and self._num_new > 0:
                 launches.leave_early()
             if launches.refill(index, holds=is_held):
                 heartbeat.progress()
@@ -667,7 +704,7 @@ class CudaEngine:
         held = 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"])
         self._control.set_progress(self._rank, one.seq, held, one.slot)
         if not held:
-            self._cleared[one.cache] = self._control.doorbell()
+            self._cleared[one.cache] = self._shared(self._control.doorbell())
 
     def _await_launches(self, doing: str) -> None:
         """Wait for all launches, without blocking in the driver. An abort ends them at once, else their own limits do."""

@@ -22,6 +22,7 @@ from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE
+from kog_dist.workers.cuda.company_build import company_headers, company_shape, company_sizes
 from kog_dist.workers.cuda.draft_builds import PassCosts, draft_headers, drafting_shape
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.engines.agreement import agree, common_terms
@@ -87,6 +88,8 @@ class CudaPeers:
         for shape in self._shapes:
             yield from ((headers(shape), source) for source in self._sources)
             yield from ((generated, PLAIN_SOURCE) for generated in (draft_headers(shape) if self._args.drafts else ()))
+            company = company_sizes(shape, self._args.parallel)
+            yield from ((company_headers(shape, size), PLAIN_SOURCE) for size in company)
 
     def link(self, device: int, prefill_tokens: int = 0) -> CudaHeap:
         """Map the peers' memory and try it. Returns the heap with the mailboxes of the monokernel, which come first.
@@ -96,7 +99,7 @@ class CudaPeers:
         shape = self._shapes[self._rank]
         self._prefill_tokens = prefill_tokens
         boxes = [
-            *(drafting_shape(shape) if self._args.drafts else shape).words.boxes.specs(),
+            *self._exchanging(shape).words.boxes.specs(),
             MailboxSpec(_LOGITS, _SLOTS, max(self._slices)),
             MailboxSpec(_CHOICE, _SLOTS, _CHOICE_VALUES),
             *(peer_exchange.mailboxes(shape.spec, prefill_tokens, shape.num_ranks) if prefill_tokens else ()),
@@ -110,6 +113,12 @@ class CudaPeers:
             timeout_s=self._args.step_timeout_s,
         )
         return self._comm.heap
+
+    def _exchanging(self, shape: KernelShape) -> KernelShape:
+        """The build whose mailboxes are those of all builds, as they lie in the heap."""
+        if sizes := company_sizes(shape, self._args.parallel):
+            return company_shape(shape, sizes[-1])
+        return drafting_shape(shape) if self._args.drafts else shape
 
     def prefill_sums(self, limit_s: float) -> PeerExchange:
         """What adds up the ranks' sums during prefill, after `link`; `limit_s` bounds its waits."""
@@ -165,6 +174,10 @@ class CudaPeers:
         upper, lower, ended = map(int, self._comm.all_gather(_CHOICE, epoch % _SLOTS, epoch, values)[0])
         word = upper << 16 | lower
         return (word - 1 if word else NO_TOKEN), Finish(ended)
+
+    def share_number(self, number: int) -> int:
+        """Rank 0's, on every rank: from 0 to 2^31."""
+        return self.share_choice(number, Finish.NONE)[0]
 
     def gather_choices(self, own: bytes) -> list[bytes]:
         """What every rank says of the experts that it chose, in the order of ranks. Bounded by the time of a step."""

@@ -194,6 +194,7 @@ class Start:
             return gpu.prefill_for(kernel, matrices, exchange=exchange, ended=ended, tell=self.tell)
 
     def _kernel(self, weights: Any, heap: CudaHeap | None) -> Monokernel:
+        from kog_dist.workers.cuda.company_build import company_sizes
         from kog_dist.workers.cuda.monokernel import Monokernel
 
         self.tell.begin(StartStage.KERNEL)
@@ -209,17 +210,8 @@ class Start:
             drafts=args.drafts,
             num_slots=args.parallel,
             num_caches=args.num_kv_caches,
-            company=self._company(),
+            company=company_sizes(self.shape, args.parallel),
         )
-
-    def _company(self) -> Sequence[int]:
-        """How many requests share passes of the kernel's builds: none where it cannot, and requests take turns."""
-        from kog_dist.workers.cuda.company_build import obstacle_to_company
-        from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
-
-        if self.args.parallel == 1 or self.args.info.world_size > 1 or self.args.check_experts:
-            return ()
-        return [size for size in COMPANY_SIZES if not obstacle_to_company(self.shape, size)]
 
 
 def obstacle(shape: KernelShape) -> str:

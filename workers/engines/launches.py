@@ -20,6 +20,7 @@ CHUNKS_QUEUED = 2  # the next one starts without the host
 # Where requests take turns: steps of a launch that nothing ends early, if its request is alone, and in company, where one is
 # queued at a time. Who comes waits for what is queued, and the edges of a launch take some 3 % of a step.
 ALONE_STEPS, COMPANY_STEPS = 8, 4
+RANKS_STEPS = 32  # of a request that is alone, whose ranks meet behind each turn
 
 
 class Token(Protocol):
@@ -156,6 +157,7 @@ class Launches:
         check: Callable[[], None] | None = None,
         has_drafts: bool = False,
         takes_turns: bool = False,
+        has_peers: bool = False,
         leaves_early: bool = False,
         in_company: bool = False,
     ) -> None:
@@ -168,7 +170,7 @@ class Launches:
             prompt_steps = _chunks(num_prompt_steps, most)
             plan = [(steps, 0) for steps in prompt_steps] + [(1, index) for index in range(max_tokens)]
         elif takes_turns:
-            most = ANSWER_STEPS if leaves_early else ALONE_STEPS
+            most = ANSWER_STEPS if leaves_early else RANKS_STEPS if has_peers else ALONE_STEPS
             plan = [(steps, 0) for steps in _chunks(num_prompt_steps, ALONE_STEPS) + _chunks(max_tokens, most)]
         else:
             num_whole = num_prompt_steps // PROMPT_STEPS

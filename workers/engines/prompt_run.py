@@ -82,7 +82,10 @@ class PromptRun:
         return self.is_stopped
 
     def _queued(self) -> None:
-        """Behind prefill; if that overflows, the launches do nothing. A mask that is not there yet is waited for by the host."""
-        epoch = self._request.mask_epoch
-        if not epoch or self._control.mask_slots[self._request.decode_slot].get(epoch) is not None:
+        """Behind prefill; if that overflows, the launches do nothing. A mask that is not there yet is waited for by the host.
+
+        Where ranks take turns all of them must do the same, and look at the mask at other times.
+        """
+        epoch, has_peers = self._request.mask_epoch, self._peers is not None and len(self._control.rings) > 1
+        if not epoch or (not has_peers and self._control.mask_slots[self._request.decode_slot].get(epoch) is not None):
             self.launches = self._begin()
