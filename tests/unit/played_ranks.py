@@ -54,7 +54,8 @@ class PlayedNode:
 
     def _play(self, rank: int, gpu: PlayedGpu) -> None:
         def meet(what: tuple[Any, ...]) -> None:
-            assert self._launches.share(rank, lambda: what) == what, "ranks launch other programs than their peers"
+            theirs = self._launches.share(rank, lambda: what)
+            assert theirs == what, f"rank {rank} launches {what}, and rank 0 {theirs}"
 
         gpu.meet, gpu.told = meet, lambda decide: self._decisions.share(rank, decide)
 

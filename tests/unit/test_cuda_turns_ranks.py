@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kog_dist.collectives.cuda_abi import PEERS
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import AbortCause, ControlPage
@@ -31,7 +32,7 @@ from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.prefill.model.chunks import Work
 from kog_dist.workers.prefill.prefill import Prefill
 from kog_dist.workers.worker import serve
-from tests.unit.asked_together import PATIENCE_S, AskedTogether
+from tests.unit.asked_together import PATIENCE_S, Asked, AskedTogether
 from tests.unit.played_gpu import PlayedRunner
 from tests.unit.played_ranks import PlayedNode, PlayedPeers
 from tests.unit.test_cuda_turns import CACHES, CONTEXT, DENSE, PARALLEL, compare, drawn, weights
@@ -135,7 +136,7 @@ def test_every_answer_is_that_of_the_request_alone(
     chance = random.Random(seed)
     if flaps:
         monkeypatch.setattr(cuda, "gains_from_turns", lambda gains, extra: chance.random() < 0.3)
-    asked = drawn(chance, 20)
+    asked = [*(Asked(DecodeRequest((first, 7), 250)) for first in (1, 2)), *drawn(chance, 20)]  # two that certainly meet
     with turns(monkeypatch, prefill=prefill) as engine:
         engine.run(asked, chance)
         assert all(gpu.num_shared > 0 for gpu in engine.node.gpus)
