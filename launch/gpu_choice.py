@@ -303,10 +303,10 @@ def _together(settings: LaunchConfig, shape: KernelShape, count: int) -> Sequenc
     if settings.parallel:
         return [asked_together(settings, count)]
     has_company = count <= MOST_GPUS_TOGETHER and not settings.check_experts and not obstacle_to_company(shape, TOGETHER[-1])
+    several = [parallel for parallel in TOGETHER if has_company and parallel <= (settings.kv_caches or parallel)]
     if settings.kv_caches:
-        parallel = min(TOGETHER[0], settings.kv_caches) if has_company else 1
-        return [asked_together(replace(settings, parallel=parallel), count)]
-    return [*((parallel, parallel) for parallel in TOGETHER if has_company), (1, 1)]
+        return [asked_together(replace(settings, parallel=parallel), count) for parallel in (*several, 1)]
+    return [*((parallel, parallel) for parallel in several), (1, 1)]
 
 
 def asked_together(settings: LaunchConfig, count: int) -> tuple[int, int]:

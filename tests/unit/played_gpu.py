@@ -244,8 +244,8 @@ class PlayedGpu:
             return
         if name in ("small", "large") and (int(state["pass_tokens"][0]) > 1) != (name == "large"):
             return
-        if at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
-            return
+        if state["finish"][0] or at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
+            return  # so it needs no peer
         self.meet((name, int(params["num_steps"]), int(state["position"][0]), int(state["num_prompt"][0])))
         drafts = np.frombuffer(raw[-DRAFT_PARAMS.size_bytes :], DRAFT_PARAMS.dtype)[0] if name in ("small", "large") else None
         for _ in range(int(params["num_steps"])):
@@ -281,7 +281,8 @@ class PlayedGpu:
         }
         states = {seat: at(int(company["state_ptr"][seat]), DECODE_STATE.dtype) for seat in seats}
         assert self.published is None, "a pass has taken the place of streams that nobody has used"
-        if at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
+        has_ended = all(state["finish"][0] for state in states.values())
+        if has_ended or at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
             return
         positions = tuple((seat, int(state["position"][0]), int(state["num_prompt"][0])) for seat, state in states.items())
         self.meet((name, int(params["num_steps"]), positions))

@@ -35,7 +35,7 @@ from kog_dist.workers.worker import serve
 from tests.unit.asked_together import PATIENCE_S, Asked, AskedTogether
 from tests.unit.played_gpu import PlayedRunner
 from tests.unit.played_ranks import PlayedNode, PlayedPeers
-from tests.unit.test_cuda_turns import CACHES, CONTEXT, DENSE, PARALLEL, compare, drawn, weights
+from tests.unit.test_cuda_turns import CONTEXT, DENSE, PARALLEL, compare, drawn, weights
 
 RANKS = 2
 
@@ -43,32 +43,34 @@ RANKS = 2
 class RankedTurns(AskedTogether):
     """Engines of all ranks, each in a thread with a GPU that is played."""
 
-    def __init__(self, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, prefill: bool, parallel: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, prefill: bool, parallel: int, company: tuple[int, ...]
+    ) -> None:  # fmt: skip
         shapes = [KernelShape(spec, spec.lanes_of_rank(rank, RANKS), num_ranks=RANKS) for rank in range(RANKS)]
         self.node = PlayedNode(shapes, monkeypatch)
         control = ControlPage.create(RANKS, CONTEXT, vocab_size=spec.vocab_size, parallel=parallel)
         super().__init__(control, DecodeSlots(control, None), spec.vocab_size)
-        self.engines = [self._engine(rank, shape, prefill, parallel) for rank, shape in enumerate(shapes)]
+        self.engines = [self._engine(rank, shape, prefill, parallel, company) for rank, shape in enumerate(shapes)]
         self.threads = [threading.Thread(target=self._serve, args=(rank,)) for rank in range(RANKS)]
         for thread in self.threads:
             thread.start()
 
-    def _engine(self, rank: int, shape: KernelShape, prefill: bool, parallel: int) -> CudaEngine:
+    def _engine(self, rank: int, shape: KernelShape, prefill: bool, parallel: int, company: tuple[int, ...]) -> CudaEngine:
         self.node.use(rank)
         control = ControlPage.from_fd(os.dup(self.control.fd))
         heap = SimpleNamespace(device_handle=lambda: np.zeros((), PEERS.dtype))
         kernel = Monokernel(
             shape, cast(Any, weights()), rank=rank, heap=cast(Any, heap), processors=True, masks=control.mask_slots, drafts=True,
-            num_slots=parallel, num_caches=CACHES, company=(2, 4) if parallel > 1 else (),
+            num_slots=parallel, num_caches=parallel + 1, company=company if parallel > 1 else (),
         )  # fmt: skip
         info = RankInfo(rank, RANKS, rank, "test", 1, control.fd, control.fd)
         args = WorkerArgs(info, "model", "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S)
-        args = replace(args, parallel=parallel, num_kv_caches=CACHES, drafts=True, kept_bytes=1 << 22)
+        args = replace(args, parallel=parallel, num_kv_caches=parallel + 1, drafts=True, kept_bytes=1 << 22)
         engine = CudaEngine(args, control)
         engine._kernel, engine._max_context, engine._peers = kernel, CONTEXT, cast(Any, PlayedPeers(self.node, rank))
         engine._make_blocks(shape, kernel)
         unrest = random.Random(rank)
-        for name in ("launch", "launch_together"):
+        for name in ("launch", "launch_together", "is_idle"):
             setattr(kernel, name, restless(getattr(kernel, name), unrest, 0.004))
         if prefill:
             kernel.prepare_head_start()
@@ -116,8 +118,10 @@ def restless(call: Callable[..., Any], unrest: random.Random, most_s: float) -> 
 
 
 @contextmanager
-def turns(monkeypatch: pytest.MonkeyPatch, *, prefill: bool, parallel: int = PARALLEL) -> Iterator[RankedTurns]:
-    made = RankedTurns(DENSE, monkeypatch, prefill=prefill, parallel=parallel)
+def turns(
+    monkeypatch: pytest.MonkeyPatch, *, prefill: bool, parallel: int = PARALLEL, company: tuple[int, ...] = (2, 4)
+) -> Iterator[RankedTurns]:  # fmt: skip
+    made = RankedTurns(DENSE, monkeypatch, prefill=prefill, parallel=parallel, company=company)
     try:
         yield made
     finally:
@@ -148,3 +152,13 @@ def test_every_answer_is_that_of_the_request_alone(
     with turns(monkeypatch, prefill=prefill, parallel=1) as engine:
         compare(cast(Any, engine), asked)
     assert {one.entries[-1].finish for one in asked} >= {Finish.LENGTH, Finish.CANCELLED}
+
+
+def test_groups_that_take_turns_all_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a pass has two seats, and six requests run: hosts that are late let no group out."""
+    asked = [Asked(DecodeRequest((first, 7), 60)) for first in range(6)]
+    with turns(monkeypatch, prefill=False, parallel=6, company=(2,)) as engine:
+        engine.run(asked, random.Random(1))
+        assert engine.node.gpus[0].num_shared > 60
+    with turns(monkeypatch, prefill=False, parallel=1) as engine:
+        compare(cast(Any, engine), asked)

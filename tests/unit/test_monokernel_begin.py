@@ -183,7 +183,11 @@ def test_requests_that_share_passes_have_drafts_again_behind_them(kernel: Monoke
     state["position"] = 5
     kernel.launch(2)
     assert builds._tokens[0].array[8] == 0, "the drafts' builds store tokens themselves"
-    slot.ring[4], state["finish"] = 1 << 32 | 23, Finish.LENGTH
+    kernel.launch_together([0], 4)
+    kernel.begin((5, 6, 7), 9, SamplingParams(seed=4), (3,), prediction=(8, 9), cache=2)
+    assert kernel._together is None, "its own waits are to be heard of"
+    slot.ring[[0, 2, 4]] = [2 << 32 | token for token in (21, 22, 23)]
+    state["position"], state["finish"] = 5, Finish.LENGTH
     kernel.launch_together([0], 4)
     kernel.launch(2)
     assert builds._tokens[0].array[8] == 0, "it has ended"

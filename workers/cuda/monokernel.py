@@ -171,7 +171,7 @@ class Monokernel:
         slot, before = self._slot, self._left_by(self._ran)  # has waited for launches: nothing reads staged memory any more
         slot.tag, slot.cache = slot.tag % 0xFFFFFFFE + 1, cache
         slot.sampling, slot.stop_ids = sampling, tuple(stop_ids)
-        slot.left, self._ran = None, slot
+        slot.left, self._ran, self._together = None, slot, None
         slot.begins_at_head = streams is not None
         self._choose_epoch(int(before["epoch"]), begins_at_head=slot.begins_at_head)
         slot.processed = processed
@@ -298,11 +298,16 @@ class Monokernel:
         build.kernel.launch(build.shape.num_ctas, build.shape.num_threads, raw, self.stream.ptr)
 
     def try_together(self) -> None:
-        """A pass of each build for several requests, with one in it. No request is under way. Raises DeviceError."""
+        """A pass of each build for several requests, with one in it. No request is under way. Raises DeviceError, and LaunchError
+        if one gives no token.
+        """
         for together in self._company:
             self.begin((0,), 1, SamplingParams())
             self.launch_together([self._slot.number], 1, least_seats=together.shape.tokens)
             self.finish()
+            if self.token(0) is None:
+                num = together.shape.tokens
+                raise LaunchError(f"the kernel for {num} requests ended its trial without a token; use --parallel 1")
 
     def _resume_drafts(self, slot: DeviceSlot) -> None:
         """Tell the drafts of a request what company has decoded. Waits for launches."""

@@ -32,6 +32,7 @@ from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import kv_blocks
+from kog_dist.workers.cuda.company_build import company_shape, company_sizes
 from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_words import check_words
@@ -100,8 +101,12 @@ class CudaEngine:
         shapes = kernel_shapes(
             checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows, checks_experts=args.check_experts
         )
-        if args.drafts:
-            check_words(drafting_shape(shapes[self._rank]))
+        own = shapes[self._rank]
+        for build in (
+            *([drafting_shape(own)] if args.drafts else []),
+            *(company_shape(own, size) for size in company_sizes(own, args.parallel)),
+        ):
+            check_words(build)
         plan = kernel_plan(shapes)
         check(plan)
         with translated_errors(args.device), self._start.hearing_compilers():
@@ -417,7 +422,7 @@ class CudaEngine:
             for one in together:
                 if one.finish is Finish.NONE:
                     self._take_shared(one, heartbeat, has_ended=has_ended)
-            if has_ended:
+            if has_ended and num_launches >= len(groups):
                 break
             time.sleep(POLL_S)
         kernel.finish()
@@ -468,7 +473,9 @@ class CudaEngine:
         def begin() -> Launches:
             return self._begin(request, num_prompt, in_company=one.in_company)
 
-        prompt = PromptRun(self._control, self._rank, self._peers, one.seq, request, heartbeat, begin)
+        prompt = PromptRun(
+            self._control, self._rank, self._peers, one.seq, request, heartbeat, begin, takes_turns=self._takes_turns
+        )
         end = prefill.next_end(start, num_prompt) if self._takes_turns else None
         one.held = yield from prompt.steps(prefill, start, end, lambda: one.others_decode)
         if self._control.aborted():
@@ -544,9 +551,12 @@ class CudaEngine:
         assert one.launches is not None
         if one.pace is None and one.request.mask_epoch and self._rank == 0:
             one.pace = Pace()
+        first = one.index
         while one.index < self._max_tokens(one.request):
             token = self._next_token(one, one.launches, heartbeat, holds)
             if token is None:
+                if one.index == first:
+                    self._loaded.finish()  # says whether a wait ran out of time
                 return
             self._take(one, token)
             if one.finish is not Finish.NONE:

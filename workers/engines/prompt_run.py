@@ -31,7 +31,10 @@ class PromptRun:
         request: DecodeRequest,
         heartbeat: Heartbeat,
         begin: Callable[[], Launches],
+        *,
+        takes_turns: bool = False,
     ) -> None:
+        self._takes_turns = takes_turns
         self._control, self._rank, self._peers, self._heartbeat = control, rank, peers, heartbeat
         self._seq, self._request, self._begin = seq, request, begin
         self._num_asked, self._is_first = 0, True
@@ -86,6 +89,6 @@ class PromptRun:
 
         Where ranks take turns all of them must do the same, and look at the mask at other times.
         """
-        epoch, has_peers = self._request.mask_epoch, self._peers is not None and len(self._control.rings) > 1
+        epoch, has_peers = self._request.mask_epoch, self._peers is not None and self._takes_turns
         if not epoch or (not has_peers and self._control.mask_slots[self._request.decode_slot].get(epoch) is not None):
             self.launches = self._begin()
