@@ -330,9 +330,8 @@ def _bytes_by_use(
 ) -> dict[str, int]:  # fmt: skip
     """Raises ConfigError if drafts are asked for, and the kernel has no passes of several tokens of such a model."""
     from kog_dist.collectives.mailbox import place
-    from kog_dist.workers.cuda.company_build import company_bytes, obstacle_to_company
+    from kog_dist.workers.cuda.company_build import company_bytes, company_sizes
     from kog_dist.workers.cuda.draft_builds import draft_bytes
-    from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
     from kog_dist.workers.prefill.model.memory import prefill_bytes
 
     spec, (parallel, num_caches) = checkpoint.spec, together
@@ -353,7 +352,7 @@ def _bytes_by_use(
     if parallel > 1:
         first, end = shape.head.vocab_rows
         of_slot = spec.max_context * (_SLOT_BYTES + _DRAFTED_BYTES * drafts) + _ROW_BYTES * (end - first)
-        builds = (company_bytes(shape, size) for size in COMPANY_SIZES if not obstacle_to_company(shape, size))
+        builds = (company_bytes(shape, size) for size in company_sizes(shape, parallel))
         uses["slots"] = (parallel - 1) * of_slot + sum(builds)
     return uses | (prefill_bytes(shape) if prefill else {})
 

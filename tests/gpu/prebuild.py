@@ -25,14 +25,14 @@ from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.bench.kernel.stream import stream_cubin
 from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.collectives.cuda_kernels import exchange_cubin
+from kog_dist.config import MAX_PARALLEL
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.families.dense import rounded_lanes
 from kog_dist.model.formats.rounding import ROUNDED_COLUMNS, chosen_format
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
-from kog_dist.workers.cuda.company_build import company_headers, obstacle_to_company
-from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
+from kog_dist.workers.cuda.company_build import company_headers, company_sizes
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import PASS_TOKENS, KernelShape
 from kog_dist.workers.prefill import compiled
@@ -109,12 +109,8 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
 def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     spec, layout = shape.spec, CacheLayout.of(shape)
     if group.startswith(_DRAFTS):
-        company = (
-            ()
-            if shape.num_ranks > 1
-            else (company_headers(shape, size) for size in COMPANY_SIZES if not obstacle_to_company(shape, size))
-        )
-        yield from (partial(build, one, PLAIN_SOURCE) for one in company)
+        sizes = company_sizes(shape, MAX_PARALLEL if shape.num_ranks == 1 else 1)
+        yield from (partial(build, company_headers(shape, size), PLAIN_SOURCE) for size in sizes)
         of_passes = [replace(shape, tokens=tokens) for tokens in PASS_TOKENS]
         yield from (partial(build, headers(one), PLAIN_SOURCE) for one in (replace(shape, drafts=True), *of_passes))
         yield from (partial(stream_cubin, one) for one in of_passes)

@@ -21,7 +21,7 @@ from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.errors import AbortedError
 from kog_dist.model.checkpoint import open_checkpoint
-from kog_dist.runtime.control import AbortCause, ControlPage, KvLayout, RankState
+from kog_dist.runtime.control import ControlPage, KvLayout, RankState
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.coordinator import kept_caches, kept_states
@@ -103,10 +103,7 @@ class Together(AskedTogether):
         return found
 
     def close(self) -> None:
-        self.control.set_abort(AbortCause.SHUTDOWN)
-        for thread in self.threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
+        self.stop(self.threads)
         self.control.close()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from kog_dist.decode.masks import num_words
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Drafted, Finish, TokenEntry
-from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.control import AbortCause, ControlPage
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.coordinator.decode_slot import DecodeSlot, DecodeSlots
 
@@ -67,6 +67,21 @@ class AskedTogether:
         for follower in followers:
             follower.join(PATIENCE_S)
             assert not follower.is_alive()
+
+    def hear(self, asked: Sequence[Asked], deadline: Deadline, poll_s: float = 0.01) -> None:
+        """Wait for a moment, and take what slots have said of their requests."""
+        assert not deadline.expired()
+        assert not self.is_broken.is_set(), self.error
+        self.slots.wait(poll_s, lambda: False)
+        for slot, one in zip(self.slots.slots, asked, strict=True):
+            one.entries += slot.read()
+
+    def stop(self, threads: Sequence[threading.Thread]) -> None:
+        """Let the threads of engines end."""
+        self.control.set_abort(AbortCause.SHUTDOWN)
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
 
     def _follow(self, slot: int, seq: int, epoch: int) -> None:
         """What a grammar process does: masks that depend on all that was said; the first comes late."""

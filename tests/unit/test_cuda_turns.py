@@ -84,9 +84,7 @@ class Served(AskedTogether):
             self.engine.close()
 
     def close(self) -> None:
-        self.control.set_abort(AbortCause.SHUTDOWN)
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive()
+        self.stop([self.thread])
         self.control.close()
         assert not self.error, self.error
 
@@ -199,14 +197,10 @@ def test_prompts_that_go_token_by_token_in_company_are_heard_of(monkeypatch: pyt
         for slot, one in zip(slots, asked, strict=True):
             engine.slots.submit(slot, one.request, reuse_kv=False)
         while engine.slots.busy:
-            assert not deadline.expired()
-            assert not engine.is_broken.is_set(), engine.error
             for slot, seen in zip(slots, told, strict=True):
                 if slot.seq is not None:
                     seen.add(engine.control.progress(slot.seq, slot.number) or 0)
-            engine.slots.wait(0.001, lambda: False)
-            for slot, one in zip(slots, asked, strict=True):
-                one.entries += slot.read()
+            engine.hear(asked, deadline, 0.001)
         assert engine.gpu.num_shared > 100
     assert all(len(seen) > 10 for seen in told)
 
@@ -267,11 +261,7 @@ def test_a_cancel_ends_one_of_those_that_share_passes(monkeypatch: pytest.Monkey
         for slot, one in zip(slots, asked, strict=True):
             engine.slots.submit(slot, one.request, reuse_kv=False)
         while engine.slots.busy:
-            assert not deadline.expired()
-            assert not engine.is_broken.is_set(), engine.error
-            engine.slots.wait(0.01, lambda: False)
-            for slot, one in zip(slots, asked, strict=True):
-                one.entries += slot.read()
+            engine.hear(asked, deadline)
             if engine.gpu.num_shared > 20:
                 slots[0].cancel()
         assert engine.gpu.num_shared < 300
@@ -285,21 +275,14 @@ def test_who_comes_does_not_wait_for_the_end_of_those_that_share_passes(monkeypa
         for slot, one in zip(slots[:2], asked, strict=False):
             engine.slots.submit(slot, one.request, reuse_kv=False)
         while engine.slots.busy and not asked[2].entries:
-            assert not deadline.expired()
-            assert not engine.is_broken.is_set(), engine.error
             if engine.gpu.num_shared > 20 and not slots[2].busy:
                 engine.slots.submit(slots[2], asked[2].request, reuse_kv=False)
-            engine.slots.wait(0.01, lambda: False)
-            for slot, one in zip(slots, asked, strict=True):
-                one.entries += slot.read()
+            engine.hear(asked, deadline)
         assert all(one.entries[-1].finish is Finish.NONE for one in asked)
         for slot in slots:
             slot.cancel()
         while engine.slots.busy:
-            assert not deadline.expired()
-            engine.slots.wait(0.01, lambda: False)
-            for slot in slots:
-                slot.read()
+            engine.hear(asked, deadline)
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])

@@ -19,7 +19,7 @@ from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.model.spec import ModelSpec
-from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
@@ -96,10 +96,7 @@ class RankedTurns(AskedTogether):
             engine._control.close()
 
     def close(self) -> None:
-        self.control.set_abort(AbortCause.SHUTDOWN)
-        for thread in self.threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
+        self.stop(self.threads)
         self.control.close()
         assert not self.error, self.error
         for gpu in self.node.gpus:

@@ -11,8 +11,8 @@ from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, HOST_PAGE
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild
 
-# Fields of a state that count over all requests: they go on in the state of whoever runs next.
 _OTHERS_WAIT = 0xFFFFFFFF  # in the place of a request's tag
+# Fields of a state that count over all requests: they go on in the state of whoever runs next.
 _COUNTERS = ("epoch", "num_exchanges", "hash", "pass_epoch")
 
 

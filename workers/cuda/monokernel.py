@@ -287,11 +287,10 @@ class Monokernel:
             assert slot.processed is None, "a request with processors shares no pass"
             assert not slot.begins_at_head, "its first launch is its own"
             slot.left, slot.has_undrafted = None, slot.has_drafts
+            slot.goes_on()
             pointers = slot.state.data.ptr, slot.prompt.data.ptr, slot.ring.ctypes.data, slot.host.ctypes.data
             seats.append(CompanySeat(*pointers, self._kv_ptr(slot), slot.sampling, slot.stop_ids, slot.tag))
         self._together = build
-        for number in slots:
-            self._slots[number].goes_on()
         params = self._params(num_steps)
         params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
         raw = build.params(params, self._peers, seats)

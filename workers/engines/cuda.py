@@ -50,6 +50,7 @@ from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.intake import Intake
 from kog_dist.workers.notes import note
+from kog_dist.workers.prefill.prefill import ended
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape
 
 if TYPE_CHECKING:
@@ -216,14 +217,16 @@ class CudaEngine:
         """
         ids, cause = (0,) * 2, ""
         try:
-            reached = prefill.run(
+            steps = prefill.steps(
                 ids,
                 0,
                 should_stop=lambda: False,
                 aborted=self._control.aborted,
                 on_progress=lambda _: None,
                 on_queued=lambda: None,
+                pauses=lambda: False,
             )
+            reached = ended(steps)
             if self._control.aborted():
                 return prefill  # the kernel's own trial ends, too
             if reached < len(ids):
@@ -256,7 +259,7 @@ class CudaEngine:
         self._blocks.copy(kv, self._loaded.stream.ptr)
 
     def run(self, seq: int, request: DecodeRequest, intake: Intake | None = None) -> Finish:
-        """See `Engine.run`. Requests that come meanwhile take turns with it, on one GPU that has slots for several."""
+        """See `Engine.run`. Requests that come meanwhile take turns with it, where there are slots for several."""
         with translated_errors(self._args.device), self._heartbeat as heartbeat:
             first = self._taken(seq, request)
             running, self._intake = [first], intake

@@ -34,21 +34,6 @@ _REFUSED, _REMEDY = "prefill cannot start: ", "; with --prefill off prompts go t
 class Prefiller(Protocol):
     """What the engine needs of `prefill.Prefill`."""
 
-    def run(
-        self,
-        token_ids: Sequence[int],
-        start: int,
-        *,
-        should_stop: Callable[[], bool],
-        aborted: Callable[[], bool],
-        on_progress: Callable[[int], None],
-        on_queued: Callable[[], None],
-        cache: int = 0,
-    ) -> int:
-        """Fill a KV cache of the kernel's behind the first `start` tokens; returns how many it holds then. `on_queued` is called
-        when `streams` are queued; they are valid if all tokens are held in the end.
-        """
-
     def steps(
         self,
         token_ids: Sequence[int],
@@ -61,14 +46,17 @@ class Prefiller(Protocol):
         pauses: Callable[[], bool],
         cache: int = 0,
     ) -> Generator[None, None, int]:
-        """As `run`, whose value is the generator's; between two parts it stands still, as long as `pauses` says so."""
+        """Fill a KV cache of the kernel's behind the first `start` tokens; the generator's value is how many it holds then.
+        `on_queued` is called when `streams` are queued; they are valid if all tokens are held in the end. Between two parts it
+        stands still, as long as `pauses` says so.
+        """
 
     @property
     def streams(self) -> LastStreams:
-        """Those of the last token given to `run`."""
+        """Those of the last token given to `steps`."""
 
     def next_end(self, start: int, num_tokens: int) -> int:
-        """Where the chunk ends that `run` begins with behind `start` of so many tokens."""
+        """Where the chunk ends that `steps` begin with behind `start` of so many tokens."""
 
     def forget(self, position: int, cache: int = 0) -> None:
         """The kernel writes this KV cache from `position` on, without prefill."""

@@ -9,6 +9,7 @@ from kog_dist.decode.lookup import Lookup
 
 _SHARE: Final = 1 / 16  # of what is known, that a pass counts for
 _LEAST_PASSES: Final = 12  # before anything is known
+_KEPT: Final = 0.93  # of the time of turns, whose launches have edges
 
 
 class DraftGain:
@@ -56,11 +57,8 @@ class DraftGain:
 def gains_from_turns(gains: Sequence[DraftGain], extra: float) -> bool:
     """Whether requests are sooner done if each has passes of its own in turn, with drafts, than if they share passes without.
 
-    A pass with a token of each takes as long as one of PASS_TOKENS tokens, or less; turns lose the edges of their launches.
+    A pass with a token of each takes as long as one of PASS_TOKENS tokens, or less.
     """
     num = len(gains)
     shared = 1 / (1 + extra * min((num - 1) / 3, 1))
     return min(gain.rate for gain in gains) / num * _KEPT > shared
-
-
-_KEPT: Final = 0.93  # of the time of turns

@@ -141,7 +141,8 @@ class Launches:
     So it is with `check`, which is called when a launch has ended, before the next one is queued. Then no launch has more
     positions than the kernel keeps choices of experts of.
 
-    With `takes_turns` a launch has few steps, unless it `leaves_early`, and in company (`turn`) one is queued.
+    With `takes_turns` a launch has few steps, more with `has_peers`, and many if it `leaves_early`; in company (`turn`) one is
+    queued.
 
     With `has_drafts` nobody knows how many tokens a launch gives, but one at least: they are queued until the answer has ended.
     With `check` as well each is of one pass of each build, of the prompt, too.

@@ -39,28 +39,6 @@ class ScriptedPrefill:
         self.gives_up = False
         self.before_chunk: Callable[[], None] = lambda: None
 
-    def run(
-        self,
-        token_ids: Sequence[int],
-        start: int,
-        *,
-        should_stop: Callable[[], bool],
-        aborted: Callable[[], bool],
-        on_progress: Callable[[int], None],
-        on_queued: Callable[[], None],
-        cache: int = 0,
-    ) -> int:
-        self.calls.append((len(token_ids), start))
-        self.caches.append(cache)
-        position = start
-        while position < len(token_ids) and not aborted() and not should_stop():
-            self.before_chunk()
-            position = min(position + BLOCK, len(token_ids))
-            on_progress(position)
-        if position == len(token_ids):
-            on_queued()
-        return start if self.gives_up else position
-
     def steps(
         self,
         token_ids: Sequence[int],
@@ -74,9 +52,16 @@ class ScriptedPrefill:
         cache: int = 0,
     ) -> Generator[None, None, int]:
         yield from ()
-        return self.run(
-            token_ids, start, should_stop=should_stop, aborted=aborted, on_progress=on_progress, on_queued=on_queued, cache=cache
-        )
+        self.calls.append((len(token_ids), start))
+        self.caches.append(cache)
+        position = start
+        while position < len(token_ids) and not aborted() and not should_stop():
+            self.before_chunk()
+            position = min(position + BLOCK, len(token_ids))
+            on_progress(position)
+        if position == len(token_ids):
+            on_queued()
+        return start if self.gives_up else position
 
     def next_end(self, start: int, num_tokens: int) -> int:
         return min(start + BLOCK, num_tokens)

@@ -216,6 +216,16 @@ def test_an_error_of_the_driver_is_a_sentence() -> None:
 
 
 # ---- the trial ----
+def reaching(position: int) -> Callable[..., Generator[None, None, int]]:
+    """Steps of prefill that come so far."""
+
+    def steps(*_: Any, **__: Any) -> Generator[None, None, int]:
+        yield from ()
+        return position
+
+    return steps
+
+
 class Failing:
     """Prefill whose first run raises."""
 
@@ -224,10 +234,8 @@ class Failing:
     def __init__(self, error: Exception | None = None) -> None:
         self._error = error or RuntimeError("CUDA error: invalid argument")
 
-    def run(self, *_: Any, **__: Any) -> int:
-        raise self._error
-
     def steps(self, *_: Any, **__: Any) -> Generator[None, None, int]:
+        yield from ()
         raise self._error
 
     def next_end(self, start: int, num_tokens: int) -> int:
@@ -278,7 +286,7 @@ def test_a_trial_whose_graphs_the_driver_cannot_launch(
 def test_a_trial_that_does_not_reach_its_end_is_not_announced(
     parts: Parts, engine: CudaEngine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_aborted: bool
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(Failing, "run", lambda *_, **__: 0)
+    monkeypatch.setattr(Failing, "steps", reaching(0))
     monkeypatch.setattr(engine._control, "aborted", lambda: is_aborted)
     left = engine._tried(Failing())
     assert not engine._control.has_prefill()
@@ -297,7 +305,7 @@ def test_a_trial_that_does_not_reach_its_end_is_not_announced(
 def test_a_trial_that_succeeds_is_said(
     engine: CudaEngine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(Failing, "run", lambda *_, **__: 2)
+    monkeypatch.setattr(Failing, "steps", reaching(2))
     engine._kernel, engine._prefill = ScriptedKernel(), Failing()
     engine._try_kernel(engine._kernel)
     assert "prompts go through prefill" in capfd.readouterr().err

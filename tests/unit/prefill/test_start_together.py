@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +38,11 @@ class Trial(ScriptedPrefill):
         super().__init__()
         self._failing = failing
 
-    def run(self, *arguments: Any, **options: Any) -> int:
+    def steps(self, *arguments: Any, **options: Any) -> Generator[None, None, int]:
         if self._failing == "trial":
             raise RuntimeError("CUDA error: invalid argument")
-        return 0 if self._failing == "overflow" else super().run(*arguments, **options)
+        held = yield from super().steps(*arguments, **options)
+        return 0 if self._failing == "overflow" else held
 
 
 @pytest.fixture
