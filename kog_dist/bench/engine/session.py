@@ -164,6 +164,8 @@ class EngineSession:
 
     def close(self) -> None:
         """Kill what is left and remove the folder."""
+        for started in self._started:  # by name: the kernel shows no environment of a process that has just become its program
+            started.kill()
         for pid, *_ in self._marked():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
