@@ -24,7 +24,7 @@ from kog_dist.runtime.files import is_ours_alone, user_cache_folder
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 # -Og takes two thirds of the compiler's time with -O1, and a program runs a quarter longer: for most that is far less.
-COMMAND = ("g++", "-std=c++20", "-Og", "-ffp-contract=off", "-mf16c", "-w")
+COMMAND = ("g++", "-std=c++20", "-Og", "-ffp-contract=off", "-mavx2", "-mf16c", "-w")
 SYSTEM = "system.h"  # beside a source, if there is one: the system's headers that it includes, a quarter of the compiler's time
 BOTH_TWINS = Path(__file__).parent / "both_twins"  # what kccl_twin/ and decode_twin/ share
 SOURCES = (".cpp", ".cu", ".cuh", ".h")

@@ -194,8 +194,9 @@ def passes_of(launches: Sequence[Launch], tokens: Sequence[int]) -> int:
 
 def alone(twin: Twin, requests: Sequence[Request]) -> list[Found]:
     """Each by itself, in the plain build."""
+    first = Launch(1, (0,))  # in which nobody is patient
     launches = [Launch(twin.shape.spec.max_context, (number,)) for number in range(len(requests))]
-    return [on_ranks[0] for on_ranks in twin.run(requests, launches)]
+    return [on_ranks[0] for on_ranks in twin.run(requests, [first, *launches])]
 
 
 @pytest.mark.parametrize("name", cases(MODELS, SWEPT))

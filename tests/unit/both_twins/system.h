@@ -1,5 +1,6 @@
 // Headers of the system that programs of twins need: cpu_compiler.py compiles them once for all.
 #pragma once
+#include <immintrin.h>
 #include <sys/mman.h>
 
 #include <algorithm>

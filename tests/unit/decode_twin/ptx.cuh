@@ -36,13 +36,15 @@ constexpr u32 kFullWarp = 0xffffffffu;
 namespace twin {
 using kog::u32;
 using kog::u64;
-constexpr size_t kStackBytes = 8 << 10, kStacksBytes = size_t{1} << 28;
+// The same line of all stacks must not fall into the same set of the CPU's caches: 32 threads take turns.
+constexpr size_t kStackBytes = (8 << 10) + 64, kStacksBytes = size_t{1} << 28;
 constexpr u64 kStackEnd = 0x5afe57ac6e0fbe17;  // stands there for as long as a stack was large enough
 constexpr u32 kMostPatience = 15;  // turns
 
 struct Warp {  // nobody is more than one operation ahead, so two sets of values are enough
-    u64 value[2][32][3];
+    alignas(32) u64 value[2][3][32];
     u64 arrived[2];
+    u32 votes[2];     // the lowest bit of each thread's first value
     u64 rests_until;  // turn
     u32 patience;     // doubles with each look for something that has not come
     u32 num_threads, num_ended;
@@ -89,17 +91,23 @@ inline void Warp::looked(bool has_come) {
     rests_until = std::max(rests_until, turns + patience);
 }
 [[gnu::noinline]] inline void yield();
-inline const u64 (*collective(u64 a, u64 b = 0, u64 c = 0))[3] {
+inline const u64 (*collective(u64 a, u64 b = 0, u64 c = 0))[32] {
     Warp& warp = *current->warp;
     const u64 operation = current->num_operations++, half = operation & 1, all = 32 * (operation / 2 + 1);
-    u64* mine = warp.value[half][current->thread.x & 31];
-    mine[0] = a, mine[1] = b, mine[2] = c;
-    ++warp.arrived[half];
-    if (warp.arrived[half] < all) {
+    const u32 lane = current->thread.x & 31;
+    auto& value = warp.value[half];
+    value[0][lane] = a, value[1][lane] = b, value[2][lane] = c;
+    if (warp.arrived[half] % 32 == 0) warp.votes[half] = 0;
+    warp.votes[half] |= (a & 1u) << lane;
+    if (++warp.arrived[half] < all) {
         current->waits_for = &warp.arrived[half], current->wanted = all;
         yield();
     }
     return warp.value[half];
+}
+inline u32 votes(bool mine) {
+    collective(mine);
+    return current->warp->votes[(current->num_operations - 1) & 1];
 }
 [[noreturn]] inline void enter() {
     (*current->body)();
@@ -178,7 +186,9 @@ inline Fiber* pick() {
 }
 // From one fiber to the next, without a detour.
 inline void go_on(void** from) {
-    Fiber* to = pick();
+    Fiber* to = position;  // mostly the warp's next thread
+    if (to < next_warp && warp_idx > 0 && to->warp->rests_until <= turns && !to->ended && to->can_go_on(turns)) ++position;
+    else to = pick();
     void* load = scheduler;
     if (to != nullptr) to->waits_for = nullptr, to->barrier = nullptr, load = to->stack_pointer;
     if (to != nullptr && from == &to->stack_pointer) return;
@@ -214,6 +224,11 @@ inline unsigned __float_as_uint(float v) { return twin_bits<unsigned>(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+// Those of libm are calls, and of code whose registers are narrower than those of the matrix unit here, which is slow to mix.
+inline float twin_fmaxf(float a, float b) { return a > b || std::isnan(b) ? a : b; }
+inline float twin_fminf(float a, float b) { return a < b || std::isnan(b) ? a : b; }
+#define fmaxf twin_fmaxf
+#define fminf twin_fminf
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
@@ -228,7 +243,7 @@ template <class T>
 T twin_shuffle(T value, unsigned source) {
     unsigned long long bits = 0;
     memcpy(&bits, &value, sizeof(T));
-    bits = twin::collective(bits)[source & 31][0];
+    bits = twin::collective(bits)[0][source & 31];
     memcpy(&value, &bits, sizeof(T));
     return value;
 }
@@ -241,12 +256,7 @@ T __shfl_down_sync(unsigned, T value, int by) {
     const unsigned lane = threadIdx.x & 31;
     return twin_shuffle(value, lane + by < 32 ? lane + by : lane);
 }
-inline bool twin_all(bool predicate) {
-    const auto* all = twin::collective(predicate);
-    for (int i = 0; i < 32; ++i)
-        if (!all[i][0]) return false;
-    return true;
-}
+inline bool twin_all(bool predicate) { return twin::votes(predicate) == kog::kFullWarp; }
 inline bool __all_sync(unsigned, bool predicate) {  // a wait's look
     const bool all = twin_all(predicate);
     if ((threadIdx.x & 31) == 31) twin::current->warp->looked(all);
@@ -255,21 +265,16 @@ inline bool __all_sync(unsigned, bool predicate) {  // a wait's look
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     const auto* all = twin::collective(value);
     unsigned long long most = 0;
-    for (int i = 0; i < 32; ++i) most = std::max<unsigned long long>(most, all[i][0]);
+    for (int i = 0; i < 32; ++i) most = std::max<unsigned long long>(most, all[0][i]);
     return static_cast<unsigned>(most);
 }
 inline int __reduce_add_sync(unsigned, int value) {
     const auto* all = twin::collective(static_cast<unsigned>(value));
     unsigned sum = 0;
-    for (int i = 0; i < 32; ++i) sum += static_cast<unsigned>(all[i][0]);
+    for (int i = 0; i < 32; ++i) sum += static_cast<unsigned>(all[0][i]);
     return static_cast<int>(sum);
 }
-inline unsigned __ballot_sync(unsigned, bool predicate) {
-    const auto* all = twin::collective(predicate);
-    unsigned bits = 0;
-    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i][0]) << i;
-    return bits;
-}
+inline unsigned __ballot_sync(unsigned, bool predicate) { return twin::votes(predicate); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline bool __any_sync(unsigned, bool predicate) { return !twin_all(!predicate); }
 inline void __syncwarp() { twin::collective(0); }
@@ -445,39 +450,60 @@ inline float max_magnitude(float a, float b) { return std::isnan(a) || !(std::fa
 inline float reciprocal_approx(float x) { return 1.0f / x; }
 inline float inverse_root_approx(float x) { return 1.0f / std::sqrt(x); }
 
-// m16n8k16: of A a thread holds rows group and group + 8, of B column group, of the result columns 2 part and 2 part + 1.
-template <class Format>
-void twin_mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// Of A (two rows) and B (two columns) what one thread of a matrix operation needs: four registers in the order of k, twice.
+struct TwinTiles {
+    __m128i a[2][2], b[2][2];
+};
+// Of A a thread holds rows group and group + 8, of B column group, of the result columns 2 part and 2 part + 1.
+inline TwinTiles twin_tiles(u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     const auto pair = [](u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; };
     const auto* all = twin::collective(pair(a0, a1), pair(a2, a3), pair(b0, b1));
     const u32 group = laneid() >> 2, part = laneid() & 3;
-    const auto* rows = all + group * 4;
-    const auto *first_column = all + 2 * part * 4, *second_column = first_column + 4;
-    for (u32 k = 0; k < 8; ++k) {  // pairs of k
-        const u64 a = rows[k & 3][k >> 2];  // of both rows
-        const u32 shift = (k >> 2) * 32;
-        const u32 b0 = static_cast<u32>(first_column[k & 3][2] >> shift), b1 = static_cast<u32>(second_column[k & 3][2] >> shift);
-        const float low0 = Format::low(b0), high0 = Format::high(b0), low1 = Format::low(b1), high1 = Format::high(b1);
-        const float low = Format::low(static_cast<u32>(a)), high = Format::high(static_cast<u32>(a));
-        const float low8 = Format::low(static_cast<u32>(a >> 32)), high8 = Format::high(static_cast<u32>(a >> 32));
-        d[0] += low * low0 + high * high0, d[1] += low * low1 + high * high1;
-        d[2] += low8 * low0 + high8 * high0, d[3] += low8 * low1 + high8 * high1;
+    const auto apart = [&](u32 which, u32 first, __m128i& low, __m128i& high) {  // the halves of four threads' values
+        const __m256i four = _mm256_load_si256(reinterpret_cast<const __m256i*>(all[which] + first));
+        const __m256i halves = _mm256_permutevar8x32_epi32(four, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+        low = _mm256_castsi256_si128(halves), high = _mm256_extracti128_si256(halves, 1);
+    };
+    TwinTiles tiles;
+    for (u32 k = 0; k < 2; ++k) apart(k, 4 * group, tiles.a[0][k], tiles.a[1][k]);
+    for (u32 column = 0; column < 2; ++column) apart(2, 4 * (2 * part + column), tiles.b[column][0], tiles.b[column][1]);
+    return tiles;
+}
+// m16n8k16: products of pairs of k are added, and these sums to the result, one after the other.
+template <class Format>
+void twin_mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const TwinTiles tiles = twin_tiles(a0, a1, a2, a3, b0, b1);
+    __m128 low[4], high[4];  // of each result: pairs 0, 1, 4 and 5; 2, 3, 6 and 7
+#pragma GCC unroll 4
+    for (u32 i = 0; i < 4; ++i) {
+        const auto &row = tiles.a[i >> 1], &column = tiles.b[i & 1];
+        const __m256 first = _mm256_mul_ps(Format::floats(row[0]), Format::floats(column[0]));
+        const __m256 second = _mm256_mul_ps(Format::floats(row[1]), Format::floats(column[1]));
+        const __m256 sums = _mm256_hadd_ps(first, second);
+        low[i] = _mm256_castps256_ps128(sums), high[i] = _mm256_extractf128_ps(sums, 1);
     }
+    _MM_TRANSPOSE4_PS(low[0], low[1], low[2], low[3]);
+    _MM_TRANSPOSE4_PS(high[0], high[1], high[2], high[3]);
+    __m128 result = _mm_loadu_ps(d);
+    for (const __m128 sums : {low[0], low[1], high[0], high[1], low[2], low[3], high[2], high[3]}) result = _mm_add_ps(result, sums);
+    _mm_storeu_ps(d, result);
 }
 // m16n8k32 of bytes, those of A of one kind and B's signed: likewise, four of k in a register.
 template <class Byte>
 void twin_mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    const auto pair = [](u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; };
-    const auto* all = twin::collective(pair(a0, a1), pair(a2, a3), pair(b0, b1));
-    const u32 group = laneid() >> 2, part = laneid() & 3;
-    for (u32 k = 0; k < 8; ++k) {  // fours of k
-        for (u32 i = 0; i < 4; ++i) {
-            const u32 a = static_cast<u32>(all[group * 4 + (k & 3)][k >> 2] >> (i >> 1) * 32);
-            const u32 b = static_cast<u32>(all[(2 * part + (i & 1)) * 4 + (k & 3)][2] >> (k >> 2) * 32);
-            for (u32 byte = 0; byte < 4; ++byte)
-                d[i] += static_cast<int>(static_cast<Byte>(a >> 8 * byte & 0xff)) * static_cast<signed char>(b >> 8 * byte & 0xff);
-        }
+    const TwinTiles tiles = twin_tiles(a0, a1, a2, a3, b0, b1);
+    const auto widened = [](__m128i bytes) { return std::is_signed_v<Byte> ? _mm256_cvtepi8_epi16(bytes) : _mm256_cvtepu8_epi16(bytes); };
+    __m256i sums[4];
+#pragma GCC unroll 4
+    for (u32 i = 0; i < 4; ++i) {
+        const auto &row = tiles.a[i >> 1], &column = tiles.b[i & 1];
+        const __m256i first = _mm256_madd_epi16(widened(row[0]), _mm256_cvtepi8_epi16(column[0]));
+        sums[i] = _mm256_add_epi32(first, _mm256_madd_epi16(widened(row[1]), _mm256_cvtepi8_epi16(column[1])));
     }
+    const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));
+    const __m128i both = _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    __m128i* result = reinterpret_cast<__m128i*>(d);
+    _mm_storeu_si128(result, _mm_add_epi32(_mm_loadu_si128(result), both));
 }
 inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { twin_mma_bytes<unsigned char>(d, a0, a1, a2, a3, b0, b1); }
 inline void mma_signed_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { twin_mma_bytes<signed char>(d, a0, a1, a2, a3, b0, b1); }
@@ -489,6 +515,7 @@ struct Bf16 {
     static u32 pack(float low, float high) { return round(low) | round(high) << 16; }
     static float low(u32 packed) { return __uint_as_float(packed << 16); }
     static float high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
+    static __m256 floats(__m128i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)); }
     static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { twin_mma<Bf16>(d, a0, a1, a2, a3, b0, b1); }
 };
 struct Fp16 {
@@ -496,6 +523,7 @@ struct Fp16 {
     static u32 pack(float low, float high) { return round(low) | round(high) << 16; }
     static float low(u32 packed) { return twin_bits<_Float16>(static_cast<u16>(packed)); }
     static float high(u32 packed) { return low(packed >> 16); }
+    static __m256 floats(__m128i halves) { return _mm256_cvtph_ps(halves); }
     static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { twin_mma<Fp16>(d, a0, a1, a2, a3, b0, b1); }
 };
 inline u32 pack_e4m3(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
