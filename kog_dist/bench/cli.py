@@ -23,6 +23,7 @@ from kog_dist.bench.commands.latency import latency
 from kog_dist.bench.commands.load import load
 from kog_dist.bench.commands.make_model import make_model
 from kog_dist.bench.commands.passes import passes
+from kog_dist.bench.commands.peers import peers
 from kog_dist.bench.commands.prefill import prefill
 from kog_dist.bench.commands.quality import quality
 from kog_dist.bench.commands.replay import replay
@@ -79,6 +80,7 @@ for _command in (
     serve,
     agents,
     compare,
+    peers,
     gateway,
     collectives,
     scaling,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from kog_dist.bench.peers.rows import label_of
 from kog_dist.bench.tables import Row, caption, rows_of
 
 Draw = Callable[[Any, Sequence[Row]], None]  # into matplotlib's Axes
@@ -80,7 +81,24 @@ def _compare(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlabel("B / A, with 95 % intervals")
 
 
-_PICTURES: Final[Mapping[str, Draw]] = {"decode": _decode, "latency": _latency, "scaling": _scaling, "compare": _compare}
+def _peers(axes: Any, rows: Sequence[Row]) -> None:
+    """Tokens per second of engines, a group of bars for each load."""
+    measured = [row for row in rows if row["tokens_per_s"]]
+    loads = list(dict.fromkeys(row["load"] for row in measured))
+    places = [place + loads.index(row["load"]) for place, row in enumerate(measured)]
+    colors = ["C0" if row["engine"] == "kog_dist" else "0.6" for row in measured]
+    bars = axes.barh(places, [row["tokens_per_s"] for row in measured], color=colors, alpha=0.7)
+    for bar, row in zip(bars, measured, strict=True):
+        bar.set_hatch("" if row["drafts"] == "none" else "//")
+    labels = [f"{row['load']}: {label_of(row['engine'], row['drafts'])}" for row in measured]
+    axes.set_yticks(places, labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens/s of one request")
+
+
+_PICTURES: Final[Mapping[str, Draw]] = {
+    "decode": _decode, "latency": _latency, "scaling": _scaling, "compare": _compare, "peers": _peers,
+}  # fmt: skip
 
 
 def _line(axes: Any, rows: Sequence[Row], x: str, y: str, label: str | None, *, fmt: str = "o-", **style: Any) -> None:

@@ -54,6 +54,10 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("kog-bench passes MODEL --prompts 1500,6000 --kinds prose", "by processor time, on a machine that does other work"),
     ),
     "kog-bench drafts": (("kog-bench drafts MODEL --ranks 1 --repeats 3", "how much faster edits and quotes come"),),
+    "kog-bench peers": (
+        ("kog-bench peers --model DIR --gpus 1 --against vllm,llamacpp --gguf FILE", "what is there, with drafts and without"),
+        ("kog-bench peers --model FILE.gguf --threads 1 --against xllamacpp --loads edit,prose", "on a CPU"),
+    ),
     "kog-bench decode": (("kog-bench decode --ranks 1,2,4,8 -o decode.md -o decode.png", "a table and a picture, too"),),
     "kog-bench faults": (("kog-bench faults --ranks 4 --kills 20", ""),),
     "kog-bench chaos": (('kog-bench chaos --seconds 60 --only "gateway stop"', "only rows with this in their names"),),

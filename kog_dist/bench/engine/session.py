@@ -81,8 +81,11 @@ class EngineSession:
 
     def start(self, module: str, arguments: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         """Start `python -m module arguments`; its output goes to files, see `output`."""
+        return self.start_command([*self.starter, *python_child.command(module, *arguments)], name)
+
+    def start_command(self, command: Sequence[str], name: str) -> subprocess.Popen[bytes]:
+        """Start any program as `start` does. Raises OSError if it cannot be."""
         with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
-            command = [*self.starter, *python_child.command(module, *arguments)]
             process = subprocess.Popen(
                 command, cwd=self.cwd, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err
             )

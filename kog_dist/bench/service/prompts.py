@@ -74,8 +74,8 @@ def prompts_of_agents(count: int, num_agents: int, shared_words: int, num_words:
     return prompts
 
 
-def prompts_from_file(path: Path, count: int) -> list[Prompt]:
-    """`count` prompts, from the beginning again where the file has fewer.
+def prompts_from_file(path: Path, count: int | None = None) -> list[Prompt]:
+    """`count` prompts, from the beginning again where the file has fewer; all of it, if no number is given.
 
     A line is a prompt; in a .jsonl file an object with `prompt` or `messages`, and `max_tokens` if it wants. Raises ConfigError.
     """
@@ -89,7 +89,7 @@ def prompts_from_file(path: Path, count: int) -> list[Prompt]:
         prompts = [Prompt(line) for line in lines]
     else:
         prompts = [_from_json(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
-    return [prompts[idx % len(prompts)] for idx in range(count)]
+    return [prompts[idx % len(prompts)] for idx in range(len(prompts) if count is None else count)]
 
 
 def _from_json(line: str, where: str) -> Prompt:

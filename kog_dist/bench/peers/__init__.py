@@ -1,0 +1,1 @@
+"""`kog-bench peers`: other engines beside this one, on one machine, with one set of weights."""
