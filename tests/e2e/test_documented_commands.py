@@ -62,6 +62,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "NO_COLOR": "1", "KOG_PORT": str(free_port())}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _own_engines() -> Iterator[None]:
+    """Names of engines are those of the documents, and other clones on this machine have the same."""
+    with tempfile.TemporaryDirectory(prefix="kog-d-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
+
+
 def run(command: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         here(command), shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False

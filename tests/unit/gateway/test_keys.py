@@ -19,7 +19,7 @@ from kog_dist.gateway.body_reader import SMALL_BYTES
 from kog_dist.gateway.keys import MAX_FILE_BYTES, MAX_KEYS, ApiKeys, check_key, keys_of, read_key_file, read_keys, write_keys
 from kog_dist.model.chat_template import RenderedChat
 from kog_dist.model.template_trials import TemplateFacts
-from tests.unit.gateway.scripted_engine import JSON, RunningGateway, ScriptedEngine, client, gateway, says
+from tests.unit.gateway.scripted_engine import JSON, RunningGateway, ScriptedEngine, client, gateway, says, until
 
 ALICE, BOB = "alice-alice-alice", "bob-bob-bob-bob"
 PADDING = " " * SMALL_BYTES  # a body with it is read in another process
@@ -221,6 +221,7 @@ def test_kept_texts_are_found_by_the_key_s_salt(
         scopes.append(scope)
         return [1, 2, 3]
 
+    until(lambda: separate.service.served is not None)
     served = separate.service.served
     assert served is not None
     assert served.tokenizer is not None
