@@ -318,8 +318,11 @@ def test_an_edited_config_is_noticed_until_the_manifest_is_written_anew(tmp_path
     assert f"{tmp_path / 'config.json'} differs from its SHA-256" in message
     assert "write it anew" in message
     assert open_checkpoint(tmp_path, verify=False).spec.norm_eps == 1e-6
+    (tmp_path / "chat_template.jinja").write_text("x")
+    (tmp_path / "notes.txt").write_text("x")
     write_manifest(tmp_path)
     assert open_checkpoint(tmp_path).spec.norm_eps == 1e-6
+    assert set(json.loads((tmp_path / MANIFEST_NAME).read_text())["files"]) == {"config.json", "chat_template.jinja"}
 
 
 def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

@@ -46,6 +46,7 @@ def test_what_passes(schema: dict[str, Any]) -> None:
     [
         (optional(1500), "6001 things may come next"), (optional(500), "at most 1960 may .an optional property counts for 4"),
         (optional(1200) | {"required": ["k0", "k1199"]}, "things may come next"),
+        (optional(600) | {"required": ["k0", "k599"]}, "about 2393 things may come next"),
         ({"properties": {"a": {"items": optional(1500)}}}, "things may come next"),
         ({"anyOf": [optional(300), optional(300, 300)]}, "things may come next"),
         ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"oneOf": [optional(300), {"$ref": "#/$defs/c"}]}, "c": optional(250)}},

@@ -53,6 +53,7 @@ def test_a_man_page_has_every_flag_and_no_mistake(name: str) -> None:
     for flag in every_flag(PROGRAMS[name]):
         assert all(f"\\fB{one.replace('-', chr(92) + '-')}\\fR" in page for one in flag.names), flag
     assert page.count(".SS ") == len(PROGRAMS[name].commands)
+    assert ("[OPTIONS] COMMAND [OPTIONS]\n" in page) == bool(PROGRAMS[name].commands)
     if shutil.which("groff") is None:
         pytest.skip("there is no groff")
     done = subprocess.run(

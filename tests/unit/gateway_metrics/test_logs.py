@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+import time
 
 import pytest
 
@@ -203,7 +204,16 @@ def test_dropped_lines_are_told_at_the_end() -> None:
         log.event("more")
     assert log.num_dropped == 7
     stream.free.set()
+    deadline_s = time.monotonic() + 10
+    while stream.getvalue().count("\n") < 1 + 1024:  # then there is room for one more
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
     log.close()
+    last = json.loads(stream.getvalue().splitlines()[-1])
+    assert (last["event"], last["count"]) == ("log_lines_dropped", 7)
+    log = Log(io.StringIO(), log_format="json")
+    log.close()
+    assert log.num_dropped == 0
 
 
 def test_a_stream_that_fails_is_no_error() -> None:

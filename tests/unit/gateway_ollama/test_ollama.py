@@ -252,6 +252,7 @@ def test_json_is_read_however_it_is_declared(
 def test_the_model_is_described(http: httpx.Client) -> None:
     (entry,) = http.get("/api/tags").json()["models"]
     assert entry["name"] == "demo"
+    assert entry["details"]["parameter_size"] == "16M"
     assert http.get("/api/ps").json()["models"][0]["context_length"] == 2048
     shown = http.post("/api/show", json={"model": "demo:latest"}).json()
     assert "completion" in shown["capabilities"]

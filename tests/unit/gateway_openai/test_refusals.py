@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kog_dist.gateway.openai.body import read_body
+from kog_dist.gateway.openai.body import _path, read_body
 from kog_dist.gateway.openai.chat import ChatRequest, plan_chat
 from kog_dist.gateway.openai.completions import CompletionRequest, plan_completion
 from kog_dist.gateway.openai.errors import ApiError, from_rpc
@@ -286,3 +286,29 @@ def test_every_field_is_documented(model: Any) -> None:
     assert "`kog_dist/gateway/openai/peer_fields.py`" in text
     for name in {*model.model_fields, *(model.refused.keys() - REFUSED_EVERYWHERE.keys())} - {"messages", "text"}:
         assert f"`{name}`" in text, f"docs/openai.md says nothing of {name}"
+
+
+def test_every_code_of_an_engine_has_its_status() -> None:
+    """Clients of OpenAI repeat what ended with 408, 409, 429 or 5xx: only what may go well the second time has such a status."""
+    found = dict[int, set[str]]()
+    for code in ErrorCode:
+        found.setdefault(from_rpc(Error(code, "x", "id")).status, set()).add(code.name)
+    assert found == {
+        400: {"INVALID_REQUEST", "NO_TOKENIZER", "TOKEN_ID_OUT_OF_RANGE", "CONTEXT_LENGTH_EXCEEDED", "INVALID_CONSTRAINT"},
+        404: {"UNKNOWN_REQUEST"},
+        422: {"CONSTRAINT_FAILED"},
+        429: {"QUEUE_FULL"},
+        500: {"PROTOCOL_ERROR", "PROTOCOL_VERSION", "DUPLICATE_REQUEST_ID", "NUMERICAL_FAULT", "INTERNAL_ERROR"},
+        503: {"DRAINING", "RANK_FAILED", "STARTUP_FAILED", "ENGINE_LOST", "DRAIN_TIMEOUT", "SHUTDOWN", "SLOW_READER"},
+        504: {"DEADLINE_EXCEEDED"},
+    }
+
+
+def test_the_name_of_a_wrong_item_is_its_place() -> None:
+    """Items from the first on; what is behind the last one is none."""
+    body = {"stop": ["a", "b"]}
+    assert _path(("stop", 1), body) == ("stop", 1)
+    assert _path(("stop", 2), body) == ("stop",)
+    assert _path(("stop", 0, "str"), body) == ("stop", 0)
+    assert _path(("stop", "list[str]", 0), body) == ("stop", 0)
+    assert _path(("missing",), body) == ("missing",)
