@@ -120,7 +120,7 @@ cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluste
 service: $(VENV)/.installed-dev  ## what needs minutes of hostile HTTP traffic, and is not part of `make test`
 	$(BIN)/python -m pytest -m service -s
 
-clients: $(VENV)/.installed-dev model  ## the clients that people use, each in an environment of its own: 3.4 GB from package indexes
+clients: $(VENV)/.installed-dev model  ## the clients that people use, each in an environment of its own: 4.6 GB from package indexes
 	$(BIN)/python -m pytest -m clients tests/clients
 
 first-hour:  ## what a new user does first, in a fresh clone of the commit, with seconds for each step

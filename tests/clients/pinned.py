@@ -8,7 +8,7 @@ from typing import Final
 PYTHON: Final = {
     "openai": "3.57.0", "litellm": "1.110.2", "pydantic-ai-slim[openai]": "2.68.0", "openai-agents": "0.24.0", "llm": "0.36",
     "aider-chat": "0.86.2", "lm_eval[api]": "0.4.13", "anthropic": "2.14.0", "ollama": "0.6.3", "langchain-openai": "1.7.4",
-    "smolagents[openai]": "1.26.0",
+    "smolagents[openai]": "1.26.0", "aiperf": "0.13.0",
 }  # fmt: skip
 # From npm:
 NODE: Final = {

@@ -19,6 +19,7 @@ from tests.clients.page import block
 from tests.e2e.http_engine import http_engine
 
 MODEL = Path(__file__).parents[2] / "build" / "models" / "SmolLM2-135M-Instruct"
+DEMO = Path(__file__).parents[2] / "kog_dist" / "models" / "demo"
 TASKS = Path(__file__).parent / "lm_eval"
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -113,6 +114,22 @@ def test_continue(url: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(block("Continue", "yaml", url), encoding="utf-8")
     said = run_shell(block("Continue", "sh", url), node_client("@continuedev/cli"), tmp_path, CONTINUE_TELEMETRY_ENABLED="0")
     assert ANSWER in said
+
+
+# ---- load ----
+@pytest.mark.parametrize("endpoint", ["chat", "completions", "responses", "messages"])
+def test_aiperf(url: str, tmp_path: Path, endpoint: str) -> None:
+    """Its own prompts, of another tokenizer; two at once."""
+    command = block("AIPerf", "sh", url).replace("MODEL", str(DEMO)).strip()
+    command = f"{command} --output-artifact-dir out".replace("--endpoint-type chat", f"--endpoint-type {endpoint}")
+    # While that is set it takes no folder for a tokenizer.
+    run_shell(f"unset HF_HUB_OFFLINE\n{command}", python_client("aiperf"), tmp_path)
+    (found,) = (tmp_path / "out").rglob("profile_export_aiperf.json")
+    result = json.loads(found.read_text(encoding="utf-8"))
+    assert (result["request_count"]["avg"], result["error_summary"]) == (4, [])
+    if endpoint in ("chat", "completions"):  # others have no word for it
+        assert result["output_sequence_length"]["avg"] == 20
+    assert result["time_to_first_token"]["avg"] > 0
 
 
 # ---- evaluation ----
