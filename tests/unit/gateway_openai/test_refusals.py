@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from kog_dist.gateway.openai.completions import CompletionRequest, plan_completi
 from kog_dist.gateway.openai.errors import ApiError, from_rpc
 from kog_dist.gateway.openai.peer_fields import REFUSED_EVERYWHERE
 from kog_dist.gateway.openai.reply import Planned
+from kog_dist.gateway.openai.request_model import RequestModel
 from kog_dist.gateway.openai.responses import ResponsesRequest, plan_response
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.model.generation_config import sampling_defaults, shown_sampling
 from kog_dist.rpc.messages import Error, ErrorCode
+from tests.unit.pinning import compare
 
 USER = [{"role": "user", "content": "hi"}]
 PLANS = {"chat": plan_chat, "completion": plan_completion, "response": plan_response}
@@ -312,3 +316,23 @@ def test_the_name_of_a_wrong_item_is_its_place() -> None:
     assert _path(("stop", 0, "str"), body) == ("stop", 0)
     assert _path(("stop", "list[str]", 0), body) == ("stop", 0)
     assert _path(("missing",), body) == ("missing",)
+
+
+def test_values_that_mean_nothing_are_those_of_the_text() -> None:
+    """Of every field that is refused otherwise, in all APIs; `TESTS_PIN=1` writes them anew."""
+    for name in ("openai.chat_request", "openai.completion_request", "openai.responses_request", "ollama.requests"):
+        importlib.import_module(f"kog_dist.gateway.{name}")
+    importlib.import_module("kog_dist.gateway.anthropic.messages_request")
+    found = {
+        f"{kind.__name__}.{name}: {refusal.harmless!r} {' '.join(refusal.counts_with)}".rstrip()
+        for kind in _all_below(RequestModel)
+        if kind.__module__.startswith("kog_dist.")
+        for name, refusal in kind.refused.items()
+    }
+    compare("values-that-mean-nothing", sorted(found))
+
+
+def _all_below(kind: type[RequestModel]) -> Iterator[type[RequestModel]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _all_below(below)
