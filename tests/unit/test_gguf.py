@@ -28,9 +28,9 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.generation_config import read_eos_ids, read_sampling_defaults
 from kog_dist.model.gguf.config import ROPE_FACTORS, _vocab_size
 from kog_dist.model.gguf.folder import open_weights, published_file
-from kog_dist.model.gguf.header import FORMATS, PLAIN, Format, GgufHeader
+from kog_dist.model.gguf.header import FORMATS, PLAIN, Format, GgufHeader, read_header
 from kog_dist.model.gguf.pre_tokenizers import CUTS
-from kog_dist.model.gguf.tensors import GgufFile, dequantised
+from kog_dist.model.gguf.tensors import GgufFile, dequantised, read_plain
 from kog_dist.model.gguf.vocabulary import read_tokenizer
 from kog_dist.model.limits import MAX_GGUF_ITEMS, MAX_GGUF_KEYS
 from kog_dist.model.published_config import spec_of_folder
@@ -695,3 +695,17 @@ def test_without_its_package_files_of_plain_weights_are_read_alone(
         return
     with pytest.raises(CheckpointError, match=r"a\.gguf has quantised weights; to read them, pip install gguf"):
         GgufFile.from_header(cast(GgufHeader, header), "llama", 16)
+
+
+def test_a_short_vector_is_one(tmp_path: Path) -> None:
+    """Rotary factors: neither a matrix, nor codes, nor more than a megabyte."""
+    extra = {"rope_freqs.weight": np.arange(8, dtype=np.float32)}
+    extra |= {"long": np.zeros(2**18 + 1, np.float32), "as_long": np.ones(2**18, np.float32)}
+    path = tmp_path / "a.gguf"
+    write_gguf(path, "llama", random_tensors("llama"), extra=extra)
+    header = read_header(path)
+    assert read_plain(header, "rope_freqs.weight").tolist() == list(range(8))
+    assert read_plain(header, "as_long").sum() == 2**18
+    for name in ("long", "token_embd.weight"):
+        with pytest.raises(ValueError, match=f"tensor {name} has the shape .* expected a short vector"):
+            read_plain(header, name)

@@ -281,6 +281,7 @@ def test_of_all_outboxes_together_the_fullest_makes_room(
 def test_a_dropped_client_is_closed_after_its_grace(listener: RpcListener, sleeper: Sleeper) -> None:
     while listener.send_frame(sleeper.name, bytes(20_000)) is Delivery.TAKEN:
         pass
+    sleeper.now_s += OUTBOX_GRACE_S / 2  # its grace begins when it is dropped
     listener.drop(sleeper.name, [Alive("a", 1)])
     sleeper.now_s += OUTBOX_GRACE_S - 0.1
     assert listener.send_frame(sleeper.name, b"x") is Delivery.FULL

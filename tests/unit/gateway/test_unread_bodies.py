@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from kog_dist.gateway.limits import LIMITS
-from kog_dist.gateway.protocol import bounded
+from kog_dist.gateway.protocol import BoundedHttp, bounded
 from tests.unit.gateway.scripted_engine import WAIT_S, RunningGateway
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -89,3 +91,14 @@ def test_who_is_gone_with_the_first_byte_of_the_answer_is_counted() -> None:
         setattr(protocol, name, value)
     protocol.send_400_response("")
     assert counted == [400]
+
+
+@pytest.mark.parametrize("is_closing", [True, False])
+def test_a_connection_that_ends_is_read_no_more(is_closing: bool) -> None:
+    """Where a transport that closes is told to read on, asyncio raises."""
+    resumed: list[bool] = []
+    connection = BoundedHttp.__new__(BoundedHttp)
+    transport = SimpleNamespace(is_closing=lambda: is_closing, resume_reading=lambda: resumed.append(True))
+    connection.transport = cast("asyncio.Transport", transport)
+    connection._read_on()
+    assert resumed == ([] if is_closing else [True])

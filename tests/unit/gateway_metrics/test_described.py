@@ -245,6 +245,7 @@ def test_every_path_has_its_answers(path: str) -> None:
     )
     assert ("304" in statuses) is (path in ("/", "/static/{name}"))
     assert ("{name}" in path) is ("parameters" in operation)
+    assert all((one["in"], one["required"]) == ("path", True) for one in operation.get("parameters", ()))
     assert operation["operationId"] == (path.strip("/").replace("/", "_").replace("{name}", "name") or "index")
     error = "AnthropicError" if path.startswith("/v1/messages") else "OllamaError" if path.startswith("/api/") else "Error"
     schemas = {
