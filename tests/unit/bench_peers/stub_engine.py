@@ -11,7 +11,7 @@ from typing import Any
 
 PORT, KIND, TEXT = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 looks = 0
-TOKEN_S = 0.002  # what a token takes
+TOKEN_S = 0.02  # what a token takes
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -70,24 +70,29 @@ def test_engines_are_asked_the_same_and_compared_with_ours(capsys: pytest.Captur
 
 def test_what_cannot_be_measured_is_a_row_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     engines = (
-        stub("kog"), stub("ends", "ends"), stub("deaf", "deaf"), Peer("none", "none", program="no-such-engine"),
+        stub("kog"), stub("ends", "ends"), Peer("none", "none", program="no-such-engine"),
         replace(known()["vllm"], program=sys.executable, version=("-c", "import sys; sys.exit('no module of that name')")),
         replace(known()["xllamacpp"], program=sys.executable, version=("-c", "print(1)")),
         replace(known()["trtllm"], program="true"),
     )  # fmt: skip
-    rows, shown = measured(plan_of(*engines, start_s=1.0), capsys, num_missing=9)
+    rows, shown = measured(plan_of(*engines), capsys, num_missing=8)
     errors = {row["engine"]: row["error"] for row in rows}
     assert errors.pop("kog") == ""
     assert errors.pop("ends") == (
         "it ended with code 1 before it answered; its last line: 'a model of four legs is not supported'"
     )
-    assert errors.pop("deaf") == "no answer at its port after 1 s; its last line: 'stub starts'"
     assert errors.pop("none") == "there is no 'no-such-engine' here; give one with --start none=PROGRAM"
     assert "ended with code 1: 'no module of that name'" in errors.pop("vLLM")
     assert errors.pop("llama.cpp (xllamacpp)") == "llama.cpp (xllamacpp) reads GGUF files alone; give one with --gguf"
     assert errors.pop("TensorRT-LLM") == "TensorRT-LLM is not started on a CPU here"
     assert not errors
     assert "vLLM (8+5; 8+5, ngram; 8+5, suffix): " in shown, "one line for all that it cannot"
+    assert [command_line(pid) for pid, *_ in parents() if str(STUB) in command_line(pid)] == [], "nothing is left"
+
+
+def test_who_never_answers_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    rows, _ = measured(plan_of(stub("deaf", "deaf"), start_s=0.5), capsys, num_missing=1)
+    assert rows[0]["error"].startswith("no answer at its port after 0.5 s; it")
     assert [command_line(pid) for pid, *_ in parents() if str(STUB) in command_line(pid)] == [], "nothing is left"
 
 
