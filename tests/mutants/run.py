@@ -107,9 +107,8 @@ class Tree:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
         environ["TESTS_HYPOTHESIS_PROFILE"] = "mutants"  # KOG_ would be a setting, and refused
         command = [sys.executable, str(WARM), *(SLOW if (root / "kog_dist").exists() else ())]
-        environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(
-            prefix="run-", dir=folder.parent
-        )  # engines of two trees have the same names
+        # Engines of two trees have the same names.
+        environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="run-", dir=folder.parent)
         self._environ = environ
         self._warm = self._started(command)
         self._collected: subprocess.Popen[str] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -45,12 +44,14 @@ def peers(
     from kog_dist.bench.peers import run as benchmark
     from kog_dist.bench.peers.loads import loads_of
     from kog_dist.bench.peers.peer import chosen
+    from kog_dist.config import LaunchConfig
+    from kog_dist.launch.target import model_folder
 
     if bool(gpus) == bool(threads) or min(gpus, threads) < 0:
         raise ConfigError("give either --gpus N or --threads N, of at least 1")
     if min(requests, processes) < 1 or not start_timeout > 0:
         raise ConfigError("--requests, --processes and --start-timeout must be at least 1")
-    folder = Path(model) if model is not None else Path(str(resources.files("kog_dist"))) / "models" / "demo"
+    folder = Path(model) if model is not None else model_folder(LaunchConfig())[0]
     weights, file = benchmark.weights_of(folder, None if gguf is None else Path(gguf))
     asked = loads_of(loads, counts_of(at_once, "--at-once"), requests, benchmark.tokenizer_of(weights))
     plan = benchmark.PeerPlan(

@@ -11,12 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kog_dist.bench.engine.drafts import body_of, tasks
 from kog_dist.bench.report import finish, machine
+from kog_dist.config import LaunchConfig
 from kog_dist.decode.cpu import host_library
 from kog_dist.decode.cpu.interpreter import Interpreter, StepOutput
 from kog_dist.decode.cpu.passes import most_tokens, most_verified, pass_sizes
@@ -28,6 +28,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
 from kog_dist.gateway.openai.chat import plan_chat
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.launch.target import model_folder
 from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ def run(model: str | None, prompts: Sequence[int], kinds: Sequence[str]) -> bool
             f"there are no tasks without a grammar of the kind {', '.join(sorted(wrong))}; there are {', '.join(known)}"
         )
     before = machine()
-    rank = _rank(Path(model) if model is not None else Path(str(resources.files("kog_dist"))) / "models" / "demo")
+    rank = _rank(Path(model) if model is not None else model_folder(LaunchConfig())[0])
     costs = {position: _pass_costs(rank, position) for position in (0, min(500, rank.served.max_context // 2))}
     for position, cost_s in costs.items():
         shown = ", ".join(f"{size}: {taken_s * 1e3:.1f} ms ({taken_s / cost_s[1]:.2f})" for size, taken_s in cost_s.items())

@@ -41,10 +41,15 @@ def _text_of(task: Mapping[str, Any]) -> str:
     return "\n".join(read_text(Path(spec.origin)).splitlines()[first - 1 : last])
 
 
+def message_of(task: Mapping[str, Any]) -> dict[str, str]:
+    """What a user asks for."""
+    return {"role": "user", "content": task["ask"].replace("{text}", task["text"])}
+
+
 def body_of(task: Mapping[str, Any], speculate: str) -> dict[str, Any]:
     """The chat that asks for a task; the same with each `speculate`."""
     body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": task["ask"].replace("{text}", task["text"])}],
+        "messages": [message_of(task)],
         "max_tokens": task["max_tokens"],
         "temperature": task.get("temperature", 0.0),
         "seed": _SEED,

@@ -143,6 +143,10 @@ class EngineSession:
                 found.setdefault(role, pid)
         return found
 
+    def pids(self) -> list[int]:
+        """Of everything that still runs."""
+        return [pid for pid, *_ in self._marked()]
+
     def survivors(self) -> list[str]:
         """Command lines of everything that still runs."""
         return [f"{pid} {' '.join(command)[:160]}" for pid, command, _ in self._marked()]

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from kog_dist.bench.engine.drafts import tasks
+from kog_dist.bench.engine.drafts import message_of, tasks
 from kog_dist.bench.service.prompts import Prompt, prompts_from_file, random_prompts
 from kog_dist.errors import ConfigError
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.quoting import short
 from kog_dist.records import dataclass
 
-_LENGTHS: Final[Mapping[str, tuple[int, int]]] = {"short": (1024, 128), "long": (8000, 1000)}  # words of the prompt, tokens
+_LENGTHS: Final[Mapping[str, tuple[int, int]]] = {"short": (1024, 128), "long": (8000, 1000)}  # tokens of prompt and answer
 _SAMPLE_WORDS: Final = 512
 _OF_TEMPLATE: Final = 256  # tokens
 _CHARACTERS: Final = 2  # of a token, at least
@@ -93,8 +93,7 @@ def _num_words(tokens: int, tokenizer: Tokenizer | None) -> int:
 
 
 def _prompt_of(task: Mapping[str, Any]) -> Prompt:
-    message = {"role": "user", "content": task["ask"].replace("{text}", task["text"])}
-    return Prompt(messages=(message,), max_tokens=task["max_tokens"])
+    return Prompt(messages=(message_of(task),), max_tokens=task["max_tokens"])
 
 
 def _of_prompts(name: str, prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> PeerLoad:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from kog_dist.errors import ConfigError, LaunchError
-from kog_dist.quoting import short
+from kog_dist.quoting import printable, short
 from kog_dist.records import dataclass
 
 OWN: Final = "kog"
 _FILE: Final = "peers.toml"
 _VERSION_S: Final = 120.0  # some import torch and all of themselves
+_MOST_VERSION: Final = 80  # characters
 _KEYS: Final = ("model", "port", "context", "all_context", "slots", "devices", "script")
 
 
@@ -51,21 +52,20 @@ class Peer:
         return path
 
     def found_version(self) -> str:
-        """The last line of what it says of its version. Raises LaunchError with its last words if it cannot say."""
+        """The last line of what it says of its version. Raises LaunchError if it is not there, or cannot say."""
+        program = self.found()
         if self.whole or not self.version:
             return ""
         try:
             done = subprocess.run(
-                [self.found(), *self.version], capture_output=True, text=True, errors="replace", timeout=_VERSION_S, check=False
+                [program, *self.version], capture_output=True, text=True, errors="replace", timeout=_VERSION_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise LaunchError(f"{self.program} does not say its version: {error}") from None
-        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        last = lines[-1] if lines else "(nothing)"
         if done.returncode != 0:
+            last = last_line(done.stdout + done.stderr) or "(nothing)"
             raise LaunchError(f"{self.program} {self.version[0]} ended with code {done.returncode}: {short(last, 200)}")
-        said = [line for line in done.stdout.splitlines() or lines if line.strip()]
-        return short((said or lines or [""])[-1].strip(), 80).strip("'\"")
+        return printable(last_line(done.stdout) or last_line(done.stderr), _MOST_VERSION)
 
     def command(self, model: str, port: int, *, context: int, slots: int, devices: int, on_gpus: bool, drafts: str) -> list[str]:
         """Its command line. `drafts`: a name of `drafts`, or none. Raises LaunchError where it has no such kind of device."""
@@ -79,6 +79,11 @@ class Peer:
         values = (model, port, context, context * slots, slots, devices, str(Path(__file__).parent / self.script))
         pairs = [(f"{{{key}}}", str(value)) for key, value in zip(_KEYS, values, strict=True)]
         return [self.found(), *(_filled(word, pairs) for word in words)]
+
+
+def last_line(text: str) -> str:
+    """The last one that says something, or nothing."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def _filled(word: str, pairs: Sequence[tuple[str, str]]) -> str:

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 from kog_dist.bench.engine.session import EngineSession, engine_session
 from kog_dist.bench.peers.loads import PeerLoad
-from kog_dist.bench.peers.peer import OWN, Peer
+from kog_dist.bench.peers.peer import OWN, Peer, last_line
 from kog_dist.bench.peers.rows import Variant, rows_of, table_of
 from kog_dist.bench.report import finishing, machine
 from kog_dist.bench.service.serve import ServeSettings, measured
@@ -65,11 +65,9 @@ class PeerPlan:
 
 
 def run(plan: PeerPlan) -> int:
-    """Measure, print a table and the JSON object; returns how many rows have no figures. Raises KogError if ours is one."""
+    """Measure, print a table and the JSON object; returns how many rows have no figures."""
     before, rows = machine(), list[dict[str, Any]]()
-    variants = [
-        Variant(peer, drafts) for peer in plan.peers for drafts in ("", *(peer.drafts if plan.drafts and not peer.whole else ()))
-    ]
+    variants = [variant for peer in plan.peers for variant in _variants_of(peer, with_drafts=plan.drafts)]
     commands = dict[str, str]()
     configuration = {
         "model": str(plan.model), "gguf": str(plan.gguf or ""), "devices": plan.devices, "on_gpus": plan.on_gpus,
@@ -81,21 +79,27 @@ def run(plan: PeerPlan) -> int:
                 for variant in variants:
                     if not variant.error:
                         _measure(plan, variant, process, commands)
-                    for other in variants:
-                        if variant.error and not variant.version and other.peer is variant.peer:  # it is not there at all
-                            other.error = variant.error
         finally:
             rows += rows_of(plan.loads, variants, tokenizer_of(plan.model))
         write_out(table_of(rows) + "\n")
     return sum(bool(row["error"]) for row in rows)
 
 
+def _variants_of(peer: Peer, *, with_drafts: bool) -> list[Variant]:
+    """An engine without drafts, and with each kind of them; all with the same error if it is not there."""
+    version = error = ""
+    try:
+        version = peer.found_version()
+    except LaunchError as missing:
+        error = printable(str(missing), _MOST_ERROR)
+        write_out(f"{peer.title}: {error}\n")
+    return [Variant(peer, drafts, version, error) for drafts in ("", *(peer.drafts if with_drafts and not peer.whole else ()))]
+
+
 def _measure(plan: PeerPlan, variant: Variant, process: int, commands: dict[str, str]) -> None:
     """One process of an engine. What goes wrong is noted in the variant."""
     write_out(f"{variant.label}: process {process + 1} of {plan.processes}\n")
     try:
-        variant.peer.found()
-        variant.version = variant.version or variant.peer.found_version()
         memory = used_gpu_bytes() if plan.on_gpus else 0
         with started(plan, variant, commands) as (session, url, start_s):
             variant.start_s.append(start_s)
@@ -177,9 +181,8 @@ def _answers(url: str) -> bool:
 def _last_words(session: EngineSession) -> str:
     """The last line of its log that says something."""
     for stream in ("err", "out"):
-        lines = [line.strip() for line in session.output("peer", stream).splitlines() if line.strip()]
-        if lines:
-            return f"its last line: {short(lines[-1], 200)}"
+        if last := last_line(session.output("peer", stream)):
+            return f"its last line: {short(last, 200)}"
     return "it said nothing"
 
 
@@ -204,9 +207,9 @@ def used_gpu_bytes() -> int:
 def resident_bytes(session: EngineSession) -> int:
     """Memory of all processes of an engine; what several share counts once (PSS)."""
     total = 0
-    for line in session.survivors():
+    for pid in session.pids():
         with contextlib.suppress(OSError):
-            text = Path(f"/proc/{line.split()[0]}/smaps_rollup").read_text(encoding="utf-8")
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
             total += sum(int(part.split()[1]) for part in text.splitlines() if part.startswith("Pss:")) << 10
     return total
 

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,10 @@ from kog_dist.bench.engine.processes import child_process, wait_ready
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.service.client import LoadClient
 from kog_dist.chat.wire import EventParser, ResponseParser, ServiceUrl, error_text, request_bytes
+from kog_dist.config import LaunchConfig
 from kog_dist.errors import RequestFailed
 from kog_dist.gateway.args import GatewayArgs
+from kog_dist.launch.target import model_folder
 from kog_dist.records import dataclass
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Tokens
@@ -178,7 +179,7 @@ def _service(rate: float) -> Iterator[tuple[Access, ServiceUrl, dict[str, int]]]
         wait_ready(lambda: (folder / SOCKET_NAME).exists(), [engine], "the fake engine")
         access = Access.from_folder(folder)
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        model = Path(str(resources.files("kog_dist"))) / "models" / "demo"
+        model, _ = model_folder(LaunchConfig())
         args = GatewayArgs(listener.fileno(), "127.0.0.1", instance_folder=str(folder), model=str(model))
         fds = (listener.fileno(),)
         gateway = stack.enter_context(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
 import sys
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kog_dist.bench.cli import app
+from kog_dist.bench.commands import peers as command
 from kog_dist.bench.engine.processes import command_line, parents
 from kog_dist.bench.files import writing
 from kog_dist.bench.peers import run as peers
@@ -26,6 +28,7 @@ from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.workers.coordinator.model_folder import ModelFolder
 
 DEMO = Path(str(resources.files("kog_dist"))) / "models" / "demo"
+AGAINST = str(inspect.signature(command.peers, eval_str=True).parameters["against"].annotation.__metadata__[0].help)
 STUB = Path(__file__).with_name("stub_engine.py")
 OURS = ("def ", "add", "(", "a", ")")
 
@@ -139,6 +142,7 @@ def test_every_engine_of_the_table_has_its_command(name: str, monkeypatch: pytes
                 words.split()
             )
             assert "{" not in words or drafts in ("ngram", "suffix"), words
+    assert name == "kog" or name in AGAINST, "the help of --against lists it"
     assert not peer.script or Path(peers.__file__).with_name(peer.script).exists()
 
 

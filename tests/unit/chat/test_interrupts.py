@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from kog_dist.chat import history, session
 from kog_dist.chat.conversation import Conversation
 from kog_dist.chat.interrupts import Interrupts
 from kog_dist.chat.screen import Screen
 from kog_dist.chat.service import ChatService, Piece, ServiceFacts
 from kog_dist.chat.session import ChatSession
 from kog_dist.chat.wire import ServiceUrl
+from tests.unit.chat.typing_user import types
 
 
 def press() -> None:
@@ -93,18 +93,7 @@ class PressedScreen(Screen):
 
 
 def test_two_of_them_leave_terminal_and_conversation_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(["hi"])
-
-    def typed() -> str:
-        if (line := next(lines, None)) is None:
-            raise EOFError
-        return line
-
-    def begin(_completions: Callable[[str], object]) -> None:
-        """Of nobody's history."""
-
-    monkeypatch.setattr(history, "begin", begin)
-    monkeypatch.setattr(session, "_read_line", typed)
+    types(monkeypatch, "hi")
     monkeypatch.setenv("LINES", "24")
     screen, conversation = PressedScreen(), Conversation("m")
     chat = ChatSession(PressedService(ServiceUrl.parse("http://127.0.0.1:9")), ServiceFacts("m"), conversation, screen)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import pytest
 
-from kog_dist.chat import history, session
 from kog_dist.chat.conversation import Conversation
 from kog_dist.chat.screen import Screen
 from kog_dist.chat.service import ChatService, Piece, ServiceFacts
 from kog_dist.chat.session import ChatSession
 from kog_dist.chat.wire import ServiceUrl
+from tests.unit.chat.typing_user import types
 
 
 class SaidService(ChatService):
@@ -38,18 +38,7 @@ class SilentScreen(Screen):
 def test_an_answer_ends_its_line_once(
     text: str, ends: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = iter(["hi"])
-
-    def typed() -> str:
-        if (line := next(lines, None)) is None:
-            raise EOFError
-        return line
-
-    def begin(_completions: Callable[[str], object]) -> None:
-        """Of nobody's history."""
-
-    monkeypatch.setattr(history, "begin", begin)
-    monkeypatch.setattr(session, "_read_line", typed)
+    types(monkeypatch, "hi")
     monkeypatch.setattr(SaidService, "text", text)
     chat = ChatSession(SaidService(ServiceUrl.parse("http://127.0.0.1:9")), ServiceFacts("m"), Conversation("m"), SilentScreen())
     assert chat.talk() == 0

@@ -186,9 +186,7 @@ inline Fiber* pick() {
 }
 // From one fiber to the next, without a detour.
 inline void go_on(void** from) {
-    Fiber* to = position;  // mostly the warp's next thread
-    if (to < next_warp && warp_idx > 0 && to->warp->rests_until <= turns && !to->ended && to->can_go_on(turns)) ++position;
-    else to = pick();
+    Fiber* to = pick();
     void* load = scheduler;
     if (to != nullptr) to->waits_for = nullptr, to->barrier = nullptr, load = to->stack_pointer;
     if (to != nullptr && from == &to->stack_pointer) return;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import threading
-import time
 
 import pytest
 
@@ -22,6 +21,7 @@ from kog_dist.gateway.logs import (
     RequestLine,
     address_class,
 )
+from tests.unit.gateway.scripted_engine import until
 
 LINE = RequestLine(
     "req-1", "/v1/completions", 200, "loopback", stream=True, finish_reason="stop", num_prompt_tokens=5, num_cached_tokens=0,
@@ -204,10 +204,7 @@ def test_dropped_lines_are_told_at_the_end() -> None:
         log.event("more")
     assert log.num_dropped == 7
     stream.free.set()
-    deadline_s = time.monotonic() + 10
-    while stream.getvalue().count("\n") < 1 + 1024:  # then there is room for one more
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
+    until(lambda: stream.getvalue().count("\n") == 1 + 1024)  # then there is room for one more
     log.close()
     last = json.loads(stream.getvalue().splitlines()[-1])
     assert (last["event"], last["count"]) == ("log_lines_dropped", 7)

@@ -292,8 +292,8 @@ def test_every_field_is_documented(model: Any) -> None:
         assert f"`{name}`" in text, f"docs/openai.md says nothing of {name}"
 
 
-def test_every_code_of_an_engine_has_its_status() -> None:
-    """Clients of OpenAI repeat what ended with 408, 409, 429 or 5xx: only what may go well the second time has such a status."""
+def test_only_what_may_go_well_the_second_time_is_repeated() -> None:
+    """Clients of OpenAI repeat what ended with 408, 409, 429 or 5xx."""
     found = dict[int, set[str]]()
     for code in ErrorCode:
         found.setdefault(from_rpc(Error(code, "x", "id")).status, set()).add(code.name)
