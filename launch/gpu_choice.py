@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
-MOST_GPUS_TOGETHER = 1  # that run several requests at once: on more it has not run
+MOST_GPUS_TOGETHER = 2  # that run several requests at once unasked: on more it has not run
 TOGETHER = (4, 2)  # requests at once where nobody asks for a number, the best one first: as many as memory allows
 # Of a decode slot beside the first, which is in BESIDES_BYTES: for each position a token of the prompt, and with drafts two more;
 # for each row of the LM head what processors keep.
@@ -301,25 +301,21 @@ def _together(settings: LaunchConfig, shape: KernelShape, count: int) -> Sequenc
     from kog_dist.workers.cuda.company_build import obstacle_to_company
 
     if settings.parallel:
-        return [asked_together(settings, count)]
+        return [asked_together(settings)]
     has_company = count <= MOST_GPUS_TOGETHER and not settings.check_experts and not obstacle_to_company(shape, TOGETHER[-1])
     several = [parallel for parallel in TOGETHER if has_company and parallel <= (settings.kv_caches or parallel)]
     if settings.kv_caches:
-        return [asked_together(replace(settings, parallel=parallel), count) for parallel in (*several, 1)]
+        return [asked_together(replace(settings, parallel=parallel)) for parallel in (*several, 1)]
     return [*((parallel, parallel) for parallel in several), (1, 1)]
 
 
-def asked_together(settings: LaunchConfig, count: int) -> tuple[int, int]:
+def asked_together(settings: LaunchConfig) -> tuple[int, int]:
     """Requests that run together, and KV caches, where either is asked for. Raises ConfigError for what cannot be had."""
     parallel, num_caches = settings.parallel or 1, settings.kv_caches or settings.parallel or 1
     if num_caches < parallel:
         raise ConfigError(
             f"parallel {parallel} needs a KV cache for each request, and kv_caches is {num_caches}; ask for {parallel}"
         )
-    if parallel > 1 and count > MOST_GPUS_TOGETHER:
-        raise ConfigError(f"parallel {parallel} is for one GPU, and there are {count}; ask for --gpus 1, or for --replicas")
-    if num_caches > 1 and count > MOST_GPUS_TOGETHER:
-        raise ConfigError(f"kv_caches {num_caches} is for one GPU, and there are {count}; ask for --gpus 1, or leave it out")
     if parallel > 1 and settings.check_experts:
         raise ConfigError(f"parallel {parallel} contradicts --check-experts, which looks at one request; leave one out")
     return parallel, num_caches

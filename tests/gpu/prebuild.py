@@ -109,7 +109,7 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
 def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     spec, layout = shape.spec, CacheLayout.of(shape)
     if group.startswith(_DRAFTS):
-        sizes = company_sizes(shape, MAX_PARALLEL if shape.num_ranks == 1 else 1)
+        sizes = company_sizes(shape, MAX_PARALLEL)
         yield from (partial(build, company_headers(shape, size), PLAIN_SOURCE) for size in sizes)
         of_passes = [replace(shape, tokens=tokens) for tokens in PASS_TOKENS]
         yield from (partial(build, headers(one), PLAIN_SOURCE) for one in (replace(shape, drafts=True), *of_passes))

@@ -82,17 +82,15 @@ def test_what_is_asked_for_is_had_or_refused(tmp_path: Path) -> None:
     assert lacks is not None
     assert len(lacks.obstacles) == len(fits.obstacles) + 1
     assert (fits.parallel, fits.num_caches) == (4, 5)
-    assert asked_together(LaunchConfig(parallel=3), 1) == (3, 3)
-    assert asked_together(LaunchConfig(kv_caches=3), 1) == (1, 3)
-    assert asked_together(LaunchConfig(parallel=1), 2) == (1, 1)
-    for asked, count, cause in (
-        (LaunchConfig(parallel=4, kv_caches=3), 1, "needs a KV cache for each request, and kv_caches is 3; ask for 4"),
-        (LaunchConfig(parallel=4), 2, "is for one GPU, and there are 2; ask for --gpus 1, or for --replicas"),
-        (LaunchConfig(kv_caches=2), 2, "kv_caches 2 is for one GPU, and there are 2; ask for --gpus 1, or leave it out"),
-        (LaunchConfig(parallel=4, check_experts=True), 1, "contradicts --check-experts"),
+    assert asked_together(LaunchConfig(parallel=3)) == (3, 3)
+    assert asked_together(LaunchConfig(kv_caches=3)) == (1, 3)
+    assert asked_together(LaunchConfig(parallel=1)) == (1, 1)
+    for asked, cause in (
+        (LaunchConfig(parallel=4, kv_caches=3), "needs a KV cache for each request, and kv_caches is 3; ask for 4"),
+        (LaunchConfig(parallel=4, check_experts=True), "contradicts --check-experts"),
     ):
         with pytest.raises(ConfigError, match=cause):
-            asked_together(asked, count)
+            asked_together(asked)
 
 
 def test_several_leave_room_for_what_is_kept(tmp_path: Path) -> None:
@@ -148,7 +146,8 @@ def test_a_dry_run_for_gpus_says_it(tmp_path: Path) -> None:
         (dense, f"together   4 requests at most, {shared}"),
         (replace(dense, parallel=2), f"together   2 requests at most, {shared}"),
         (replace(dense, parallel=1), one),
-        (replace(dense, ranks=2), one),
+        (replace(dense, ranks=2), f"together   4 requests at most, {shared}"),
+            (replace(dense, ranks=4), one),
         (LaunchConfig(device="cuda", ranks=1), one),  # a Laneformer
     ):
         lines = dry_run(settings).splitlines()

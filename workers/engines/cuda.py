@@ -45,7 +45,7 @@ from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free
 from kog_dist.workers.engines.cuda_turn import Decision
 from kog_dist.workers.engines.draft_gain import DraftGain, gains_from_turns
 from kog_dist.workers.engines.heartbeat import Heartbeat
-from kog_dist.workers.engines.launches import ANSWER_STEPS, CHUNKS_QUEUED, COMPANY_STEPS, DecodeKernel, Launches, Token
+from kog_dist.workers.engines.launches import ANSWER_STEPS, CHUNKS_QUEUED, DecodeKernel, Launches, Token, steps_in_company
 from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.intake import Intake
@@ -277,14 +277,16 @@ class CudaEngine:
                         running.append(self._taken(seq, request))
                 together = () if decision.have_drafts else sharing
                 reader, waiting = self._readers(running)
-                for one in running:
-                    if one not in together and one not in waiting:
-                        self._turn(one, running, decision, heartbeat)
+                turns = [one for one in running if one not in together and one not in waiting]
+                num_shared = -(-len(together) // self._loaded.most_together()) if together else 0
+                num_steps = steps_in_company(num_shared + sum(not one.reads for one in turns), reads=reader is not None)
+                for one in turns:
+                    self._turn(one, running, num_steps, decision, heartbeat)
                 if reader is not None and reader.reading is None:  # the next chunk is another one's
                     running.remove(reader)
                     running.append(reader)
                 if together:
-                    self._share(together, running, heartbeat)
+                    self._share(together, running, num_steps, heartbeat)
                 running = [one for one in running if one.finish is Finish.NONE]
             return first.finish
 
@@ -334,11 +336,14 @@ class CudaEngine:
         is_alone = len(reading) == len(running) and reader.reading is None
         return reader, () if is_alone else [one for one in reading if one is not reader]
 
-    def _turn(self, one: CudaRequest, running: Sequence[CudaRequest], decision: Decision, heartbeat: Heartbeat) -> None:
-        """A chunk of its prompt, of which others that decode let it have a part, or some tokens of its answer; all of both where
-        no other request can come.
+    def _turn(
+        self, one: CudaRequest, running: Sequence[CudaRequest], num_steps: int, decision: Decision, heartbeat: Heartbeat
+    ) -> None:  # fmt: skip
+        """A chunk of its prompt, of which others that decode let it have a part, or so many steps of its answer; all of both
+        where no other request can come.
         """
-        one.in_company = in_company = len(running) > 1
+        in_company = len(running) > 1
+        one.company_steps = num_steps if in_company else 0
         one.others_decode = any(not other.reads for other in running)
         meets = self._peers is not None and self._takes_turns  # so each turn has what is queued at its beginning
 
@@ -360,9 +365,9 @@ class CudaEngine:
         if one.launches is None:
             if one.request.mask_epoch and not self._has_first_mask(one, heartbeat, holds, decision if meets else None):
                 return
-            one.launches = self._begin(one.request, one.held, in_company=in_company)
+            one.launches = self._begin(one.request, one.held, one.company_steps)
         if not begins:
-            one.launches.turn(one.index, in_company=in_company)
+            one.launches.turn(one.index, one.company_steps)
         elif one.held > one.request.kv.num_cached:
             self._tell(RankStage.PREFILLED, one.slot)
         self._decode(one, heartbeat, holds)
@@ -388,9 +393,12 @@ class CudaEngine:
         gains = [one.gain for one in sharing if one.gain is not None]
         return len(gains) == len(sharing) > 1 and gains_from_turns(gains, self._pass_extra)
 
-    def _share(self, together: Sequence[CudaRequest], running: Sequence[CudaRequest], heartbeat: Heartbeat) -> None:
-        """Passes with a token of each of these that goes on, until one of them ends or another request wants its turn; what they
-        give is handed out as it comes. Where they are too many for a pass they have one in turn.
+    def _share(
+        self, together: Sequence[CudaRequest], running: Sequence[CudaRequest], num_steps: int, heartbeat: Heartbeat
+    ) -> None:  # fmt: skip
+        """Passes with a token of each of these that goes on, so many in a launch, or more where nobody else runs, until one of
+        them ends or another request wants its turn; what they give is handed out as it comes. Where they are too many for a pass
+        they have one in turn.
         """
         kernel, queued = self._loaded, deque[Any]()
         most = kernel.most_together()
@@ -414,7 +422,7 @@ class CudaEngine:
             while queued and queued[0].done:
                 queued.popleft()
             while len(queued) < CHUNKS_QUEUED and goes_on():  # so the next passes begin without the host
-                kernel.launch_together(groups[num_launches % len(groups)], ANSWER_STEPS if is_long else COMPANY_STEPS)
+                kernel.launch_together(groups[num_launches % len(groups)], ANSWER_STEPS if is_long else num_steps)
                 queued.append(kernel.stream.record())
                 num_launches += 1
             if is_long and is_over():
@@ -474,7 +482,7 @@ class CudaEngine:
         num_prompt = len(request.prompt)
 
         def begin() -> Launches:
-            return self._begin(request, num_prompt, in_company=one.in_company)
+            return self._begin(request, num_prompt, one.company_steps)
 
         prompt = PromptRun(
             self._control, self._rank, self._peers, one.seq, request, heartbeat, begin, takes_turns=self._takes_turns
@@ -489,7 +497,7 @@ class CudaEngine:
         one.reads = end is not None and start < one.held == end < num_prompt
         one.launches = prompt.launches if one.held == num_prompt else None
 
-    def _begin(self, request: DecodeRequest, num_cached: int, *, in_company: bool = False) -> Launches:
+    def _begin(self, request: DecodeRequest, num_cached: int, company_steps: int = 0) -> Launches:
         """Set up a request in the kernel and queue its first launches. The KV cache holds `num_cached` positions, or will when
         the launches begin: if it holds all, prefill leaves the last token's streams.
         """
@@ -522,7 +530,7 @@ class CudaEngine:
             takes_turns=self._takes_turns,
             has_peers=self._peers is not None,
             leaves_early=self._takes_turns and prediction is not None,
-            in_company=in_company,
+            company_steps=company_steps,
         )
         self._tell(RankStage.LAUNCHED, request.decode_slot)
         return launches

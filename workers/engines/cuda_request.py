@@ -25,8 +25,8 @@ class CudaRequest:
     held: int
     reads: bool  # its prompt, by prefill
     reading: Generator[None, None, None] | None = None  # a chunk of it, of which some parts were read
-    in_company: bool = False  # others run,
-    others_decode: bool = False  # some of which are not being read
+    company_steps: int = 0  # of a launch, since others run; 0: it is alone
+    others_decode: bool = False  # others run, some of which are not being read
     launches: Launches | None = None
     index: int = 0  # of the next token of the answer
     told: int = 0  # positions that the cache of one whose prompt goes token by token is said to hold

@@ -17,10 +17,16 @@ from kog_dist.workers.cuda.processors import ProcessedRequest
 PROMPT_STEPS = 64  # of a launch of nothing but prompt tokens: progress is told when it ends
 ANSWER_STEPS = 256  # of any other; between two of them a token takes longer, so not too few, and the driver is not kept for long
 CHUNKS_QUEUED = 2  # the next one starts without the host
-# Where requests take turns: steps of a launch that nothing ends early, if its request is alone, and in company, where one is
-# queued at a time. Who comes waits for what is queued, and the edges of a launch take some 3 % of a step.
+# Where requests take turns: steps of a launch that nothing ends early, if its request is alone, and at most in company, where one
+# is queued at a time. Who comes waits for what is queued, and the edges of a launch take some 3 % of a step.
 ALONE_STEPS, COMPANY_STEPS = 8, 4
+READ_STEPS = 6  # of all launches between two parts of a prompt: who decodes waits for the others' and for a part
 RANKS_STEPS = 32  # of a request that is alone, whose ranks meet behind each turn
+
+
+def steps_in_company(num_turns: int, *, reads: bool) -> int:
+    """Of a launch where so many that decode follow one another, and with `reads` a part of a prompt behind them."""
+    return max(1, min(COMPANY_STEPS, READ_STEPS // max(1, num_turns))) if reads else COMPANY_STEPS
 
 
 class Token(Protocol):
@@ -141,8 +147,8 @@ class Launches:
     So it is with `check`, which is called when a launch has ended, before the next one is queued. Then no launch has more
     positions than the kernel keeps choices of experts of.
 
-    With `takes_turns` a launch has few steps, more with `has_peers`, and many if it `leaves_early`; in company (`turn`) one is
-    queued.
+    With `takes_turns` a launch has few steps, more with `has_peers`, and many if it `leaves_early`; in company one is queued, of
+    at most `company_steps`; 0: the request is alone.
 
     With `has_drafts` nobody knows how many tokens a launch gives, but one at least: they are queued until the answer has ended.
     With `check` as well each is of one pass of each build, of the prompt, too.
@@ -160,9 +166,9 @@ class Launches:
         takes_turns: bool = False,
         has_peers: bool = False,
         leaves_early: bool = False,
-        in_company: bool = False,
+        company_steps: int = 0,
     ) -> None:
-        self._kernel, self._check, self._leaves_early, self._in_company = kernel, check, leaves_early, in_company
+        self._kernel, self._check, self._leaves_early, self._company_steps = kernel, check, leaves_early, company_steps
         self._most_queued = CHUNKS_QUEUED if check is None else 1
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
         self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
@@ -197,19 +203,19 @@ class Launches:
         """Whether all that was queued has ended, as far as `refill` has seen."""
         return not self._queued
 
-    def turn(self, num_taken: int, *, in_company: bool) -> None:
-        """A turn begins: queue what it has. `in_company`: others wait for theirs."""
-        self._in_company = in_company
+    def turn(self, num_taken: int, company_steps: int) -> None:
+        """A turn begins: queue what it has."""
+        self._company_steps = company_steps
         self.refill(num_taken)
 
     def leave_early(self) -> None:
         """Let what is queued end soon, if it can: others wait. Nobody counts what is left out, so no step may be the prompt's."""
-        if self._leaves_early and not self._in_company:
+        if self._leaves_early and not self._company_steps:
             self._kernel.leave_early()
 
     def refill(self, num_taken: int, *, holds: bool = False) -> bool:
         """Forget launches that have ended and queue the next ones, or none if it `holds`; whether any had ended."""
-        ended, most_queued = False, 1 if self._in_company else self._most_queued
+        ended, most_queued = False, 1 if self._company_steps else self._most_queued
         while self._queued and self._queued[0][0].done:
             self._num_steps_ended += self._queued.popleft()[1]
             ended = True
@@ -222,7 +228,7 @@ class Launches:
             self._waiting.append((ANSWER_STEPS, 0))
         while self._waiting and len(self._queued) < most_queued and self._waiting[0][1] <= num_taken:
             steps, after = self._waiting.popleft()
-            most = COMPANY_STEPS if self._in_company else steps
+            most = self._company_steps or steps
             if steps > most:
                 self._waiting.appendleft((steps - most, after))
                 steps = most
