@@ -84,7 +84,7 @@ class LaunchConfig:
     )  # auto: all positions where they fit, else the newest ones
     kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="as many as --parallel, on CPU ranks 4 at least")
     parallel: int = _setting(
-        0, "Requests that decode together; more wait.", (1, MAX_PARALLEL), zero="4, as memory allows; 1 on several GPUs"
+        0, "Requests that decode together; more wait.", (1, MAX_PARALLEL), zero="4, as memory allows; 1 on more than two GPUs"
     )
     prefix_cache: str = _setting("auto", "GiB of each rank for the beginnings of earlier requests; off, or auto.")
     prefix_host: str = _setting("auto", "GiB of the host's memory behind that of GPUs, for all ranks; off, or auto.")

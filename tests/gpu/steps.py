@@ -261,6 +261,13 @@ STEPS = {
     "engines_2": _engines(2, 150, 400, "2]"),
     "drafting_2": _engines(2, 60, 200, "draft and 2]"),
     "lost_2_off": _engines(2, 40, 150, "lost and 2]", prefill="off"),
+    "soak_2": _bench(2, 80, 250, "soak --gpus 2 --drafts --requests 1000 --clients 4", _TABLE, "tiny:2"),
+    "together_2": _module(
+        2, 90, 250, "tests.gpu.together -- --gpus=2", "at once|alone|Error", "drafts.llama-3.1-8b@9216:2", group="agents_2"
+    ),
+    "agents_together_2": _module(
+        2, 40, 240, "tests.gpu.agents --at-once 4 -- --gpus=2", _OF_AGENTS, f"drafts.qwen3-4b@{_FAR}:2", group="agents_2"
+    ),
     "requests_2": _bench(2, 46, 110, f"requests --gpus 2 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:2"),
     **{f"scaling_{name}": _scaling_of(name) for name in _MODELS if name != "qwen3-0.6b"},
     **{f"scaling_{name}": _scaling_of(name) for name in _ALSO_ON_2},

@@ -4,6 +4,7 @@ side as they are, on a GPU that is played.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.engines import cuda
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_request import CudaRequest
+from kog_dist.workers.engines.launches import COMPANY_STEPS
 from kog_dist.workers.prefill.model.chunks import Work
 from kog_dist.workers.prefill.prefill import Prefill
 from kog_dist.workers.worker import serve
@@ -283,6 +285,65 @@ def test_who_comes_does_not_wait_for_the_end_of_those_that_share_passes(monkeypa
             slot.cancel()
         while engine.slots.busy:
             engine.hear(asked, deadline)
+
+
+def test_between_two_parts_of_prompts_are_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One who decodes waits for a part, for one pass of each who has some of its own, and for the others' shared ones: who has
+    just begun, too.
+    """
+    samplings = (SamplingParams(0.8, repetition_penalty=1.3), SamplingParams(), SamplingParams())
+    long = [DecodeRequest((first, 7), 480, sampling) for first, sampling in enumerate(samplings)]
+    come = [DecodeRequest(tuple(range(first, first + 65)), 40) for first in (3, 20)]
+    asked = [Asked(request) for request in (*long, *come)]
+    done = list[tuple[str, Sequence[int], int]]()
+    with turns(DENSE, 5, monkeypatch, shares=True) as engine:
+        kernel: Any = engine.engine._kernel
+        launch, together, queue = kernel.launch, kernel.launch_together, engine.runner.queue
+
+        def launched(num_steps: int) -> None:
+            done.append(("alone", [kernel._slots.index(kernel._slot)], num_steps))
+            launch(num_steps)
+
+        def launched_together(slots: Sequence[int], num_steps: int) -> None:
+            done.append(("together", slots, num_steps))
+            together(slots, num_steps)
+
+        def queued(*arguments: Any) -> Any:
+            done.append(("part", (), 0))
+            return queue(*arguments)
+
+        monkeypatch.setattr(kernel, "launch", launched)
+        monkeypatch.setattr(kernel, "launch_together", launched_together)
+        monkeypatch.setattr(engine.runner, "queue", queued)
+        deadline, slots = Deadline.after(PATIENCE_S), engine.slots.slots
+
+        def submit(which: slice) -> None:
+            for slot, one in zip(slots[which], asked[which], strict=True):
+                while slot not in engine.slots.free():
+                    engine.hear(asked, deadline)
+                engine.slots.submit(slot, one.request, reuse_kv=False)
+
+        submit(slice(0, 3))
+        while not all(one.entries for one in asked[:3]):
+            engine.hear(asked, deadline)
+        submit(slice(3, 5))
+        while not all(len(one.entries) > 20 for one in asked[3:]):
+            engine.hear(asked, deadline)
+        for slot in slots:
+            slot.cancel()
+        while engine.slots.busy:
+            engine.hear(asked, deadline)
+    parts = [number for number, (name, *_) in enumerate(done) if name == "part"]
+    assert len(parts) == 2 * (2 * 3 + 1), "two chunks of three parts each, and a small one"
+    for first, second in itertools.pairwise(parts):
+        between = done[first + 1 : second]
+        assert all(steps == 1 for name, _, steps in between if name == "alone")
+        assert len({slots[0] for name, slots, _ in between if name == "alone"}) == sum(name == "alone" for name, *_ in between)
+        assert all(steps <= COMPANY_STEPS for name, _, steps in between if name == "together")
+    begins = next(number for number, (name, slots, _) in enumerate(done) if name == "alone" and slots[0] in (3, 4))
+    behind = next((name, slots) for name, slots, _ in done[begins:] if name != "alone")
+    assert behind[0] == "together", "it goes on before the next part"
+    assert done[begins][1][0] in behind[1]
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])

@@ -147,7 +147,7 @@ def test_a_dry_run_for_gpus_says_it(tmp_path: Path) -> None:
         (replace(dense, parallel=2), f"together   2 requests at most, {shared}"),
         (replace(dense, parallel=1), one),
         (replace(dense, ranks=2), f"together   4 requests at most, {shared}"),
-            (replace(dense, ranks=4), one),
+        (replace(dense, ranks=4), one),
         (LaunchConfig(device="cuda", ranks=1), one),  # a Laneformer
     ):
         lines = dry_run(settings).splitlines()

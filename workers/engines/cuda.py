@@ -45,7 +45,7 @@ from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free
 from kog_dist.workers.engines.cuda_turn import Decision
 from kog_dist.workers.engines.draft_gain import DraftGain, gains_from_turns
 from kog_dist.workers.engines.heartbeat import Heartbeat
-from kog_dist.workers.engines.launches import ANSWER_STEPS, CHUNKS_QUEUED, DecodeKernel, Launches, Token, steps_in_company
+from kog_dist.workers.engines.launches import ANSWER_STEPS, CHUNKS_QUEUED, COMPANY_STEPS, DecodeKernel, Launches, Token
 from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.intake import Intake
@@ -278,14 +278,16 @@ class CudaEngine:
                 together = () if decision.have_drafts else sharing
                 reader, waiting = self._readers(running)
                 turns = [one for one in running if one not in together and one not in waiting]
-                num_shared = -(-len(together) // self._loaded.most_together()) if together else 0
-                num_steps = steps_in_company(num_shared + sum(not one.reads for one in turns), reads=reader is not None)
+                num_decoding = sum(not one.reads for one in turns) + bool(together)
+                # Who decodes waits for the others and for a part of a prompt.
+                num_steps = 1 if reader is not None and num_decoding > 1 else COMPANY_STEPS
                 for one in turns:
                     self._turn(one, running, num_steps, decision, heartbeat)
                 if reader is not None and reader.reading is None:  # the next chunk is another one's
                     running.remove(reader)
                     running.append(reader)
-                if together:
+                if together:  # who has just begun goes on with them, and waits for no other prompt
+                    together = [one for one in running if one.shares and one.finish is Finish.NONE]
                     self._share(together, running, num_steps, heartbeat)
                 running = [one for one in running if one.finish is Finish.NONE]
             return first.finish
@@ -339,11 +341,11 @@ class CudaEngine:
     def _turn(
         self, one: CudaRequest, running: Sequence[CudaRequest], num_steps: int, decision: Decision, heartbeat: Heartbeat
     ) -> None:  # fmt: skip
-        """A chunk of its prompt, of which others that decode let it have a part, or so many steps of its answer; all of both
-        where no other request can come.
+        """A chunk of its prompt, of which others that decode let it have a part, or so many steps of its answer, of which the
+        first has a launch of its own; all of both where no other request can come.
         """
         in_company = len(running) > 1
-        one.company_steps = num_steps if in_company else 0
+        one.company_steps = (1 if one.launches is None else num_steps) if in_company else 0
         one.others_decode = any(not other.reads for other in running)
         meets = self._peers is not None and self._takes_turns  # so each turn has what is queued at its beginning
 

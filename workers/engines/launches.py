@@ -20,13 +20,7 @@ CHUNKS_QUEUED = 2  # the next one starts without the host
 # Where requests take turns: steps of a launch that nothing ends early, if its request is alone, and at most in company, where one
 # is queued at a time. Who comes waits for what is queued, and the edges of a launch take some 3 % of a step.
 ALONE_STEPS, COMPANY_STEPS = 8, 4
-READ_STEPS = 6  # of all launches between two parts of a prompt: who decodes waits for the others' and for a part
 RANKS_STEPS = 32  # of a request that is alone, whose ranks meet behind each turn
-
-
-def steps_in_company(num_turns: int, *, reads: bool) -> int:
-    """Of a launch where so many that decode follow one another, and with `reads` a part of a prompt behind them."""
-    return max(1, min(COMPANY_STEPS, READ_STEPS // max(1, num_turns))) if reads else COMPANY_STEPS
 
 
 class Token(Protocol):
