@@ -38,7 +38,7 @@ def sample() -> list[Cell]:
 def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
     model = tmp_path_factory.mktemp("chaos") / "model"
     write_model(model)
-    made = Chaos(model, 2, right_answers(model), seed=1)
+    made = Chaos(model, 2, right_answers(model), seed=1, parallel=4)
     yield made
     made.retire()
     assert not made.figures()["found"]

@@ -165,6 +165,7 @@ def _follow_http(log: ClientLog, enough: threading.Event, url: str) -> None:
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
+        "cache_salt": secrets.token_hex(8),  # so that nothing of an earlier answer is read instead
     }
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})

@@ -42,10 +42,13 @@ def write_model(folder: Path) -> None:
 
 
 class ChaosEngine:
-    """One launcher and what it starts; used until a fault ends it, or it has restarted something three times."""
+    """One launcher and what it starts; used until a fault ends it, or it has restarted something three times.
 
-    def __init__(self, layout: Layout, model: Path, ranks: int, startup_s: float = _START_S) -> None:
-        self.layout, self.restarts = layout, Counter[str]()
+    `parallel`: requests that an engine decodes together.
+    """
+
+    def __init__(self, layout: Layout, model: Path, ranks: int, parallel: int, startup_s: float = _START_S) -> None:
+        self.layout, self.parallel, self.restarts = layout, parallel, Counter[str]()
         self.session = EngineSession()
         shape = [f"--ranks={ranks}"] if layout is Layout.SINGLE else ["--replicas=2", "--ranks=1"]
         self.launcher: subprocess.Popen[bytes] = self.session.launch(
@@ -54,7 +57,8 @@ class ChaosEngine:
             *shape,
             "--http",
             "--port=0",
-            "--kv-caches=1",
+            f"--parallel={parallel}",
+            f"--kv-caches={parallel}",
             f"--stall-timeout={STALL_S:g}",
             f"--startup-timeout={startup_s:g}",
             f"--shutdown-timeout={DRAIN_S:g}",
@@ -172,7 +176,7 @@ class ChaosEngine:
 
 def right_answers(model: Path) -> Mapping[Question, tuple[list[int], str]]:
     """Tokens and text of every question, from an engine of one rank to which nothing is done."""
-    engine = ChaosEngine(Layout.SINGLE, model, ranks=1)
+    engine = ChaosEngine(Layout.SINGLE, model, ranks=1, parallel=1)
     try:
         engine.wait_ready()
         answers = {}

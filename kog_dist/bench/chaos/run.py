@@ -26,8 +26,8 @@ _LATE_S = 0.1  # of this process: beyond it a violation may be the machine's
 class Chaos:
     """The engine of the moment, and what came of all cells so far."""
 
-    def __init__(self, model: Path, ranks: int, answers: Answers, seed: int) -> None:
-        self._model, self._ranks, self._answers = model, ranks, answers
+    def __init__(self, model: Path, ranks: int, answers: Answers, seed: int, parallel: int) -> None:
+        self._model, self._ranks, self._answers, self._parallel = model, ranks, answers, parallel
         self._chance = random.Random(seed)
         self._engine: ChaosEngine | None = None
         self.played: list[tuple[Played, float]] = []  # with how late this process was meanwhile
@@ -59,7 +59,7 @@ class Chaos:
                 cell.point is Point.LOAD and cell.kind is FaultKind.STOP and cell.role.startswith(("rank", "coordinator"))
             )
             startup = {"startup_s": STARTUP_S} if is_held_up and cell.layout is Layout.SINGLE else {}
-            self._engine = ChaosEngine(cell.layout, self._model, self._ranks, **startup)
+            self._engine = ChaosEngine(cell.layout, self._model, self._ranks, self._parallel, **startup)
         run = CellRun(self._engine, cell, self._answers, self._chance, slack_s)
         try:
             played = run.play()
@@ -123,13 +123,13 @@ class Chaos:
         }
 
 
-def run(seconds: float, ranks: int, seed: int, output: Path, only: str = "") -> bool:
+def run(seconds: float, ranks: int, seed: int, output: Path, only: str, parallel: int) -> bool:
     """Do faults for so long; prints a table and the JSON object, which it also writes. True: nothing was wrong."""
     before = machine()
     with TemporaryDirectory(prefix="kog-chaos-") as folder:
         model = Path(folder) / "model"
         write_model(model)
-        chaos = Chaos(model, ranks, right_answers(model), seed)
+        chaos = Chaos(model, ranks, right_answers(model), seed, parallel)
         begin_s = time.monotonic()
         try:
             while time.monotonic() - begin_s < seconds:
@@ -138,7 +138,7 @@ def run(seconds: float, ranks: int, seed: int, output: Path, only: str = "") -> 
         finally:
             chaos.retire()
             figures = chaos.figures() | {"seconds": round(time.monotonic() - begin_s), "cores_used": _cores(begin_s)}
-            configuration = {"seconds": seconds, "ranks": ranks, "seed": seed, "only": only}
+            configuration = {"seconds": seconds, "ranks": ranks, "parallel": parallel, "seed": seed, "only": only}
             whole = {
                 "benchmark": "chaos",
                 "commit": commit(),
