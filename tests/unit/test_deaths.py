@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -98,3 +99,33 @@ def test_by_signal_is_a_death_that_others_follow(child: Child, is_told: bool) ->
 def test_a_drain_by_somebody_is_not_the_end_of_a_request_of_the_launcher() -> None:
     engine = Engine(Child("coordinator", EXIT_OK), request=cast(Any, object()))
     assert deaths(engine, was_ready=True).first() is None
+
+
+class Talkative(Child):
+    """Ends once somebody has read what it says: a pipe holds no more."""
+
+    def read_output(self) -> bool:
+        self.exit_code = 0
+        return True
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def send(self, signum: int) -> None:
+        assert signum != signal.SIGKILL, "nobody has read what it says"
+
+    def close(self) -> None:
+        pass
+
+
+def test_children_that_say_much_when_they_end_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kog_dist.launch.engine.TERM_GRACE_S", 0.05)
+    engine = EngineProcesses.__new__(EngineProcesses)
+    child: Any = Talkative("rank 0")
+    engine.children = [child]
+    engine.control, engine._probe, engine._rendezvous, engine._gpu_leases, engine._lease, engine._reaper = (
+        MagicMock() for _ in range(6)
+    )
+    monkeypatch.setattr(EngineProcesses, "_wait_for_exits", lambda self: None)
+    engine.stop(None)
+    assert child.exit_code == 0

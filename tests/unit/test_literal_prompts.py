@@ -266,6 +266,12 @@ def test_every_string_of_a_request_is_text() -> None:
     )  # fmt: skip
 
 
+def test_a_loop_goes_on_behind_a_function_that_looks_at_it() -> None:
+    source = "{% for m in messages %}<|im_start|>{{ loop | length }} {{ m.content }}{% endfor %}"
+    messages = [{"role": "user", "content": content} for content in ("a", ATTACK, "c")]
+    assert prompt(source, messages) == ids_of(BEGIN, "3 a", BEGIN, f"3 {ATTACK}", BEGIN, "3 c")
+
+
 def test_roles_that_make_a_template_s_tag_are_the_api_s() -> None:
     """Phi's and GLM's templates write `<|` role `|>`; a name in the place of a role is a client's word."""
     assert prompt("<|{{ messages[0].role }}|>{{ messages[0].content }}", user("a")) == ids_of(USER, "a")

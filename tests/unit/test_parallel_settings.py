@@ -161,5 +161,16 @@ def test_a_dry_run_for_gpus_says_it(tmp_path: Path) -> None:
     )
 
 
-def _uses(checkpoint: Checkpoint, parallel: int, num_caches: int) -> dict[str, int]:
-    return gpu_rank_bytes(checkpoint, 0, 1, "bfloat16", drafts=True, parallel=parallel, num_caches=num_caches)
+def _uses(checkpoint: Checkpoint, parallel: int, num_caches: int, *, prefill: bool = False) -> dict[str, int]:
+    return gpu_rank_bytes(checkpoint, 0, 1, "bfloat16", prefill=prefill, drafts=True, parallel=parallel, num_caches=num_caches)
+
+
+def test_a_shorter_context_is_of_a_way_that_fits(tmp_path: Path) -> None:
+    """Where prefill leaves no room for the least context, prompts go token by token."""
+    dense = planned_checkpoint(write_config(tmp_path))
+    least = replace(dense, spec=dense.spec.with_context(gpu_choice.LEAST_CONTEXT))
+    with_it, without = (_uses(least, 1, 1, prefill=prefill) for prefill in (True, False))
+    free = sum(with_it.values()) + BESIDES_BYTES - 1
+    assert sum(without.values()) + BESIDES_BYTES <= free
+    (need,) = gpu_choice._shorter(LaunchConfig(gpus="1"), dense, 1, "bfloat16", free)
+    assert (need.prefill, need.num_bytes <= free) == ("off", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -121,6 +122,14 @@ def test_a_process_that_is_stopped_is_replaced(
     assert http.post("/tokenize", content=BODY, headers=JSON).status_code == 200
     assert [process.pid for process in processes()] != stopped
     assert len(processes()) == 1
+
+
+def test_a_process_whose_answer_nobody_wants_is_killed() -> None:
+    """It may be far from its answer, or stopped."""
+    child = body_reader._Child(None)
+    os.kill(child._process.pid, signal.SIGSTOP)
+    child.kill()
+    assert asyncio.run(child.exit_code()) == -signal.SIGKILL
 
 
 def test_processes_that_are_lost_again_and_again_are_an_error(

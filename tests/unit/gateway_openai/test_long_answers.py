@@ -15,7 +15,7 @@ from kog_dist.gateway.openai.chat import plan_chat
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.responses import plan_response
 from kog_dist.gateway.openai.served import ServedModel
-from kog_dist.rpc.messages import Event, FinishReason
+from kog_dist.rpc.messages import Event, FinishReason, Tokens
 from tests.unit.gateway_openai.engine_script import data_of, events_of
 
 
@@ -114,3 +114,39 @@ def test_a_long_request_is_not_repeated_in_full(base_model: ServedModel) -> None
     for event in events_of(short.generates[0], ["x"]):
         short.reply.on_event(0, event)
     assert (short.reply.whole()["instructions"], short.reply.whole()["metadata"]) == ("be brief", {"a": "b"})
+
+
+def test_who_waits_for_frames_has_them_written_at_once(base_model: ServedModel) -> None:
+    """As long as the client can take them, and never before what is kept for it."""
+
+    async def run() -> None:
+        planned = plan_chat({"messages": [{"role": "user", "content": "x"}], "stream": True}, base_model)
+        exchange, (sink,), _ = begun(planned, Limits())
+        events = events_of(planned.generates[0], ["a", "b", "c", "d"])
+        first, *more = (event for event in events if isinstance(event, Tokens))
+        for event in events[: events.index(first)]:
+            sink(event)
+        written, takes = list[bytes](), True
+
+        def write(frames: bytes) -> bool:
+            if takes:
+                written.append(frames)
+            return takes
+
+        exchange.write_now = write
+        sink(first)
+        assert not written, "nobody waits yet"
+        assert b'"a"' in await exchange.next_bytes()
+        reader = asyncio.ensure_future(exchange.next_bytes())
+        await asyncio.sleep(0)
+        sink(more[0])
+        assert [b'"b"' in frames for frames in written] == [True]
+        takes = False
+        sink(more[1])
+        takes = True
+        sink(more[2])
+        assert len(written) == 1, "kept frames come first"
+        kept = await reader
+        assert 0 < kept.index(b'"c"') < kept.index(b'"d"')
+
+    asyncio.run(run())
