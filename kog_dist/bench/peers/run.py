@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -22,7 +23,8 @@ from kog_dist.bench.report import finishing, machine
 from kog_dist.bench.service.serve import ServeSettings, measured
 from kog_dist.chat.wire import ServiceUrl
 from kog_dist.errors import ConfigError, KogError, LaunchError, RequestFailed
-from kog_dist.hardware.nvml import NvmlUnavailable, nvml_session
+from kog_dist.hardware.gpus import read_inventory
+from kog_dist.hardware.visible import visible_gpus
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.quoting import printable, short
 from kog_dist.records import dataclass
@@ -195,13 +197,9 @@ def free_port() -> int:
 
 
 def used_gpu_bytes() -> int:
-    """Memory in use on all GPUs; 0 where there are none."""
-    try:
-        with nvml_session() as nvml:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            return sum(int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
-    except NvmlUnavailable:
-        return 0
+    """Memory in use on the GPUs that engines started from here see; 0 where there are none."""
+    gpus = visible_gpus(read_inventory().gpus, os.environ).gpus
+    return sum(gpu.memory_bytes - gpu.free_bytes for gpu in gpus)
 
 
 def resident_bytes(session: EngineSession) -> int:
