@@ -323,7 +323,7 @@ def asked_together(settings: LaunchConfig) -> tuple[int, int]:
 
 def _bytes_by_use(
     checkpoint: Checkpoint, shape: KernelShape, *, prefill: bool, drafts: bool, together: tuple[int, int]
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Raises ConfigError if drafts are asked for, and the kernel has no passes of several tokens of such a model."""
     from kog_dist.collectives.mailbox import place
     from kog_dist.workers.cuda.company_build import company_bytes, company_sizes

@@ -56,7 +56,7 @@ def least_kept(settings: LaunchConfig, of_context: int) -> int:
 
 def kept_on_gpus(
     settings: LaunchConfig, spare_bytes: int, num_ranks: int, *, has_rings: bool = False, least: int = 0
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Bytes of each rank on its GPU, where `spare_bytes` are free beside the model, and in the host's memory.
 
     `least`: on the GPU, if nobody asks for a number.

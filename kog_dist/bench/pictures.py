@@ -97,8 +97,12 @@ def _peers(axes: Any, rows: Sequence[Row]) -> None:
 
 
 _PICTURES: Final[Mapping[str, Draw]] = {
-    "decode": _decode, "latency": _latency, "scaling": _scaling, "compare": _compare, "peers": _peers,
-}  # fmt: skip
+    "decode": _decode,
+    "latency": _latency,
+    "scaling": _scaling,
+    "compare": _compare,
+    "peers": _peers,
+}
 
 
 def _line(axes: Any, rows: Sequence[Row], x: str, y: str, label: str | None, *, fmt: str = "o-", **style: Any) -> None:

@@ -152,7 +152,7 @@ class DraftBuilds:
 
     def resume(
         self, slot: int, first_position: int, token_ids: Sequence[int], position: int, state: NDArray[Any], stream: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Go on at `position`: what was decoded without drafts, from `first_position` on. No launch may be under way."""
         from cupy.cuda import runtime
 

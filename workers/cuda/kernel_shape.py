@@ -189,9 +189,15 @@ class KernelShape:
     def words(self) -> WordShape:
         """What thread blocks exchange."""
         return WordShape(
-            self.spec, self.cache, self.num_lanes, self.num_streams, self.num_ranks, self.num_ctas, self.tokens,
+            self.spec,
+            self.cache,
+            self.num_lanes,
+            self.num_streams,
+            self.num_ranks,
+            self.num_ctas,
+            self.tokens,
             company=self.company,
-        )  # fmt: skip
+        )
 
     @cached_property
     def cache(self) -> CacheShape:

@@ -376,10 +376,17 @@ class Monokernel:
         weights, slot = self.weights, self._slot
         params = np.zeros((), DECODE_PARAMS.dtype)
         arrays = {
-            "tape": weights.tape, "embedding": weights.embedding, "norms": weights.norms, "final_norm": weights.final_norm,
-            "rope": weights.rope, "words": self.words, "logits": self._logits, "prompt": slot.prompt,
-            "state": slot.state, "record": self._record,
-        }  # fmt: skip
+            "tape": weights.tape,
+            "embedding": weights.embedding,
+            "norms": weights.norms,
+            "final_norm": weights.final_norm,
+            "rope": weights.rope,
+            "words": self.words,
+            "logits": self._logits,
+            "prompt": slot.prompt,
+            "state": slot.state,
+            "record": self._record,
+        }
         optional = {name: getattr(weights, name) for name in ("qkv_bias", "head_norms", "out_bias", "sinks")}
         if weights.experts is not None:
             biases = ("router_bias", "gate_up_bias", "down_bias")

@@ -166,7 +166,7 @@ class CpuEngine:
             root = RootChoice(seq, request, self._control, self._spec.vocab_size, step_timeout_s=limit_s)
         return CpuRequest(
             seq, request, self._control, self._interpreter, self.copy_blocks, root=root, drafter=drafter, forced=forced
-        )  # fmt: skip
+        )
 
     def _may_draft(self, request: DecodeRequest) -> bool:
         return request.drafts and self._most_verified > 1

@@ -340,7 +340,7 @@ class CudaEngine:
 
     def _turn(
         self, one: CudaRequest, running: Sequence[CudaRequest], num_steps: int, decision: Decision, heartbeat: Heartbeat
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A chunk of its prompt, of which others that decode let it have a part, or so many steps of its answer, of which the
         first has a launch of its own; all of both where no other request can come.
         """
@@ -397,7 +397,7 @@ class CudaEngine:
 
     def _share(
         self, together: Sequence[CudaRequest], running: Sequence[CudaRequest], num_steps: int, heartbeat: Heartbeat
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Passes with a token of each of these that goes on, so many in a launch, or more where nobody else runs, until one of
         them ends or another request wants its turn; what they give is handed out as it comes. Where they are too many for a pass
         they have one in turn.
@@ -614,7 +614,7 @@ class CudaEngine:
 
     def _has_first_mask(
         self, one: CudaRequest, heartbeat: Heartbeat, holds: Callable[[], bool], decision: Decision | None
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Whether its launches may begin: the first mask comes once the grammar is compiled, which may take longer than a kernel
         should wait. False: it holds, so that others have their turns meanwhile.
 

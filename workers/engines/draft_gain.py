@@ -20,7 +20,7 @@ class DraftGain:
 
     def __init__(
         self, prompt: Sequence[int], prediction: Sequence[int], answer: Sequence[int], num_tokens: int, extra: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._lookup, self._num_tokens, self._extra = Lookup(prompt, prediction), num_tokens, extra
         self._num_known = 0
         self._draft, self._num_taken, self._num_passes = list[int](), 0, 0

@@ -41,9 +41,7 @@ class PromptRun:
         self.is_stopped = False
         self.launches: Launches | None = None
 
-    def steps(
-        self, prefill: Prefiller, start: int, end: int | None, pauses: Callable[[], bool]
-    ) -> Generator[None, None, int]:  # fmt: skip
+    def steps(self, prefill: Prefiller, start: int, end: int | None, pauses: Callable[[], bool]) -> Generator[None, None, int]:
         """The generator's value: positions that the KV cache holds then. It holds `start` ones, and is to hold `end`, where a
         chunk ends, or all. `pauses`: see `Prefill.steps`.
         """

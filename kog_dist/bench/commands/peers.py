@@ -55,9 +55,16 @@ def peers(
     weights, file = benchmark.weights_of(folder, None if gguf is None else Path(gguf))
     asked = loads_of(loads, counts_of(at_once, "--at-once"), requests, benchmark.tokenizer_of(weights))
     plan = benchmark.PeerPlan(
-        weights, file, chosen(against, start or ()), asked,
-        devices=gpus or threads, on_gpus=bool(gpus), drafts=drafts, processes=processes, start_s=start_timeout,
-    )  # fmt: skip
+        weights,
+        file,
+        chosen(against, start or ()),
+        asked,
+        devices=gpus or threads,
+        on_gpus=bool(gpus),
+        drafts=drafts,
+        processes=processes,
+        start_s=start_timeout,
+    )
     with writing(output):
         num_missing = benchmark.run(benchmark.with_room(plan))
     if num_missing:

@@ -65,9 +65,16 @@ def run(
         for lanes in lane_counts:
             page = _mask_page(model, spec_name) if samplings else None
             kernel = _kernel(
-                model, spec_name, lanes, kv_dtype, router_skew, page=page, whole_windows=whole_windows, pass_tokens=pass_tokens,
+                model,
+                spec_name,
+                lanes,
+                kv_dtype,
+                router_skew,
+                page=page,
+                whole_windows=whole_windows,
+                pass_tokens=pass_tokens,
                 requests=requests,
-            )  # fmt: skip
+            )
             _measure(kernel, contexts, tokens, figures, requests)
             if page is not None:
                 at = _nearest(contexts, 512)
@@ -86,9 +93,7 @@ def run(
             figures += _measure_baseline(spec, form, contexts, tokens)
 
 
-def _measure(
-    kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures: list[dict[str, Any]], requests: int
-) -> None:  # fmt: skip
+def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures: list[dict[str, Any]], requests: int) -> None:
     """Add a figure for each context to `figures` as soon as it is there."""
     shape = kernel.shape
     ceiling_us = stream_us(kernel, _STREAMED_TOKENS)

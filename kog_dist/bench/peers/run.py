@@ -72,9 +72,14 @@ def run(plan: PeerPlan) -> int:
     variants = [variant for peer in plan.peers for variant in _variants_of(peer, with_drafts=plan.drafts)]
     commands = dict[str, str]()
     configuration = {
-        "model": str(plan.model), "gguf": str(plan.gguf or ""), "devices": plan.devices, "on_gpus": plan.on_gpus,
-        "processes": plan.processes, "loads": [load.label for load in plan.loads], "commands": commands,
-    }  # fmt: skip
+        "model": str(plan.model),
+        "gguf": str(plan.gguf or ""),
+        "devices": plan.devices,
+        "on_gpus": plan.on_gpus,
+        "processes": plan.processes,
+        "loads": [load.label for load in plan.loads],
+        "commands": commands,
+    }
     with finishing("peers", configuration, before, rows):
         try:
             for process in range(plan.processes):

@@ -25,9 +25,13 @@ _KEYS: Final = frozenset(
 )
 _THETA: Final = 150_000.0
 _ROPE: Final = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip  # of a config without rope_scaling and rope_parameters
+}  # of a config without rope_scaling and rope_parameters
 _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
 

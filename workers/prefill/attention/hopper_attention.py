@@ -124,9 +124,16 @@ class Attention:
         self._parts: Array | None = None
 
     def run(
-        self, query: Array, keys: Array, values: Array, place: Array, window: int | None, sinks: Array | None = None, *,
+        self,
+        query: Array,
+        keys: Array,
+        values: Array,
+        place: Array,
+        window: int | None,
+        sinks: Array | None = None,
+        *,
         is_ordered: bool = False,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Outputs (lanes, size, heads of a lane * head_dim) of `query` (size, heads, head_dim), binary16,
         until it is called again.
 

@@ -42,9 +42,16 @@ class DenseDeviceOperations:
     """
 
     def __init__(
-        self, buffers: DenseBuffers, embedding: Array, cache: Array, *, weight_dtype: str, kv_dtype: str,
-        experts: GroupedExperts | None = None, tape: TapeProducts | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        buffers: DenseBuffers,
+        embedding: Array,
+        cache: Array,
+        *,
+        weight_dtype: str,
+        kv_dtype: str,
+        experts: GroupedExperts | None = None,
+        tape: TapeProducts | None = None,
+    ) -> None:
         self.experts, self.tape = experts, tape
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         cubin = compiled.build("dense", dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype))
@@ -122,9 +129,16 @@ class DenseDeviceOperations:
     def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array, bias: Array | None = None) -> None:
         """See `DenseOperations`."""
         self._launch(
-            "lane_sum", rows.size, self._row_threads, early=True, size=rows.size, scale=scale, partial=rows.partial,
-            own_sum=own_sum, bias=bias,
-        )  # fmt: skip
+            "lane_sum",
+            rows.size,
+            self._row_threads,
+            early=True,
+            size=rows.size,
+            scale=scale,
+            partial=rows.partial,
+            own_sum=own_sum,
+            bias=bias,
+        )
 
     def residual(self, rows: DenseRows, scale: float, total: Array | None, norm: Array | None, bias: Array | None = None) -> None:
         """See `DenseOperations`."""
