@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kog_dist.collectives.api import Communicator, MailboxSpec
 from kog_dist.errors import LaunchError
 from kog_dist.records import dataclass
-from kog_dist.runtime import python_child
 from kog_dist.runtime.control import AbortCause, ControlPage
-from kog_dist.runtime.parent_death import die_with_parent
 from kog_dist.runtime.topology import LocalRendezvous, RankInfo, Rendezvous
 from kog_dist.runtime.wait import Deadline
+from kog_dist.system import python_child
+from kog_dist.system.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda import CudaCommunicator

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from kog_dist import env, foreign_file
 from kog_dist.errors import ConfigError
 from kog_dist.misspelt import is_misspelt
-from kog_dist.model.limits import MAX_CONTEXT
+from kog_dist.model_limits import MAX_CONTEXT
 from kog_dist.quoting import short
 from kog_dist.records import dataclass
 from kog_dist.speculation import Speculation

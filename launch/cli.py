@@ -15,7 +15,7 @@ def main() -> None:
     """Run `kog-launch` and exit with its code; until the supervisor takes over, Ctrl-C ends the process silently."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the launcher forks, and computes nothing
-    from kog_dist.runtime.python_child import harden
+    from kog_dist.system.python_child import harden
 
     harden()
     if 0 <= resource.getrlimit(resource.RLIMIT_AS)[0] < _LEAST_ADDRESS_SPACE:

@@ -19,7 +19,7 @@ from kog_dist.errors import LaunchError
 from kog_dist.launch.events import EventLog, say, silence
 from kog_dist.launch.outcome import EXIT_OK, EXIT_TIMEOUT
 from kog_dist.launch.signals import heeded
-from kog_dist.runtime.parent_death import outlive_parent, stop_with_parent
+from kog_dist.system.parent_death import outlive_parent, stop_with_parent
 
 MARGIN_S: Final = 60.0  # a launcher knows best why it is not ready, and says so after its own limit
 

@@ -19,7 +19,7 @@ from kog_dist.config import LaunchConfig
 from kog_dist.errors import LaunchError
 from kog_dist.foreign_file import append_fd
 from kog_dist.quoting import escaped_bytes, printable
-from kog_dist.runtime.files import EXIT_FILE, log_folder
+from kog_dist.system.files import EXIT_FILE, log_folder
 
 MOST_BYTES: Final = 16 << 20  # of a log file: some 40,000 lines of requests
 NUM_OLDER: Final = 3

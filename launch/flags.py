@@ -26,8 +26,8 @@ from kog_dist.rpc.output import write_out
 from kog_dist.rpc.prompt_request import PromptRequest, flags_of_one_request, parse_ids, read_schema, sampling_of
 from kog_dist.runtime.command_line import hide_own
 from kog_dist.runtime.rank_env import read_rank_variables
-from kog_dist.runtime.standard_streams import fill_closed
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.system.standard_streams import fill_closed
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

@@ -149,7 +149,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
     asks for a number of requests at once, one is better than to do without these.
     """
     from kog_dist.workers.cuda.coded_source import coding_of
-    from kog_dist.workers.prefill.model.memory import obstacle_to_prefill
+    from kog_dist.workers.prefill.memory import obstacle_to_prefill
 
     def needs(prefill: str, note: str = "", obstacle: str = "") -> list[_Need]:
         shapes = _window_shapes(settings, checkpoint, count, kv_dtype)
@@ -328,7 +328,7 @@ def _bytes_by_use(
     from kog_dist.collectives.mailbox import place
     from kog_dist.workers.cuda.company_build import company_bytes, company_sizes
     from kog_dist.workers.cuda.draft_builds import draft_bytes
-    from kog_dist.workers.prefill.model.memory import prefill_bytes
+    from kog_dist.workers.prefill.memory import prefill_bytes
 
     spec, (parallel, num_caches) = checkpoint.spec, together
     norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.head.norm_lanes)

@@ -15,8 +15,8 @@ from kog_dist.errors import LaunchError, remedy_of
 from kog_dist.launch.events import LogFile
 from kog_dist.launch.process import EngineProcess
 from kog_dist.rpc.prompt_request import PromptRequest
-from kog_dist.runtime import python_child
-from kog_dist.runtime.parent_death import die_with_parent
+from kog_dist.system import python_child
+from kog_dist.system.parent_death import die_with_parent
 from kog_dist.workers.arguments import WorkerArgs
 
 WORKER_MODULE: Final = "kog_dist.workers.worker"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kog_dist.launch.events import say_lost
 from kog_dist.records import dataclass
-from kog_dist.runtime.files import EXIT_FILE, write_at_once
+from kog_dist.system.files import EXIT_FILE, write_at_once
 
 INTERRUPTED = "stopped_by_"  # how the reason of an interrupted run begins
 _REQUEST = "request_"  # how the reason of an end begins about which the client has told the user

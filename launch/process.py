@@ -13,7 +13,7 @@ from kog_dist.launch.events import LogFile
 from kog_dist.launch.oom import KILLED, OomKills
 from kog_dist.launch.outcome import how_it_ended
 from kog_dist.records import dataclass
-from kog_dist.workers.notes import NOTE
+from kog_dist.runtime.notes import NOTE
 
 _TAIL_LINES = 20
 _LINE_BYTES = 2000

@@ -14,8 +14,8 @@ import signal
 import time
 
 from kog_dist.runtime.instance import Instance
-from kog_dist.runtime.parent_death import continue_without_parent
 from kog_dist.runtime.socket_file import SocketFile
+from kog_dist.system.parent_death import continue_without_parent
 
 CLIENT_GRACE_S = 1.0
 

@@ -37,7 +37,7 @@ from kog_dist.errors import KogError, naming_extra
 from kog_dist.rpc.field_flags import Version
 from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import quoted_streams
-from kog_dist.runtime.standard_streams import fill_closed
+from kog_dist.system.standard_streams import fill_closed
 
 app = typer.Typer(
     add_completion=False,

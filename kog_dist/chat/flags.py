@@ -13,7 +13,7 @@ from kog_dist.errors import ConfigError, KogError
 from kog_dist.rpc.field_flags import Instance, Version
 from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import check_stdout, quoted_streams
-from kog_dist.runtime.standard_streams import fill_closed
+from kog_dist.system.standard_streams import fill_closed
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 DEFAULT_URL = "http://127.0.0.1:8000"

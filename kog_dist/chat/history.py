@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from kog_dist.runtime.files import state_folder
+from kog_dist.system.files import state_folder
 
 MOST_LINES: Final = 1000
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from kog_dist.errors import CompileError, LaunchError
 from kog_dist.records import dataclass
-from kog_dist.runtime.files import user_cache_folder, write_at_once
 from kog_dist.runtime.startup import compiling
+from kog_dist.system.files import user_cache_folder, write_at_once
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-lineinfo", "-ftz=false", "-prec-div=true")
 _TIMEOUT_S = 300.0

@@ -58,7 +58,7 @@ class DecodeRequest:
     `only_copies`: there is no answer: the ranks make the copies of `kv` and write nothing to the ring.
 
     `mask_epoch`: 0, or a grammar constrains the answer, and its token i is chosen with the mask of epoch `mask_epoch` + i (see
-    decode/masks.py).
+    runtime/masks.py).
 
     `decode_slot`: which of the rings, masks and words of the control page are this request's while it runs.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kog_dist.doctor.report import Finding, ok, warning
-from kog_dist.runtime.files import is_ours_alone
+from kog_dist.system.files import is_ours_alone
 
 _GIB = 2**30
 

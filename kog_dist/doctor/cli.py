@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from kog_dist import __version__
 from kog_dist.rpc.output import OutputError, check_stdout, quoted_streams, write_error
-from kog_dist.runtime.standard_streams import fill_closed
+from kog_dist.system.standard_streams import fill_closed
 
 _DESCRIPTION = """\
 Look at this machine: Python and packages, CUDA, GPUs and their links, CPUs and NUMA, memory, limits, MPI, Ray, ports,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from kog_dist.runtime import python_child
+from kog_dist.system import python_child
 
 TIMEOUT_S = 10.0
 

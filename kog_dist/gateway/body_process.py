@@ -26,8 +26,8 @@ from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.packing import packed, packed_error
 from kog_dist.records import dataclass
-from kog_dist.runtime.python_child import begin_helper
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.system.python_child import begin_helper
 
 LENGTH: Final = struct.Struct("<I")  # before a question's head, its body, and an answer
 CPU_S: Final = 3.0  # for one body; most take less than 0.3, a text of 4 MiB that turns out to be short in tokens 2

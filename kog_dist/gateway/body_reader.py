@@ -24,8 +24,8 @@ from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.packing import unpacked, unpacked_error
 from kog_dist.gateway.turns import NoTurn, Turns
-from kog_dist.runtime import killed_child, python_child
-from kog_dist.runtime.stopped_child import LOOK_EVERY_S, StopWatch
+from kog_dist.system import killed_child, python_child
+from kog_dist.system.stopped_child import LOOK_EVERY_S, StopWatch
 
 SMALL_BYTES: Final = 16 << 10
 SMALL_CONTAINERS: Final = 256  # arrays and objects

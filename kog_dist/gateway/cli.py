@@ -15,8 +15,8 @@ from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.rpc.field_flags import FlagsOf, Instance, KeyFile, Version, with_flags
 from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import quoted_streams, write_error
-from kog_dist.runtime.python_child import harden
-from kog_dist.runtime.standard_streams import fill_closed
+from kog_dist.system.python_child import harden
+from kog_dist.system.standard_streams import fill_closed
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 # Flags that mean the same for `kog-launch`; there they are settings of a file and of the environment, too.

@@ -24,8 +24,8 @@ from kog_dist.gateway.openai.served import ServedModel, shown_name
 from kog_dist.gateway.readiness import Readiness
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.rpc.messages import StatusReport, Welcome
-from kog_dist.runtime.files import write_at_once
 from kog_dist.runtime.http_file import HTTP_FILE, HttpFile
+from kog_dist.system.files import write_at_once
 
 if TYPE_CHECKING:
     from kog_dist.gateway.exchange import Exchange

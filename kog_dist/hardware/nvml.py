@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kog_dist.runtime import python_child
+from kog_dist.system import python_child
 
 ANSWER_S = 30.0  # a driver that was asleep takes about 2 s for each GPU
 _END_S = 1.0

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
-from kog_dist.model.limits import FILES
+from kog_dist.model_limits import FILES
 from kog_dist.quoting import short
 from kog_dist.strict_json import parse_object
 

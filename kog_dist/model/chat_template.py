@@ -22,8 +22,8 @@ from kog_dist.model.template_files import template_sources
 from kog_dist.model.template_trials import TemplateFacts, facts_of
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.records import dataclass
-from kog_dist.runtime import killed_child, python_child
-from kog_dist.runtime.stopped_child import LOOK_EVERY_S, STOPPED_S, StopWatch
+from kog_dist.system import killed_child, python_child
+from kog_dist.system.stopped_child import LOOK_EVERY_S, STOPPED_S, StopWatch
 
 Run: TypeAlias = tuple[int, int]  # of characters: where it begins, and where it has ended
 

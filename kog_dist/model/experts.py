@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from kog_dist import model_limits
 from kog_dist.errors import ConfigError
-from kog_dist.model import limits
-from kog_dist.model.limits import MAX_EXPERTS
+from kog_dist.model_limits import MAX_EXPERTS
 from kog_dist.quoting import short
 from kog_dist.records import dataclass
 
@@ -21,8 +21,8 @@ class ClampedSwiglu:
     limit: float
 
     def __post_init__(self) -> None:
-        limits.check_range("swiglu_alpha", self.alpha, limits.SWIGLU_ALPHA)
-        limits.check_range("swiglu_limit", self.limit, limits.SWIGLU_LIMIT)
+        model_limits.check_range("swiglu_alpha", self.alpha, model_limits.SWIGLU_ALPHA)
+        model_limits.check_range("swiglu_limit", self.limit, model_limits.SWIGLU_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)

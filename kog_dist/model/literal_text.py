@@ -12,7 +12,7 @@ import tokenizers
 
 from kog_dist.model.added_tokens import TOKENIZER_NAME
 from kog_dist.model.kept_texts import KeptTexts
-from kog_dist.model.limits import FILES
+from kog_dist.model_limits import FILES
 from kog_dist.strict_json import parse_object
 
 _NAME = range(0xF0000, 0xFFFFE)  # private use: characters of the names that special tokens have here

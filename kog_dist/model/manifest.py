@@ -16,12 +16,12 @@ from kog_dist.model.exact_file import refuse_pointer
 from kog_dist.model.gguf.folder import published_file
 from kog_dist.model.hub_cache import check_blob_content, check_inside, download_again
 from kog_dist.model.layout import TensorLayout
-from kog_dist.model.limits import FILES, OTHER_FILE
 from kog_dist.model.safetensors_file import SafetensorsFile
+from kog_dist.model_limits import FILES, OTHER_FILE
 from kog_dist.quoting import short
 from kog_dist.records import dataclass
-from kog_dist.runtime.files import write_at_once
 from kog_dist.strict_json import parse_object
+from kog_dist.system.files import write_at_once
 
 MANIFEST_NAME = "manifest.json"
 _INDEX_NAME = "model.safetensors.index.json"

@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from kog_dist import model_limits
 from kog_dist.errors import ConfigError
 from kog_dist.late_numpy import NDArray, np
-from kog_dist.model import limits
-from kog_dist.model.limits import check_range
+from kog_dist.model_limits import check_range
 from kog_dist.records import dataclass
 
 Frequencies = NDArray["np.float32"]  # radians per position of each pair, (head_dim / 2,)
 
 
 def _check_stretch(factor: float, original_context: int) -> None:
-    check_range("factor of a rope scaling", factor, limits.ROPE_FACTOR)
-    check_range("original_max_position_embeddings", original_context, (1, limits.MAX_CONTEXT))
+    check_range("factor of a rope scaling", factor, model_limits.ROPE_FACTOR)
+    check_range("original_max_position_embeddings", original_context, (1, model_limits.MAX_CONTEXT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class LinearScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        check_range("factor of a rope scaling", self.factor, limits.ROPE_FACTOR)
+        check_range("factor of a rope scaling", self.factor, model_limits.ROPE_FACTOR)
 
     @property
     def magnitude(self) -> float:
@@ -57,8 +57,8 @@ class Llama3Scaling:
         _check_stretch(self.factor, self.original_max_position_embeddings)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(f"rope scaling needs 0 < low_freq_factor < high_freq_factor, got {self}")
-        check_range("low_freq_factor", self.low_freq_factor, limits.ROPE_TURNS)
-        check_range("high_freq_factor", self.high_freq_factor, limits.ROPE_TURNS)
+        check_range("low_freq_factor", self.low_freq_factor, model_limits.ROPE_TURNS)
+        check_range("high_freq_factor", self.high_freq_factor, model_limits.ROPE_TURNS)
 
     @property
     def magnitude(self) -> float:
@@ -101,9 +101,9 @@ class YarnScaling:
         _check_stretch(self.factor, self.original_max_position_embeddings)
         if not 0 < self.beta_slow <= self.beta_fast:
             raise ConfigError(f"rope scaling needs 0 < beta_slow <= beta_fast, got {self}")
-        check_range("beta_slow", self.beta_slow, limits.ROPE_TURNS)
-        check_range("beta_fast", self.beta_fast, limits.ROPE_TURNS)
-        check_range("attention_factor", self.attention_factor, limits.ROPE_MAGNITUDE)
+        check_range("beta_slow", self.beta_slow, model_limits.ROPE_TURNS)
+        check_range("beta_fast", self.beta_fast, model_limits.ROPE_TURNS)
+        check_range("attention_factor", self.attention_factor, model_limits.ROPE_MAGNITUDE)
 
     @staticmethod
     def usual_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:

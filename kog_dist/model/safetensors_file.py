@@ -18,7 +18,7 @@ import safetensors
 from kog_dist.errors import CheckpointError
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly, refuse_pointer
-from kog_dist.model.limits import MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_TENSORS
+from kog_dist.model_limits import MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_TENSORS
 from kog_dist.quoting import short
 from kog_dist.records import dataclass
 from kog_dist.strict_json import parse_json

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from kog_dist.errors import CheckpointError
 from kog_dist.model.gguf.folder import open_weights
 from kog_dist.model.hub_cache import check_inside, download_again
-from kog_dist.model.limits import MAX_INDEXED, MAX_SHARDS
 from kog_dist.model.manifest import Manifest, read_json
 from kog_dist.model.safetensors_file import SafetensorsFile
+from kog_dist.model_limits import MAX_INDEXED, MAX_SHARDS
 from kog_dist.quoting import short
 
 INDEX_NAME = "model.safetensors.index.json"

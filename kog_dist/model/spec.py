@@ -10,8 +10,8 @@ from dataclasses import asdict, field, replace
 from functools import lru_cache
 from typing import Any
 
+from kog_dist import model_limits
 from kog_dist.errors import ConfigError
-from kog_dist.model import limits
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn, FfnKind, LayerSpec, MixerKind, Norm
 from kog_dist.model.rope_scaling import RopeScaling, YarnScaling
@@ -131,36 +131,36 @@ class ModelSpec:
 
     def _check_sizes(self) -> None:
         for key, size, most in (
-            ("hidden_size", self.hidden_size, limits.MAX_HIDDEN_SIZE),
-            ("num_hidden_layers", self.num_layers, limits.MAX_LAYERS),
-            ("num_attention_heads", self.num_heads, limits.MAX_HEADS),
-            ("num_key_value_heads", self.num_kv_heads, limits.MAX_HEADS),
-            ("intermediate_size", self.intermediate_size, limits.MAX_INTERMEDIATE_SIZE),
-            ("vocab_size", self.vocab_size, limits.MAX_VOCAB_SIZE),
-            ("max_position_embeddings", self.max_context, limits.MAX_CONTEXT),
-            ("num_lanes", self.num_lanes, limits.MAX_LANES),
-            ("broadcast_delay", max(self.delay, 1), limits.MAX_LAYERS),
-            ("sliding_window", max(self.sliding_window or 1, 1), limits.MAX_WINDOW),
-            ("head_dim", 1 if self.own_head_dim is None else self.own_head_dim, limits.MAX_HEAD_DIM),
+            ("hidden_size", self.hidden_size, model_limits.MAX_HIDDEN_SIZE),
+            ("num_hidden_layers", self.num_layers, model_limits.MAX_LAYERS),
+            ("num_attention_heads", self.num_heads, model_limits.MAX_HEADS),
+            ("num_key_value_heads", self.num_kv_heads, model_limits.MAX_HEADS),
+            ("intermediate_size", self.intermediate_size, model_limits.MAX_INTERMEDIATE_SIZE),
+            ("vocab_size", self.vocab_size, model_limits.MAX_VOCAB_SIZE),
+            ("max_position_embeddings", self.max_context, model_limits.MAX_CONTEXT),
+            ("num_lanes", self.num_lanes, model_limits.MAX_LANES),
+            ("broadcast_delay", max(self.delay, 1), model_limits.MAX_LAYERS),
+            ("sliding_window", max(self.sliding_window or 1, 1), model_limits.MAX_WINDOW),
+            ("head_dim", 1 if self.own_head_dim is None else self.own_head_dim, model_limits.MAX_HEAD_DIM),
         ):
             if size < 1:
                 raise ConfigError(f"{key} must be at least 1, got {size}")
             if size > most:
                 raise ConfigError(f"{key} must be at most {most}, got {size}")
-        if self.num_layers * self.num_lanes > limits.MAX_LANES_OF_LAYERS:
+        if self.num_layers * self.num_lanes > model_limits.MAX_LANES_OF_LAYERS:
             raise ConfigError(
                 f"num_hidden_layers {self.num_layers} times num_lanes {self.num_lanes} must be at most "
-                f"{limits.MAX_LANES_OF_LAYERS}"
+                f"{model_limits.MAX_LANES_OF_LAYERS}"
             )
-        if self.experts is not None and self.num_layers * self.experts.num_experts > limits.MAX_EXPERTS_OF_LAYERS:
+        if self.experts is not None and self.num_layers * self.experts.num_experts > model_limits.MAX_EXPERTS_OF_LAYERS:
             raise ConfigError(
                 f"num_hidden_layers {self.num_layers} times {self.experts.num_experts} experts must be at most "
-                f"{limits.MAX_EXPERTS_OF_LAYERS}"
+                f"{model_limits.MAX_EXPERTS_OF_LAYERS}"
             )
         if self.delay < 0:
             raise ConfigError(f"broadcast_delay must not be negative, got {self.delay}")
-        limits.check_range("norm_eps", self.norm_eps, limits.NORM_EPS)
-        limits.check_range("rope_theta", self.rope_theta, limits.ROPE_THETA)
+        model_limits.check_range("norm_eps", self.norm_eps, model_limits.NORM_EPS)
+        model_limits.check_range("rope_theta", self.rope_theta, model_limits.ROPE_THETA)
         if self.own_head_dim is None and self.hidden_size % self.num_heads:
             raise ConfigError(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_heads}")
         if self.head_dim % 2:
@@ -365,7 +365,7 @@ class ModelSpec:
         With YaRN that are as many as it stretches positions for, whatever the model has without being asked.
         """
         stretched = self.rope_scaling.stretched_context if isinstance(self.rope_scaling, YarnScaling) else 0
-        most = max(self.max_context, min(stretched, limits.MAX_CONTEXT))
+        most = max(self.max_context, min(stretched, model_limits.MAX_CONTEXT))
         if num_tokens > most:
             raise ConfigError(f"context {num_tokens} exceeds the {most} tokens of the model; give at most these")
         return replace(self, max_context=num_tokens) if num_tokens else self

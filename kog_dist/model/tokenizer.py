@@ -27,9 +27,9 @@ from kog_dist.model.added_tokens import (
 )
 from kog_dist.model.generation_config import MAX_EOS_IDS, read_eos_ids
 from kog_dist.model.kept_texts import KeptTexts
-from kog_dist.model.limits import FILES
 from kog_dist.model.literal_text import LiteralTexts, around, cuts_everywhere
 from kog_dist.model.manifest import Manifest, read_json, read_small_file
+from kog_dist.model_limits import FILES
 from kog_dist.quoting import short
 from kog_dist.records import dataclass
 from kog_dist.strict_json import parse_object

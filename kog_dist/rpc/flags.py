@@ -11,8 +11,8 @@ from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Instance, KeyF
 from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import quoted_streams, write_error
 from kog_dist.rpc.prompt_request import PromptRequest, parse_ids, read_schema, sampling_of
-from kog_dist.runtime.standard_streams import fill_closed
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.system.standard_streams import fill_closed
 
 app = typer.Typer(
     add_completion=False,

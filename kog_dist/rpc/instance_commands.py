@@ -14,10 +14,10 @@ from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.records import dataclass
 from kog_dist.rpc.log_tail import LogTail, log_names
 from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out
-from kog_dist.runtime.files import EXIT_FILE, log_folder
 from kog_dist.runtime.folder_file import read_object
 from kog_dist.runtime.instance import instances_root, is_stale
 from kog_dist.runtime.launcher_file import LauncherFile, ask_to_stop
+from kog_dist.system.files import EXIT_FILE, log_folder
 
 STOP_MARGIN_S: Final = 20.0  # beside the time for the running request: that in which a launcher gives a process up, and more
 FOLLOW_S: Final = 0.2

@@ -40,8 +40,8 @@ from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.tcp_port import TCP_NAME, TcpPort
 from kog_dist.rpc.transport import Access, socket_address
 from kog_dist.rpc.zmtp import ZmtpMessage
-from kog_dist.runtime.files import write_at_once
 from kog_dist.runtime.port_holder import process_name
+from kog_dist.system.files import write_at_once
 
 OUTBOX_EVENTS, OUTBOX_BYTES = 16_384, 1 << 20  # two seconds of 4,000 tokens/s: a client may be stopped for a moment
 OUTBOXES_BYTES = 64 << 20  # of all clients together; beyond it the one with the fullest outbox is disconnected

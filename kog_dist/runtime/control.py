@@ -17,11 +17,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import Final
 
-from kog_dist.decode.forced import FORCED_BYTES, ForcedSlot
-from kog_dist.decode.masks import MaskSlots, mask_bytes
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.request_blocks import NUM_BLOCKS, RequestBlocks, block_bytes
-from kog_dist.decode.ring import TokenRing, ring_bytes
 from kog_dist.errors import LaunchError
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import (
@@ -32,7 +28,11 @@ from kog_dist.runtime.abi import (
     WaitRecord,
     abi_digest,
 )
+from kog_dist.runtime.forced import FORCED_BYTES, ForcedSlot
+from kog_dist.runtime.masks import MaskSlots, mask_bytes
 from kog_dist.runtime.memfd import Segment, round_up
+from kog_dist.runtime.request_blocks import NUM_BLOCKS, RequestBlocks, block_bytes
+from kog_dist.runtime.ring import TokenRing, ring_bytes
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.startup import StartReport
 from kog_dist.runtime.wait import Deadline, FutexWord, WaitResult, wait

@@ -13,9 +13,9 @@ from typing import Final
 from kog_dist.config import MAX_TIMEOUT_S
 from kog_dist.errors import LaunchError
 from kog_dist.records import dataclass
-from kog_dist.runtime.files import write_at_once
 from kog_dist.runtime.folder_file import check_path, check_process, read_record
 from kog_dist.runtime.instance import process_start_time
+from kog_dist.system.files import write_at_once
 
 LAUNCHER_FILE: Final = "launcher.json"
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from kog_dist.errors import KogError
-from kog_dist.runtime import python_child
+from kog_dist.system import python_child
 
 _POLL_S = 0.5
 _SAVED_S = 120.0  # longest time that a process may take to save and end

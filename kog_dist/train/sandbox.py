@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from kog_dist.runtime import python_child
+from kog_dist.system import python_child
 
 SAFE_MODULES = frozenset(
     """abc base64 binascii bisect calendar cmath collections collections.abc colorsys copy dataclasses datetime decimal difflib

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.foreign_file import read_text
-from kog_dist.runtime.files import write_at_once
+from kog_dist.system.files import write_at_once
 
 _MAX_FILE_BYTES = 15 * 2**20
 _PROGRESS = "progress.json"

@@ -27,8 +27,8 @@ from kog_dist.launch.ray.rendezvous import RayMeeting, RayRendezvous
 from kog_dist.rpc.ray_engines import EngineOnRay
 from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.process_page import ProcessPage
-from kog_dist.runtime.python_child import harden
 from kog_dist.runtime.wait import Deadline
+from kog_dist.system.python_child import harden
 
 _MARGIN_S = 10.0  # for Ray to carry an answer that is due
 

@@ -31,11 +31,11 @@ from kog_dist.records import dataclass
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.rpc.transport import Access
-from kog_dist.runtime.files import write_at_once
 from kog_dist.runtime.instance import sweep_stale
 from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.socket_file import SocketFile
 from kog_dist.runtime.wait import Deadline
+from kog_dist.system.files import write_at_once
 
 STOP_MARGIN_S = 5.0  # for an engine that was told to stop to say that it has
 _POLL_S = 0.1

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.bench.engine.session import engine_session
-from kog_dist.bench.kernel.shapes import DENSE, MOE, model_folder, named_spec
 from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.published import write_published
 from kog_dist.bench.report import finishing, machine
+from kog_dist.bench.shapes import DENSE, MOE, model_folder, named_spec
 from kog_dist.errors import KogError
 from kog_dist.foreign_file import read_text
 from tests.e2e.http_engine import HttpEngine, http_engine

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kog_dist.model.spec import ReduceMode
-from kog_dist.workers.prefill.arrays import Array, float32_of
-from kog_dist.workers.prefill.dense.buffers import DenseRows
-from kog_dist.workers.prefill.model.buffers import PromptBuffers, Rows
-from kog_dist.workers.prefill.model.matrices import DenseMatrices, LayerMatrices
+from kog_dist.workers.prefill.base.arrays import Array, float32_of
+from kog_dist.workers.prefill.base.matrices import DenseMatrices, LayerMatrices
+from kog_dist.workers.prefill.buffers.dense import DenseRows
+from kog_dist.workers.prefill.buffers.lanes import Rows
+from kog_dist.workers.prefill.buffers.prompt import PromptBuffers
 
 LIMIT = 2e-3  # relative, of one operation: binary16 rounds to 2.4e-4 on average, sums in another order add to it
 

@@ -40,8 +40,8 @@ def decode(name: str) -> dict[str, Any]:
     """What the counted process does. Returns the bytes of its second launch by computation, and which GPU it had."""
     from kog_dist.bench.kernel.gpu import gpu_name
     from kog_dist.bench.kernel.latency import kv_bytes_read
-    from kog_dist.bench.kernel.shapes import SEED, named_shape
     from kog_dist.bench.kernel.token_times import token_times_us
+    from kog_dist.bench.shapes import SEED, named_shape
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
     from kog_dist.workers.cuda.random_weights import random_weights

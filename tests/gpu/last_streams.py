@@ -9,7 +9,7 @@ import numpy as np
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.published import Published
-from kog_dist.workers.prefill.arrays import address
+from kog_dist.workers.prefill.base.arrays import address
 
 
 def published_streams(kernel: Monokernel) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kog_dist.workers.prefill.hopper_abi import HOPPER
+from kog_dist.workers.prefill.base.hopper_abi import HOPPER
 
 
 def on_hopper(source: str) -> list[pytest.MarkDecorator]:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from kog_dist.bench.kernel.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape
-from kog_dist.bench.kernel.shapes import named_shape, named_spec
+from kog_dist.bench.shapes import named_shape, named_spec
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.runtime.control import ControlPage

@@ -1,6 +1,6 @@
 """Builds device programs on all cores, before the steps that need them: `python -m tests.gpu.prebuild GROUP...`. Needs no GPU.
 
-A group is `name:numbers of GPUs`, with a name of `models` or of bench/kernel/shapes.py, or `name/FORMAT:numbers` for a KV cache
+A group is `name:numbers of GPUs`, with a name of `models` or of bench/shapes.py, or `name/FORMAT:numbers` for a KV cache
 in another format than bfloat16, `name!FORM:numbers` for what `--quantize` rounds a dense model to. `kernel.name:numbers` is what
 decoding and reading the weights alone need, without prefill; `drafts.name:1` what an engine needs that drafts, or runs several
 requests together, and what measures its passes. What is not foreseen here the step builds itself, one after the other: it only
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.bench.fakes.tiny_model import TINY_ON_GPUS, TINY_WITH_EXPERTS
-from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.bench.kernel.stream import stream_cubin
 from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
+from kog_dist.bench.shapes import named_shape
 from kog_dist.collectives.cuda_kernels import exchange_cubin
 from kog_dist.config import MAX_PARALLEL
 from kog_dist.decode.coding import Coding
@@ -35,18 +35,19 @@ from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOUR
 from kog_dist.workers.cuda.company_build import company_headers, company_sizes
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import PASS_TOKENS, KernelShape
-from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import hopper_attention as attention
 from kog_dist.workers.prefill.attention.choice import heads_of
+from kog_dist.workers.prefill.base import compiled
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.chunks import sizes_within
+from kog_dist.workers.prefill.buffers.prompt import misfit
 from kog_dist.workers.prefill.dense.dense_abi import dense_header
+from kog_dist.workers.prefill.exchange.sums_abi import sums_header
 from kog_dist.workers.prefill.expand.expand_abi import expand_header
 from kog_dist.workers.prefill.experts.experts_abi import experts_header
 from kog_dist.workers.prefill.gemm import gemm_abi as tiles_abi
 from kog_dist.workers.prefill.gemm import hopper_gemm as tiles
-from kog_dist.workers.prefill.model.buffers import misfit
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import sizes_within
-from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
+from kog_dist.workers.prefill.lanes.prefill_abi import prefill_header
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape, tape_header
 
 _KERNEL, _DRAFTS = "kernel.", "drafts."

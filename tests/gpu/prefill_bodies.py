@@ -14,8 +14,8 @@ from kog_dist.decode.coding import Coding
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.gpu import Tuning
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from tests.gpu.rank_bodies import KV_OF_VARIANT, VARIANTS
 
 TUNING = Tuning((16, 32, 64, 128), exact_size=24, split_size=64)

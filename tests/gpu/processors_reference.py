@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kog_dist.decode.masks import MaskWords
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.sampling import Sampler, token_logprobs
+from kog_dist.runtime.masks import MaskWords
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.shapes import named_shape
 
 _OF_TESTS = r"passed|failed|no tests|FAILED|ERROR|SKIPPED|^E  |GPUs, (SIG|memory)"
 _OF_REQUESTS = r"first token after|by the bare kernel|tokens/s|cancels? .*during|aborted during|[Ee]rror"

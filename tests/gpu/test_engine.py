@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import AbortedError
 from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs

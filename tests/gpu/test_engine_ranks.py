@@ -20,8 +20,8 @@ import pytest
 pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 
 from kog_dist.bench.engine.session import EngineSession, engine_session, until
-from kog_dist.bench.kernel.shapes import DENSE
 from kog_dist.bench.made_models.published import write_published
+from kog_dist.bench.shapes import DENSE
 from kog_dist.errors import RequestFailed
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.launch.gpu_choice import BESIDES_BYTES, gpu_rank_bytes

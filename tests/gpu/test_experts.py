@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import MOE, QUANTISED, named_shape
+from kog_dist.bench.shapes import MOE, QUANTISED, named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, write_stored_checkpoint
 from kog_dist.model.formats.numbers import NUMBERS
@@ -26,13 +26,13 @@ from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_codes, random_tensor, random_weights
 from kog_dist.workers.prefill import gpu
-from kog_dist.workers.prefill.dense.buffers import DenseBuffers
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.chunks import MOST_FLOP, work_of
+from kog_dist.workers.prefill.buffers.dense import DenseBuffers
 from kog_dist.workers.prefill.experts import device
 from kog_dist.workers.prefill.experts.device import experts_on_gpu
 from kog_dist.workers.prefill.experts.experts_abi import tiles
 from kog_dist.workers.prefill.gpu import Tuning, matrices_for, prefill_for
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import MOST_FLOP, work_of
 from tests.gpu.test_families import on_cpu
 from tests.gpu.test_prefill import begin_at_head, decode, fill, logits_of_prompt, relative_error
 

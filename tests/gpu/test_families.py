@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kog_dist.bench.kernel.shapes import DENSE
+from kog_dist.bench.shapes import DENSE
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.model.checkpoint import open_checkpoint

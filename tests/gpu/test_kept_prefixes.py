@@ -14,7 +14,7 @@ pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 
 from kog_dist.bench.engine.session import engine_session
 from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
-from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.bench.shapes import named_spec
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
 from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec

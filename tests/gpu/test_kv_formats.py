@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kog_dist.bench.kernel.shapes import DENSE
+from kog_dist.bench.shapes import DENSE
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.published_config import read_config

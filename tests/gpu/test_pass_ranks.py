@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import DENSE
 from kog_dist.bench.made_models.published import write_published
+from kog_dist.bench.shapes import DENSE
 from kog_dist.collectives.ranks import run_ranks
 from tests.gpu.pass_bodies import CONTEXT, KINDS, NUM_PROMPT, NUM_TOKENS, SAMPLINGS, VARIANTS, WRONG
 from tests.gpu.sharing import RANKS_PER_GPU

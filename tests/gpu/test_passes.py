@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import DENSE, SEED, named_shape, named_spec
 from kog_dist.bench.made_models.published import write_published
+from kog_dist.bench.shapes import DENSE, SEED, named_shape, named_spec
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NOT_DRAFTED, Finish
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.ring import NOT_DRAFTED, Finish
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs

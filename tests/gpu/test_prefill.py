@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Finish
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.notes import Watch
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
@@ -31,17 +32,16 @@ from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.cuda.random_weights import random_tensor, random_weights
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
-from kog_dist.workers.notes import Watch
+from kog_dist.workers.prefill.base.chunks import CHUNK_SIZES, EXACT_SIZE
+from kog_dist.workers.prefill.base.matrices import Matrices
 from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
-from kog_dist.workers.prefill.device_operations import DeviceOperations
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_kept
 from kog_dist.workers.prefill.gpu import Tuning, matrices_for, prefill_by, prefill_for, runner_for
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE
-from kog_dist.workers.prefill.model.layers import Layers
-from kog_dist.workers.prefill.model.matrices import Matrices
-from kog_dist.workers.prefill.operations import PlainOperations
+from kog_dist.workers.prefill.lanes.device import DeviceOperations
+from kog_dist.workers.prefill.lanes.layers import Layers
+from kog_dist.workers.prefill.lanes.operations import PlainOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.gpu.checked_operations import CheckedDenseOperations, CheckedOperations
 from tests.gpu.last_streams import published_streams, streams_in

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import DENSE
+from kog_dist.bench.shapes import DENSE
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint, write_stored_checkpoint

@@ -13,9 +13,9 @@ import torch
 
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.gemm.gemm_abi import TileShape, tile_shapes
 from kog_dist.workers.prefill.gemm.hopper_gemm import Tiles, tiles_on_gpu
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from tests.gpu.on_hopper import on_hopper
 
 pytestmark = on_hopper("gemm.cuh")

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.decode.masks import MaskWords, num_words
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.masks import MaskWords, num_words
+from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import KernelShape

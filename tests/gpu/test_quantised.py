@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kog_dist.bench.kernel.shapes import DENSE
+from kog_dist.bench.shapes import DENSE
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import HEAD_CODING, Coding
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, write_stored_checkpoint

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import DENSE
 from kog_dist.bench.made_models.published import write_published
-from kog_dist.decode.ring import Finish
+from kog_dist.bench.shapes import DENSE
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda import CudaEngine

@@ -18,10 +18,10 @@ from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.draft_lengths import SIZES
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.errors import AbortedError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.runtime.control import ControlPage, KvLayout, RankState
+from kog_dist.runtime.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.coordinator import kept_caches, kept_states

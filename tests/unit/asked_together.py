@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kog_dist.decode.masks import num_words
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Drafted, Finish, TokenEntry
 from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.masks import num_words
+from kog_dist.runtime.ring import Drafted, Finish, TokenEntry
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.coordinator.decode_slot import DecodeSlot, DecodeSlots
 

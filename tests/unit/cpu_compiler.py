@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.runtime.files import is_ours_alone, user_cache_folder
+from kog_dist.system.files import is_ours_alone, user_cache_folder
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 # -Og takes two thirds of the compiler's time with -O1, and a program runs a quarter longer: for most that is far less.

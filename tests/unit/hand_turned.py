@@ -9,13 +9,13 @@ from typing import Any, cast
 
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.listener import Delivery, RpcListener
 from kog_dist.rpc.messages import Event, Generate, Request
 from kog_dist.runtime.control import ControlPage, KvLayout, RankState
+from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.workers.coordinator.arguments import CoordinatorArgs
 from kog_dist.workers.coordinator.loop import Coordinator
 from kog_dist.workers.coordinator.model_folder import ModelFolder

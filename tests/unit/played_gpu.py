@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.cuda import driver
 from kog_dist.cuda.build import Cubin
-from kog_dist.decode.masks import NUM_SLOTS, num_words, tag_of
-from kog_dist.decode.ring import Finish
+from kog_dist.runtime.masks import NUM_SLOTS, num_words, tag_of
+from kog_dist.runtime.ring import Finish
 from kog_dist.workers.cuda import company_build, draft_builds, head_start, kv_blocks, monokernel, processors
 from kog_dist.workers.cuda.company_build import company_headers
 from kog_dist.workers.cuda.head_start import LastStreams
@@ -40,7 +40,7 @@ from kog_dist.workers.cuda.kernel_abi import (
 )
 from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill.model.chunks import Chunk
+from kog_dist.workers.prefill.base.chunks import Chunk
 
 _NOT_READY, _PATIENCE_S, _NONE = 600, 30.0, 0xFFFFFFFF
 _PASS_S = 0.0005  # as long as a pass takes, so that requests that come meanwhile find others running

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kog_dist.decode.ring import Finish
+from kog_dist.runtime.ring import Finish
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit.played_gpu import PlayedGpu
 

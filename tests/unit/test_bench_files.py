@@ -17,7 +17,7 @@ from kog_dist.bench.cli import app
 from kog_dist.bench.engine import decode
 from kog_dist.bench.files import writing
 from kog_dist.bench.kernel import scaling
-from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.bench.shapes import named_spec
 from kog_dist.bench.tables import caption, comma_separated, markdown
 from kog_dist.errors import ConfigError
 

@@ -18,7 +18,7 @@ from kog_dist.bench.chaos.engine import ChaosEngine
 from kog_dist.bench.chaos.table import ENGINE_READY_S, HELPERS, KINDS, ROLES, Cell, Harm, Layout, cells
 from kog_dist.bench.engine.injection import FaultKind, Injected, Point
 from kog_dist.bench.engine.session import _role, engine_session
-from kog_dist.runtime import python_child
+from kog_dist.system import python_child
 
 ROOT = Path(__file__).parents[2]
 QUESTION = Question("a", 4)

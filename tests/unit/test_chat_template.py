@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from kog_dist.errors import CheckpointError, RequestError
 from kog_dist.model.chat_template import ChatTemplate, RenderLimits, render
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.runtime import stopped_child
-from kog_dist.runtime.stopped_child import is_stopped
+from kog_dist.system import stopped_child
+from kog_dist.system.stopped_child import is_stopped
 
 CHAT = [{"role": "user", "content": "add <1> & 'é'"}, {"role": "assistant", "content": "2"}]
 CHATML = """\

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.shapes import named_shape
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.errors import ConfigError

@@ -14,8 +14,8 @@ import pytest
 
 from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.ring import Finish
 from kog_dist.model.spec import ModelSpec
+from kog_dist.runtime.ring import Finish
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_header import headers
 from tests.sweeps import cases

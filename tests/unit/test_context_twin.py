@@ -26,8 +26,8 @@ from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.published import Published, Words
 from kog_dist.workers.cuda.ring_shape import NEAR_CONTEXT
-from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.arrays import BFLOAT16, Array, float32_of, rounded
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from tests.sweeps import cases
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import Model, build_twin, twin_sources

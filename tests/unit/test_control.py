@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import Finish
 from kog_dist.errors import LaunchError, ProtocolError, RequestError
 from kog_dist.runtime import memfd
 from kog_dist.runtime.abi import CONTROL_HEADER, LOGIT_BIAS, MOST_PARALLEL, REQUEST_BLOCK, WaitOp, WaitRecord
 from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, EpochWaits, KvLayout, RankState
 from kog_dist.runtime.memfd import Segment, available_bytes
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.wait import Deadline, WaitResult
 from kog_dist.sampling_params import SamplingParams
 

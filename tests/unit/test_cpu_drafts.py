@@ -19,13 +19,13 @@ from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.cpu.passes import most_tokens, most_verified
 from kog_dist.decode.draft_lengths import SIZES
 from kog_dist.decode.drafts import Draft
-from kog_dist.decode.masks import num_words
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
 from kog_dist.launch.inspection import dry_run
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.runtime.control import ControlPage, EpochWaits
+from kog_dist.runtime.masks import num_words
+from kog_dist.runtime.ring import NO_TOKEN, Drafted, Finish, TokenEntry
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.engines import cpu

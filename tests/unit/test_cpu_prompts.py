@@ -10,9 +10,9 @@ import pytest
 
 from kog_dist.decode.cpu.interpreter import StepOutput
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import AbortedError
 from kog_dist.runtime.control import EpochWaits
+from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.runtime.stages import RankStage
 from kog_dist.workers.engines.cpu import CpuEngine
 

@@ -13,10 +13,10 @@ import pytest
 from kog_dist.decode.pass_drafts import PassDrafts, in_units
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.decode.sampling import token_logprobs
 from kog_dist.errors import AbortedError, LaunchError, PlanError, RequestFailed
 from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs

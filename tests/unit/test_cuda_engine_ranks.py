@@ -23,7 +23,6 @@ from kog_dist.collectives.mailbox import place
 from kog_dist.decode.plan.validate import check
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import token_logprobs
 from kog_dist.errors import AbortedError
 from kog_dist.model.checkpoint import random_tensors, write_checkpoint
@@ -31,6 +30,7 @@ from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import AbortCause, ControlPage, RankState
 from kog_dist.runtime.memfd import Segment
+from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs

@@ -16,13 +16,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kog_dist.decode.masks import num_words
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import AbortedError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.abi import MAX_STOP_IDS
 from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.masks import num_words
+from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
@@ -36,7 +36,7 @@ from kog_dist.workers.engines import cuda
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.engines.launches import COMPANY_STEPS
-from kog_dist.workers.prefill.model.chunks import Work
+from kog_dist.workers.prefill.base.chunks import Work
 from kog_dist.workers.prefill.prefill import Prefill
 from kog_dist.workers.worker import serve
 from tests.unit.asked_together import PATIENCE_S, Asked, AskedTogether

@@ -17,9 +17,9 @@ import pytest
 
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Finish
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
@@ -29,7 +29,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.engines import cuda
 from kog_dist.workers.engines.cuda import CudaEngine
-from kog_dist.workers.prefill.model.chunks import Work
+from kog_dist.workers.prefill.base.chunks import Work
 from kog_dist.workers.prefill.prefill import Prefill
 from kog_dist.workers.worker import serve
 from tests.unit.asked_together import PATIENCE_S, Asked, AskedTogether

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.runtime.control import ControlPage, KvLayout
+from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import POLLS_PER_CHECK, Deadline, FutexWord
 from kog_dist.workers.coordinator import decode_slot

@@ -9,13 +9,14 @@ import pytest
 
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import hopper_attention as attention
 from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
+from kog_dist.workers.prefill.base import compiled
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.exchange.sums_abi import sums_header
 from kog_dist.workers.prefill.gemm import gemm_abi as tiles_abi
 from kog_dist.workers.prefill.gemm import hopper_gemm as tiles
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
+from kog_dist.workers.prefill.lanes.prefill_abi import prefill_header
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 

@@ -17,7 +17,7 @@ import pytest
 from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode import lookup
 from kog_dist.decode.pass_drafts import PLACES, PassDrafts, in_units
-from kog_dist.decode.ring import Finish
+from kog_dist.runtime.ring import Finish
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_header import headers
 from tests.unit.cpu_compiler import needs_compiler

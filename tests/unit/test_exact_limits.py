@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kog_dist import model_limits
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import LARGEST_VOCAB, make_plan
 from kog_dist.decode.plan.validate import validate
 from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance, select
 from kog_dist.errors import ConfigError, PlanError, RequestError
-from kog_dist.model import limits
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
-from kog_dist.model.limits import MAX_LAYERS
 from kog_dist.model.rope_scaling import Llama3Scaling
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model_limits import MAX_LAYERS
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.coordinator.model_folder import MAX_BYTES_PER_TOKEN, ModelFolder
@@ -93,7 +93,7 @@ def test_slices_of_the_vocabulary_share_the_rest() -> None:
 
 # ---- plans ----
 def test_token_ids_of_a_plan_are_exact_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_VOCAB_SIZE", LARGEST_VOCAB + 1)  # a model folder has a smaller one
+    monkeypatch.setattr(model_limits, "MAX_VOCAB_SIZE", LARGEST_VOCAB + 1)  # a model folder has a smaller one
     assert int(np.float32(LARGEST_VOCAB - 1)) == LARGEST_VOCAB - 1
     assert int(np.float32(LARGEST_VOCAB)) == int(np.float32(LARGEST_VOCAB + 1)), "the next one is not"
     make_plan(replace(SPEC, vocab_size=LARGEST_VOCAB), 1)

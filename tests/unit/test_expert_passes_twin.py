@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.ring import Finish
+from kog_dist.runtime.ring import Finish
 from tests.sweeps import cases
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_coded_twin import FORMS, CodedModel

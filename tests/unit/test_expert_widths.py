@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from kog_dist.bench.kernel.shapes import MOE
+from kog_dist.bench.shapes import MOE
 from kog_dist.decode.cpu import host_library
 from tests.unit import moe_models
 from tests.unit.moe_models import Reference

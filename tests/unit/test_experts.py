@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from kog_dist.decode.cpu import host_library, lane_math, matrix_products
 from kog_dist.decode.cpu.matrix_products import ExpertOperands
-from kog_dist.decode.places import with_place
 from kog_dist.decode.plan.plan import Plan, make_plan
 from kog_dist.decode.plan.steps import Kind, Message, Phase, PlannedMailbox, Value
 from kog_dist.decode.plan.validate import validate
@@ -27,6 +26,7 @@ from kog_dist.model.formats.weight_format import CodedMatrix
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weights import BFLOAT16
 from kog_dist.runtime.abi import WaitOp, WaitRecord
+from kog_dist.runtime.places import with_place
 from tests.unit.staggered import staggered_plan
 from tests.unit.test_validate import moved, swapped, with_part, with_step
 

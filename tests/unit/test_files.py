@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.runtime.files import write_at_once
+from kog_dist.system.files import write_at_once
 from tests.unit.resource_limits import soft_limit
 
 

@@ -19,10 +19,10 @@ from kog_dist.errors import KogError
 from kog_dist.rpc import instance_commands
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.transport import Access
-from kog_dist.runtime.files import EXIT_FILE
 from kog_dist.runtime.http_file import HTTP_FILE, HttpFile
 from kog_dist.runtime.instance import LEASE_FILE, Instance, LeaseHolder, process_start_time, read_holder
 from kog_dist.runtime.launcher_file import LAUNCHER_FILE, LauncherFile
+from kog_dist.system.files import EXIT_FILE
 
 VALUES: tuple[Any, ...] = (
     "x", "", "1", "\0", "\ud800", "x" * 70_000, None, True, False, 0, -1, 1, 2**22 + 1, 2**31, 2**64, 10**400, 0.5, -0.0, 1e308,

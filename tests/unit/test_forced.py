@@ -9,9 +9,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kog_dist.decode.forced import MOST_FORCED
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.forced import MOST_FORCED
 from kog_dist.workers.engines import forced_drafts
 from kog_dist.workers.engines.forced_drafts import ForcedDrafts, mailbox
 

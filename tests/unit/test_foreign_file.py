@@ -38,7 +38,7 @@ OWN: dict[str, set[str]] = {
     "kog_dist/gateway/pages.py": {"entry"},  # of this package
     "kog_dist/hardware/cpus.py": {"path"},
     "kog_dist/rpc/messages/codec.py": {"source"},  # of this package
-    "kog_dist/runtime/files.py": {"unfinished"},  # which must not have been there
+    "kog_dist/system/files.py": {"unfinished"},  # which must not have been there
     "kog_dist/runtime/instance.py": {"folder / LEASE_FILE"},  # which is locked; without waiting, and not through a link
     "kog_dist/runtime/socket_file.py": {"folder"},
     "kog_dist/train/ablation.py": {"self.out / 'lock'"},  # which are locked

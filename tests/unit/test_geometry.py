@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import DENSE, MOE, named_shape, named_spec
+from kog_dist.bench.shapes import DENSE, MOE, named_shape, named_spec
 from kog_dist.decode.plan.steps import LAYER_OPS
 from kog_dist.errors import ConfigError
 from kog_dist.model.published_config import read_config

@@ -32,10 +32,10 @@ from kog_dist.model.gguf.header import FORMATS, PLAIN, Format, GgufHeader, read_
 from kog_dist.model.gguf.pre_tokenizers import CUTS
 from kog_dist.model.gguf.tensors import GgufFile, dequantised, read_plain
 from kog_dist.model.gguf.vocabulary import read_tokenizer
-from kog_dist.model.limits import MAX_GGUF_ITEMS, MAX_GGUF_KEYS
 from kog_dist.model.published_config import spec_of_folder
 from kog_dist.model.safetensors_file import narrow, widen, write_safetensors
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.model_limits import MAX_GGUF_ITEMS, MAX_GGUF_KEYS
 from tests.unit.gguf_files import HEAD_DIM, HEADS, SIZES, VOCAB, alphabet, random_tensors, raw_text, vocabulary, write_gguf
 
 

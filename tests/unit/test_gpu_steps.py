@@ -21,7 +21,7 @@ import typer
 from _pytest.mark.expression import Expression
 
 from kog_dist.bench.cli import app
-from kog_dist.bench.kernel.shapes import DENSE
+from kog_dist.bench.shapes import DENSE
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.launch.gpu_choice import gpu_rank_shape
 from kog_dist.model.checkpoint import planned_checkpoint

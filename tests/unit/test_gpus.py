@@ -17,7 +17,7 @@ from kog_dist.hardware import nvml
 from kog_dist.hardware.gpus import Gpu, Inventory, inventory_from, read_inventory
 from kog_dist.hardware.selection import GpuRequest, select_gpus
 from kog_dist.hardware.visible import Visible, visible_gpus
-from kog_dist.runtime import python_child
+from kog_dist.system import python_child
 from tests.unit.fake_nvml import FakeGpu, FakeNvml, node
 
 UUIDS = ("GPU-1a2b0000", "GPU-1a2c0000", "GPU-77aa0000", "GPU-90000000")

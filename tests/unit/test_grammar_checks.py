@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgpack  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.runtime import stopped_child
+from kog_dist.system import stopped_child
 from kog_dist.workers.grammar import checks
 from kog_dist.workers.grammar.checks import MAX_PACKET_BYTES, Checks, check_message
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind, GrammarCompiler

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.decode.masks import num_words
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.runtime.masks import num_words
 from kog_dist.workers.grammar.compiler import MAX_REASON_CHARS, Constraint, ConstraintError, ConstraintKind, GrammarCompiler
 
 DEMO = Path(str(resources.files("kog_dist"))) / "models" / "demo"

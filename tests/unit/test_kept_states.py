@@ -19,12 +19,12 @@ from kog_dist.decode.cpu.pool_sizes import bytes_of_states, pool_slots
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.recipes import state_bytes
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
-from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.errors import ConfigError
 from kog_dist.launch.kept_prefixes import kept_on_cpu
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.published_config import read_config
 from kog_dist.runtime.control import KvLayout
+from kog_dist.runtime.ring import Finish, TokenEntry
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.coordinator import kept_caches, kept_states
 from kog_dist.workers.coordinator.kept_caches import KeptCaches

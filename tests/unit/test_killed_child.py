@@ -6,8 +6,8 @@ import subprocess
 import threading
 from typing import Any, cast
 
-from kog_dist.runtime import killed_child
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
+from kog_dist.system import killed_child
 
 
 class Child:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_shape, named_spec
+from kog_dist.bench.shapes import named_shape, named_spec
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda import kv_blocks
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import KvBlocks, block_bytes, block_tokens
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 
 STREAM = 5
 SPEC = ModelSpec(

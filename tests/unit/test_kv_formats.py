@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.bench.shapes import named_spec
 from kog_dist.config import CHOICES, LaunchConfig
 from kog_dist.decode.kv_formats import (
     INT4_KEY_LEVELS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import MOE
+from kog_dist.bench.shapes import MOE
 from kog_dist.collectives.cuda_abi import MAX_RANKS
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, KogError

@@ -21,7 +21,7 @@ TORCH_MODULES = {f"kog_dist/model/{name}.py" for name in ("laneformer", "lane_li
 BANNED = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 # Who may name the interpreter: what starts children, and what only says where it is or looks for mpirun next to it.
 NAMES_INTERPRETER = {
-    "kog_dist/runtime/python_child.py",
+    "kog_dist/system/python_child.py",
     "kog_dist/doctor/mpi.py",
     "kog_dist/doctor/software.py",
     "launch/mpi/pair.py",
@@ -128,6 +128,43 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         pytest.fail(f"{' -> '.join(error.args[1])}: move what both need below both")
 
 
+def folder_graph() -> dict[str, set[str]]:
+    """Every folder with those that its modules import, but for what is imported for types alone; a folder and what lies inside it
+    are one house, and import each other as they like.
+    """
+    paths = {module_name(path): path for path in source_files()}
+    folders = {name: str(path.parent.relative_to(ROOT)) for name, path in paths.items()}
+    graph: dict[str, set[str]] = {folder: set() for folder in folders.values()}
+    for own, imported in import_graph().items():
+        imported = imported - imported_for_types(paths[own])
+        targets = {folders[name] for name in imported}
+        graph[folders[own]] |= {target for target in targets if not is_one_house(target, folders[own])}
+    return graph
+
+
+def imported_for_types(path: Path) -> set[str]:
+    found = set[str]()
+    for node in parsed(path).body:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            found |= {f"{one.module}.{alias.name}" for one in node.body if isinstance(one, ast.ImportFrom) for alias in one.names}
+            found |= {one.module or "" for one in node.body if isinstance(one, ast.ImportFrom)}
+    return found
+
+
+def is_one_house(folder: str, other: str) -> bool:
+    return f"{folder}/".startswith(f"{other}/") or f"{other}/".startswith(f"{folder}/")
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    graph = folder_graph()
+    assert "workers/prefill/base" in graph["workers/prefill/dense"]
+    assert "workers/prefill" not in graph["workers/prefill/dense"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"{' -> '.join(error.args[1])}: move what both need below both")
+
+
 def test_sampling_reaches_the_engine_without_the_protocol() -> None:
     """What decodes knows SamplingParams; how they travel is RPC's."""
     below = ("kog_dist/runtime/abi.py", "kog_dist/decode/", "collectives/", "workers/cuda/")
@@ -180,7 +217,7 @@ def test_children_are_started_in_one_place() -> None:
 
 def test_kccl_knows_no_model() -> None:
     """KCCL moves words between ranks: it gets mailboxes, and what they mean is said above it."""
-    known = {"cuda", "errors", "records", "runtime", "collectives"}
+    known = {"cuda", "errors", "records", "runtime", "system", "collectives"}
     for path in sorted((ROOT / "collectives").rglob("*.py")):
         ours = {name for name in imports(path) if name.startswith("kog_dist.")}
         assert {name.split(".")[1] for name in ours} <= known, f"{path.name} imports {ours}"

@@ -10,7 +10,7 @@ import pytest
 from kog_dist.config import LaunchConfig
 from kog_dist.launch import events
 from kog_dist.launch.events import EventLog, LogFile
-from kog_dist.runtime.files import EXIT_FILE
+from kog_dist.system.files import EXIT_FILE
 
 
 @pytest.fixture

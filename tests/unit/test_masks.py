@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist.decode.masks import MaskSlots, MaskWords, mask_bytes, num_words
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import Candidate
 from kog_dist.errors import AbortedError
 from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.masks import MaskSlots, MaskWords, mask_bytes, num_words
 from kog_dist.runtime.memfd import Segment
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs

@@ -18,7 +18,7 @@ from kog_dist.decode.cpu.cpu_weights import matrix_bytes
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.safetensors_file import narrow, widen
 from kog_dist.model.weights import BFLOAT16
-from kog_dist.runtime.files import is_ours_alone
+from kog_dist.system.files import is_ours_alone
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 ALL_DTYPES = (*DTYPES, "float32")

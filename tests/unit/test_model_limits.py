@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from kog_dist import model_limits
 from kog_dist.config import read_file
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.launch import flags, inspection
-from kog_dist.model import limits
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.published_config import read_config, spec_of_folder
 from kog_dist.model.shards import INDEX_NAME
@@ -50,14 +50,14 @@ def written(folder: Path, **changes: Any) -> Path:
           "hidden_size": 2 * BIG, "vocab_size": BIG}, "hidden_size"),
         ({"num_lanes": 256, "num_attention_heads": 256, "num_key_value_heads": 256, "intermediate_size": 256,
           "hidden_size": 1024}, "num_lanes"),
-        ({"num_attention_heads": 2 * limits.MAX_HEADS, "hidden_size": 4 * limits.MAX_HEADS}, "num_attention_heads"),
+        ({"num_attention_heads": 2 * model_limits.MAX_HEADS, "hidden_size": 4 * model_limits.MAX_HEADS}, "num_attention_heads"),
         ({"num_hidden_layers": BIG}, "num_hidden_layers"),
-        ({"num_hidden_layers": limits.MAX_LAYERS}, "times num_lanes 8 must be at most"),
-        ({"vocab_size": limits.MAX_VOCAB_SIZE + 1}, "vocab_size"),
-        ({"intermediate_size": 2 * limits.MAX_INTERMEDIATE_SIZE}, "intermediate_size"),
-        ({"max_position_embeddings": limits.MAX_CONTEXT + 1}, "max_position_embeddings"),
-        ({"broadcast_delay": limits.MAX_LAYERS + 1}, "broadcast_delay"),
-        ({"sliding_window": limits.MAX_WINDOW + 1, "swa_layers": [0]}, "sliding_window"),
+        ({"num_hidden_layers": model_limits.MAX_LAYERS}, "times num_lanes 8 must be at most"),
+        ({"vocab_size": model_limits.MAX_VOCAB_SIZE + 1}, "vocab_size"),
+        ({"intermediate_size": 2 * model_limits.MAX_INTERMEDIATE_SIZE}, "intermediate_size"),
+        ({"max_position_embeddings": model_limits.MAX_CONTEXT + 1}, "max_position_embeddings"),
+        ({"broadcast_delay": model_limits.MAX_LAYERS + 1}, "broadcast_delay"),
+        ({"sliding_window": model_limits.MAX_WINDOW + 1, "swa_layers": [0]}, "sliding_window"),
     ],
 )  # fmt: skip
 def test_every_size_has_a_bound_that_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
@@ -85,17 +85,17 @@ HEADS = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4096)
     ],
 )
 def test_every_size_is_taken_up_to_its_bound(good: dict[str, Any], bad: dict[str, Any]) -> None:
-    """As numbers: who changes a bound in kog_dist/model/limits.py changes it here."""
+    """As numbers: who changes a bound in kog_dist/model_limits.py changes it here."""
     read_config(CONFIG | good)
     with pytest.raises(ConfigError, match="must be at most"):
         read_config(CONFIG | bad)
 
 
 def test_the_bounds_themselves_are_taken() -> None:
-    spec = read_config(CONFIG | {"max_position_embeddings": limits.MAX_CONTEXT, "vocab_size": limits.MAX_VOCAB_SIZE})
-    assert (spec.max_context, spec.vocab_size) == (limits.MAX_CONTEXT, limits.MAX_VOCAB_SIZE)
-    lanes = limits.MAX_LANES
-    layers = limits.MAX_LANES_OF_LAYERS // lanes
+    spec = read_config(CONFIG | {"max_position_embeddings": model_limits.MAX_CONTEXT, "vocab_size": model_limits.MAX_VOCAB_SIZE})
+    assert (spec.max_context, spec.vocab_size) == (model_limits.MAX_CONTEXT, model_limits.MAX_VOCAB_SIZE)
+    lanes = model_limits.MAX_LANES
+    layers = model_limits.MAX_LANES_OF_LAYERS // lanes
     sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_lanes"), lanes)
     assert read_config(CONFIG | sizes | {"hidden_size": 2 * lanes, "num_hidden_layers": layers}).num_lanes == lanes
 
@@ -141,7 +141,7 @@ def test_a_lone_surrogate_in_the_index_is_refused_with_a_sentence(tmp_path: Path
 
 
 def test_an_index_of_too_many_files_is_refused(tmp_path: Path) -> None:
-    places = {f"t{i}": f"{i}.safetensors" for i in range(limits.MAX_SHARDS + 1)}
+    places = {f"t{i}": f"{i}.safetensors" for i in range(model_limits.MAX_SHARDS + 1)}
     (written(tmp_path) / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(CheckpointError, match="names 1025 files, at most 1024 are accepted"):
         open_checkpoint(tmp_path)
@@ -158,7 +158,7 @@ def test_an_index_of_as_many_files_and_tensors_as_there_may_be_is_read(tmp_path:
 
 
 def test_a_config_of_many_bytes_is_refused(tmp_path: Path) -> None:
-    written(tmp_path, architectures=["x" * limits.FILES["config.json"].num_bytes])
+    written(tmp_path, architectures=["x" * model_limits.FILES["config.json"].num_bytes])
     with pytest.raises(CheckpointError, match="it has more than 1048576 bytes"):
         spec_of_folder(tmp_path)
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from safetensors.torch import load_file, save_file
 
-from kog_dist.bench.kernel.shapes import MOE, QUANTISED, named_shape, named_spec
+from kog_dist.bench.shapes import MOE, QUANTISED, named_shape, named_spec
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.cpu import host_library, lane_math

@@ -14,10 +14,10 @@ import pytest
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.pass_drafts import CREDIT
 from kog_dist.decode.plan.steps import NONE, Phase
-from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.runtime.abi import NO_PEER, WaitOp, WaitRecord
+from kog_dist.runtime.ring import NO_TOKEN, Drafted, Finish
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.draft_builds import GAP, NOWHERE, PASS_TOKENS, DraftBuilds, PassCosts, costs_of, drafting_shape

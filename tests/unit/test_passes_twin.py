@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.bench.kernel.trial_shape import TrialShape
+from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.coding import HEAD_CODING, Coding
-from kog_dist.decode.ring import Finish
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.runtime.ring import Finish
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_header import headers

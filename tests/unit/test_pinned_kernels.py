@@ -12,7 +12,7 @@ from functools import cached_property
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.word_check import Read, Write
 from kog_dist.model.spec import ModelSpec
@@ -22,7 +22,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import TokenEvents, tokens_to_check
 from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
 from kog_dist.workers.prefill.attention.hopper_attention import plan
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from tests.gpu.prebuild import builds
 from tests.gpu.rank_bodies import KV_OF_VARIANT, VARIANTS
 from tests.unit.pinning import compare, digest

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import DENSE, MOE, QUANTISED
+from kog_dist.bench.shapes import DENSE, MOE, QUANTISED
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.cpu import host_library
 from kog_dist.errors import KogError

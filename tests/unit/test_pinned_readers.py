@@ -12,7 +12,7 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import DENSE, MOE, QUANTISED
+from kog_dist.bench.shapes import DENSE, MOE, QUANTISED
 from kog_dist.errors import ConfigError
 from kog_dist.model.families import FAMILIES
 from kog_dist.model.families.computation import COMPUTATION

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from kog_dist.decode.places import with_place
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.steps import NONE, Phase, Site
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.runtime.abi import WaitOp, WaitRecord
+from kog_dist.runtime.places import with_place
 
 SPEC = ModelSpec(
     hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=76, max_context=32, num_lanes=4,

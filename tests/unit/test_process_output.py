@@ -12,8 +12,8 @@ import pytest
 from kog_dist.launch.events import EventLog, LogFile
 from kog_dist.launch.outcome import Outcome
 from kog_dist.launch.process import EngineProcess
-from kog_dist.runtime.files import EXIT_FILE
-from kog_dist.workers.notes import NOTE
+from kog_dist.runtime.notes import NOTE
+from kog_dist.system.files import EXIT_FILE
 from tests.unit.resource_limits import soft_limit
 
 

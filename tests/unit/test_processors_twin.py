@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from kog_dist.collectives.mailbox import place
-from kog_dist.decode.masks import MaskWords, num_words
-from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import NO_CANDIDATE, Sampler, token_logprobs
 from kog_dist.decode.sampling.bits import masses
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.runtime.masks import MaskWords, num_words
+from kog_dist.runtime.ring import Finish
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, REPORT_WORDS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.plan import Plan
 from kog_dist.decode.plan.products import Product

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.decode.ring import Finish
 from kog_dist.rpc.messages import (
     Accepted,
     Cancel,
@@ -22,6 +21,7 @@ from kog_dist.rpc.messages import (
     encode,
 )
 from kog_dist.rpc.messages.checks import BadMessage
+from kog_dist.runtime.ring import Finish
 from kog_dist.sampling_params import SamplingParams
 from tests.unit.hand_turned import CONTEXT, PEERS, HandTurned, answer_of
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.fakes.published_gpt_oss import folder_bytes, write_gpt_oss
-from kog_dist.bench.kernel.shapes import MOE
+from kog_dist.bench.shapes import MOE
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.workers.cuda.coded_source import coding_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.runtime import python_child
+from kog_dist.system import python_child
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_a_child_imports_nothing_from_where_it_is_started(tmp_path: Path) -> Non
 _HARDENED = """
 import json, resource
 from pathlib import Path
-from kog_dist.runtime import python_child
+from kog_dist.system import python_child
 python_child._UNIFIED_MEMORY = Path({unified_memory!r})
 python_child.shutil.which = lambda name: {program!r}
 python_child.harden()

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kog_dist.decode.reported import TokenLogprobs
-from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry, TokenRing, ring_bytes
 from kog_dist.runtime.abi import LOGPROB_ENTRY, RING_HEADER, TOKEN_ENTRY
 from kog_dist.runtime.memfd import Segment
+from kog_dist.runtime.ring import NO_TOKEN, Finish, TokenEntry, TokenRing, ring_bytes
 from kog_dist.runtime.wait import Deadline
 
 NUM_ENTRIES = 16

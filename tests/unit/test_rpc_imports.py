@@ -38,7 +38,7 @@ def test_who_starts_serves_and_hands_out_does_without_numpy() -> None:
 import sys
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.reported import TokenLogprobs
-from kog_dist.decode.ring import Finish
+from kog_dist.runtime.ring import Finish
 from kog_dist.gateway import server, service
 from kog_dist.launch import supervisor
 from kog_dist.launch.replicas import launch as replicas

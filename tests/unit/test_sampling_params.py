@@ -10,12 +10,12 @@ import pytest
 
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.errors import ConfigError, RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.rpc.messages.codec import decode_request, encode
 from kog_dist.rpc.prompt_request import PromptRequest, sampling_of
+from kog_dist.runtime.ring import Finish, TokenEntry
 from kog_dist.sampling_params import DEFAULTS, SamplingParams
 from kog_dist.workers.coordinator import model_folder
 from kog_dist.workers.coordinator.model_folder import ModelFolder

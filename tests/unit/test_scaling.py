@@ -10,7 +10,7 @@ import pytest
 
 from kog_dist.bench.kernel.scaling import Costs, fit, fit_below, predict, run, token_us
 from kog_dist.bench.kernel.scaling_files import measured_in
-from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.bench.shapes import named_spec
 from kog_dist.errors import ConfigError
 
 IDEAL = Costs(drain_kb_per_us=1e9, product_us=0, hop_us=0, attention_us=0, finalise_us=0, token_end_us=0, peer_hop_us=0)

@@ -13,7 +13,7 @@ import pytest
 
 from kog_dist.bench.kernel import endurance, scaling_run
 from kog_dist.bench.kernel.rank_kernel import first_difference
-from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.bench.shapes import named_spec
 from kog_dist.errors import ConfigError, KogError
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import block_tokens

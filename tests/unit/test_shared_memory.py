@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.shapes import named_shape
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_header import headers

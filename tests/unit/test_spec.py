@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.layout import tensor_layouts
-from kog_dist.model.limits import MAX_LAYERS
 from kog_dist.model.published_config import read_config, spec_of_folder
 from kog_dist.model.rope_scaling import Llama3Scaling
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer, laneformer_2b
+from kog_dist.model_limits import MAX_LAYERS
 
 FIRST_REVISION: dict[str, Any] = {
     "architectures": ["LaneformerForCausalLM"],

@@ -35,7 +35,7 @@ def test_a_command_without_a_stream(module: str, arguments: str, closed: str, co
 
 def test_files_do_not_take_the_numbers_of_closed_streams() -> None:
     program = (
-        "import os; from kog_dist.runtime.standard_streams import fill_closed; "
+        "import os; from kog_dist.system.standard_streams import fill_closed; "
         "assert fill_closed() == {0, 1, 2}; assert os.open('/dev/null', os.O_RDONLY) > 2; "
         "import sys; assert sys.stdin.read() == ''; print('nowhere'); print('nowhere', file=sys.stderr); assert not fill_closed()"
     )

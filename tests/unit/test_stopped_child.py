@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kog_dist.runtime.stopped_child import STOPPED_S, StopWatch, is_stopped
+from kog_dist.system.stopped_child import STOPPED_S, StopWatch, is_stopped
 
 
 @pytest.fixture

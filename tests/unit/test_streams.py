@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import FinishReason, Generate, Tokens
+from kog_dist.runtime.ring import Finish, TokenEntry
 from kog_dist.workers.coordinator.streams import RequestStream
 
 TOKENIZER = Tokenizer.from_folder(Path(str(resources.files("kog_dist"))) / "models" / "demo")

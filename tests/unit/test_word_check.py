@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_shape
 from kog_dist.bench.kernel.trial_shape import TrialShape
+from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.plan.word_check import Event, Version, WordCheck
 from kog_dist.errors import PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint

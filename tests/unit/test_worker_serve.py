@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
-from kog_dist.decode.ring import Finish
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, LaunchError
 from kog_dist.runtime.abi import WaitOp, WaitRecord
 from kog_dist.runtime.control import AbortCause, ControlPage, RankState
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import FutexWord
 from kog_dist.workers import worker

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import Deadline, wait
 from kog_dist.workers.coordinator.kept_blocks import KeptBlocks, num_common

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.rpc.client_events import NOT_STARTED, Farewell
 from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.listener import RpcListener
@@ -29,6 +28,7 @@ from kog_dist.rpc.messages import (
     StatusReport,
 )
 from kog_dist.runtime.control import COORDINATOR, ControlPage
+from kog_dist.runtime.ring import Finish, TokenEntry
 from kog_dist.workers.coordinator.admission import Admission
 from kog_dist.workers.coordinator.arguments import CoordinatorArgs
 from kog_dist.workers.coordinator.client_events import StreamEvents

@@ -19,12 +19,12 @@ from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.process_main import serve_argument
 from kog_dist.runtime.control import COORDINATOR, ControlPage
 from kog_dist.runtime.instance import Instance
-from kog_dist.runtime.parent_death import continue_without_parent
+from kog_dist.runtime.notes import note
 from kog_dist.runtime.wait import sleep_precisely
+from kog_dist.system.parent_death import continue_without_parent
 from kog_dist.workers.coordinator.arguments import CoordinatorArgs
 from kog_dist.workers.coordinator.loop import Coordinator
 from kog_dist.workers.coordinator.model_folder import ModelFolder
-from kog_dist.workers.notes import note
 
 
 def run_coordinator(args: CoordinatorArgs) -> int:

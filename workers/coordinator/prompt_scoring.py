@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from kog_dist.decode.masks import NUM_SLOTS, MaskSlots, MaskWords, num_words
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.late_numpy import np
 from kog_dist.rpc.messages import PromptLogprobs
+from kog_dist.runtime.masks import NUM_SLOTS, MaskSlots, MaskWords, num_words
+from kog_dist.runtime.ring import Finish, TokenEntry
 from kog_dist.sampling_params import SamplingParams
 
 

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NO_TOKEN, Drafted, Finish, TokenEntry
 from kog_dist.rpc.messages import Done, FinishReason, Generate, Tokens
+from kog_dist.runtime.ring import NO_TOKEN, Drafted, Finish, TokenEntry
 from kog_dist.workers.coordinator.prompt_scoring import PromptScoring
 from kog_dist.workers.coordinator.stop_strings import StopFilter
 from kog_dist.workers.coordinator.timings import RequestTimings

@@ -6,8 +6,8 @@ import enum
 
 from kog_dist.collectives.cuda_abi import MAX_RANKS, PEERS, c_enum, device_header
 from kog_dist.decode.plan.steps import ON_DEVICES
-from kog_dist.decode.ring import Finish
 from kog_dist.runtime.abi import MAX_STOP_IDS, WAIT_RECORD, Field, Struct
+from kog_dist.runtime.ring import Finish
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 
 DECODE_PARAMS = Struct(

@@ -1,6 +1,6 @@
 """The block pool of a GPU: keys and values of beginnings of sequences, beside the monokernel's KV caches and on the host.
 
-A block is a batch of 16 positions of every split of every KV head and layer (see prefill/model/cache_layout.py), so the positions
+A block is a batch of 16 positions of every split of every KV head and layer (see prefill/base/cache_layout.py), so the positions
 of a block are neighbours, and in the cache its batches lie `CacheShape.full_batches` apart: each copy is one of rows.
 """
 

@@ -13,14 +13,14 @@ from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.collectives.words import WORD_BYTES, pair_tags
 from kog_dist.cuda.driver import Kernel
-from kog_dist.decode.masks import MaskSlots
-from kog_dist.decode.places import with_place
 from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.decode.reported import TokenLogprobs
-from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord
+from kog_dist.runtime.masks import MaskSlots
+from kog_dist.runtime.places import with_place
+from kog_dist.runtime.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build, prebuild
 from kog_dist.workers.cuda.company_build import CompanyBuild, CompanySeat, company_headers

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import HostMapping, Kernel
-from kog_dist.decode.masks import MaskSlots, num_words
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.sampling.logprobs import logprobs_of
 from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance
 from kog_dist.records import dataclass
+from kog_dist.runtime.masks import MaskSlots, num_words
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import PROCESSORS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import PROCESSOR_PARAMS, REPORT_WORDS, ProcessorFlag

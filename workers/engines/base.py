@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import Finish
+from kog_dist.runtime.ring import Finish
 from kog_dist.workers.intake import Intake
 
 

@@ -18,15 +18,15 @@ from kog_dist.decode.cpu.passes import most_tokens, most_verified, pass_mailboxe
 from kog_dist.decode.cpu.pool_sizes import BLOCK_TOKENS, pool_slots
 from kog_dist.decode.draft_lengths import SIZES, shared_out
 from kog_dist.decode.drafts import LookupDrafter
-from kog_dist.decode.places import with_place
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.validate import check
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import Finish
 from kog_dist.errors import AbortedError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.abi import MOST_PARALLEL
 from kog_dist.runtime.control import ControlPage, EpochWaits, KvLayout, RankState
+from kog_dist.runtime.places import with_place
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.startup import StartStage, StartTeller
 from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline

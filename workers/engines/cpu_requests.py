@@ -16,8 +16,8 @@ from kog_dist.decode.cpu.interpreter import Interpreter, StepOutput
 from kog_dist.decode.drafts import NO_DRAFT, Drafter
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvCopyKind, KvUse
-from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.runtime.stages import RankStage
 from kog_dist.workers.engines.forced_drafts import ForcedDrafts
 from kog_dist.workers.engines.root_choice import RootChoice

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from kog_dist.decode.plan.validate import check
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.errors import AbortedError, KogError, LaunchError, RequestFailed
 from kog_dist.runtime.control import ControlPage, KvLayout, RankState
+from kog_dist.runtime.notes import note
 from kog_dist.runtime.pace import Pace
+from kog_dist.runtime.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.startup import StartStage, StartTeller
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
@@ -49,7 +50,6 @@ from kog_dist.workers.engines.launches import ANSWER_STEPS, CHUNKS_QUEUED, COMPA
 from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.intake import Intake
-from kog_dist.workers.notes import note
 from kog_dist.workers.prefill.prefill import ended
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cuda import CudaCommunicator
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import KogError, LaunchError, RendezvousTimeout
 from kog_dist.runtime.control import ControlPage, RankState
+from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs

@@ -6,9 +6,9 @@ from collections.abc import Generator
 from dataclasses import field
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Finish
 from kog_dist.records import dataclass
 from kog_dist.runtime.pace import Pace
+from kog_dist.runtime.ring import Finish
 from kog_dist.workers.engines.draft_gain import DraftGain
 from kog_dist.workers.engines.launches import Launches
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from kog_dist.cuda.errors import is_out_of_memory
 from kog_dist.errors import AbortedError, CheckpointError, LaunchError
 from kog_dist.records import dataclass
+from kog_dist.runtime.notes import Watch, note
 from kog_dist.runtime.startup import NOBODY, StartStage, StartTeller
-from kog_dist.workers.notes import Watch, note
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
-    from kog_dist.decode.masks import MaskSlots
     from kog_dist.model.checkpoint import Checkpoint
+    from kog_dist.runtime.masks import MaskSlots
     from kog_dist.workers.arguments import WorkerArgs
     from kog_dist.workers.cuda.head_start import LastStreams
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
     from kog_dist.workers.engines.launches import DecodeKernel
+    from kog_dist.workers.prefill.base.matrices import Matrices
     from kog_dist.workers.prefill.exchange.peer_exchange import PeerExchange
-    from kog_dist.workers.prefill.model.matrices import Matrices
 
 _CAUSE_CHARACTERS = 300
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ class Start:
         Collective. With `auto` all ranks have prefill, or none: where one fails before the peers' memory is mapped, or when it
         has been, all go on without. One that cannot map it ends the engine.
         """
-        from kog_dist.workers.prefill.model.chunks import sizes_within
+        from kog_dist.workers.prefill.base.chunks import sizes_within
 
         if self.args.prefill == "off":
             return self._without_prefill(partial(self.link, 0)), None
@@ -205,7 +205,7 @@ class Start:
 def obstacle(shape: KernelShape) -> str:
     """Why this rank cannot have prefill, as far as that can be said before anything is made; empty if it may."""
     from kog_dist.workers.prefill import gpu
-    from kog_dist.workers.prefill.model.buffers import misfit
+    from kog_dist.workers.prefill.buffers.prompt import misfit
 
     finding = misfit(shape.spec, shape.coding)
     return f"the model has {finding}" if finding else gpu.obstacle_on_gpu()

@@ -8,9 +8,9 @@ from typing import Final
 import numpy as np
 
 from kog_dist.collectives.api import Communicator, MailboxSpec
-from kog_dist.decode.forced import MOST_FORCED
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.forced import MOST_FORCED
 from kog_dist.runtime.wait import Deadline, wait
 
 _NAME: Final = "forced"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kog_dist.decode.reported import TokenLogprobs
-from kog_dist.decode.ring import Drafted, Finish
+from kog_dist.runtime.ring import Drafted, Finish
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.draft_builds import PassCosts
 from kog_dist.workers.cuda.head_start import LastStreams

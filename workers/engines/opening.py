@@ -8,8 +8,8 @@ from pathlib import Path
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.rounded_cache import RoundedCache
+from kog_dist.runtime.notes import note
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.notes import note
 
 
 def opened(args: WorkerArgs, max_context: int) -> Checkpoint:

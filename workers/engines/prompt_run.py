@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Finish
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.stages import RankStage
 from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_start import Prefiller

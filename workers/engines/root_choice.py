@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from kog_dist.decode.cpu.cursor import Choose
-from kog_dist.decode.masks import MaskWords
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, Sampler, token_logprobs
 from kog_dist.errors import AbortedError
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.masks import MaskWords
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
 
 Tell: TypeAlias = Callable[[int, int, NDArray[Any]], bool]

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Final
 
-from kog_dist.runtime.python_child import begin_helper
+from kog_dist.system.python_child import begin_helper
 
 _LEAST: Final = 19
 

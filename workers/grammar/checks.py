@@ -18,8 +18,8 @@ from typing import Any, Final, NoReturn
 import msgpack  # type: ignore[import-untyped]
 
 from kog_dist.records import dataclass
-from kog_dist.runtime.parent_death import die_with_parent
-from kog_dist.runtime.stopped_child import LOOK_EVERY_S, StopWatch
+from kog_dist.system.parent_death import die_with_parent
+from kog_dist.system.stopped_child import LOOK_EVERY_S, StopWatch
 from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler
 
 SHORT_S, LONG_S = 0.1, 1.0  # of processor time. Nearly all take less than the first; those of 64 KiB without a bomb 0.8 s at most

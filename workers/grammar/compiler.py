@@ -11,10 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kog_dist.decode.masks import MaskWords, num_words
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Generate
+from kog_dist.runtime.masks import MaskWords, num_words
 from kog_dist.workers.grammar.bounds import Beyond, check_regex, check_schema
 from kog_dist.workers.grammar.schemas import in_our_words, without_unknown_formats
 from kog_dist.workers.grammar.thought import Thought

@@ -17,15 +17,15 @@ from typing import Any, ClassVar
 
 import msgpack  # type: ignore[import-untyped]
 
-from kog_dist.decode.ring import Finish, TokenEntry, TokenRing
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.records import dataclass
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.pace import Pace
 from kog_dist.runtime.process_arguments import JsonArguments
-from kog_dist.runtime.python_child import begin_helper
+from kog_dist.runtime.ring import Finish, TokenEntry, TokenRing
 from kog_dist.runtime.wait import Deadline, sleep_precisely
+from kog_dist.system.python_child import begin_helper
 from kog_dist.workers.grammar.checks import MAX_PACKET_BYTES, Checks
 from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler
 

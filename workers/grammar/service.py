@@ -19,10 +19,10 @@ import msgpack  # type: ignore[import-untyped]
 
 from kog_dist.records import dataclass
 from kog_dist.rpc.messages import ErrorCode
-from kog_dist.runtime import killed_child, python_child
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.rounds import Rounds
-from kog_dist.runtime.stopped_child import STOPPED_S, StopWatch, is_stopped
+from kog_dist.system import killed_child, python_child
+from kog_dist.system.stopped_child import STOPPED_S, StopWatch, is_stopped
 from kog_dist.workers.grammar.checks import CHECK_TIMEOUT_S, LONG_S, MAX_PACKET_BYTES, SHORT_S, CheckEnd, check_message
 from kog_dist.workers.grammar.compiler import Constraint
 from kog_dist.workers.grammar.process import GrammarArgs, run_message

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kog_dist.decode.masks import MaskWords
 from kog_dist.late_numpy import np
+from kog_dist.runtime.masks import MaskWords
 
 
 class Mask(Protocol):

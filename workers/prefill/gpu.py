@@ -18,17 +18,8 @@ from kog_dist.records import dataclass
 from kog_dist.runtime.startup import NOBODY, StartStage, StartTeller
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.prefill.dense.buffers import DenseBuffers
-from kog_dist.workers.prefill.dense.device import DenseDeviceOperations
-from kog_dist.workers.prefill.dense.layers import DenseLayers
-from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
-from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal, SumExchange
-from kog_dist.workers.prefill.expand.expanded import expanded_on_gpu
-from kog_dist.workers.prefill.experts.device import experts_on_gpu
-from kog_dist.workers.prefill.hopper_abi import HOPPER
-from kog_dist.workers.prefill.model.buffers import Buffers, misfit
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import (
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.chunks import (
     CHUNK_SIZES,
     EXACT_SIZE,
     NO_LIMIT,
@@ -38,8 +29,18 @@ from kog_dist.workers.prefill.model.chunks import (
     sizes_within,
     work_of,
 )
-from kog_dist.workers.prefill.model.layers import Layers
-from kog_dist.workers.prefill.model.matrices import Matrices
+from kog_dist.workers.prefill.base.hopper_abi import HOPPER
+from kog_dist.workers.prefill.base.matrices import Matrices
+from kog_dist.workers.prefill.buffers.dense import DenseBuffers
+from kog_dist.workers.prefill.buffers.lanes import Buffers
+from kog_dist.workers.prefill.buffers.prompt import misfit
+from kog_dist.workers.prefill.dense.device import DenseDeviceOperations
+from kog_dist.workers.prefill.dense.layers import DenseLayers
+from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal, SumExchange
+from kog_dist.workers.prefill.expand.expanded import expanded_on_gpu
+from kog_dist.workers.prefill.experts.device import experts_on_gpu
+from kog_dist.workers.prefill.lanes.device import DeviceOperations, observer
+from kog_dist.workers.prefill.lanes.layers import Layers
 from kog_dist.workers.prefill.prefill import Prefill
 from kog_dist.workers.prefill.tape.products import products_on_gpu
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape

@@ -12,7 +12,7 @@ import numpy as np
 
 from kog_dist.errors import ConfigError
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, MOST_FLOP, NO_LIMIT, Chunk, Work, chunks
+from kog_dist.workers.prefill.base.chunks import CHUNK_SIZES, MOST_FLOP, NO_LIMIT, Chunk, Work, chunks
 
 PARTS_QUEUED = 2  # of chunks; the next one starts without the host
 ROWS_QUEUED = 4096  # of several chunks together, whose work is at most MOST_FLOP: what a stop waits for

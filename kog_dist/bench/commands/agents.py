@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import AnswerTimeout, ApiKey, ExtraBody, IgnoreEos, ServedModel, Temperature, Url
+from kog_dist.bench.options import AnswerTimeout, ApiKey, ExtraBody, IgnoreEos, ServedModel, Temperature, Url
 
 
 def agents(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import Output
 from kog_dist.bench.files import writing
+from kog_dist.bench.options import Output
 from kog_dist.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import Model, Output, counts_of, speculation_of
 from kog_dist.bench.files import writing
+from kog_dist.bench.options import Model, Output, counts_of, speculation_of
 from kog_dist.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import counts_of
+from kog_dist.bench.options import counts_of
 from kog_dist.errors import ConfigError
 
 

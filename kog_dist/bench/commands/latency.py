@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import SAMPLING_HELP, Output, counts_of, samplings_of
 from kog_dist.bench.files import writing
+from kog_dist.bench.options import SAMPLING_HELP, Output, counts_of, samplings_of
 from kog_dist.bench.report import check_destination
 from kog_dist.errors import ConfigError
 
@@ -45,8 +45,8 @@ def latency(
 ) -> None:
     """Microseconds per token of the kernel on one GPU. Beside the time that reading the weights alone takes."""
     from kog_dist.bench.kernel import latency as benchmark
-    from kog_dist.bench.kernel.shapes import named_shape
     from kog_dist.bench.kernel.torch_baseline import FORMS
+    from kog_dist.bench.shapes import named_shape
     from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
 
     if (model is None) == (not random):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import Output, counts_of
+from kog_dist.bench.options import Output, counts_of
 from kog_dist.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import SAMPLING_HELP, Output, builds_of, counts_of, samplings_of, times_of
 from kog_dist.bench.files import writing
+from kog_dist.bench.options import SAMPLING_HELP, Output, builds_of, counts_of, samplings_of, times_of
 from kog_dist.bench.report import check_destination
 from kog_dist.errors import ConfigError
 
@@ -52,7 +52,7 @@ def scaling(
     """Microseconds per token on several GPUs, or a prediction. Whether the bits are the same, too (else code 1)."""
     from kog_dist.bench.kernel import scaling as benchmark
     from kog_dist.bench.kernel.scaling_files import measured_in
-    from kog_dist.bench.kernel.shapes import named_shape
+    from kog_dist.bench.shapes import named_shape
 
     if not model:
         from kog_dist.bench.kernel import scaling_run

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kog_dist.errors import LaunchError
-from kog_dist.runtime import python_child
+from kog_dist.system import python_child
 
 _READY_S, _POLL_S, _END_S = 30.0, 0.05, 10.0
 

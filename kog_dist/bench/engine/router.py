@@ -16,7 +16,7 @@ from kog_dist.router.orders import FleetOrder, ReplicaOrder, socket_pair
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Tokens
 from kog_dist.rpc.transport import Access
-from kog_dist.runtime import python_child
+from kog_dist.system import python_child
 
 _READY_S = 20.0
 

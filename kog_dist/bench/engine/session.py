@@ -24,9 +24,9 @@ from kog_dist.errors import KogError, LaunchError
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
-from kog_dist.runtime import python_child
 from kog_dist.runtime.instance import process_start_time
 from kog_dist.runtime.rank_env import read_rank_variables
+from kog_dist.system import python_child
 
 INSTANCE = "engine"
 _MARK = "ENGINE_SESSION"

@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Mapping
 
-from kog_dist.decode.ring import Finish
 from kog_dist.records import dataclass
 from kog_dist.runtime.control import ControlPage, RankState
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import Deadline
 

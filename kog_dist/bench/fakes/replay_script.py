@@ -8,10 +8,10 @@ from importlib import resources
 from pathlib import Path
 
 from kog_dist.decode.reported import TokenLogprobs
-from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_text
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.runtime.ring import Finish, TokenEntry
 from kog_dist.workers.coordinator.streams import TextDecoder
 
 _LOGPROBS = (-0.105, -2.9, -4.6)  # 90 %, 5.5 % and 1 %; then ever less

@@ -21,8 +21,8 @@ from kog_dist.bench.kernel.rank_kernel import (
     rank_shape,
     results_of_ranks,
 )
-from kog_dist.bench.kernel.shapes import SEED, named_spec
 from kog_dist.bench.report import finishing, machine, percentile
+from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.errors import ConfigError
 from kog_dist.sampling_params import SamplingParams

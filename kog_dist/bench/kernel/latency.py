@@ -11,10 +11,10 @@ import numpy as np
 
 from kog_dist.bench.kernel import sampling as processed_requests
 from kog_dist.bench.kernel.gpu import free_memory, gpu_name
-from kog_dist.bench.kernel.shapes import SEED, named_shape
 from kog_dist.bench.kernel.stream import stream_us
 from kog_dist.bench.kernel.token_times import expect_random, token_times_us
 from kog_dist.bench.report import drawn, finishing, machine, percentile
+from kog_dist.bench.shapes import SEED, named_shape
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import ControlPage

@@ -12,8 +12,8 @@ from typing import Any
 
 from kog_dist.bench.fakes.published_gpt_oss import folder_bytes, write_gpt_oss
 from kog_dist.bench.kernel.gpu import gpu_name
-from kog_dist.bench.kernel.shapes import MOE, model_folder, named_spec, random_checkpoint
 from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.shapes import MOE, model_folder, named_spec, random_checkpoint
 from kog_dist.foreign_file import opened
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.quantisation import read_quantisation

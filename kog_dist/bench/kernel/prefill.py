@@ -18,17 +18,19 @@ from kog_dist.bench.kernel.gpu import free_memory, gpu_name, require_gpus
 from kog_dist.bench.kernel.prefill_operations import cases, row_bits
 from kog_dist.bench.kernel.prefill_ranks import first_token
 from kog_dist.bench.kernel.prefill_stops import stops
-from kog_dist.bench.kernel.shapes import SEED, named_shape, named_spec, random_checkpoint
 from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.shapes import SEED, named_shape, named_spec, random_checkpoint
 from kog_dist.cuda.driver import Graph
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.runtime.notes import Watch
 from kog_dist.workers.cuda.coded_source import codings_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_weights
-from kog_dist.workers.notes import Watch
+from kog_dist.workers.prefill.base.chunks import CHUNK_SIZES
+from kog_dist.workers.prefill.base.matrices import Matrices
 from kog_dist.workers.prefill.gpu import (
     DEFAULT,
     GraphRunner,
@@ -36,8 +38,6 @@ from kog_dist.workers.prefill.gpu import (
     prefill_by,
     runner_for,
 )
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
-from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
 
 _TO_1024, _TO_2048 = (tuple(size for size in CHUNK_SIZES if size <= largest) for largest in (1024, 2048))

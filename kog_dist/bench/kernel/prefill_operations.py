@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from kog_dist.model.spec import ReduceMode
-from kog_dist.workers.prefill.arrays import Array
+from kog_dist.workers.prefill.base.arrays import Array
 from kog_dist.workers.prefill.dense.device import DenseDeviceOperations
 from kog_dist.workers.prefill.dense.operations import wide_product
-from kog_dist.workers.prefill.device_operations import DeviceOperations
 from kog_dist.workers.prefill.gpu import GraphRunner
+from kog_dist.workers.prefill.lanes.device import DeviceOperations
 
 Case = tuple[str, Callable[[], object], int, int]  # name, what to run, its FLOP and bytes (0: not of interest)
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kog_dist.bench.kernel.shapes import SEED, named_shape
 from kog_dist.bench.report import percentile
+from kog_dist.bench.shapes import SEED, named_shape
 from kog_dist.collectives.ranks import RankContext, run_ranks
 from kog_dist.errors import LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_header import headers
+from kog_dist.workers.prefill.base.chunks import CHUNK_SIZES
 from kog_dist.workers.prefill.exchange import peer_exchange
 from kog_dist.workers.prefill.gpu import DEFAULT, Tuning, matrices_for, prefill_for
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda import CudaCommunicator

@@ -21,8 +21,8 @@ from kog_dist.errors import ConfigError, KogError
 from kog_dist.workers.cuda.kernel_header import headers
 
 if TYPE_CHECKING:
-    from kog_dist.decode.masks import MaskSlots
     from kog_dist.model.spec import ModelSpec
+    from kog_dist.runtime.masks import MaskSlots
     from kog_dist.workers.cuda.device_weights import DeviceWeights
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel

@@ -12,8 +12,8 @@ import numpy as np
 
 from kog_dist.bench.kernel.token_times import token_times_us
 from kog_dist.bench.report import percentile
-from kog_dist.decode.masks import MaskSlots, num_words
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.masks import MaskSlots, num_words
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest

@@ -35,10 +35,10 @@ from kog_dist.bench.kernel.rank_kernel import (
 )
 from kog_dist.bench.kernel.sampling import figures as processed_figures
 from kog_dist.bench.kernel.sampling import times_us
-from kog_dist.bench.kernel.shapes import SEED, named_shape
 from kog_dist.bench.kernel.token_times import token_times_us
 from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.bench.report import finishing, machine, percentile
+from kog_dist.bench.shapes import SEED, named_shape
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.errors import ConfigError
 from kog_dist.records import dataclass

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kog_dist.bench.kernel.shapes import DENSE, MOE
 from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.published import write_published
+from kog_dist.bench.shapes import DENSE, MOE
 from kog_dist.errors import ConfigError
 from kog_dist.foreign_file import read_file
 from kog_dist.model.manifest import read_json

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kog_dist.bench.commands.options import speculation_of
+from kog_dist.bench.options import speculation_of
 from kog_dist.bench.service.prompts import Prompt, prompts_from_file, prompts_of_agents, random_prompts
 from kog_dist.bench.service.serve import PATHS, ServeSettings
 from kog_dist.chat.wire import ServiceUrl

@@ -16,8 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
-from kog_dist.runtime.files import is_ours_alone, user_cache_folder, write_at_once
 from kog_dist.runtime.startup import compiling
+from kog_dist.system.files import is_ours_alone, user_cache_folder, write_at_once
 
 SOURCES: Final = ("matrix_products.c", "attention.c", "activation.c", "delta_rule.c")
 HEADERS: Final = ("vectors.h",)

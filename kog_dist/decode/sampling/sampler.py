@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.decode.masks import MaskWords
 from kog_dist.decode.sampling.bits import gumbel, gumbel_of
 from kog_dist.decode.sampling.choice import NO_CANDIDATE, Candidate
 from kog_dist.decode.sampling.processors import adjust, select
+from kog_dist.runtime.masks import MaskWords
 from kog_dist.sampling_params import SamplingParams
 
 

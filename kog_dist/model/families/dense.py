@@ -16,8 +16,8 @@ from kog_dist.model.families.fields import number, read_rope
 from kog_dist.model.families.stored import Names, StoredTensorName
 from kog_dist.model.formats.quantisation import read_quantisation
 from kog_dist.model.layout import EMBEDDING, SINKS, TensorLayout
-from kog_dist.model.limits import MAX_LAYERS
 from kog_dist.model.spec import ModelSpec
+from kog_dist.model_limits import MAX_LAYERS
 from kog_dist.quoting import short
 
 MOST_LANES = 8

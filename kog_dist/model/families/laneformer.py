@@ -9,8 +9,8 @@ from kog_dist.errors import ConfigError
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.families.fields import number, read_rope
 from kog_dist.model.families.stored import Family, same_names
-from kog_dist.model.limits import MAX_LAYERS
 from kog_dist.model.spec import MODEL_TYPES, HeadType, ModelSpec
+from kog_dist.model_limits import MAX_LAYERS
 from kog_dist.quoting import short
 
 _KEYS = frozenset(

@@ -34,8 +34,8 @@ from kog_dist.model.formats.rounding import ROUNDING_VERSION
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import SafetensorsFile
 from kog_dist.records import dataclass
-from kog_dist.runtime.files import is_ours_alone, user_cache_folder, write_at_once
 from kog_dist.strict_json import parse_object
+from kog_dist.system.files import is_ours_alone, user_cache_folder, write_at_once
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint

@@ -24,7 +24,7 @@ from kog_dist.model.gguf.delta_nets import MODEL_TYPES
 from kog_dist.model.gguf.header import GgufHeader, read_header
 from kog_dist.model.gguf.tensors import GgufFile, is_gguf, read_plain
 from kog_dist.model.hub_cache import check_inside, download_again
-from kog_dist.model.limits import MAX_SHARDS
+from kog_dist.model_limits import MAX_SHARDS
 from kog_dist.quoting import short
 
 _STANDS_FOR = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

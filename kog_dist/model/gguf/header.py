@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly, refuse_pointer
-from kog_dist.model.limits import MAX_DIMENSIONS, MAX_GGUF_HEADER_BYTES, MAX_GGUF_ITEMS, MAX_GGUF_KEYS, MAX_TENSORS
+from kog_dist.model_limits import MAX_DIMENSIONS, MAX_GGUF_HEADER_BYTES, MAX_GGUF_ITEMS, MAX_GGUF_KEYS, MAX_TENSORS
 from kog_dist.quoting import short
 from kog_dist.records import dataclass
 

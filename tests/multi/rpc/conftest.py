@@ -17,12 +17,12 @@ import pytest
 import tokenizers
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.transport import Access
 from kog_dist.runtime.control import AbortCause, ControlPage, RankState
+from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.runtime.wait import Deadline, WaitResult
 from kog_dist.workers.coordinator.arguments import CoordinatorArgs
 from kog_dist.workers.coordinator.loop import Coordinator

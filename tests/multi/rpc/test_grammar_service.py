@@ -14,11 +14,11 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.ring import Finish
 from kog_dist.rpc.messages import ErrorCode
 from kog_dist.runtime.control import ControlPage
-from kog_dist.runtime.stopped_child import STOPPED_S
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.wait import Deadline
+from kog_dist.system.stopped_child import STOPPED_S
 from kog_dist.workers.grammar import service as service_module
 from kog_dist.workers.grammar.checks import CHECK_TIMEOUT_S
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import DENSE
 from kog_dist.bench.made_models.chain import mark_of
 from kog_dist.bench.peers import run
 from kog_dist.bench.service.prompts import prompts_from_file
+from kog_dist.bench.shapes import DENSE
 from kog_dist.hardware.gpus import Gpu
 from tests.gpu import peer_model
 from tests.gpu.chains import LINES, SHAPES, texts

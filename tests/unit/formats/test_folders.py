@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AwqConfig, CompressedTensorsConfig, FbgemmFp8Config, FineGrainedFP8Config, GPTQConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kog_dist.bench.kernel.shapes import DENSE, QUANTISED
+from kog_dist.bench.shapes import DENSE, QUANTISED
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.checkpoint import open_checkpoint, planned_checkpoint, write_manifest
 from kog_dist.model.formats.lanes import lane_codes, weight_format

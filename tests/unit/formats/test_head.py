@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.shapes import named_shape
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.coding import HEAD_CODING
 from kog_dist.decode.cpu import host_library

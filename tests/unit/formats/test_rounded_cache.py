@@ -29,8 +29,8 @@ from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.model.formats.rounded_cache import RoundedCache, kept_models, rounded_folder
 from kog_dist.model.formats.weight_format import CodedMatrix
 from kog_dist.model.spec import ModelSpec
-from kog_dist.runtime.files import is_ours_alone
-from kog_dist.runtime.python_child import interpreter
+from kog_dist.system.files import is_ours_alone
+from kog_dist.system.python_child import interpreter
 from tests.unit.gguf_files import random_tensors as gguf_tensors
 from tests.unit.gguf_files import write_gguf
 

@@ -16,7 +16,7 @@ import pytest
 from kog_dist.gateway import body_reader
 from kog_dist.gateway.body_reader import SMALL_BYTES, SMALL_CONTAINERS, is_small
 from kog_dist.gateway.limits import LIMITS
-from kog_dist.runtime import stopped_child
+from kog_dist.system import stopped_child
 from tests.living_children import living_children
 from tests.unit.gateway.scripted_engine import JSON, WAIT_S, Received, RunningGateway, ScriptedEngine
 

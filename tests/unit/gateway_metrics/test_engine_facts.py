@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import DENSE
+from kog_dist.bench.shapes import DENSE
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.cpu import host_library
 from kog_dist.gateway.engine_facts import devices, engine_facts, read_checkpoint

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
-from kog_dist.bench.kernel.shapes import DENSE, MOE
 from kog_dist.bench.made_models import published
 from kog_dist.bench.made_models.chain import TextChain, mark_of
 from kog_dist.bench.made_models.command import run
 from kog_dist.bench.made_models.published import ARCHITECTURES, write_published
+from kog_dist.bench.shapes import DENSE, MOE
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer

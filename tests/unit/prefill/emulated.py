@@ -12,16 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.cuda import build as compiler
-from kog_dist.workers.prefill.compiled import SOURCE_FOLDERS
-from kog_dist.workers.prefill.dense.buffers import DenseBuffers
+from kog_dist.workers.prefill.base.compiled import SOURCE_FOLDERS
+from kog_dist.workers.prefill.buffers.dense import DenseBuffers
+from kog_dist.workers.prefill.buffers.lanes import Buffers
 from kog_dist.workers.prefill.dense.dense_abi import DENSE_PARAMS, dense_header
 from kog_dist.workers.prefill.dense.device import KERNELS, DenseDeviceOperations
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
-from kog_dist.workers.prefill.device_operations import _KERNELS, DeviceOperations
 from kog_dist.workers.prefill.experts.plain import PlainExperts
-from kog_dist.workers.prefill.model.buffers import Buffers
-from kog_dist.workers.prefill.operations import PlainOperations
-from kog_dist.workers.prefill.prefill_abi import PREFILL_PARAMS, prefill_header
+from kog_dist.workers.prefill.lanes.device import _KERNELS, DeviceOperations
+from kog_dist.workers.prefill.lanes.operations import PlainOperations
+from kog_dist.workers.prefill.lanes.prefill_abi import PREFILL_PARAMS, prefill_header
 from tests.unit.cpu_compiler import build
 
 LAUNCH = """

@@ -13,18 +13,18 @@ from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import MAX_CTAS
-from kog_dist.workers.prefill.arrays import BFLOAT16, Array, float32_of, rounded
-from kog_dist.workers.prefill.dense.buffers import DenseBuffers
+from kog_dist.workers.prefill.base.arrays import BFLOAT16, Array, float32_of, rounded
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.chunks import NO_LIMIT, Work
+from kog_dist.workers.prefill.base.matrices import matrices_of
+from kog_dist.workers.prefill.buffers.dense import DenseBuffers
+from kog_dist.workers.prefill.buffers.lanes import Buffers
 from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, SumExchange
 from kog_dist.workers.prefill.experts.plain import plain_experts
-from kog_dist.workers.prefill.model.buffers import Buffers
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import NO_LIMIT, Work
-from kog_dist.workers.prefill.model.layers import Layers
-from kog_dist.workers.prefill.model.matrices import matrices_of
-from kog_dist.workers.prefill.operations import PlainOperations
+from kog_dist.workers.prefill.lanes.layers import Layers
+from kog_dist.workers.prefill.lanes.operations import PlainOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 
 SPLITS = 8

@@ -14,7 +14,7 @@ import torch
 from kog_dist.workers.prefill.attention import attention_abi, hopper_attention
 from kog_dist.workers.prefill.attention.attention_abi import ATTENTION_PARAMS, AttentionShape, misfit
 from kog_dist.workers.prefill.attention.hopper_attention import Attention, AttentionPlan, build, most_parts_bytes, plan
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
+from kog_dist.workers.prefill.base.chunks import CHUNK_SIZES
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 from tests.unit.prefill.models import ordered, relative_error

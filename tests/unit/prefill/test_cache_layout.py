@@ -7,7 +7,7 @@ import pytest
 
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from tests.unit.prefill.models import SMALL, SPLITS, layout_of
 
 SPEC = ModelSpec(**{**SMALL, "hidden_size": 256})  # a head_dim that the kernel runs

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.bench.shapes import named_spec
 from kog_dist.model.spec import laneformer_2b
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, MOST_FLOP, Chunk, chunks, sizes_within, work_of
+from kog_dist.workers.prefill.base.chunks import CHUNK_SIZES, MOST_FLOP, Chunk, chunks, sizes_within, work_of
 
 
 def test_chunks_cover_every_position_once_and_waste_little() -> None:

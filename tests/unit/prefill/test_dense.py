@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.bench.shapes import named_spec
 from kog_dist.cuda import build as compiler
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill.arrays import float32_of
-from kog_dist.workers.prefill.compiled import SOURCE_FOLDERS
-from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_bytes
+from kog_dist.workers.prefill.base.arrays import float32_of
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.chunks import MOST_FLOP, Chunk, Work
+from kog_dist.workers.prefill.base.compiled import SOURCE_FOLDERS
+from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.buffers.dense import DenseBuffers, dense_buffer_bytes
 from kog_dist.workers.prefill.dense.dense_abi import dense_header
 from kog_dist.workers.prefill.dense.device import KERNELS
 from kog_dist.workers.prefill.dense.layers import DenseLayers
-from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Chunk, Work
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import EmulatedDenseOperations
@@ -67,7 +67,7 @@ def checkpoint_of(folder: Path, overrides: dict[str, Any]) -> Checkpoint:
 @needs_compiler
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    for place in ("prefill_abi", "dense.dense_abi", "dense.device"):
+    for place in ("base.shared_abi", "dense.dense_abi", "dense.device"):
         monkeypatch.setattr(f"kog_dist.workers.prefill.{place}.MAX_THREADS", 32)  # threads are expensive here
     monkeypatch.setattr("kog_dist.workers.prefill.dense.device._LOADING", 3)
     checkpoint = checkpoint_of(tmp_path, {**TINY, **VARIANTS[variant]})
@@ -98,7 +98,7 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v
 @needs_compiler
 def test_what_is_multiplied_on_the_tape_is_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of x, by both kernels that write it; the last threads of a row have nothing."""
-    for place in ("prefill_abi", "dense.dense_abi", "dense.device"):
+    for place in ("base.shared_abi", "dense.dense_abi", "dense.device"):
         monkeypatch.setattr(f"kog_dist.workers.prefill.{place}.MAX_THREADS", 32)
     checkpoint = checkpoint_of(tmp_path, {**TINY, **VARIANTS["rows of several turns"]})
     rank = Rank(checkpoint, dtype=np.float16, sizes=(3,))
@@ -124,7 +124,7 @@ def test_what_is_multiplied_on_the_tape_is_in_its_order(tmp_path: Path, monkeypa
 def test_kernels_load_and_store_as_the_twin_does_where_windows_wrap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, whole_windows: bool
 ) -> None:  # fmt: skip
-    for place in ("prefill_abi", "dense.dense_abi", "dense.device"):
+    for place in ("base.shared_abi", "dense.dense_abi", "dense.device"):
         monkeypatch.setattr(f"kog_dist.workers.prefill.{place}.MAX_THREADS", 32)
     monkeypatch.setattr("kog_dist.workers.prefill.dense.device._LOADING", 2)
     checkpoint = checkpoint_of(tmp_path, {**TINY, "max_context": 300, "num_layers": 2, "window_layers": (0,)})

@@ -13,16 +13,17 @@ from kog_dist.cuda import build as compiler
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill.arrays import BFLOAT16, float32_of
-from kog_dist.workers.prefill.compiled import SOURCE_FOLDERS
+from kog_dist.workers.prefill.base.arrays import BFLOAT16, float32_of
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.compiled import SOURCE_FOLDERS
+from kog_dist.workers.prefill.buffers.lanes import Buffers
 from kog_dist.workers.prefill.exchange import peer_exchange
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
-from kog_dist.workers.prefill.model.buffers import Buffers
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.layers import Layers
-from kog_dist.workers.prefill.operations import PlainOperations
+from kog_dist.workers.prefill.exchange.sums_abi import sums_header
+from kog_dist.workers.prefill.lanes.layers import Layers
+from kog_dist.workers.prefill.lanes.operations import PlainOperations
+from kog_dist.workers.prefill.lanes.prefill_abi import prefill_header
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
-from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import EmulatedOperations
 from tests.unit.prefill.models import SMALL, Rank, layout_of, relative_error, token_ids
@@ -39,6 +40,12 @@ class Asked(OneRank):
     is_alone = False
 
 
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread block: they are expensive here."""
+    for room in ("base.shared_abi", "lanes.prefill_abi"):
+        monkeypatch.setattr(f"kog_dist.workers.prefill.{room}.MAX_THREADS", 32)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("held_lanes", "split_size", "overrides"),
@@ -52,10 +59,10 @@ class Asked(OneRank):
 def test_kernels_are_the_twin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_lanes: int, split_size: int, overrides: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.HELD_LANES", held_lanes)
-    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)  # threads are expensive here
+    monkeypatch.setattr("kog_dist.workers.prefill.lanes.prefill_abi.HELD_LANES", held_lanes)
+    few_threads(monkeypatch)
     if overrides:
-        monkeypatch.setattr("kog_dist.workers.prefill.model.layers.LATE_SIZE", 1)
+        monkeypatch.setattr("kog_dist.workers.prefill.lanes.layers.LATE_SIZE", 1)
     kv_dtype, spec = "bfloat16", ModelSpec(**{**TINY, **overrides})
     assert overrides or {spec.reduce_mode(layer, sublayer) for layer in range(4) for sublayer in Sublayer} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
@@ -92,8 +99,8 @@ def test_kernels_are_the_twin(
 
 @needs_compiler
 def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
-    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MOST_PADDING", 1)  # in chunks from 4 on
+    few_threads(monkeypatch)
+    monkeypatch.setattr("kog_dist.workers.prefill.lanes.prefill_abi.MOST_PADDING", 1)  # in chunks from 4 on
     spec = ModelSpec(**{**TINY, "attention_comm": True})
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
     rank = Rank(open_checkpoint(tmp_path), dtype=np.float16, sizes=(8,), split_size=0)
@@ -119,7 +126,7 @@ def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_positions_are_stored_as_the_twin_stores_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, whole_windows: bool
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
+    few_threads(monkeypatch)
     spec = ModelSpec(**{**TINY, "max_context": 300})
     layout = layout_of(spec, spec.num_lanes, whole_windows=whole_windows)
     assert whole_windows or layout.capacity(0) < 250 < layout.capacity(3), "windows wrap, others do not"

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.masks import num_words
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.ring import Finish
 from kog_dist.errors import AbortedError
 from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.masks import num_words
+from kog_dist.runtime.notes import NOTE
+from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.engines.cuda import MIN_EXPANDED_TOKENS, MIN_PREFILL_TOKENS, MIN_TAPE_TOKENS, CudaEngine
-from kog_dist.workers.notes import NOTE
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
 
 BLOCK = 16

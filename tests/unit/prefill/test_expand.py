@@ -17,10 +17,10 @@ from kog_dist.model.layout import layer_prefix, norm_name
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.device_weights import to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.base.matrices import Matrices
 from kog_dist.workers.prefill.expand.expand_abi import EXPAND_PARAMS, expand_header
 from kog_dist.workers.prefill.expand.expanded import expanded_layers
-from kog_dist.workers.prefill.model.matrices import Matrices
-from kog_dist.workers.prefill.model.memory import expanded_bytes
+from kog_dist.workers.prefill.memory import expanded_bytes
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape
 from tests.unit.prefill.emulated import compiled, launcher
 from tests.unit.test_coded_twin import DENSE, FORMS, CodedModel

@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import MOE, named_shape
+from kog_dist.bench.shapes import MOE, named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill.arrays import float32_of
-from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_bytes
+from kog_dist.workers.prefill.base.arrays import float32_of
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.chunks import MOST_FLOP, Chunk, Work, chunks, sizes_within, work_of
+from kog_dist.workers.prefill.base.matrices import DenseMatrices, matrices_of
+from kog_dist.workers.prefill.buffers.dense import DenseBuffers, dense_buffer_bytes
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.experts import device, experts_abi
 from kog_dist.workers.prefill.experts.device import OF_ROWS, GroupedExperts, kernel_bytes
 from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, constants, tile_for, tiles
 from kog_dist.workers.prefill.experts.plain import plain_experts
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Chunk, Work, chunks, sizes_within, work_of
-from kog_dist.workers.prefill.model.matrices import DenseMatrices, matrices_of
-from kog_dist.workers.prefill.model.memory import matrix_bytes, obstacle_to_prefill
+from kog_dist.workers.prefill.memory import matrix_bytes, obstacle_to_prefill
 from kog_dist.workers.prefill.tape import tile_abi
 from kog_dist.workers.prefill.tape.tile_abi import PAIR
 from tests.multi.test_bits import Board, ThreadExchange

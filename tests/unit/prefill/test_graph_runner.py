@@ -16,12 +16,12 @@ from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_che
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
 from kog_dist.workers.prefill import gpu
+from kog_dist.workers.prefill.base.chunks import MOST_FLOP, Work
 from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.gpu import GraphRunner, Tuning
-from kog_dist.workers.prefill.model.chunks import MOST_FLOP, Work
-from kog_dist.workers.prefill.model.layers import Layers
-from kog_dist.workers.prefill.operations import Operations
+from kog_dist.workers.prefill.lanes.layers import Layers
+from kog_dist.workers.prefill.lanes.operations import Operations
 from kog_dist.workers.prefill.prefill import Prefill
 from tests.unit.fake_cupy import PlayedDevice
 from tests.unit.prefill.models import SMALL, Rank, token_ids

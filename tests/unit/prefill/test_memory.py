@@ -12,10 +12,10 @@ from kog_dist.collectives.mailbox import place
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_bytes
+from kog_dist.workers.prefill.buffers.dense import DenseBuffers, dense_buffer_bytes
+from kog_dist.workers.prefill.buffers.lanes import Buffers
 from kog_dist.workers.prefill.exchange.peer_exchange import mailboxes
-from kog_dist.workers.prefill.model.buffers import Buffers
-from kog_dist.workers.prefill.model.memory import buffer_bytes, matrix_bytes, prefill_bytes
+from kog_dist.workers.prefill.memory import buffer_bytes, matrix_bytes, prefill_bytes
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, layout_of
 
 

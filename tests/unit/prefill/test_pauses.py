@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kog_dist.workers.prefill.model.chunks import Chunk, Work
+from kog_dist.workers.prefill.base.chunks import Chunk, Work
 from kog_dist.workers.prefill.prefill import Prefill, ended
 
 CONTEXT, SIZE, PARTS = 128, 32, 3

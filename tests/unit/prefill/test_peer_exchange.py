@@ -21,11 +21,11 @@ from kog_dist.collectives.mailbox import place
 from kog_dist.errors import DeviceError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec, Sublayer
-from kog_dist.workers.prefill.arrays import Array
+from kog_dist.workers.prefill.base.arrays import Array
 from kog_dist.workers.prefill.exchange import peer_exchange
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal
 from kog_dist.workers.prefill.exchange.peer_exchange import PeerExchange, mailboxes, summed_layers
-from kog_dist.workers.prefill.prefill_abi import sums_header
+from kog_dist.workers.prefill.exchange.sums_abi import sums_header
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, token_ids

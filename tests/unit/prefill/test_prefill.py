@@ -23,11 +23,11 @@ from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.prefill.arrays import Array, address, float32_of
+from kog_dist.workers.prefill.base.arrays import Array, address, float32_of
+from kog_dist.workers.prefill.base.chunks import Chunk
+from kog_dist.workers.prefill.buffers.lanes import Buffers
 from kog_dist.workers.prefill.exchange.lane_sums import CommunicatorExchange, mailbox
-from kog_dist.workers.prefill.model.buffers import Buffers
-from kog_dist.workers.prefill.model.chunks import Chunk
-from kog_dist.workers.prefill.model.layers import num_shared_streams
+from kog_dist.workers.prefill.lanes.layers import num_shared_streams
 from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, interpreter, layout_of, relative_error, token_ids
 
@@ -93,7 +93,7 @@ def test_queries_of_the_last_layer_may_be_made_for_the_last_token_alone(
     early, late = (Rank(checkpoint, dtype=np.float16) for _ in range(2))
     ids = token_ids(checkpoint.spec, PROMPT)
     assert early.run(ids) == PROMPT
-    monkeypatch.setattr("kog_dist.workers.prefill.model.layers.LATE_SIZE", 16)
+    monkeypatch.setattr("kog_dist.workers.prefill.lanes.layers.LATE_SIZE", 16)
     assert late.run(ids) == PROMPT
     assert np.array_equal(late.cache, early.cache)
     assert relative_error(late.buffers.last_streams, early.buffers.last_streams) < 1e-5

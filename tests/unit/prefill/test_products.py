@@ -18,7 +18,7 @@ import pytest
 
 from kog_dist.cuda import cublas_lt
 from kog_dist.errors import LaunchError
-from kog_dist.workers.prefill.arrays import Array, repeated
+from kog_dist.workers.prefill.base.arrays import Array, repeated
 from kog_dist.workers.prefill.gemm import cublas_autotune as products
 from kog_dist.workers.prefill.gemm.algorithm_cache import AlgorithmCache
 from kog_dist.workers.prefill.gemm.cublas_autotune import Products, fastest

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import MOE
+from kog_dist.bench.shapes import MOE
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.prefill.experts.rows import expert_row_bytes, expert_rows
-from kog_dist.workers.prefill.model.reference import attend
+from kog_dist.workers.prefill.base.reference import attend
+from kog_dist.workers.prefill.buffers.experts import expert_row_bytes, expert_rows
 
 HEAD_DIM = 4
 

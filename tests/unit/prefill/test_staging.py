@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kog_dist.workers.prefill.model import staging
-from kog_dist.workers.prefill.model.staging import Staging
+from kog_dist.workers.prefill.base import staging
+from kog_dist.workers.prefill.base.staging import Staging
 
 NUM_ROWS, PADDING, STREAM = 20, 6, 7
 

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.shapes import named_shape
 from kog_dist.cuda import cublas_lt
 from kog_dist.cuda.driver import DriverError
 from kog_dist.errors import AbortedError, CheckpointError, CompileError, ConfigError, LaunchError
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.notes import NOTE
 from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
@@ -28,10 +29,9 @@ from kog_dist.workers.engines import cuda, cuda_start
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_device import translated_errors
 from kog_dist.workers.engines.cuda_start import Start
-from kog_dist.workers.notes import NOTE
 from kog_dist.workers.prefill import gpu
-from kog_dist.workers.prefill.model.buffers import misfit
-from kog_dist.workers.prefill.model.matrices import Matrices
+from kog_dist.workers.prefill.base.matrices import Matrices
+from kog_dist.workers.prefill.buffers.prompt import misfit
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel
 
 

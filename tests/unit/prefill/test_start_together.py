@@ -11,13 +11,13 @@ import pytest
 from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import AbortedError, LaunchError
 from kog_dist.runtime.control import RankState
+from kog_dist.runtime.notes import NOTE
 from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.workers import worker
 from kog_dist.workers.cuda import load, monokernel
 from kog_dist.workers.engines import cuda, cuda_peers, cuda_start
 from kog_dist.workers.engines.cuda import CudaEngine
-from kog_dist.workers.notes import NOTE
 from kog_dist.workers.prefill import gpu
 from tests.unit.fake_cupy import CUDARuntimeError
 from tests.unit.prefill.test_engine_with_prefill import ScriptedPrefill

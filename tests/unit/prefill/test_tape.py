@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kog_dist.bench.kernel.shapes import named_shape
+from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
-from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.chunks import CHUNK_SIZES
+from kog_dist.workers.prefill.base.reference import silu
+from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.buffers.dense import DenseBuffers, DenseRows
 from kog_dist.workers.prefill.expand.expanded import places_on_tape
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
-from kog_dist.workers.prefill.model.reference import silu
 from kog_dist.workers.prefill.tape import tape_abi, tile_abi
 from kog_dist.workers.prefill.tape.products import TapeProducts, kernel_bytes
 from kog_dist.workers.prefill.tape.tape_abi import PHASES, TAPE_PARAMS, constants, is_multiplied_on_tape, tiles

@@ -13,9 +13,9 @@ import torch
 
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.gemm.gemm_abi import CLUSTER, TILE_PARAMS, TileShape, tile_shapes
 from kog_dist.workers.prefill.gemm.hopper_gemm import Tiles, build
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 from tests.unit.prefill.models import SMALL, layout_of

@@ -7,7 +7,7 @@ import math
 from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import Field, Struct
-from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUPS, SHARED_BYTES, product
+from kog_dist.workers.prefill.base.hopper_abi import GROUP_ROWS, GROUPS, SHARED_BYTES, product
 
 # Keys that are attended to from nothing. These decide about bits, as `AttentionShape.keys` does: few rows behind some thousand
 # keys need many partitions to keep the GPU busy, and what partitions give is merged, which takes time.

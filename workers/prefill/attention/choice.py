@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
 from kog_dist.workers.prefill.attention.hopper_attention import Attention, attention_on_gpu
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 
 
 def attention_for(layout: CacheLayout) -> Attention:

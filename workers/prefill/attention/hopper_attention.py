@@ -12,8 +12,6 @@ from numpy.typing import DTypeLike, NDArray
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.records import dataclass
-from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.arrays import Array, address, library_of
 from kog_dist.workers.prefill.attention.attention_abi import (
     ATTENTION_PARAMS,
     PARTITION_KEYS,
@@ -21,7 +19,9 @@ from kog_dist.workers.prefill.attention.attention_abi import (
     AttentionShape,
     num_partitions,
 )
-from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUP_THREADS, NUM_THREADS
+from kog_dist.workers.prefill.base import compiled
+from kog_dist.workers.prefill.base.arrays import Array, address, library_of
+from kog_dist.workers.prefill.base.hopper_abi import GROUP_ROWS, GROUP_THREADS, NUM_THREADS
 
 _MOST_PARTS_BYTES = 320 << 20  # of what units of partitions give
 _LEAST_BUSY = 0.8  # of multiprocessors, where items have all partitions of their rows

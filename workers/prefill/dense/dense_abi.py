@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.runtime.abi import Field, Struct
-from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
-from kog_dist.workers.prefill.model.buffers import UNIT
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.prefill_abi import cache_lines, threads_for
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.base.shared_abi import UNIT, cache_lines, threads_for
 
 MAX_THREADS = 256  # of a thread block, but for those that have a row of the stream
 APPEND_ROWS = 4  # that a thread block of `append` takes

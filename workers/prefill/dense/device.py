@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.plan.steps import Phase
-from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.attention.choice import attention_for
-from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
+from kog_dist.workers.prefill.base import compiled
+from kog_dist.workers.prefill.base.arrays import Array
+from kog_dist.workers.prefill.base.kernel_calls import KernelCalls, Launchers
+from kog_dist.workers.prefill.buffers.dense import DenseBuffers, DenseRows
 from kog_dist.workers.prefill.dense.dense_abi import APPEND_ROWS, DENSE_PARAMS, MAX_THREADS, dense_header, row_threads
 from kog_dist.workers.prefill.dense.operations import wide_product
 from kog_dist.workers.prefill.expand.expanded import ExpandedDenseLayer
 from kog_dist.workers.prefill.experts.device import GroupedExperts
 from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_kept
-from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
 from kog_dist.workers.prefill.tape.products import TapeProducts
 
 if TYPE_CHECKING:
-    from kog_dist.workers.prefill.model.matrices import DenseMatrices
+    from kog_dist.workers.prefill.base.matrices import DenseMatrices
 
 KERNELS = ("begin", "embed", "append", "store", "lane_sum", "residual", "residual_alone", "swiglu", "take_last", "give_stream")
 _LOADING = 264  # thread blocks that bring what the cache holds

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from kog_dist.model.layers import Experts, Ffn
 from kog_dist.model.spec import ModelSpec, Sublayer
-from kog_dist.workers.prefill.arrays import Array
-from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.base.arrays import Array
+from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.exchange.lane_sums import SumExchange
 
 if TYPE_CHECKING:
-    from kog_dist.workers.prefill.dense.buffers import DenseRows
+    from kog_dist.workers.prefill.base.matrices import DenseMatrices
+    from kog_dist.workers.prefill.buffers.dense import DenseRows
     from kog_dist.workers.prefill.dense.operations import DenseOperations
-    from kog_dist.workers.prefill.model.matrices import DenseMatrices
 
 
 class DenseLayers:

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kog_dist.errors import ConfigError
-from kog_dist.workers.prefill.arrays import Array, float32_of, library_of, repeated
-from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
-from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.base.arrays import Array, float32_of, library_of, repeated
+from kog_dist.workers.prefill.base.reference import attend, inverse_rms, is_finite, multiply, rotated, silu, tree_sum
+from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.buffers.dense import DenseBuffers, DenseRows
 from kog_dist.workers.prefill.experts import plain
 from kog_dist.workers.prefill.experts.plain import PlainExperts
-from kog_dist.workers.prefill.model.reference import attend, inverse_rms, is_finite, multiply, rotated, silu, tree_sum
 
 if TYPE_CHECKING:
-    from kog_dist.workers.prefill.model.matrices import DenseMatrices
+    from kog_dist.workers.prefill.base.matrices import DenseMatrices
 
 
 class DenseOperations(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.decode.cpu.exchange_calls import RankExchange
 from kog_dist.model.spec import ModelSpec, Sublayer
-from kog_dist.workers.prefill.arrays import Array
+from kog_dist.workers.prefill.base.arrays import Array
 
 MAILBOX = "prefill"
 

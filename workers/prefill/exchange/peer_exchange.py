@@ -21,10 +21,10 @@ from kog_dist.cuda.driver import Kernel, copy_to_device, copy_to_host
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.runtime.abi import WAIT_RECORD, WaitRecord
-from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.arrays import Array, address, current_stream, library
-from kog_dist.workers.prefill.model.staging import staged
-from kog_dist.workers.prefill.prefill_abi import ROW_TILE, SUM_PARAMS, SUM_THREADS, sums_header
+from kog_dist.workers.prefill.base import compiled
+from kog_dist.workers.prefill.base.arrays import Array, address, current_stream, library
+from kog_dist.workers.prefill.base.staging import staged
+from kog_dist.workers.prefill.exchange.sums_abi import ROW_TILE, SUM_PARAMS, SUM_THREADS, sums_header
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda import CudaCommunicator

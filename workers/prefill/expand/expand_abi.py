@@ -6,7 +6,7 @@ from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.decode.coding import Coding
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.code_names import CODES, SCALES
-from kog_dist.workers.prefill.model.buffers import UNIT
+from kog_dist.workers.prefill.base.shared_abi import UNIT
 
 EXPAND_PARAMS = Struct(
     "ExpandParams",

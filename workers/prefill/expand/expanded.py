@@ -16,10 +16,10 @@ from kog_dist.decode.plan.steps import LAYER_OPS, Phase
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.arrays import Array, address, library, on_host
+from kog_dist.workers.prefill.base import compiled
+from kog_dist.workers.prefill.base.arrays import Array, address, library, on_host
+from kog_dist.workers.prefill.base.matrices import stream_scale
 from kog_dist.workers.prefill.expand.expand_abi import EXPAND_PARAMS, expand_header
-from kog_dist.workers.prefill.model.matrices import stream_scale
 
 Launch = Callable[[int, int, bytes, bool], None]  # see `kernel_calls.Launchers`
 

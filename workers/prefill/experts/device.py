@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.workers.cuda.expert_weights import DeviceExperts
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.arrays import Array
+from kog_dist.workers.prefill.base import compiled
+from kog_dist.workers.prefill.base.arrays import Array
+from kog_dist.workers.prefill.base.kernel_calls import KernelCalls, Launchers
+from kog_dist.workers.prefill.buffers.experts import ExpertRows
 from kog_dist.workers.prefill.experts.experts_abi import (
     EXPERTS_PARAMS,
     SORT_THREADS,
@@ -18,12 +20,10 @@ from kog_dist.workers.prefill.experts.experts_abi import (
     tile_for,
     tiles,
 )
-from kog_dist.workers.prefill.experts.rows import ExpertRows
-from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
 from kog_dist.workers.prefill.tape.tile_abi import PAIR, MakeMap, TapeTile, pairs_across
 
 if TYPE_CHECKING:
-    from kog_dist.workers.prefill.dense.buffers import DenseRows
+    from kog_dist.workers.prefill.buffers.dense import DenseRows
 
 ROW_THREADS = 256  # of thread blocks that have rows
 OF_ROWS = ("choose", "sort", "gather", "combine")

@@ -10,9 +10,9 @@ from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import FORMATS
-from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
-from kog_dist.workers.prefill.experts.rows import padded_columns
-from kog_dist.workers.prefill.model.buffers import UNIT
+from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.base.shared_abi import UNIT
+from kog_dist.workers.prefill.buffers.experts import padded_columns
 from kog_dist.workers.prefill.tape.tile_abi import (
     PANEL,
     TapeTile,

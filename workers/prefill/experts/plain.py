@@ -11,13 +11,13 @@ from kog_dist.model.experts import ClampedSwiglu
 from kog_dist.model.layout import ffn_prefixes
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
-from kog_dist.workers.prefill.arrays import Array, float32_of
-from kog_dist.workers.prefill.model.reference import multiply, silu
+from kog_dist.workers.prefill.base.arrays import Array, float32_of
+from kog_dist.workers.prefill.base.reference import multiply, silu
 
 if TYPE_CHECKING:
-    from kog_dist.workers.prefill.dense.buffers import DenseRows
-    from kog_dist.workers.prefill.experts.rows import ExpertRows
-    from kog_dist.workers.prefill.model.matrices import DenseMatrices
+    from kog_dist.workers.prefill.base.matrices import DenseMatrices
+    from kog_dist.workers.prefill.buffers.dense import DenseRows
+    from kog_dist.workers.prefill.buffers.experts import ExpertRows
 
 
 @dataclass(frozen=True, slots=True)

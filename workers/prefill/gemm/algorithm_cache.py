@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kog_dist.cuda.build import cache_folder
 from kog_dist.foreign_file import read_text
-from kog_dist.runtime.files import write_at_once
-from kog_dist.workers.notes import note
+from kog_dist.runtime.notes import note
+from kog_dist.system.files import write_at_once
 
 _ALGORITHMS, _MADE_FOR = "algorithms", "made for"
 

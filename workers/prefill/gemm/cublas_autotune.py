@@ -21,7 +21,7 @@ from kog_dist.cuda import cublas_lt
 from kog_dist.cuda.cublas_lt import GemmProblem, Operand
 from kog_dist.cuda.driver import Graph
 from kog_dist.errors import LaunchError
-from kog_dist.workers.prefill.arrays import Array, address, current_stream
+from kog_dist.workers.prefill.base.arrays import Array, address, current_stream
 from kog_dist.workers.prefill.gemm.algorithm_cache import AlgorithmCache
 
 _REPEATS = 4  # of a product in a graph, and of the graph

@@ -6,8 +6,8 @@ from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.kv_format import FORMATS
-from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUPS, product
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.hopper_abi import GROUP_ROWS, GROUPS, product
 
 DEPTH, SLOTS = 64, 4  # values of a row that are copied together; such parts of a tile in shared memory at once
 CLUSTER = 2  # thread blocks that share what they read of the matrix

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
-from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.arrays import Array, address
+from kog_dist.workers.prefill.base import compiled
+from kog_dist.workers.prefill.base.arrays import Array, address
+from kog_dist.workers.prefill.base.hopper_abi import NUM_THREADS
 from kog_dist.workers.prefill.gemm.gemm_abi import CLUSTER, CLUSTER_ROWS, COLUMNS, DEPTH, TILE_PARAMS, TILE_ROWS, TileShape
-from kog_dist.workers.prefill.hopper_abi import NUM_THREADS
 
 # Tiles from which on gate_up was faster than cuBLAS and swiglu: those of 512 rows of 2B's eight lanes. With half of them it took
 # as long.

@@ -12,9 +12,9 @@ from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.decode.plan.steps import LAYER_OPS, Phase
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.arrays import Array, address
-from kog_dist.workers.prefill.kernel_calls import Launchers
+from kog_dist.workers.prefill.base import compiled
+from kog_dist.workers.prefill.base.arrays import Array, address
+from kog_dist.workers.prefill.base.kernel_calls import Launchers
 from kog_dist.workers.prefill.tape.tape_abi import PHASES, TAPE_PARAMS, pairs_of, tape_header, tiles
 from kog_dist.workers.prefill.tape.tile_abi import PAIR, MakeMap, TapeTile
 

@@ -9,7 +9,7 @@ from kog_dist.decode.plan.steps import Phase
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import FORMATS
-from kog_dist.workers.prefill.dense.scale import ACTIVATION_SCALE
+from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.tape.tile_abi import (
     TapeTile,
     code_lines,

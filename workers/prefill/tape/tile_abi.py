@@ -11,8 +11,8 @@ from kog_dist.decode.coding import Coding
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.code_names import CODES, SCALES
-from kog_dist.workers.prefill.arrays import Array, address
-from kog_dist.workers.prefill.hopper_abi import SHARED_BYTES, product
+from kog_dist.workers.prefill.base.arrays import Array, address
+from kog_dist.workers.prefill.base.hopper_abi import SHARED_BYTES, product
 
 _GROUP_THREADS, _GROUP_LINES = 128, 64  # a group of warps, and the rows of a matrix that it multiplies
 PAIR = 2  # thread blocks that share their rows

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from kog_dist.decode.draft_lengths import MOST
-from kog_dist.decode.masks import tag_of
 from kog_dist.late_numpy import NDArray, np
+from kog_dist.runtime.masks import tag_of
 from kog_dist.runtime.memfd import Segment, round_up
 
 MOST_FORCED = MOST - 1  # tokens of a draft

@@ -8,7 +8,7 @@ import numpy as np
 
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
-from kog_dist.workers.prefill.arrays import Array
+from kog_dist.workers.prefill.base.arrays import Array
 
 TILE_BYTES = 8  # see PairsTile in experts.cu
 _FEWEST_TILE_ROWS = 32

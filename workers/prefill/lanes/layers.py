@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
-from kog_dist.workers.prefill.arrays import Array
+from kog_dist.workers.prefill.base.arrays import Array
+from kog_dist.workers.prefill.base.matrices import LayerMatrices
+from kog_dist.workers.prefill.buffers.lanes import Rows
 from kog_dist.workers.prefill.exchange.lane_sums import SumExchange
-from kog_dist.workers.prefill.model.buffers import Rows
-from kog_dist.workers.prefill.model.matrices import LayerMatrices
-from kog_dist.workers.prefill.operations import Operations
+from kog_dist.workers.prefill.lanes.operations import Operations
 
 LATE_SIZE = 1024  # of the smallest chunk whose last layer has no queries: `finish` makes that of the prompt's last token
 

@@ -14,7 +14,7 @@ from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.device_weights import joined
-from kog_dist.workers.prefill.arrays import Array, library_of, on_host, put_scaled
+from kog_dist.workers.prefill.base.arrays import Array, library_of, on_host, put_scaled
 
 _NORMS = ("attention_norm", "ffn_norm")
 _OF_FIRST_LANE = "out_bias"  # the rank that hosts it adds that

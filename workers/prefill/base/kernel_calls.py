@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.runtime.abi import Struct
-from kog_dist.workers.prefill.arrays import Array, address
+from kog_dist.workers.prefill.base.arrays import Array, address
 
 Launchers = Mapping[str, Callable[[int, int, bytes, bool], None]]
 

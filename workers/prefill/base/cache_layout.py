@@ -17,8 +17,8 @@ from kog_dist.records import dataclass
 from kog_dist.workers.cuda.cache_shape import BATCH, CacheShape
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_format import CODE_BITS
-from kog_dist.workers.prefill.arrays import Array, library_of, rounded
-from kog_dist.workers.prefill.model import coded_rows
+from kog_dist.workers.prefill.base import coded_rows
+from kog_dist.workers.prefill.base.arrays import Array, library_of, rounded
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from kog_dist.decode.plan.recipes import matrix_stages, router_stage, share_stre
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
-from kog_dist.workers.prefill.dense.buffers import dense_buffer_bytes
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.chunks import EXACT_SIZE, SPLIT_SIZE, sizes_within
+from kog_dist.workers.prefill.base.staging import NUM_FLAGS
+from kog_dist.workers.prefill.buffers.dense import dense_buffer_bytes
+from kog_dist.workers.prefill.buffers.lanes import stream_rows_of
+from kog_dist.workers.prefill.buffers.prompt import misfit
 from kog_dist.workers.prefill.exchange.peer_exchange import mailboxes
 from kog_dist.workers.prefill.expand.expanded import matrix_shapes
-from kog_dist.workers.prefill.model.buffers import misfit, stream_rows_of
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import EXACT_SIZE, SPLIT_SIZE, sizes_within
-from kog_dist.workers.prefill.model.staging import NUM_FLAGS
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from kog_dist.decode.kv_formats import (
     values_of_fp8,
     values_of_int4,
 )
-from kog_dist.workers.prefill.arrays import Array
+from kog_dist.workers.prefill.base.arrays import Array
 
 Places = tuple[Array, Array, Array]  # of positions: split, batch, row
 Codes = NDArray[np.uint8]

@@ -1,6 +1,6 @@
 // The operations of prefill that are no matrix products and no attention, fused so that each value is read and written as rarely
-// as can be: they are bounded by memory. `workers/prefill/operations.py` defines them; the names are the same. A thread takes
-// kUnit neighbouring values of a row at a time (16 bytes); a thread block takes rows in turn. Activations are binary16, arithmetic is
+// as can be: they are bounded by memory. operations.py beside it defines them; the names are the same. A thread takes kUnit
+// neighbouring values of a row at a time (16 bytes); a thread block takes rows in turn. Activations are binary16, arithmetic is
 // float32.
 #include "prefill_units.cuh"
 #include "cache_place.cuh"

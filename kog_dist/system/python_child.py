@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kog_dist.runtime.parent_death import die_with_parent
+from kog_dist.system.parent_death import die_with_parent
 
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _UNIFIED_MEMORY: Final = Path("/dev/nvidia-uvm")  # made by nvidia-modprobe, for the first program that uses CUDA

@@ -15,20 +15,21 @@ import numpy as np
 
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
-from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.arrays import Array
 from kog_dist.workers.prefill.attention.choice import attention_for
+from kog_dist.workers.prefill.base import compiled
+from kog_dist.workers.prefill.base.arrays import Array
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.kernel_calls import KernelCalls, Launchers
+from kog_dist.workers.prefill.base.shared_abi import MAX_THREADS, UNIT, threads_for
+from kog_dist.workers.prefill.buffers.lanes import Buffers, Rows
 from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_kept
 from kog_dist.workers.prefill.gemm.gemm_abi import tile_shapes
 from kog_dist.workers.prefill.gemm.hopper_gemm import Tiles, tiles_on_gpu
-from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
-from kog_dist.workers.prefill.model.buffers import UNIT, Buffers, Rows
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.operations import wanted_rows
-from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
+from kog_dist.workers.prefill.lanes.operations import wanted_rows
+from kog_dist.workers.prefill.lanes.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header
 
 if TYPE_CHECKING:
-    from kog_dist.workers.prefill.model.matrices import LayerMatrices
+    from kog_dist.workers.prefill.base.matrices import LayerMatrices
 
 _RESIDUALS = tuple(f"residual_{mode}" for mode in ("blocking", "blocking_alone", "delayed", "delayed_alone", "local"))
 _KERNELS = (

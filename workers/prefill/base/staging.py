@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.cuda.driver import copy_to_device, copy_to_host
 from kog_dist.workers.cuda.pinned import pinned
-from kog_dist.workers.prefill.arrays import address, library
+from kog_dist.workers.prefill.base.arrays import address, library
 
 NUM_FLAGS = 4
 _FLAG_WORDS = 8  # the prompt begins at a multiple of 32 bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.prefill.arrays import Array, float32_of, library_of
+from kog_dist.workers.prefill.base.arrays import Array, float32_of, library_of
 
 
 def multiply(x: Array, matrix: Array, out: Array) -> None:

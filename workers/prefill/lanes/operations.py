@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec, ReduceMode
-from kog_dist.workers.prefill.arrays import Array, float32_of, library_of, rounded
-from kog_dist.workers.prefill.model.buffers import Buffers, Rows
-from kog_dist.workers.prefill.model.reference import attend, inverse_rms, is_finite, multiply, rotated, silu, tree_sum
+from kog_dist.workers.prefill.base.arrays import Array, float32_of, library_of, rounded
+from kog_dist.workers.prefill.base.reference import attend, inverse_rms, is_finite, multiply, rotated, silu, tree_sum
+from kog_dist.workers.prefill.buffers.lanes import Buffers, Rows
 
 if TYPE_CHECKING:
-    from kog_dist.workers.prefill.model.matrices import LayerMatrices
+    from kog_dist.workers.prefill.base.matrices import LayerMatrices
 
 
 class Operations(Protocol):

@@ -11,11 +11,11 @@ from kog_dist.decode.plan.recipes import matrix_stages
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.records import dataclass
-from kog_dist.workers.prefill.arrays import Array
-from kog_dist.workers.prefill.experts.rows import ExpertRows, expert_row_bytes, expert_rows
-from kog_dist.workers.prefill.model.buffers import PromptBuffers
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.staging import NUM_FLAGS
+from kog_dist.workers.prefill.base.arrays import Array
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.staging import NUM_FLAGS
+from kog_dist.workers.prefill.buffers.experts import ExpertRows, expert_row_bytes, expert_rows
+from kog_dist.workers.prefill.buffers.prompt import PromptBuffers
 
 
 @dataclass(frozen=True)

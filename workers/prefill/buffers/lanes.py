@@ -1,4 +1,4 @@
-"""Memory that prefill works in: activations of one chunk, keys and values of the whole context, and where the chunk stands."""
+"""What chunks of a Laneformer work in: activations by lane."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ from math import prod
 import numpy as np
 from numpy.typing import DTypeLike
 
-from kog_dist.decode.coding import Coding
-from kog_dist.decode.plan.recipes import stream_lanes
-from kog_dist.errors import ConfigError
-from kog_dist.model.rope import rope_table
-from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
-from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.prefill.arrays import Array, address, library, repeated
-from kog_dist.workers.prefill.attention.attention_abi import MAX_HEAD_DIM
-from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import SPLIT_SIZE
-from kog_dist.workers.prefill.model.staging import Staging
-
-UNIT = 8  # neighbouring values that a thread of the fused kernels takes at once
+from kog_dist.workers.prefill.base.arrays import Array, repeated
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.chunks import SPLIT_SIZE
+from kog_dist.workers.prefill.buffers.prompt import PromptBuffers
 
 
 @dataclass(frozen=True)
@@ -70,58 +61,6 @@ class Rows:
     def gated(self) -> Array:
         """The planes of the streams that gates and ups are made of, (L, P * size, D) T."""
         return self.stream[:, : self.gate_up.shape[1]]
-
-
-class PromptBuffers:
-    """What prefill of every model needs on `device` for chunks of at most `max_size` tokens: the prompt and where it stands, and
-    `keys` and `values`, (`kept_layers`, positions, KV heads, head_dim), rounded to the cache's type, as values of T. Positions
-    are those of the context, and a chunk's padding behind it. Raises ConfigError for shapes that the fused kernels cannot take.
-    """
-
-    def __init__(self, layout: CacheLayout, dtype: DTypeLike, max_size: int, device: str, *, kept_layers: int) -> None:
-        spec, xp = layout.spec, library(device)
-        if finding := misfit(spec):
-            raise ConfigError(f"prefill cannot run this model: it has {finding}")
-        self.layout, self.spec, self.dtype, self.max_size, self._library = layout, spec, np.dtype(dtype), max_size, xp
-        self._memory: dict[str, Array] = {}
-        self.rope: Array = xp.asarray(np.stack(rope_table(spec, spec.max_context), axis=-1))  # (max_context, head_dim / 2, 2)
-        num_rows = spec.max_context + max_size
-        self.staging = Staging(num_rows, device)
-        self.prompt, self.flags = self.staging.prompt, self.staging.flags
-        shape = (kept_layers, num_rows, layout.heads, spec.head_dim)
-        self.keys, self.values = (xp.zeros(shape, dtype) for _ in range(2))
-        self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next chunk begins; 1: a value was not finite
-        self.last_position, self.cache_number = self.flags[2:3], self.flags[3:]  # of the prompt; of the KV cache that it goes to
-        num_streams = len(stream_lanes(spec, tuple(range(layout.num_lanes))))
-        self.last_streams: Array = xp.zeros((num_streams, spec.hidden_size), np.float32)  # of it, behind the last layer
-
-    @property
-    def streams(self) -> LastStreams:
-        """The address of `last_streams`; they are invalid if a value was not finite."""
-        return LastStreams(address(self.last_streams), address(self.overflow))
-
-    def own_cache(self, caches: Array) -> Array:
-        """Of KV caches that lie one behind the other the one that the prompt goes to."""
-        num_values = self.layout.num_values
-        first = int(self.cache_number[0]) * num_values
-        return caches[first : first + num_values]
-
-    def forget(self) -> None:
-        """Plain keys and values, after a value was not finite: masked NaN spreads, too."""
-        self.keys.fill(0)
-        self.values.fill(0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all of it on the device."""
-        held = (self.rope, self.prompt, self.keys, self.values, self.flags, self.last_streams)
-        return sum(array.nbytes for array in (*held, *self._memory.values()))
-
-    def _front(self, name: str, shape: tuple[int, ...], dtype: DTypeLike, count: int) -> Array:
-        """The front of the memory `name`, which is made for `count` values."""
-        if name not in self._memory:
-            self._memory[name] = self._library.zeros(count, dtype)
-        return self._memory[name][: prod(shape)].reshape(shape)
 
 
 class Buffers(PromptBuffers):
@@ -182,22 +121,3 @@ class Buffers(PromptBuffers):
 def stream_rows_of(size: int, max_size: int, split_size: int) -> tuple[int, int]:
     """Rows of a lane's stream in a chunk of `size` tokens that is not exact, and the most of any chunk of up to `max_size`."""
     return (2 * size if size <= split_size else size), max(max_size, 2 * min(max_size, split_size))
-
-
-def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
-    """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
-    sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
-    findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
-    if spec.experts is not None and spec.hidden_size % 32:
-        findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
-    if spec.experts is not None and coding is not None and not coding.scales:
-        findings.append(f"experts in {coding.number} with one scale for each row (for groups of columns)")
-    if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
-        findings.append("attention sinks or biases of attention's output")
-    if spec.head_dim > MAX_HEAD_DIM:
-        findings.append(f"{spec.head_dim} values in a head (at most {MAX_HEAD_DIM})")
-    if spec.qk_norm and (spec.head_dim % 4 or 32 % (spec.head_dim // 4)):
-        findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64 or 128)")
-    if (spec.qkv_bias or spec.qk_norm) and not spec.has_one_stream:
-        findings.append("biases or norms of heads in lanes with streams of their own")
-    return "; ".join(findings)

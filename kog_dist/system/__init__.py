@@ -1,0 +1,1 @@
+"""What processes, pipes and files ask of the operating system."""

@@ -1,0 +1,1 @@
+"""Memory that prefill works in."""

@@ -1,0 +1,1 @@
+"""Prefill of Laneformers: the layers, and what a GPU and NumPy do for them."""

@@ -1,1 +1,0 @@
-"""What of a model and of the KV cache prefill works with: matrices, buffers, chunks of a prompt, memory."""
