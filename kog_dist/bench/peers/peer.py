@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -65,7 +66,8 @@ class Peer:
         if done.returncode != 0:
             last = last_line(done.stdout + done.stderr) or "(nothing)"
             raise LaunchError(f"{self.program} {self.version[0]} ended with code {done.returncode}: {short(last, 200)}")
-        return printable(last_line(done.stdout) or last_line(done.stderr), _MOST_VERSION)
+        named = re.search(r"^version:? .+$", done.stdout + done.stderr, re.MULTILINE)  # llama.cpp says more behind it
+        return printable(named[0] if named else last_line(done.stdout) or last_line(done.stderr), _MOST_VERSION)
 
     def command(self, model: str, port: int, *, context: int, slots: int, devices: int, on_gpus: bool, drafts: str) -> list[str]:
         """Its command line. `drafts`: a name of `drafts`, or none. Raises LaunchError where it has no such kind of device."""

@@ -136,6 +136,8 @@ def _ask(variant: Variant, load: PeerLoad, url: str) -> None:
         return
     variant.results.setdefault(load.label, []).append(result)
     variant.answers.setdefault(load.label, answers)
+    rate, first_ms = result["median_decode_tokens_per_s"] or 0.0, result["median_ttft_ms"]
+    write_out(f"  {load.label}: {rate:.1f} tokens/s of one request, first token after {first_ms:.1f} ms\n")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from kog_dist.bench.shapes import DENSE
 from kog_dist.hardware.gpus import Gpu
 from tests.gpu import peer_model
 from tests.gpu.chains import LINES, SHAPES, texts
+from tests.gpu.peer_gguf import pre_tokenizer, with_a_merge
 
 
 def test_every_load_asks_for_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +39,18 @@ def test_memory_is_that_of_the_gpus_that_are_seen(monkeypatch: pytest.MonkeyPatc
     assert run.used_gpu_bytes() == 33
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert run.used_gpu_bytes() == 11
+
+
+def test_what_llama_cpp_refuses_of_made_vocabularies_is_allowed() -> None:
+    def known_ones(model: object, tokenizer: str) -> str:
+        if tokenizer != "llama":
+            raise NotImplementedError
+        return "llama-bpe"
+
+    assert [pre_tokenizer(known_ones)(None, name) for name in ("llama", "made")] == ["llama-bpe", "gpt-2"]
+    written = list[list[str]]()
+    add = with_a_merge(lambda vocabulary, file: written.append(vocabulary.merges))
+    for merges in ([], ["a b"]):
+        add(SimpleNamespace(merges=merges), "file")
+    assert [len(merges) for merges in written] == [1, 1]
+    assert written[1] == ["a b"]

@@ -93,6 +93,13 @@ def test_what_cannot_be_measured_is_a_row_with_its_reason(capsys: pytest.Capture
     assert [command_line(pid) for pid, *_ in parents() if str(STUB) in command_line(pid)] == [], "nothing is left"
 
 
+@pytest.mark.parametrize(
+    ("said", "version"), [("note\\n1.2", "1.2"), ("version: 7 (abc)\\nbuilt with GNU 12", "version: 7 (abc)")]
+)
+def test_a_version_is_the_line_that_says_so_or_the_last(said: str, version: str) -> None:
+    assert replace(known()["vllm"], program=sys.executable, version=("-c", f"print('{said}')")).found_version() == version
+
+
 def test_who_never_answers_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     rows, _ = measured(plan_of(stub("deaf", "deaf"), start_s=0.5), capsys, num_missing=1)
     assert rows[0]["error"].startswith("no answer at its port after 0.5 s; it")
