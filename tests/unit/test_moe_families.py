@@ -238,7 +238,7 @@ def test_gpus_whose_choices_are_compared_take_prompts_token_by_token(tmp_path: P
     inventory = inventory_from(node(2))
     monkeypatch.setattr(gpu_choice, "read_inventory", lambda: inventory)
     (tmp_path / "config.json").write_text(json.dumps(MOE["gpt-oss-20b"]))
-    settings = LaunchConfig(model=str(tmp_path), gpus="2", pin=False, check_experts=True)
+    settings = LaunchConfig(model=str(tmp_path), gpus="2", parallel=1, pin=False, check_experts=True)
     shown = dry_run(settings).splitlines()
     assert plan_target(settings, needs_weights=False)[0].prefill == "off"
     note = "note       prompts go token by token: --check-experts compares what is chosen for each"

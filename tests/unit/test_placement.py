@@ -271,7 +271,7 @@ def test_auto_takes_as_many_gpus_as_can_run_the_model(demo: Checkpoint, of_eight
     assert choose(demo, inventory_from(node()), kv_dtype="float32") is None, "the kernel cannot run it"
     together = choose(demo, inventory_from(node()), kv_caches=2)
     assert together is not None
-    assert (together.count, together.num_caches) == (1, 2), "which several GPUs do not have"
+    assert (together.count, together.parallel, together.num_caches) == (4, 1, 2)
 
 
 def test_a_gpu_of_another_engine_is_left_alone(
