@@ -94,7 +94,7 @@ class CellRun:
         else:
             wanted = self.chance.randrange(1, 40)
             until(lambda: first.log.ends or first.log.num_events >= wanted, _POINT_S, self._said)
-        if not together and (self.engine.layout is Layout.REPLICAS or point is not Point.DRAIN):  # which refuses who waits
+        if not together and (self.engine.layout is Layout.REPLICAS or point is not Point.DRAIN):  # one engine would refuse it
             self._clients.append(self._other(0, is_http_first, waits=self.engine.layout is Layout.SINGLE))
         self._note_early_ends()
         if point is Point.DRAIN:
