@@ -10,4 +10,4 @@ class Speculation(enum.StrEnum):
 
     OFF = "off"
     LOOKUP = "lookup"  # from prompt, answer and prediction
-    AUTO = "auto"  # the best source there is; GPUs that have none for a model do without
+    AUTO = "auto"  # from earlier answers, too; GPUs that have no drafts for a model do without

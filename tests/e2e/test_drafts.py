@@ -113,6 +113,23 @@ def test_a_prediction_may_be_right_wrong_and_anything_between(engine: HttpEngine
     assert counts["right"][1] > counts["wrong"][1]
 
 
+def test_what_was_answered_before_is_drafted_for_who_may_know_of_it(engine: HttpEngine) -> None:
+    """Of the same `cache_salt`, from the first token on, with `auto` alone, and never as OpenAI's prediction."""
+    body: dict[str, Any] = {"prompt": CODE[::-1], "max_tokens": MOST, "temperature": 0.0, "ignore_eos": True}
+    plain = asked(engine, "/v1/completions", {**body, "cache_salt": "a"}, "off")
+    again, looked_up, of_others = (
+        asked(engine, "/v1/completions", {**body, "cache_salt": salt}, how)
+        for salt, how in (("a", "auto"), ("a", "lookup"), ("b", "lookup"))
+    )
+    assert said(again) == said(looked_up) == said(of_others) == said(plain)
+    assert drafts_of(again)[1] > drafts_of(looked_up)[1] + MOST // 4
+    assert drafts_of(looked_up) == drafts_of(of_others)
+    assert again["usage"]["completion_tokens_details"].get("accepted_prediction_tokens", 0) == 0
+    fresh = asked(engine, "/v1/completions", {**body, "cache_salt": "c"}, "auto")
+    assert said(fresh) == said(plain)
+    assert drafts_of(fresh) == drafts_of(of_others)
+
+
 def test_a_stream_says_the_same(engine: HttpEngine) -> None:
     """Chunks may have several tokens then, and all together are the answer."""
     body = {"prompt": CODE * 2, "max_tokens": MOST, "temperature": 0.0, "model": "default"}

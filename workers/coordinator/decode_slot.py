@@ -7,12 +7,14 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import Deadline, wait
+from kog_dist.workers.coordinator.kept_answers import MOST_RECALLED, KeptAnswers
 from kog_dist.workers.coordinator.kept_blocks import KeptBlocks, num_common
 from kog_dist.workers.coordinator.kept_caches import KeptCaches
 from kog_dist.workers.coordinator.kept_states import KeptStates
@@ -36,7 +38,7 @@ class DecodeSlot:
         self.cache = 0  # KV cache that it runs in
         self.submitted_ns = 0
         self._next_index = 0
-        self._num_cached = 0
+        self._num_cached = self.num_prompt = 0
         self._sequence = array("I")  # prompt and answer of the current request
 
     @property
@@ -61,6 +63,11 @@ class DecodeSlot:
         """The tokens that are in the KV cache, as far as they have been read from the ring."""
         return self._sequence[: self.position]
 
+    @property
+    def sequence(self) -> array[int]:
+        """The prompt of the current request, `num_prompt` tokens, and what has been read of its answer."""
+        return self._sequence
+
     def stages_ns(self) -> list[int]:
         """When rank 0 came to each RankStage, of this request or of one before."""
         return self._control.stages_ns(0, self.number)
@@ -70,6 +77,7 @@ class DecodeSlot:
         self.seq, self.cache, self.scope = self._control.submit(request), request.kv.cache, scope
         self.submitted_ns = self._control.submitted_ns
         self._next_index, self._num_cached, self._sequence = 0, request.kv.num_cached, array("I", request.prompt)
+        self.num_prompt = len(request.prompt)
 
     def cancel(self) -> None:
         """Ask the ranks to end the current request early; the slot stays busy until they have."""
@@ -128,6 +136,7 @@ class DecodeSlots:
         self._control, self._window, self._is_recurrent = control, window, is_recurrent
         self._caches: KeptCaches | None = None  # known once the ranks are ready
         self._copies: deque[DecodeRequest] = deque()  # to the block pool, which come before any other request
+        self._answers = KeptAnswers()
         self.slots = [DecodeSlot(control, number, self._ended) for number in range(len(control.rings))]
 
     @property
@@ -180,10 +189,13 @@ class DecodeSlots:
         while self._copies and self._control.may_submit():
             self._control.submit(self._copies.popleft())
 
-    def submit(self, slot: DecodeSlot, request: DecodeRequest, *, reuse_kv: bool, scope: str = "") -> DecodeRequest:
+    def submit(
+        self, slot: DecodeSlot, request: DecodeRequest, *, reuse_kv: bool, scope: str = "", recalls: bool = False
+    ) -> DecodeRequest:
         """Hand a request to the ranks, which are ready, in a slot that is `free`. Returns it with the KV cache that it runs in.
 
-        `reuse_kv`: positions that an earlier request of the same `scope` left there may count.
+        `reuse_kv`: positions that an earlier request of the same `scope` left there may count. `recalls`: what such requests
+        were answered stands in for a prediction.
         """
         assert slot in self.free(), "a request has a slot and a block"
         if self._caches is None:
@@ -194,6 +206,9 @@ class DecodeSlots:
         num_answer = min(request.max_tokens, self._control.max_context - len(request.prompt))
         use = self._caches.take(request.prompt, reuse=reuse_kv, scope=scope, num_answer=num_answer)
         request = request.at(use, slot.number)
+        if recalls and not request.prediction:
+            most = min(MOST_RECALLED, self._control.max_context)
+            request = replace(request, prediction=self._answers.recall(scope, array("I", request.prompt), most))
         slot.begin(request, scope)
         return request
 
@@ -223,6 +238,7 @@ class DecodeSlots:
             self._caches.forget(slot.cache)
             return
         position = slot.position
+        self._answers.add(slot.scope, slot.sequence, slot.num_prompt)
         self._caches.give_back(slot.held, position, position, slot.cache)
         if (kept := self._caches.save(slot.cache)) is not None:  # while nobody waits: what comes next is queued behind it
             self._copies.append(DecodeRequest((0,), 1, kv=kept, only_copies=True))

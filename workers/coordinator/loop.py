@@ -238,7 +238,8 @@ class Coordinator:
         request, constraint = stream.request, stream.constraint
         if constraint is not None:
             request = replace(request, mask_epoch=self._grammars.reserve_epochs(request.max_tokens))
-        stream.request = self._slots.submit(slot, request, reuse_kv=stream.reuses_kv, scope=stream.cache_salt)
+        recalls = stream.reuses_kv and self._model.recalls(stream.speculate)
+        stream.request = self._slots.submit(slot, request, reuse_kv=stream.reuses_kv, scope=stream.cache_salt, recalls=recalls)
         if constraint is not None and slot.seq is not None:
             self._grammars.runners[slot.number].run(slot.seq, request.mask_epoch, constraint, drafts=request.drafts)
 

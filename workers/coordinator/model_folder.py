@@ -100,6 +100,10 @@ class ModelFolder:
             return False
         return (message.speculate or self.speculate) is not Speculation.OFF
 
+    def recalls(self, speculate: Speculation | None) -> bool:
+        """Whether drafts of a request that says so come from earlier answers, too."""
+        return self.speculate is not None and (speculate or self.speculate) is Speculation.AUTO
+
     def _prediction(self, ids: Sequence[int]) -> Sequence[int]:
         """As much of it as may come: it changes no answer, so that nothing of it is refused."""
         ids = ids[: self.spec.max_context]

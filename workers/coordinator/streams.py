@@ -45,6 +45,7 @@ class RequestStream:
         self.request = request
         self.constraint = constraint_of(message)
         self.reuses_kv, self.cache_salt = message.reuse_kv, message.cache_salt or ""
+        self.speculate, self._has_prediction = message.speculate, bool(message.prediction_ids)
         self.commons = dict[
             int, int
         ]()  # tokens that its prompt begins with as running requests do; see DecodeSlots.is_being_read
@@ -122,7 +123,7 @@ class RequestStream:
         return event, reason
 
     def _count(self, drafted: Drafted) -> None:
-        for counts in (self._drafted, *([self._drafted_predictions] if drafted.is_predicted else [])):
+        for counts in (self._drafted, *([self._drafted_predictions] if drafted.is_predicted and self._has_prediction else [])):
             counts[0] += drafted.num_tokens
             counts[1] += drafted.num_right
 
