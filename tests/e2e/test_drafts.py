@@ -124,7 +124,7 @@ def test_what_was_answered_before_is_drafted_for_who_may_know_of_it(engine: Http
     assert said(again) == said(looked_up) == said(of_others) == said(plain)
     assert drafts_of(again)[1] > drafts_of(looked_up)[1] + MOST // 4
     assert drafts_of(looked_up) == drafts_of(of_others)
-    assert again["usage"]["completion_tokens_details"].get("accepted_prediction_tokens", 0) == 0
+    assert not again["usage"].get("completion_tokens_details", {}).get("accepted_prediction_tokens")
     fresh = asked(engine, "/v1/completions", {**body, "cache_salt": "c"}, "auto")
     assert said(fresh) == said(plain)
     assert drafts_of(fresh) == drafts_of(of_others)

@@ -107,7 +107,7 @@ def test_engines_are_of_ranks_or_of_gpus(
             return {"rank 0": 0}
 
     row = {"kind": "prose", "tokens": 10, "drafted_tokens": 0, "accepted_tokens": 0, "is_same": True}
-    rates = {f"{name}_{how}": 1.0 for name in ("tokens_per_s", "tokens_per_cpu_s") for how in ("off", "lookup")}
+    rates = {f"{name}_{how}": 1.0 for name in ("tokens_per_s", "tokens_per_cpu_s") for how in ("off", "lookup", "auto")}
     monkeypatch.setattr(benchmark, "engine_session", lambda: nullcontext(Session()))
     monkeypatch.setattr(HttpFile, "read", lambda folder: HttpFile("http://127.0.0.1:1", 1, True))
     monkeypatch.setattr(benchmark, "_measured", lambda *_: {**row, **rates})

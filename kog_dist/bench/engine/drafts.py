@@ -1,4 +1,4 @@
-"""`kog-bench drafts`: how fast answers of several kinds come with and without drafts, and whether they are the same."""
+"""`kog-bench drafts`: how fast answers come with and without drafts, and once more; whether they are the same."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def run(model: str | None, rank_counts: Sequence[int], *, repeats: int, kinds: S
             rows = [_measured(url, rank, task, repeats) for task in chosen]
         for kind in dict.fromkeys(row["kind"] for row in rows):
             of_kind = [row for row in rows if row["kind"] == kind]
-            off, lookup = (_rate(of_kind, name) for name in (Speculation.OFF, Speculation.LOOKUP))
+            off, lookup, again = (_rate(of_kind, name) for name in (Speculation.OFF, Speculation.LOOKUP, Speculation.AUTO))
             less = _rate(of_kind, Speculation.LOOKUP, "tokens_per_cpu_s") / _rate(of_kind, Speculation.OFF, "tokens_per_cpu_s")
             drafted, right = (sum(row[name] for row in of_kind) for name in ("drafted_tokens", "accepted_tokens"))
             same = "" if all(row["is_same"] for row in of_kind) else ", ANSWERS DIFFER"
             by_processor = "" if on_gpus else f"; {less:.2f} by rank 0's processor time"
             print(
                 f"{'GPUs' if on_gpus else 'ranks'} {ranks}, {kind:<20} {off:7.1f} tokens/s without, {lookup:7.1f} with drafts "
-                f"({lookup / off:.2f} times{by_processor}), {right} of {drafted} right{same}",
+                f"({lookup / off:.2f} times{by_processor}), {right} of {drafted} right, {again:7.1f} asked again{same}",
                 flush=True,
             )
         figures.append({"ranks": ranks, "tasks": rows})
@@ -107,10 +107,13 @@ def _rate(rows: Sequence[Mapping[str, Any]], name: str, figure: str = "tokens_pe
 
 
 def _measured(url: str, rank: int, task: Mapping[str, Any], repeats: int) -> dict[str, Any]:
-    """In turn with and without, so that both see the machine alike. `rank`: the process whose time is measured, too."""
+    """In turn without, with, and with those of earlier answers, so that all see the machine alike. `rank`: the process whose
+    time is measured, too.
+    """
     _ask(url, body_of(task, Speculation.OFF) | {"max_tokens": 1})  # the prompt is kept then
-    cpu: dict[str, list[float]] = {Speculation.OFF: [], Speculation.LOOKUP: []}
-    answers: dict[str, list[dict[str, Any]]] = {Speculation.OFF: [], Speculation.LOOKUP: []}
+    kinds = Speculation.OFF, Speculation.LOOKUP, Speculation.AUTO
+    cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
+    answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for _ in range(repeats):
         for speculate, found in answers.items():
             before_s = cpu_s(rank)
