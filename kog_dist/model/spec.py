@@ -257,8 +257,8 @@ class ModelSpec:
 
     @property
     def lane_qkv_rows(self) -> int:
-        """Query, key and value rows that one lane owns."""
-        return (self.lane_heads + 2 * self.lane_kv_heads) * self.head_dim
+        """Query, key and value rows that one lane owns, and gate rows if it has any; of a layer with attention."""
+        return next((part.lane_rows(self.num_lanes) for part in self.kinds if isinstance(part, AttentionMixer)), 0)
 
     @property
     def lane_ffn(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from kog_dist.decode.plan.recipes import ByPosition, recipes
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.kv_format import position_bytes
@@ -29,9 +30,14 @@ class CacheShape:
     whole_windows: bool = False
 
     @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that keep keys and values."""
+        return tuple(layer for layer, (mixer, _) in enumerate(recipes(self.spec)) if isinstance(mixer.state, ByPosition))
+
+    @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """Layers that see everything."""
-        return tuple(layer for layer in range(self.spec.num_layers) if self.spec.window(layer) is None)
+        """Those of them that see everything."""
+        return tuple(layer for layer in self.layers if self.spec.window(layer) is None)
 
     @property
     def window_batches(self) -> int:
@@ -71,7 +77,8 @@ class CacheShape:
         1,536 positions of eight splits, or a quarter of a longer context: in each token unread partitions are written. All
         batches where a layer's splits keep more than half of the thread blocks busy without partitions.
         """
-        if self.spec.has_one_stream and 2 * self.spec.num_kv_heads * self.splits > self.max_ctas:
+        num_kv_heads = self.spec.num_lanes * self.spec.lane_kv_heads
+        if self.spec.has_one_stream and 2 * num_kv_heads * self.splits > self.max_ctas:
             return self.partition_batches or max(self.full_batches, 1)
         return self.partition_batches or max(_LEAST_PARTITION, -(-self.full_batches // 4))
 
@@ -88,6 +95,6 @@ class CacheShape:
     @property
     def num_bytes(self) -> int:
         """Of all layers."""
-        windowed = len(self.spec.window_layers)
-        batches = windowed * self.kept_window_batches + (self.spec.num_layers - windowed) * self.full_batches
+        windowed = len(self.layers) - len(self.full_layers)
+        batches = windowed * self.kept_window_batches + len(self.full_layers) * self.full_batches
         return batches * self.num_lanes * self.spec.lane_kv_heads * self.splits * self.batch_bytes

@@ -144,7 +144,7 @@ def splits_for(spec: ModelSpec, num_ctas: int) -> int:
 
     No more: all others would wait for a thread block that has two items, one after the other. So gpt-oss with 120 has 15.
     """
-    return max(n for n in SPLITS if n == SPLITS[0] or n * spec.num_kv_heads <= num_ctas)
+    return max(n for n in SPLITS if n == SPLITS[0] or n * spec.num_lanes * spec.lane_kv_heads <= num_ctas)
 
 
 def padding(spec: ModelSpec, geometry: Geometry, max_ctas: int) -> float:

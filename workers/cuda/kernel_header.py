@@ -7,7 +7,7 @@ import math
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.pass_drafts import MOST_SAVED, PATIENCE, PLACES, SHARE, UNIT
-from kog_dist.decode.plan.recipes import layer_ops, share_stream, vectors_of
+from kog_dist.decode.plan.recipes import op_numbers, share_stream, vectors_of
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
@@ -93,7 +93,7 @@ def shape_header(shape: KernelShape) -> str:
     if shape.head_coding is not None:
         floats |= {"kHeadXScale": shape.head_coding.x_scale, "kHeadFactor": shape.head_coding.factor * x_scale}
     lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
-    number = {op: number for number, op in enumerate(layer_ops(spec))}
+    number = op_numbers(spec)
     codes = [number[p.op] | (p.first_lane - shape.hosted_lanes[0]) << 2 | p.layer << 8 for p in shape.layer_products]
     end = spec.num_layers << 8  # the LM head's place, and what comes after it
     heads = [end | index << 2 for index in range(shape.head.num_products)]

@@ -11,7 +11,7 @@ from functools import cached_property
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.order import product_order
 from kog_dist.decode.plan.products import Product, product_list
-from kog_dist.decode.plan.recipes import layer_ops, share_stream, stream_lanes
+from kog_dist.decode.plan.recipes import op_numbers, share_stream, stream_lanes
 from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
@@ -35,7 +35,7 @@ HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th to
 CHOICE_POSITIONS = 8  # whose choices of experts are kept, in turn: a rendezvous has room for those of MAX_LAYERS layers
 PASS_TOKENS = PASS_RANKS = 1, 2, 4
 _MOST_HEAD_ROWS = 4094  # of a thread block
-_OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
+_OUTPUTS = {Phase.OUT: (Phase.QKV, Phase.DELTA_IN), Phase.DOWN: (Phase.GATE_UP,)}  # with the products that their inputs come of
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
 
 
@@ -67,9 +67,14 @@ class KernelShape:
     checks_experts: bool = False  # each thread block keeps its choices of experts, so that hosts can compare them
 
     def __post_init__(self) -> None:
-        _refuse_mixed(self.spec)
+        _refuse_layers(self)
         object.__setattr__(self, "splits", self.splits or splits_for(self.spec, self.num_ctas))
         _refuse(self)
+
+    @property
+    def takes_untried(self) -> bool:
+        """Whether kinds of layers that no GPU has run yet are taken."""
+        return False
 
     # ---- products ----
     @property
@@ -117,7 +122,7 @@ class KernelShape:
     @cached_property
     def layer_products(self) -> tuple[Product, ...]:
         """Those that the kernel's table lists before the LM head's: without routers, whose input is that of gate and up."""
-        ops = layer_ops(self.spec)
+        ops = op_numbers(self.spec)
         return tuple(product for product in self.products if product.op in ops)
 
     @property
@@ -259,7 +264,8 @@ class KernelShape:
     @property
     def x_steps(self) -> int:
         """Steps of 32 columns of each matrix warp that `Shared` has room for: the longest input, of all lanes of a gather."""
-        streams = [self.ops[op].x_steps for op in (Phase.HEAD, *_OUTPUTS.values())]
+        inputs = [op for ops in _OUTPUTS.values() for op in ops if op in self.ops]
+        streams = [self.ops[op].x_steps for op in (Phase.HEAD, *inputs)]
         if self.experts is not None and self.coding is not None and self.coding.is_integer:
             streams[-1] *= 2  # digits, and what the router takes
         return max(*streams, *(self.gathered_lanes(phase) * self.ops[phase].x_steps for phase in _OUTPUTS))
@@ -273,13 +279,15 @@ class KernelShape:
         if self.experts is not None and phase in self.experts.ops:
             return 1
         few = _FEW_STEPS if self.attention_coding is None else 1
-        return self.lanes_of(_OUTPUTS[phase]) if self.ops[phase].per <= few else 1
+        inputs = [self.lanes_of(op) for op in _OUTPUTS[phase] if op in self.ops]
+        return min(inputs) if self.ops[phase].per <= few else 1
 
 
-def _refuse_mixed(spec: ModelSpec) -> None:
+def _refuse_layers(shape: KernelShape) -> None:
     """Raise ConfigError for a model of whose layers sizes cannot even be asked."""
-    if spec.mixed_layers:
-        raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(unsupported(spec))}; use --device cpu")
+    spec = shape.spec
+    if spec.mixed_layers and (findings := unsupported(spec, takes_untried=shape.takes_untried)):
+        raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(findings)}; use --device cpu")
 
 
 def _refuse(shape: KernelShape) -> None:
@@ -301,7 +309,7 @@ def _of_model(shape: KernelShape) -> list[str]:
     findings = []
     if shape.spec.head_type is HeadType.VOCAB_PARALLEL and shape.num_ctas < shape.num_lanes:
         findings.append(f"vocabulary slices of {shape.num_lanes} lanes, but only {shape.num_ctas} thread blocks")
-    findings += unsupported(shape.spec)
+    findings += [] if shape.spec.mixed_layers else unsupported(shape.spec)
     findings += shape.experts.findings if shape.experts is not None else []
     if shape.weight_dtype not in FORMATS:
         findings.append(f"{shape.weight_dtype} weights ({' or '.join(FORMATS)})")

@@ -271,15 +271,15 @@ class TokenEvents:
 
     def _is_busy_everywhere(self) -> bool:
         """Whether each thread block has a split in each token: it writes what all wait for, behind what it did before."""
-        spec, splits = self.shape.spec, range(self.shape.splits)
+        shape = self.shape
         busy = {
             self.places.item_cta(layer, lane, head, split, 0)
-            for layer in range(spec.num_layers)
+            for layer in shape.cache.layers
             for lane in self._lanes
-            for head in range(spec.lane_kv_heads)
-            for split in splits
+            for head in range(shape.spec.lane_kv_heads)
+            for split in range(shape.splits)
         }
-        return len(busy) == self.shape.num_ctas
+        return len(busy) == shape.num_ctas
 
     def _residual(self, recipe: Recipe, stage: Stage, layer: int, lane: int) -> Iterator[Event]:
         """The last product of a recipe, and what becomes of it: each thread block owns rows of the streams."""

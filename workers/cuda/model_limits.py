@@ -9,13 +9,19 @@ MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's
 MAX_LAYERS = 128  # bits of two words
 MAX_EXPERTS = 256  # eight of each thread of the warp that chooses
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
+_SEVERAL = "several kinds"
+_ON_DEVICES = {_SEVERAL}  # of `_of_mixed`
 
 
-def unsupported(spec: ModelSpec) -> list[str]:
-    """What the model has and no build of the kernel can run, in words with the limit; empty: it can."""
-    if spec.mixed_layers:  # none of what follows is asked of them
+def unsupported(spec: ModelSpec, *, takes_untried: bool = False) -> list[str]:
+    """What the model has and no build of the kernel can run, in words with the limit; empty: it can.
+
+    `takes_untried`: kinds of layers that device code has, but no GPU has run yet, are taken.
+    """
+    if spec.mixed_layers and not takes_untried:  # none of what follows is asked of them
         return [f"layers of {' and '.join(sorted(_of_mixed(spec)))} (supported: plain attention)"]
-    findings = list[str]()
+    if findings := _not_on_devices(spec):
+        return findings
     if spec.num_lanes > MAX_LANES:
         findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
     if spec.experts is not None and spec.experts.num_experts > MAX_EXPERTS:
@@ -31,6 +37,22 @@ def unsupported(spec: ModelSpec) -> list[str]:
     return findings
 
 
+def _not_on_devices(spec: ModelSpec) -> list[str]:
+    """What stored layers have that device code has not: it has one kind of attention and one of FFNs."""
+    if not spec.mixed_layers:
+        return []
+    attention = [part for part in spec.kinds if isinstance(part, AttentionMixer)]
+    against = {
+        f"layers of {' and '.join(sorted(_of_mixed(spec) - _ON_DEVICES))}": not _of_mixed(spec) <= _ON_DEVICES,
+        f"attention of {len(attention)} kinds (1)": len(attention) != 1,
+        "FFNs of several kinds (1)": len({layer.ffn for layer in spec.layers}) > 1,
+        "windows of stored layers": any(one.window is not None for one in attention),
+        "heads of which a part rotates": any(one.rotary_dim for one in attention),
+        "norms with 1 more than their weights": spec.layers[0].norm.adds_one,
+    }
+    return [name for name, is_so in against.items() if is_so]
+
+
 def _of_mixed(spec: ModelSpec) -> set[str]:
     """What a model with layers of several kinds has that the kernel does not know, in words."""
     found = set()
@@ -43,4 +65,4 @@ def _of_mixed(spec: ModelSpec) -> set[str]:
             found |= {"shared experts"} if part.shared_width else set()
         elif not isinstance(part, Ffn):
             found.add(type(part).__name__)
-    return found or {"several kinds"}
+    return found or {_SEVERAL}

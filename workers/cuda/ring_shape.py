@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from kog_dist.decode.plan.steps import LAYER_OPS, Phase
+from kog_dist.decode.plan.steps import LANE_OPS, Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.geometry import Geometry
@@ -92,7 +92,7 @@ class RingShape:
         if self.pieces_in_flight:
             return (self.pieces_in_flight,) * 2
         if self.geometry.in_flight_bytes:
-            ops = [self.ops[op] for op in LAYER_OPS]
+            ops = [form for op, form in self.ops.items() if op in LANE_OPS]
             mean_bytes = 2 * sum(op.num_values for op in ops) / sum(op.num_tiles for op in ops) / self.num_pieces
             most = self.num_pieces * self.num_slots - 2  # with a full ring nothing would tell which copy has landed
             most = min(most, int(_MOST_UNEVEN * self.geometry.in_flight_bytes / max(2 * op.tile_values for op in ops)))

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.products import Product
-from kog_dist.decode.plan.steps import LAYER_OPS, Phase
+from kog_dist.decode.plan.steps import LANE_OPS, Phase
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.expert_shape import ExpertShape
@@ -53,7 +53,7 @@ class TapeShape:
         """Scales of a product in a thread block that lie behind all tapes: where each row of a quantised matrix has one."""
         if self.coding is None or self.coding.scales:
             return 0
-        return max(self.ops[op].cta_rows for op in LAYER_OPS)
+        return max(form.cta_rows for op, form in self.ops.items() if op in LANE_OPS)
 
     @property
     def head_scale_rows(self) -> int:
@@ -63,7 +63,7 @@ class TapeShape:
     @property
     def head_scales_place(self) -> int:
         """Where they begin, in 16-bit words from that of all tapes."""
-        num_scaled = sum(product.op in LAYER_OPS for product in self.products)
+        num_scaled = sum(product.op in LANE_OPS for product in self.products)
         return self.num_ctas * (self.num_values + 2 * num_scaled * self.scale_rows)
 
     @property

@@ -272,9 +272,10 @@ def recipe_of(spec: ModelSpec, layer: int, phase: Phase) -> Recipe | None:
     return next((recipe for recipe in recipes(spec)[layer] if recipe.stage(phase) is not None), None)
 
 
-def layer_ops(spec: ModelSpec) -> tuple[Phase, ...]:
-    """What each lane multiplies with in a layer, in order, of a model whose layers are alike: a GPU numbers products by these."""
-    return tuple(op for recipe in recipes(spec)[0] for op in recipe.lane_ops)
+def op_numbers(spec: ModelSpec) -> dict[Phase, int]:
+    """What each lane multiplies with in layers of all kinds, and which of its layer's products that is: GPUs number them so."""
+    ops = (tuple(op for recipe in layer for op in recipe.lane_ops) for layer in recipes(spec))
+    return {op: number for of_layer in ops for number, op in enumerate(of_layer)}
 
 
 def share_stream(spec: ModelSpec) -> bool:

@@ -39,6 +39,7 @@ class Phase(enum.IntEnum):
 
 ON_DEVICES = tuple(phase for phase in Phase if phase <= Phase.SELECT)  # those that device programs have
 LAYER_OPS = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # what each lane multiplies with in a layer, in this order
+LANE_OPS = (*LAYER_OPS, Phase.DELTA_IN)  # the same of all kinds of layers
 WEIGHT_PHASES = (*LAYER_OPS, Phase.HEAD, Phase.ROUTE, Phase.DELTA_IN)
 
 
