@@ -46,7 +46,7 @@ OF_RINGS = FIRST[2:4]  # left out where windowed layers have none
 RUNS_ALL = os.environ.get("CONTEXT_TWIN") == "all"
 STARTS_APART = {"fp8": 2, "int4": 4}  # slower to emulate: some of the starts
 AWAITED = NEAR_CONTEXT - 4  # where a launch of INT4 begins to wait for its own attention, in its middle
-PARTS = {48: 8, 64: 4}  # batches of a part, by the values of a head: three parts, five
+PARTS = {48: 8, 64: 4, 256: 4}  # batches of a part, by the values of a head: three parts, five
 LOADED, STORED = "load_global(from + i * kStride, v)", "(to + i * kStride) ="
 LOADED_SCALES, STORED_SCALES = "load_global(scales,", "(scales_at(rows, rows.fresh_batch)) ="
 # Words of a part have other writers in another layer, which come to it behind the ones before.
@@ -54,7 +54,7 @@ PUBLISHES = "        const u32 place = unit % kHeadUnits;\n        store_relaxed
 NOTED = (
     "        if (tag % (kLayers + 1) == (kFirstFull + 1) % (kLayers + 1)) twin::write_words(lane_idx, partition, row, unit);\n"
 )
-HEADS = {  # values of a head, so registers of a share: in pairs; more than one chunk of four
+HEADS = {  # values of a head, so registers of a share: in pairs; more than one chunk of four; as 256 is, whose values come late
     48: ModelSpec(
         hidden_size=192, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=64, vocab_size=76, max_context=CONTEXT,
         num_lanes=2, delay=1, sliding_window=WINDOW, window_layers=(0, 2),
@@ -64,8 +64,13 @@ HEADS = {  # values of a head, so registers of a share: in pairs; more than one 
         num_lanes=1, delay=0, sliding_window=WINDOW, window_layers=(1, 2),
     ),
 }  # fmt: skip
-CASES = [(48, 4, "bfloat16"), *((64, num_heads, kv_dtype) for num_heads in (4, 10) for kv_dtype in ("bfloat16", "fp8", "int4"))]
-SWEPT = ((48, 4, "bfloat16"), (64, 4, "fp8"), (64, 10, "bfloat16"), (64, 10, "fp8"))
+HEADS[256] = HEADS[64]
+CASES = [
+    (48, 4, "bfloat16"),
+    (256, 4, "bfloat16"),
+    *((64, num_heads, kv_dtype) for num_heads in (4, 10) for kv_dtype in ("bfloat16", "fp8", "int4")),
+]
+SWEPT = ((48, 4, "bfloat16"), (256, 4, "bfloat16"), (64, 4, "fp8"), (64, 10, "bfloat16"), (64, 10, "fp8"))
 
 
 @pytest.mark.parametrize(("head_dim", "num_heads", "kv_dtype"), cases(CASES, SWEPT))
@@ -101,7 +106,7 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
             kv_dtype=kv_dtype, whole_windows=whole_windows,
         )  # fmt: skip
         cache = shape.cache
-        assert (cache.window_batches, cache.full_batches, cache.num_partitions) == (9, 19, {48: 3, 64: 5}[head_dim])
+        assert (cache.window_batches, cache.full_batches, cache.num_partitions) == (9, 19, 3 if head_dim == 48 else 5)
         folder = tmp_path / f"{whole_windows}"
         folder.mkdir()
         prepare(shape, model, ids, folder)

@@ -89,7 +89,7 @@ def test_registers_fit_into_a_thread_block() -> None:
     for geometry in (TWELVE_WARPS, EIGHT_WARPS):
         builds = [(n, 1, False) for n in (1, 2, 4, 8)] + [(n, k, True) for n in (1, 2, 4) for k in (1, 4)]
         builds += [(n, k, False) for n in (1, 2, 4) for k in (2, 4)]  # of several requests
-        for (ranks, tokens, drafts), head_dim in itertools.product(builds, (64, 128)):
+        for (ranks, tokens, drafts), head_dim in itertools.product(builds, (64, 128, 256)):
             registers = geometry.registers(ranks, tokens=tokens, drafts=drafts, head_dim=head_dim)
             launched = registers.launch * geometry.num_threads
             assert launched <= 65536

@@ -35,15 +35,17 @@ DENSE = replace(
 NORMED = replace(DENSE, own_head_dim=32, qkv_bias=True, qk_norm=True, out_bias=False, num_layers=1)
 # Two sets of query heads, which two teams have; and a ring of positions that goes round, beside a layer that sees everything.
 SETS = replace(DENSE, num_lanes=1, num_heads=10, num_kv_heads=2, own_head_dim=128, num_layers=1)
+LONG = replace(DENSE, own_head_dim=256, num_layers=1)  # heads whose values come when scores are there
 WINDOWS = replace(DENSE, own_head_dim=32, sliding_window=20, window_layers=(0,), max_context=160)
 SPECS: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
     "halves of groups": (DENSE, {}),
     "normed heads": (NORMED, {}),
     "sets of heads": (SETS, {}),
+    "long heads": (LONG, {}),
     "windows, fp8": (WINDOWS, {"kv_dtype": "fp8"}),
     "whole windows": (WINDOWS, {"whole_windows": True}),
 }
-SWEPT = {"halves of groups", "sets of heads", "whole windows"}
+SWEPT = {"halves of groups", "sets of heads", "long heads", "whole windows"}
 # By name: how layers are coded, and whether the LM head is. A lane has so many FFN columns that some warps have two steps; blocks
 # of rows have four groups of eight, and three.
 CODED_SPEC = replace(DENSE, hidden_size=160, num_heads=16, intermediate_size=2560, vocab_size=300)

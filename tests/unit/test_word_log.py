@@ -28,6 +28,7 @@ from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources, twin_sources
 from tests.unit.test_expert_twin import VARIANTS as OF_MODELS_WITH_EXPERTS
+from tests.unit.test_kinds_twin import SPECS as STORED
 from tests.unit.test_passes_twin import CODED_SPEC, DENSE
 
 pytestmark = needs_compiler
@@ -60,6 +61,7 @@ class Case:
 CASES = {
     "experts, windows and sinks": Case(OF_MODELS_WITH_EXPERTS["gpt_oss"], 3, options={"max_ctas": 4, "splits": 15}),
     "four experts of forty": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe, weights of all"], options={"max_ctas": 4}),
+    "gated attention, lanes that share a KV head": Case(STORED["gated attention"], 2),
     "lanes with a delay": Case(SPEC),
     "lanes that share products": Case(replace(SPEC, shared_norm_scale=True, delay=0, intermediate_size=432)),
     "partitions that are reached, beside windows": Case(

@@ -21,7 +21,7 @@ GATE_AND_UP = 4  # rows that belong together: gate and up of two columns, a word
 SPLITS = (8, 15, 16, 32)
 _WHOLE_ROWS = 18  # of a thread block, in a product of lanes with one input
 _ADDRESS_REGISTERS = 24  # of attention; found by compiling
-_SHORT_HEAD = 64  # values of a head whose query fits into fewer registers
+_SHORT_HEAD, _LONG_HEAD = 64, 128  # values of a head whose query fits into fewer registers; beyond which it needs more
 _SERVICE_WARPS = _ATTEND_WARPS = 4
 
 
@@ -62,6 +62,8 @@ class Geometry:
         have 128 values.
         """
         if self.matrix_warps == 8:
+            if head_dim > _LONG_HEAD and num_ranks <= 4:
+                return Registers(128, 112, 64, 224) if num_ranks == 2 and tokens == 1 else Registers(128, 104, 64, 240)
             if num_ranks == 2 and tokens == 1:  # the finaliser waits for nobody, and matrix warps keep the stream
                 return Registers(128, 112, 64, 224) if drafts else Registers(128, 112, 72, 216)
             if drafts and not (num_ranks == tokens == 1 and head_dim <= _SHORT_HEAD):

@@ -7,8 +7,8 @@ import math
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.pass_drafts import MOST_SAVED, PATIENCE, PLACES, SHARE, UNIT
-from kog_dist.decode.plan.recipes import op_numbers, share_stream, vectors_of
-from kog_dist.decode.plan.steps import Phase
+from kog_dist.decode.plan.recipes import all_recipes, op_numbers, share_stream, vectors_of
+from kog_dist.decode.plan.steps import Kind, Phase
 from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.code_names import CODES, SCALES
@@ -40,6 +40,7 @@ def shape_header(shape: KernelShape) -> str:
         "kTokens": shape.tokens,
         "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": shape.num_lanes, "kStreams": shape.num_streams,
         "kDelay": spec.delay, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim,
+        "kRotary": spec.rotary_dim,
         "kSetHeads": shape.sets.num_heads, "kWarpSets": shape.sets.of_warp, "kFfn": spec.lane_ffn,
         "kVocabRows": shape.head.vocab_rows[1] - shape.head.vocab_rows[0],
         "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": shape.num_ctas,
@@ -108,6 +109,8 @@ def shape_header(shape: KernelShape) -> str:
         "kGathersStreams": shape.gathers_streams,
         "kQkvBias": "qkv_bias" in vectors,
         "kQkNorm": "head_norms" in vectors,
+        "kGated": any(Kind.GATE in recipe.shapes for recipe in all_recipes(spec)),
+        "kNormAddsOne": spec.layers[0].norm.adds_one,
         "kOutBias": "out_bias" in vectors,
         "kSinks": "sinks" in vectors,
         "kExperts": shape.experts is not None,

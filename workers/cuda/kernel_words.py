@@ -8,7 +8,8 @@ proves with `decode/plan/word_check.py` that this is right for a shape, or refus
 | kind           | written by                      | read by                           | tag        | in a token           |
 |----------------|---------------------------------|-----------------------------------|------------|----------------------|
 | stream, middle | finaliser, owner of the row     | matrix warps: QKV, head; GATE_UP  | layer      | each layer, stream   |
-| qkv            | finaliser, owner of the row     | attention: items of the KV head   | layer      | each layer, lane     |
+| qkv            | finaliser, owner of the row     | attention: items of the KV head;  | layer      | each layer, lane     |
+|                |                                 | of gates who mixes                |            |                      |
 | part           | attention: the item             | attention: who mixes              | layer      | each layer, lane (*) |
 | attended       | attention: who mixes            | matrix warps: OUT                 | layer      | each layer, lane     |
 | activation (+) | finaliser, owner of the column  | matrix warps: DOWN                | layer      | each layer, lane     |
@@ -41,7 +42,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from kog_dist.decode.plan.products import Product
-from kog_dist.decode.plan.recipes import Recipe, Stage, recipe_of
+from kog_dist.decode.plan.recipes import Recipe, Stage, recipe_of, recipes
 from kog_dist.decode.plan.steps import Kind, Phase
 from kog_dist.decode.plan.word_check import Event, Read, Scope, Version, WordCheck, WordKind, Write
 from kog_dist.errors import PlanError
@@ -61,11 +62,12 @@ LAST_STREAM = WordKind("last stream for all ranks")
 CANDIDATE = WordKind("candidate", tag_bits=32, tags_go_on=False)
 CHOICE = WordKind("choice", tag_bits=8, num_slots=2, tags_go_on=False)  # numbered without gaps, whichever tokens they are of
 
-QUERY, NEW_ROW = "query", "key and value"
+QUERY, NEW_ROW, GATE = "query", "key and value", "gate"
 # Of what a product's stages write within a sublayer. Streams are of all of them, and what is not here stays in a thread block.
 WORDS = {
     Kind.QUERY: QKV,
     Kind.CACHE: QKV,
+    Kind.GATE: QKV,
     Kind.MIXED: ATTENDED,
     Kind.ACTIVATION: ACTIVATION,
     Kind.ROUTER_LOGITS: ROUTER_LOGIT,
@@ -140,7 +142,8 @@ class TokenEvents:
             case QKV.name:
                 lane, head, what, token = place
                 at = min(position + token, self.shape.spec.max_context - 1)  # as `position_of` in layout.cuh
-                yield from (places.query if what == QUERY else places.new_row)(layer, lane, head, at, token)
+                of = {QUERY: places.query, NEW_ROW: places.new_row, GATE: places.gates}
+                yield from of[what](layer, lane, head, at, token)
             case PART.name:
                 yield from places.parts(layer, *place)
             case ATTENDED.name:
@@ -219,7 +222,7 @@ class TokenEvents:
         if words is ACTIVATION:
             moves = self.shape.experts is not None and self.shape.tokens > 1
             return self._of_tokens(UNITED_ACTIVATION if moves else words, layer, lane)
-        parts = {Kind.QUERY: (QUERY,), Kind.CACHE: (NEW_ROW,)}.get(kind, ())
+        parts = {Kind.QUERY: (QUERY,), Kind.CACHE: (NEW_ROW,), Kind.GATE: (GATE,)}.get(kind, ())
         return [version for head in self.heads for version in self._of_tokens(words, layer, lane, head, *parts)]
 
     def _is_of_all(self, kind: Kind) -> bool:
@@ -249,7 +252,10 @@ class TokenEvents:
             items = self._event(f"attention of {where}, partition {partition}", reads, map(Write, own))
             items.is_of_some = True
             yield items
-        mixing = self._event(f"mixing of {where}", map(Read, parts), map(Write, self._of_tokens(ATTENDED, layer, lane, head)))
+        reads = list(map(Read, parts))
+        if Kind.GATE in recipes(self.shape.spec)[layer][0].shapes:  # who mixes reads those of his values
+            reads += [Read(version, teaches=False) for version in self._of_tokens(QKV, layer, lane, head, GATE)]
+        mixing = self._event(f"mixing of {where}", reads, map(Write, self._of_tokens(ATTENDED, layer, lane, head)))
         mixing.is_of_some = True
         yield mixing
 

@@ -9,8 +9,8 @@ MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's
 MAX_LAYERS = 128  # bits of two words
 MAX_EXPERTS = 256  # eight of each thread of the warp that chooses
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
-_SEVERAL = "several kinds"
-_ON_DEVICES = {_SEVERAL}  # of `_of_mixed`
+_SEVERAL, _GATED = "several kinds", "gated attention"
+_ON_DEVICES = {_SEVERAL, _GATED}  # of `_of_mixed`
 
 
 def unsupported(spec: ModelSpec, *, takes_untried: bool = False) -> list[str]:
@@ -47,8 +47,6 @@ def _not_on_devices(spec: ModelSpec) -> list[str]:
         f"attention of {len(attention)} kinds (1)": len(attention) != 1,
         "FFNs of several kinds (1)": len({layer.ffn for layer in spec.layers}) > 1,
         "windows of stored layers": any(one.window is not None for one in attention),
-        "heads of which a part rotates": any(one.rotary_dim for one in attention),
-        "norms with 1 more than their weights": spec.layers[0].norm.adds_one,
     }
     return [name for name, is_so in against.items() if is_so]
 
@@ -60,7 +58,7 @@ def _of_mixed(spec: ModelSpec) -> set[str]:
         if isinstance(part, DeltaNet):
             found.add("gated delta nets")
         elif isinstance(part, AttentionMixer):
-            found |= {"gated attention"} if part.gated else set()
+            found |= {_GATED} if part.gated else set()
         elif isinstance(part, Experts):
             found |= {"shared experts"} if part.shared_width else set()
         elif not isinstance(part, Ffn):

@@ -154,6 +154,14 @@ class WordPlaces:
         for begin in (first, first + rows):
             yield from self._qkv(lane, token, range(begin, begin + spec.head_dim, 2), readers)
 
+    def gates(self, layer: int, lane: int, head: int, position: int, token: int = 0) -> Iterator[Word]:
+        """Of the query heads of a KV head, for who mixes what its splits have made."""
+        spec, rows = self.shape.spec, self._group * self.shape.spec.head_dim
+        first = (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim + head * rows
+        for unit in range(rows // 4):
+            begin, mixer = first + 4 * unit, self._mixer(layer, lane, head, unit)
+            yield from self._qkv(lane, token, range(begin, begin + 4, 2), frozenset({mixer}))
+
     def _qkv(self, lane: int, token: int, rows: range, readers: frozenset[int]) -> Iterator[Word]:
         offset, stride = self._lists["Qkv"]
         first = lane % self.shape.lanes_of(Phase.QKV) * self.shape.spec.lane_qkv_rows

@@ -10,6 +10,11 @@
 namespace kog {
 
 struct Attender : BatchMixer {
+    // A batch before the query has come.
+    __device__ __forceinline__ void load_first(const Rows& rows, u32 batch, Batch& to) const {
+        load_keys<kWholeWindows, false>(rows, batch, to);
+        if constexpr (!kValuesLate) load_values<kWholeWindows, false>(rows, batch, to);
+    }
     // Each warp for the query heads of its sets.
     __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits;
@@ -19,7 +24,7 @@ struct Attender : BatchMixer {
         Batch batches[kBatches];
 #pragma unroll
         for (u32 i = 0; i < kBatches; ++i)
-            load_keys<kWholeWindows, false>(rows, first + i * kTeamWarps, batches[i]), load_values<kWholeWindows, false>(rows, first + i * kTeamWarps, batches[i]);
+            load_first(rows, first + i * kTeamWarps, batches[i]);
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * (kTokens * kQkvStride);
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kTeamWarps == first;
         Query queries[1][kWarpSets];
@@ -81,7 +86,7 @@ struct Attender : BatchMixer {
 #pragma unroll 1
         for (u32 team = 0; team < kTeams; ++team) {
             const u32 first_set = team * kWarpSets;
-            load_keys<kWholeWindows, false>(rows, first, batch), load_values<kWholeWindows, false>(rows, first, batch);
+            load_first(rows, first, batch);
             Query queries[kWarpTokens][kWarpSets];
             if (!wait_for_query(words + token * kQkvStride, words + (has_row ? row_token : 0) * kQkvStride, layer, kv_head, first_set, positions, row_position,
                                 has_fresh && team == 0, tag_in(layer), queries))
@@ -222,13 +227,28 @@ struct Attender : BatchMixer {
                 }
                 values += kPartitionWords, log_sums += kLogSumWords;
             }
-            publish_mixed(words, lane_idx, 0, head, place, split, is_mine, peak, total, sum, sink, tag);
+            [[maybe_unused]] float4 gates;
+            if constexpr (kGated)
+                if (!wait_for_gates(words, lane_idx, 0, head, place, is_mine && split < kReplicas, tag, gates)) return false;
+            publish_mixed(words, lane_idx, 0, head, place, split, is_mine, peak, total, sum, sink, gates, tag);
         }
         return true;
     }
-    // What neighbouring threads have of a unit's splits, mixed. `sink`: one more logit of the head.
+    // What the four values of a unit are multiplied with: the sigmoid of its gate rows, which may come later than the splits. False: leave.
+    __device__ __forceinline__ bool wait_for_gates(const u64* words, u32 lane_idx, u32 token, u32 head, u32 place, bool is_mine, u32 tag, float4& gates) const {
+        const u64* at = words + kQkvOffset + (lane_idx * kTokens + token) * kQkvStride + (kGateRow + head * kHeadDim) / 2 + place * 2;
+        ulonglong2 got = {};
+        while (true) {
+            if (is_mine) got = load_relaxed_x2(at);
+            if (__all_sync(kFullWarp, !is_mine || tag_difference(got, tag) == 0)) break;
+            if (must_leave(role.stopped())) return false;
+        }
+        gates = make_float4(sigmoid(first_of(got.x)), sigmoid(second_of(got.x)), sigmoid(first_of(got.y)), sigmoid(second_of(got.y)));
+        return true;
+    }
+    // What neighbouring threads have of a unit's splits, mixed. `sink`: one more logit of the head. `gates`: of gated heads.
     __device__ __forceinline__ void publish_mixed(u64* words, u32 lane_idx, u32 token, u32 head, u32 place, u32 split, bool is_mine, float peak, float total,
-                                                  float4 sum, float sink, u32 tag) const {
+                                                  float4 sum, float sink, const float4& gates, u32 tag) const {
         float top = peak;
 #pragma unroll
         for (int offset = 1; offset < kMixThreads; offset <<= 1) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
@@ -244,6 +264,7 @@ struct Attender : BatchMixer {
         }
         if constexpr (kSinks) total += exp2_approx(sink - top);
         const float inverse = reciprocal_approx(total);
+        if constexpr (kGated) sum = make_float4(sum.x * gates.x, sum.y * gates.y, sum.z * gates.z, sum.w * gates.w);
         if (is_mine && split < kReplicas)
             store_relaxed_x2(words + kAttendedOffset + ((lane_idx * kReplicas + split) * kTokens + token) * kAttendedStride + (head * kHeadUnits + place) * 2,
                              make_pair_word(sum.x * inverse, sum.y * inverse, tag), make_pair_word(sum.z * inverse, sum.w * inverse, tag));
@@ -315,7 +336,10 @@ struct Attender : BatchMixer {
                                            in_mix(sum.w, shrink, weight, v.w));
                     total = total * shrink + weight, peak = next;
                 }
-                publish_mixed(words, lane_idx, token, head, place, split, is_mine, peak, total, sum, sink, tag);
+                [[maybe_unused]] float4 gates;
+                if constexpr (kGated)
+                    if (!wait_for_gates(words, lane_idx, token, head, place, is_mine && split < kReplicas, tag, gates)) return false;
+                publish_mixed(words, lane_idx, token, head, place, split, is_mine, peak, total, sum, sink, gates, tag);
             }
         }
         return true;

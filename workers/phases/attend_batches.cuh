@@ -31,7 +31,7 @@ struct BatchMixer : QueryReader {
         if (kMixedBatches == 1 || rows.fresh_batch == number || rows.fresh_batch == number + kTeamWarps) {  // asked once for two
 #pragma unroll
             for (u32 j = 0; j < kMixedBatches; ++j)
-                if (number + j * kTeamWarps == rows.fresh_batch) put_fresh(rows, batches[j]);
+                if (number + j * kTeamWarps == rows.fresh_batch) put_fresh<true, !kValuesLate>(rows, batches[j]);
         }
         // Scores: rows `group` and `group + 8` of a batch, for query head `part`; of FP8 in two chains that do not wait for each other.
         Sum sums[kOf][kWarpSets][kMixedBatches][kChains][4] = {};
@@ -44,10 +44,14 @@ struct BatchMixer : QueryReader {
 #pragma unroll
                     for (u32 s = 0; s < kWarpSets; ++s) add_products(sums[t][s][j][i % kChains], batches[j], queries[t][s], i);
         if (warp == 0) stamp(role, kScored, turn, product);
+        if constexpr (kValuesLate) load_values<kWholeWindows>(rows, number, batches[0]);
+        else
 #pragma unroll
         for (u32 j = 0; j < kMixedBatches; ++j) load_keys(rows, kKvCoded ? or_again(rows, next + j * kTeamWarps, number) : next + j * kTeamWarps, batches[j]);
         Weights weights[kOf][kWarpSets];
         weigh(rows, sights, first_set, number, queries, sums, batches, mixed, weights);
+        if constexpr (kValuesLate)
+            if (number == rows.fresh_batch) put_fresh<false, true>(rows, batches[0]);
 #pragma unroll
         for (u32 j = 0; j < kMixedBatches; ++j) {
 #pragma unroll
@@ -55,7 +59,8 @@ struct BatchMixer : QueryReader {
 #pragma unroll
                 for (u32 s = 0; s < kWarpSets; ++s)
                     add_values(batches[j], j == 0 ? weights[t][s].shrink : 1, weights[t][s].first[j], weights[t][s].second[j], mixed[t][s]);
-            load_values(rows, kKvCoded ? or_again(rows, next + j * kTeamWarps, number) : next + j * kTeamWarps, batches[j]);
+            if constexpr (kValuesLate) load_keys(rows, next, batches[0]);
+            else load_values(rows, kKvCoded ? or_again(rows, next + j * kTeamWarps, number) : next + j * kTeamWarps, batches[j]);
             // Neighbours, though this warp mixes every kTeamWarps-th one: together a team's warps read what all teams' will mix. Of several tokens
             // they are asked for before (read_in_turn).
             if (kTokens == 1 && j == 0 && first_set == 0)

@@ -69,8 +69,10 @@ __device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_
 }
 
 // Batches of a split that are on their way to a warp's registers, further ones to L2, and those that go through softmax together: INT4's are so
-// small that a warp with one set would wait for the steps of a single one, and two of them fit.
-constexpr u32 kMixedBatches = kKvRotated && kWarpSets == 1 ? 2 : 1, kBatches = kKvCoded && !kKvRotated ? 3 : 2;
+// small that a warp with one set would wait for the steps of a single one, and two of them fit. Of heads of more than 128 values registers have room
+// for the keys of one, whose values come in their place (kValuesLate).
+constexpr u32 kMixedBatches = kKvRotated && kWarpSets == 1 ? 2 : 1, kBatches = kKvRotated ? 2 : kHeadDim > 128 ? 1 : kKvCoded ? 3 : 2;
+constexpr bool kValuesLate = kHeadDim > 128 && !kKvCoded;
 constexpr u32 kBatchesAhead = kKvRotated ? 4 : kKvCoded ? 2 : 1;
 static_assert(kBatches % kMixedBatches == 0);
 // Of several tokens two have warps of their own, which mix the batches of all warps of a single token, share by share: a batch is read once for both.

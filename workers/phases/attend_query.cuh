@@ -23,10 +23,12 @@ struct QueryReader : CacheReader {
 
         __device__ __forceinline__ void load(const KogDecodeParams& params, int i, u32 layer, u32 is_key, u32 position, u32 pair) {
             weights[i] = reinterpret_cast<const u32*>(params.head_norms_ptr)[(2 * layer + is_key) * (kHeadDim / 2) + pair];
-            turns[i] = reinterpret_cast<const float2*>(params.rope_ptr)[position * (kHeadDim / 2) + pair];
+            if constexpr (kRotary != kHeadDim)  // some pairs do not rotate
+                if (pair >= kRotary / 2) return void(turns[i] = make_float2(1.0f, 0.0f));
+            turns[i] = reinterpret_cast<const float2*>(params.rope_ptr)[position * (kRotary / 2) + pair];
         }
         __device__ __forceinline__ float2 apply(int i, float inverse_rms, float a, float b) const {
-            const float x = a * inverse_rms * WeightFormat::low(weights[i]), y = b * inverse_rms * WeightFormat::high(weights[i]);
+            const float x = a * inverse_rms * norm_weight(WeightFormat::low(weights[i])), y = b * inverse_rms * norm_weight(WeightFormat::high(weights[i]));
             return make_float2(sum_of_products(x, turns[i].x, -y, turns[i].y), sum_of_products(y, turns[i].x, x, turns[i].y));
         }
     };
@@ -276,11 +278,12 @@ struct QueryReader : CacheReader {
     static __device__ __forceinline__ u32 head_of(u32 group, u32 set) { return (group >> 1) < num_heads(set) ? group >> 1 : num_heads(set) - 1; }
 
     // The staged row goes into the registers of the threads that hold its place, and into the cache: by a warp of each team, which stores
-    // the same, so that every thread reads later what it has stored itself.
+    // the same, so that every thread reads later what it has stored itself. Keys and values may be there at other times.
+    template <bool kKeysToo = true, bool kValuesToo = true>
     __device__ __forceinline__ void put_fresh(const Rows& rows, Batch& batch) const {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, row = rows.last & 15, i = row >> 3;
         const u32 staged = staged_row(opaque(role.base));
-        if (group == (row & 7)) {
+        if (kKeysToo && group == (row & 7)) {
 #pragma unroll
             for (int k = 0; k < kShareRegisters; ++k) {
                 const u32 new_keys = load_shared_u32(staged + key_pair(part, k * kCodePairs) * (4 / kCodePairs));
@@ -299,7 +302,7 @@ struct QueryReader : CacheReader {
             else if (i == 0) store_share<kKeyChunks>(at, batch.keys[0]);
             else store_share<kKeyChunks>(at + kKeysStride, batch.keys[1]);
         }
-        if (part == (row >> 1 & 3)) {
+        if (kValuesToo && part == (row >> 1 & 3)) {
 #pragma unroll
             for (int k = 0; k < kShareRegisters; ++k) {
                 const u32 at = staged + (kNewWords / 2 + value_dim(group, k * kCodePairs) / 2) * (4 / kCodePairs);

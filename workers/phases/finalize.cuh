@@ -41,8 +41,8 @@ struct Finalizer : BiasedRows {
 #pragma unroll
             for (int token = 0; token < kTokens; ++token) {
                 turns[token] = make_float2(1.0f, 0.0f);
-                if (!kQkNorm && lane_row < kQueryRows + kKvRows)
-                    turns[token] = rope[pass.position_of(token) * (kHeadDim / 2) + (lane_row % kHeadDim) / 2];
+                if (!kQkNorm && lane_row < kQueryRows + kKvRows && (kRotary == kHeadDim || lane_row % kHeadDim < kRotary))
+                    turns[token] = rope[pass.position_of(token) * (kRotary / 2) + (lane_row % kHeadDim) / 2];
             }
             [[maybe_unused]] float bias = 0;
             if (kQkvBias && row < kQkvLanes * kQkvRows)

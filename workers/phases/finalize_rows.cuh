@@ -5,7 +5,7 @@
 namespace kog {
 
 // The usual activation of an FFN.
-__device__ __forceinline__ float swiglu(float gate, float up) { return gate * reciprocal_approx(1.0f + exp2_approx(gate * -kLog2e)) * up; }
+__device__ __forceinline__ float swiglu(float gate, float up) { return gate * sigmoid(gate) * up; }
 
 struct FinalizedRows {
     const KogDecodeParams& params;

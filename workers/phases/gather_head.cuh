@@ -165,7 +165,7 @@ struct HeadGatherer : VectorGatherer {
                     for (int i = 0; i < S::kLoads; ++i) {
                         if (!S::is_real(warp, lane, i)) continue;
                         float4 stream = values(streams.got[k][i]);
-                        if (kFinalNormLanes > 1) stream = times(stream, widen(norm[(first + k) * (kHidden / 4) + 32 * i]));
+                        if (kFinalNormLanes > 1) stream = times(stream, norm_weights(norm[(first + k) * (kHidden / 4) + 32 * i]));
                         sum[i] = add_scaled(sum[i], lane_factor, stream);
                     }
                 }
@@ -179,7 +179,7 @@ struct HeadGatherer : VectorGatherer {
             if (kParksNorm && S::is_real(warp, lane, i)) {
                 uint2 weights;
                 load_shared(place_of(i * 32 + lane), weights);
-                v = times(v, widen(weights));
+                v = times(v, norm_weights(weights));
             }
             write_x<HeadX>(place_of(i * 32 + lane), v);
         }

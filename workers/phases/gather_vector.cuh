@@ -61,6 +61,11 @@ struct VectorGatherer {
         return make_float4(WeightFormat::low(packed.x), WeightFormat::high(packed.x), WeightFormat::low(packed.y),
                            WeightFormat::high(packed.y));
     }
+    // The same of norms' weights.
+    static __device__ __forceinline__ float4 norm_weights(uint2 packed) {
+        const float4 v = widen(packed);
+        return make_float4(norm_weight(v.x), norm_weight(v.y), norm_weight(v.z), norm_weight(v.w));
+    }
     static __device__ __forceinline__ float4 times(const float4& a, const float4& b) {
         return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
     }
@@ -305,7 +310,7 @@ struct VectorGatherer {
                 v = values(got[from + i]);
                 if (kNormed) {
                     sum += square_sum(v);
-                    v = times(v, widen(make_uint2(opaque(scale[i].x), opaque(scale[i].y))));
+                    v = times(v, norm_weights(make_uint2(opaque(scale[i].x), opaque(scale[i].y))));
                 }
             }
             if constexpr (kForRouter) write_x<RouterX>(place_of(i * 32 + lane, token) + kRouterX, v);
@@ -329,7 +334,7 @@ struct VectorGatherer {
                 v = values(got[i]);
                 if (kNormed) {
                     squares[0] += square_sum(v);
-                    v = times(v, widen(scale[i]));
+                    v = times(v, norm_weights(scale[i]));
                 }
             }
             if constexpr (kForRouter) write_x<RouterX>(place_of(i * 32 + lane) + kRouterX, v);

@@ -31,7 +31,8 @@ static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttend
 constexpr int kGroup = kHeads / kKvHeads;            // query heads that share a KV head
 constexpr int kQueryRows = kHeads * kHeadDim;        // of one lane
 constexpr int kKvRows = kKvHeads * kHeadDim;
-constexpr int kQkvRows = kQueryRows + 2 * kKvRows;
+constexpr int kGateRow = kQueryRows + 2 * kKvRows;    // the first of those that a gated head's outputs are multiplied with
+constexpr int kQkvRows = kGateRow + (kGated ? kQueryRows : 0);
 constexpr int kItems = kKvHeads * kSplits;           // attention's splits of one lane and layer
 // A split's batches in layers without a window come in partitions. Words of the outputs of a partition's splits, a row for each head and
 // split.
@@ -194,6 +195,11 @@ constexpr bool kScoresFit = kScoreBytes <= kAttendedHalves * kTokens * 4 * kWarp
 // a * b + c * d, of which the second product is rounded. Left to the compiler, what stands around decides which one is, and builds for other numbers of
 // tokens or ranks would have other bits.
 __device__ __forceinline__ float sum_of_products(float a, float b, float c, float d) { return __fmaf_rn(a, b, __fmul_rn(c, d)); }
+
+// Weight of a norm, of which files may have 1 less.
+__device__ __forceinline__ float norm_weight(float stored) { return kNormAddsOne ? stored + 1.0f : stored; }
+
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal_approx(1.0f + exp2_approx(x * -kLog2e)); }
 
 // Code that each token of a pass has in turn is there once, in a loop: unrolled, a layer's would be more than the instruction cache holds. So what
 // threads keep of all tokens is chosen by comparisons, or one thread has it for each.
