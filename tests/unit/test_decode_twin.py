@@ -68,7 +68,10 @@ KV_OF_VARIANT = {"dense, cache of int4": "int4"}  # others: the weights' type
 USUAL = ("replicate, one norm", "lane", "vocab_parallel", "dense, biases, normed heads of their own size")
 RUNS_ALL = os.environ.get("DECODE_TWIN") == "all"
 DTYPES = ("bfloat16", "float16") if RUNS_ALL else ("bfloat16",)
-NAMES = ("tape", "norms", "final_norm", "qkv_bias", "head_norms", "out_bias", "sinks")  # of arrays that a program reads
+# Of arrays that a program reads.
+NAMES = (
+    "tape", "norms", "final_norm", "qkv_bias", "head_norms", "out_bias", "sinks", "delta_taps", "delta_factors", "delta_norm",
+)  # fmt: skip
 OF_EXPERTS = {"experts": "matrices", **{name: name for name in ("router_bias", "gate_up_bias", "down_bias")}}
 PROMPT = [3, 70, 11]
 MAX_TOKENS = 3
@@ -133,12 +136,12 @@ def build_twin(program: str, sources: Mapping[str, str], folder: Path, *flags: s
 def answer(
     model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0, coding: Coding | None = None, num_runs: int = len(RUNS),
     max_ctas: int = 5, changed: Callable[[Mapping[str, str]], dict[str, str]] = dict, head_coding: Coding | None = None, *,
-    whole_windows: bool = False, splits: int = 0, checks_experts: bool = False,
+    whole_windows: bool = False, splits: int = 0, checks_experts: bool = False, begins_at_head: bool = True,
 ) -> tuple[list[int], Any]:  # fmt: skip
     """Tokens of a greedy answer, and all logits (vocab,) before the last one, of sources that `changed` has changed.
 
-    The same bits in the first `num_runs` of RUNS. With `checks_experts` kept.RANK.bin has choices of experts, and there are no
-    hashes of tokens and scores.
+    The same bits in the first `num_runs` of RUNS; without `begins_at_head` none of an LM head alone. With `checks_experts`
+    kept.RANK.bin has choices of experts, and there are no hashes of tokens and scores.
     """
     spec = model.spec
     shapes = [
@@ -175,7 +178,7 @@ def answer(
         weights.embedding.tofile(folder / "embedding.bin")
         np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
     answers = []
-    for options, unrest in RUNS[:num_runs]:
+    for options, unrest in (run for run in RUNS[:num_runs] if begins_at_head or not run[0]):
         command = [*command_of(shapes[0]), *options]
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, **unrest}, capture_output=True, text=True, timeout=250, check=False

@@ -1,4 +1,4 @@
-"""Monokernels whose layers are stored one by one, on a CPU: gated attention, against the interpreter in float64.
+"""Monokernels whose layers are stored one by one, on a CPU: gated attention and delta nets, against the interpreter in float64.
 
 No GPU has run these kinds of layers yet, and engines refuse them: trial shapes alone take them.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import make_plan
-from kog_dist.model.layers import AttentionMixer, Ffn, LayerSpec, Norm
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Ffn, LayerSpec, Norm
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import RankReader
@@ -34,10 +34,20 @@ def spec_of(*mixers: Any, **others: Any) -> ModelSpec:
     return ModelSpec.of_layers([LayerSpec(mixer, Ffn(64), NORM) for mixer in mixers], **sizes)
 
 
+SMALL = AttentionMixer(8, 4, 32, qk_norm=True, rotary_dim=8, gated=True)
+NET = DeltaNet(4, 8, 32, 32, 4)
 SPECS = {
     "gated attention": spec_of(GATED, GATED),
     "gated attention, heads without norms": spec_of(AttentionMixer(4, 4, 32, rotary_dim=8, gated=True)),
+    "delta nets": spec_of(NET, NET, SMALL, NET),
+    # As published models: keys and values of 128, beside heads of 256.
+    "delta nets, published heads": spec_of(
+        DeltaNet(4, 8, 128, 128, 4), AttentionMixer(4, 2, 256, qk_norm=True, rotary_dim=64, gated=True)
+    ),
+    # Three value heads to a key head, two keys of a thread, and a convolution over three tokens.
+    "delta nets, odd shapes": spec_of(DeltaNet(4, 12, 64, 16, 3), AttentionMixer(12, 4, 16), DeltaNet(4, 12, 64, 16, 3)),
 }
+RANKS = {"delta nets": (1, 4)}  # besides two; on four ranks a head has two slices, else one
 
 
 class Tensors:
@@ -77,10 +87,12 @@ def test_ranks_have_the_logits_of_the_interpreter_and_equal_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = StoredModel(SPECS[name], "bfloat16", monkeypatch)
-    tokens, logits = answer(model, 2, tmp_path / "2")
+    begins_at_head = not model.spec.is_recurrent  # prefill does not know delta nets
+    tokens, logits = answer(model, 2, tmp_path / "2", begins_at_head=begins_at_head)
     wanted = model.logits([*PROMPT, *tokens[:-1]])
     assert np.linalg.norm(logits - wanted[-1]) < 2e-3 * np.linalg.norm(wanted[-1])
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
-    others, other_logits = answer(model, 1, tmp_path / "1", num_runs=1)
-    assert others == tokens
-    assert other_logits.tobytes() == logits.tobytes(), "one rank"
+    for num_ranks in RANKS.get(name, (1,)):
+        others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks), num_runs=1)
+        assert others == tokens
+        assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks"

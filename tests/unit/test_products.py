@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.plan import Plan
 from kog_dist.decode.plan.products import Product
-from kog_dist.decode.plan.steps import LAYER_OPS, NONE, Phase
+from kog_dist.decode.plan.recipes import op_numbers
+from kog_dist.decode.plan.steps import LANE_OPS, NONE, Phase
 from kog_dist.decode.plan.validate import validate
 from kog_dist.decode.tape_packing import OpShape
 from kog_dist.errors import PlanError
@@ -24,6 +26,7 @@ from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.kernel_header import shape_header
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from tests.unit.test_kinds_twin import SPECS as STORED
 
 LANEFORMER = ModelSpec(128, 4, 8, 8, 256, 100, max_context=64, num_lanes=4, delay=1)
 DENSE = replace(LANEFORMER, delay=0, num_layers=3)
@@ -40,6 +43,8 @@ KINDS: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
     "quantised experts": (
         replace(WITH_EXPERTS, hidden_size=256, intermediate_size=512), {"coding": replace(INT4, is_of_experts=True)},
     ),
+    "delta nets": (STORED["delta nets"], {}),
+    "delta nets, odd shapes": (STORED["delta nets, odd shapes"], {"max_ctas": 16}),
 }  # fmt: skip
 NUM_DAMAGED = 60  # lists of each kind and number of ranks
 
@@ -47,7 +52,8 @@ NUM_DAMAGED = 60  # lists of each kind and number of ranks
 def shapes_of(kind: str, num_ranks: int) -> list[KernelShape]:
     spec, options = KINDS[kind]
     lanes = (spec.lanes_of_rank(rank, num_ranks) for rank in range(num_ranks))
-    return [KernelShape(spec, own, num_ranks=num_ranks, **{"max_ctas": 4, **options}) for own in lanes]
+    options = {"max_ctas": 4, "untried": bool(spec.mixed_layers), **options}
+    return [TrialShape(spec, own, num_ranks=num_ranks, **options) for own in lanes]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -64,14 +70,15 @@ def test_the_table_lists_the_products_that_are_proved(kind: str, num_ranks: int)
             name: [int(number) for number in numbers.split(", ")]
             for name, numbers in re.findall(r"short (k\w+)\[\] = \{([\d, ]+)\}", header)
         }
-        layers = [product for product in part.products if product.op in LAYER_OPS]
+        layers, numbers = [product for product in part.products if product.op in LANE_OPS], op_numbers(shape.spec)
         heads = [product for product in part.products if product.op is Phase.HEAD]
         *codes, end = tables["kProducts"]
-        found = [(code >> 8, LAYER_OPS[code & 3], part.lanes[code >> 2 & 63]) for code in codes[: len(layers)]]
-        assert found == [(product.layer, product.op, product.first_lane) for product in layers]
+        found = [(code >> 8, code & 3, part.lanes[code >> 2 & 63]) for code in codes[: len(layers)]]
+        assert found == [(product.layer, numbers[product.op], product.first_lane) for product in layers]
         assert [code >> 8 for code in codes[len(layers) :]] == [shape.spec.num_layers] * len(heads)
         assert end == shape.spec.num_layers << 8
-        assert tables["kQkvProducts"] == [i for i, product in enumerate(layers) if product.op is Phase.QKV for _ in product.lanes]
+        inputs = (Phase.QKV, Phase.DELTA_IN)
+        assert tables["kMixerProducts"] == [i for i, product in enumerate(layers) if product.op in inputs for _ in product.lanes]
         for product in part.products:
             form = product.rows.form
             assert form is not None
@@ -163,7 +170,7 @@ def in_another_form(products: Products, rng: random.Random) -> Products:
     forms = [replace(form, rows=fewest - 1, blocks=1, last_rows=0), replace(form, per=0, real_steps=0)]
     if op in (Phase.OUT, Phase.DOWN):
         forms.append(replace(form, rows=form.rows + 2))
-    if op in LAYER_OPS:
+    if op in LANE_OPS:
         forms.append(replace(form, rows=form.rows + 1))
     changed: OpShape = rng.choice(forms)
     return [one._replace(rows=rows._replace(form=changed)) if one.op is op else one for one in products]

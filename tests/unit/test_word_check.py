@@ -25,6 +25,7 @@ from tests.unit.test_decode_twin import SPEC
 from tests.unit.test_decode_twin import VARIANTS as PLAIN
 from tests.unit.test_expert_twin import VARIANTS as WITH_EXPERTS
 from tests.unit.test_geometry import OF_EXPERTS, SHAPES
+from tests.unit.test_kinds_twin import SPECS as STORED
 
 REAL = SHAPES | {
     (name, lanes, ranks): replace(shape, hosted_lanes=shape.spec.lanes_of_rank(0, ranks), num_ranks=ranks)
@@ -120,6 +121,7 @@ LANEFORMER, LANES_OF_TWO_RANKS = shape_of(SPEC), shape_of(replace(SPEC, num_laye
 DENSE, EXPERTS = shape_of(PLAIN["dense"]), shape_of(WITH_EXPERTS["qwen3_moe"])
 PARTED = shape_of(replace(SPEC, max_context=400), partition_batches=1)
 DIRECT = shape_of(WITH_EXPERTS["qwen3_moe"], 2)
+NETS, GATED = (TrialShape(STORED[name], range(4), max_ctas=4, untried=True) for name in ("delta nets", "gated attention"))
 assert PARTED.cache.num_partitions == 4
 assert DIRECT.sends_sums_directly
 
@@ -156,6 +158,11 @@ def without(name: str) -> Callable[[Event], Event | None]:
 
 def by_some(event: Event) -> Event:
     event.writes = tuple(replace(write, by_all=False) for write in event.writes)
+    return event
+
+
+def ignorant(event: Event) -> Event:
+    event.reads = tuple(replace(read, of_some=False) for read in event.reads)
     return event
 
 
@@ -205,6 +212,20 @@ FAULTS: dict[str, tuple[KernelShape, Callable[[Event], Event | None], str]] = {
         DENSE, of_kind("attended", lambda _: None, "OUT of layer 0"), "KV head 0, partition 0 may not have read",
     ),
     "streams of which some thread blocks own no row": (DENSE, by_some, "may not have read"),
+    "delta nets that OUT does not wait for": (
+        NETS, of_kind("attended", lambda _: None, "OUT of layer 0"), "attended 0 0 0 with tag 1 may be written later",
+    ),
+    "squares that OUT does not wait for": (
+        NETS, of_kind("squares of a delta net", lambda _: None, "OUT of layer 0"),
+        "squares of a delta net 0 0 with tag 1 may be written later",
+    ),
+    "delta nets that learn nothing of who made their inputs": (
+        NETS, ignorant, "OUT of layer 0, lane 0 may not have read attended",
+    ),
+    "gates of the layer before": (
+        GATED, of_kind("qkv", lambda version: one_less(version) if "gate" in version.place else version, "mixing of layer 1"),
+        "waits for qkv 0 0 gate 0 with tag 1, which nobody has written by then: qkv 0 0 gate 0 with tag 2 is there",
+    ),
     "a sum for all that the other rank does not get": (
         DIRECT, of_kind("sum for all", lambda _: None, "OUT of layer 1"), "waits for sum for all ATTENTION with tag 2",
     ),

@@ -53,6 +53,9 @@ class DeviceWeights:
     head_norms: GpuArray | None = None  # (layers, 2, head_dim): of query heads, of key heads
     out_bias: GpuArray | None = None  # (layers, hidden)
     sinks: GpuArray | None = None  # (layers, lanes, heads)
+    delta_taps: GpuArray | None = None  # (delta nets, lanes, channels, width); head_norms have the layers with attention then
+    delta_factors: GpuArray | None = None  # (delta nets, lanes, 2 * heads): logarithms of rates, what is added to decays
+    delta_norm: GpuArray | None = None  # (delta nets, value_dim)
     experts: DeviceExperts | None = None
 
 

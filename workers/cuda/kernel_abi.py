@@ -90,6 +90,18 @@ DRAFT_PARAMS = Struct(
         Field("edge", "u32", "what beginning and ending with such passes costs: in parts of kDraftUnit of a pass of one token"),
     ),
 )
+DELTA_PARAMS = Struct(
+    "DeltaParams",
+    "What builds of models with gated delta nets take behind all others.",
+    (
+        Field("taps_ptr", "u64", "16-bit (delta nets, lanes, channels, width) of the convolution"),
+        Field("factors_ptr", "u64", "16-bit (delta nets, lanes, 2, heads): logarithms of rates, what is added to decays"),
+        Field("norm_ptr", "u64", "16-bit (delta nets, value_dim)"),
+        Field(
+            "state_ptr", "u64", "float32 (delta nets, lanes, items, DeltaShape.item_values); read behind the first token alone"
+        ),
+    ),
+)
 MAX_SEATS = 4  # requests whose tokens share a pass, each in a seat
 COMPANY_PARAMS = Struct(
     "CompanyParams",
@@ -180,7 +192,7 @@ HOST_PAGE = Struct(
     ),
     size_multiple=128,
 )
-_OF_BUILDS = (PROCESSOR_PARAMS, STREAM_PARAMS, DRAFT_PARAMS, COMPANY_PARAMS)
+_OF_BUILDS = (PROCESSOR_PARAMS, STREAM_PARAMS, DRAFT_PARAMS, DELTA_PARAMS, COMPANY_PARAMS)
 KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, *_OF_BUILDS)
 
 

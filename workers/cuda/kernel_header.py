@@ -65,6 +65,8 @@ def shape_header(shape: KernelShape) -> str:
         "kHeadProducts": shape.head.num_products, "kHeadCtas": shape.head.num_ctas, "kLaneVocab": shape.head.lane_vocab,
     }  # fmt: skip
     numbers["kLogSumWords"] = shape.words.log_sums
+    if shape.delta is not None:
+        numbers["kDeltaInLanes"] = shape.lanes_of(Phase.DELTA_IN)
     numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
     by_mode = {
         mode: [
@@ -87,6 +89,9 @@ def shape_header(shape: KernelShape) -> str:
     mask_type = "LayerMask<kLayers>"
     windowed = layer_mask(spec.window_layers, spec.num_layers)
     lines += [f"__device__ __forceinline__ {mask_type} window_layers() {{ return {windowed}; }}"]
+    if shape.delta is not None:
+        nets = layer_mask(shape.delta.layers, spec.num_layers)
+        lines += [f"__device__ __forceinline__ {mask_type} delta_layers() {{ return {nets}; }}"]
     lines += [by_kind(mask_type, f"{mode.value}_layers", [mask_type + code for code in codes]) for mode, codes in by_mode.items()]
     if shape.coding is not None:
         coded_x_scale = x_scale if shape.coding.is_integer else shape.coding.x_scale
@@ -98,8 +103,8 @@ def shape_header(shape: KernelShape) -> str:
     codes = [number[p.op] | (p.first_lane - shape.hosted_lanes[0]) << 2 | p.layer << 8 for p in shape.layer_products]
     end = spec.num_layers << 8  # the LM head's place, and what comes after it
     heads = [end | index << 2 for index in range(shape.head.num_products)]
-    queries = [i for i, p in enumerate(shape.layer_products) if p.op is Phase.QKV for _ in p.lanes]
-    for name, values in (("kProducts", [*codes, *heads, end]), ("kQkvProducts", queries)):
+    inputs = [i for i, p in enumerate(shape.layer_products) if p.op in (Phase.QKV, Phase.DELTA_IN) for _ in p.lanes]
+    for name, values in (("kProducts", [*codes, *heads, end]), ("kMixerProducts", inputs)):
         lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
     flags = {
         "kPreNormSum": spec.pre_norm_lane_agg,
@@ -140,6 +145,8 @@ def shape_header(shape: KernelShape) -> str:
     if shape.experts is not None:
         lines += shape.experts.header()
         lines += ["#define KOG_UNION"] if shape.tokens > 1 else []
+    if shape.delta is not None:
+        lines += shape.delta.header()
     if shape.awaits_attention:
         lines.append("#define KOG_AWAITS_ATTENTION")
     if shape.whole_windows:

@@ -1,7 +1,7 @@
 """What the monokernel is compiled for: every size that follows from a model, the hosted lanes and the number of thread blocks.
 
-`KernelShape` has the products and who owns them; its members have the rest: `head`, `experts`, `tape`, `ring`, `words`, `cache`
-and `sets`. `kernel_header` writes all down for the compiler.
+`KernelShape` has the products and who owns them; its members have the rest: `head`, `experts`, `delta`, `tape`, `ring`, `words`,
+`cache` and `sets`. `kernel_header` writes all down for the compiler.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.cache_shape import BATCH, CacheShape
+from kog_dist.workers.cuda.delta_shape import DeltaShape
 from kog_dist.workers.cuda.division import Divider, stream_steps
 from kog_dist.workers.cuda.expert_shape import ExpertShape
 from kog_dist.workers.cuda.geometry import SPLITS, Geometry, choose, splits_for
@@ -172,6 +173,11 @@ class KernelShape:
         )
 
     @cached_property
+    def delta(self) -> DeltaShape | None:
+        """The gated delta nets; None in a model without."""
+        return DeltaShape.of(self.spec, self.num_lanes, self.num_ctas)
+
+    @cached_property
     def tape(self) -> TapeShape:
         """The weights of thread blocks."""
         return TapeShape(self.products, self.ops, self.num_ctas, self.coding, self.head_coding, self.experts)
@@ -182,6 +188,7 @@ class KernelShape:
         return SharedMemory(
             self.spec, self.geometry, self.num_lanes, self.num_streams, self.num_ranks, self.tokens, self.num_sums, self.x_steps,
             self.ops[Phase.OUT].cta_rows, self.head.form.cta_rows, self.sets, self.awaits_attention, self.looks_up, self.company,
+            self.delta,
         )  # fmt: skip
 
     @cached_property
@@ -201,6 +208,7 @@ class KernelShape:
             self.num_ranks,
             self.num_ctas,
             self.tokens,
+            self.delta,
             company=self.company,
         )
 
@@ -311,6 +319,7 @@ def _of_model(shape: KernelShape) -> list[str]:
         findings.append(f"vocabulary slices of {shape.num_lanes} lanes, but only {shape.num_ctas} thread blocks")
     findings += [] if shape.spec.mixed_layers else unsupported(shape.spec)
     findings += shape.experts.findings if shape.experts is not None else []
+    findings += shape.delta.findings if shape.delta is not None else []
     if shape.weight_dtype not in FORMATS:
         findings.append(f"{shape.weight_dtype} weights ({' or '.join(FORMATS)})")
     return findings
@@ -327,6 +336,8 @@ def _of_build(shape: KernelShape) -> list[str]:
         findings.append("choices of experts to keep, of tokens of several requests (of those of one)")
     if sum(kept.values()) > 1:
         findings.append(f"{' and '.join(name for name, is_kept in kept.items() if is_kept)} to keep (one of them)")
+    if shape.delta is not None and shape.coding is not None:
+        findings.append("quantised weights of models with delta nets (16 bit)")
     if shape.checks_experts and shape.experts is None:
         findings.append("choices of experts to keep, and no experts (none of them)")
     if shape.partition_batches < 0:
@@ -349,6 +360,7 @@ def _of_tokens(shape: KernelShape) -> list[str]:
     against = {
         f"passes of {shape.tokens} tokens (1, 2 or 4)": shape.tokens not in PASS_TOKENS,
         "a stream of each lane": not share_stream(spec),
+        "delta nets": shape.delta is not None,
         "a cache of int4": shape.kv_dtype == "int4",
         f"windows of {spec.sliding_window} positions, whose rings have no room for another token": not _rings_have_room(shape),
         "positions in partitions": shape.cache.num_partitions > 1,

@@ -11,7 +11,10 @@ proves with `decode/plan/word_check.py` that this is right for a shape, or refus
 | qkv            | finaliser, owner of the row     | attention: items of the KV head;  | layer      | each layer, lane     |
 |                |                                 | of gates who mixes                |            |                      |
 | part           | attention: the item             | attention: who mixes              | layer      | each layer, lane (*) |
-| attended       | attention: who mixes            | matrix warps: OUT                 | layer      | each layer, lane     |
+| attended       | attention: who mixes; of delta  | matrix warps: OUT                 | layer      | each layer, lane     |
+|                | nets the item                   |                                   |            |                      |
+| net's input    | finaliser, owner of the row     | attention: items of the head      | layer      | delta net's, lane    |
+| net's squares  | attention: the item             | matrix warps: OUT                 | layer      | delta net's, lane    |
 | activation (+) | finaliser, owner of the column  | matrix warps: DOWN                | layer      | each layer, lane     |
 | router logit   | finaliser, owner of the row     | all finalisers                    | layer      | each layer           |
 | sum of a rank  | finaliser, owner of the row     | the same owner on peers           | 32 bits    | each summed layer    |
@@ -52,7 +55,8 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.word_places import Word, WordPlaces
 
 STREAM, MIDDLE = WordKind("stream"), WordKind("middle stream")
-QKV, ATTENDED = WordKind("qkv"), WordKind("attended")
+QKV, ATTENDED = WordKind("qkv"), WordKind("attended", owner_moves=True)
+DELTA_IN, SQUARES = WordKind("input of a delta net"), WordKind("squares of a delta net", owner_moves=True)
 PART = WordKind("part of attention", owner_moves=True)
 ACTIVATION, ROUTER_LOGIT = WordKind("activation"), WordKind("router logit")
 UNITED_ACTIVATION = replace(ACTIVATION, owner_moves=True)
@@ -68,6 +72,7 @@ WORDS = {
     Kind.QUERY: QKV,
     Kind.CACHE: QKV,
     Kind.GATE: QKV,
+    Kind.DELTA_INPUT: DELTA_IN,
     Kind.MIXED: ATTENDED,
     Kind.ACTIVATION: ACTIVATION,
     Kind.ROUTER_LOGITS: ROUTER_LOGIT,
@@ -148,6 +153,10 @@ class TokenEvents:
                 yield from places.parts(layer, *place)
             case ATTENDED.name:
                 yield from places.attended(layer, *place)
+            case DELTA_IN.name:
+                yield from places.delta_inputs(layer, *place)
+            case SQUARES.name:
+                yield from places.squares(layer, *place)
             case ACTIVATION.name:
                 yield from places.activations(*place)
             case ROUTER_LOGIT.name:
@@ -203,7 +212,11 @@ class TokenEvents:
             for version in self._written(kind, layer, lane)
         ]
         yield self._finalised(f"{name}, lane {lane}" if stage.is_by_lane else name, reads, writes)
-        if Phase.ATTEND in (one.phase for one in recipe.behind(product.op)):
+        behind = [one.phase for one in recipe.behind(product.op)]
+        if Phase.DELTA in behind:
+            for lane in lanes:
+                yield self._delta(layer, lane)
+        if Phase.ATTEND in behind:
             for lane in lanes:
                 for head in self.heads:
                     yield from self._attention(layer, lane, head, token.position)
@@ -222,8 +235,13 @@ class TokenEvents:
         if words is ACTIVATION:
             moves = self.shape.experts is not None and self.shape.tokens > 1
             return self._of_tokens(UNITED_ACTIVATION if moves else words, layer, lane)
+        if words is DELTA_IN:
+            return self._of_tokens(words, layer, lane)
         parts = {Kind.QUERY: (QUERY,), Kind.CACHE: (NEW_ROW,), Kind.GATE: (GATE,)}.get(kind, ())
-        return [version for head in self.heads for version in self._of_tokens(words, layer, lane, head, *parts)]
+        versions = [version for head in self.heads for version in self._of_tokens(words, layer, lane, head, *parts)]
+        if words is ATTENDED and layer not in self.shape.cache.layers:
+            versions += self._of_tokens(SQUARES, layer, lane)
+        return versions
 
     def _is_of_all(self, kind: Kind) -> bool:
         """Whether every thread block has words of what a stage writes of a kind: of rows it may have none."""
@@ -258,6 +276,13 @@ class TokenEvents:
         mixing = self._event(f"mixing of {where}", reads, map(Write, self._of_tokens(ATTENDED, layer, lane, head)))
         mixing.is_of_some = True
         yield mixing
+
+    def _delta(self, layer: int, lane: int) -> Event:
+        """Of the items of a delta net: each reads what its head has of the inputs."""
+        reads = [Read(version, teaches=False, of_some=True) for version in self._written(Kind.DELTA_INPUT, layer, lane)]
+        items = self._event(f"delta net of layer {layer}, lane {lane}", reads, map(Write, self._written(Kind.MIXED, layer, lane)))
+        items.is_of_some = True
+        return items
 
     def _keep_apart(self, token: CheckedToken) -> Event | None:
         """Words of partitions that nobody reads yet, written empty: as the first layer without a window would."""

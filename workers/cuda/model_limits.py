@@ -9,8 +9,8 @@ MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's
 MAX_LAYERS = 128  # bits of two words
 MAX_EXPERTS = 256  # eight of each thread of the warp that chooses
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
-_SEVERAL, _GATED = "several kinds", "gated attention"
-_ON_DEVICES = {_SEVERAL, _GATED}  # of `_of_mixed`
+_SEVERAL, _GATED, _NETS = "several kinds", "gated attention", "gated delta nets"
+_ON_DEVICES = {_SEVERAL, _GATED, _NETS}  # of `_of_mixed`
 
 
 def unsupported(spec: ModelSpec, *, takes_untried: bool = False) -> list[str]:
@@ -38,13 +38,16 @@ def unsupported(spec: ModelSpec, *, takes_untried: bool = False) -> list[str]:
 
 
 def _not_on_devices(spec: ModelSpec) -> list[str]:
-    """What stored layers have that device code has not: it has one kind of attention and one of FFNs."""
+    """What stored layers have that device code has not: it has one kind of attention, of delta nets and of FFNs."""
     if not spec.mixed_layers:
         return []
     attention = [part for part in spec.kinds if isinstance(part, AttentionMixer)]
+    nets = [part for part in spec.kinds if isinstance(part, DeltaNet)]
     against = {
         f"layers of {' and '.join(sorted(_of_mixed(spec) - _ON_DEVICES))}": not _of_mixed(spec) <= _ON_DEVICES,
         f"attention of {len(attention)} kinds (1)": len(attention) != 1,
+        "delta nets of several kinds (1)": len(nets) > 1,
+        "biases or sinks beside delta nets": bool(nets) and any(one.qkv_bias or one.out_bias or one.sinks for one in attention),
         "FFNs of several kinds (1)": len({layer.ffn for layer in spec.layers}) > 1,
         "windows of stored layers": any(one.window is not None for one in attention),
     }
@@ -56,7 +59,7 @@ def _of_mixed(spec: ModelSpec) -> set[str]:
     found = set()
     for part in spec.kinds:
         if isinstance(part, DeltaNet):
-            found.add("gated delta nets")
+            found.add(_NETS)
         elif isinstance(part, AttentionMixer):
             found |= {_GATED} if part.gated else set()
         elif isinstance(part, Experts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kog_dist.decode.pass_drafts import PLACES
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
+from kog_dist.workers.cuda.delta_shape import DeltaShape
 from kog_dist.workers.cuda.geometry import Geometry
 from kog_dist.workers.cuda.query_sets import QuerySets
 
@@ -22,7 +23,7 @@ class SharedMemory:
 
     `tokens`: of a pass. `num_sums`: blocks of rows whose partial sums are kept. `residual_rows`, `head_rows`: of the residual and
     of the LM head in a thread block. `awaits_attention`: has a barrier for that. `looks_up`: drafts. `company`:
-    tokens of a pass are of several requests.
+    tokens of a pass are of several requests. `delta`: None in a model without such nets.
     """
 
     spec: ModelSpec
@@ -39,6 +40,7 @@ class SharedMemory:
     awaits_attention: bool
     looks_up: bool
     company: bool
+    delta: DeltaShape | None
 
     @property
     def ring_bytes(self) -> int:
@@ -62,6 +64,7 @@ class SharedMemory:
         of_pass = 3 + tokens + (tokens + 1 if self.company else 0)
         values += lanes + 11 + 2 * (-(-of_pass // 4) * 4)  # done_cycles, those by themselves, passes
         values += self._choice_values
+        values += 0 if self.delta is None else 2 * self.delta.item_channels + 4  # convolved
         values += tokens * (3 * PLACES + 1) if self.looks_up else 0  # drafting
         barriers = 4 + halves * tokens + self.awaits_attention + 2 * self.num_sums + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES

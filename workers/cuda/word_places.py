@@ -227,8 +227,57 @@ class WordPlaces:
 
     def attended(self, layer: int, lane: int, head: int, token: int = 0) -> Iterator[Word]:
         """Mixed outputs of a KV head's query heads."""
-        units = self._group * self.shape.spec.head_dim // 4
+        units, delta = self._group * self.shape.spec.head_dim // 4, self.shape.delta
         for unit in range(units):
+            writer = self._mixer(layer, lane, head, unit)
+            if delta is not None and layer in delta.layers:
+                value_head, column = divmod(4 * (head * units + unit), delta.net.value_dim)
+                writer = self._delta_cta(layer, lane, value_head, column * delta.slices // delta.net.value_dim)
             for word in range(2):
-                place = (head * units + unit) * 2 + word
-                yield from self._copies("Attended", lane, token, place, self._mixer(layer, lane, head, unit))
+                yield from self._copies("Attended", lane, token, (head * units + unit) * 2 + word, writer)
+
+    # ---- delta nets' ----
+    def _delta_cta(self, layer: int, lane: int, head: int, slice_idx: int) -> int:
+        """The thread block that has a slice of a value head."""
+        shape = self.shape
+        assert shape.delta is not None
+        first = (layer * shape.num_lanes + lane) * shape.delta.items
+        return (first + head * shape.delta.slices + slice_idx) % shape.num_ctas
+
+    def _delta_readers(self, layer: int, lane: int, row: int) -> set[int]:
+        """The thread blocks whose items take a row of a lane's input."""
+        delta = self.shape.delta
+        assert delta is not None
+        net, keys, values = delta.net, delta.key_heads * delta.net.key_dim, delta.heads * delta.net.value_dim
+        heads, slices = range(0), range(delta.slices)
+        if row < 2 * keys:
+            together, key_head = delta.heads // delta.key_heads, row % keys // net.key_dim
+            heads = range(key_head * together, (key_head + 1) * together)
+        elif row < 2 * keys + 2 * values:
+            head, column = divmod((row - 2 * keys) % values, net.value_dim)
+            heads, slice_idx = range(head, head + 1), column * delta.slices // net.value_dim
+            slices = range(slice_idx, slice_idx + 1)
+        else:
+            head = (row - 2 * keys - 2 * values) % delta.heads
+            heads = range(head, head + 1)
+        return {self._delta_cta(layer, lane, head, slice_idx) for head in heads for slice_idx in slices}
+
+    def delta_inputs(self, layer: int, lane: int, token: int = 0) -> Iterator[Word]:
+        """All that a delta net projects, for the items of its heads."""
+        delta = self.shape.delta
+        assert delta is not None
+        offset, stride = self._lists["DeltaIn"]
+        first = lane % self.shape.lanes_of(Phase.DELTA_IN) * delta.rows
+        for row in range(0, delta.rows, 2):
+            readers = frozenset(self._delta_readers(layer, lane, row) | self._delta_readers(layer, lane, row + 1))
+            place = offset + (lane * self.shape.tokens + token) * stride + row // 2
+            yield Word(place, (first + row) // self.shape.ops[Phase.DELTA_IN].cta_rows, readers)
+
+    def squares(self, layer: int, lane: int, token: int = 0) -> Iterator[Word]:
+        """Sums of squares of a delta net's outputs."""
+        delta = self.shape.delta
+        assert delta is not None
+        for place in range(delta.heads * delta.square_words):
+            head, of_head = divmod(place, delta.square_words)
+            writer = self._delta_cta(layer, lane, head, of_head * delta.slices // delta.square_words)
+            yield from self._copies("DeltaSquares", lane, token, place, writer, is_value=True)

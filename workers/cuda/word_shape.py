@@ -11,6 +11,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import LINE_BYTES
 from kog_dist.workers.cuda.cache_shape import CacheShape
+from kog_dist.workers.cuda.delta_shape import DeltaShape
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
 
 SUM_COPIES = 2  # of sums that two ranks send to all thread blocks of both
@@ -29,7 +30,7 @@ class WordShape:
     """The words of a rank that hosts `num_lanes` lanes with `num_streams` streams, in passes of `tokens` tokens, with
     `company` of as many requests.
 
-    `copies`: 0, or what `replicas` is to be.
+    `delta`: None in a model without such nets. `copies`: 0, or what `replicas` is to be.
     """
 
     spec: ModelSpec
@@ -39,6 +40,7 @@ class WordShape:
     num_ranks: int
     num_ctas: int
     tokens: int
+    delta: DeltaShape | None = None
     copies: int = 0
     company: bool = False
 
@@ -72,6 +74,9 @@ class WordShape:
             "RouterLogits": (sizes_of.get(Kind.ROUTER_LOGITS, 1), self.replicas * tokens * (Kind.ROUTER_LOGITS in sizes_of)),
             "Report": (self.boxes.report_words, 1 * alone),
         }
+        if self.delta is not None:
+            sizes["DeltaIn"] = (self.delta.rows // 2, lanes * tokens)
+            sizes["DeltaSquares"] = (self.delta.heads * self.delta.square_words, copies)
         return {name: (_lines(words), count) for name, (words, count) in sizes.items()}
 
     @property

@@ -89,6 +89,9 @@ struct KogLaunch {
 #elif defined KOG_COMPANY
     KogCompanyParams company;
 #endif
+#ifdef KOG_DELTA
+    KogDeltaParams delta;
+#endif
 };
 
 extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(const __grid_constant__ KogLaunch launch) {
@@ -133,6 +136,10 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
         else watch(params, peers, role, &reinterpret_cast<KogDecodeState*>(params.state_ptr)->abort_mirror);
     } else {
         raise_registers<kAttendRegisters>();
-        attend(params, role, warp - kAttendWarp);
+#ifdef KOG_DELTA
+        attend(params, launch.delta, role, warp - kAttendWarp);
+#else
+        attend(params, 0, role, warp - kAttendWarp);
+#endif
     }
 }

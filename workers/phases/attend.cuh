@@ -6,6 +6,7 @@
 // read, by whom and in which order is the same.
 #pragma once
 #include "attend_batches.cuh"
+#include "delta.cuh"
 
 namespace kog {
 
@@ -423,7 +424,9 @@ struct Attender : BatchMixer {
     }
 };
 
-__device__ __forceinline__ void attend(const KogDecodeParams& params, const Role& role, u32 warp) {
+// `nets`: in models with delta nets what they need, which these warps do as well.
+template <class Nets>
+__device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets& nets, const Role& role, u32 warp) {
     Attender attender{params, role, warp, laneid()};
     Pass pass;
     for (u32 turn = 0; begin_pass(role, turn, pass); ++turn) {
@@ -435,8 +438,23 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
         if (!kHeadOnly) attender.keep_apart(position, attender.tag_in(kFirstFull));
 #pragma unroll 1
         for (u32 i = kHeadOnly ? kLayers * kLanes : 0; i < kLayers * kLanes; ++i) {
-            attender.product = kQkvProducts[i];
+            attender.product = kMixerProducts[i];
             const Place at(attender.product);
+#ifdef KOG_DELTA
+            if (has_delta_net(at.layer())) {
+                const u32 lane_idx = at.lane() + i % kDeltaInLanes;
+                const DeltaRule rule{params, nets, role, warp, attender.lane};
+#pragma unroll 1
+                for (u32 item = first_delta_item(role, at.layer(), lane_idx); item < kDeltaItems; item += kNumCtas)
+                    if (!rule.item(at.layer(), lane_idx, item, position, attender.tag_in(at.layer()), attender.num_items++, attender.first_vector + attender.product + 1))
+                        return;
+                if (warp == 0) stamp(role, kAttended, turn, attender.product);
+#ifdef KOG_AWAITS_ATTENTION
+                if (i % kLanes == kLanes - 1 && attender.lane == 0) mbar_arrive(role.base + KOG_OFFSET(attended_full));
+#endif
+                continue;
+            }
+#endif
             const u32 lane_idx = at.lane() + i % kQkvLanes;
             if constexpr (kTokens > 1) {
 #pragma unroll 1

@@ -22,7 +22,7 @@ struct QueryReader : CacheReader {
         float2 turns[kPairs];
 
         __device__ __forceinline__ void load(const KogDecodeParams& params, int i, u32 layer, u32 is_key, u32 position, u32 pair) {
-            weights[i] = reinterpret_cast<const u32*>(params.head_norms_ptr)[(2 * layer + is_key) * (kHeadDim / 2) + pair];
+            weights[i] = reinterpret_cast<const u32*>(params.head_norms_ptr)[(2 * attention_layer(layer) + is_key) * (kHeadDim / 2) + pair];
             if constexpr (kRotary != kHeadDim)  // some pairs do not rotate
                 if (pair >= kRotary / 2) return void(turns[i] = make_float2(1.0f, 0.0f));
             turns[i] = reinterpret_cast<const float2*>(params.rope_ptr)[position * (kRotary / 2) + pair];

@@ -72,6 +72,34 @@ struct Finalizer : BiasedRows {
         return true;
     }
 
+#ifdef KOG_DELTA
+    // All that a delta net projects, as it is.
+    __device__ __forceinline__ bool delta_in(u32 lane_idx, u32 tag) {
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kDeltaInOffset + lane_idx * (kTokens * kDeltaInStride);
+        TokenScales scale;
+#pragma unroll 1
+        for (u32 block = 0; block < DeltaInOp::kBlocks; ++block) {
+            const u32 row = role.cta * DeltaInOp::kCtaRows + block * DeltaInOp::kRows + lane;
+            float sums[kTokens];
+            const float own_scale = row_scale<DeltaInOp>(block);
+            if (block == 0 && !norm_scale(lane_idx, scale)) return false;
+            if (!row_sum(sums, DeltaInOp::kRows)) return false;
+#pragma unroll
+            for (u32 token = 0; token < kTokens; ++token) {
+                float sum = of_token(sums, token);
+                if constexpr (kRowScales) sum *= own_scale;
+                sum *= scale.of(token);
+                const u32 half = make_half_word(sum, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
+                if ((lane & 1) == 0 && lane < DeltaInOp::kRows && row < kDeltaInLanes * kDeltaRows)
+                    store_relaxed(words + (row / kDeltaRows * kTokens + token) * kDeltaInStride + row % kDeltaRows / 2, join_halves(half, next));
+            }
+            end_block();
+        }
+        count_vector<kDeltaInLanes>(lane_idx);
+        return true;
+    }
+#endif
+
     __device__ __forceinline__ bool gate_up(u32 lane_idx, u32 tag) {
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + lane_idx * (kReplicas * kTokens * kActivationStride);
         TokenScales scale;
@@ -411,6 +439,10 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
             if (kRowScales) finalizer.product = number;
             if (!(at.phase() & 1)) finalizer.look_ahead(number);
             bool ok;
+#ifdef KOG_DELTA
+            if (at.phase() == kQkvPhase && has_delta_net(at.layer())) ok = finalizer.delta_in(at.lane(), tag);
+            else
+#endif
             if (at.phase() == kQkvPhase) ok = finalizer.qkv(at.layer(), at.lane(), tag);
 #ifdef KOG_UNION
             else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up_of_union(at.layer(), tag);

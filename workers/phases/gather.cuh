@@ -3,11 +3,11 @@
 // The words of the vector after the present one are read before the present one is multiplied, where enough lanes take turns for them to
 // have arrived by then. The RMS scale is applied to the product, so nothing waits for the sum of squares.
 #pragma once
-#include "gather_union.cuh"
+#include "gather_delta.cuh"
 
 namespace kog {
 
-struct Gatherer : UnionGatherer {
+struct Gatherer : DeltaGatherer {
     // ---- the embedding ----
     // The token's embedding, where the words of a stream will lie later.
     __device__ __forceinline__ void load_embedding() {
@@ -34,8 +34,8 @@ struct Gatherer : UnionGatherer {
         return !kOneStream ? 1 : phase == kOutPhase ? kGatheredAttended : phase == kDownPhase ? kGatheredActivations : kLanes;
     }
     // Products that one gather is for, by phase: they follow each other.
-    static __device__ __forceinline__ constexpr u32 products_of_gather(u32 phase) {
-        return gathered_lanes(phase) / (!kOneStream ? 1 : phase == kQkvPhase ? kQkvLanes : phase == kGateUpPhase ? kGateUpLanes : 1);
+    static __device__ __forceinline__ constexpr u32 products_of_gather(u32 phase, bool has_net) {
+        return gathered_lanes(phase) / (!kOneStream ? 1 : phase == kQkvPhase ? (has_net ? kDeltaInLanes : kQkvLanes) : phase == kGateUpPhase ? kGateUpLanes : 1);
     }
     // Norms' weights are read as early, where there are registers for them while products are multiplied.
     static constexpr bool kReadsWordsAhead = kLanes > 2, kReadsNormsAhead = kReadsWordsAhead && !kFourBits && kTokens == 1;
@@ -123,6 +123,11 @@ struct Gatherer : UnionGatherer {
         } else if constexpr (kPhase == kOutPhase) {
             if (!wait_for_own_attention(at)) return false;
             if (!gather_units<AttendedSlice, kOutPhase>(at)) return false;
+#ifdef KOG_DELTA
+            if (has_delta_net(at.layer())) {
+                if (!write_heads(at)) return false;
+            } else
+#endif
             write_units<AttendedSlice, false, AttentionX>(squares);
         } else if constexpr (kPhase == kDownPhase) {
 #ifdef KOG_EXPERTS

@@ -44,6 +44,22 @@ constexpr bool kWholeWindows = true;
 constexpr bool kWholeWindows = false;
 #endif
 constexpr int kKeptWindowBatches = kWholeWindows ? kFullBatches : kWindowBatches;
+// Layers with a gated delta net, whose input has an `Op` of its own in the place of QKV's; all others have attention. The rows of a lane's input are
+// queries, keys, values, output gates, and two factors of each value head.
+#ifdef KOG_DELTA
+constexpr u32 kDeltaKeys = kDeltaKeyHeads * kKeyDim, kDeltaValues = kDeltaHeads * kValueDim, kDeltaChannels = 2 * kDeltaKeys + kDeltaValues;
+constexpr u32 kDeltaRows = kDeltaChannels + kDeltaValues + 2 * kDeltaHeads;
+constexpr u32 kDeltaItems = kDeltaHeads * kDeltaSlices, kSquareWords = kDeltaSlices * kAttendWarps;  // of a lane and layer; of a head
+constexpr u32 kSliceColumns = kValueDim / kDeltaSlices, kItemChannels = 2 * kKeyDim + kSliceColumns;
+static_assert(kTokens == 1 && kDeltaValues == kQueryRows, "a token of a pass; OUT has the same form in all layers");
+__device__ __forceinline__ bool has_delta_net(u32 layer) { return delta_layers().has(layer); }
+__device__ __forceinline__ u32 attention_layer(u32 layer) { return layer - delta_layers().num_before(layer); }  // its number among those with attention
+#else
+constexpr int kDeltaLayers = 0;
+constexpr u32 kDeltaInLanes = kQkvLanes;
+__device__ __forceinline__ constexpr bool has_delta_net(u32) { return false; }
+__device__ __forceinline__ constexpr u32 attention_layer(u32 layer) { return layer; }
+#endif
 // Whether the tokens of a pass are of different requests.
 #ifdef KOG_COMPANY
 #if defined KOG_DRAFTS || defined KOG_PROCESSORS || defined KOG_HEAD_ONLY
@@ -172,6 +188,12 @@ static_assert(RouteOp::kBlocks == 1 && kNumExperts <= 256, "what a warp chooses 
 constexpr int kChosen = 1;
 #endif
 using QkvOp = Op<AttentionWeights, KOG_QKV_OP>;
+#ifdef KOG_DELTA
+using DeltaInOp = Op<AttentionWeights, KOG_DELTA_IN_OP>;
+static_assert(DeltaInOp::kPer == QkvOp::kPer, "both have the stream as input");
+#else
+using DeltaInOp = QkvOp;
+#endif
 using OutOp = Op<AttentionWeights, KOG_OUT_OP>;
 using GateUpOp = Op<LayerWeights, KOG_GATE_UP_OP>;
 using DownOp = Op<LayerWeights, KOG_DOWN_OP>;
@@ -256,6 +278,9 @@ struct Shared {
     alignas(16) float attended[kAttendedHalves][kTokens][4][kWarpHeads][kHeadDim];  // unnormalised outputs of the attention warps, splits in turn
     alignas(16) u32 fresh[kTokens > 1 ? kTokens : kTeams][kHeadDim];  // K and V of a new position, in pairs, for each token or team
     float attended_max[kAttendedHalves][kTokens][4][kWarpHeads], attended_sum[kAttendedHalves][kTokens][4][kWarpHeads];
+#ifdef KOG_DELTA
+    alignas(16) float convolved[2][kItemChannels];   // query, key and columns of the value of a delta net's item, items in turn
+#endif
     u64 full[kRingPieces], empty[kRingPieces];
     u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[kAttendedHalves * kTokens], pass_full, pass_ended, lane_done[kLanes];
     Pass passes[2];                                  // of a launch, in turn
@@ -334,8 +359,9 @@ struct Place {
     __device__ __forceinline__ u32 index() const { return 4 * layer() + phase(); }  // among the lane's products of the token
 };
 // QKV and GATE_UP of neighbouring lanes may be one product, which has the place of the first one's.
-constexpr u32 kQkvProductsOfLayer = kLanes / kQkvLanes, kGateUpProductsOfLayer = kLanes / kGateUpLanes;
-static_assert(kNumProducts == kLayers * (2 * kLanes + kQkvProductsOfLayer + kGateUpProductsOfLayer), "products of a token");
+constexpr u32 kQkvProductsOfLayer = kLanes / kQkvLanes, kDeltaInProductsOfLayer = kLanes / kDeltaInLanes, kGateUpProductsOfLayer = kLanes / kGateUpLanes;
+static_assert(kNumProducts == kLayers * (2 * kLanes + kGateUpProductsOfLayer) + (kLayers - kDeltaLayers) * kQkvProductsOfLayer +
+                                  kDeltaLayers * kDeltaInProductsOfLayer, "products of a token");
 static_assert(kOneStream || (kQkvLanes == 1 && kGateUpLanes == 1), "lanes with one input");
 
 // The builds for a first step whose layers prefill has run (kernels/head.cu): only the LM head, whose input is in the words where the last
@@ -347,11 +373,12 @@ constexpr bool kHeadOnly = KOG_HEAD_ONLY;
 __device__ __forceinline__ constexpr u32 first_product() { return kHeadOnly ? kNumProducts : 0; }
 template <class O>
 constexpr u64 kOpBytes = O::kBytes;
+constexpr u64 kMixerBytes = (kLayers - kDeltaLayers) * kQkvProductsOfLayer * kOpBytes<QkvOp> + kDeltaLayers * kDeltaInProductsOfLayer * kOpBytes<DeltaInOp> +
+                            u64{kLayers} * kLanes * kOpBytes<OutOp>;
 #ifdef KOG_EXPERTS
-constexpr u64 kLayerBytes = u64{kLayers} * (kLanes * kOpBytes<OutOp> + kQkvProductsOfLayer * kOpBytes<QkvOp> + kRouteBytes);
+constexpr u64 kLayerBytes = kMixerBytes + kLayers * kRouteBytes;
 #else
-constexpr u64 kLayerBytes = u64{kLayers} * (kLanes * (kOpBytes<OutOp> + kOpBytes<DownOp>) + kQkvProductsOfLayer * kOpBytes<QkvOp> +
-                                            kGateUpProductsOfLayer * kOpBytes<GateUpOp>);  // of the tape
+constexpr u64 kLayerBytes = kMixerBytes + u64{kLayers} * (kLanes * kOpBytes<DownOp> + kGateUpProductsOfLayer * kOpBytes<GateUpOp>);  // of the tape
 #endif
 static_assert(kTapeBytes == kLayerBytes + kHeadProducts * kOpBytes<HeadOp>, "the LM head stands at the end of the tape");
 

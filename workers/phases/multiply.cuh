@@ -340,14 +340,14 @@ private:
 
 // The products of one gather, from the vector's words to the sums. Each phase has code of its own, so that nothing is asked twice: what
 // stands between the words and the first tile delays every thread block. `next`: behind all of them.
-template <int kPhase, class O>
+template <int kPhase, class O, bool kHasNet = false>
 __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gatherer, Multiplier& multiplier, const Place& at, const Place& next,
                                              u32 turn, u32 number) {
     const u32 warp = multiplier.warp, lane = gatherer.lane;
 #ifdef KOG_UNION
     if constexpr (kPhase == kDownPhase) return multiplier.down_of_union(gatherer, at, next, turn, number);
 #endif
-    constexpr u32 kTogether = kPhase == kHeadPhase ? 1 : Gatherer::products_of_gather(kPhase);
+    constexpr u32 kTogether = kPhase == kHeadPhase ? 1 : Gatherer::products_of_gather(kPhase, kHasNet);
     float squares[kTokens] = {};
     if constexpr (kPhase == kHeadPhase) {
         if (!gatherer.gather_head(at, squares)) return false;
@@ -394,11 +394,14 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
         Place at(first_product());
 #pragma unroll 1
         for (u32 i = first_product(); i < num_vectors;) {
-            const u32 together = !kOneStream || at.is_last() ? 1 : Gatherer::products_of_gather(at.phase());
+            const u32 together = !kOneStream || at.is_last() ? 1 : Gatherer::products_of_gather(at.phase(), has_delta_net(at.layer()));
             const Place next(i + together);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
             bool ok;
             if (at.is_last()) ok = run_products<kHeadPhase, HeadOp>(role, gatherer, multiplier, at, next, turn, i);
+#ifdef KOG_DELTA
+            else if (at.phase() == kQkvPhase && has_delta_net(at.layer())) ok = run_products<kQkvPhase, DeltaInOp, true>(role, gatherer, multiplier, at, next, turn, i);
+#endif
             else if (at.phase() == kQkvPhase) ok = run_products<kQkvPhase, QkvOp>(role, gatherer, multiplier, at, next, turn, i);
             else if (at.phase() == kOutPhase) ok = run_products<kOutPhase, OutOp>(role, gatherer, multiplier, at, next, turn, i);
             else if (at.phase() == kGateUpPhase) ok = run_products<kGateUpPhase, GateUpOp>(role, gatherer, multiplier, at, next, turn, i);

@@ -107,7 +107,8 @@ def _of_attention(spec: ModelSpec, mixer: AttentionMixer, product: Product) -> M
 def _of_delta(spec: ModelSpec, net: DeltaNet, product: Product) -> Matrix:
     d, lanes, heads = spec.hidden_size, spec.num_lanes, net.num_value_heads
     if product.op is Phase.DELTA_IN:  # q and k; v and z; a and b
-        return Matrix((2 * net.num_key_heads * net.key_dim + 2 * heads * net.value_dim + 2 * heads) // lanes, d, 1)
+        rows = 2 * net.num_key_heads * net.key_dim + 2 * heads * net.value_dim + 2 * heads
+        return Matrix(product.num_lanes * rows // lanes, d, 1)
     return Matrix(d, heads * net.value_dim // lanes, 1)
 
 

@@ -189,7 +189,12 @@ def _delta(spec: ModelSpec, net: DeltaNet) -> Recipe:
     shapes: dict[Kind, Shape] = {Kind.DELTA_INPUT: (rows,), Kind.MIXED: (heads, net.value_dim)}
     channels = net.channels // lanes
     state = Recurrent(((heads, net.key_dim, net.value_dim), (net.conv_width - 1, channels)), channels + 2 * heads)
-    return Recipe(Site.ATTENTION, stages, shapes, spec.has_one_stream, state)
+    vectors = {
+        "delta_taps": Vectors(tuple(f"delta.conv_{name}" for name in "qkv"), channels * net.conv_width, is_by_lane=True),
+        "delta_factors": Vectors(("delta.decay", "delta.dt_bias"), 2 * heads, is_by_lane=True),
+        "delta_norm": Vectors(("delta.norm.weight",), net.value_dim),
+    }
+    return Recipe(Site.ATTENTION, stages, shapes, spec.has_one_stream, state, vectors)
 
 
 def _ffn(spec: ModelSpec, ffn: Ffn) -> Recipe:

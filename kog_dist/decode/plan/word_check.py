@@ -71,11 +71,14 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`scope`: whose words each doer reads. `teaches`: every doer reads words of every writer in that scope."""
+    """`scope`: whose words each doer reads. `teaches`: every doer reads words of every writer in that scope. `of_some`: of one of
+    them at least, and so learns what writers knew of all.
+    """
 
     version: Version
     scope: Scope = Scope.BLOCKS
     teaches: bool = True
+    of_some: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,9 @@ class WordCheck:
         held.readers.append((event, read.scope))
         if read.teaches:
             event.learn_of(held.bit | (held.event.bit if held.event.is_of_some else 0), read.scope)
-            event.learn(held.event.known, read.scope, of_all_only=not held.by_all or held.event.is_of_some)
+        if read.teaches or read.of_some:
+            of_all_only = read.of_some or not held.by_all or held.event.is_of_some
+            event.learn(held.event.known, read.scope, of_all_only=of_all_only)
 
     @staticmethod
     def _old_words(event: Event, read: Read, history: list[_Held]) -> Iterator[str]:

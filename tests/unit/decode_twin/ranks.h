@@ -6,15 +6,24 @@
 using namespace kog;
 
 // What a model may have, in the order of `optional`.
-constexpr const char* kOptional[] = {"qkv_bias", "head_norms", "out_bias", "sinks", "experts", "router_bias", "gate_up_bias", "down_bias"};
+constexpr const char* kOptional[] = {"qkv_bias", "head_norms", "out_bias", "sinks", "experts", "router_bias", "gate_up_bias", "down_bias",
+                                     "delta_taps", "delta_factors", "delta_norm"};
+
+// States of delta nets.
+#ifdef KOG_DELTA
+constexpr size_t kNetBytes = sizeof(float) * kDeltaLayers * kLanes * kDeltaItems * kDeltaItemValues;
+#else
+constexpr size_t kNetBytes = 0;
+#endif
 
 struct RankMemory {
     std::vector<Memory> optional;
-    Memory tape, norms, final_norm, words, heap, logits, record;
+    Memory tape, norms, final_norm, words, heap, logits, record, nets;
 
     RankMemory(const std::string& number, size_t num_words, size_t heap_words)
         : tape(read("tape" + number)), norms(read("norms" + number)), final_norm(read("final_norm" + number)), words(8 * num_words),
-          heap(8 * heap_words), logits(4 * kTokens * kVocabRows), record(sizeof(KogWaitRecord)) {
+          heap(8 * heap_words), logits(4 * kTokens * kVocabRows), record(sizeof(KogWaitRecord)), nets(kNetBytes) {
+        memset(nets.at, 0xff, nets.size());  // before the first token there is no state, whatever lies there
         for (const char* name : kOptional) optional.push_back(read(name + number));
     }
 };
@@ -46,7 +55,11 @@ KogLaunch launch_of(const std::vector<Rank>& ranks, u32 rank, const Memory& embe
     KogDecodeParams& p = packed.decode;
     p.tape_ptr = r.tape.ptr(), p.embedding_ptr = embedding.ptr(), p.norms_ptr = r.norms.ptr(), p.final_norm_ptr = r.final_norm.ptr();
     uint64_t* pointers[] = {&p.qkv_bias_ptr, &p.head_norms_ptr, &p.out_bias_ptr, &p.sinks_ptr, &p.experts_ptr, &p.router_bias_ptr, &p.gate_up_bias_ptr, &p.down_bias_ptr};
-    for (u32 i = 0; i < r.optional.size(); ++i) *pointers[i] = r.optional[i].ptr();
+    for (u32 i = 0; i < std::size(pointers); ++i) *pointers[i] = r.optional[i].ptr();
+#ifdef KOG_DELTA
+    const Memory* of_nets = &r.optional[std::size(pointers)];
+    packed.delta = {of_nets[0].ptr(), of_nets[1].ptr(), of_nets[2].ptr(), r.nets.ptr()};
+#endif
     p.rope_ptr = rope.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr(), p.record_ptr = r.record.ptr();
     p.wait_limit_us = 2000000, p.vocab_first = rank * kVocabRows;
     for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();

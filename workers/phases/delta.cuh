@@ -1,0 +1,194 @@
+// A gated delta net for one token, by attention's warps. An item is a slice of a value head's columns, spread over the thread blocks by a map that
+// depends on layer and lane only. A warp has a quarter of its columns, and of each a thread every 32nd key: a load brings four columns of a key.
+// Sums over keys are a tree over a warp's threads, so bits do not depend on slices. What an item keeps of a sequence (its columns of the state, and
+// the last inputs of its channels of the convolution) each thread reads and writes for itself: so that needs no fence. Its warps share what comes of
+// the convolution in shared memory. The norm behind the rule is of a whole head: sums of squares are published beside its values, and who multiplies
+// them scales them (gather_delta.cuh).
+#pragma once
+#include "layout.cuh"
+
+namespace kog {
+
+#ifdef KOG_DELTA
+constexpr u32 kWarpColumns = kSliceColumns / kAttendWarps, kColumnGroups = kWarpColumns / 4, kThreadKeys = kKeyDim / 32;
+constexpr u32 kThreadChannels = (kItemChannels + kAttendThreads - 1) / kAttendThreads;
+constexpr u32 kStateValues = kKeyDim * kSliceColumns, kDeltaItemValues = kStateValues + kConvWidth * kItemChannels;
+static_assert(kColumnGroups >= 1 && (kColumnGroups & (kColumnGroups - 1)) == 0 && kThreadKeys >= 1, "shapes");
+
+// The first item of a layer and a lane that this thread block has; the next one is kNumCtas further on.
+__device__ __forceinline__ u32 first_delta_item(const Role& role, u32 layer, u32 lane_idx) {
+    const u32 first_cta = (layer * kLanes + lane_idx) * kDeltaItems % kNumCtas;
+    return role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
+}
+
+struct DeltaRule {
+    const KogDecodeParams& params;
+    const KogDeltaParams& delta;
+    const Role& role;
+    u32 warp, lane;
+
+    // log(1 + exp(x)): the larger of x and 0, and 2 artanh(t / (2 + t)) of t = exp(-|x|), whose series is cut at 1e-9.
+    static __device__ __forceinline__ float softplus(float x) {
+        const float t = exp2_approx(-fabsf(x) * kLog2e), s = t * reciprocal_approx(t + 2.0f), square = s * s;
+        float series = 1.0f / 15;
+#pragma unroll
+        for (int odd = 13; odd > 0; odd -= 2) series = __fmaf_rn(series, square, 1.0f / odd);
+        return __fmaf_rn(2.0f * s, series, fmaxf(x, 0.0f));
+    }
+    static __device__ __forceinline__ float sum_of_warp(float value) {
+#pragma unroll
+        for (int offset = 1; offset < 32; offset <<= 1) value += __shfl_xor_sync(kFullWarp, value, offset);
+        return value;
+    }
+    // Row of a channel of an item among the lane's inputs.
+    static __device__ __forceinline__ u32 row_of(u32 channel, u32 head, u32 slice) {
+        const u32 key_head = head / (kDeltaHeads / kDeltaKeyHeads);
+        if (channel < 2 * kKeyDim) return channel / kKeyDim * kDeltaKeys + key_head * kKeyDim + channel % kKeyDim;
+        return 2 * kDeltaKeys + head * kValueDim + slice * kSliceColumns + channel - 2 * kKeyDim;
+    }
+    static __device__ __forceinline__ float half_of(u64 word, u32 row) { return row & 1 ? second_of(word) : first_of(word); }
+
+    // `number`: of all items that this thread block had in this launch, attention's too. `product`: products up to the one that made the inputs.
+    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag, u32 number, u32 product) const {
+        const u32 head = item_idx / kDeltaSlices, slice = item_idx % kDeltaSlices, layer_idx = delta_layers().num_before(layer);
+        const u32 net = layer_idx * kLanes + lane_idx, thread = warp * 32 + lane, first_column = warp * kWarpColumns;
+        float* state = reinterpret_cast<float*>(delta.state_ptr) + u64{net * kDeltaItems + item_idx} * kDeltaItemValues;
+        float4* columns = reinterpret_cast<float4*>(state) + warp * (kColumnGroups * kKeyDim) + lane;
+        float* inputs = state + kStateValues;
+        // All that is known before the inputs come is on its way. Before the first token there is nothing.
+        float4 old[kColumnGroups][kThreadKeys];
+#pragma unroll
+        for (u32 group = 0; group < kColumnGroups; ++group)
+#pragma unroll
+            for (u32 k = 0; k < kThreadKeys; ++k) {
+                old[group][k] = make_float4(0, 0, 0, 0);
+                if (position > 0) old[group][k] = columns[group * kKeyDim + k * 32];
+            }
+        float past[kThreadChannels][kConvWidth - 1], taps[kThreadChannels][kConvWidth];
+#pragma unroll
+        for (u32 i = 0; i < kThreadChannels; ++i) {
+            const u32 channel = i * kAttendThreads + thread;
+            if (channel >= kItemChannels) continue;
+            const u16* of_channel = reinterpret_cast<const u16*>(delta.taps_ptr) + u64{net * kDeltaChannels + row_of(channel, head, slice)} * kConvWidth;
+#pragma unroll
+            for (u32 tap = 0; tap < kConvWidth; ++tap) taps[i][tap] = WeightFormat::low(of_channel[tap]);
+#pragma unroll
+            for (u32 tap = 0; tap + 1 < kConvWidth; ++tap) {
+                const u32 back = kConvWidth - 1 - tap;
+                past[i][tap] = position >= back ? inputs[(position - back) % kConvWidth * kItemChannels + channel] : 0.0f;
+            }
+        }
+        const u16* factors = reinterpret_cast<const u16*>(delta.factors_ptr) + net * (2 * kDeltaHeads) + head;
+        const float rate = exp2_approx(WeightFormat::low(factors[0]) * kLog2e), dt_bias = WeightFormat::low(factors[kDeltaHeads]);
+
+        // The inputs.
+        if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), product)) return false;
+        u64* base = reinterpret_cast<u64*>(params.words_ptr);
+        const u64* words = base + kDeltaInOffset + lane_idx * (kTokens * kDeltaInStride);
+        const u32 decay_row = 2 * kDeltaKeys + 2 * kDeltaValues + head, beta_row = decay_row + kDeltaHeads;
+        const u64* gate_words = words + (2 * kDeltaKeys + kDeltaValues + head * kValueDim + slice * kSliceColumns + first_column) / 2;
+        u64 got[kThreadChannels], of_decay, of_beta;
+        ulonglong2 gates[kColumnGroups];
+        while (true) {
+            of_decay = load_relaxed(words + decay_row / 2), of_beta = load_relaxed(words + beta_row / 2);
+            bool ready = has_tag(of_decay, tag) && has_tag(of_beta, tag);
+#pragma unroll
+            for (u32 i = 0; i < kThreadChannels; ++i) {
+                const u32 channel = i * kAttendThreads + thread;
+                if (channel >= kItemChannels) continue;
+                got[i] = load_relaxed(words + row_of(channel, head, slice) / 2);
+                ready = ready && has_tag(got[i], tag);
+            }
+#pragma unroll
+            for (u32 group = 0; group < kColumnGroups; ++group) {
+                gates[group] = load_relaxed_x2(gate_words + 2 * group);
+                ready = ready && tag_difference(gates[group], tag) == 0;
+            }
+            if (__all_sync(kFullWarp, ready)) break;
+            if (must_leave(role.stopped())) return false;
+        }
+
+        // The convolution, from the oldest input to the newest, and SiLU.
+        float* convolved = role.shared->convolved[number & 1];
+#pragma unroll
+        for (u32 i = 0; i < kThreadChannels; ++i) {
+            const u32 channel = i * kAttendThreads + thread;
+            if (channel >= kItemChannels) continue;
+            const float newest = half_of(got[i], row_of(channel, head, slice));
+            float sum = 0;
+#pragma unroll
+            for (u32 tap = 0; tap + 1 < kConvWidth; ++tap) sum = __fmaf_rn(past[i][tap], taps[i][tap], sum);
+            sum = __fmaf_rn(newest, taps[i][kConvWidth - 1], sum);
+            inputs[position % kConvWidth * kItemChannels + channel] = newest;
+            convolved[channel] = sum * sigmoid(sum);
+        }
+        const u32 full = role.base + KOG_OFFSET(merge_full) + (number & 1) * 8;
+        __syncwarp();
+        if (lane == 0) mbar_arrive(full);
+        if (!mbar_wait(role.stopped(), full, number / 2 & 1)) return false;
+
+        // Query and key, normalised, and their product.
+        float query[kThreadKeys], key[kThreadKeys], query_squares = 0, key_squares = 0, both = 0;
+#pragma unroll
+        for (u32 k = 0; k < kThreadKeys; ++k) {
+            query[k] = convolved[k * 32 + lane], key[k] = convolved[kKeyDim + k * 32 + lane];
+            query_squares = __fmaf_rn(query[k], query[k], query_squares), key_squares = __fmaf_rn(key[k], key[k], key_squares);
+        }
+        const float query_scale = inverse_root_approx(sum_of_warp(query_squares) + kUnitEps) * kDeltaQueryScale;
+        const float key_scale = inverse_root_approx(sum_of_warp(key_squares) + kUnitEps);
+#pragma unroll
+        for (u32 k = 0; k < kThreadKeys; ++k) {
+            query[k] *= query_scale, key[k] *= key_scale;
+            both = __fmaf_rn(key[k], query[k], both);
+        }
+        both = sum_of_warp(both);
+        const float decay = exp2_approx(-rate * softplus(half_of(of_decay, decay_row) + dt_bias) * kLog2e), beta = sigmoid(half_of(of_beta, beta_row));
+
+        // The rule, four columns at a time: S = decay S; S += k u^T with u = beta (v - S^T k); out = S^T q, which is decay S^T q + (k q) u of the old S.
+        const u16* norm = reinterpret_cast<const u16*>(delta.norm_ptr) + layer_idx * kValueDim + slice * kSliceColumns + first_column;
+        u64* attended = base + kAttendedOffset + (lane_idx * kReplicas + lane) * (kTokens * kAttendedStride) +
+                        (head * kValueDim + slice * kSliceColumns + first_column) / 2;
+        float squares[kColumnGroups];
+#pragma unroll
+        for (u32 group = 0; group < kColumnGroups; ++group) {
+            float kept[4] = {}, out[4] = {}, change[4];
+#pragma unroll
+            for (u32 k = 0; k < kThreadKeys; ++k) {
+                const float values[4] = {old[group][k].x, old[group][k].y, old[group][k].z, old[group][k].w};
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) kept[i] = __fmaf_rn(key[k], values[i], kept[i]), out[i] = __fmaf_rn(query[k], values[i], out[i]);
+            }
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                const float value = convolved[2 * kKeyDim + first_column + group * 4 + i];
+                change[i] = beta * __fmaf_rn(-decay, sum_of_warp(kept[i]), value);
+                out[i] = sum_of_products(both, change[i], decay, sum_of_warp(out[i]));
+            }
+#pragma unroll
+            for (u32 k = 0; k < kThreadKeys; ++k) {
+                const float4 before = old[group][k];
+                columns[group * kKeyDim + k * 32] =
+                    make_float4(sum_of_products(key[k], change[0], decay, before.x), sum_of_products(key[k], change[1], decay, before.y),
+                                sum_of_products(key[k], change[2], decay, before.z), sum_of_products(key[k], change[3], decay, before.w));
+            }
+            squares[group] = __fadd_rn(sum_of_products(out[0], out[0], out[1], out[1]), sum_of_products(out[2], out[2], out[3], out[3]));
+            const float z[4] = {first_of(gates[group].x), second_of(gates[group].x), first_of(gates[group].y), second_of(gates[group].y)};
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) out[i] *= WeightFormat::low(norm[group * 4 + i]) * (z[i] * sigmoid(z[i]));
+            if (lane < kReplicas) store_relaxed_x2(attended + 2 * group, make_pair_word(out[0], out[1], tag), make_pair_word(out[2], out[3], tag));
+        }
+#pragma unroll
+        for (u32 width = 1; width < kColumnGroups; width *= 2)
+#pragma unroll
+            for (u32 group = 0; group < kColumnGroups; group += 2 * width) squares[group] = __fadd_rn(squares[group], squares[group + width]);
+        if (lane < kReplicas)
+            store_relaxed(base + kDeltaSquaresOffset + (lane_idx * kReplicas + lane) * (kTokens * kDeltaSquaresStride) + head * kSquareWords +
+                              slice * kAttendWarps + warp,
+                          make_value_word(__float_as_uint(squares[0]), tag));
+        return true;
+    }
+    static constexpr float kUnitEps = 1e-6f;  // under the root of the norms of queries and keys
+};
+#endif
+
+}  // namespace kog
