@@ -191,6 +191,7 @@ STEPS = {
     "quantised": _tests(1, 110, 300, "test_quantised", "not values_of_codes and not of_folders"),
     "quantised_forms": _tests(1, 110, 300, "test_quantised", "values_of_codes or of_folders", builds="forms:1"),
     "experts": _tests(1, 375, 560, "test_experts"),
+    "delta_nets": _tests(1, 150, 560, "test_delta_nets"),
     "prefill_quantised": _tests(1, 80, 240, "test_prefill_quantised"),
     "kept": _tests(1, 160, 300, "test_kept_prefixes", "not rate_of_the_link"),
     "kept_rate": _rate_of_the_link(),

@@ -69,17 +69,23 @@ class Tensors:
         whole[...] = self.tensors[name]
 
 
+def interpreted(spec: ModelSpec, tensors: dict[str, NDArray[np.float32]], ids: list[int], kv_dtype: str) -> Any:
+    """Logits (positions, vocabulary) of the interpreter in float64, whose keys and values are rounded as a kernel's."""
+    source: Any = Tensors(spec, tensors)
+    lanes = tuple(range(spec.num_lanes))
+    weights = RankReader(source, lanes, lanes, np.dtype(np.float64)).read()
+    engine = Interpreter(make_plan(spec, 1), 0, weights, None, dtype=np.float64, kv_dtype=kv_dtype)
+    steps = [engine.step(token, at, SamplingParams(), gather_logits=True) for at, token in enumerate(ids)]
+    return np.array([step.logits for step in steps])
+
+
 class StoredModel(Model):
     """A random model of stored layers."""
 
     def logits(self, ids: list[int]) -> Any:
-        """Of the interpreter in float64, whose keys and values are rounded as the kernel's."""
-        source: Any = Tensors(self.spec, {name: to_values(words, self.dtype) for name, words in self.words.items()})
-        lanes = tuple(range(self.spec.num_lanes))
-        weights = RankReader(source, lanes, lanes, np.dtype(np.float64)).read()
-        engine = Interpreter(make_plan(self.spec, 1), 0, weights, None, dtype=np.float64, kv_dtype=self.kv_dtype)
-        steps = [engine.step(token, at, SamplingParams(), gather_logits=True) for at, token in enumerate(ids)]
-        return np.array([step.logits for step in steps])
+        """See `interpreted`."""
+        values = {name: to_values(words, self.dtype) for name, words in self.words.items()}
+        return interpreted(self.spec, values, ids, self.kv_dtype)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -22,7 +22,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.draft_builds import GAP, NOWHERE, PASS_TOKENS, DraftBuilds, PassCosts, costs_of, drafting_shape
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
-from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, DRAFT_PARAMS, HOST_PAGE, STREAM_PARAMS, STREAM_THREADS
+from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, DELTA_PARAMS, DRAFT_PARAMS, HOST_PAGE, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import LONGEST_WAIT_US, DeviceToken, Monokernel
 
@@ -77,7 +77,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     made._slot.number, made._slot.processors, made._slot.host = 0, None, np.zeros((), HOST_PAGE.dtype)
     made._forget_epochs()
     spec = SimpleNamespace(num_layers=12)
-    made._draft_builds = None
+    made._draft_builds = made.nets = None
     cache = SimpleNamespace(full_layers=(1, 4), num_bytes=160)
     made.shape = SimpleNamespace(num_ctas=5, num_threads=640, spec=spec, cache=cache, tokens=1)  # type: ignore[assignment]
     made.words, made._peers = Memory(4, np.uint64), b"peers"
@@ -279,6 +279,18 @@ def test_builds_take_turns_with_words_of_their_own(kernel: Monokernel, builds: A
     assert places[builds.small] == (30, 0, builds.prompt_ptr(0), 0, 4, 5)
     assert places[builds.large] == (30, 0, builds.prompt_ptr(0), 0, builds.words.data.ptr, builds.logits.data.ptr)
     assert not kernel._kernel.steps, "the plain build has none of it"  # type: ignore[attr-defined]
+
+
+def test_delta_nets_have_a_state_with_each_cache(kernel: Monokernel) -> None:
+    names = ("taps", "factors", "norm")
+    arrays = {f"delta_{name}": SimpleNamespace(data=SimpleNamespace(ptr=place)) for place, name in enumerate(names, start=7)}
+    kernel.weights, kernel.shape.delta = SimpleNamespace(**arrays), SimpleNamespace(num_bytes=4096)  # type: ignore[assignment]
+    kernel.nets = SimpleNamespace(data=SimpleNamespace(ptr=1 << 20))
+    built = kernel._kernel = RawLaunches()  # type: ignore[assignment]
+    kernel.begin((5, 6, 7), 9, SamplingParams(), cache=2)
+    kernel.launch(30)
+    (raw,) = built.params
+    assert np.frombuffer(raw[-DELTA_PARAMS.size_bytes :], DELTA_PARAMS.dtype)[0].tolist() == (7, 8, 9, (1 << 20) + 2 * 4096)
 
 
 def test_costs_are_what_passes_took_beyond_the_edges_of_launches() -> None:

@@ -28,7 +28,7 @@ from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, DraftBuilds, PassCosts, draft_headers
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
-from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DRAFT_PARAMS, StampKind
+from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DELTA_PARAMS, DRAFT_PARAMS, StampKind
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, NUM_HASHES, KernelShape
 from kog_dist.workers.cuda.kv_blocks import copy_beginning
@@ -106,6 +106,8 @@ class Monokernel:
         self._logits = cupy.zeros((shape.tokens, last - first), cupy.float32)
         self._drafts = cupy.zeros(context, cupy.uint32) if shape.tokens > 1 else None
         self.kv = cupy.zeros(num_caches * shape.cache.num_bytes, cupy.uint8)
+        # Of delta nets: what is there before a sequence's first token is not read.
+        self.nets = None if shape.delta is None else cupy.zeros(num_caches * shape.delta.num_bytes, cupy.uint8)
         self.words = cupy.zeros(shape.words.num_words, cupy.uint64)
         self._record = cupy.zeros(WAIT_RECORD.size_bytes, cupy.uint8)
         self._spare = cupy.zeros(1, cupy.uint32)
@@ -340,6 +342,8 @@ class Monokernel:
             raw += builds.params(slot.number)
         elif self.shape.tokens > 1:
             raw += bytes(DRAFT_PARAMS.size_bytes)  # tokens are expected, not looked up
+        if self.nets is not None:
+            raw += self._nets_params()
         kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr)
 
     def measure_drafts(self) -> PassCosts:
@@ -409,6 +413,16 @@ class Monokernel:
         params["num_stop_ids"] = len(slot.stop_ids)
         params["stop_ids"][: len(slot.stop_ids)] = slot.stop_ids
         return params
+
+    def _nets_params(self) -> bytes:
+        """`DELTA_PARAMS` of the slot's request, whose state goes with its KV cache."""
+        params, delta = np.zeros((), DELTA_PARAMS.dtype), self.shape.delta
+        assert delta is not None
+        assert self.nets is not None
+        for name in ("taps", "factors", "norm"):
+            params[f"{name}_ptr"] = getattr(self.weights, f"delta_{name}").data.ptr
+        params["state_ptr"] = int(self.nets.data.ptr) + self._slot.cache * delta.num_bytes
+        return params.tobytes()
 
     def token(self, index: int) -> DeviceToken | None:
         """Token `index` of the answer, or None when the kernel has not written it yet. Never waits."""
