@@ -5,20 +5,23 @@ Engines refuse these models until this has passed: see docs/history/delta-nets.m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kog_dist.bench.kernel.trial_shape import TrialShape
+from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, to_values
+from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, to_values, to_words
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_tensor
 from tests.gpu.test_prefill import decode, relative_error
 from tests.unit.delta_configs import CONFIGS
-from tests.unit.test_kinds_twin import interpreted
+from tests.unit.test_kinds_twin import SPECS, interpreted
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
 VOCABULARY, CONTEXT, TOKENS, SEED = 4096, 512, 9, 5
@@ -56,3 +59,24 @@ def test_logits_of_delta_nets(name: str) -> None:
     assert error < LIMIT
     assert found[0].tobytes() == found[1].tobytes()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_far_into_a_sequence(name: str) -> None:
+    """Small models, whose states and convolutions have hundreds of tokens behind them."""
+    import cupy
+
+    spec = replace(SPECS[name], max_context=CONTEXT)
+    shape = TrialShape(spec, range(spec.num_lanes), untried=True)
+    words = {name: to_words(values, "bfloat16") for name, values in random_tensors(spec, SEED).items()}
+    kernel = Monokernel(shape, from_tensors(shape, lambda name: cupy.asarray(words[name][slice(*needed_rows(shape, name))])))
+    ids: list[int] = np.random.default_rng(2).integers(0, spec.vocab_size, 300).tolist()
+    wanted = interpreted(spec, {name: to_values(held, "bfloat16") for name, held in words.items()}, ids, "bfloat16")
+    for position in (0, 1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 127, 128, 299):
+        error = relative_error(decode(kernel, ids[: position + 1], 0).reshape(-1), wanted[position])
+        print(name, position, f"{error:.1e}")
+        assert error < LIMIT, f"position {position}"
+    for sampling in (SamplingParams(), SamplingParams(0.8, 5)):
+        whole = kernel.generate(ids[:9], 200, sampling, chunk=256)
+        assert kernel.generate(ids[:9], 200, sampling, chunk=7) == whole, "each launch goes on with the states of the one before"
+    kernel.close()

@@ -13,6 +13,7 @@ from kog_dist.bench.kernel import sampling as processed_requests
 from kog_dist.bench.kernel.gpu import free_memory, gpu_name
 from kog_dist.bench.kernel.stream import stream_us
 from kog_dist.bench.kernel.token_times import expect_random, token_times_us
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.bench.report import drawn, finishing, machine, percentile
 from kog_dist.bench.shapes import SEED, named_shape
 from kog_dist.errors import ConfigError
@@ -204,7 +205,8 @@ def _kernel(
     if model is None:
         spec, codings = named_shape(spec_name)
         hosted, own_type = _hosted(spec, lanes), kv_dtype or "bfloat16"
-        shape = KernelShape(spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, tokens=pass_tokens, **codings)
+        own: dict[str, Any] = {"kv_dtype": own_type, "whole_windows": whole_windows, "tokens": pass_tokens, **codings}
+        shape = TrialShape(spec, hosted, untried=True, **own)
         weights = random_weights(shape, SEED, router_skew=router_skew)
         return Monokernel(shape, weights, processors=page is not None, masks=() if page is None else (page.masks,), **together)
     from kog_dist.model.checkpoint import open_checkpoint
@@ -214,9 +216,9 @@ def _kernel(
     hosted = _hosted(checkpoint.spec, lanes)
     dtype, codings = checkpoint.dtype, codings_of(checkpoint)
     own_type = kv_dtype or dtype
-    shape = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=own_type, tokens=pass_tokens, **codings)
-    weights = load_weights(shape, checkpoint)
-    return Monokernel(shape, weights, processors=page is not None, masks=() if page is None else (page.masks,), **together)
+    stored = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=own_type, tokens=pass_tokens, **codings)
+    weights = load_weights(stored, checkpoint)
+    return Monokernel(stored, weights, processors=page is not None, masks=() if page is None else (page.masks,), **together)
 
 
 def _hosted(spec: ModelSpec, lanes: int) -> range:
