@@ -19,6 +19,7 @@ BUILDS = {
     "KOG_CODE",
     "KOG_INTEGERS",
     "KOG_EXPERTS",
+    "KOG_DELTA",
     "KOG_UNION",
     "KOG_PLAIN_ATTENTION",
     "KOG_STREAM",

@@ -18,7 +18,7 @@ _LEAST: Final = 8  # tokens of an answer
 _COMPARED: Final = 64  # last tokens of prompts
 
 
-class _Kept(NamedTuple):
+class _Answered(NamedTuple):
     num_prompt: int
     prompt_end: bytes  # its last _COMPARED tokens, the last one first
     answer: array[int]
@@ -28,7 +28,7 @@ class KeptAnswers:
     """Of all scopes, the newest: _MOST_ANSWERS, and _MOST_KEPT tokens, at most."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()  # by scope and answer, the newest last
+        self._kept: OrderedDict[tuple[str, bytes], _Answered] = OrderedDict()  # by scope and answer, the newest last
         self._num_tokens = 0
 
     def add(self, scope: str, sequence: array[int], num_prompt: int) -> None:
@@ -38,7 +38,7 @@ class KeptAnswers:
             return
         key = scope, answer.tobytes()
         self._drop(key)
-        self._kept[key] = _Kept(num_prompt, _backwards(sequence[:num_prompt]), answer)
+        self._kept[key] = _Answered(num_prompt, _backwards(sequence[:num_prompt]), answer)
         self._num_tokens += len(answer)
         while self._num_tokens > _MOST_KEPT or len(self._kept) > _MOST_ANSWERS:
             self._drop(next(iter(self._kept)))
@@ -70,7 +70,7 @@ def _num_alike(ours: bytes, theirs: bytes) -> int:
     return next((idx for idx in range(most) if ours[idx] != theirs[idx]), most)
 
 
-def _is_quoted(kept: _Kept, prompt: array[int]) -> bool:
+def _is_quoted(kept: _Answered, prompt: array[int]) -> bool:
     """Whether the prompt has the answer where it was given: a conversation goes on."""
     answer = kept.answer[:-1]  # the last one may be a token that ends an answer, of which templates make what they like
     return prompt[kept.num_prompt : kept.num_prompt + len(answer)] == answer

@@ -5,7 +5,7 @@
 // the convolution in shared memory. The norm behind the rule is of a whole head: sums of squares are published beside its values, and who multiplies
 // them scales them (gather_delta.cuh).
 #pragma once
-#include "layout.cuh"
+#include "activation.cuh"
 
 namespace kog {
 

@@ -1,11 +1,8 @@
 // Blocks of rows as the finaliser takes them from the matrix warps: their sums, the scale of a normed vector, and how rows are published.
 #pragma once
-#include "layout.cuh"
+#include "activation.cuh"
 
 namespace kog {
-
-// The usual activation of an FFN.
-__device__ __forceinline__ float swiglu(float gate, float up) { return gate * sigmoid(gate) * up; }
 
 struct FinalizedRows {
     const KogDecodeParams& params;

@@ -221,8 +221,6 @@ __device__ __forceinline__ float sum_of_products(float a, float b, float c, floa
 // Weight of a norm, of which files may have 1 less.
 __device__ __forceinline__ float norm_weight(float stored) { return kNormAddsOne ? stored + 1.0f : stored; }
 
-__device__ __forceinline__ float sigmoid(float x) { return reciprocal_approx(1.0f + exp2_approx(x * -kLog2e)); }
-
 // Code that each token of a pass has in turn is there once, in a loop: unrolled, a layer's would be more than the instruction cache holds. So what
 // threads keep of all tokens is chosen by comparisons, or one thread has it for each.
 template <class T>
