@@ -11,6 +11,8 @@ from array import array
 from collections import OrderedDict
 from typing import Final, NamedTuple
 
+from kog_dist.workers.coordinator.kept_blocks import num_common
+
 MOST_RECALLED: Final = 4096  # tokens, which a lookup goes through
 _MOST_KEPT: Final = 64 * 1024  # tokens of all scopes,
 _MOST_ANSWERS: Final = 128  # and answers
@@ -20,7 +22,7 @@ _COMPARED: Final = 64  # last tokens of prompts
 
 class _Answered(NamedTuple):
     num_prompt: int
-    prompt_end: bytes  # its last _COMPARED tokens, the last one first
+    prompt_end: array[int]  # its last _COMPARED tokens, the last one first
     answer: array[int]
 
 
@@ -47,7 +49,7 @@ class KeptAnswers:
         """At most `most` tokens of answers to prompts of that scope, each whole but for the last; none: there are none."""
         end = _backwards(prompt)
         found = [kept for (of, _), kept in reversed(self._kept.items()) if of == scope and not _is_quoted(kept, prompt)]
-        found.sort(key=lambda kept: _num_alike(kept.prompt_end, end), reverse=True)
+        found.sort(key=lambda kept: num_common(kept.prompt_end, end), reverse=True)
         tokens = array("I")
         for kept in found:
             if len(tokens) >= most:
@@ -60,14 +62,8 @@ class KeptAnswers:
             self._num_tokens -= len(kept.answer)
 
 
-def _backwards(prompt: array[int]) -> bytes:
-    return prompt[: -_COMPARED - 1 : -1].tobytes()
-
-
-def _num_alike(ours: bytes, theirs: bytes) -> int:
-    """Bytes that both begin with."""
-    most = min(len(ours), len(theirs))
-    return next((idx for idx in range(most) if ours[idx] != theirs[idx]), most)
+def _backwards(prompt: array[int]) -> array[int]:
+    return prompt[: -_COMPARED - 1 : -1]
 
 
 def _is_quoted(kept: _Answered, prompt: array[int]) -> bool:

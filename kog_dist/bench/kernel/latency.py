@@ -205,8 +205,9 @@ def _kernel(
     if model is None:
         spec, codings = named_shape(spec_name)
         hosted, own_type = _hosted(spec, lanes), kv_dtype or "bfloat16"
-        own: dict[str, Any] = {"kv_dtype": own_type, "whole_windows": whole_windows, "tokens": pass_tokens, **codings}
-        shape = TrialShape(spec, hosted, untried=True, **own)
+        shape: KernelShape = TrialShape(
+            spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, tokens=pass_tokens, untried=True, **codings
+        )
         weights = random_weights(shape, SEED, router_skew=router_skew)
         return Monokernel(shape, weights, processors=page is not None, masks=() if page is None else (page.masks,), **together)
     from kog_dist.model.checkpoint import open_checkpoint
@@ -216,9 +217,9 @@ def _kernel(
     hosted = _hosted(checkpoint.spec, lanes)
     dtype, codings = checkpoint.dtype, codings_of(checkpoint)
     own_type = kv_dtype or dtype
-    stored = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=own_type, tokens=pass_tokens, **codings)
-    weights = load_weights(stored, checkpoint)
-    return Monokernel(stored, weights, processors=page is not None, masks=() if page is None else (page.masks,), **together)
+    shape = KernelShape(checkpoint.spec, hosted, weight_dtype=dtype, kv_dtype=own_type, tokens=pass_tokens, **codings)
+    weights = load_weights(shape, checkpoint)
+    return Monokernel(shape, weights, processors=page is not None, masks=() if page is None else (page.masks,), **together)
 
 
 def _hosted(spec: ModelSpec, lanes: int) -> range:
