@@ -436,6 +436,12 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
         attender.sit(pass);
 #endif
         if (!kHeadOnly) attender.keep_apart(position, attender.tag_in(kFirstFull));
+        const auto end_product = [&](u32 i) {
+            if (warp == 0) stamp(role, kAttended, turn, attender.product);
+#ifdef KOG_AWAITS_ATTENTION
+            if (i % kLanes == kLanes - 1 && attender.lane == 0) mbar_arrive(role.base + KOG_OFFSET(attended_full));
+#endif
+        };
 #pragma unroll 1
         for (u32 i = kHeadOnly ? kLayers * kLanes : 0; i < kLayers * kLanes; ++i) {
             attender.product = kMixerProducts[i];
@@ -448,10 +454,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
                 for (u32 item = first_delta_item(role, at.layer(), lane_idx); item < kDeltaItems; item += kNumCtas)
                     if (!rule.item(at.layer(), lane_idx, item, position, attender.tag_in(at.layer()), attender.num_items++, attender.first_vector + attender.product + 1))
                         return;
-                if (warp == 0) stamp(role, kAttended, turn, attender.product);
-#ifdef KOG_AWAITS_ATTENTION
-                if (i % kLanes == kLanes - 1 && attender.lane == 0) mbar_arrive(role.base + KOG_OFFSET(attended_full));
-#endif
+                end_product(i);
                 continue;
             }
 #endif
@@ -476,10 +479,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
 #pragma unroll 1
             for (u32 item = first_item(role, at.layer(), lane_idx, 0); item < kItems; item += kNumCtas)
                 if (!attender.mix_parts(at.layer(), lane_idx, item, num_partitions(at.layer(), position))) return;
-            if (warp == 0) stamp(role, kAttended, turn, attender.product);
-#ifdef KOG_AWAITS_ATTENTION
-            if (i % kLanes == kLanes - 1 && attender.lane == 0) mbar_arrive(role.base + KOG_OFFSET(attended_full));
-#endif
+            end_product(i);
         }
         attender.first_vector += kTokenVectors - (has_head(role, turn) ? 0 : kHeadProducts);
     }
