@@ -45,6 +45,9 @@ VARIANTS = {
     "qwen3_moe": QWEN3,
     "qwen3_moe, weights of all": replace(QWEN3, experts=ExpertsSpec(40, 4, is_normalised=False)),
     "qwen3_moe, two splits of outputs in a thread": replace(QWEN3, num_heads=32, own_head_dim=80, num_layers=2),
+    # Chosen ones that divide neither thread blocks nor warps: shares of rows, and tiles of DOWN that end within an expert.
+    "qwen3_moe, three of sixteen": replace(QWEN3, intermediate_size=384, experts=ExpertsSpec(16, 3)),
+    "qwen3_moe, ten of 512": replace(QWEN3, intermediate_size=160, experts=ExpertsSpec(512, 10)),
     "gpt_oss": replace(  # as large heads, and as many of each KV head, as the real ones
         QWEN3, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True, num_layers=3, num_heads=32, own_head_dim=64,
         max_context=64, sliding_window=4, window_layers=(0, 2),
@@ -52,6 +55,7 @@ VARIANTS = {
     ),
 }  # fmt: skip
 SPLITS = {"gpt_oss": 15}  # of the real ones; else as many as suit the number of thread blocks
+CTAS = {"qwen3_moe, ten of 512": 20}  # else 4
 
 
 def with_few_choices(sources: Mapping[str, str]) -> dict[str, str]:
@@ -81,6 +85,8 @@ OTHER_BUILDS: dict[str, list[Build]] = {
     "qwen3_moe": [(1, with_silences, {})],
     "qwen3_moe, weights of all": [(2, with_few_choices, {"checks_experts": True})],
     "qwen3_moe, two splits of outputs in a thread": [(1, dict, {})],
+    "qwen3_moe, three of sixteen": [(1, with_silences, {}), (4, dict, {})],
+    "qwen3_moe, ten of 512": [(1, dict, {})],
     "gpt_oss": [(1, with_few_choices, {"checks_experts": True, "whole_windows": True})],
 }
 
@@ -89,7 +95,7 @@ OTHER_BUILDS: dict[str, list[Build]] = {
 def test_logits_are_those_of_the_oracle_with_equal_bits(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On several numbers of ranks, with windowed layers that keep all positions, and with choices that are kept and right."""
     model = Model(VARIANTS[variant], "bfloat16", monkeypatch)
-    options: dict[str, Any] = {"max_ctas": 4, "splits": SPLITS.get(variant, 0)}
+    options: dict[str, Any] = {"max_ctas": CTAS.get(variant, 4), "splits": SPLITS.get(variant, 0)}
     tokens, logits = answer(model, 2, tmp_path / "2", **options)
     ids = [*PROMPT, *tokens[:-1]]
     wanted, choices = logits_and_choices(model, ids, monkeypatch)

@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
     "dense, lanes that share products": (replace(DENSE, intermediate_size=432), {"max_ctas": 16}),
     "quantised": (replace(DENSE, hidden_size=256, intermediate_size=1024), {"coding": INT4}),
     "experts": (WITH_EXPERTS, {}),
+    "three experts of sixteen": (replace(WITH_EXPERTS, experts=ExpertsSpec(16, 3)), {}),
     "quantised experts": (
         replace(WITH_EXPERTS, hidden_size=256, intermediate_size=512), {"coding": replace(INT4, is_of_experts=True)},
     ),

@@ -84,16 +84,12 @@ class Divider:
 
     def _of_experts(self, experts: ExpertShape, recipe: Recipe) -> Iterator[tuple[Phase, Division]]:
         """Router, gate and up rows of all hosted lanes, of which each chosen expert has thread blocks of its own, and `down`."""
+        rows = {stage.phase: stage.num_rows for stage in recipe.stages}
+        yield Phase.ROUTE, Division(1, RowShare(rows[Phase.ROUTE], self.num_ctas, form=experts.route))
         num_lanes = len(self.hosted_lanes)
-        owners = {
-            Phase.ROUTE: (1, self.num_ctas, 1, experts.route),
-            Phase.DOWN: (1, self.num_ctas, 1, experts.down),
-            Phase.GATE_UP: (num_lanes, experts.ctas, experts.per_token, experts.gate_up),
-        }
-        for stage in recipe.stages:
-            if stage.num_rows:
-                lanes, num_ctas, num_groups, form = owners[stage.phase]
-                yield stage.phase, Division(lanes, RowShare(lanes * stage.num_rows, num_ctas, num_groups, form))
+        shares = RowShare(num_lanes * rows[Phase.GATE_UP], experts.ctas, experts.per_token, experts.gate_up, experts.shares)
+        yield Phase.GATE_UP, Division(num_lanes, shares)
+        yield Phase.DOWN, Division(1, RowShare(rows[Phase.DOWN], self.num_ctas, form=experts.down))
 
     def _head(self) -> Division:
         """Vocabulary rows of this rank, over the columns of one stream; with `vocab_parallel` each lane has its thread blocks."""

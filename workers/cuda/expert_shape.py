@@ -8,11 +8,12 @@ from functools import cached_property
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.plan.recipes import all_recipes
 from kog_dist.decode.plan.steps import Kind, Phase
-from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
+from kog_dist.decode.tape_packing import MAX_PIECES, STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
-from kog_dist.workers.cuda.geometry import Geometry
+from kog_dist.workers.cuda.geometry import GATE_AND_UP, Geometry
 
+EXPERTS_OF_WORD, CHOSEN_OF_WORD = 256, 8  # of a choice that is kept in one word, for hosts that compare choices
 _SKEWED_GROUP = 32  # columns of a group that two lanes may share: so gpt-oss's are
 
 
@@ -20,6 +21,7 @@ _SKEWED_GROUP = 32  # columns of a group that two lanes may share: so gpt-oss's 
 class ExpertShape:
     """The products of K chosen experts: GATE_UP gives each of them `ctas` thread blocks, DOWN each `warps` matrix warps of all.
 
+    Where K does not divide these, thread blocks have several `shares` of experts, and warps take columns in turn.
     `coding`: None if the experts have 16 bit. `num_ctas`: all thread blocks, of which each has `residual_rows` rows of DOWN.
     `weight_dtype`: of the model's 16-bit weights.
     """
@@ -45,6 +47,16 @@ class ExpertShape:
         assert self.spec.experts is not None
         return self.spec.experts.num_experts
 
+    @property
+    def fits_a_word(self) -> bool:
+        """Whether a choice does: eight bits for each expert."""
+        return self.num_experts <= EXPERTS_OF_WORD and self.per_token <= CHOSEN_OF_WORD
+
+    @property
+    def num_logits(self) -> int:
+        """Of a layer's router."""
+        return self.num_experts
+
     @cached_property
     def ops(self) -> tuple[Phase, ...]:
         """What is multiplied with matrices of the chosen ones, which lie where the choice finds them."""
@@ -53,22 +65,49 @@ class ExpertShape:
 
     @property
     def ctas(self) -> int:
-        """Thread blocks that share the gate and up rows of a chosen expert."""
-        return max(self.num_ctas // self.per_token, 1)
+        """Thread blocks that share the gate and up rows of a chosen expert; or its shares, where a thread block has some."""
+        if not self._share_rows:
+            return self.num_ctas // self.per_token
+        return -(-self._num_rows // self._share_rows)
+
+    @property
+    def shares(self) -> int:
+        """Of chosen experts that a thread block has: neighbouring ones."""
+        return -(-self.per_token * self.ctas // self.num_ctas)
+
+    @property
+    def _num_rows(self) -> int:
+        """Gate and up rows of an expert."""
+        return 2 * self.num_lanes * self.spec.lane_ffn
+
+    @cached_property
+    def _share_rows(self) -> int:
+        """Of a share: so many that no thread block has more than it must, and shares are few. 0: experts divide thread blocks."""
+        if self.num_ctas % self.per_token == 0:
+            return 0
+
+        def most_rows(rows: int) -> int:
+            return -(-self.per_token * -(-self._num_rows // rows) // self.num_ctas) * rows
+
+        return min(range(self.geometry.tile_rows, 0, -GATE_AND_UP), key=most_rows)
 
     @property
     def warps(self) -> int:
-        """Matrix warps that share the columns of `down` of a chosen expert."""
+        """Matrix warps that share the columns of `down` of a chosen expert; those of one that has some where they take turns."""
         return max(self.geometry.matrix_warps // self.per_token, 1)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether matrix warps take columns of `down` in turn, of one expert behind the other."""
+        return self.geometry.matrix_warps % self.per_token != 0
 
     @property
     def findings(self) -> list[str]:
         """What no build of the kernel can divide."""
         found = []
-        if self.geometry.matrix_warps % self.per_token:
-            found.append(f"{self.per_token} experts for each token (1, 2, 4 or 8)")
-        if self.num_ctas % self.per_token:
-            found.append(f"{self.per_token} experts for each token, which do not divide {self.num_ctas} thread blocks")
+        if self.coding is not None and (self.takes_turns or self.shares > 1):
+            limit = f"1, 2, 4 or 8 that divide {self.num_ctas} thread blocks"
+            found.append(f"{self.per_token} quantised experts for each token ({limit})")
         if self.coding is not None and not self.coding.scales:
             found.append("quantised experts with one scale for each row (for groups of columns)")
         if self.group_columns != _SKEWED_GROUP and any(map(self.skew, range(self.spec.num_lanes))):
@@ -100,26 +139,49 @@ class ExpertShape:
     @cached_property
     def route(self) -> OpShape:
         """Rows of the router."""
-        rows = owned_rows(self.num_experts, self.num_ctas, 1)
+        rows = owned_rows(self.num_logits, self.num_ctas, 1)
         return self.geometry.op_shape(rows, self.spec.hidden_size, 1, slice_steps=self.stream_steps)
 
     @cached_property
     def gate_up(self) -> OpShape:
-        """Gate and up rows of FFN columns of all hosted lanes, of one expert."""
-        rows = 2 * owned_rows(self.num_lanes * self.spec.lane_ffn, self.ctas, 2)
+        """Gate and up rows of FFN columns of all hosted lanes, of one expert: a thread block's, or a share."""
+        rows = self._share_rows or 2 * owned_rows(self.num_lanes * self.spec.lane_ffn, self.ctas, 2)
         steps = 1 if self.coding is not None else self.stream_steps
         return self.geometry.op_shape(rows, self.spec.hidden_size, 4, has_last=True, coding=self.coding, slice_steps=steps)
 
     @cached_property
     def down(self) -> OpShape:
         """Rows of the residual, over a lane's columns of all chosen experts, one behind the other."""
+        if self.takes_turns:
+            return self._down_in_turn
         step = self.stream_steps * STEP_COLUMNS * self.warps
         columns = -(-(self.spec.lane_ffn + max(map(self.skew, range(self.spec.num_lanes)))) // step) * step
         return self.geometry.op_shape(self.residual_rows, self.per_token * columns, 2, coding=self.coding)
 
     @cached_property
+    def _down_in_turn(self) -> OpShape:
+        form = self.geometry.op_shape(self.residual_rows, self._slot_steps * STEP_COLUMNS, 2)
+        most = max(1, min(self.geometry.tile_rows // form.rows, MAX_PIECES // -(-form.rows // 8)))
+        steps = max(n for n in range(1, most + 1) if self._slot_steps % n == 0)
+        num_parts = self.per_token * self._slot_steps // steps
+        per = -(-num_parts // form.warps) * steps
+        return replace(form, per=per, steps=steps, real_steps=num_parts * steps, in_turn=True)
+
+    @property
+    def _slot_steps(self) -> int:
+        """Steps of 32 columns of an expert in `down` of a lane."""
+        return -(-self.spec.lane_ffn // STEP_COLUMNS)
+
+    @property
+    def slot_parts(self) -> int:
+        """Parts of an expert's columns in `down` that warps take in turn."""
+        return self._slot_steps // self.down.steps
+
+    @cached_property
     def down_of_one(self) -> OpShape:
         """What one expert has of `down`."""
+        if self.takes_turns:
+            return replace(self.down, per=self.down.steps, warps=self.slot_parts, real_steps=0, in_turn=False)
         return replace(self.down, warps=self.warps)
 
     def skew(self, lane: int) -> int:
@@ -162,6 +224,7 @@ class ExpertShape:
             "kNumExperts": experts.num_experts,
             "kChosen": experts.per_token,
             "kExpertCtas": self.ctas,
+            "kExpertShares": self.shares,
             "kExpertWarps": self.warps,
             "kExpertSkew": self.skew(1 % self.spec.num_lanes),
         }
@@ -174,8 +237,10 @@ class ExpertShape:
         clamp = experts.clamp
         floats = {"kClampAlpha": clamp.alpha if clamp else 1.0, "kClampLimit": clamp.limit if clamp else 1.0}
         floats |= {"kRouterScale": self.router_scale}
+        numbers |= {"kSlotParts": self.slot_parts} if self.takes_turns else {}
         return [
             "#define KOG_EXPERTS 1",
+            *(["#define KOG_SLOTS_IN_TURN"] if self.takes_turns else []),
             "namespace kog {",
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
             *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),

@@ -133,7 +133,7 @@ def shape_header(shape: KernelShape) -> str:
     lines += ["}  // namespace kog"]
     lines += [
         f"#define KOG_{phase.name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
-        f"{op.rows_of(op.blocks - 1)}"
+        f"{op.rows_of(op.blocks - 1)}" + (f", {op.warps_of(op.tiles - 1)}" if op.in_turn else "")
         for phase, op in sorted(shape.ops.items())
     ]
     lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, shape.words.delays))}"]

@@ -7,7 +7,7 @@ from kog_dist.model.spec import ModelSpec
 
 MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's columns
 MAX_LAYERS = 128  # bits of two words
-MAX_EXPERTS = 256  # eight of each thread of the warp that chooses
+MAX_EXPERTS = 512  # sixteen of each thread of the warp that chooses
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 _SEVERAL, _GATED, _NETS = "several kinds", "gated attention", "gated delta nets"
 _ON_DEVICES = {_SEVERAL, _GATED, _NETS}  # of `_of_mixed`

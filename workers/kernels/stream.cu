@@ -27,11 +27,12 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     if (warp >= kMatrixWarps) return;
 #ifdef KOG_EXPERTS
     constexpr u32 kRouteTiles = RouteOp::kBlocks * RouteOp::kTiles;
+    const u32 num_gate_ups = num_shares(role.cta);
 #else
-    constexpr u32 kRouteTiles = 0;
+    constexpr u32 kRouteTiles = 0, num_gate_ups = kGateUpProductsOfLayer;
 #endif
-    constexpr u32 kLayerTiles = kRouteTiles + kLanes * OutOp::kBlocks * OutOp::kTiles + kGateUpProductsOfLayer * GateUpOp::kBlocks * GateUpOp::kTiles +
-                                kLanes * DownOp::kBlocks * DownOp::kTiles;
+    const u32 kLayerTiles = kRouteTiles + kLanes * OutOp::kBlocks * OutOp::kTiles + num_gate_ups * GateUpOp::kBlocks * GateUpOp::kTiles +
+                            kLanes * DownOp::kBlocks * DownOp::kTiles;
     constexpr u32 kMixerTiles = (kLayers - kDeltaLayers) * kQkvProductsOfLayer * QkvOp::kBlocks * QkvOp::kTiles +
                                 kDeltaLayers * kDeltaInProductsOfLayer * DeltaInOp::kBlocks * DeltaInOp::kTiles;
     const u32 num_tiles = params.num_steps * (kLayers * kLayerTiles + kMixerTiles + kHeadProducts * HeadOp::kBlocks * HeadOp::kTiles);

@@ -24,18 +24,21 @@ struct FinalizedExperts : FinalizedRows {
 
     __device__ __forceinline__ u64* logit_words() const { return reinterpret_cast<u64*>(params.words_ptr) + kRouterLogitsOffset; }
     __device__ __forceinline__ bool publish_logits(u32 layer, float scale, u32 tag) {
-        const u32 expert = role.cta * RouteOp::kCtaRows + lane;
-        const bool is_mine = lane < RouteOp::kRows && expert < kNumExperts;
-        [[maybe_unused]] float bias = 0;
-        if (kRouterBias && is_mine) bias = WeightFormat::low(reinterpret_cast<const u16*>(params.router_bias_ptr)[layer * kNumExperts + expert]);
-        float sum;
-        if (!row_sum(sum, RouteOp::kRows)) return false;
-        sum = sum * kRouteFactor * scale;
-        if constexpr (kRouterBias) sum += bias;
-        if (is_mine)
+#pragma unroll 1
+        for (u32 block = 0; block < RouteOp::kBlocks; ++block) {
+            const u32 expert = role.cta * RouteOp::kCtaRows + block * RouteOp::kRows + lane;
+            const bool is_mine = lane < RouteOp::kRows && expert < kNumExperts;
+            [[maybe_unused]] float bias = 0;
+            if (kRouterBias && is_mine) bias = WeightFormat::low(reinterpret_cast<const u16*>(params.router_bias_ptr)[layer * kNumExperts + expert]);
+            float sum;
+            if (!row_sum(sum, RouteOp::kRows)) return false;
+            sum = sum * kRouteFactor * scale;
+            if constexpr (kRouterBias) sum += bias;
+            if (is_mine)
 #pragma unroll
-            for (u32 copy = 0; copy < kReplicas; ++copy) store_relaxed(logit_words() + copy * kRouterLogitsStride + expert, make_logit_word(sum, tag));
-        end_block();
+                for (u32 copy = 0; copy < kReplicas; ++copy) store_relaxed(logit_words() + copy * kRouterLogitsStride + expert, make_logit_word(sum, tag));
+            end_block();
+        }
         return true;
     }
     // All logits of a layer; what is missing is noted for the watchdog.
@@ -164,11 +167,9 @@ struct FinalizedExperts : FinalizedRows {
         gate = fminf(gate, kClampLimit), up = fminf(fmaxf(up, -kClampLimit), kClampLimit);
         return gate * reciprocal_approx(1.0f + exp2_approx(gate * (-kClampAlpha * kLog2e))) * (up + 1.0f);
     }
-    // The router and then GATE_UP: rows of one chosen expert.
-    __device__ __forceinline__ bool gate_up_of_experts(u32 layer, u32 tag) {
-        float scale;
-        if (!rms_scale(scale) || !publish_logits(layer, scale, tag) || !choose(layer, tag)) return false;
-        const u32 place = role.cta / kExpertCtas, cta = role.cta % kExpertCtas;
+    // GATE_UP of a share of the chosen experts' rows.
+    __device__ __forceinline__ bool gate_up_of_share(u32 layer, u32 share, float scale, u32 tag) {
+        const u32 place = share / kExpertCtas, cta = share % kExpertCtas;
         const u32 expert = role.shared->chosen[0][place];
         const float weight = role.shared->chosen_weights[0][place];
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + place * (kFfn / 2);
@@ -190,6 +191,16 @@ struct FinalizedExperts : FinalizedRows {
                 words, kActivationStride, (cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2, end, activation, tag);
             end_block();
         }
+        return true;
+    }
+    // The router and then GATE_UP.
+    __device__ __forceinline__ bool gate_up_of_experts(u32 layer, u32 tag) {
+        float scale;
+        if (!rms_scale(scale) || !publish_logits(layer, scale, tag) || !choose(layer, tag)) return false;
+        const u32 num = num_shares(role.cta);
+#pragma unroll 1
+        for (u32 i = 0; i < num; ++i)
+            if (!gate_up_of_share(layer, role.cta * kExpertShares + i, scale, tag)) return false;
         count_vector<kLanes>(0);
         return true;
     }

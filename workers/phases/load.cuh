@@ -106,7 +106,8 @@ struct Loader {
     };
     template <class O>
     static __device__ __forceinline__ Tiles tiles_of() {
-        return {O::kBlocks * O::kTiles, O::kTileBytes, O::kTiles, O::kLongTiles, O::kWarpBytes, O::Last::kTileBytes, O::Last::kWarpBytes};
+        return {O::kBlocks * O::kTiles, O::kTileBytes, O::kTiles, O::kLongTiles, O::kTileBytes - O::kShortTileBytes, O::Last::kTileBytes,
+                O::Last::kTileBytes - O::Last::kShortTileBytes};
     }
     __device__ __forceinline__ bool issue_uneven(const unsigned char*& tiles, const Tiles& of) {
         return issue_uneven(tiles, of, role.cta, kNumCtas);
@@ -187,6 +188,8 @@ struct Loader {
         }
 #ifdef KOG_UNION
         if (at.phase() == kDownPhase) return issue_down_of_union(at);
+#elif defined KOG_SLOTS_IN_TURN
+        if (at.phase() == kDownPhase) return issue_down_in_turn(at);
 #else
         if (at.phase() == kDownPhase) return issue_down(at);
 #endif
@@ -196,8 +199,13 @@ struct Loader {
 #ifdef KOG_UNION
         return issue_gate_up_of_union(at);
 #else
-        const unsigned char* own = experts_of(at.layer()) + u64{load_shared_u32(role.base + KOG_OFFSET(chosen) + role.cta / kExpertCtas * 4)} * kExpertBytes;
-        if (!issue_uneven(own, tiles_of<GateUpOp>(), role.cta % kExpertCtas, kExpertCtas)) return false;
+        const u32 num = num_shares(role.cta);
+#pragma unroll 1
+        for (u32 i = 0; i < num; ++i) {
+            const u32 share = role.cta * kExpertShares + i;
+            const unsigned char* own = experts_of(at.layer()) + u64{load_shared_u32(role.base + KOG_OFFSET(chosen) + share / kExpertCtas * 4)} * kExpertBytes;
+            if (!issue_uneven(own, tiles_of<GateUpOp>(), share % kExpertCtas, kExpertCtas)) return false;
+        }
         read_choice();
         return true;
 #endif
@@ -219,6 +227,34 @@ struct Loader {
 #pragma unroll
         for (u32 k = 0; k < kChosen; ++k) chosen[k] = load_shared_u32(role.base + KOG_OFFSET(chosen) + k * 4);
     }
+#ifdef KOG_SLOTS_IN_TURN
+    // Columns of DOWN come one expert behind the other, so a tile has all that some experts have in this thread block, in one piece each, and
+    // perhaps a beginning and an end of others.
+    __device__ __forceinline__ bool issue_down_in_turn(const Place& at) {
+        static_assert(kExpertBytes < (u64{1} << 32) && kPacked, "a multiplication of 32 bits");
+        constexpr u32 kParts = kChosen * kSlotParts, kPartBytes = DownOp::kWarpBytes;
+        const unsigned char* first = experts_of(at.layer()) + kExpertGateUpBytes + (u64{at.lane() * DownOp::kBlocks} * kNumCtas + role.cta) * (kSlotParts * kPartBytes);
+#pragma unroll 1
+        for (u32 block = 0; block < DownOp::kBlocks; ++block, first += kNumCtas * kSlotParts * kPartBytes)
+#pragma unroll
+            for (u32 tile = 0; tile < DownOp::kTiles; ++tile) {
+                const u32 begin = tile * kMatrixWarps, end = min(begin + kMatrixWarps, kParts), bytes = (end - begin) * kPartBytes;
+                if (!make_room(bytes)) return false;
+                mbar_arrive_expect(full, bytes);
+                if (num_under_way == most && !wait_for_landing()) return false;
+#pragma unroll
+                for (u32 part = begin; part < end; ++part) {
+                    const u32 slot_idx = part / kSlotParts, of_slot = part % kSlotParts;
+                    if (part > begin && of_slot > 0) continue;  // came with the one before
+                    const unsigned char* from = first + u64{chosen[slot_idx]} * static_cast<u32>(kExpertBytes) + of_slot * kPartBytes;
+                    bulk_load(slot + (part - begin) * kPartBytes, from, min(kSlotParts - of_slot, end - part) * kPartBytes, full, policy);
+                }
+                full += 8, ++num_under_way, slot += bytes;
+                if (full == first_full + kEmptyOffset) full = first_full, parity ^= 1;
+            }
+        return true;
+    }
+#else
     // Tiles of DOWN have a part of each chosen expert. Copies are so small that what memory brings is bound by what one costs this thread:
     // so there is no loop over them, and an address is one multiplication.
     __device__ __forceinline__ bool issue_down(const Place& at) {
@@ -238,6 +274,7 @@ struct Loader {
         }
         return true;
     }
+#endif
 #ifdef KOG_UNION
     __device__ __forceinline__ bool issue_gate_up_of_union(const Place& at) {
 #pragma unroll 1

@@ -156,7 +156,7 @@ def _row_findings(plan: Plan, product: Product) -> Iterator[str]:
         yield f"{rows.num_rows} rows, the matrix has {matrix.num_rows}"
     if rows.num_groups != matrix.num_groups:
         yield f"{rows.num_groups} groups of thread blocks, expected {matrix.num_groups}"
-    if not 1 <= rows.num_ctas * rows.num_groups <= plan.num_ctas:
+    if not 1 <= rows.num_ctas * rows.num_groups <= plan.num_ctas * rows.num_shares:
         yield f"{rows.num_groups} times {rows.num_ctas} thread blocks, of which there are {plan.num_ctas}"
     if rows.per_cta * rows.num_ctas < rows.num_rows:
         yield f"rows {rows.per_cta * rows.num_ctas} to {rows.num_rows - 1} are on no thread block"
