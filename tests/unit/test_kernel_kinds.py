@@ -80,6 +80,34 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
     assert weights <= shape.num_ctas * shape.tape.num_values <= 1.06 * weights
 
 
+MIXTURES = ("Qwen3.5-35B-A3B", "Qwen3-Coder-Next", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_shapes_of_published_experts_beside_delta_nets(name: str, num_ranks: int) -> None:
+    """Their plan and their words are proved; experts have no padding, and a token reads little more than it must."""
+    spec = read_config(CONFIGS[name]).with_context(4096)
+    shapes = [
+        TrialShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, untried=True) for rank in range(num_ranks)
+    ]
+    assert validate(kernel_plan(shapes)) == []
+    shape, text = shapes[0], CONFIGS[name].get("text_config", CONFIGS[name])
+    assert word_findings(shape) == ()
+    layers, experts = spec.num_layers, shape.experts
+    assert experts is not None
+    counts = Counter(product.op for product in shape.products)
+    assert counts[Phase.ROUTE] == counts[Phase.GATE_UP] == layers
+    assert counts[Phase.DOWN] == counts[Phase.OUT] == layers * shape.num_lanes
+    of_expert = 3 * text["moe_intermediate_size"] // num_ranks * text["hidden_size"]
+    assert experts.num_values == of_expert
+    assert experts.num_bytes == 2 * layers * text["num_experts"] * of_expert
+    assert experts.read_values == layers * text["num_experts_per_tok"] * of_expert
+    shared = [experts.taped[op].num_values * shape.num_ctas * counts[op] for op in (Phase.GATE_UP, Phase.DOWN)]
+    assert sum(shared) == layers * of_expert, "as wide as the others, and on the tape"
+    assert spec.bytes_per_token() <= num_ranks * shape.tape.read_bytes <= 1.06 * spec.bytes_per_token()
+
+
 def matrix_columns(spec: ModelSpec, op: Phase) -> int:
     """Those of a product's matrix."""
     of_lane = {Phase.OUT: spec.lane_heads * spec.head_dim, Phase.DOWN: spec.lane_ffn}

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import make_plan
-from kog_dist.model.layers import AttentionMixer, DeltaNet, Ffn, LayerSpec, Norm
+from kog_dist.model.experts import ExpertsSpec
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn, LayerSpec, Norm
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import RankReader
@@ -29,9 +30,12 @@ NORM = Norm(1e-6, adds_one=True)
 GATED = AttentionMixer(8, 2, 256, qk_norm=True, rotary_dim=64, gated=True)
 
 
-def spec_of(*mixers: Any, **others: Any) -> ModelSpec:
+DENSE = Ffn(64)
+
+
+def spec_of(*mixers: Any, ffn: Any = DENSE, **others: Any) -> ModelSpec:
     sizes = {"hidden_size": 64, "vocab_size": 76, "max_context": 32, "num_lanes": 4} | others
-    return ModelSpec.of_layers([LayerSpec(mixer, Ffn(64), NORM) for mixer in mixers], **sizes)
+    return ModelSpec.of_layers([LayerSpec(mixer, ffn, NORM) for mixer in mixers], **sizes)
 
 
 SMALL = AttentionMixer(8, 4, 32, qk_norm=True, rotary_dim=8, gated=True)
@@ -46,8 +50,12 @@ SPECS = {
     ),
     # Three value heads to a key head, two keys of a thread, and a convolution over three tokens.
     "delta nets, odd shapes": spec_of(DeltaNet(4, 12, 64, 16, 3), AttentionMixer(12, 4, 16), DeltaNet(4, 12, 64, 16, 3)),
+    # A lane has 40 columns of an expert and 72 of the shared one: five steps of 32 in all, which end within tiles.
+    "experts beside a shared one": spec_of(NET, SMALL, NET, ffn=Experts(160, ExpertsSpec(16, 3), 288)),
+    # As Qwen3-Next, with tiny experts: a part of theirs is two steps, and a tile has at most eight parts.
+    "ten experts of 512 beside a shared one": spec_of(NET, SMALL, ffn=Experts(192, ExpertsSpec(512, 10), 256)),
 }
-RANKS = {"delta nets": (1, 4)}  # besides two; on four ranks a head has two slices, else one
+RANKS = {"delta nets": (1, 4), "experts beside a shared one": (1, 4)}  # besides two; on four a head has two slices, else one
 
 
 class Tensors:

@@ -64,6 +64,8 @@ CASES = {
     "three experts of sixteen, in shares": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe, three of sixteen"], options={"max_ctas": 4}),
     "gated attention, lanes that share a KV head": Case(STORED["gated attention"], 2),
     "delta nets": Case(STORED["delta nets"]),
+    "delta nets, experts beside a shared one": Case(STORED["experts beside a shared one"]),
+    "ten experts of 512 beside a shared one on two ranks": Case(STORED["ten experts of 512 beside a shared one"], num_ranks=2),
     "delta nets on four ranks, heads in slices": Case(STORED["delta nets"], num_ranks=4),
     "lanes with a delay": Case(SPEC),
     "lanes that share products": Case(replace(SPEC, shared_norm_scale=True, delay=0, intermediate_size=432)),

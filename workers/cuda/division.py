@@ -83,11 +83,17 @@ class Divider:
         return Division(1, RowShare(stage.num_rows, self.num_ctas, form=form))
 
     def _of_experts(self, experts: ExpertShape, recipe: Recipe) -> Iterator[tuple[Phase, Division]]:
-        """Router, gate and up rows of all hosted lanes, of which each chosen expert has thread blocks of its own, and `down`."""
-        rows = {stage.phase: stage.num_rows for stage in recipe.stages}
+        """Router, gate and up rows of all hosted lanes, of which each chosen expert has thread blocks of its own, and `down`.
+
+        Of a shared expert's gate and up all thread blocks have some.
+        """
+        rows, beside = {stage.phase: stage.num_rows for stage in recipe.stages}, None
         yield Phase.ROUTE, Division(1, RowShare(rows[Phase.ROUTE], self.num_ctas, form=experts.route))
         num_lanes = len(self.hosted_lanes)
-        shares = RowShare(num_lanes * rows[Phase.GATE_UP], experts.ctas, experts.per_token, experts.gate_up, experts.shares)
+        of_chosen = num_lanes * (rows[Phase.GATE_UP] - 2 * experts.lane_shared)
+        if experts.lane_shared:
+            beside = RowShare(num_lanes * 2 * experts.lane_shared, self.num_ctas, form=experts.shared_gate_up)
+        shares = RowShare(of_chosen, experts.ctas, experts.per_token, experts.gate_up, experts.shares, beside)
         yield Phase.GATE_UP, Division(num_lanes, shares)
         yield Phase.DOWN, Division(1, RowShare(rows[Phase.DOWN], self.num_ctas, form=experts.down))
 

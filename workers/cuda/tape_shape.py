@@ -30,9 +30,15 @@ class TapeShape:
 
     @cached_property
     def taped(self) -> tuple[Product, ...]:
-        """Those whose weights lie on the tape: all but experts', which lie where the choice finds them."""
-        apart = () if self.experts is None else self.experts.ops
-        return tuple(product for product in self.products if product.op not in apart)
+        """Those that have weights on the tape: of experts that are chosen none has, which lie where the choice finds them."""
+        return tuple(product for product in self.products if product.op in self.forms)
+
+    @cached_property
+    def forms(self) -> dict[Phase, OpShape]:
+        """What a thread block has of each op on its tape."""
+        if self.experts is None:
+            return dict(self.ops)
+        return {op: form for op, form in self.ops.items() if op not in self.experts.ops} | self.experts.taped
 
     @cached_property
     def _num_taped(self) -> Counter[Phase]:
@@ -41,12 +47,12 @@ class TapeShape:
     @cached_property
     def num_values(self) -> int:
         """Weights on the tape of one thread block: 16-bit words."""
-        return sum(count * self.ops[op].num_values for op, count in self._num_taped.items())
+        return sum(count * self.forms[op].num_values for op, count in self._num_taped.items())
 
     @cached_property
     def num_tiles(self) -> int:
         """Tiles on the tape of one thread block."""
-        return sum(count * self.ops[op].num_tiles for op, count in self._num_taped.items())
+        return sum(count * self.forms[op].num_tiles for op, count in self._num_taped.items())
 
     @cached_property
     def scale_rows(self) -> int:

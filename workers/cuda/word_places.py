@@ -90,8 +90,17 @@ class WordPlaces:
                 writer = share // shape.experts.shares if shape.tokens == 1 else SOMEBODY
                 yield from self._copies("Activation", lane, token, k * (columns // 2) + place, writer)
 
+    def shared_activations(self, lane: int, token: int = 0) -> Iterator[Word]:
+        """The same of the shared expert, behind those of the chosen ones."""
+        experts = self.shape.experts
+        assert experts is not None
+        behind, owned = experts.per_token * (self.shape.spec.lane_ffn // 2), experts.shared_gate_up.cta_rows // 2
+        for place in range(experts.lane_shared // 2):
+            writer = (lane * experts.lane_shared + 2 * place) // owned
+            yield from self._copies("Activation", lane, token, behind + place, writer)
+
     def router_logits(self, token: int = 0) -> Iterator[Word]:
-        """A word for each expert."""
+        """A word for each expert, and one for the shared one's gate."""
         assert self.shape.experts is not None
         for row in range(self.shape.experts.num_logits):
             yield from self._copies("RouterLogits", 0, token, row, row // self.shape.ops[Phase.ROUTE].cta_rows)

@@ -26,7 +26,11 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     if (warp == kLoaderWarp) load_tape(params, role);
     if (warp >= kMatrixWarps) return;
 #ifdef KOG_EXPERTS
+#ifdef KOG_SHARED_EXPERT
+    constexpr u32 kRouteTiles = RouteOp::kBlocks * RouteOp::kTiles + SharedGateUpOp::kBlocks * SharedGateUpOp::kTiles;
+#else
     constexpr u32 kRouteTiles = RouteOp::kBlocks * RouteOp::kTiles;
+#endif
     const u32 num_gate_ups = num_shares(role.cta);
 #else
     constexpr u32 kRouteTiles = 0, num_gate_ups = kGateUpProductsOfLayer;

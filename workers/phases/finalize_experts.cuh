@@ -10,6 +10,11 @@ namespace kog {
 #ifdef KOG_EXPERTS
 struct FinalizedExperts : FinalizedRows {
     static constexpr int kLogits = (kNumExperts + 31) / 32;  // of a thread: experts `lane` + 32 i
+#ifdef KOG_SHARED_EXPERT
+    static constexpr u32 kRouterRows = kNumExperts + 1;  // the last one is the shared expert's gate
+#else
+    static constexpr u32 kRouterRows = kNumExperts;
+#endif
     // The router's weights have 16 bit, times kRouterScale, and x is `RouterX`.
     static constexpr float kRouteFactor = PlainX::kScale / (RouterX::kScale * kRouterScale);
 
@@ -27,9 +32,10 @@ struct FinalizedExperts : FinalizedRows {
 #pragma unroll 1
         for (u32 block = 0; block < RouteOp::kBlocks; ++block) {
             const u32 expert = role.cta * RouteOp::kCtaRows + block * RouteOp::kRows + lane;
-            const bool is_mine = lane < RouteOp::kRows && expert < kNumExperts;
+            const bool is_mine = lane < RouteOp::kRows && expert < kRouterRows;
             [[maybe_unused]] float bias = 0;
-            if (kRouterBias && is_mine) bias = WeightFormat::low(reinterpret_cast<const u16*>(params.router_bias_ptr)[layer * kNumExperts + expert]);
+            if (kRouterBias && is_mine && expert < kNumExperts)
+                bias = WeightFormat::low(reinterpret_cast<const u16*>(params.router_bias_ptr)[layer * kNumExperts + expert]);
             float sum;
             if (!row_sum(sum, RouteOp::kRows)) return false;
             sum = sum * kRouteFactor * scale;
@@ -167,36 +173,71 @@ struct FinalizedExperts : FinalizedRows {
         gate = fminf(gate, kClampLimit), up = fminf(fmaxf(up, -kClampLimit), kClampLimit);
         return gate * reciprocal_approx(1.0f + exp2_approx(gate * (-kClampAlpha * kLog2e))) * (up + 1.0f);
     }
-    // GATE_UP of a share of the chosen experts' rows.
-    __device__ __forceinline__ bool gate_up_of_share(u32 layer, u32 share, float scale, u32 tag) {
-        const u32 place = share / kExpertCtas, cta = share % kExpertCtas;
-        const u32 expert = role.shared->chosen[0][place];
-        const float weight = role.shared->chosen_weights[0][place];
-        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + place * (kFfn / 2);
+    // Rows of an expert's GATE_UP, of kColumns columns of each lane, which thread block `cta` of those that share them has: times `weight` into
+    // `words`. `first_bias`: of the expert's.
+    template <class O, u32 kColumns, bool kHasBias>
+    __device__ __forceinline__ bool gate_up_rows(u64* words, u32 cta, u32 first_bias, float weight, float scale, u32 tag) {
 #pragma unroll 1
-        for (u32 block = 0; block < GateUpOp::kBlocks; ++block) {
-            const u32 row = cta * GateUpOp::kCtaRows + block * GateUpOp::kRows + lane;
+        for (u32 block = 0; block < O::kBlocks; ++block) {
+            const u32 row = cta * O::kCtaRows + block * O::kRows + lane;
             [[maybe_unused]] float bias = 0;
-            if (kExpertBias && row < 2 * kLanes * kFfn)
-                bias = WeightFormat::low(reinterpret_cast<const u16*>(params.gate_up_bias_ptr)[(layer * kNumExperts + expert) * (2 * kLanes * kFfn) + row]);
+            if (kHasBias && row < 2 * kLanes * kColumns)
+                bias = WeightFormat::low(reinterpret_cast<const u16*>(params.gate_up_bias_ptr)[first_bias + row]);
             float sum;
-            if (!row_sum(sum, GateUpOp::kRows)) return false;
+            if (!row_sum(sum, O::kRows)) return false;
             sum *= scale;
-            if constexpr (kExpertBias) sum += bias;
+            if constexpr (kHasBias) sum += bias;
             const float up = __shfl_down_sync(kFullWarp, sum, 1);
             const float activation = activation_of(sum, up) * weight;
-            u32 end = kLanes * kFfn;
-            if (GateUpOp::kLastRows != GateUpOp::kRows) end = min(end, (cta + 1) * GateUpOp::kCtaRows / 2);
-            publish<GateUpOp::kRows / 2, 2, kLanes == 1 ? 0 : kFfn, GateUpOp::kCtaRows / 2>(
-                words, kActivationStride, (cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2, end, activation, tag);
+            u32 end = kLanes * kColumns;
+            if (O::kLastRows != O::kRows) end = min(end, (cta + 1) * O::kCtaRows / 2);
+            publish<O::kRows / 2, 2, kLanes == 1 ? 0 : kColumns, O::kCtaRows / 2>(words, kActivationStride, (cta * O::kCtaRows + block * O::kRows) / 2, end,
+                                                                                activation, tag);
             end_block();
         }
         return true;
     }
-    // The router and then GATE_UP.
+    __device__ __forceinline__ u64* activations(u32 place) const {
+        return reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + place * (kFfn / 2);
+    }
+#ifdef KOG_SHARED_EXPERT
+    // The shared expert's weight: the sigmoid of its gate's logit.
+    __device__ __forceinline__ bool collect_gate(u32 layer, u32 tag, float& weight) {
+        const u64* word = logit_words() + role.cta % kReplicas * kRouterLogitsStride + kNumExperts;
+        u64 got = load_relaxed(word);
+        for (u32 rounds = 1; !__all_sync(kFullWarp, has_tag(got, tag)); ++rounds) {
+            if (must_leave(role.stopped())) return false;
+            if (rounds % 1024 == 0) {
+                WaitNote& note = role.shared->note;
+                note.phase = kSelectPhase + 1, note.layer = layer, note.lane = WaitNote::lane_and_expert(kNowhere, kNumExperts);
+                note.wanted = tag, note.set_words(word, 1);
+            }
+            got = load_relaxed(word);
+        }
+        weight = sigmoid(logit_of(got));
+        return true;
+    }
+    // Its activations, behind those of the chosen ones.
+    __device__ __forceinline__ bool gate_up_of_shared(u32 layer, float scale, u32 tag) {
+        float weight;
+        if (!collect_gate(layer, tag, weight)) return false;
+        return gate_up_rows<SharedGateUpOp, kSharedFfn, false>(activations(kChosen), role.cta, 0, weight, scale, tag);
+    }
+#endif
+    // GATE_UP of a share of the chosen experts' rows.
+    __device__ __forceinline__ bool gate_up_of_share(u32 layer, u32 share, float scale, u32 tag) {
+        const u32 place = share / kExpertCtas;
+        const u32 expert = role.shared->chosen[0][place];
+        return gate_up_rows<GateUpOp, kFfn, kExpertBias>(activations(place), share % kExpertCtas, (layer * kNumExperts + expert) * (2 * kLanes * kFfn),
+                                                         role.shared->chosen_weights[0][place], scale, tag);
+    }
+    // The router and then GATE_UP. Matrix warps multiply the shared expert's rows in front of the chosen ones'; its weight comes with the logits.
     __device__ __forceinline__ bool gate_up_of_experts(u32 layer, u32 tag) {
         float scale;
         if (!rms_scale(scale) || !publish_logits(layer, scale, tag) || !choose(layer, tag)) return false;
+#ifdef KOG_SHARED_EXPERT
+        if (!gate_up_of_shared(layer, scale, tag)) return false;
+#endif
         const u32 num = num_shares(role.cta);
 #pragma unroll 1
         for (u32 i = 0; i < num; ++i)

@@ -209,6 +209,17 @@ using HeadOp = Op<HeadWeights, KOG_HEAD_OP>;
 // From a warp's x of GATE_UP to that of the router: the same, but where experts want digits.
 constexpr u32 kRouterX = kExperts && kIntegers ? GateUpOp::kPer * kXStepBytes : 0;
 static_assert(kRouterX == 0 || 2 * GateUpOp::kPer <= kMaxPer, "room for both");
+#ifdef KOG_SHARED_EXPERT
+// The shared expert's gate and up rows, of which all thread blocks have some, stand on the tape behind the router; its part of DOWN stands there
+// for each lane. It is the last slot of DOWN.
+using SharedGateUpOp = Op<LayerWeights, KOG_SHARED_GATE_UP_OP>;
+constexpr u32 kSlots = kChosen + 1;
+constexpr u64 kSharedDownBytes = u64{DownOp::kBlocks} * kSharedParts * DownOp::kWarpBytes, kSharedExpertBytes = SharedGateUpOp::kBytes + kLanes * kSharedDownBytes;
+static_assert(SharedGateUpOp::kPer == QkvOp::kPer, "both have a stream as input");
+#else
+constexpr u32 kSlots = kChosen, kSharedParts = 0, kSharedFfn = 0;
+constexpr u64 kSharedExpertBytes = 0;
+#endif
 static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRows, "a row of the residual has one owner");
 
 // The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
@@ -382,7 +393,7 @@ constexpr u64 kOpBytes = O::kBytes;
 constexpr u64 kMixerBytes = (kLayers - kDeltaLayers) * kQkvProductsOfLayer * kOpBytes<QkvOp> + kDeltaLayers * kDeltaInProductsOfLayer * kOpBytes<DeltaInOp> +
                             u64{kLayers} * kLanes * kOpBytes<OutOp>;
 #ifdef KOG_EXPERTS
-constexpr u64 kLayerBytes = kMixerBytes + kLayers * kRouteBytes;
+constexpr u64 kLayerBytes = kMixerBytes + kLayers * (kRouteBytes + kSharedExpertBytes);
 #else
 constexpr u64 kLayerBytes = kMixerBytes + u64{kLayers} * (kLanes * kOpBytes<DownOp> + kGateUpProductsOfLayer * kOpBytes<GateUpOp>);  // of the tape
 #endif

@@ -380,6 +380,10 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
     if constexpr (kPhase == kGateUpPhase)
         if (!multiplier.template blocks<RouteOp, false>(first_x<RouteOp>(role, warp, opaque(lane)) + kRouterX)) return false;
 #endif
+#ifdef KOG_SHARED_EXPERT
+    if constexpr (kPhase == kGateUpPhase)
+        if (!multiplier.template blocks<SharedGateUpOp, false>(first_x<SharedGateUpOp>(role, warp, opaque(lane)))) return false;
+#endif
     constexpr u32 kApart = kPhase == kOutPhase || kPhase == kDownPhase ? O::kPer * kXStepBytes : 0;  // from the x of one product to the next one's
 #pragma unroll 1
     for (u32 i = 0; i + 1 < kTogether; ++i) {
