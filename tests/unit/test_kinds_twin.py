@@ -77,12 +77,14 @@ class Tensors:
         whole[...] = self.tensors[name]
 
 
-def interpreted(spec: ModelSpec, tensors: dict[str, NDArray[np.float32]], ids: list[int], kv_dtype: str) -> Any:
-    """Logits (positions, vocabulary) of the interpreter in float64, whose keys and values are rounded as a kernel's."""
+def interpreted(
+    spec: ModelSpec, tensors: dict[str, NDArray[np.float32]], ids: list[int], kv_dtype: str, dtype: type[Any] = np.float64
+) -> Any:
+    """Logits (positions, vocabulary) of the interpreter in `dtype`, whose keys and values are rounded as a kernel's."""
     source: Any = Tensors(spec, tensors)
     lanes = tuple(range(spec.num_lanes))
-    weights = RankReader(source, lanes, lanes, np.dtype(np.float64)).read()
-    engine = Interpreter(make_plan(spec, 1), 0, weights, None, dtype=np.float64, kv_dtype=kv_dtype)
+    weights = RankReader(source, lanes, lanes, np.dtype(dtype)).read()
+    engine = Interpreter(make_plan(spec, 1), 0, weights, None, dtype=dtype, kv_dtype=kv_dtype)
     steps = [engine.step(token, at, SamplingParams(), gather_logits=True) for at, token in enumerate(ids)]
     return np.array([step.logits for step in steps])
 
