@@ -109,6 +109,47 @@ struct FinalizedExperts : FinalizedRows {
         reinterpret_cast<u64*>(params.trace_ptr)[(slot * kLayers + layer) * kNumCtas + role.cta] = numbers;
     }
 #endif
+    // Threads with few logits sort them by neighbours and weigh them all; others have Batcher's network, and weigh those that are chosen, one each.
+    static constexpr bool kHasFew = kLogits <= 4;
+    static __device__ __forceinline__ void exchange(u32& first, u32& second) {
+        const u32 more = max(first, second);
+        second = min(first, second), first = more;
+    }
+    static __device__ __forceinline__ void sort_falling(u32 (&keys)[kLogits]) {
+        if constexpr (kHasFew) {
+#pragma unroll
+            for (int round = 0; round < kLogits; ++round)
+#pragma unroll
+                for (int i = round & 1; i + 1 < kLogits; i += 2) exchange(keys[i], keys[i + 1]);
+        } else {
+            merge<1, 1>(keys);
+        }
+    }
+    // Runs of kSorted keys become runs of twice as many, and so on: in templates, since the compiler gives loops of loops up.
+    template <int kSorted, int kApart>
+    static __device__ __forceinline__ void merge(u32 (&keys)[kLogits]) {
+        constexpr int kFirst = kApart % kSorted;
+#pragma unroll
+        for (int i = kFirst; i + kApart < kLogits; ++i)
+            if ((i - kFirst) / kApart % 2 == 0 && i / (2 * kSorted) == (i + kApart) / (2 * kSorted)) exchange(keys[i], keys[i + kApart]);
+        if constexpr (kApart > 1) merge<kSorted, kApart / 2>(keys);
+        else if constexpr (2 * kSorted < kLogits) merge<2 * kSorted, 2 * kSorted>(keys);
+    }
+    // The weights of the chosen ones, whose logits stand in their places.
+    __device__ __forceinline__ void weigh_chosen(const float (&logits)[kLogits], float top) const {
+        static_assert(kChosen <= 32, "one of each thread");
+        float& own = role.shared->chosen_weights[0][lane < kChosen ? lane : 0];
+        const float term = lane < kChosen ? exp2_approx((own - top) * kLog2e) : 0.0f;
+        float sum = term;
+        if constexpr (!kChoiceIsNormalised) {
+            sum = 0;
+#pragma unroll
+            for (int i = 0; i < kLogits; ++i) sum += exp2_approx((logits[i] - top) * kLog2e);
+        }
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+        if (lane < kChosen) own = term / sum;
+    }
     // The experts with the largest logits, of equal ones those with the smaller number, into shared memory; they stand in the order of
     // their numbers.
     __device__ __forceinline__ bool choose(u32 layer, u32 tag) {
@@ -117,13 +158,7 @@ struct FinalizedExperts : FinalizedRows {
         u32 keys[kLogits], falling[kLogits], chosen[kLogits], largest, least, num_chosen = 0;
 #pragma unroll
         for (int i = 0; i < kLogits; ++i) keys[i] = falling[i] = i * 32 + lane < kNumExperts ? rising_key(logits[i]) : 0;
-#pragma unroll
-        for (int round = 0; round < kLogits; ++round)
-#pragma unroll
-            for (int i = round & 1; i + 1 < kLogits; i += 2) {
-                const u32 more = max(falling[i], falling[i + 1]);
-                falling[i + 1] = min(falling[i], falling[i + 1]), falling[i] = more;
-            }
+        sort_falling(falling);
         // The largest of all threads, so often as experts are chosen; those who have it go on to their next one.
 #pragma unroll
         for (u32 k = 0; k < kChosen; ++k) {
@@ -145,22 +180,27 @@ struct FinalizedExperts : FinalizedRows {
             place[i] = chosen[i] >> lane & 1 ? before + __popc(chosen[i] & ((1u << lane) - 1)) : kChosen;
             before += __popc(chosen[i]);
             if (place[i] < kChosen) role.shared->chosen[0][place[i]] = i * 32 + lane;
+            if (!kHasFew && place[i] < kChosen) role.shared->chosen_weights[0][place[i]] = logits[i];
         }
         // The loader waits for these alone.
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(choice_full));
-        float terms[kLogits], sum = 0;
+        if constexpr (!kHasFew) {
+            weigh_chosen(logits, top);
+        } else {
+            float terms[kLogits], sum = 0;
 #pragma unroll
-        for (int i = 0; i < kLogits; ++i) {
-            const bool is_chosen = place[i] < kChosen;
-            terms[i] = exp2_approx((logits[i] - top) * kLog2e);
-            if (is_chosen || !kChoiceIsNormalised) sum += terms[i];
+            for (int i = 0; i < kLogits; ++i) {
+                const bool is_chosen = place[i] < kChosen;
+                terms[i] = exp2_approx((logits[i] - top) * kLog2e);
+                if (is_chosen || !kChoiceIsNormalised) sum += terms[i];
+            }
+#pragma unroll
+            for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+#pragma unroll
+            for (int i = 0; i < kLogits; ++i)
+                if (place[i] < kChosen) role.shared->chosen_weights[0][place[i]] = terms[i] / sum;
         }
-#pragma unroll
-        for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-#pragma unroll
-        for (int i = 0; i < kLogits; ++i)
-            if (place[i] < kChosen) role.shared->chosen_weights[0][place[i]] = terms[i] / sum;
         __syncwarp();
 #ifdef KOG_CHOICES
         keep_choice(layer);
