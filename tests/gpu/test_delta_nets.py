@@ -29,8 +29,10 @@ VOCABULARY, CONTEXT, TOKENS, SEED = 4096, 512, 9, 5
 LIMIT = 2e-3  # as of other models on one GPU, and for words with 16 bits behind the rule
 
 
-# Of ids with which no choice of a small model hangs on less than 3e-4 of a logit.
-CHOICES_APART = {"experts beside a shared one": 9, "ten experts of 512 beside a shared one": 5}
+# Seeds of ids. What a small model with experts says at a position may hang on which of two near logits is the larger, or on a
+# key that lies between two values of bfloat16: weights that differ by 2^-16 move the interpreter's logits by 3e-3 then, or by
+# 6e-2. With these ids they move by less than 1e-3 at all positions that are looked at, in each of six trials.
+SETTLED_IDS = {"experts beside a shared one": 23, "ten experts of 512 beside a shared one": 25}
 
 
 def few_layers(name: str) -> ModelSpec:
@@ -100,7 +102,7 @@ def test_logits_far_into_a_sequence(name: str) -> None:
     shape = TrialShape(spec, range(spec.num_lanes), untried=True)
     words = {name: to_words(values, "bfloat16") for name, values in random_tensors(spec, SEED).items()}
     kernel = Monokernel(shape, from_tensors(shape, lambda name: cupy.asarray(words[name][slice(*needed_rows(shape, name))])))
-    ids: list[int] = np.random.default_rng(CHOICES_APART.get(name, 2)).integers(0, spec.vocab_size, 300).tolist()
+    ids: list[int] = np.random.default_rng(SETTLED_IDS.get(name, 2)).integers(0, spec.vocab_size, 300).tolist()
     wanted = interpreted(spec, {name: to_values(held, "bfloat16") for name, held in words.items()}, ids, "bfloat16")
     for position in (0, 1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 127, 128, 299):
         error = relative_error(decode(kernel, ids[: position + 1], 0).reshape(-1), wanted[position])

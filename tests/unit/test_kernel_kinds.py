@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kog_dist.bench.kernel.latency import kv_bytes_read
 from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.plan.validate import validate
@@ -105,6 +106,9 @@ def test_shapes_of_published_experts_beside_delta_nets(name: str, num_ranks: int
     assert experts.read_values == layers * text["num_experts_per_tok"] * of_expert
     shared = [experts.taped[op].num_values * shape.num_ctas * counts[op] for op in (Phase.GATE_UP, Phase.DOWN)]
     assert sum(shared) == layers * of_expert, "as wide as the others, and on the tape"
+    assert shape.delta is not None
+    of_position = layers // 4 * shape.num_lanes * 2 * 256 * 2  # keys and values, each lane's
+    assert kv_bytes_read(shape, 100) == 100 * of_position + 2 * shape.delta.num_bytes
     assert spec.bytes_per_token() <= num_ranks * shape.tape.read_bytes <= 1.06 * spec.bytes_per_token()
 
 

@@ -229,10 +229,11 @@ def _hosted(spec: ModelSpec, lanes: int) -> range:
 
 
 def kv_bytes_read(shape: KernelShape, context: int) -> int:
-    """Bytes of keys and values that a step at this context reads."""
+    """Bytes of keys and values that a step at this context reads, and of delta nets' states, which it reads and writes."""
     spec = shape.spec
-    positions = sum(min(context, spec.window(i) or context) for i in range(spec.num_layers))
-    return positions * shape.num_lanes * spec.lane_kv_heads * shape.cache.batch_bytes // 16
+    positions = sum(min(context, spec.window(layer) or context) for layer in shape.cache.layers)
+    of_states = 0 if shape.delta is None else 2 * shape.delta.num_bytes
+    return positions * shape.num_lanes * spec.lane_kv_heads * shape.cache.batch_bytes // 16 + of_states
 
 
 def write_trace(kernel: Monokernel, context: int, path: Path) -> dict[str, Any]:
