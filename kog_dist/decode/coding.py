@@ -83,6 +83,11 @@ class Coding:
         return rows * self.row_bytes + -(-rows * (self.scale_bytes + self.zero_bytes) // 16) * 16
 
     @property
+    def terms(self) -> int:
+        """Rows of codes that have as many bits as one row of 16-bit values, and are one together (coded_terms.py)."""
+        return 16 // self.bits
+
+    @property
     def is_integer(self) -> bool:
         """Whether the matrix unit multiplies integers, and x in digits (phases/x_digits.cuh)."""
         return self.number == "INT4"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from kog_dist.bench.kernel.trial_shape import TrialShape
+from kog_dist.decode.coding import Coding
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.plan.validate import validate
 from kog_dist.errors import ConfigError
@@ -42,6 +44,39 @@ def test_stored_layers_of_one_kind_are_the_same_build(num_ranks: int) -> None:
     assert shape_header(of_stored) == shape_header(of_flat)
     assert of_stored.cache.num_bytes == of_flat.cache.num_bytes
     assert of_stored.words.lists == of_flat.words.lists
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("number", ["E4M3", "INT4"])
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-9B", "Qwen3.5-2B"])
+def test_quantised_delta_nets_are_proved(name: str, number: str, num_ranks: int) -> None:
+    """Two rows of a head, decay and beta, keep 16 bit: in a product they are as many bits of codes."""
+    coding, quantised = Coding(number, 1, "BF16"), {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    spec = read_config({**CONFIGS[name], "quantization_config": quantised}).with_context(4096)
+    shapes = [
+        TrialShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, coding=coding, untried=True)
+        for rank in range(num_ranks)
+    ]
+    assert validate(kernel_plan(shapes)) == []
+    shape, text = shapes[0], CONFIGS[name]["text_config"]
+    assert word_findings(shape) == ()
+    heads, keys = text["linear_num_value_heads"], 128 * text["linear_num_key_heads"]
+    rows = (2 * keys + 2 * 128 * heads + 2 * heads * 16 // coding.bits) // spec.num_lanes
+    inputs = [product for product in shape.products if product.op is Phase.DELTA_IN]
+    assert {product.rows.num_rows for product in inputs} == {rows * shape.lanes_of(Phase.DELTA_IN)}
+    assert sum(product.num_lanes for product in inputs) == spec.num_layers // 4 * 3 * shape.num_lanes
+    form, whole = shape.ops[Phase.DELTA_IN], 2 * 16 // coding.bits  # rows of a word
+    assert form.cta_rows == -(-inputs[0].rows.num_rows // (shape.num_ctas * whole)) * whole, "no block of padding"
+
+    def damaged(**fields: Any) -> list[str]:
+        products = [product._replace(rows=product.rows._replace(**fields)) for product in inputs]
+        by_layer = {(product.layer, product.first_lane): product for product in products}
+        others = [by_layer.get((one.layer, one.first_lane), one) if one.op is Phase.DELTA_IN else one for one in shape.products]
+        return validate(make_plan(spec, num_ranks, [others, *(one.products for one in shapes[1:])], num_ctas=shape.num_ctas))
+
+    without_terms = inputs[0].rows.num_rows - shape.lanes_of(Phase.DELTA_IN) * 2 * heads // spec.num_lanes
+    assert any(f"{without_terms} rows, the matrix has" in one for one in damaged(num_rows=without_terms))
+    assert any("that belong together have two owners" in one for one in damaged(form=replace(form, rows=form.rows - 2)))
 
 
 PUBLISHED = ("Qwen3.5-27B", "Qwen3.5-9B", "Qwen3.5-4B", "Qwen3.5-2B", "Qwen3.5-0.8B")  # dense ones

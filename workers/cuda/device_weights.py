@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from kog_dist.decode.coded_packing import Codes, below_each_other, in_turn, put_codes, put_row_scales
+from kog_dist.decode.coded_terms import as_terms
 from kog_dist.decode.plan.products import Product
 from kog_dist.decode.plan.recipes import Recipe, Stage, Vectors, recipes
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.errors import CheckpointError
 from kog_dist.model.formats.head import rounded_rows
-from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name, tensor_layouts
+from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, is_layer_matrix, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType
 from kog_dist.records import dataclass
@@ -215,6 +216,7 @@ class _LayerTensors:
         self._head: GpuArray = None
         self._layer = -1
         self._matrices: dict[Phase, tuple[GpuArray, ...]] = {}  # each (hosted lanes, rows, K)
+        self._kept: dict[str, GpuArray] = {}  # the same of those that have 16 bit in a product of codes, by name
 
     def matrix(self, phase: Phase, layer: int, lane: int) -> GpuArray:
         """See `MatrixSource`."""
@@ -236,22 +238,35 @@ class _LayerTensors:
         """The same of a quantised matrix of a layer."""
         if layer != self._layer:
             self._load(layer)
-        assert self.codes_of is not None
         names = [f"{layer_prefix(layer)}{name}.weight" for name in self._stages(layer)[phase].tensors]
-        by_lane = [[self.codes_of(name, one) for name in names] for one in range(lane, lane + self.shape.lanes_of(phase))]
+        by_lane = [[self._codes(phase, name, one) for name in names] for one in range(lane, lane + self.shape.lanes_of(phase))]
         if phase is Phase.GATE_UP:
             return below_each_other([in_turn(gate, up) for gate, up in by_lane])
         return below_each_other([part for parts in by_lane for part in parts])
 
+    def _codes(self, phase: Phase, name: str, lane: int) -> Codes:
+        """A lane's part of a tensor in a product of codes."""
+        if name not in self._kept:
+            assert self.codes_of is not None
+            return self.codes_of(name, lane)
+        coding = self.shape.ops[phase].coding
+        assert coding is not None
+        return as_terms(to_values(self._kept[name][lane], self.shape.weight_dtype), coding)
+
     def _load(self, layer: int) -> None:
         self._matrices.clear()  # the memory of the layer before
+        self._kept.clear()
         prefix, tensors = layer_prefix(layer), self.tensors
+        layouts = tensor_layouts(self.shape.spec)
 
         mixer, ffn = recipes(self.shape.spec)[layer]
 
         def matrices(recipe: Recipe) -> dict[Phase, tuple[GpuArray, ...]]:
             with_tensors = [stage for stage in recipe.stages if stage.is_by_lane and stage.tensors]
-            stages = [stage for stage in with_tensors if self.shape.ops[stage.phase].coding is None]
+            coded = [stage for stage in with_tensors if self.shape.ops[stage.phase].coding is not None]
+            names = [f"{prefix}{name}.weight" for stage in coded if stage.kept_rows for name in stage.tensors]
+            self._kept |= {name: tensors(name) for name in names if not is_layer_matrix(layouts, name)}
+            stages = [stage for stage in with_tensors if stage not in coded]
             return {stage.phase: tuple(tensors(f"{prefix}{name}.weight") for name in stage.tensors) for stage in stages}
 
         self.norms.append(self._norm(f"{prefix}attention_norm"))

@@ -70,10 +70,12 @@ class Divider:
 
     def _of_stream(self, stage: Stage, coding: Coding | None) -> Division:
         """What is multiplied with a stream: of several lanes, where all have one input."""
-        num_lanes = lanes_together(self.spec, stage, len(self.hosted_lanes), self.num_ctas)
-        num_rows = num_lanes * stage.num_rows
-        owned = owned_rows(num_rows, self.num_ctas, stage.together)
-        form = self._form(owned, stage.together, coding, has_last=stage.together == GATE_AND_UP)
+        terms = 1 if coding is None else coding.terms
+        num_lanes = lanes_together(self.spec, stage, len(self.hosted_lanes), self.num_ctas, terms=terms)
+        num_rows, together = num_lanes * stage.coded_rows(terms), stage.coded_together(terms)
+        owned = owned_rows(num_rows, self.num_ctas, together)
+        has_last = stage.together == GATE_AND_UP or together > stage.together
+        form = self._form(owned, together, coding, has_last=has_last)
         return Division(num_lanes, RowShare(num_rows, self.num_ctas, form=form))
 
     def _of_residual(self, stage: Stage, coding: Coding | None) -> Division:

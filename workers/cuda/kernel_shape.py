@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from kog_dist.decode.coded_terms import TERMED
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.order import product_order
 from kog_dist.decode.plan.products import Product, product_list
@@ -175,7 +176,8 @@ class KernelShape:
     @cached_property
     def delta(self) -> DeltaShape | None:
         """The gated delta nets; None in a model without."""
-        return DeltaShape.of(self.spec, self.num_lanes, self.num_ctas)
+        coding = self.attention_coding
+        return DeltaShape.of(self.spec, self.num_lanes, self.num_ctas, 1 if coding is None else coding.terms)
 
     @cached_property
     def tape(self) -> TapeShape:
@@ -336,8 +338,9 @@ def _of_build(shape: KernelShape) -> list[str]:
         findings.append("choices of experts to keep, of tokens of several requests (of those of one)")
     if sum(kept.values()) > 1:
         findings.append(f"{' and '.join(name for name, is_kept in kept.items() if is_kept)} to keep (one of them)")
-    if shape.delta is not None and shape.coding is not None:
-        findings.append("quantised weights of models with delta nets (16 bit)")
+    coding = shape.attention_coding
+    if shape.delta is not None and coding is not None and coding.number not in TERMED:
+        findings.append(f"{coding.number} weights of delta nets ({', '.join(TERMED)} or 16 bit)")
     if shape.checks_experts and shape.experts is None:
         findings.append("choices of experts to keep, and no experts (none of them)")
     if shape.partition_batches < 0:

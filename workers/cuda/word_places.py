@@ -267,11 +267,11 @@ class WordPlaces:
         delta = self.shape.delta
         assert delta is not None
         offset, stride = self._lists["DeltaIn"]
-        first = lane % self.shape.lanes_of(Phase.DELTA_IN) * delta.rows
+        first = lane % self.shape.lanes_of(Phase.DELTA_IN) * delta.matrix_rows
         for row in range(0, delta.rows, 2):
             readers = frozenset(self._delta_readers(layer, lane, row) | self._delta_readers(layer, lane, row + 1))
             place = offset + (lane * self.shape.tokens + token) * stride + row // 2
-            yield Word(place, (first + row) // self.shape.ops[Phase.DELTA_IN].cta_rows, readers)
+            yield Word(place, (first + delta.matrix_row(row)) // self.shape.ops[Phase.DELTA_IN].cta_rows, readers)
 
     def squares(self, layer: int, lane: int, token: int = 0) -> Iterator[Word]:
         """Sums of squares of a delta net's outputs."""

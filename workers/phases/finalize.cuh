@@ -73,6 +73,15 @@ struct Finalizer : BiasedRows {
     }
 
 #ifdef KOG_DELTA
+    // Of a row of a lane's matrix that is a term of a factor: the sum of the factor's terms, and its place among the lane's inputs. Called by a full
+    // warp; terms of a factor are rows of one block.
+    __device__ __forceinline__ void join_terms(float& sum, u32& lane_row) const {
+        float whole = sum;
+#pragma unroll
+        for (int width = 1; width < kFactorTerms; width *= 2) whole += __shfl_xor_sync(kFullWarp, whole, width);
+        if (lane_row < kDeltaPlainRows) return;
+        sum = whole, lane_row = kDeltaPlainRows + (lane_row - kDeltaPlainRows) / kFactorTerms;
+    }
     // All that a delta net projects, as it is.
     __device__ __forceinline__ bool delta_in(u32 lane_idx, u32 tag) {
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kDeltaInOffset + lane_idx * (kTokens * kDeltaInStride);
@@ -89,9 +98,19 @@ struct Finalizer : BiasedRows {
                 float sum = of_token(sums, token);
                 if constexpr (kRowScales) sum *= own_scale;
                 sum *= scale.of(token);
-                const u32 half = make_half_word(sum, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
-                if ((lane & 1) == 0 && lane < DeltaInOp::kRows && row < kDeltaInLanes * kDeltaRows)
-                    store_relaxed(words + (row / kDeltaRows * kTokens + token) * kDeltaInStride + row % kDeltaRows / 2, join_halves(half, next));
+                if constexpr (kFactorTerms == 1) {
+                    const u32 half = make_half_word(sum, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
+                    if ((lane & 1) == 0 && lane < DeltaInOp::kRows && row < kDeltaInLanes * kDeltaRows)
+                        store_relaxed(words + (row / kDeltaRows * kTokens + token) * kDeltaInStride + row % kDeltaRows / 2, join_halves(half, next));
+                } else {
+                    const u32 matrix_row = row % kDeltaMatrixRows, apart = matrix_row < kDeltaPlainRows ? 1 : kFactorTerms;
+                    u32 lane_row = matrix_row;
+                    join_terms(sum, lane_row);
+                    const u32 half = make_half_word(sum, lane_row & 1 ? tag >> 8 : tag), next = __shfl_sync(kFullWarp, half, (lane + apart) % 32);
+                    const u32 end = min(kDeltaInLanes * kDeltaMatrixRows, (role.cta + 1) * DeltaInOp::kCtaRows);  // the last block may have fewer rows
+                    if (lane % (2 * apart) == 0 && lane < DeltaInOp::kRows && row < end)
+                        store_relaxed(words + (row / kDeltaMatrixRows * kTokens + token) * kDeltaInStride + lane_row / 2, join_halves(half, next));
+                }
             }
             end_block();
         }

@@ -48,7 +48,10 @@ constexpr int kKeptWindowBatches = kWholeWindows ? kFullBatches : kWindowBatches
 // queries, keys, values, output gates, and two factors of each value head.
 #ifdef KOG_DELTA
 constexpr u32 kDeltaKeys = kDeltaKeyHeads * kKeyDim, kDeltaValues = kDeltaHeads * kValueDim, kDeltaChannels = 2 * kDeltaKeys + kDeltaValues;
-constexpr u32 kDeltaRows = kDeltaChannels + kDeltaValues + 2 * kDeltaHeads;
+constexpr u32 kDeltaPlainRows = kDeltaChannels + kDeltaValues, kDeltaRows = kDeltaPlainRows + 2 * kDeltaHeads;
+// As they are multiplied: of quantised inputs each factor is the sum of kFactorTerms rows of codes.
+constexpr u32 kDeltaMatrixRows = kDeltaPlainRows + kFactorTerms * 2 * kDeltaHeads;
+static_assert((kFactorTerms == 1 || kFactorTerms == 2 || kFactorTerms == 4) && kDeltaPlainRows % (2 * kFactorTerms) == 0, "whole words of neighbouring rows");
 constexpr u32 kDeltaItems = kDeltaHeads * kDeltaSlices, kSquareWords = kDeltaSlices * kAttendWarps;  // of a lane and layer; of a head
 constexpr u32 kSliceColumns = kValueDim / kDeltaSlices, kItemChannels = 2 * kKeyDim + kSliceColumns;
 static_assert(kTokens == 1 && kDeltaValues == kQueryRows, "a token of a pass; OUT has the same form in all layers");

@@ -106,10 +106,16 @@ def _of_attention(spec: ModelSpec, mixer: AttentionMixer, product: Product) -> M
 
 def _of_delta(spec: ModelSpec, net: DeltaNet, product: Product) -> Matrix:
     d, lanes, heads = spec.hidden_size, spec.num_lanes, net.num_value_heads
-    if product.op is Phase.DELTA_IN:  # q and k; v and z; a and b
-        rows = 2 * net.num_key_heads * net.key_dim + 2 * heads * net.value_dim + 2 * heads
+    if product.op is Phase.DELTA_IN:  # q and k; v and z; a and b, whose 16 bits several rows of codes have
+        rows = 2 * net.num_key_heads * net.key_dim + 2 * heads * net.value_dim + _terms(product) * 2 * heads
         return Matrix(product.num_lanes * rows // lanes, d, 1)
     return Matrix(d, heads * net.value_dim // lanes, 1)
+
+
+def _terms(product: Product) -> int:
+    """Rows of codes for one that is kept in 16 bit."""
+    form = product.rows.form
+    return 1 if form is None or form.coding is None else form.coding.terms
 
 
 def _of_ffn(spec: ModelSpec, ffn: Ffn, product: Product) -> Matrix:
@@ -160,7 +166,8 @@ def _row_findings(plan: Plan, product: Product) -> Iterator[str]:
         yield f"{rows.num_groups} times {rows.num_ctas} thread blocks, of which there are {plan.num_ctas}"
     if rows.per_cta * rows.num_ctas < rows.num_rows:
         yield f"rows {rows.per_cta * rows.num_ctas} to {rows.num_rows - 1} are on no thread block"
-    yield from _form_findings(rows, matrix, _TOGETHER.get(product.op, 1))
+    terms = _terms(product) if product.op is Phase.DELTA_IN else 1
+    yield from _form_findings(rows, matrix, terms * _TOGETHER.get(product.op, 1))
 
 
 def _form_findings(rows: RowShare, matrix: Matrix, together: int) -> Iterator[str]:

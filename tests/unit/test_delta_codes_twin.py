@@ -1,0 +1,61 @@
+"""Monokernels with quantised delta nets on a CPU, against the interpreter in float64 with the values of the codes.
+
+Decays and betas have 16 bit, as published folders have them: in the kernel each of their rows is a sum of rows of codes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kog_dist.decode.coding import Coding
+from kog_dist.model.formats.weight_format import WeightFormat
+from kog_dist.model.layers import DeltaNet
+from kog_dist.workers.cuda.device_weights import to_values
+from tests.unit.cpu_compiler import needs_compiler
+from tests.unit.test_coded_twin import CodedModel
+from tests.unit.test_decode_twin import PROMPT, answer
+from tests.unit.test_kinds_twin import NET, SMALL, interpreted, spec_of
+
+pytestmark = needs_compiler
+# Thread blocks own words of terms of several lanes, and the last one has fewer rows; three value heads to a key head.
+ODD = spec_of(DeltaNet(4, 12, 64, 16, 3), SMALL.__class__(12, 4, 16), DeltaNet(4, 12, 64, 16, 3), hidden_size=160)
+USUAL = spec_of(NET, SMALL, NET, hidden_size=160)
+CASES: dict[str, tuple[Any, WeightFormat, tuple[int, ...]]] = {
+    "FP8, blocks": (USUAL, WeightFormat("E4M3", 128, 128, "BF16"), (1, 4)),
+    "FP8, a scale for each row, odd shapes": (ODD, WeightFormat("E4M3", 1, 0, "F32"), ()),
+    "INT4": (USUAL, WeightFormat("INT4", 1, 128, "BF16"), (1,)),
+    "INT4, groups of 32 with zero points, odd shapes": (ODD, WeightFormat("INT4", 1, 32, "F16", has_zeros=True), ()),
+}
+
+
+class CodedNets(CodedModel):
+    """A random model with quantised delta nets."""
+
+    def logits(self, ids: list[int]) -> Any:
+        """See `interpreted`."""
+        values = {name: to_values(words, self.dtype) for name, words in self.words.items()}
+        return interpreted(self.spec, values | self.values, ids, self.kv_dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_values_of_codes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits on any number of ranks."""
+    spec, form, other_ranks = CASES[name]
+    model = CodedNets(spec, "bfloat16", form, monkeypatch)
+    assert not any(name.endswith((".delta.wa.weight", ".delta.wb.weight")) for name in model.values)
+    tokens, logits = answer(model, 2, tmp_path / "2", coding=Coding.of(form), begins_at_head=False)
+    wanted = model.logits([*PROMPT, *tokens[:-1]])
+    error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
+    print(name, error)
+    assert error < 2e-3
+    assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+    for num_ranks in other_ranks:
+        others, other_logits = answer(
+            model, num_ranks, tmp_path / str(num_ranks), coding=Coding.of(form), num_runs=1, begins_at_head=False
+        )
+        assert others == tokens
+        assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks"
