@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kog_dist.bench.kernel.trial_shape import TrialShape
+from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.steps import Phase
@@ -77,6 +80,30 @@ def test_quantised_delta_nets_are_proved(name: str, number: str, num_ranks: int)
     without_terms = inputs[0].rows.num_rows - shape.lanes_of(Phase.DELTA_IN) * 2 * heads // spec.num_lanes
     assert any(f"{without_terms} rows, the matrix has" in one for one in damaged(num_rows=without_terms))
     assert any("that belong together have two owners" in one for one in damaged(form=replace(form, rows=form.rows - 2)))
+
+
+def test_benchmarks_take_folders_with_codes_and_such_that_are_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As engines would: lanes have whole groups."""
+    for name, said in {"plain": {}, "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-27B"], "quantization_config": said or None}))
+    monkeypatch.chdir(tmp_path)
+    found = {
+        name: named_shape(name)
+        for name in ("./plain/@9216", "plain+fp8@9216", "plain+int4:2", "fp8/config.json@9216", "fp8+head8")
+    }
+    assert {name: (spec.num_lanes, spec.max_context, codings["coding"]) for name, (spec, codings) in found.items()} == {
+        "./plain/@9216": (8, 9216, None),
+        "plain+fp8@9216": (4, 9216, Coding("E4M3", 1, "F32")),
+        "plain+int4:2": (2, 4096, Coding("INT4", 1, "BF16")),
+        "fp8/config.json@9216": (4, 9216, Coding("E4M3", 1, "BF16")),
+        "fp8+head8": (4, 4096, Coding("E4M3", 1, "BF16")),
+    }
+    assert [codings["head_coding"] is not None for _, codings in found.values()] == [False] * 4 + [True]
+    with pytest.raises(ConfigError, match=r"fp8 has FP8 .* already; leave out \+int4"):
+        named_shape("fp8+int4")
+    with pytest.raises(ConfigError, match="plain is rounded to fp8 or int4, not to 'mxfp4'"):
+        named_shape("plain+mxfp4")
 
 
 PUBLISHED = ("Qwen3.5-27B", "Qwen3.5-9B", "Qwen3.5-4B", "Qwen3.5-2B", "Qwen3.5-0.8B")  # dense ones
