@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import open_checkpoint, planned_checkpoint
+from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.model.formats.quantisation import read_quantisation
 from tests.multi.test_passes import read
 from tests.unit.delta_configs import CONFIGS
@@ -60,6 +61,17 @@ def test_a_folder_has_the_bits_of_its_values(name: str, method: str, ends: tuple
     assert np.abs(run(checkpoint, PROMPT[:6], np.float64) - expected).max() < 1e-6 * np.abs(expected).max()
     logits = [read(folder, ranks, [3, 9]).logits for folder, ranks in ((values, 1), (coded, 1), (coded, 2))]
     assert logits[0] == logits[1] == logits[2]
+
+
+@pytest.mark.parametrize(("name", "method"), [(DENSE, "fp8, bfloat16 scales"), (NEXT, "fp8, bfloat16 scales"), (DENSE, "awq")])
+def test_lanes_have_the_codes_of_their_values(name: str, method: str, tmp_path: Path) -> None:
+    """Rows of a lane lie apart in files: of queries and gates head by head, of a delta net's inputs below each other."""
+    published(name, tmp_path, method=METHODS[method])
+    checkpoint = open_checkpoint(tmp_path)
+    for tensor in checkpoint.forms:
+        values = checkpoint.tensor(tensor)
+        for lane in range(checkpoint.spec.num_lanes):
+            assert np.array_equal(lane_codes(checkpoint, tensor, lane).values(), values[lane]), tensor
 
 
 def test_groups_of_several_sizes(tmp_path: Path) -> None:
