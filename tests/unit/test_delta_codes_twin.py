@@ -10,16 +10,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.kv_formats import KV_FORMATS
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.layers import AttentionMixer, DeltaNet
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.device_weights import to_values
+from kog_dist.workers.cuda.coded_source import coding_of, is_coded
+from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_values, to_words
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit.cpu_compiler import needs_compiler
+from tests.unit.delta_models import QUANTISED, published
+from tests.unit.formats.writers import fp8_blocks
 from tests.unit.test_coded_twin import CodedModel
-from tests.unit.test_decode_twin import PROMPT, answer
+from tests.unit.test_decode_twin import PROMPT, Model, answer
+from tests.unit.test_delta_families import run
 from tests.unit.test_kinds_twin import NET, SMALL, interpreted, spec_of
 
 pytestmark = needs_compiler
@@ -46,6 +55,56 @@ class CodedNets(CodedModel):
         """See `interpreted`."""
         values = {name: to_values(words, self.dtype) for name, words in self.words.items()}
         return interpreted(self.spec, values | self.values, ids, self.kv_dtype)
+
+
+class PublishedFolder(Model):
+    """A model folder as an engine finds it: its forms decide what is in codes."""
+
+    def __init__(self, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(checkpoint.spec, "bfloat16", monkeypatch)
+        self.checkpoint = checkpoint
+
+    def weights(self, shape: KernelShape) -> DeviceWeights:
+        checkpoint, asked = self.checkpoint, list[str]()
+
+        def tensor(name: str) -> Any:
+            asked.append(name)
+            return to_words(checkpoint.tensor(name), "bfloat16")[slice(*needed_rows(shape, name))]
+
+        def codes(name: str, lane: int) -> Codes:
+            return Codes.of(lane_codes(checkpoint, name, shape.hosted_lanes[lane]), np.asarray)
+
+        made = from_tensors(shape, tensor, codes)
+        plain = [name for name in checkpoint.layouts if not is_coded(checkpoint.layouts, shape.coding, name)]
+        assert asked == plain, "tensors are read ahead in this order"
+        return made
+
+    def logits(self, ids: list[int]) -> Any:
+        """Of the folder as CPU ranks read it, in float64."""
+        return run(self.checkpoint, ids, np.float64)
+
+
+FOLDERS = {
+    "official FP8": (fp8_blocks(128, 128, scales=torch.bfloat16), QUANTISED, "none"),
+    "rounded to INT4": (None, (), "int4"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_published_folder_computes_what_cpu_ranks_make_of_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, ends, quantize = FOLDERS[name]
+    published("qwen3_5, on devices", tmp_path / "folder", method=method, ends=ends)
+    checkpoint = open_checkpoint(tmp_path / "folder", quantize=quantize)
+    assert checkpoint.spec.num_lanes == 2
+    model = PublishedFolder(checkpoint, monkeypatch)
+    tokens, logits = answer(model, 2, tmp_path / "2", coding=coding_of(checkpoint), num_runs=1, begins_at_head=False)
+    wanted = model.logits([*PROMPT, *tokens[:-1]])
+    error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
+    print(name, error)
+    assert error < 2e-3
+    assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
