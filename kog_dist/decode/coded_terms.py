@@ -39,7 +39,7 @@ def as_terms(values: AnyArray, coding: Coding) -> Codes:
 
 def _floats(values: AnyArray, coding: Coding) -> tuple[AnyArray, AnyArray]:
     """Codes (rows, terms, groups, width) and scales (rows, terms, groups) of values (rows, groups, width)."""
-    all_codes, all_scales = [], []
+    all_codes, all_scales = list[AnyArray](), list[AnyArray]()
     left = values
     for _ in range(coding.terms):
         scales = _scales(left, E4M3.largest, _LEAST_SCALE)
@@ -63,7 +63,7 @@ def _integers(values: AnyArray, coding: Coding) -> tuple[AnyArray, AnyArray]:
     least = _LEAST_SCALE * base ** (coding.terms - 1)
     first_scales = _scales(values, zero - 1 + (zero - 2) / base, least)
     number = np.rint(values / (first_scales / base ** (coding.terms - 1))).astype(np.int32)
-    all_codes, all_scales = [], []
+    all_codes, all_scales = list[AnyArray](), list[AnyArray]()
     for place in reversed(range(coding.terms)):
         codes = (number + zero) % base
         number = (number + zero - codes) // base

@@ -28,7 +28,7 @@ def test_terms_sum_to_the_row(name: str, columns: int) -> None:
     coding, width = Coding.of(form), form.block_columns or columns
     rng = np.random.default_rng(1)
     # Rows of many sizes; one of zeros, one whose values are far apart, one of powers of two.
-    values = rng.standard_normal((7, columns), np.float32) * np.float32([1e-4, 1e-2, 1, 30, 0, 1, 1])[:, None]
+    values = rng.standard_normal((7, columns), np.float32) * np.array([1e-4, 1e-2, 1, 30, 0, 1, 1], np.float32)[:, None]
     values[5] *= np.exp2(rng.integers(-13, 0, columns))
     values[6] = np.exp2(rng.integers(-9, 3, columns)) * rng.choice([-1, 1], columns)
     values = to_values(to_words(values, "bfloat16"), "bfloat16")

@@ -5,6 +5,7 @@ Decays and betas have 16 bit, as published folders have them: in the kernel each
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.layers import AttentionMixer, DeltaNet
+from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.coded_source import coding_of, is_coded
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_values, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit.cpu_compiler import needs_compiler
-from tests.unit.delta_models import QUANTISED, published
-from tests.unit.formats.writers import fp8_blocks
+from tests.unit.delta_models import QUANTISED, WITHOUT_DELTA, published
+from tests.unit.formats.writers import INT4, compressed, fp8_blocks, gptq
 from tests.unit.test_coded_twin import CodedModel
 from tests.unit.test_decode_twin import PROMPT, Model, answer
 from tests.unit.test_delta_families import run
@@ -45,6 +47,13 @@ CASES: dict[str, tuple[ModelSpec, WeightFormat, tuple[int, ...]]] = {
     "INT4": (USUAL, WeightFormat("INT4", 1, 128, "BF16"), (1,)),
     "INT4, groups of 32 with zero points, odd shapes": (ODD, WeightFormat("INT4", 1, 32, "F16", has_zeros=True), ()),
 }
+# Such that keep delta nets in 16 bit: their first matrices, or all.
+PLAIN = {
+    "FP8, a scale for each row, plain nets": (WeightFormat("E4M3", 1, 0, "F32"), True, True),
+    "INT4, plain nets": (WeightFormat("INT4", 1, 128, "BF16"), True, True),
+    "INT4, plain inputs": (WeightFormat("INT4", 1, 32, "F16", has_zeros=True), True, False),
+    "MXFP4, plain nets": (WeightFormat("E2M1", 1, 32, "E8M0"), True, True),
+}
 CACHES = {"FP8, published heads and a cache of FP8": "fp8"}
 
 
@@ -55,6 +64,24 @@ class CodedNets(CodedModel):
         """See `interpreted`."""
         values = {name: to_values(words, self.dtype) for name, words in self.words.items()}
         return interpreted(self.spec, values | self.values, ids, self.kv_dtype)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_nets_have_16_bit_beside_codes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, *plain = PLAIN[name]
+    coding = replace(Coding.of(form), plain_inputs=plain[0], plain_outputs=plain[1])
+    model = CodedNets(USUAL, "bfloat16", form, monkeypatch)
+    model.values = {tensor: values for tensor, values in model.values.items() if is_coded(tensor_layouts(USUAL), coding, tensor)}
+    tokens, logits = answer(model, 2, tmp_path / "2", coding=coding, num_runs=1, begins_at_head=False)
+    wanted = model.logits([*PROMPT, *tokens[:-1]])
+    error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
+    print(name, error)
+    assert error < 2e-3
+    assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+    if name == "INT4, plain nets":
+        others, other_logits = answer(model, 1, tmp_path / "1", coding=coding, num_runs=1, begins_at_head=False)
+        assert others == tokens
+        assert other_logits.tobytes() == logits.tobytes()
 
 
 class PublishedFolder(Model):
@@ -76,7 +103,7 @@ class PublishedFolder(Model):
 
         made = from_tensors(shape, tensor, codes)
         plain = [name for name in checkpoint.layouts if not is_coded(checkpoint.layouts, shape.coding, name)]
-        assert asked == plain, "tensors are read ahead in this order"
+        assert sorted(asked) == sorted(plain), "each once, and nothing else is read"
         return made
 
     def logits(self, ids: list[int]) -> Any:
@@ -84,9 +111,12 @@ class PublishedFolder(Model):
         return run(self.checkpoint, ids, np.float64)
 
 
+INT4_IN_GROUPS = compressed("pack-quantized", **INT4, strategy="group", group_size=32)
 FOLDERS = {
     "official FP8": (fp8_blocks(128, 128, scales=torch.bfloat16), QUANTISED, "none"),
     "rounded to INT4": (None, (), "int4"),
+    "GPTQ of all but delta nets": (gptq(128), WITHOUT_DELTA, "none"),
+    "INT4 of all but their inputs": (INT4_IN_GROUPS, (*WITHOUT_DELTA, "out_proj"), "none"),
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.products import Product, RowShare
 from kog_dist.decode.plan.schedule import RankPlan
 from kog_dist.decode.plan.steps import NONE, WEIGHT_PHASES, Phase, Value
@@ -184,13 +185,16 @@ def _form_findings(rows: RowShare, matrix: Matrix, together: int) -> Iterator[st
 
 
 def _likeness_findings(spec: ModelSpec, part: RankPlan) -> Iterator[str]:
-    """Equal matrices are divided alike in all layers; the rows of the residual have one owner; an LM head has all its columns."""
-    alike: dict[tuple[Phase, Matrix], set[tuple[int, RowShare]]] = {}
+    """Equal matrices that are coded alike are divided alike in all layers; the rows of the residual have one owner; an LM head
+    has all its columns.
+    """
+    alike: dict[tuple[Phase, Matrix, Coding | None], set[tuple[int, RowShare]]] = {}
     for product in part.products:
         if product.op is not Phase.HEAD:
-            of_one = _matrix(spec, product._replace(num_lanes=1))
-            alike.setdefault((product.op, of_one), set()).add((product.num_lanes, product.rows))
-    for op in dict.fromkeys(op for (op, _), found in alike.items() if len(found) > 1):
+            of_one, form = _matrix(spec, product._replace(num_lanes=1)), product.rows.form
+            coding = None if form is None else form.coding
+            alike.setdefault((product.op, of_one, coding), set()).add((product.num_lanes, product.rows))
+    for op in dict.fromkeys(op for (op, *_), found in alike.items() if len(found) > 1):
         yield f"{op.name} is not divided alike in all layers and lanes"
     residual = [product.rows for product in part.products if product.op in (Phase.OUT, Phase.DOWN)]
     if len({(rows.num_ctas, rows.per_cta, rows.form and rows.form.rows) for rows in residual}) > 1:
