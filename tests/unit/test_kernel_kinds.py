@@ -16,6 +16,7 @@ from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.plan.validate import validate
+from kog_dist.decode.plan.word_check import WordCheck
 from kog_dist.errors import ConfigError
 from kog_dist.model.layers import DeltaNet, Ffn
 from kog_dist.model.published_config import read_config
@@ -23,7 +24,8 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_header import shape_header
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.kernel_words import word_findings
+from kog_dist.workers.cuda.kernel_words import TokenEvents, tokens_to_check, word_findings
+from kog_dist.workers.cuda.word_places import WordPlaces
 from tests.unit.delta_configs import CONFIGS
 
 FLAT = ModelSpec(
@@ -104,6 +106,17 @@ def test_benchmarks_take_folders_with_codes_and_such_that_are_rounded(tmp_path: 
         named_shape("fp8+int4")
     with pytest.raises(ConfigError, match="plain is rounded to fp8 or int4, not to 'mxfp4'"):
         named_shape("plain+mxfp4")
+
+
+def test_items_of_delta_nets_keep_every_thread_block_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few heads of attention have positions in partitions; empty words of those that nobody reads are then behind all."""
+    spec = read_config(CONFIGS["Qwen3.5-0.8B"]).with_context(40_000)
+    shape = TrialShape(spec, range(spec.num_lanes), untried=True)
+    assert shape.cache.num_partitions > 1
+    assert word_findings(shape) == ()
+    monkeypatch.setattr(WordPlaces, "delta_ctas", lambda *_: set(range(1, shape.num_ctas)))
+    found = WordCheck().run(TokenEvents(shape).of(tokens_to_check(shape)))
+    assert any("may be written later" in one for one in found), "one thread block has nothing that others wait for"
 
 
 PUBLISHED = ("Qwen3.5-27B", "Qwen3.5-9B", "Qwen3.5-4B", "Qwen3.5-2B", "Qwen3.5-0.8B")  # dense ones

@@ -244,6 +244,12 @@ class WordPlaces:
         first = (layer * shape.num_lanes + lane) * shape.delta.items
         return (first + head * shape.delta.slices + slice_idx) % shape.num_ctas
 
+    def delta_ctas(self, layer: int, lane: int) -> set[int]:
+        """The thread blocks that have an item of a delta net."""
+        delta = self.shape.delta
+        assert delta is not None
+        return {self._delta_cta(layer, lane, head, part) for head in range(delta.heads) for part in range(delta.slices)}
+
     def _delta_readers(self, layer: int, lane: int, row: int) -> set[int]:
         """The thread blocks whose items take a row of a lane's input."""
         delta = self.shape.delta
