@@ -65,7 +65,9 @@ CASES = {
     "gated attention, lanes that share a KV head": Case(STORED["gated attention"], 2),
     "delta nets": Case(STORED["delta nets"]),
     "delta nets on four ranks, heads in slices": Case(STORED["delta nets"], num_ranks=4),
-    "delta nets, of codes": Case(CODED_NETS, options={"coding": Coding.of(FORMS[CODED_FORM])}),
+    "delta nets of codes on two ranks": Case(
+        CODED_NETS, num_ranks=2, options={"coding": Coding.of(FORMS[CODED_FORM]), "max_ctas": 12}
+    ),
     "lanes with a delay": Case(SPEC),
     "lanes that share products": Case(replace(SPEC, shared_norm_scale=True, delay=0, intermediate_size=432)),
     "partitions that are reached, beside windows": Case(
