@@ -29,6 +29,7 @@ from tests.unit.test_kinds_twin import SPECS, interpreted
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
 VOCABULARY, CONTEXT, TOKENS, SEED = 4096, 512, 9, 5
 LIMIT = 2e-3  # as of other models on one GPU, and for words with 16 bits behind the rule
+LIMIT_OF_CODES = 1.5e-2  # of a cache: one may fall on the other side of a boundary
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -67,13 +68,23 @@ def test_logits_of_delta_nets(name: str) -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("number", ["E4M3", "INT4"])
-@pytest.mark.parametrize("name", ["Qwen3.5-9B", "Qwen3.5-27B"])
-def test_logits_of_quantised_delta_nets(name: str, number: str) -> None:
-    """Codes of all matrices but those of decays and betas, whose 16 bit are terms of codes in the kernel."""
+@pytest.mark.parametrize(
+    ("name", "number", "is_plain", "kv_dtype"),
+    [
+        ("Qwen3.5-9B", "E4M3", False, "bfloat16"),
+        ("Qwen3.5-27B", "E4M3", False, "bfloat16"),
+        ("Qwen3.5-27B", "E4M3", False, "fp8"),
+        ("Qwen3.5-27B", "INT4", False, "bfloat16"),
+        ("Qwen3.5-27B", "E4M3", True, "bfloat16"),
+        ("Qwen3.5-27B", "INT4", True, "bfloat16"),
+    ],
+)
+def test_logits_of_quantised_delta_nets(name: str, number: str, is_plain: bool, kv_dtype: str) -> None:
+    """Codes of all matrices but those of decays and betas, whose 16 bit are terms of codes in the kernel; or of all but nets."""
     spec = few_layers(name, quantization_config=FP8)  # lanes of whole groups
     form = WeightFormat(number, 1, 128, "BF16")
-    shape = TrialShape(spec, range(spec.num_lanes), coding=Coding.of(form), untried=True)
+    coding = replace(Coding.of(form), plain_inputs=is_plain, plain_outputs=is_plain)
+    shape = TrialShape(spec, range(spec.num_lanes), kv_dtype=kv_dtype, coding=coding, untried=True)
     words, lanes = dict[str, Any](), dict[str, list[Any]]()
 
     def tensor(name: str) -> Any:
@@ -88,17 +99,18 @@ def test_logits_of_quantised_delta_nets(name: str, number: str) -> None:
         return made
 
     kernel = Monokernel(shape, from_tensors(shape, tensor, codes))
+    assert any(".delta.wq" in name for name in lanes) is not is_plain
     assert not any(".delta.wa" in name or ".delta.wb" in name for name in lanes)
     ids: list[int] = np.random.default_rng(1).integers(0, VOCABULARY, TOKENS).tolist()
     decode(kernel, ids[::-1], 0)
     found = [decode(kernel, ids, 0) for _ in range(2)]
     values = {name: to_values(held, "bfloat16") for name, held in words.items()}
     values |= {name: np.stack(of_lanes) for name, of_lanes in lanes.items()}
-    error = relative_error(found[0].reshape(-1), interpreted(spec, values, ids, "bfloat16")[-1])
+    error = relative_error(found[0].reshape(-1), interpreted(spec, values, ids, kv_dtype)[-1])
     answers = [kernel.generate(ids, 200) for _ in range(2)]
     kernel.close()
-    print(name, number, f"{error:.1e}")
-    assert error < LIMIT
+    print(name, number, kv_dtype, f"{error:.1e}")
+    assert error < (LIMIT if kv_dtype == "bfloat16" else LIMIT_OF_CODES)
     assert found[0].tobytes() == found[1].tobytes()
     assert answers[0] == answers[1]
 
