@@ -26,6 +26,7 @@ from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kernel_words import TokenEvents, tokens_to_check, word_findings
 from kog_dist.workers.cuda.word_places import WordPlaces
+from kog_dist.workers.prefill.buffers.prompt import misfit
 from tests.unit.delta_configs import CONFIGS
 
 FLAT = ModelSpec(
@@ -175,6 +176,15 @@ def test_delta_nets_of_other_sizes_are_refused(change: dict[str, int], finding: 
     spec = ModelSpec.of_layers((net, layer), hidden_size=64, vocab_size=76, max_context=64, num_lanes=4)
     with pytest.raises(ConfigError, match=finding):
         TrialShape(spec, range(4), max_ctas=4, untried=True)
+
+
+def test_prefill_takes_no_codes_of_delta_nets() -> None:
+    """Whatever it takes of them: it would have to add the terms of decays and betas."""
+    spec = read_config(CONFIGS["Qwen3.5-27B"])
+    coding = Coding("E4M3", 1, "BF16")
+    assert "delta nets beside codes of E4M3 (16 bit)" in misfit(spec, coding)
+    assert "codes" not in misfit(spec)
+    assert "delta nets" not in misfit(FLAT, coding)
 
 
 def test_only_who_says_so_takes_them() -> None:
