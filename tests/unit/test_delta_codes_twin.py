@@ -31,6 +31,7 @@ from tests.unit.formats.writers import INT4, compressed, fp8_blocks, gptq
 from tests.unit.test_coded_twin import CodedModel
 from tests.unit.test_decode_twin import PROMPT, Model, answer
 from tests.unit.test_delta_families import run
+from tests.unit.test_delta_formats import quantise_outputs
 from tests.unit.test_kinds_twin import NET, SMALL, interpreted, spec_of
 
 pytestmark = needs_compiler
@@ -99,7 +100,7 @@ class PublishedFolder(Model):
             return to_words(checkpoint.tensor(name), "bfloat16")[slice(*needed_rows(shape, name))]
 
         def codes(name: str, lane: int) -> Codes:
-            return Codes.of(lane_codes(checkpoint, name, shape.hosted_lanes[lane]), np.asarray)
+            return Codes.of(lane_codes(checkpoint, name, shape.hosted_lanes[lane]), np.asarray, shape.coding)
 
         made = from_tensors(shape, tensor, codes)
         plain = [name for name in checkpoint.layouts if not is_coded(checkpoint.layouts, shape.coding, name)]
@@ -117,6 +118,11 @@ FOLDERS = {
     "rounded to INT4": (None, (), "int4"),
     "GPTQ of all but delta nets": (gptq(128), WITHOUT_DELTA, "none"),
     "INT4 of all but their inputs": (INT4_IN_GROUPS, (*WITHOUT_DELTA, "out_proj"), "none"),
+    "INT4 in groups of two sizes": (
+        compressed("pack-quantized", **INT4, strategy="group", group_size=128),
+        WITHOUT_DELTA,
+        "none",
+    ),
 }
 
 
@@ -125,7 +131,9 @@ def test_a_published_folder_computes_what_cpu_ranks_make_of_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, ends, quantize = FOLDERS[name]
-    published("qwen3_5, on devices", tmp_path / "folder", method=method, ends=ends)
+    tensors = published("qwen3_5, on devices", tmp_path / "folder", method=method, ends=ends)
+    if name == "INT4 in groups of two sizes":
+        quantise_outputs(tmp_path / "folder", tensors, INT4_IN_GROUPS)
     checkpoint = open_checkpoint(tmp_path / "folder", quantize=quantize)
     assert checkpoint.spec.num_lanes == 2
     model = PublishedFolder(checkpoint, monkeypatch)
