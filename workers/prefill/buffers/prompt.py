@@ -80,6 +80,8 @@ def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
         findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
     if spec.experts is not None and coding is not None and not coding.scales:
         findings.append(f"experts in {coding.number} with one scale for each row (for groups of columns)")
+    if spec.is_recurrent and coding is not None:
+        findings.append(f"delta nets beside codes of {coding.number} (16 bit)")
     if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
         findings.append("attention sinks or biases of attention's output")
     if spec.head_dim > MAX_HEAD_DIM:
