@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.recipes import layer_matrix_stages, layer_vectors, router_stage, share_stream
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.prefill.attention.choice import heads_of
+from kog_dist.workers.prefill.attention.choice import heads_of, is_wide
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.base.chunks import EXACT_SIZE, SPLIT_SIZE, sizes_within
@@ -46,7 +46,7 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
     is_dense = share_stream(shape.spec)
     work = dense_buffer_bytes(layout, max(sizes), shape.delta) if is_dense else buffer_bytes(layout, sizes, EXACT_SIZE)
     heads = heads_of(layout)
-    parts = most_parts_bytes(heads, sizes, shape.spec.max_context, _SMS)
+    parts = 0 if is_wide(heads) else most_parts_bytes(heads, sizes, shape.spec.max_context, _SMS)
     parts += 2 * max(sizes) * heads.num_heads * heads.head_dim  # outputs
     weights = matrix_bytes(shape.spec, shape.num_lanes) if shape.attention_coding is None else expanded_bytes(shape)
     return {"prefill weights": weights, "prefill": work + sums + parts + _BESIDES_BYTES}

@@ -90,6 +90,8 @@ def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
         findings.append(f"{spec.head_dim} values in a head (at most {most})")
     elif spec.head_dim > MAX_HEAD_DIM and spec.head_dim % 16:
         findings.append(f"{spec.head_dim} values in a head (a multiple of 16)")
+    elif spec.head_dim > MAX_HEAD_DIM and coding is not None and not coding.is_of_experts:
+        findings.append(f"{spec.head_dim} values in a head beside quantised weights (at most {MAX_HEAD_DIM})")
     if spec.qk_norm and (spec.head_dim % 4 or WIDE_HEAD_DIM // 4 % (spec.head_dim // 4)):
         findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64, 128 or {WIDE_HEAD_DIM})")
     if (spec.qkv_bias or spec.qk_norm) and not spec.has_one_stream:

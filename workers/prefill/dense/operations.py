@@ -210,12 +210,12 @@ class PlainDenseOperations:
         inputs = plain.inputs_of(net, projected, past, matrices, num_tokens)
         for part, kept in zip(inputs[:3], (nets.query, nets.key, nets.value), strict=True):
             kept[: rows.size] = part.swapaxes(0, 1).reshape(rows.size, *kept.shape[1:])
-        rounded = [
+        query, key, value = (
             kept[: rows.size].reshape(rows.size, lanes, -1, kept.shape[-1]).swapaxes(0, 1)
             for kept in (nets.query, nets.key, nets.value)
-        ]
-        outputs, state = plain.advance(state, plain.DeltaInputs(*rounded, *inputs[3:]))
-        if not all(map(is_finite, (*rounded, state))):
+        )
+        outputs, state = plain.advance(state, inputs._replace(query=query, key=key, value=value))
+        if not all(map(is_finite, (query, key, value, state))):
             self.buffers.overflow[...] = 1
         channels = past.shape[2]
         past = library_of(past).concatenate([past, projected[:, :num_tokens, :channels]], axis=1)[:, -past.shape[1] :]
