@@ -14,9 +14,10 @@ from kog_dist.model.layers import DeltaNet
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.delta_shape import DeltaShape
 from kog_dist.workers.prefill.base.chunks import MOST_FLOP, Chunk, Work
+from kog_dist.workers.prefill.base.delta_blocks import BLOCK
 from kog_dist.workers.prefill.buffers.dense import DenseBuffers, dense_buffer_bytes
 from kog_dist.workers.prefill.buffers.prompt import misfit
-from kog_dist.workers.prefill.delta.plain import BLOCK, DeltaInputs, advance
+from kog_dist.workers.prefill.delta.plain import DeltaInputs, advance
 from kog_dist.workers.prefill.delta.state_layout import StateLayout
 from kog_dist.workers.prefill.memory import matrix_bytes
 from tests.unit.prefill.delta_rank import StoredRank, Wanted

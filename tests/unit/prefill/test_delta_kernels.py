@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,27 @@ import numpy as np
 import pytest
 import torch
 
+from kog_dist.bench.kernel.trial_shape import TrialShape
+from kog_dist.cuda import build as compiler
 from kog_dist.model.layout import EMBEDDING
+from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
-from kog_dist.workers.prefill.attention.wide_abi import WIDE_PARAMS, wide_header
+from kog_dist.workers.prefill.attention.choice import heads_of
+from kog_dist.workers.prefill.attention.wide_abi import WIDE_PARAMS, wide_header, wide_shared_bytes
 from kog_dist.workers.prefill.attention.wide_attention import WideAttention
 from kog_dist.workers.prefill.base.arrays import BFLOAT16, float32_of, rounded
+from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.compiled import SOURCE_FOLDERS
+from kog_dist.workers.prefill.base.hopper_abi import SHARED_BYTES
+from kog_dist.workers.prefill.delta.delta_abi import advance_shared_bytes, delta_header
+from kog_dist.workers.prefill.delta.device import DELTA_KERNELS, RULE_KERNELS
 from kog_dist.workers.prefill.delta.state_layout import StateLayout
+from kog_dist.workers.prefill.dense.dense_abi import dense_header
+from kog_dist.workers.prefill.dense.device import GATES_KERNELS, KERNELS
+from kog_dist.workers.prefill.dense.gates_abi import gates_header
 from tests.unit.cpu_compiler import needs_compiler
+from tests.unit.delta_configs import CONFIGS
 from tests.unit.prefill.delta_rank import StoredRank
 from tests.unit.prefill.emulated import EmulatedDenseOperations, compiled, emulated_delta, launcher
 from tests.unit.prefill.models import relative_error, token_ids
@@ -127,3 +141,25 @@ def test_wide_attention_on_a_cpu(heads: AttentionShape, tmp_path: Path) -> None:
         if start == 70:
             alone = attention.run(query[150:200].numpy(), keys.numpy(), values.numpy(), np.array([150, 0, 200], np.int32), None)
             assert np.array_equal(alone, found[:, 80:130]), "a row has other bits in another chunk"
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.5-27B"])
+def test_kernels_build_without_spills(name: str, tmp_path: Path) -> None:
+    spec = replace(read_config(CONFIGS[name]), max_context=9216)
+    shape = TrialShape(spec, range(spec.num_lanes), untried=True)
+    layout = CacheLayout.of(shape)
+    assert shape.delta is not None
+    headers = {
+        "delta": (DELTA_KERNELS, delta_header(shape.delta, spec.norm_eps)),
+        "rule": (RULE_KERNELS, delta_header(shape.delta, spec.norm_eps)),
+        "gates": (GATES_KERNELS, gates_header(spec, shape.num_lanes, shape.delta)),
+        "wide_attention": (("attend_wide",), wide_header(heads_of(layout))),
+        "dense": (KERNELS, dense_header(layout, weight_dtype="bfloat16", kv_dtype="bfloat16")),
+    }
+    for stem, (kernels, header) in headers.items():
+        sources = {**compiler.read_sources(*SOURCE_FOLDERS), f"{stem}_shape.cuh": header}
+        log = compiler.build(sources, f"{stem}.cu", folder=tmp_path).log
+        assert log.count("0 bytes spill stores, 0 bytes spill loads") == len(kernels), stem
+    assert max(advance_shared_bytes(shape.delta), 2 * wide_shared_bytes(heads_of(layout))) <= SHARED_BYTES

@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.delta_shape import DeltaShape
 from kog_dist.workers.prefill.base.arrays import Array
-from kog_dist.workers.prefill.delta.plain import BLOCK
+from kog_dist.workers.prefill.base.delta_blocks import BLOCK, num_blocks
 
 Front = Callable[[str, tuple[int, ...], DTypeLike, int], Array]  # as PromptBuffers._front
 
@@ -48,11 +48,6 @@ def delta_rows(shape: DeltaShape, size: int, largest: int, projected: Array, hal
         solved=view("solved", 2, heads, blocks, BLOCK, BLOCK, dtype=half),
         seen=view("seen", 2, heads, blocks, BLOCK, BLOCK, dtype=half),
     )
-
-
-def num_blocks(size: int) -> int:
-    """Of a chunk of so many tokens, the last one filled up."""
-    return -(-size // BLOCK)
 
 
 def delta_row_bytes(shape: DeltaShape) -> int:

@@ -15,11 +15,11 @@ from kog_dist.records import dataclass
 from kog_dist.workers.cuda.delta_shape import DeltaShape
 from kog_dist.workers.prefill.base.arrays import Array
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from kog_dist.workers.prefill.base.delta_blocks import BLOCK, num_blocks
 from kog_dist.workers.prefill.base.staging import NUM_FLAGS
-from kog_dist.workers.prefill.buffers.delta import DeltaRows, delta_row_bytes, delta_rows, num_blocks
+from kog_dist.workers.prefill.buffers.delta import DeltaRows, delta_row_bytes, delta_rows
 from kog_dist.workers.prefill.buffers.experts import ExpertRows, expert_row_bytes, expert_rows
 from kog_dist.workers.prefill.buffers.prompt import PromptBuffers
-from kog_dist.workers.prefill.delta.plain import BLOCK
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.delta_shape import DeltaShape
-from kog_dist.workers.prefill.delta.plain import BLOCK, LEAST_LOG, UNIT_EPS
+from kog_dist.workers.prefill.base.delta_blocks import BLOCK
+from kog_dist.workers.prefill.delta.plain import LEAST_LOG, UNIT_EPS
 from kog_dist.workers.prefill.delta.state_layout import StateLayout
 
 PREPARED_ROWS = 8  # that a warp of `prepare` takes one after the other

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kog_dist.cuda.driver import Kernel
 from kog_dist.workers.prefill.base import compiled
 from kog_dist.workers.prefill.base.arrays import Array
+from kog_dist.workers.prefill.base.delta_blocks import BLOCK, num_blocks
 from kog_dist.workers.prefill.base.kernel_calls import KernelCalls, Launchers
-from kog_dist.workers.prefill.buffers.delta import num_blocks
 from kog_dist.workers.prefill.delta.delta_abi import (
     DELTA_PREFILL_PARAMS,
     PREPARED_ROWS,
@@ -19,7 +19,6 @@ from kog_dist.workers.prefill.delta.delta_abi import (
     num_warps,
     solve_shared_bytes,
 )
-from kog_dist.workers.prefill.delta.plain import BLOCK
 from kog_dist.workers.prefill.delta.state_layout import StateLayout
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ import numpy as np
 
 from kog_dist.model.layers import DeltaNet
 from kog_dist.workers.prefill.base.arrays import Array, float32_of, library_of
+from kog_dist.workers.prefill.base.delta_blocks import BLOCK
 from kog_dist.workers.prefill.base.reference import inverse_rms, silu
 
 if TYPE_CHECKING:
     from kog_dist.workers.prefill.base.matrices import DenseMatrices
 
-BLOCK = 64  # tokens whose changes are one triangular system; decides about bits
 LEAST_LOG = -30.0  # of a token's decay: 1e-13, of which nothing is left in float32
 UNIT_EPS = 1e-6  # under the root of the norms of queries and keys
 
