@@ -11,15 +11,17 @@ import pytest
 
 from kog_dist.decode.coding import Coding
 from kog_dist.model.layers import DeltaNet
+from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.delta_shape import DeltaShape
-from kog_dist.workers.prefill.base.chunks import MOST_FLOP, Chunk, Work
+from kog_dist.workers.prefill.base.chunks import MOST_FLOP, Chunk, Work, sizes_within, work_of
 from kog_dist.workers.prefill.base.delta_blocks import BLOCK
 from kog_dist.workers.prefill.buffers.dense import DenseBuffers, dense_buffer_bytes
 from kog_dist.workers.prefill.buffers.prompt import misfit
 from kog_dist.workers.prefill.delta.plain import DeltaInputs, advance
 from kog_dist.workers.prefill.delta.state_layout import StateLayout
 from kog_dist.workers.prefill.memory import matrix_bytes
+from tests.unit.delta_configs import CONFIGS
 from tests.unit.prefill.delta_rank import StoredRank, Wanted
 from tests.unit.prefill.models import layout_of, relative_error, token_ids
 from tests.unit.test_kinds_twin import SPECS, spec_of
@@ -157,3 +159,15 @@ def test_what_cannot_be_taken_is_named() -> None:
     assert misfit(of_net(4, 8, 256, 32, 4)) == "keys of 256 values in delta nets (a multiple of 16, at most 128)"
     assert "quantised weights" in misfit(NETS, Coding("E4M3", 1, "F32"))
     assert misfit(of_net(4, 8, 32, 8, 4)) == "value heads of 8 values in delta nets (a multiple of 16)"
+
+
+def test_work_counts_the_products_of_every_kind_of_layer() -> None:
+    """Of 27B about 2 FLOP of each weight but embedding and head, and attention of a fourth of its layers."""
+    spec = read_config(CONFIGS["Qwen3.5-27B"])
+    work = work_of(spec)
+    in_layers = spec.num_parameters - 2 * spec.vocab_size * spec.hidden_size
+    assert work.row_flop == pytest.approx(2 * in_layers, rel=1e-3)
+    assert work.key_flop == 4 * 24 * 256 * 16
+    assert work.most_parts == 64
+    assert sizes_within(spec)[-1] == 4096
+    assert work.parts(4096) > 16, "a stop waits for a few layers"

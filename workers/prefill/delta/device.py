@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +61,14 @@ class DeltaKernels:
 
     def run(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
         """From the projected input of a chunk to `mixed`, and to `DenseBuffers.states`."""
+        for call in self.calls(rows, matrices, layer).values():
+            call()
+
+    def calls(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> dict[str, Callable[[], None]]:
+        """What queues each kernel of that, in their order."""
         shape, nets = self.shape, rows.nets
         assert nets is not None
-        blocks, lanes = num_blocks(rows.size), shape.num_lanes
+        blocks, lanes, warps = num_blocks(rows.size), shape.num_lanes, num_warps(shape)
         heads = lanes * shape.heads
         arrays: dict[str, Any] = {
             "place": rows.place, "projected": nets.projected, "taps": matrices.delta_taps, "factors": matrices.delta_factors,
@@ -71,13 +77,15 @@ class DeltaKernels:
             "net": self._layout.net_of(layer),
         }  # fmt: skip
         parts = lanes * (2 * shape.key_heads + shape.heads) + 1
-        self._launch("prepare", _ctas(32 * parts * blocks * BLOCK // PREPARED_ROWS), _THREADS, **arrays)
         kept = heads * shape.slices * (shape.net.conv_width - 1) * shape.item_channels
-        self._launch("keep_inputs", min(_MOST_COPYING, _ctas(kept)), _THREADS, **arrays)
-        self._launch("solve_blocks", heads * blocks, _SOLVE_THREADS, **arrays)
-        num = num_warps(shape)
-        self._launch("advance_states", heads * shape.net.value_dim // (num * WARP_COLUMNS), 32 * num, **arrays)
-        self._launch("norm_heads", _ctas(32 * heads * rows.size), _THREADS, **arrays)
+        grids = {
+            "prepare": (_ctas(32 * parts * blocks * BLOCK // PREPARED_ROWS), _THREADS),
+            "keep_inputs": (min(_MOST_COPYING, _ctas(kept)), _THREADS),
+            "solve_blocks": (heads * blocks, _SOLVE_THREADS),
+            "advance_states": (heads * shape.net.value_dim // (warps * WARP_COLUMNS), 32 * warps),
+            "norm_heads": (_ctas(32 * heads * rows.size), _THREADS),
+        }
+        return {name: partial(self._launch, name, *grid, **arrays) for name, grid in grids.items()}
 
     def keep_states(self) -> None:
         """See `DenseOperations`."""
