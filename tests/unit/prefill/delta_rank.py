@@ -22,7 +22,7 @@ from kog_dist.workers.prefill.buffers.dense import DenseBuffers
 from kog_dist.workers.prefill.delta.state_layout import StateLayout
 from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
-from kog_dist.workers.prefill.exchange.lane_sums import OneRank
+from kog_dist.workers.prefill.exchange.lane_sums import OneRank, SumExchange
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.unit.prefill.models import CACHE_DTYPES, layout_of
 from tests.unit.test_kinds_twin import Tensors
@@ -32,23 +32,23 @@ NUM_CACHES = 2
 
 
 class StoredRank:
-    """Prefill of a model of bfloat16 values on one rank, with KV caches and states of its own."""
+    """Prefill of a model of bfloat16 values on one rank, with KV caches and states of its own. `lanes`: by default all."""
 
     def __init__(
         self, spec: ModelSpec, *, dtype: DTypeLike = np.float32, kv_dtype: str = "float16", sizes: tuple[int, ...] = (16, 64),
-        work: Work = NO_LIMIT, seed: int = 3,
+        work: Work = NO_LIMIT, lanes: range | None = None, exchange: SumExchange | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.kv_dtype, self.sizes = spec, kv_dtype, sizes
-        of_seed = random_tensors(spec, seed).items()
+        of_seed, lanes = random_tensors(spec, 3).items(), lanes or range(spec.num_lanes)
         self.tensors = {name: float32_of(rounded(np.asarray(values, np.float32), BFLOAT16)) for name, values in of_seed}
-        self.layout, self.delta = layout_of(spec, spec.num_lanes, kv_dtype), DeltaShape.of(spec, spec.num_lanes, NUM_CTAS)
+        self.layout, self.delta = layout_of(spec, len(lanes), kv_dtype), DeltaShape.of(spec, len(lanes), NUM_CTAS)
         self.cache: Array = np.zeros(NUM_CACHES * self.layout.num_values, CACHE_DTYPES[kv_dtype])
         num_values = 0 if self.delta is None else StateLayout(self.delta).num_values
         self.states = np.zeros(NUM_CACHES * num_values, np.float32)
-        self.matrices = matrices_of(spec, range(spec.num_lanes), self.tensors.__getitem__, dtype).layers()
+        self.matrices = matrices_of(spec, lanes, self.tensors.__getitem__, dtype).layers()
         self.buffers = DenseBuffers(self.layout, dtype, max(sizes), "cpu", self.delta)
         self.operations = self.made_operations()
-        self.layers = DenseLayers(spec, self.matrices, self.operations, OneRank())
+        self.layers = DenseLayers(spec, self.matrices, self.operations, exchange or OneRank())
         runner = HostRunner(self.layers, self.buffers, sizes)
         self.prefill = Prefill(runner, max_context=spec.max_context, sizes=sizes, work=work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,9 @@ from kog_dist.workers.prefill.buffers.dense import DenseBuffers, dense_buffer_by
 from kog_dist.workers.prefill.buffers.prompt import misfit
 from kog_dist.workers.prefill.delta.plain import DeltaInputs, advance
 from kog_dist.workers.prefill.delta.state_layout import StateLayout
+from kog_dist.workers.prefill.exchange.lane_sums import CommunicatorExchange
 from kog_dist.workers.prefill.memory import matrix_bytes
+from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.delta_configs import CONFIGS
 from tests.unit.prefill.delta_rank import StoredRank, Wanted
 from tests.unit.prefill.models import layout_of, relative_error, token_ids
@@ -107,6 +110,30 @@ def test_a_value_out_of_range_leaves_states_as_they_were() -> None:
     rank.matrices[1].delta_taps[:, -1] = 1e6
     assert rank.run(ids, 20) == 0
     assert np.array_equal(rank.states, before)
+
+
+@pytest.mark.parametrize("name", ["delta nets", "delta nets, odd shapes"])
+def test_ranks_that_share_the_lanes(name: str) -> None:
+    """Where heads have other slices than on one rank: states and the last stream are the same, but for roundings of sums."""
+    spec, board, num_ranks = LONG[name], Board(2), 2
+    ids, alone = token_ids(spec, 75), StoredRank(spec)
+    assert alone.run(ids) == 75
+
+    def prefilled(index: int) -> StoredRank:
+        exchange = CommunicatorExchange(spec, 64, ThreadExchange(board, index))
+        rank = StoredRank(spec, lanes=spec.lanes_of_rank(index, num_ranks), exchange=exchange)
+        assert rank.run(ids[:40]) == 40
+        assert rank.run(ids, 40) == 75
+        return rank
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        ranks = list(pool.map(prefilled, range(num_ranks)))
+    for index, rank in enumerate(ranks):
+        lanes = spec.lanes_of_rank(index, num_ranks)
+        for found, wanted in zip(rank.states_of(75), alone.states_of(75), strict=True):
+            for got, kept in zip(found, wanted, strict=True):
+                assert relative_error(got, kept[lanes.start : lanes.stop]) < 1e-3
+        assert relative_error(rank.buffers.last_streams, alone.buffers.last_streams) < 1e-3
 
 
 @pytest.mark.parametrize("num_ctas", [1, 16, 128])
