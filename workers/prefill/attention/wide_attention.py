@@ -17,6 +17,9 @@ from kog_dist.workers.prefill.base.arrays import Array, address, library_of
 
 def wide_attention_on_gpu(shape: AttentionShape) -> WideAttention:
     """On the current GPU. Raises CompileError or LaunchError."""
+    import cupy
+
+    cupy.zeros(1)  # makes a context, if nobody has done so
     kernel = Kernel(compiled.build("wide_attention", wide_header(shape)).path, "attend_wide", wide_shared_bytes(shape))
     return WideAttention(shape, partial(compiled.launch, kernel))
 

@@ -65,32 +65,32 @@ struct PreparedPart {
             if (turn * 128 >= width) break;
             const bool is_mine = at < width;
             const u32 from = is_mine ? at : 0;
-            float4 past[kBefore];
+            float4 inputs[kBefore + kPreparedRows], tap[kConvWidth];  // all are asked for at once; of a tap the four channels'
 #pragma unroll
-            for (int i = 0; i < kBefore; ++i) past[i] = first < tokens ? input(first + i - kBefore, from) : make_float4(0, 0, 0, 0);
-#pragma unroll 1
-            for (int row = first; row < first + kPreparedRows; ++row) {
+            for (int i = 0; i < kBefore + kPreparedRows; ++i) {
+                const int row = first + i - kBefore;
+                inputs[i] = row < tokens && first < tokens ? input(row, from) : make_float4(0, 0, 0, 0);
+            }
+            const float* of_channel = taps + (channel + from) * kConvWidth;
+#pragma unroll
+            for (int i = 0; i < kConvWidth; ++i)
+                tap[i] = make_float4(of_channel[i], of_channel[kConvWidth + i], of_channel[2 * kConvWidth + i], of_channel[3 * kConvWidth + i]);
+#pragma unroll
+            for (int r = 0; r < kPreparedRows; ++r) {
                 float4 v = make_float4(0, 0, 0, 0);
-                if (row < tokens) {
-                    const float4 newest = input(row, from);
-                    const float* tap = taps + (channel + from) * kConvWidth;
 #pragma unroll
-                    for (int i = 0; i < kConvWidth; ++i) {
-                        const float4& one = i < kBefore ? past[i < kBefore ? i : 0] : newest;
-                        v.x += one.x * tap[i], v.y += one.y * tap[kConvWidth + i];
-                        v.z += one.z * tap[2 * kConvWidth + i], v.w += one.w * tap[3 * kConvWidth + i];
-                    }
-#pragma unroll
-                    for (int i = 0; i + 1 < kBefore; ++i) past[i] = past[i + 1];
-                    past[kBefore - 1] = newest;
-                    v = make_float4(v.x * sigmoid(v.x), v.y * sigmoid(v.y), v.z * sigmoid(v.z), v.w * sigmoid(v.w));
+                for (int i = 0; i < kConvWidth; ++i) {
+                    const float4& one = inputs[r + i];
+                    v.x += one.x * tap[i].x, v.y += one.y * tap[i].y, v.z += one.z * tap[i].z, v.w += one.w * tap[i].w;
                 }
+                v = make_float4(v.x * sigmoid(v.x), v.y * sigmoid(v.y), v.z * sigmoid(v.z), v.w * sigmoid(v.w));
+                if (first + r >= tokens) v = make_float4(0, 0, 0, 0);
                 if (!is_value) {  // the same in all threads
                     const float squares = warp_sum(is_mine ? v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w : 0.0f);
                     const float scale = (is_query ? kQueryScale : 1.0f) / sqrtf(squares + kUnitEps);
                     v = make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale);
                 }
-                if (is_mine) store(row, at, v, finite);
+                if (is_mine) store(first + r, at, v, finite);
             }
         }
         return finite;

@@ -34,8 +34,11 @@ _MOST_COPYING = 1056  # thread blocks of kernels that copy
 
 def delta_on_gpu(buffers: DenseBuffers, states: Array) -> DeltaKernels:
     """The kernels for a rank's nets; `states`: the monokernel's. Raises CompileError or LaunchError."""
+    import cupy
+
     shape = buffers.delta
     assert shape is not None
+    cupy.zeros(1)  # makes a context, if nobody has done so
     header = delta_header(shape, buffers.spec.norm_eps)
     shared_bytes = {"solve_blocks": solve_shared_bytes(shape), "advance_states": advance_shared_bytes(shape)}
     paths = dict.fromkeys(DELTA_KERNELS, compiled.build("delta", header).path)

@@ -43,12 +43,11 @@ struct TwoValues {
             low[i] = Fp16::pack(v[2 * i] - Fp16::low(high[i]), v[2 * i + 1] - Fp16::high(high[i]));
         }
     }
-    // With the operands of two tiles.
-    __device__ __forceinline__ void multiply_both(float (&first)[4], float (&second)[4], const u32 (&b)[4]) const {
-        Fp16::mma(first, high[0], high[1], high[2], high[3], b[0], b[1]);
-        Fp16::mma(second, high[0], high[1], high[2], high[3], b[2], b[3]);
-        Fp16::mma(first, low[0], low[1], low[2], low[3], b[0], b[1]);
-        Fp16::mma(second, low[0], low[1], low[2], low[3], b[2], b[3]);
+    // One of both values with the operands of two tiles. A product waits for the one before it that has the same sums: so products of several
+    // tiles come between them.
+    static __device__ __forceinline__ void multiply(const u32 (&a)[4], float (&first)[4], float (&second)[4], const u32 (&b)[4]) {
+        Fp16::mma(first, a[0], a[1], a[2], a[3], b[0], b[1]);
+        Fp16::mma(second, a[0], a[1], a[2], a[3], b[2], b[3]);
     }
 };
 
@@ -220,14 +219,18 @@ struct WarpState {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             const TwoValues a(other[2 * k], other[2 * k + 1]);
+            u32 b[kTiles / 2][4];
 #pragma unroll
             for (int tile = 2 * k; tile < kTiles; tile += 2) {  // what is left out is 0
-                u32 b[4], rest[4];
-                load_rows(b, triangle + tile * 8 * kBlockStride + k * 16, kBlockStride);
-                load_rows(rest, triangle + Stage::kPlane + tile * 8 * kBlockStride + k * 16, kBlockStride);
-                a.multiply_both(sums[tile], sums[tile + 1], b);
+                load_rows(b[tile / 2], triangle + tile * 8 * kBlockStride + k * 16, kBlockStride);
+                TwoValues::multiply(a.high, sums[tile], sums[tile + 1], b[tile / 2]);
+            }
 #pragma unroll
-                for (int n = 0; n < 2; ++n) Fp16::mma(sums[tile + n], a.high[0], a.high[1], a.high[2], a.high[3], rest[2 * n], rest[2 * n + 1]);
+            for (int tile = 2 * k; tile < kTiles; tile += 2) TwoValues::multiply(a.low, sums[tile], sums[tile + 1], b[tile / 2]);
+#pragma unroll
+            for (int tile = 2 * k; tile < kTiles; tile += 2) {
+                load_rows(b[tile / 2], triangle + Stage::kPlane + tile * 8 * kBlockStride + k * 16, kBlockStride);
+                TwoValues::multiply(a.high, sums[tile], sums[tile + 1], b[tile / 2]);
             }
         }
     }
@@ -240,11 +243,13 @@ struct WarpState {
             const TwoValues a(state[2 * k], state[2 * k + 1]);
 #pragma unroll
             for (int tile = 0; tile < kTiles; tile += 2) {
-                u32 b[4];
-                load_rows(b, keys + tile * 8 * kKeyStride + k * 16, kKeyStride);
-                a.multiply_both(kept[tile], kept[tile + 1], b);
-                load_rows(b, queries + tile * 8 * kKeyStride + k * 16, kKeyStride);
-                a.multiply_both(out[tile], out[tile + 1], b);
+                u32 key[4], query[4];
+                load_rows(key, keys + tile * 8 * kKeyStride + k * 16, kKeyStride);
+                load_rows(query, queries + tile * 8 * kKeyStride + k * 16, kKeyStride);
+                TwoValues::multiply(a.high, kept[tile], kept[tile + 1], key);
+                TwoValues::multiply(a.high, out[tile], out[tile + 1], query);
+                TwoValues::multiply(a.low, kept[tile], kept[tile + 1], key);
+                TwoValues::multiply(a.low, out[tile], out[tile + 1], query);
             }
         }
         const u32 first_column = column % kColumns;
@@ -281,10 +286,15 @@ struct WarpState {
         for (int k = 0; k < kSteps; ++k) {
             const TwoValues a(change[2 * k], change[2 * k + 1]);
 #pragma unroll
-            for (int tile = 0; tile < kKeyTiles; tile += 2) {
-                u32 b[4];
-                load_columns(b, keys + k * 16 * kKeyStride + tile * 8, kKeyStride);
-                a.multiply_both(state[tile], state[tile + 1], b);
+            for (int tile = 0; tile < kKeyTiles; tile += 4) {
+                u32 b[2][4];
+#pragma unroll
+                for (int n = 0; n < 4 && tile + n < kKeyTiles; n += 2) {
+                    load_columns(b[n / 2], keys + k * 16 * kKeyStride + (tile + n) * 8, kKeyStride);
+                    TwoValues::multiply(a.high, state[tile + n], state[tile + n + 1], b[n / 2]);
+                }
+#pragma unroll
+                for (int n = 0; n < 4 && tile + n < kKeyTiles; n += 2) TwoValues::multiply(a.low, state[tile + n], state[tile + n + 1], b[n / 2]);
             }
         }
     }
