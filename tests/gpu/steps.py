@@ -192,6 +192,7 @@ STEPS = {
     "quantised_forms": _tests(1, 110, 300, "test_quantised", "values_of_codes or of_folders", builds="forms:1"),
     "experts": _tests(1, 375, 560, "test_experts"),
     "delta_nets": _tests(1, 150, 560, "test_delta_nets"),
+    "delta_prefill": _tests(1, 240, 560, "test_delta_prefill"),
     "prefill_quantised": _tests(1, 80, 240, "test_prefill_quantised"),
     "kept": _tests(1, 160, 300, "test_kept_prefixes", "not rate_of_the_link"),
     "kept_rate": _rate_of_the_link(),
