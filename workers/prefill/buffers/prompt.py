@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.recipes import stream_lanes
 from kog_dist.errors import ConfigError
+from kog_dist.model.layers import AttentionMixer
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.head_start import LastStreams
@@ -76,6 +77,8 @@ def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
     """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
+    if spec.is_recurrent or any(isinstance(part, AttentionMixer) and part.gated for part in spec.kinds):
+        findings.append("gated delta nets or gated attention")
     if spec.experts is not None and spec.hidden_size % 32:
         findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
     if spec.experts is not None and coding is not None and not coding.scales:
