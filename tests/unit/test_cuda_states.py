@@ -7,19 +7,29 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from kog_dist.bench.fakes.tiny_delta_model import write_tiny_delta_model
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.ring import NO_TOKEN, Finish
+from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
+from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.coordinator import kept_caches, kept_states
-from kog_dist.workers.cuda import kv_blocks
+from kog_dist.workers.cuda import kv_blocks, load
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import KvBlocks
+from kog_dist.workers.engines import cuda, cuda_start
+from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_states import CudaStates
 from tests.unit.asked_together import PATIENCE_S, Asked
-from tests.unit.test_cuda_turns import CONTEXT, PARALLEL, Turns, compare, drawn, turns
+from tests.unit.played_gpu import PlayedGpu
+from tests.unit.test_cuda_turns import CONTEXT, PARALLEL, Turns, compare, drawn, turns, weights
 from tests.unit.test_kinds_twin import NET, SMALL, spec_of
 
 STEP = 32
@@ -201,3 +211,39 @@ def test_copies_are_made_of_a_state_that_stands_there() -> None:
     assert states.saved(replace(use, copies=(*saves, block))) == (saves[1], block)
     assert states.use(KvUse(0, 0, 9, (KvCopy(KINDS.LOAD_STATE, 1, 9),)), is_gone=False).num_cached == 9
     assert states.use(KvUse(0, 0, 8, (KvCopy(KINDS.LOAD_STATE, 0, 8),)), is_gone=False).num_cached == 0
+
+
+@pytest.mark.parametrize("prefill", ["off", "auto"])
+def test_a_start_leaves_out_what_there_is_not_and_says_what_it_keeps(
+    prefill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a published folder; its weights are of nothing."""
+    write_tiny_delta_model(tmp_path, dtype="BF16", head_dim=64)
+    spec = open_checkpoint(tmp_path).spec
+    gpu = PlayedGpu(KernelShape(spec, range(spec.num_lanes)))
+    gpu.install(monkeypatch)
+    monkeypatch.setattr(load, "load_weights", lambda *args, **options: weights())
+    monkeypatch.setattr(cuda, "use_device", lambda device: None)
+    monkeypatch.setattr(cuda_start, "free_memory", lambda: None)
+    control = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size, parallel=2)
+    info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
+    args = WorkerArgs(
+        info, str(tmp_path), "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S, prefill=prefill, drafts=True, parallel=2,
+        num_kv_caches=3, kept_bytes=1 << 22,
+    )  # fmt: skip
+    engine = CudaEngine(args, control)
+    engine.startup()
+    layout = control.kv_layout()
+    slots, states = kv_blocks.pool_slots(gpu.shape, 1 << 22)
+    assert (layout.num_caches, layout.num_slots, layout.num_states, layout.block_tokens) == (3, slots, states, 128)
+    assert min(slots, states) > 4
+    request = DecodeRequest(tuple(range(9)), 5, ignore_eos=True, drafts=True)
+    assert engine.run(1, request) is Finish.LENGTH
+    engine.close()
+    gpu.stream.close()
+    control.close()
+    told = capsys.readouterr().err
+    assert told.count("tokens are not drafted: the kernel has no passes of several tokens with delta nets") == 1
+    assert told.count("prompts go token by token, since prefill cannot start: the model has gated delta nets") == (
+        prefill == "auto"
+    )

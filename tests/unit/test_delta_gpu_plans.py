@@ -92,6 +92,13 @@ def test_gpus_that_are_here_are_used_unasked(model: Checkpoint, monkeypatch: pyt
     assert why_not_on_gpus(model) == ""
 
 
+def test_quantised_ones_are_refused_with_the_reason(folder: Path) -> None:
+    rounded = planned_checkpoint(folder, context=32768, quantize="fp8")
+    assert why_not_on_gpus(rounded) == "GPUs run models with delta nets in 16 bit alone, and this one has quantised weights"
+    with pytest.raises(ConfigError, match=r"it has quantised weights of models with delta nets \(16 bit\); use --device cpu"):
+        gpu_rank_bytes(rounded, 0, 1, "bfloat16")
+
+
 def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:
     shown = dry_run(LaunchConfig(str(folder), gpus="1", context=32768, parallel=2))
     assert "333.0 MiB states, read and written per token" in shown
