@@ -39,9 +39,9 @@ pytestmark = pytest.mark.timeout(500)
 VOCAB, CONTEXT, READY_S, STEP = 512, 8192, 300.0, 64
 NUM_TOKENS, TIE = 64, 0.02  # of two logits, whose spread is about 1: closer ones may change places
 SIZES: dict[str, Any] = {
-    "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "intermediate_size": 512,
-    "num_hidden_layers": 8, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
+    "torch_dtype": "bfloat16", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
 }  # fmt: skip
 one_gpu = pytest.mark.gpu(1)
 
@@ -49,7 +49,7 @@ one_gpu = pytest.mark.gpu(1)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("delta")
-    write_tiny_delta_model(made, dtype="BF16", **SIZES)
+    write_tiny_delta_model(made, **SIZES)
     return made
 
 

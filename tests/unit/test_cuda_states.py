@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from kog_dist.bench.fakes.tiny_delta_model import write_tiny_delta_model
+from kog_dist.bench.fakes.tiny_delta_model import ON_GPUS, write_tiny_delta_model
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.runtime.control import ControlPage
@@ -218,7 +218,7 @@ def test_a_start_leaves_out_what_there_is_not_and_says_what_it_keeps(
     prefill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a published folder; its weights are of nothing."""
-    write_tiny_delta_model(tmp_path, dtype="BF16", head_dim=64)
+    write_tiny_delta_model(tmp_path, **ON_GPUS)
     spec = open_checkpoint(tmp_path).spec
     gpu = PlayedGpu(KernelShape(spec, range(spec.num_lanes)))
     gpu.install(monkeypatch)

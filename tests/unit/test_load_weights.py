@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kog_dist.bench.fakes.tiny_delta_model import write_tiny_delta_model
+from kog_dist.bench.fakes.tiny_delta_model import ON_GPUS, write_tiny_delta_model
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import OpShape, interleave, take_off_tape, unpack
 from kog_dist.errors import CheckpointError
@@ -175,7 +175,7 @@ def test_every_word_of_delta_nets_arrives_in_its_place(hosted: range, dtype: str
 
     Some publish logarithms of rates and norms in float32: they are rounded, as transformers does.
     """
-    write_tiny_delta_model(tmp_path, dtype="BF16", head_dim=64)
+    write_tiny_delta_model(tmp_path, **ON_GPUS)
     rounded = [name for name in ("A_log", "dt_bias", "linear_attn.norm") if dtype == "F32"]
     if rounded:
         whole = load_file(tmp_path / "model.safetensors")

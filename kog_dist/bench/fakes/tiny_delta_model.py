@@ -25,10 +25,13 @@ CONFIG: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 
+ON_GPUS: Final[dict[str, Any]] = {"head_dim": 64, "torch_dtype": "bfloat16"}  # changes: lanes of both kinds give as many values
 
-def write_tiny_delta_model(folder: Path, *, seed: int = 1, dtype: str = "F32", **changes: Any) -> ModelSpec:
-    """Write it with a tokenizer into a new folder. `dtype`: of its tensors, F32 or BF16. `changes`: of `CONFIG`."""
-    config = {**CONFIG, "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[dtype], **changes}
+
+def write_tiny_delta_model(folder: Path, *, seed: int = 1, **changes: Any) -> ModelSpec:
+    """Write it with a tokenizer into a new folder. `changes`: of `CONFIG`."""
+    config = CONFIG | changes
+    dtype = {"float32": "F32", "bfloat16": "BF16"}[config["torch_dtype"]]
     rng, d, ffn = np.random.default_rng(seed), config["hidden_size"], config["intermediate_size"]
     value_heads, value_dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
     keys, values = config["linear_num_key_heads"] * config["linear_key_head_dim"], value_heads * value_dim

@@ -75,10 +75,10 @@ class PromptBuffers:
 
 def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
     """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
+    if spec.is_recurrent or any(isinstance(part, AttentionMixer) and part.gated for part in spec.kinds):
+        return "gated delta nets or gated attention"
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
-    if spec.is_recurrent or any(isinstance(part, AttentionMixer) and part.gated for part in spec.kinds):
-        findings.append("gated delta nets or gated attention")
     if spec.experts is not None and spec.hidden_size % 32:
         findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
     if spec.experts is not None and coding is not None and not coding.scales:
