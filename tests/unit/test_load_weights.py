@@ -20,6 +20,7 @@ from kog_dist.bench.fakes.tiny_delta_model import ON_GPUS, write_tiny_delta_mode
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import OpShape, interleave, take_off_tape, unpack
 from kog_dist.errors import CheckpointError
+from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
@@ -220,6 +221,10 @@ def test_every_word_of_delta_nets_arrives_in_its_place(hosted: range, dtype: str
     for layer, both in enumerate(np.asarray(weights.norms)):
         first = wanted.lanes[hosted[0]].layers[layer]
         assert np.array_equal(1 + to_values(both[:, 0], "bfloat16"), np.stack([first.attention_norm, first.ffn_norm]))
+    vectors = (getattr(weights, f"delta_{name}") for name in ("taps", "factors", "norm"))
+    tables = (weights.embedding, weights.norms, weights.final_norm, weights.head_norms, weights.rope, *vectors)
+    counted = gpu_rank_bytes(checkpoint, hosted[0] // len(hosted), shape.num_ranks, "bfloat16")
+    assert sum(np.asarray(held).nbytes for held in tables) == counted["tables"], "what the launcher counts"
 
 
 def overwrite(folder: Path, checkpoint: Checkpoint, name: str, element: int, word: int) -> Checkpoint:

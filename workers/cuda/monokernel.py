@@ -160,7 +160,8 @@ class Monokernel:
         prediction: Sequence[int] | None = None,
         cache: int = 0,
     ) -> None:
-        """Set up a request; KV cache `cache` must hold `first_position` tokens of the prompt. No launch may be under way.
+        """Set up a request; KV cache `cache` must hold `first_position` tokens of the prompt, and the state that goes with it, of
+        delta nets, be behind just these. No launch may be under way.
 
         `processed`: what it asks for besides; its launches are of the build with processors. `prediction`: what the answer may be
         like, for drafts, which are also looked up in the prompt and in the answer; None: the request has no drafts. `streams`:

@@ -171,6 +171,7 @@ class Launches:
         at_stop: Callable[[], None] = lambda: None,
     ) -> None:
         assert not (stops and has_drafts), "nobody knows how many steps there are"
+        assert all(stop > 0 for stop in stops), "a launch has steps"
         self._stops, self._at_stop, self._num_steps_queued = deque(stops), at_stop, 0
         self._kernel, self._check, self._leaves_early, self._company_steps = kernel, check, leaves_early, company_steps
         self._most_queued = CHUNKS_QUEUED if check is None else 1
