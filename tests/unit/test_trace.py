@@ -10,7 +10,6 @@ import pytest
 
 from kog_dist.bench.kernel.trace import Trace
 from kog_dist.bench.kernel.trace_picture import bars_of, draw
-from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_abi import StampKind
@@ -66,7 +65,7 @@ def test_inputs_are_those_of_the_model(shape: KernelShape) -> None:
 
 
 def test_output_of_a_delta_net_is_the_input_of_out() -> None:
-    shape = TrialShape(SPECS["delta nets"], range(4), max_ctas=4, untried=True)
+    shape = KernelShape(SPECS["delta nets"], range(4), max_ctas=4)
     trace = Trace(made_up(shape), shape)
     first = {product.phase: product for product in trace.products if product.layer == 1}
     assert trace.last_published(first["out"]) == pytest.approx(first["delta_in"].index + 1.0 + 0.01)
