@@ -52,7 +52,7 @@ class Prepared:
         import cupy
 
         self.spec = replace(spec, max_context=CONTEXT)
-        self.shape = TrialShape(self.spec, range(spec.num_lanes), untried=True)
+        self.shape = TrialShape(self.spec, range(spec.num_lanes))
         self.collected, observe = matrices_for(self.shape)
 
         def tensor(name: str) -> Any:

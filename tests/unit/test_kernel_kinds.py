@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.plan.validate import validate
 from kog_dist.errors import ConfigError
@@ -36,8 +35,7 @@ def stored(spec: ModelSpec, **others: Any) -> ModelSpec:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_stored_layers_of_one_kind_are_the_same_build(num_ranks: int) -> None:
     of_flat, of_stored = (
-        TrialShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks, max_ctas=4, untried=True)
-        for spec in (FLAT, stored(FLAT))
+        KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks, max_ctas=4) for spec in (FLAT, stored(FLAT))
     )
     assert shape_header(of_stored) == shape_header(of_flat)
     assert of_stored.cache.num_bytes == of_flat.cache.num_bytes
@@ -54,9 +52,7 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
     spec = read_config(CONFIGS[name]).with_context(4096)
     if spec.num_lanes < num_ranks:
         pytest.skip("one lane")
-    shapes = [
-        TrialShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, untried=True) for rank in range(num_ranks)
-    ]
+    shapes = [KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks) for rank in range(num_ranks)]
     assert validate(kernel_plan(shapes)) == []
     shape, text = shapes[0], CONFIGS[name]["text_config"]
     assert word_findings(shape) == ()
@@ -99,15 +95,11 @@ def test_delta_nets_of_other_sizes_are_refused(change: dict[str, int], finding: 
     net = replace(layer, mixer=replace(DeltaNet(4, 8, 32, 32, 4), **change))
     spec = ModelSpec.of_layers((net, layer), hidden_size=64, vocab_size=76, max_context=64, num_lanes=4)
     with pytest.raises(ConfigError, match=finding):
-        TrialShape(spec, range(4), max_ctas=4, untried=True)
-
-
-def test_only_who_says_so_takes_them() -> None:
-    spec = stored(FLAT)
-    with pytest.raises(ConfigError, match=r"it has layers of several kinds \(supported: plain attention\); use --device cpu"):
         KernelShape(spec, range(4), max_ctas=4)
-    with pytest.raises(ConfigError, match="it has layers of several kinds"):
-        TrialShape(spec, range(4), max_ctas=4)
+
+
+def test_layers_that_no_device_code_has_are_refused() -> None:
+    spec = stored(FLAT)
     layers = [*spec.layers[:2], replace(spec.layers[0], ffn=Ffn(256))]
-    with pytest.raises(ConfigError, match=r"it has FFNs of several kinds \(1\)"):
-        TrialShape(replace(spec, mixed_layers=tuple(layers)), range(4), max_ctas=4, untried=True)
+    with pytest.raises(ConfigError, match=r"it has FFNs of several kinds \(1\); use --device cpu"):
+        KernelShape(replace(spec, mixed_layers=tuple(layers)), range(4), max_ctas=4)

@@ -66,7 +66,7 @@ def test_inputs_are_those_of_the_model(shape: KernelShape) -> None:
 
 
 def test_output_of_a_delta_net_is_the_input_of_out() -> None:
-    shape = TrialShape(SPECS["delta nets"], range(4), max_ctas=4, untried=True)
+    shape = TrialShape(SPECS["delta nets"], range(4), max_ctas=4)
     trace = Trace(made_up(shape), shape)
     first = {product.phase: product for product in trace.products if product.layer == 1}
     assert trace.last_published(first["out"]) == pytest.approx(first["delta_in"].index + 1.0 + 0.01)

@@ -209,7 +209,7 @@ def _kernel(
         spec, codings = named_shape(spec_name)
         hosted, own_type = _hosted(spec, lanes), kv_dtype or "bfloat16"
         shape: KernelShape = TrialShape(
-            spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, tokens=pass_tokens, untried=True, **codings
+            spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, tokens=pass_tokens, **codings
         )
         weights = random_weights(shape, SEED, router_skew=router_skew)
         return Monokernel(shape, weights, processors=page is not None, masks=() if page is None else (page.masks,), **together)

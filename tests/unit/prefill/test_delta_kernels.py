@@ -148,7 +148,7 @@ def test_wide_attention_on_a_cpu(heads: AttentionShape, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.5-27B"])
 def test_kernels_build_without_spills(name: str, tmp_path: Path) -> None:
     spec = replace(read_config(CONFIGS[name]), max_context=9216)
-    shape = TrialShape(spec, range(spec.num_lanes), untried=True)
+    shape = TrialShape(spec, range(spec.num_lanes))
     layout = CacheLayout.of(shape)
     assert shape.delta is not None
     headers = {
