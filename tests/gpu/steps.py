@@ -193,7 +193,7 @@ STEPS = {
     "experts": _tests(1, 375, 560, "test_experts"),
     "delta_nets": _tests(1, 150, 560, "test_delta_nets"),
     "delta_prefill": _tests(1, 240, 560, "test_delta_prefill"),
-    "delta_engine": _tests(1, 60, 300, "test_delta_engine", "not two_gpus"),
+    "delta_engine": _tests(1, 120, 400, "test_delta_engine", "not two_gpus"),
     "soak_delta": _bench(1, 100, 300, "soak --delta-nets --gpus 1 --requests 1000", _TABLE),
     "prefill_quantised": _tests(1, 80, 240, "test_prefill_quantised"),
     "kept": _tests(1, 160, 300, "test_kept_prefixes", "not rate_of_the_link"),

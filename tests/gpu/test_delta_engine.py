@@ -1,5 +1,6 @@
 """Engines on GPUs with gated delta nets: answers are those of CPU ranks, and the same in turns, behind what is kept, behind a
-cancel and a fault, on one GPU and two. A small model, with heads as wide as those of published ones.
+cancel and a fault, on one GPU and two. A small model, with heads as wide as those of published ones. Bits are compared with
+prompts that go token by token: prefill rounds differently behind decoded tokens, and behind states between its blocks.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_states, "STEP", STEP)
 
 
-def served(folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29) -> Served:
+def served(folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, prefill: str = "off") -> Served:
     control = ControlPage.create(1, CONTEXT, vocab_size=VOCAB, parallel=parallel)
     info = RankInfo(0, 1, 0, "delta", control_fd=control.fd, rendezvous_fd=control.fd)
     args = WorkerArgs(
-        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill="auto", drafts=True, parallel=parallel,
+        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=True, parallel=parallel,
         num_kv_caches=parallel + 1, kept_bytes=kept_bytes,
     )  # fmt: skip
     engine = CudaEngine(args, control)
@@ -89,14 +90,15 @@ def said(one: Asked) -> list[int]:
 
 
 @one_gpu
-def test_greedy_tokens_are_those_of_cpu_ranks(folder: Path) -> None:
-    prompts = [ids(count, count) for count in (1, 5, 40, 130)]
+@pytest.mark.parametrize("prefill", ["off", "on"])
+def test_greedy_tokens_are_those_of_cpu_ranks(prefill: str, folder: Path) -> None:
+    prompts = [ids(count, count) for count in ((1, 5, 40, 130) if prefill == "off" else (130, 400, 1000))]
     request = {"model": str(folder), "kv_dtype": "bfloat16", "prompts": prompts, "num_tokens": NUM_TOKENS}
     environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(Path(__file__).with_name("cpu_answers.py"))]
     done = subprocess.run(command, input=json.dumps(request), env=environ, stdout=subprocess.PIPE, text=True, check=True)
     wanted, num_same = json.loads(done.stdout), 0
-    with closing(served(folder)) as engine:
+    with closing(served(folder, prefill=prefill)) as engine:
         found = [asked(prompt) for prompt in prompts]
         engine.run(found, random.Random(1))
     for one, answer in zip(found, wanted, strict=True):
@@ -125,6 +127,55 @@ def test_who_goes_on_behind_what_is_kept_says_what_it_says_from_scratch(folder: 
     with closing(served(folder, kept_bytes=0)) as engine:
         compare(engine, turns, reuse_kv=False)
         compare(engine, turns[:1], reuse_kv=False)
+
+
+@one_gpu
+def test_prefill_goes_on_behind_what_is_kept(folder: Path) -> None:
+    """A prompt, the next turn, one that leaves the answer, another answer to the same prompt, one that leaves that: states are
+    where they are looked for, and tokens are mostly those from scratch. From scratch all bits are alike.
+    """
+    first = ids(500, 1)
+    with closing(served(folder, prefill="on")) as engine:
+        turns = [asked(first, 150, digests=True)]
+        engine.run(turns, random.Random(1))
+        answer = said(turns[0])
+        for prompt in ([*first, *answer, 7], [*first, *answer[:100], 8, 9], first, [*first[:300], *ids(300, 3)]):
+            turns.append(asked(prompt, 40))
+            engine.run(turns[-1:], random.Random(1))
+        assert num_missed(engine) == 0
+        assert engine.slots.kept_states.num_used > 8
+    with closing(served(folder, kept_bytes=0, prefill="on")) as engine:
+        compare(engine, turns[:1], reuse_kv=False)
+        num_same = 0
+        for one in turns[1:]:
+            anew = asked(one.request.prompt, 40)
+            engine.run([anew], random.Random(1))
+            pairs = enumerate(zip(said(one), said(anew), strict=True))
+            num_same += next((at for at, (own, other) in pairs if own != other), 40)
+    print(f"{num_same} of {4 * 40} tokens, until the first that differs of each answer")
+    assert num_same > 4 * 40 / 4
+
+
+@one_gpu
+def test_a_cancel_ends_a_prompt_that_prefill_reads(folder: Path) -> None:
+    long = asked(ids(8000, 5), 20)
+    with closing(served(folder, 2, prefill="on")) as engine:
+        deadline, slots = Deadline.after(PATIENCE_S), engine.slots.slots
+        engine.run([asked(ids(300, 9), 2)], random.Random(1))
+        for delay_s in (0.001, 0.004):
+            engine.slots.submit(slots[0], long.request, reuse_kv=True)
+            engine.hear([long], deadline, delay_s)
+            slots[0].cancel()
+            while slots[0].busy:
+                engine.hear([long], deadline, 0.001)
+            long.entries.clear()
+        again = asked(long.request.prompt, 20)
+        engine.run([again], random.Random(1))
+        assert num_missed(engine) == 0
+    with closing(served(folder, kept_bytes=0, prefill="on")) as engine:
+        anew = asked(long.request.prompt, 20)
+        engine.run([anew], random.Random(1))
+    assert said(again)[0] == said(anew)[0]
 
 
 @one_gpu
@@ -215,7 +266,7 @@ def conversation(folder: Path, *flags: str) -> list[tuple[list[int], list[str]]]
     """What `kog-launch` serves: a prompt, its next turn, another conversation, and the first one again."""
     first, other, found = ids(700, 11), ids(90, 12), []
     with engine_session() as session:
-        session.launch(str(folder), "--parallel=2", "--kv-caches=2", *flags)
+        session.launch(str(folder), "--parallel=2", "--kv-caches=2", "--prefill=off", *flags)
         with session.connect(READY_S) as client:
             found.append(answer(client, first, logit_digests=True))
             turn = [*first, *found[0][0], 5]

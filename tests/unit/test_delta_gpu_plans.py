@@ -54,7 +54,7 @@ def test_a_rank_has_a_state_with_each_kv_cache(model: Checkpoint) -> None:
 
 
 def test_requests_take_turns_and_copies_have_what_is_spare(model: Checkpoint) -> None:
-    unasked, asked = choice_of(model, gpus="1"), choice_of(model, gpus="1", parallel=4)
+    unasked, asked = (choice_of(model, gpus="1", prefill="off", parallel=parallel) for parallel in (0, 4))
     assert (unasked.parallel, asked.parallel, asked.num_caches) == (1, 4, 4)
     assert unasked.state_bytes == asked.state_bytes == STATE
     for choice in (unasked, asked):
@@ -82,13 +82,13 @@ def test_drafts_are_left_out_and_who_asked_for_them_is_told(speculate: str, mode
     choice = choice_of(model, gpus="1", speculate=speculate)
     assert not choice.drafts
     assert ("tokens are not drafted: GPUs have no passes of several" in choice.note) is (speculate == "lookup")
-    assert "prompts go token by token: the model has gated delta nets" in choice.note
+    assert "prompts go token by token" not in choice.note
 
 
 def test_gpus_that_are_here_are_used_unasked(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
     choice = choice_of(model, device="auto")
-    assert (choice.count, choice.prefill, choice.obstacles) == (2, "off", ())
+    assert (choice.count, choice.prefill, choice.obstacles) == (2, "auto", ())
     assert why_not_on_gpus(model) == ""
 
 
