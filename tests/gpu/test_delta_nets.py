@@ -1,7 +1,4 @@
-"""Gated delta nets and gated attention on a GPU, at the width of real models: logits are those of the interpreter in float64.
-
-Engines refuse these models until this has passed: see docs/history/delta-nets.md.
-"""
+"""Gated delta nets and gated attention on a GPU, at the width of real models: logits are those of the interpreter in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import random_tensors
@@ -20,6 +16,7 @@ from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, to_values, to_words
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_codes, random_tensor
 from tests.gpu.test_prefill import decode, relative_error
@@ -46,7 +43,7 @@ def few_layers(name: str, **others: Any) -> ModelSpec:
 def test_logits_of_delta_nets(name: str) -> None:
     """Behind a state that another prompt has left, and again: the same bits."""
     spec = few_layers(name)
-    shape = TrialShape(spec, range(spec.num_lanes), untried=True)
+    shape = KernelShape(spec, range(spec.num_lanes))
     words: dict[str, Any] = {}
 
     def tensor(name: str) -> Any:
@@ -84,7 +81,7 @@ def test_logits_of_quantised_delta_nets(name: str, number: str, is_plain: bool, 
     spec = few_layers(name, quantization_config=FP8)  # lanes of whole groups
     form = WeightFormat(number, 1, 128, "BF16")
     coding = replace(Coding.of(form), plain_inputs=is_plain, plain_outputs=is_plain)
-    shape = TrialShape(spec, range(spec.num_lanes), kv_dtype=kv_dtype, coding=coding, untried=True)
+    shape = KernelShape(spec, range(spec.num_lanes), kv_dtype=kv_dtype, coding=coding)
     words, lanes = dict[str, Any](), dict[str, list[Any]]()
 
     def tensor(name: str) -> Any:
@@ -121,7 +118,7 @@ def test_logits_far_into_a_sequence(name: str) -> None:
     import cupy
 
     spec = replace(SPECS[name], max_context=CONTEXT)
-    shape = TrialShape(spec, range(spec.num_lanes), untried=True)
+    shape = KernelShape(spec, range(spec.num_lanes))
     words = {name: to_words(values, "bfloat16") for name, values in random_tensors(spec, SEED).items()}
     kernel = Monokernel(shape, from_tensors(shape, lambda name: cupy.asarray(words[name][slice(*needed_rows(shape, name))])))
     ids: list[int] = np.random.default_rng(2).integers(0, spec.vocab_size, 300).tolist()

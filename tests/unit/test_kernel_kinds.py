@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.plan import make_plan
@@ -44,8 +43,7 @@ def stored(spec: ModelSpec, **others: Any) -> ModelSpec:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_stored_layers_of_one_kind_are_the_same_build(num_ranks: int) -> None:
     of_flat, of_stored = (
-        TrialShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks, max_ctas=4, untried=True)
-        for spec in (FLAT, stored(FLAT))
+        KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks, max_ctas=4) for spec in (FLAT, stored(FLAT))
     )
     assert shape_header(of_stored) == shape_header(of_flat)
     assert of_stored.cache.num_bytes == of_flat.cache.num_bytes
@@ -60,8 +58,7 @@ def test_quantised_delta_nets_are_proved(name: str, number: str, num_ranks: int)
     coding, quantised = Coding(number, 1, "BF16"), {"quant_method": "fp8", "weight_block_size": [128, 128]}
     spec = read_config({**CONFIGS[name], "quantization_config": quantised}).with_context(4096)
     shapes = [
-        TrialShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, coding=coding, untried=True)
-        for rank in range(num_ranks)
+        KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, coding=coding) for rank in range(num_ranks)
     ]
     assert validate(kernel_plan(shapes)) == []
     shape, text = shapes[0], CONFIGS[name]["text_config"]
@@ -112,7 +109,7 @@ def test_benchmarks_take_folders_with_codes_and_such_that_are_rounded(tmp_path: 
 def test_items_of_delta_nets_keep_every_thread_block_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few heads of attention have positions in partitions; empty words of those that nobody reads are then behind all."""
     spec = read_config(CONFIGS["Qwen3.5-0.8B"]).with_context(40_000)
-    shape = TrialShape(spec, range(spec.num_lanes), untried=True)
+    shape = KernelShape(spec, range(spec.num_lanes))
     assert shape.cache.num_partitions > 1
     assert word_findings(shape) == ()
     monkeypatch.setattr(WordPlaces, "delta_ctas", lambda *_: set(range(1, shape.num_ctas)))
@@ -130,9 +127,7 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
     spec = read_config(CONFIGS[name]).with_context(4096)
     if spec.num_lanes < num_ranks:
         pytest.skip("one lane")
-    shapes = [
-        TrialShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, untried=True) for rank in range(num_ranks)
-    ]
+    shapes = [KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks) for rank in range(num_ranks)]
     assert validate(kernel_plan(shapes)) == []
     shape, text = shapes[0], CONFIGS[name]["text_config"]
     assert word_findings(shape) == ()
@@ -175,7 +170,7 @@ def test_delta_nets_of_other_sizes_are_refused(change: dict[str, int], finding: 
     net = replace(layer, mixer=replace(DeltaNet(4, 8, 32, 32, 4), **change))
     spec = ModelSpec.of_layers((net, layer), hidden_size=64, vocab_size=76, max_context=64, num_lanes=4)
     with pytest.raises(ConfigError, match=finding):
-        TrialShape(spec, range(4), max_ctas=4, untried=True)
+        KernelShape(spec, range(4), max_ctas=4)
 
 
 def test_prefill_takes_no_codes_of_delta_nets() -> None:
@@ -187,12 +182,8 @@ def test_prefill_takes_no_codes_of_delta_nets() -> None:
     assert "delta nets" not in misfit(FLAT, coding)
 
 
-def test_only_who_says_so_takes_them() -> None:
+def test_layers_that_no_device_code_has_are_refused() -> None:
     spec = stored(FLAT)
-    with pytest.raises(ConfigError, match=r"it has layers of several kinds \(supported: plain attention\); use --device cpu"):
-        KernelShape(spec, range(4), max_ctas=4)
-    with pytest.raises(ConfigError, match="it has layers of several kinds"):
-        TrialShape(spec, range(4), max_ctas=4)
     layers = [*spec.layers[:2], replace(spec.layers[0], ffn=Ffn(256))]
-    with pytest.raises(ConfigError, match=r"it has FFNs of several kinds \(1\)"):
-        TrialShape(replace(spec, mixed_layers=tuple(layers)), range(4), max_ctas=4, untried=True)
+    with pytest.raises(ConfigError, match=r"it has FFNs of several kinds \(1\); use --device cpu"):
+        KernelShape(replace(spec, mixed_layers=tuple(layers)), range(4), max_ctas=4)

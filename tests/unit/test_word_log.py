@@ -115,7 +115,7 @@ def shapes_of(case: Case) -> list[KernelShape]:
     """Of all ranks."""
     options: dict[str, Any] = {"max_ctas": 5, "copies": 2, "max_slots": 6, "keeps_hashes": True, "num_ranks": case.num_ranks}
     lanes = [case.spec.lanes_of_rank(rank, case.num_ranks) for rank in range(case.num_ranks)]
-    options |= {"untried": bool(case.spec.mixed_layers), **case.options}
+    options |= case.options
     return [TrialShape(case.spec, hosted, "bfloat16", "bfloat16", **options) for hosted in lanes]
 
 

@@ -103,6 +103,13 @@ class DeltaShape:
         return 4 * len(self.layers) * self.num_lanes * self.items * self.item_values
 
     @property
+    def vector_values(self) -> int:
+        """Of all layers, what a rank has of them beside products: taps of convolutions, factors of heads, norms."""
+        channels = 2 * self.key_heads * self.net.key_dim + self.heads * self.net.value_dim
+        of_lane = channels * self.net.conv_width + 2 * self.heads
+        return len(self.layers) * (self.num_lanes * of_lane + self.net.value_dim)
+
+    @property
     def findings(self) -> list[str]:
         """What no build of the kernel can have."""
         net, attended = self.net, self.spec.lane_heads * self.spec.head_dim

@@ -73,11 +73,6 @@ class KernelShape:
         object.__setattr__(self, "splits", self.splits or splits_for(self.spec, self.num_ctas))
         _refuse(self)
 
-    @property
-    def takes_untried(self) -> bool:
-        """Whether kinds of layers that no GPU has run yet are taken."""
-        return False
-
     # ---- products ----
     @property
     def num_lanes(self) -> int:
@@ -320,7 +315,7 @@ class KernelShape:
 def _refuse_layers(shape: KernelShape) -> None:
     """Raise ConfigError for a model of whose layers sizes cannot even be asked."""
     spec = shape.spec
-    if spec.mixed_layers and (findings := unsupported(spec, takes_untried=shape.takes_untried)):
+    if spec.mixed_layers and (findings := unsupported(spec)):
         raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(findings)}; use --device cpu")
 
 

@@ -267,6 +267,17 @@ def matrix_stages(spec: ModelSpec) -> dict[Phase, Stage]:
     return {stage.phase: stage for stage in _stages_with_tensors(spec) if stage.is_by_lane}
 
 
+def layer_matrix_stages(spec: ModelSpec, layer: int) -> dict[Phase, Stage]:
+    """The same of one layer: where mixers are of several kinds, stages of one phase have other tensors in other layers."""
+    stages = (stage for recipe in recipes(spec)[layer] for stage in recipe.stages)
+    return {stage.phase: stage for stage in stages if stage.tensors and stage.is_by_lane}
+
+
+def layer_vectors(spec: ModelSpec, layer: int) -> dict[str, Vectors]:
+    """What one layer has besides matrices and the norms of streams."""
+    return {name: vectors for recipe in recipes(spec)[layer] for name, vectors in recipe.vectors.items()}
+
+
 def router_stage(spec: ModelSpec) -> Stage | None:
     """The stage with a matrix of the rank, that of a model with experts."""
     return next((stage for stage in _stages_with_tensors(spec) if not stage.is_by_lane), None)
