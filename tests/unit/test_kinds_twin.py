@@ -1,7 +1,4 @@
-"""Monokernels whose layers are stored one by one, on a CPU: gated attention and delta nets, against the interpreter in float64.
-
-No GPU has run these kinds of layers yet, and engines refuse them: trial shapes alone take them.
-"""
+"""Monokernels whose layers are stored one by one, on a CPU: gated attention and delta nets, against the float64 interpreter."""
 
 from __future__ import annotations
 
@@ -130,7 +127,7 @@ def with_silences(sources: Mapping[str, str]) -> dict[str, str]:
 
 def waits_name_the_shared_expert(spec: ModelSpec, folder: Path) -> None:
     """By the number behind those that are chosen from."""
-    shape = TrialShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, untried=True)
+    shape = TrialShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6)
     gate, activations = (record_of(shape, folder, silence) for silence in (1, 2))
     assert shape.experts is not None
     assert (gate.phase, gate.layer, gate.lane, gate.expert) == (Phase.SELECT, 1, NONE, shape.experts.num_experts)

@@ -139,12 +139,12 @@ class ExpertShape:
     @property
     def router_dtype(self) -> str:
         """Of the router's weights in the kernel: the type of their input, which experts in FP8 and FP4 have, too."""
-        return self.weight_dtype if self.coding is None else self.coding.expanded or self.weight_dtype
+        return self.weight_dtype if self.coding is None else self.coding.plain_dtype(self.weight_dtype)
 
     @property
     def router_scale(self) -> float:
-        """What the router's weights are multiplied by there: bfloat16 numbers of 2^-18 to 4,080 are exact in binary16 then."""
-        return 1.0 if self.router_dtype == self.weight_dtype else 16.0
+        """What the router's weights are multiplied by there."""
+        return 1.0 if self.coding is None else self.coding.plain_scale(self.weight_dtype)
 
     @property
     def stream_steps(self) -> int:
@@ -219,10 +219,10 @@ class ExpertShape:
 
     @cached_property
     def taped(self) -> dict[Phase, OpShape]:
-        """What lies on the tape of the layers' ops, since a token reads it whatever is chosen: router and shared expert."""
+        """What lies on the tape of `ops`, since a token reads it whatever is chosen: the shared expert."""
         if not self.lane_shared:
-            return {Phase.ROUTE: self.route}
-        return {Phase.ROUTE: self.route, Phase.GATE_UP: self.shared_gate_up, Phase.DOWN: self._down_of_slot(self.shared_parts)}
+            return {}
+        return {Phase.GATE_UP: self.shared_gate_up, Phase.DOWN: self._down_of_slot(self.shared_parts)}
 
     def skew(self, lane: int) -> int:
         """Columns in front of a lane's own in `down`, of a group that the lane before it in the model has, too."""

@@ -132,7 +132,10 @@ def shape_header(shape: KernelShape) -> str:
         lines += [f"constexpr u32 k{name}Offset = {offset}, k{name}Stride = {words};"]
         offset += words * count
     lines += ["}  // namespace kog"]
-    lines += [_op_line(phase.name, op) for phase, op in sorted(shape.ops.items())]
+    forms = {phase.name: op for phase, op in sorted(shape.ops.items())}
+    if shape.has_plain_outputs:
+        forms["DELTA_OUT"] = shape.net_out
+    lines += [_op_line(name, op) for name, op in forms.items()]
     lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, shape.words.delays))}"]
     if shape.coding is not None:
         lines += _coding_header(shape, shape.coding)
@@ -181,11 +184,17 @@ def _coding_header(shape: KernelShape, coding: Coding) -> list[str]:
         "kCodeZeroBytes": coding.zero_bytes,
         "kScaleRows": shape.tape.scale_rows,
     }
+    floats = {}
+    if shape.has_plain_inputs or shape.has_plain_outputs:
+        floats["kNetScale"] = coding.plain_scale(shape.weight_dtype)
     return [
         f"#define KOG_CODE {CODES[coding.number]}",
         f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded or shape.weight_dtype]}",
         *(["#define KOG_INTEGERS"] if coding.is_integer else []),
         f"#define KOG_SCALE {SCALES[coding.scale]}",
         *(["#define KOG_PLAIN_ATTENTION"] if coding.is_of_experts else []),
+        *(["#define KOG_PLAIN_NET_INPUTS"] if shape.has_plain_inputs else []),
+        *(["#define KOG_PLAIN_NET_OUTPUTS"] if shape.has_plain_outputs else []),
+        *(f"namespace kog {{ constexpr float {name} = static_cast<float>({value!r}); }}" for name, value in floats.items()),
         *(f"namespace kog {{ constexpr int {name} = {value}; }}" for name, value in numbers.items()),
     ]

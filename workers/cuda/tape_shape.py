@@ -28,31 +28,28 @@ class TapeShape:
     head_coding: Coding | None
     experts: ExpertShape | None
 
-    @cached_property
-    def taped(self) -> tuple[Product, ...]:
-        """Those that have weights on the tape: of experts that are chosen none has, which lie where the choice finds them."""
-        return tuple(product for product in self.products if product.op in self.forms)
+    def form_of(self, product: Product) -> OpShape | None:
+        """What a thread block has of a product on its tape.
+
+        None: nothing. Of experts only the shared one lies there; the others lie where the choice finds them.
+        """
+        if self.experts is not None and product.op in self.experts.ops:
+            return self.experts.taped.get(product.op)
+        return product.rows.form
 
     @cached_property
-    def forms(self) -> dict[Phase, OpShape]:
-        """What a thread block has of each op on its tape."""
-        if self.experts is None:
-            return dict(self.ops)
-        return {op: form for op, form in self.ops.items() if op not in self.experts.ops} | self.experts.taped
-
-    @cached_property
-    def _num_taped(self) -> Counter[Phase]:
-        return Counter(product.op for product in self.taped)
+    def _num_taped(self) -> Counter[OpShape]:
+        return Counter(form for product in self.products if (form := self.form_of(product)) is not None)
 
     @cached_property
     def num_values(self) -> int:
         """Weights on the tape of one thread block: 16-bit words."""
-        return sum(count * self.forms[op].num_values for op, count in self._num_taped.items())
+        return sum(count * form.num_values for form, count in self._num_taped.items())
 
     @cached_property
     def num_tiles(self) -> int:
         """Tiles on the tape of one thread block."""
-        return sum(count * self.forms[op].num_tiles for op, count in self._num_taped.items())
+        return sum(count * form.num_tiles for form, count in self._num_taped.items())
 
     @cached_property
     def scale_rows(self) -> int:

@@ -64,6 +64,9 @@ struct Gatherer : DeltaGatherer {
         } else if (at.phase() == kOutPhase) {
             if constexpr (kAhead<AttendedSlice> == 0) return;
             load_vectors<AttendedSlice, kOutPhase>(source<kOutPhase>(at));
+#ifdef KOG_DELTA
+            if (has_delta_net(at.layer())) load_squares(at);
+#endif
         } else if constexpr (kReadsWordsAhead) {
             if (at.phase() == kDownPhase) {
 #ifdef KOG_UNION
@@ -96,7 +99,8 @@ struct Gatherer : DeltaGatherer {
         return true;
     }
     // x of the vector of each token, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
-    template <int kPhase>
+    // `kHasNet`: of a delta net's input; where its output has a form of its own, of that, too.
+    template <int kPhase, bool kHasNet>
     __device__ __forceinline__ bool gather(const Place& at, float (&squares)[kTokens]) {
         if constexpr (kTokens > 1) {
             if constexpr (kPhase == kOutPhase) {
@@ -124,8 +128,8 @@ struct Gatherer : DeltaGatherer {
             if (!wait_for_own_attention(at)) return false;
             if (!gather_units<AttendedSlice, kOutPhase>(at)) return false;
 #ifdef KOG_DELTA
-            if (has_delta_net(at.layer())) {
-                if (!write_heads(at)) return false;
+            if (kPlainNetOutputs ? kHasNet : has_delta_net(at.layer())) {
+                if (!write_heads(at, loaded)) return false;
             } else
 #endif
             write_units<AttendedSlice, false, AttentionX>(squares);
@@ -152,7 +156,7 @@ struct Gatherer : DeltaGatherer {
             } else if (!gather_units<HiddenSlice, kPhase>(at)) {
                 return false;
             }
-            if constexpr (kPhase == kQkvPhase) write_units<HiddenSlice, true, AttentionX>(squares);
+            if constexpr (kPhase == kQkvPhase) write_units<HiddenSlice, true, typename OneOf<kHasNet, NetInputX, AttentionX>::Type>(squares);
             else write_units<HiddenSlice, true, LayerX, kRouterX != 0>(squares);
         }
         loaded = false;
