@@ -59,11 +59,11 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_states, "STEP", STEP)
 
 
-def served(folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29) -> Served:
+def served(folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, prefill: str = "off") -> Served:
     control = ControlPage.create(1, CONTEXT, vocab_size=VOCAB, parallel=parallel)
     info = RankInfo(0, 1, 0, "delta", control_fd=control.fd, rendezvous_fd=control.fd)
     args = WorkerArgs(
-        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill="auto", drafts=True, parallel=parallel,
+        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=True, parallel=parallel,
         num_kv_caches=parallel + 1, kept_bytes=kept_bytes,
     )  # fmt: skip
     engine = CudaEngine(args, control)
@@ -89,14 +89,15 @@ def said(one: Asked) -> list[int]:
 
 
 @one_gpu
-def test_greedy_tokens_are_those_of_cpu_ranks(folder: Path) -> None:
+@pytest.mark.parametrize("prefill", ["off", "auto"])
+def test_greedy_tokens_are_those_of_cpu_ranks(folder: Path, prefill: str) -> None:
     prompts = [ids(count, count) for count in (1, 5, 40, 130)]
     request = {"model": str(folder), "kv_dtype": "bfloat16", "prompts": prompts, "num_tokens": NUM_TOKENS}
     environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(Path(__file__).with_name("cpu_answers.py"))]
     done = subprocess.run(command, input=json.dumps(request), env=environ, stdout=subprocess.PIPE, text=True, check=True)
     wanted, num_same = json.loads(done.stdout), 0
-    with closing(served(folder)) as engine:
+    with closing(served(folder, prefill=prefill)) as engine:
         found = [asked(prompt) for prompt in prompts]
         engine.run(found, random.Random(1))
     for one, answer in zip(found, wanted, strict=True):
@@ -110,7 +111,10 @@ def test_greedy_tokens_are_those_of_cpu_ranks(folder: Path) -> None:
 
 @one_gpu
 def test_who_goes_on_behind_what_is_kept_says_what_it_says_from_scratch(folder: Path) -> None:
-    """Bits of logits: the next turn, one that leaves the answer, another answer to the same prompt, one that leaves that."""
+    """Bits of logits: the next turn, one that leaves the answer, another answer to the same prompt, one that leaves that.
+
+    Prompts go token by token: where prefill has read a beginning in other blocks its states round differently.
+    """
     first = ids(500, 1)
     with closing(served(folder)) as engine:
         turns = [asked(first, 150, digests=True)]
@@ -140,6 +144,29 @@ def test_every_answer_is_that_of_the_request_alone(folder: Path, kept_bytes: int
     with closing(served(folder, kept_bytes=0)) as engine:
         compare(engine, mixed, reuse_kv=False)
     assert {one.entries[-1].finish for one in mixed} >= {Finish.LENGTH, Finish.CANCELLED}
+
+
+@one_gpu
+def test_who_goes_on_behind_what_prefill_has_read_says_nearly_the_same(folder: Path) -> None:
+    """Behind copies that were made between chunks, and beside others whose prompts are read in parts, if there is prefill."""
+    first = ids(3000, 21)
+    with closing(served(folder, 2, prefill="auto")) as engine:
+        turns = [asked(first, 40)]
+        engine.run(turns, random.Random(1))
+        for prompt in ([*first, *said(turns[0]), 7], [*first[:2500], *ids(300, 22)], first):
+            turns.append(asked(prompt, 40))
+            engine.run([turns[-1], asked(ids(700, len(turns)), 40)], random.Random(1))
+        assert num_missed(engine) == 0
+        has_prefill = engine.engine._prefill is not None
+    with closing(served(folder, kept_bytes=0)) as engine:
+        num_same = 0
+        for one in turns:
+            alone = asked(one.request.prompt, 40)
+            engine.run([alone], random.Random(1), reuse_kv=False)
+            pairs = enumerate(zip(said(one), said(alone), strict=True))
+            num_same += next((at for at, (own, other) in pairs if own != other), 40)
+    print(f"{num_same} of {len(turns) * 40} tokens, until the first that differs of each answer; prefill: {has_prefill}")
+    assert num_same > len(turns) * 40 / 2
 
 
 @one_gpu
@@ -232,10 +259,11 @@ def conversation(folder: Path, *flags: str) -> list[tuple[list[int], list[str]]]
 @one_gpu
 def test_kog_launch_serves_it(folder: Path) -> None:
     """As asked for, and with flags that no answer depends on."""
-    plain = conversation(folder, "--gpus=1", "--prefix-cache=0.5")
-    assert conversation(folder, "--gpus=1", "--speculate=lookup", "--prefix-cache=1") == plain
+    plain = conversation(folder, "--gpus=1", "--prefill=off", "--prefix-cache=0.5")
+    assert conversation(folder, "--gpus=1", "--prefill=off", "--speculate=lookup", "--prefix-cache=1") == plain
+    conversation(folder, "--gpus=1")
 
 
 @pytest.mark.gpu(2)
 def test_two_gpus_say_what_one_says(folder: Path) -> None:
-    assert conversation(folder, "--gpus=2") == conversation(folder, "--gpus=1")
+    assert conversation(folder, "--gpus=2", "--prefill=off") == conversation(folder, "--gpus=1", "--prefill=off")
