@@ -170,7 +170,8 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
         return needs("off")
     if settings.check_experts:
         return needs("off", note="prompts go token by token: --check-experts compares what is chosen for each")
-    obstacle = obstacle_to_prefill(checkpoint.spec, coding_of(checkpoint) if checkpoint.spec.experts is not None else None)
+    asks_coding = checkpoint.spec.experts is not None or checkpoint.spec.mixed_layers
+    obstacle = obstacle_to_prefill(checkpoint.spec, coding_of(checkpoint) if asks_coding else None)
     if settings.prefill == "on":
         return needs("on", obstacle=obstacle)
     if obstacle:

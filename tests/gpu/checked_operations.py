@@ -146,6 +146,27 @@ class CheckedDenseOperations(Checked):
         found: Array = mixed
         return found
 
+    def gate_heads(self, rows: DenseRows, mixed: Array) -> None:
+        self._compare("gate heads", {"mixed": mixed}, lambda do: do.gate_heads(rows, mixed))
+
+    def recur(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> Array:
+        import cupy
+
+        assert rows.mixed is not None
+        mixed = cupy.empty(rows.mixed.shape, cupy.float16)
+
+        def run(do: Any) -> None:
+            mixed[...] = do.recur(rows, matrices, layer)
+
+        outputs = {"mixed": mixed, "states": self.twin.buffers.states, "overflow": self.buffers.overflow}
+        self._compare(f"delta net of layer {layer}", outputs, run)
+        rows.mixed[...] = mixed
+        found: Array = rows.mixed
+        return found
+
+    def keep_states(self) -> None:
+        self._compare("keep states", {"states": self.twin.own_states}, lambda do: do.keep_states())
+
     def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array, bias: Array | None = None) -> None:
         self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(rows, scale, own_sum, bias))
 
@@ -169,6 +190,7 @@ class CheckedDenseOperations(Checked):
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
         outputs = {"place": last.place, "stream": last.stream, "query": last.query}
+        outputs |= {} if last.mixed is None else {"mixed": last.mixed}
         self._compare("take last", outputs, lambda do: do.take_last(rows, last))
 
     def give_stream(self, last: DenseRows) -> None:

@@ -225,6 +225,7 @@ def test_a_start_leaves_out_what_there_is_not_and_says_what_it_keeps(
     monkeypatch.setattr(load, "load_weights", lambda *args, **options: weights())
     monkeypatch.setattr(cuda, "use_device", lambda device: None)
     monkeypatch.setattr(cuda_start, "free_memory", lambda: None)
+    monkeypatch.setattr("kog_dist.workers.prefill.gpu.obstacle_on_gpu", lambda: "the GPU is a played one")
     control = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size, parallel=2)
     info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
     args = WorkerArgs(
@@ -244,6 +245,4 @@ def test_a_start_leaves_out_what_there_is_not_and_says_what_it_keeps(
     control.close()
     told = capsys.readouterr().err
     assert told.count("tokens are not drafted: the kernel has no passes of several tokens with delta nets") == 1
-    assert told.count("prompts go token by token, since prefill cannot start: the model has gated delta nets") == (
-        prefill == "auto"
-    )
+    assert told.count("prompts go token by token, since prefill cannot start: the GPU is a played one") == (prefill == "auto")

@@ -54,7 +54,7 @@ def test_a_rank_has_a_state_with_each_kv_cache(model: Checkpoint) -> None:
 
 
 def test_requests_take_turns_and_copies_have_what_is_spare(model: Checkpoint) -> None:
-    unasked, asked = choice_of(model, gpus="1"), choice_of(model, gpus="1", parallel=4)
+    unasked, asked = (choice_of(model, gpus="1", prefill="off", parallel=parallel) for parallel in (0, 4))
     assert (unasked.parallel, asked.parallel, asked.num_caches) == (1, 4, 4)
     assert unasked.state_bytes == asked.state_bytes == STATE
     for choice in (unasked, asked):
@@ -82,21 +82,26 @@ def test_drafts_are_left_out_and_who_asked_for_them_is_told(speculate: str, mode
     choice = choice_of(model, gpus="1", speculate=speculate)
     assert not choice.drafts
     assert ("tokens are not drafted: GPUs have no passes of several" in choice.note) is (speculate == "lookup")
-    assert "prompts go token by token: the model has gated delta nets" in choice.note
+    assert "prompts go token by token" not in choice.note
 
 
 def test_gpus_that_are_here_are_used_unasked(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
     choice = choice_of(model, device="auto")
-    assert (choice.count, choice.prefill, choice.obstacles) == (2, "off", ())
+    assert (choice.count, choice.prefill, choice.obstacles) == (2, "auto", ())
     assert why_not_on_gpus(model) == ""
 
 
-def test_quantised_ones_are_refused_with_the_reason(folder: Path) -> None:
-    rounded = planned_checkpoint(folder, context=32768, quantize="fp8")
-    assert why_not_on_gpus(rounded) == "GPUs run models with delta nets in 16 bit alone, and this one has quantised weights"
-    with pytest.raises(ConfigError, match=r"it has quantised weights of models with delta nets \(16 bit\); use --device cpu"):
-        gpu_rank_bytes(rounded, 0, 1, "bfloat16")
+@pytest.mark.parametrize(("form", "share"), [("fp8", 0.55), ("int4", 0.3)])
+def test_quantised_ones_have_smaller_tapes_and_no_prefill(form: str, share: float, folder: Path, model: Checkpoint) -> None:
+    rounded = planned_checkpoint(folder, context=32768, quantize=form)
+    assert why_not_on_gpus(rounded) == ""
+    whole, codes = (gpu_rank_bytes(one, 0, 1, "bfloat16") for one in (model, rounded))
+    assert share - 0.05 < codes["tape"] / whole["tape"] < share
+    assert codes["states"] == STATE
+    choice = choice_of(rounded, gpus="1")
+    assert choice.prefill == "off"
+    assert "prompts go token by token: the model has delta nets beside codes" in choice.note
 
 
 def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:

@@ -143,13 +143,14 @@ def runner_for(
     operations: DeviceOperations | DenseDeviceOperations
     layers: Layers | DenseLayers
     if share_stream(spec):
-        buffers = DenseBuffers(layout, np.float16, max(tuning.sizes), "cuda")
+        buffers = DenseBuffers(layout, np.float16, max(tuning.sizes), "cuda", shape.delta)
         of_kernel = kernel.weights.experts
         experts = None if of_kernel is None else experts_on_gpu(shape, of_kernel, buffers.last_position)
         tape = None
         if is_multiplied_on_tape(shape):
             tape = products_on_gpu(shape, kernel.weights, of_layers[0].matrices.places, buffers.last_position)
-        operations = DenseDeviceOperations(buffers, embedding, cache, **dtypes, experts=experts, tape=tape)
+        states = None if kernel.nets is None else kernel.nets.view(np.float32)
+        operations = DenseDeviceOperations(buffers, embedding, cache, **dtypes, experts=experts, tape=tape, states=states)
         layers = DenseLayers(spec, of_layers, operations, exchange or OneRank())
     else:
         buffers = Buffers(layout, np.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)

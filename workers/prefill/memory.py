@@ -7,9 +7,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from kog_dist.decode.coding import Coding
-from kog_dist.decode.plan.recipes import matrix_stages, router_stage, share_stream, vectors_of
+from kog_dist.decode.plan.recipes import layer_matrix_stages, layer_vectors, router_stage, share_stream
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.prefill.attention.choice import heads_of
+from kog_dist.workers.prefill.attention.choice import heads_of, is_wide
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.base.chunks import EXACT_SIZE, SPLIT_SIZE, sizes_within
@@ -43,9 +43,10 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
         boxes = place(mailboxes(shape.spec, max(sizes), shape.num_ranks), shape.num_ranks)
         sums = 8 * sum(box.num_words for box in boxes)
     layout = CacheLayout.of(shape)
-    work = dense_buffer_bytes(layout, max(sizes)) if share_stream(shape.spec) else buffer_bytes(layout, sizes, EXACT_SIZE)
+    is_dense = share_stream(shape.spec)
+    work = dense_buffer_bytes(layout, max(sizes), shape.delta) if is_dense else buffer_bytes(layout, sizes, EXACT_SIZE)
     heads = heads_of(layout)
-    parts = most_parts_bytes(heads, sizes, shape.spec.max_context, _SMS)
+    parts = 0 if is_wide(heads) else most_parts_bytes(heads, sizes, shape.spec.max_context, _SMS)
     parts += 2 * max(sizes) * heads.num_heads * heads.head_dim  # outputs
     weights = matrix_bytes(shape.spec, shape.num_lanes) if shape.attention_coding is None else expanded_bytes(shape)
     return {"prefill weights": weights, "prefill": work + sums + parts + _BESIDES_BYTES}
@@ -53,8 +54,9 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
 
 def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
     """Of `Matrices` in 16 bit, which experts are not in."""
-    of_layer = sum(stage.num_rows * stage.num_columns for stage in matrix_stages(spec).values())
-    return 2 * num_lanes * spec.num_layers * of_layer + _router_bytes(spec) + _vector_bytes(spec, num_lanes)
+    stages = (stage for layer in range(spec.num_layers) for stage in layer_matrix_stages(spec, layer).values())
+    of_matrices = 2 * num_lanes * sum(stage.num_rows * stage.num_columns for stage in stages)
+    return of_matrices + _router_bytes(spec) + _vector_bytes(spec, num_lanes)
 
 
 def expanded_bytes(shape: KernelShape) -> int:
@@ -76,8 +78,8 @@ def _norm_bytes(spec: ModelSpec, num_lanes: int) -> int:
 
 
 def _vector_bytes(spec: ModelSpec, num_lanes: int) -> int:
-    of_layer = sum(one.num_values * (num_lanes if one.is_by_lane else 1) for one in vectors_of(spec).values())
-    return _norm_bytes(spec, num_lanes) + 4 * spec.num_layers * of_layer
+    vectors = (one for layer in range(spec.num_layers) for one in layer_vectors(spec, layer).values())
+    return _norm_bytes(spec, num_lanes) + 4 * sum(one.num_values * (num_lanes if one.is_by_lane else 1) for one in vectors)
 
 
 def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int, split_size: int = SPLIT_SIZE) -> int:

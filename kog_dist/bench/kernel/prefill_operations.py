@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kog_dist.model.layers import AttentionMixer, DeltaNet
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.base.arrays import Array
 from kog_dist.workers.prefill.dense.device import DenseDeviceOperations
@@ -28,11 +29,15 @@ def cases(runner: GraphRunner, size: int) -> Iterator[Case]:
 
 
 def _dense(runner: GraphRunner, size: int) -> Iterator[Case]:
-    rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
+    rows, do, mixers = runner.rows(size), runner.layers.operations, [layer.mixer for layer in runner.layers.spec.layers]
+    attention = next(number for number, mixer in enumerate(mixers) if isinstance(mixer, AttentionMixer))
+    matrices = runner.layers.matrices[attention]
     mixed = rows.query.reshape(size, len(rows.partial), -1).swapaxes(0, 1)
     yield "qkv", partial(wide_product, do, rows.x, matrices.wqkv, rows.qkv), 2 * size * matrices.wqkv.size, 0
     yield "out", partial(do.product, mixed, matrices.wo, rows.partial), 2 * size * matrices.wo.size, 0
-    yield "qkv and append", partial(do.append, rows, matrices, 0), 2 * size * matrices.wqkv.size, 0
+    yield "qkv and append", partial(do.append, rows, matrices, attention), 2 * size * matrices.wqkv.size, 0
+    if rows.nets is not None:
+        yield from _delta_net(runner, rows, next(number for number, mixer in enumerate(mixers) if isinstance(mixer, DeltaNet)))
     if rows.experts is not None:
         yield from _experts(runner, rows, matrices)
     else:
@@ -42,7 +47,21 @@ def _dense(runner: GraphRunner, size: int) -> Iterator[Case]:
         yield "gate_up and swiglu", partial(do.gate, rows, matrices), 2 * size * w13.size, 0
     moved = rows.partial.nbytes + 2 * rows.stream.nbytes + rows.x.nbytes
     yield "residual", partial(do.residual, rows, 1.0, None, matrices.ffn_norm), 0, moved
-    yield from _attention(runner, rows, ((0, "first"),))
+    yield from _attention(runner, rows, ((attention, "first"),))
+
+
+def _delta_net(runner: GraphRunner, rows: Any, layer: int) -> Iterator[Case]:
+    """Of a chunk at the beginning of a prompt, whole; and each of its kernels."""
+    do, matrices = runner.layers.operations, runner.layers.matrices[layer]
+    assert isinstance(do, DenseDeviceOperations)
+    assert do.nets is not None
+    rows.place[0], runner.buffers.last_position[...] = 0, rows.size - 1
+    flops = 2 * rows.size * matrices.wqkv.size
+    yield "delta input", partial(wide_product, do, rows.x, matrices.wqkv, rows.nets.projected), flops, 0
+    yield "delta net", partial(do.recur, rows, matrices, layer), flops, 0
+    for name, call in do.nets.calls(rows, matrices, layer).items():
+        yield name, call, 0, 0
+    yield "keep_states", do.keep_states, 0, 2 * runner.buffers.states.nbytes
 
 
 def _experts(runner: GraphRunner, rows: Any, matrices: Any) -> Iterator[Case]:

@@ -31,6 +31,8 @@ class Stage(NamedTuple):
     `tensors`: of which the matrix is made, by their names within a layer (`layout`) without `.weight`; none where each expert
     has some.
     `compared_in`: the mailbox in which ranks may compare what it writes, which must be alike on all.
+    `kept_rows`: the last ones of the matrix, which have 16 bit where the others are quantised. On a GPU each of them is then the
+    sum of so many rows of codes (`Coding.terms`).
     """
 
     phase: Phase
@@ -42,6 +44,15 @@ class Stage(NamedTuple):
     tensors: tuple[str, ...] = ()
     is_by_lane: bool = True
     compared_in: str = ""
+    kept_rows: int = 0
+
+    def coded_rows(self, terms: int) -> int:
+        """Rows of the matrix if each one that is kept is `terms` of them."""
+        return self.num_rows + (terms - 1) * self.kept_rows
+
+    def coded_together(self, terms: int) -> int:
+        """`together` of these."""
+        return self.together * (terms if self.kept_rows else 1)
 
 
 class Vectors(NamedTuple):
@@ -182,7 +193,7 @@ def _delta(spec: ModelSpec, net: DeltaNet) -> Recipe:
     rows, heads = net.num_rows // lanes, net.num_value_heads // lanes
     tensors = tuple(f"delta.{name}" for name in ("wq", "wk", "wv", "wz", "wa", "wb"))
     stages = (
-        Stage(Phase.DELTA_IN, (Kind.STREAM,), (Kind.DELTA_INPUT,), rows, d, 2, tensors),
+        Stage(Phase.DELTA_IN, (Kind.STREAM,), (Kind.DELTA_INPUT,), rows, d, 2, tensors, kept_rows=2 * heads),
         Stage(Phase.DELTA, (Kind.DELTA_INPUT,), (Kind.STATE, Kind.MIXED)),
         Stage(Phase.OUT, (Kind.MIXED,), (Kind.PARTIAL,), d, heads * net.value_dim, 2, ("delta.wo",)),
     )
@@ -254,6 +265,17 @@ def all_recipes(spec: ModelSpec) -> tuple[Recipe, ...]:
 def matrix_stages(spec: ModelSpec) -> dict[Phase, Stage]:
     """The stages with a matrix that is a lane's own, which those of experts are not."""
     return {stage.phase: stage for stage in _stages_with_tensors(spec) if stage.is_by_lane}
+
+
+def layer_matrix_stages(spec: ModelSpec, layer: int) -> dict[Phase, Stage]:
+    """The same of one layer: where mixers are of several kinds, stages of one phase have other tensors in other layers."""
+    stages = (stage for recipe in recipes(spec)[layer] for stage in recipe.stages)
+    return {stage.phase: stage for stage in stages if stage.tensors and stage.is_by_lane}
+
+
+def layer_vectors(spec: ModelSpec, layer: int) -> dict[str, Vectors]:
+    """What one layer has besides matrices and the norms of streams."""
+    return {name: vectors for recipe in recipes(spec)[layer] for name, vectors in recipe.vectors.items()}
 
 
 def router_stage(spec: ModelSpec) -> Stage | None:

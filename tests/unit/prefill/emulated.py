@@ -15,8 +15,11 @@ from kog_dist.cuda import build as compiler
 from kog_dist.workers.prefill.base.compiled import SOURCE_FOLDERS
 from kog_dist.workers.prefill.buffers.dense import DenseBuffers
 from kog_dist.workers.prefill.buffers.lanes import Buffers
+from kog_dist.workers.prefill.delta.delta_abi import DELTA_PREFILL_PARAMS, delta_header
+from kog_dist.workers.prefill.delta.device import DELTA_KERNELS, RULE_KERNELS, DeltaKernels
 from kog_dist.workers.prefill.dense.dense_abi import DENSE_PARAMS, dense_header
-from kog_dist.workers.prefill.dense.device import KERNELS, DenseDeviceOperations
+from kog_dist.workers.prefill.dense.device import GATES_KERNELS, KERNELS, DenseDeviceOperations
+from kog_dist.workers.prefill.dense.gates_abi import GATES_PARAMS, gates_header
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.experts.plain import PlainExperts
 from kog_dist.workers.prefill.lanes.device import _KERNELS, DeviceOperations
@@ -93,12 +96,30 @@ class EmulatedDenseOperations(DenseDeviceOperations):
 
     def __init__(
         self, buffers: DenseBuffers, embedding: Any, cache: Any, folder: Path, *, weight_dtype: str, kv_dtype: str,
-        of_layers: Sequence[PlainExperts] = (),
+        of_layers: Sequence[PlainExperts] = (), states: Any = None,
     ) -> None:  # fmt: skip
-        twin = PlainDenseOperations(buffers, embedding, cache, of_layers)
+        twin = PlainDenseOperations(buffers, embedding, cache, of_layers, states)
         self.tape = None
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
         library = ctypes.CDLL(str(compiled(folder, "dense", header, KERNELS, "KogDenseParams", "-Og")))
         self._bind(embedding, cache, {name: launcher(library, name, DENSE_PARAMS.size_bytes) for name in KERNELS})
         self.product, self.attend, self.mix = twin.product, twin.attend, twin.mix  # type: ignore[method-assign]
+        gates = None
+        if self.spec.mixed_layers:
+            header = gates_header(self.spec, self.layout.num_lanes, buffers.delta)
+            library = ctypes.CDLL(str(compiled(folder, "gates", header, GATES_KERNELS, "GatesParams", "-Og")))
+            gates = {name: launcher(library, name, GATES_PARAMS.size_bytes) for name in GATES_KERNELS}
+        self._bind_mixers(gates, None if buffers.delta is None else emulated_delta(buffers, states, folder))
+
+
+def emulated_delta(buffers: DenseBuffers, states: Any, folder: Path) -> DeltaKernels:
+    """delta.cu and rule.cu on a CPU."""
+    assert buffers.delta is not None
+    header = delta_header(buffers.delta, buffers.spec.norm_eps)
+    launchers: dict[str, Any] = {}
+    for stem, kernels in (("delta", DELTA_KERNELS), ("rule", RULE_KERNELS)):
+        (folder / stem).mkdir()
+        library = ctypes.CDLL(str(compiled(folder / stem, stem, header, kernels, "DeltaParams", "-Og")))
+        launchers |= {name: launcher(library, name, DELTA_PREFILL_PARAMS.size_bytes) for name in kernels}
+    return DeltaKernels(buffers, states, launchers)

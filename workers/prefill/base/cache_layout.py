@@ -52,8 +52,9 @@ class CacheLayout(CacheShape):
 
     @cached_property
     def first_batches(self) -> tuple[int, ...]:
-        """First batch of every layer, and the number of all at the end."""
-        sizes = [self.heads * self.splits * self.batches(layer) for layer in range(self.spec.num_layers)]
+        """First batch of every layer, and the number of all at the end; delta nets have none."""
+        kept = set(self.layers)
+        sizes = [self.heads * self.splits * self.batches(layer) * (layer in kept) for layer in range(self.spec.num_layers)]
         return tuple(np.cumsum([0, *sizes]).tolist())
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
+from kog_dist.model.layers import AttentionMixer
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 
@@ -65,15 +66,20 @@ def work_of(spec: ModelSpec, *, has_rings: bool = False) -> Work:
     Chunks of one stream can be cut into parts. Where layers keep a ring of positions (`has_rings`) a chunk that is given up
     behind some of them has overwritten what others still need, and the cache holds nothing then. So of models with windowed
     layers only those with experts are cut, which read all of them in every chunk, and would be slow in small ones. Chunks are
-    the same without rings.
+    the same without rings. Of delta nets only products count: the rule takes a few percent of their time.
     """
     attention, experts = spec.num_heads * spec.head_dim, spec.experts
     ffn = spec.intermediate_size * (1 if experts is None else EXPERT_FACTOR * experts.per_token)
     values = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim + 3 * ffn)
+    num_full = spec.num_layers - len(spec.window_layers)
+    if spec.mixed_layers:
+        mixers = [layer.mixer for layer in spec.layers]
+        num_full = sum(isinstance(mixer, AttentionMixer) for mixer in mixers)
+        values = sum(mixer.num_values(spec.hidden_size) for mixer in mixers) // spec.num_layers + spec.hidden_size * 3 * ffn
     weights = 0 if experts is None else 3 * spec.num_layers * experts.num_experts * spec.hidden_size * spec.intermediate_size
     return Work(
         2 * spec.num_layers * values,
-        4 * attention * (spec.num_layers - len(spec.window_layers)),
+        4 * attention * num_full,
         spec.num_layers if spec.has_one_stream and (experts is not None or not spec.window_layers) else 1,
         spec.max_context,
         EXPERT_WEIGHT_FLOP * weights,

@@ -6,7 +6,7 @@ from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 from kog_dist.workers.prefill.base.arrays import current_stream
 
-_ROOMS = ("base", "lanes", "dense", "experts", "expand", "tape", "gemm", "attention", "exchange")
+_ROOMS = ("base", "lanes", "dense", "delta", "experts", "expand", "tape", "gemm", "attention", "exchange")
 SOURCE_FOLDERS = (
     *(("kog_dist.workers.prefill", room) for room in _ROOMS),
     ("kog_dist.collectives", "device"),

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kog_dist.decode.plan.recipes import Vectors, matrix_stages, router_stage, vectors_of
-from kog_dist.decode.plan.steps import LAYER_OPS, Phase
+from kog_dist.decode.plan.recipes import Vectors, layer_matrix_stages, layer_vectors, router_stage
+from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
@@ -45,7 +45,7 @@ class DenseMatrices:
     In a layer with experts `w13` and `w2` are None: experts are read where the monokernel has them.
     """
 
-    wqkv: Array  # query rows, key rows, value rows
+    wqkv: Array  # query rows, key rows, value rows, and gate rows if there are any; or all rows of a delta net's input
     wo: Array
     w13: Array | None  # gate rows, up rows
     w2: Array | None
@@ -57,6 +57,9 @@ class DenseMatrices:
     sinks: Array | None = None  # (lanes * heads,) float32
     router: Array | None = None  # (experts, D)
     router_bias: Array | None = None  # (experts,) float32
+    delta_taps: Array | None = None  # (lanes, channels, conv_width) float32: of a delta net's convolution
+    delta_factors: Array | None = None  # (lanes, 2 * heads) float32: logarithms of rates, what is added to decays
+    delta_norm: Array | None = None  # (value_dim,) float32
 
 
 class Matrices:
@@ -71,15 +74,16 @@ class Matrices:
 
     def __init__(self, spec: ModelSpec, dtype: DTypeLike, *, has_first_lane: bool = True, routers_only: bool = False) -> None:
         self._spec, self._dtype = spec, dtype
-        self._tensors = {op: stage.tensors for op, stage in matrix_stages(spec).items()}
+        by_layer = [layer_matrix_stages(spec, layer) for layer in range(spec.num_layers)]
+        self._tensors = [{op: stage.tensors for op, stage in stages.items()} for stages in by_layer]
         router = router_stage(spec)
         self._router_parts = () if router is None else tuple(f"{part}.weight" for part in router.tensors)
-        self._vectors = {name: one for name, one in vectors_of(spec).items() if has_first_lane or name != _OF_FIRST_LANE}
-        self._parts = [*_NORMS, *(f"{part}.weight" for parts in self._tensors.values() for part in parts), *self._router_parts]
-        self._parts += [part for one in self._vectors.values() for part in one.tensors]
+        self._vectors = [
+            {name: one for name, one in layer_vectors(spec, layer).items() if has_first_lane or name != _OF_FIRST_LANE}
+            for layer in range(spec.num_layers)
+        ]
         self._routers_only = routers_only
-        if routers_only:
-            self._parts = [*self._router_parts]
+        self._parts = [[*self._router_parts] if routers_only else self._parts_of(layer) for layer in range(spec.num_layers)]
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
         self._waiting: dict[int, dict[str, Array]] = {layer: {} for layer in range(spec.num_layers)}
         self._made: dict[int, LayerMatrices | DenseMatrices | Array] = {}
@@ -98,38 +102,46 @@ class Matrices:
         names = self._tensor_names(layer)
         if len(waiting) == len(names):
             make = self._make_dense if self._spec.has_one_stream else self._make
-            parts = {part: waiting[name] for part, name in zip(self._parts, names, strict=True)}
-            self._made[layer] = self._router(parts) if self._routers_only else make(parts)
+            parts = {part: waiting[name] for part, name in zip(self._parts[layer], names, strict=True)}
+            self._made[layer] = self._router(parts) if self._routers_only else make(layer, parts)
             waiting.clear()
 
     def layers(self) -> list[Any]:
         """All layers, of the model's kind, once every tensor has passed."""
-        if not self._parts:
+        if not any(self._parts):
             return [None] * self._spec.num_layers
         missing = [layer for layer in range(self._spec.num_layers) if layer not in self._made]
         assert not missing, f"tensors of layers {missing} did not pass"
         return [self._made[layer] for layer in range(self._spec.num_layers)]
 
+    def _parts_of(self, layer: int) -> list[str]:
+        """All tensors of a layer, by their names within it."""
+        matrices = [f"{part}.weight" for parts in self._tensors[layer].values() for part in parts]
+        return [*_NORMS, *matrices, *self._router_parts, *(part for one in self._vectors[layer].values() for part in one.tensors)]
+
     def _tensor_names(self, layer: int) -> list[str]:
         prefix, spec = layer_prefix(layer), self._spec
-        return [norm_name(spec, prefix + part) if part in _NORMS else prefix + part for part in self._parts]
+        return [norm_name(spec, prefix + part) if part in _NORMS else prefix + part for part in self._parts[layer]]
 
-    def _make(self, parts: dict[str, Array]) -> LayerMatrices:
+    def _make(self, layer: int, parts: dict[str, Array]) -> LayerMatrices:
         norm = on_host(parts["attention_norm"]).reshape(-1, self._spec.hidden_size)
         scale = stream_scale(norm)
         there = library_of(parts["attention_norm"]).asarray
-        wo, w2 = (self._matrix(parts, op) for op in (Phase.OUT, Phase.DOWN))
+        tensors = self._tensors[layer]
+        wo, w2 = (self._matrix(parts, tensors[op]) for op in (Phase.OUT, Phase.DOWN))
         return LayerMatrices(
-            self._matrix(parts, Phase.QKV, norm / scale),
+            self._matrix(parts, tensors[Phase.QKV], norm / scale),
             wo,
-            self._matrix(parts, Phase.GATE_UP, on_host(parts["ffn_norm"])),
+            self._matrix(parts, tensors[Phase.GATE_UP], on_host(parts["ffn_norm"])),
             w2,
             there(scale),
             there(1 / scale),
         )
 
-    def _make_dense(self, parts: dict[str, Array]) -> DenseMatrices:
-        wqkv, wo, w13, w2 = (self._matrix(parts, op) if op in self._tensors else None for op in LAYER_OPS)
+    def _make_dense(self, layer: int, parts: dict[str, Array]) -> DenseMatrices:
+        tensors = self._tensors[layer]
+        ops = (Phase.DELTA_IN if Phase.DELTA_IN in tensors else Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)
+        wqkv, wo, w13, w2 = (self._matrix(parts, tensors[op]) if op in tensors else None for op in ops)
         assert wqkv is not None
         assert wo is not None
         there = library_of(wqkv).asarray
@@ -139,9 +151,12 @@ class Matrices:
             values: Array = there(found if len(one.tensors) > 1 else found.reshape(-1))
             return values
 
-        attention_norm, ffn_norm = (there(on_host(parts[name]).reshape(-1)) for name in _NORMS)
+        added = np.float32(self._spec.layers[0].norm.adds_one)
+        attention_norm, ffn_norm = (there(on_host(parts[name]).reshape(-1) + added) for name in _NORMS)
         router = self._router(parts) if self._router_parts else None
-        vectors = {name: vector(one) for name, one in self._vectors.items()}
+        vectors = {name: vector(one) for name, one in self._vectors[layer].items()}
+        if added and "head_norms" in vectors:
+            vectors["head_norms"] = vectors["head_norms"] + added
         return DenseMatrices(wqkv, wo, w13, w2, attention_norm, ffn_norm, router=router, **vectors)
 
     def _router(self, parts: dict[str, Array]) -> Array:
@@ -150,9 +165,9 @@ class Matrices:
         put_scaled(router, parts[name], None)
         return router
 
-    def _matrix(self, by_part: dict[str, Array], op: Phase, norm: NDArray[np.float32] | None = None) -> Array:
+    def _matrix(self, by_part: dict[str, Array], tensors: tuple[str, ...], norm: NDArray[np.float32] | None = None) -> Array:
         """The parts of a matrix below each other, by lane, times `norm` column by column."""
-        parts = [by_part[f"{part}.weight"] for part in self._tensors[op]]
+        parts = [by_part[f"{part}.weight"] for part in tensors]
         lanes, _, columns = parts[0].shape
         xp = library_of(parts[0])
         matrix: Array = xp.empty((lanes, sum(part.shape[1] for part in parts), columns), self._dtype)

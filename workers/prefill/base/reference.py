@@ -14,13 +14,15 @@ def multiply(x: Array, matrix: Array, out: Array) -> None:
 
 
 def rotated(heads: Array, rope: Array, start: int) -> Array:
-    """Heads (L, size, heads, head_dim) of the positions from `start` on. Padding may stand behind the last one of `rope`."""
-    xp = library_of(heads)
+    """Heads (L, size, heads, head_dim) of the positions from `start` on: their first values, as many as `rope` has, are rotated.
+    Padding may stand behind the last position of `rope`.
+    """
+    xp, width = library_of(heads), 2 * rope.shape[1]
     positions = xp.minimum(xp.arange(start, start + heads.shape[1]), len(rope) - 1)
-    cos, sin = (rope[positions][:, None, :, part] for part in range(2))  # (size, 1, head_dim / 2)
-    even, odd = heads[..., 0::2], heads[..., 1::2]
-    turned: Array = xp.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1).reshape(heads.shape)
-    return turned
+    cos, sin = (rope[positions][:, None, :, part] for part in range(2))  # (size, 1, rotary_dim / 2)
+    even, odd = heads[..., 0:width:2], heads[..., 1:width:2]
+    turned: Array = xp.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1).reshape(*heads.shape[:-1], width)
+    return turned if width == heads.shape[-1] else xp.concatenate([turned, heads[..., width:]], axis=-1)
 
 
 def inverse_rms(values: Array, eps: float) -> Array:

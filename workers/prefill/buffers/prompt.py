@@ -10,15 +10,18 @@ from numpy.typing import DTypeLike
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.recipes import stream_lanes
 from kog_dist.errors import ConfigError
-from kog_dist.model.layers import AttentionMixer
+from kog_dist.model.layers import DeltaNet, Experts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.prefill.attention.attention_abi import MAX_HEAD_DIM
+from kog_dist.workers.prefill.attention.wide_abi import WIDE_HEAD_DIM
 from kog_dist.workers.prefill.base.arrays import Array, address, library
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.base.shared_abi import UNIT
 from kog_dist.workers.prefill.base.staging import Staging
+
+DELTA_UNIT, MOST_KEYS = 16, 128  # of a delta net's keys: operands of a product, and registers of a thread
 
 
 class PromptBuffers:
@@ -33,7 +36,7 @@ class PromptBuffers:
             raise ConfigError(f"prefill cannot run this model: it has {finding}")
         self.layout, self.spec, self.dtype, self.max_size, self._library = layout, spec, np.dtype(dtype), max_size, xp
         self._memory: dict[str, Array] = {}
-        self.rope: Array = xp.asarray(np.stack(rope_table(spec, spec.max_context), axis=-1))  # (max_context, head_dim / 2, 2)
+        self.rope: Array = xp.asarray(np.stack(rope_table(spec, spec.max_context), axis=-1))  # (max_context, rotary_dim / 2, 2)
         num_rows = spec.max_context + max_size
         self.staging = Staging(num_rows, device)
         self.prompt, self.flags = self.staging.prompt, self.staging.flags
@@ -75,20 +78,46 @@ class PromptBuffers:
 
 def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
     """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
-    if spec.is_recurrent or any(isinstance(part, AttentionMixer) and part.gated for part in spec.kinds):
-        return "gated delta nets or gated attention"
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
     if spec.experts is not None and spec.hidden_size % 32:
         findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
     if spec.experts is not None and coding is not None and not coding.scales:
         findings.append(f"experts in {coding.number} with one scale for each row (for groups of columns)")
+    if spec.mixed_layers and coding is not None:
+        kinds = "delta nets" if spec.is_recurrent else "layers of several kinds"
+        findings.append(f"{kinds} beside codes of {coding.number} (16 bit)")
     if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
         findings.append("attention sinks or biases of attention's output")
-    if spec.head_dim > MAX_HEAD_DIM:
-        findings.append(f"{spec.head_dim} values in a head (at most {MAX_HEAD_DIM})")
-    if spec.qk_norm and (spec.head_dim % 4 or 32 % (spec.head_dim // 4)):
-        findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64 or 128)")
+    if spec.head_dim > (most := WIDE_HEAD_DIM if _is_plain(spec) else MAX_HEAD_DIM):
+        findings.append(f"{spec.head_dim} values in a head (at most {most})")
+    elif spec.head_dim > MAX_HEAD_DIM and spec.head_dim % 16:
+        findings.append(f"{spec.head_dim} values in a head (a multiple of 16)")
+    elif spec.head_dim > MAX_HEAD_DIM and coding is not None and not coding.is_of_experts:
+        findings.append(f"{spec.head_dim} values in a head beside quantised weights (at most {MAX_HEAD_DIM})")
+    if spec.qk_norm and (spec.head_dim % 4 or WIDE_HEAD_DIM // 4 % (spec.head_dim // 4)):
+        findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64, 128 or {WIDE_HEAD_DIM})")
     if (spec.qkv_bias or spec.qk_norm) and not spec.has_one_stream:
         findings.append("biases or norms of heads in lanes with streams of their own")
-    return "; ".join(findings)
+    return "; ".join([*findings, *_of_layers(spec)])
+
+
+def _is_plain(spec: ModelSpec) -> bool:
+    """Whether attention is of one stream, over all positions, without sinks: with these heads may be wide."""
+    windows = any(spec.window(layer) is not None for layer in range(spec.num_layers))
+    return spec.has_one_stream and not windows and not spec.attention_sinks
+
+
+def _of_layers(spec: ModelSpec) -> list[str]:
+    """What of layers of several kinds they cannot take."""
+    findings = []
+    for net in (part for part in spec.kinds if isinstance(part, DeltaNet)):
+        if net.key_dim % DELTA_UNIT or net.key_dim > MOST_KEYS:
+            findings.append(f"keys of {net.key_dim} values in delta nets (a multiple of {DELTA_UNIT}, at most {MOST_KEYS})")
+        if net.value_dim % DELTA_UNIT:
+            findings.append(f"value heads of {net.value_dim} values in delta nets (a multiple of {DELTA_UNIT})")
+    if any(isinstance(part, Experts) and part.shared_width for part in spec.kinds):
+        findings.append("shared experts")
+    if spec.rotary_dim % 4 and spec.rotary_dim != spec.head_dim:
+        findings.append(f"{spec.rotary_dim} values of a head that are rotated (a multiple of 4)")
+    return findings

@@ -14,7 +14,9 @@ namespace kog {
 using Params = KogDenseParams;
 constexpr u32 kUnits = kHidden / kUnit, kFfnUnits = kFfn / kUnit;
 constexpr u32 kTurns = (kUnits + kRowThreads - 1) / kRowThreads;  // units of a row that a thread has
-constexpr u32 kLaneFours = (kHeads + 2 * kKvHeads) * kHeadDim / 4, kRowFours = kLanes * kLaneFours;  // fours of queries, keys, values
+// Fours of queries, keys, values; behind them of gates, which gates.cu reads.
+constexpr u32 kAppendedFours = (kHeads + 2 * kKvHeads) * kHeadDim / 4, kLaneFours = kAppendedFours + (kGated ? kHeads * kHeadDim / 4 : 0);
+constexpr u32 kRowFours = kLanes * kLaneFours;
 constexpr u32 kQueryFours = kHeads * kHeadDim / 4, kKeyFours = kKvHeads * kHeadDim / 4;  // of a lane
 
 // A row of the stream as the threads of a thread block have it.
@@ -131,11 +133,19 @@ __device__ __forceinline__ void residual_row(const Params& params) {
 
 // Where heads are normed, as many neighbouring threads as a head has fours add their squares: all go through the loop to its end.
 constexpr u32 kHeadThreads = kHeadDim / 4;
-static_assert(!kQkNorm || (32 % kHeadThreads == 0 && kHeadDim % 4 == 0), "a head's values are those of threads of one warp");
+static_assert(!kQkNorm || ((32 % kHeadThreads == 0 || kHeadThreads == 64) && kHeadDim % 4 == 0), "a head's values are those of threads of one warp, or of two");
 __device__ __forceinline__ float4 normed_head(const float4& value, const float4& weights) {
     float squares = value.x * value.x + value.y * value.y + value.z * value.z + value.w * value.w;
 #pragma unroll
-    for (u32 offset = 1; offset < kHeadThreads; offset *= 2) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+    for (u32 offset = 1; offset < kHeadThreads && offset < 32; offset *= 2) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+    if constexpr (kHeadThreads > 32) {
+        __shared__ float of_warps[kMaxThreads / 32];
+        const u32 warp = threadIdx.x / 32;
+        if (laneid() == 0) of_warps[warp] = squares;
+        __syncthreads();
+        squares = of_warps[warp] + of_warps[warp ^ 1];
+        __syncthreads();
+    }
     const float scale = 1.0f / sqrtf(squares * (1.0f / kHeadDim) + kNormEps);
     return {value.x * scale * weights.x, value.y * scale * weights.y, value.z * scale * weights.z, value.w * scale * weights.w};
 }
@@ -158,9 +168,9 @@ struct Appended {
             if (is_rotated) value = normed;
         }
         if (!kKvCoded && !is_mine) return true;
-        if (is_rotated) {
+        if (is_rotated && (kRotaryDim == kHeadDim || of_lane % (kHeadDim / 4) < kRotaryDim / 4)) {
             const u32 turn = position < kMaxContext ? position : kMaxContext - 1;
-            value = turned(value, __ldg(&reinterpret_cast<const float4*>(params.rope_ptr)[static_cast<u64>(turn) * (kHeadDim / 4) + of_lane % (kHeadDim / 4)]));
+            value = turned(value, __ldg(&reinterpret_cast<const float4*>(params.rope_ptr)[static_cast<u64>(turn) * (kRotaryDim / 4) + of_lane % (kHeadDim / 4)]));
         }
         uint2 half = {Fp16::pack(value.x, value.y), Fp16::pack(value.z, value.w)};
         [[maybe_unused]] const bool was_finite = is_finite_pair(half.x) && is_finite_pair(half.y);  // the largest code is
@@ -172,6 +182,8 @@ struct Appended {
         }
         if (is_query) {
             reinterpret_cast<uint2*>(params.query_ptr)[(static_cast<u64>(row) * kLanes + lane) * kQueryFours + of_lane] = half;
+        } else if (kGated && of_lane >= kAppendedFours) {
+            return true;
         } else {
             if constexpr (!kKvCoded) half = as_half({KvFormat::pack(value.x, value.y), KvFormat::pack(value.z, value.w)});
             const u32 of_kind = of_lane - (is_rotated ? kQueryFours : kQueryFours + kKeyFours);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kog_dist.collectives.cuda_abi import device_header
+from kog_dist.model.layers import AttentionMixer
+from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
@@ -57,16 +59,22 @@ def dense_header(layout: CacheLayout, *, weight_dtype: str, kv_dtype: str) -> st
     spec = layout.spec
     numbers = {
         "kLanes": layout.num_lanes, "kHidden": spec.hidden_size, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads,
-        "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn, "kMaxContext": spec.max_context, "kUnit": UNIT,
+        "kHeadDim": spec.head_dim, "kRotaryDim": spec.rotary_dim, "kFfn": spec.lane_ffn, "kMaxContext": spec.max_context,
+        "kUnit": UNIT,
         "kMaxThreads": MAX_THREADS, "kAppendRows": APPEND_ROWS, "kRowThreads": row_threads(spec.hidden_size),
     }  # fmt: skip
     floats = {"kNormEps": spec.norm_eps, "kActivationScale": ACTIVATION_SCALE}
-    flags = {"kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm}
+    flags = {"kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm, "kGated": has_gates(spec)}
     lines = [device_header("kog_dist.workers.prefill.dense.dense_abi", (DENSE_PARAMS,)), "namespace kog {"]
     lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
     return "\n".join([*lines, *cache_lines(layout, weight_dtype, kv_dtype), "}  // namespace kog", ""])
+
+
+def has_gates(spec: ModelSpec) -> bool:
+    """Whether outputs of heads are multiplied by gates."""
+    return any(isinstance(part, AttentionMixer) and part.gated for part in spec.kinds)
 
 
 def row_threads(hidden_size: int) -> int:

@@ -17,7 +17,9 @@ from kog_dist.workers.prefill.base import compiled
 from kog_dist.workers.prefill.base.arrays import Array
 from kog_dist.workers.prefill.base.kernel_calls import KernelCalls, Launchers
 from kog_dist.workers.prefill.buffers.dense import DenseBuffers, DenseRows
+from kog_dist.workers.prefill.delta.device import DeltaKernels, delta_on_gpu
 from kog_dist.workers.prefill.dense.dense_abi import APPEND_ROWS, DENSE_PARAMS, MAX_THREADS, dense_header, row_threads
+from kog_dist.workers.prefill.dense.gates_abi import GATES_PARAMS, gates_header
 from kog_dist.workers.prefill.dense.operations import wide_product
 from kog_dist.workers.prefill.expand.expanded import ExpandedDenseLayer
 from kog_dist.workers.prefill.experts.device import GroupedExperts
@@ -27,6 +29,7 @@ from kog_dist.workers.prefill.tape.products import TapeProducts
 if TYPE_CHECKING:
     from kog_dist.workers.prefill.base.matrices import DenseMatrices
 
+GATES_KERNELS = ("gate_heads", "take_last_mixer")
 KERNELS = ("begin", "embed", "append", "store", "lane_sum", "residual", "residual_alone", "swiglu", "take_last", "give_stream")
 _LOADING = 264  # thread blocks that bring what the cache holds
 _MOST_STORING = 1024
@@ -37,7 +40,8 @@ class DenseDeviceOperations:
 
     `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, of which `cache_number` says one, in
     `kv_dtype`. `experts`: None of a model without.
-    `tape`: None where matrices are no quantised ones that can be multiplied so.
+    `tape`: None where matrices are no quantised ones that can be multiplied so. `states`: float32, the monokernel's, of delta
+    nets; None of a model without.
     Raises CompileError or LaunchError.
     """
 
@@ -51,6 +55,7 @@ class DenseDeviceOperations:
         kv_dtype: str,
         experts: GroupedExperts | None = None,
         tape: TapeProducts | None = None,
+        states: Array | None = None,
     ) -> None:
         self.experts, self.tape = experts, tape
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
@@ -58,6 +63,12 @@ class DenseDeviceOperations:
         self.products = Products(algorithms_kept())
         self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in KERNELS})
         self._attention = attention_for(self.layout)
+        gates = None
+        if self.spec.mixed_layers:
+            gates_path = compiled.build("gates", gates_header(self.spec, self.layout.num_lanes, buffers.delta)).path
+            gates = {name: partial(compiled.launch, Kernel(gates_path, name, 0)) for name in GATES_KERNELS}
+        nets = None if states is None else delta_on_gpu(buffers, states)
+        self._bind_mixers(gates, nets)
 
     def _bind(self, embedding: Array, cache: Array, launchers: Launchers) -> None:
         """`launchers`: see `KernelCalls`."""
@@ -69,6 +80,12 @@ class DenseDeviceOperations:
         }  # fmt: skip
         self._launch = KernelCalls(DENSE_PARAMS, launchers, arrays)
         self._row_threads = row_threads(self.spec.hidden_size)
+
+    def _bind_mixers(self, gates: Launchers | None, nets: DeltaKernels | None) -> None:
+        """What models of several kinds of layers have; `gates`: see `KernelCalls`."""
+        arrays = {"last_position": self.buffers.last_position}
+        self._gates = None if gates is None else KernelCalls(GATES_PARAMS, gates, arrays)
+        self.nets = nets
 
     def begin(self, rows: DenseRows) -> None:
         """See `DenseOperations`."""
@@ -120,6 +137,26 @@ class DenseDeviceOperations:
         """See `DenseOperations`."""
         keys, values, window = self.buffers.keys[0], self.buffers.values[0], self.spec.window(layer)
         return self._attention.run(rows.query, keys, values, rows.place, window, sinks, is_ordered=self._is_on_tape)
+
+    def gate_heads(self, rows: DenseRows, mixed: Array) -> None:
+        """See `DenseOperations`."""
+        assert self._gates is not None
+        num_ctas = min(_MOST_STORING, -(-mixed.size // (2 * MAX_THREADS)))
+        self._gates("gate_heads", num_ctas, MAX_THREADS, size=rows.size, qkv=rows.qkv, attended=mixed)
+
+    def recur(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> Array:
+        """See `DenseOperations`."""
+        assert self.nets is not None
+        assert rows.nets is not None
+        assert rows.mixed is not None
+        wide_product(self, rows.x, matrices.wqkv, rows.nets.projected)
+        self.nets.run(rows, matrices, layer)
+        return rows.mixed
+
+    def keep_states(self) -> None:
+        """See `DenseOperations`."""
+        assert self.nets is not None
+        self.nets.keep_states()
 
     def project(self, rows: DenseRows, mixed: Array, matrices: DenseMatrices) -> None:
         """See `DenseOperations`."""
@@ -184,6 +221,11 @@ class DenseDeviceOperations:
             "take_last", 1, MAX_THREADS, place=rows.place, stream=rows.stream, query=rows.query, last_place=last.place,
             last_stream=last.stream, last_query=last.query,
         )  # fmt: skip
+        if self._gates is not None:
+            self._gates(
+                "take_last_mixer", 1, MAX_THREADS, place=rows.place, qkv=rows.qkv, last_qkv=last.qkv, mixed=rows.mixed,
+                last_mixed=last.mixed,
+            )  # fmt: skip
 
     def give_stream(self, last: DenseRows) -> None:
         """See `DenseOperations`."""

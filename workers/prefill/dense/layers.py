@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kog_dist.model.layers import Experts, Ffn
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.workers.prefill.base.arrays import Array
 from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
@@ -22,7 +22,7 @@ class DenseLayers:
     the stream of the prompt's last token behind the last layer in `DenseBuffers`.
     """
 
-    is_all_or_nothing = False  # a layer's keys and values are stored when they are made
+    is_all_or_nothing = False  # a layer's keys and values are stored when they are made; states when a whole chunk has run
 
     def __init__(
         self, spec: ModelSpec, matrices: Sequence[DenseMatrices], operations: DenseOperations, exchange: SumExchange
@@ -32,7 +32,7 @@ class DenseLayers:
     def run(self, rows: DenseRows, part: int = 0, num_parts: int = 1) -> None:
         """Part `part` of `num_parts` of the next chunk, some layers each; all parts make the chunk, one after the other.
 
-        Of the last layer it makes queries, keys and values only. Collective when there are several ranks.
+        Of the last layer it runs the mixer only as far as later tokens need it. Collective when there are several ranks.
         """
         do, num_layers = self.operations, self.spec.num_layers
         if part == 0:
@@ -40,9 +40,14 @@ class DenseLayers:
             self.exchange.begin_chunk()
             do.embed(rows, self.matrices[0].attention_norm)
         for layer in range(part * num_layers // num_parts, (part + 1) * num_layers // num_parts):
-            do.append(rows, self.matrices[layer], layer)
+            if isinstance(self.spec.layers[layer].mixer, DeltaNet):
+                do.recur(rows, self.matrices[layer], layer)
+            else:
+                do.append(rows, self.matrices[layer], layer)
             if layer < num_layers - 1:
-                self._attend_and_feed(rows, layer)
+                self._project_and_feed(rows, layer)
+        if part == num_parts - 1 and self.spec.is_recurrent:
+            do.keep_states()
 
     def finish(self, rows: DenseRows, last: DenseRows) -> None:
         """What is left of the last layer, for the prompt's last token, which is in the chunk that was run in `rows` just before.
@@ -50,7 +55,7 @@ class DenseLayers:
         """
         self.operations.take_last(rows, last)
         self.exchange.begin_last()
-        self._attend_and_feed(last, self.spec.num_layers - 1)
+        self._project_and_feed(last, self.spec.num_layers - 1)
         self.operations.give_stream(last)
 
     def load_cache(self, first: int, last: int) -> None:
@@ -59,9 +64,20 @@ class DenseLayers:
     def store_cache(self, first: int, last: int) -> None:
         """Nothing: it is stored."""
 
-    def _attend_and_feed(self, rows: DenseRows, layer: int) -> None:
+    def _mixed(self, rows: DenseRows, layer: int) -> Array:
+        """What the layer's mixer gives, whose first part has run."""
+        do, mixer = self.operations, self.spec.layers[layer].mixer
+        if isinstance(mixer, DeltaNet):
+            assert rows.mixed is not None
+            return rows.mixed
+        mixed = do.attend(rows, layer, self.matrices[layer].sinks)
+        if isinstance(mixer, AttentionMixer) and mixer.gated:
+            do.gate_heads(rows, mixed)
+        return mixed
+
+    def _project_and_feed(self, rows: DenseRows, layer: int) -> None:
         do, matrices = self.operations, self.matrices[layer]
-        do.project(rows, do.attend(rows, layer, matrices.sinks), matrices)
+        do.project(rows, self._mixed(rows, layer), matrices)
         self._add(rows, Sublayer.ATTENTION, layer, 1.0, matrices.ffn_norm, matrices.out_bias)
         match self.spec.layers[layer].ffn:
             case Experts():

@@ -14,8 +14,9 @@ from kog_dist.workers.prefill.base.arrays import Array, float32_of, library_of, 
 from kog_dist.workers.prefill.base.reference import attend, inverse_rms, is_finite, multiply, rotated, silu, tree_sum
 from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.buffers.dense import DenseBuffers, DenseRows
-from kog_dist.workers.prefill.experts import plain
-from kog_dist.workers.prefill.experts.plain import PlainExperts
+from kog_dist.workers.prefill.delta import plain
+from kog_dist.workers.prefill.delta.state_layout import StateLayout
+from kog_dist.workers.prefill.experts.plain import PlainExperts, mix
 
 if TYPE_CHECKING:
     from kog_dist.workers.prefill.base.matrices import DenseMatrices
@@ -40,6 +41,20 @@ class DenseOperations(Protocol):
         """Outputs (L, size, heads * head_dim) of all heads; a token sees itself and what the layer's window holds before it. The
         keys and values are those of the last `append`. `sinks`: (L * heads,), one more logit of each head.
         """
+
+    def gate_heads(self, rows: DenseRows, mixed: Array) -> None:
+        """`mixed`, which `attend` gave for these rows, times the sigmoid of gates: those that `append` made, before anything else
+        is multiplied.
+        """
+
+    def recur(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> Array:
+        """Outputs (L, size, heads * value_dim) of a delta net: from x times the transposed `wqkv`, its convolution and its rule,
+        behind the state that the monokernel keeps of the KV cache's sequence (nothing before position 0). Rows behind the
+        prompt's last token change nothing. What becomes of the state stands in `DenseBuffers.states`.
+        """
+
+    def keep_states(self) -> None:
+        """Behind all layers of a chunk: what `recur` made of states goes to the monokernel's; nothing once `overflow` is set."""
 
     def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array, bias: Array | None = None) -> None:
         """own_sum (size, D) float32 = `scale` times the sum of `partial` over the hosted lanes, a binary tree of neighbours.
@@ -66,7 +81,9 @@ class DenseOperations(Protocol):
         """
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
-        """`last`, of one token, gets what `rows` holds of the prompt's last one: place, stream and query."""
+        """`last`, of one token, gets what `rows` holds of the prompt's last one: place, stream and query; gates of heads, and
+        what a delta net has mixed, if there are any.
+        """
 
     def give_stream(self, last: DenseRows) -> None:
         """`last_streams` = that of `last`; `overflow` if a value is not finite."""
@@ -81,9 +98,17 @@ class Multiplies(Protocol):
 
 class PlainDenseOperations:
     """`DenseOperations` in plain array code. `cache` (values of the cache's type): the monokernel's, one behind the other.
-    `experts`: by layer."""
+    `experts`: by layer. `states` (float32): the monokernel's, of delta nets, one sequence behind the other."""
 
-    def __init__(self, buffers: DenseBuffers, embedding: Array, cache: Array, experts: Sequence[PlainExperts] = ()) -> None:
+    def __init__(
+        self,
+        buffers: DenseBuffers,
+        embedding: Array,
+        cache: Array,
+        experts: Sequence[PlainExperts] = (),
+        states: Array | None = None,
+    ) -> None:
+        self._states, self._net_layout = states, None if buffers.delta is None else StateLayout(buffers.delta)
         self.buffers, self.embedding, self._caches, self._experts = buffers, embedding, cache, experts
         self.spec, self.layout = buffers.spec, buffers.layout
         self._kept = buffers.keys[0], buffers.values[0]
@@ -124,8 +149,8 @@ class PlainDenseOperations:
         spec, lanes = self.spec, self.layout.num_lanes
         scaled = rows.qkv if matrices.qkv_bias is None else rows.qkv + matrices.qkv_bias.reshape(-1)
         heads = scaled.reshape(rows.size, lanes, -1, spec.head_dim)
-        counts = (spec.lane_heads, spec.lane_heads + spec.lane_kv_heads)
-        query, key, value = library_of(heads).split(heads, counts, axis=2)
+        counts = (spec.lane_heads, spec.lane_heads + spec.lane_kv_heads, spec.lane_heads + 2 * spec.lane_kv_heads)
+        query, key, value, _ = library_of(heads).split(heads, counts, axis=2)  # and gates
         if matrices.head_norms is not None:
             query, key = (self._normed(part, norm) for part, norm in zip((query, key), matrices.head_norms, strict=True))
         start = int(rows.place[0])
@@ -159,6 +184,65 @@ class PlainDenseOperations:
         """See `DenseOperations`."""
         return attend(self.spec, rows.query, *self._kept, int(rows.place[0]), self.spec.window(layer), sinks)
 
+    def gate_heads(self, rows: DenseRows, mixed: Array) -> None:
+        """See `DenseOperations`."""
+        gates = self._gates(rows).reshape(rows.size, self.layout.num_lanes, -1).swapaxes(0, 1)
+        mixed[...] = float32_of(mixed) / (1 + library_of(gates).exp(-gates))
+
+    def _gates(self, rows: DenseRows) -> Array:
+        """Those of heads (size, L, heads * head_dim), behind queries, keys and values."""
+        width = self.spec.lane_heads * self.spec.head_dim
+        gates: Array = rows.qkv.reshape(rows.size, self.layout.num_lanes, -1)[..., -width:]
+        return gates
+
+    def recur(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> Array:
+        """See `DenseOperations`."""
+        nets, mixed, layout, made = rows.nets, rows.mixed, self._net_layout, self.buffers.states
+        assert nets is not None
+        assert mixed is not None
+        assert layout is not None
+        assert made is not None
+        wide_product(self, rows.x, matrices.wqkv, nets.projected)
+        net, lanes, start = layout.shape.net, self.layout.num_lanes, int(rows.place[0])
+        num_tokens = min(rows.size, int(self.buffers.last_position[0]) + 1 - start)
+        projected = nets.projected.reshape(rows.size, lanes, -1).swapaxes(0, 1)
+        state, past = layout.load(self.own_states, layout.net_of(layer), start)
+        inputs = plain.inputs_of(net, projected, past, matrices, num_tokens)
+        for part, kept in zip(inputs[:3], (nets.query, nets.key, nets.value), strict=True):
+            kept[: rows.size] = part.swapaxes(0, 1).reshape(rows.size, *kept.shape[1:])
+        query, key, value = (
+            kept[: rows.size].reshape(rows.size, lanes, -1, kept.shape[-1]).swapaxes(0, 1)
+            for kept in (nets.query, nets.key, nets.value)
+        )
+        outputs, state = plain.advance(state, inputs._replace(query=query, key=key, value=value))
+        if not all(map(is_finite, (query, key, value, state))):
+            self.buffers.overflow[...] = 1
+        channels = past.shape[2]
+        past = library_of(past).concatenate([past, projected[:, :num_tokens, :channels]], axis=1)[:, -past.shape[1] :]
+        layout.store(made, layout.net_of(layer), start + num_tokens, state, past)
+        values = layout.shape.heads * net.value_dim
+        gates = projected[..., channels : channels + values].reshape(outputs.shape)
+        norm = matrices.delta_norm
+        assert norm is not None
+        mixed[...] = plain.gated(outputs, gates, norm, self.spec.norm_eps).reshape(mixed.shape)
+        return mixed
+
+    def keep_states(self) -> None:
+        """See `DenseOperations`."""
+        made = self.buffers.states
+        assert made is not None
+        if not int(self.buffers.overflow[0]):
+            self.own_states[...] = made
+
+    @property
+    def own_states(self) -> Array:
+        """The states of the sequence that the prompt goes on with."""
+        states, made = self._states, self.buffers.states
+        assert states is not None
+        assert made is not None
+        own: Array = states[int(self.buffers.cache_number[0]) * len(made) :][: len(made)]
+        return own
+
     def lane_sum(self, rows: DenseRows, scale: float, own_sum: Array, bias: Array | None = None) -> None:
         """See `DenseOperations`."""
         own_sum[...] = _lanes_sum(rows.partial, bias) * scale
@@ -190,14 +274,16 @@ class PlainDenseOperations:
     def mix(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
         """See `DenseOperations`."""
         num_tokens = int(self.buffers.last_position[0]) + 1 - int(rows.place[0])
-        plain.mix(self.spec, rows, matrices, self._experts[layer], num_tokens, ACTIVATION_SCALE)
+        mix(self.spec, rows, matrices, self._experts[layer], num_tokens, ACTIVATION_SCALE)
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
         """See `DenseOperations`."""
         position = int(self.buffers.last_position[0])
         row = position - int(rows.place[0])
         last.place[0], last.place[2] = position, position + 1
-        last.stream[0], last.query[0] = rows.stream[row], rows.query[row]
+        last.stream[0], last.query[0], last.qkv[0] = rows.stream[row], rows.query[row], rows.qkv[row]
+        if rows.mixed is not None and last.mixed is not None:
+            last.mixed[:, 0] = rows.mixed[:, row]
 
     def give_stream(self, last: DenseRows) -> None:
         """See `DenseOperations`."""

@@ -132,6 +132,9 @@ class ExpandedDenseLayer(ExpandedLayer):
     sinks: Array | None = None
     router: Array | None = None
     router_bias: Array | None = None
+    delta_taps: Array | None = None  # of delta nets, which prefill takes in 16 bit alone
+    delta_factors: Array | None = None
+    delta_norm: Array | None = None
 
 
 def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights, routers: Sequence[Array | None]) -> list[Any]:
