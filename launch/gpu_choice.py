@@ -54,6 +54,7 @@ class GpuChoice:
     parallel: int = 1  # requests that run together,
     num_caches: int = 1  # and KV caches
     kept_bytes: int = 0  # least for kept prefixes, of what is spare
+    state_bytes: int = 0  # of a KV cache's state that every token changes
 
 
 def choose_gpus(
@@ -157,7 +158,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
         for number, shape in enumerate(shapes):
             drafts = _drafts(settings, shape)
             has_prefill = prefill != "off" and not obstacle
-            notes = "; ".join(filter(None, (note, _ring_note(*shapes) if number else "")))
+            notes = "; ".join(filter(None, (note, _ring_note(*shapes) if number else "", _draft_note(settings, shape))))
             for together in _together(settings, shape, count):
                 uses = _bytes_by_use(checkpoint, shape, prefill=has_prefill, drafts=drafts, together=together)
                 is_asked = settings.parallel or settings.kv_caches or together == (1, 1)
@@ -242,15 +243,23 @@ def _choice(
     spare_bytes = min((gpu.free_bytes for gpu in gpus), default=0) - need.num_bytes if gpus else 0
     return GpuChoice(
         count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context, spare_bytes, need.whole_windows,
-        need.drafts, *need.together, need.kept_bytes,
+        need.drafts, *need.together, need.kept_bytes, need.bytes_by_use.get("states", 0) // need.together[1],
     )  # fmt: skip
 
 
 def _drafts(settings: LaunchConfig, shape: KernelShape) -> bool:
-    """Whether requests may have drafts: if asked for, or where `auto` has them."""
+    """Whether requests may have drafts: if asked for, or where `auto` has them; never beside delta nets."""
     from kog_dist.workers.cuda.draft_builds import why_unasked_without
 
+    if shape.delta is not None:
+        return False
     return settings.speculate == Speculation.LOOKUP or (settings.speculate == Speculation.AUTO and not why_unasked_without(shape))
+
+
+def _draft_note(settings: LaunchConfig, shape: KernelShape) -> str:
+    """What is said of drafts that were asked for and cannot be had, since no answer depends on them."""
+    is_asked = settings.speculate == Speculation.LOOKUP and shape.delta is not None
+    return "tokens are not drafted: GPUs have no passes of several tokens with delta nets yet" if is_asked else ""
 
 
 def gpu_rank_bytes(
@@ -333,17 +342,20 @@ def _bytes_by_use(
 
     spec, (parallel, num_caches) = checkpoint.spec, together
     norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.head.norm_lanes)
-    rope = 4 * spec.max_context * spec.head_dim
-    of_qkv = spec.num_layers * shape.num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
-    of_qkv += spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0
+    rope, attending = 4 * spec.max_context * spec.rotary_dim, len(shape.cache.layers)
+    vectors = attending * shape.num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
+    vectors += attending * 2 * spec.head_dim if spec.qk_norm else 0
+    vectors += 0 if shape.delta is None else shape.delta.vector_values
     experts = {} if shape.experts is None else {"experts": shape.experts.num_bytes}
     uses = {
         "tape": 2 * shape.tape.weight_words,
         **experts,
-        "tables": 2 * (spec.vocab_size * spec.hidden_size + norms + of_qkv) + rope,
+        "tables": 2 * (spec.vocab_size * spec.hidden_size + norms + vectors) + rope,
         "cache": num_caches * shape.cache.num_bytes,
         "words": 8 * (shape.words.num_words + sum(box.num_words for box in place(shape.words.boxes.specs(), shape.num_ranks))),
     }
+    if shape.delta is not None:
+        uses["states"] = num_caches * shape.delta.num_bytes
     if drafts:
         uses["drafts"] = draft_bytes(shape)
     if parallel > 1:

@@ -243,6 +243,7 @@ def _memory(target: Target, rank: int) -> str:
             "experts": "experts",
             "tables": "tables and norms",
             "cache": f"{target.kv_dtype} KV cache{windows}",
+            "states": "states, read and written per token",
             "words": "words",
             "drafts": "for drafts",
             "slots": "for requests that run together",
@@ -270,24 +271,31 @@ def _kept(target: Target) -> str:
 
 def _kept_states(target: Target) -> str:
     """What these are, of a model with a state, each copy of which is large."""
-    spec = target.checkpoint.spec
+    spec, block = target.checkpoint.spec, BLOCK_TOKENS
     if not spec.is_recurrent:
         return ""
-    blocks, states = pool_slots(spec, spec.num_lanes // target.world_size, SINGLE_BYTES, target.kept_bytes)
-    return f" ({states} copies of the state, {blocks * BLOCK_TOKENS} tokens)"
+    if target.device == "cuda":
+        from kog_dist.workers.cuda import kv_blocks
+
+        shape = gpu_rank_shape(target.checkpoint, 0, target.world_size, target.kv_dtype)
+        block, (blocks, states) = kv_blocks.block_tokens(shape), kv_blocks.pool_slots(shape, target.kept_bytes)
+    else:
+        blocks, states = pool_slots(spec, spec.num_lanes // target.world_size, SINGLE_BYTES, target.kept_bytes)
+    return f" ({states} copies of the state, {blocks * block} tokens)"
 
 
 def _gpu_ceiling(target: Target) -> list[str]:
     """What memory and waits in a row allow: every rank reads its tape for each token, all at the same time, and its KV cache.
 
-    Of experts it reads those that are chosen.
+    Of experts it reads those that are chosen; a state it reads and writes.
     """
     spec = target.checkpoint.spec
     chosen = spec.num_ffns_read / spec.num_ffns
     ranks = [gpu_rank_bytes(target.checkpoint, r, target.world_size, target.kv_dtype) for r in range(target.world_size)]
     known = min((gpu.peak_bytes_s for gpu in target.gpus), default=0.0)
     peak, source = (known, "memory clock x bus width") if known else (_H200_PEAK_BYTES_S, "the data sheet of an H200")
-    read = (max(uses["tape"] + chosen * uses.get("experts", 0) + share * uses["cache"] for uses in ranks) for share in (0, 1))
+    steady = [uses["tape"] + chosen * uses.get("experts", 0) + 2 * uses.get("states", 0) for uses in ranks]
+    read = (max(own + share * uses["cache"] for own, uses in zip(steady, ranks, strict=True)) for share in (0, 1))
     empty, full = (most_tokens_per_s(spec, num_bytes, peak) for num_bytes in read)
     return [
         f"ceiling    {empty:,.0f} tokens/s with an empty KV cache, {full:,.0f} with a full one: what a rank reads at "

@@ -32,18 +32,22 @@ def kept_on_cpu(settings: LaunchConfig, num_ranks: int, of_state: int = 0, paral
         wanted = bytes_of_states(_CPU_STATES + _STATES_OF_ANOTHER * (parallel - 1), of_state)
         least, share = bytes_of_states(_CPU_STATES, of_state), memfd.available_bytes() // (_SHARE_OF_HOST * num_ranks)
         return max(_CPU_BYTES, least, min(wanted, share))
-    if 0 < asked < (least := bytes_of_states(1, of_state)):
-        enough = -(-least * 10**6 // 2**30) / 10**6  # rounded up
-        raise ConfigError(
-            f"prefix_cache {settings.prefix_cache} has no room for a copy of this model's state, without which nothing that is "
-            f"kept can be used; give {enough:.6f} or more, off, or auto"
-        )
+    _refuse_less_than_a_state(settings, asked, of_state)
     if asked * num_ranks > (free := memfd.available_bytes()):
         raise ConfigError(
             f"prefix_cache {settings.prefix_cache} does not fit: each of {num_ranks} CPU ranks would take as much, and "
             f"{free / 2**30:.1f} GiB of memory are free here; give less, off, or auto"
         )
     return asked
+
+
+def _refuse_less_than_a_state(settings: LaunchConfig, asked: int, of_state: int) -> None:
+    if 0 < asked < (least := bytes_of_states(1, of_state)):
+        enough = -(-least * 10**6 // 2**30) / 10**6  # rounded up
+        raise ConfigError(
+            f"prefix_cache {settings.prefix_cache} has no room for a copy of this model's state, without which nothing that is "
+            f"kept can be used; give {enough:.6f} or more, off, or auto"
+        )
 
 
 def least_kept(settings: LaunchConfig, of_context: int) -> int:
@@ -55,13 +59,14 @@ def least_kept(settings: LaunchConfig, of_context: int) -> int:
 
 
 def kept_on_gpus(
-    settings: LaunchConfig, spare_bytes: int, num_ranks: int, *, has_rings: bool = False, least: int = 0
+    settings: LaunchConfig, spare_bytes: int, num_ranks: int, *, has_rings: bool = False, least: int = 0, of_state: int = 0
 ) -> tuple[int, int]:
     """Bytes of each rank on its GPU, where `spare_bytes` are free beside the model, and in the host's memory.
 
-    `least`: on the GPU, if nobody asks for a number.
+    `least`: on the GPU, if nobody asks for a number. `of_state`: of a state that every token changes.
 
-    Raises ConfigError for more than there is, and for any that is asked for where windowed layers keep a ring (`has_rings`).
+    Raises ConfigError for more than there is, for less than one copy of a state, and for any that is asked for where windowed
+    layers keep a ring (`has_rings`).
     """
     if has_rings:
         for name in ("prefix_cache", "prefix_host"):
@@ -74,11 +79,14 @@ def kept_on_gpus(
     asked, asked_of_host = parse_gib(settings.prefix_cache), parse_gib(settings.prefix_host)
     if asked is None:
         asked = min(_MOST_GPU_BYTES, max(least, spare_bytes // _SHARE_OF_FREE))
+        if asked < bytes_of_states(1, of_state):
+            asked = 0
     elif asked > spare_bytes:
         raise ConfigError(
             f"prefix_cache {settings.prefix_cache} does not fit: {max(spare_bytes, 0) / 2**30:.1f} GiB of a GPU are free beside "
             "the model; give less, off, or auto"
         )
+    _refuse_less_than_a_state(settings, asked, of_state)
     if asked_of_host is None:
         asked_of_host = min(_HOST_BYTES, memfd.available_bytes() // _SHARE_OF_HOST)
     return max(asked, 0), asked_of_host // num_ranks if asked > 0 else 0

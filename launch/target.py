@@ -152,6 +152,7 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
             choice.count,
             has_rings=bool(checkpoint.spec.window_layers) and not choice.whole_windows,
             least=choice.kept_bytes,
+            of_state=choice.state_bytes,
         )
     target = Target(
         folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, kept_bytes=kept_bytes,
@@ -183,12 +184,14 @@ def why_not_on_gpus(checkpoint: Checkpoint) -> str:
     from kog_dist.workers.cuda.coded_source import coding_of
     from kog_dist.workers.cuda.model_limits import unsupported
 
-    if checkpoint.spec.mixed_layers:
-        return f"GPUs cannot run this model yet: it has {'; '.join(unsupported(checkpoint.spec))}"
+    if findings := unsupported(checkpoint.spec):
+        return f"GPUs cannot run this model yet: it has {'; '.join(findings)}"
     try:
-        coding_of(checkpoint)
+        coding = coding_of(checkpoint)
     except ConfigError as error:
         return str(error).removesuffix("; use --device cpu")
+    if coding is not None and checkpoint.spec.is_recurrent:
+        return "GPUs run models with delta nets in 16 bit alone, and this one has quantised weights"
     return ""
 
 

@@ -112,7 +112,7 @@ def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
 
 def named_shape(name: str) -> tuple[ModelSpec, Codings]:
     """The same of a shape whose layers may be quantised, its LM head, or both: NAME+FORMAT, NAME+head8, NAME+FORMAT+head8, with
-    lanes and tokens behind it as above.
+    lanes and tokens behind it as above. A folder is as its config.json says, or with +fp8 or +int4 as `--quantize` rounds it.
     """
     without_head = _HEAD.sub("", name)
     spec, coding = _of_layers(without_head)
@@ -123,6 +123,9 @@ def _of_layers(name: str) -> tuple[ModelSpec, Coding | None]:
     base, plus, form = name.partition("+")
     end = next((i for i, character in enumerate(form) if character in ":@"), len(form))
     form, behind = form[:end], form[end:]
+    folder = base if plus else base.partition("@")[0].partition(":")[0]
+    if folder not in DENSE | MOE and Path(folder).exists():
+        return _of_folder(Path(folder), form if plus else "none", behind if plus else name[len(folder) :])
     if not plus:
         said = read_quantisation(MOE.get(base.partition("@")[0].partition(":")[0], {}))
         return named_spec(name), None if said is None else Coding.of(said.form, is_of_experts=said.is_of_experts)
@@ -136,6 +139,22 @@ def _of_layers(name: str) -> tuple[ModelSpec, Coding | None]:
     assert said is not None
     lanes = "" if behind.startswith(":") else f":{read_config(config).num_lanes}"
     return named_spec(f"{base}{lanes}{behind}"), Coding.of(said.form)
+
+
+def _of_folder(path: Path, form: str, behind: str) -> tuple[ModelSpec, Coding | None]:
+    """Of a folder or its config.json. `behind`: lanes and tokens. Raises CheckpointError, and ConfigError for codes that no GPU
+    has.
+    """
+    from kog_dist.model.checkpoint import planned_checkpoint
+    from kog_dist.workers.cuda.coded_source import coding_of
+
+    if form not in ("none", "fp8", "int4"):
+        raise ConfigError(f"--spec: {path} is rounded to fp8 or int4, not to {form[:20]!r}; leave out what follows +")
+    checkpoint = planned_checkpoint(path.parent if path.is_file() else path, quantize=form)
+    if form != "none" and checkpoint.quantisation is not None:
+        raise ConfigError(f"--spec: {path} has {checkpoint.quantisation} already; leave out +{form}")
+    lanes = "" if behind.startswith(":") else f":{checkpoint.spec.num_lanes}"
+    return named_spec(f"{path}{lanes}{behind}"), coding_of(checkpoint)
 
 
 @contextmanager

@@ -39,10 +39,13 @@ class Codes:
     zeros: AnyArray | None = None  # (rows, groups), uint8
 
     @classmethod
-    def of(cls, matrix: CodedMatrix, put: Callable[[Any], AnyArray]) -> Codes:
-        """The arrays as `put` gives them, which takes numpy arrays."""
-        times = max(matrix.form.block_columns // CODED_COLUMNS, 1)
-        columns = -(-matrix.codes.shape[1] // CODED_COLUMNS)
+    def of(cls, matrix: CodedMatrix, put: Callable[[Any], AnyArray], coding: Coding | None = None) -> Codes:
+        """The arrays as `put` gives them, which takes numpy arrays. `coding`: its groups may be smaller than the matrix's; None:
+        they are not.
+        """
+        width = CODED_COLUMNS // coding.scales if coding is not None and coding.scales else CODED_COLUMNS
+        times = max(matrix.form.block_columns // width, 1)
+        columns = -(-matrix.codes.shape[1] // width)
         parts: list[Any] = [matrix.scales] if matrix.zeros is None else [matrix.scales, matrix.zeros]
         if times > 1:
             parts = [np.repeat(part, times, axis=1)[:, :columns] for part in parts]

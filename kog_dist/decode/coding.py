@@ -35,7 +35,8 @@ class Coding:
     """How the matrices of all layers are quantised, or the LM head, as far as tape and kernel are concerned.
 
     `number` and `scale` are those of `WeightFormat`. `scales`: of a row in a step, 0 if each row has one scale. `is_of_experts`:
-    experts alone are quantised, and attention has 16 bit. `columns`: of a step.
+    experts alone are quantised, and attention has 16 bit. `plain_inputs`, `plain_outputs`: what delta nets multiply first and
+    last has 16 bit beside codes of the rest. `columns`: of a step.
     """
 
     number: str
@@ -44,6 +45,8 @@ class Coding:
     has_zeros: bool = False
     is_of_experts: bool = False
     columns: int = CODED_COLUMNS
+    plain_inputs: bool = False
+    plain_outputs: bool = False
 
     @classmethod
     def of(cls, form: WeightFormat, *, is_of_experts: bool = False) -> Coding:
@@ -83,6 +86,11 @@ class Coding:
         return rows * self.row_bytes + -(-rows * (self.scale_bytes + self.zero_bytes) // 16) * 16
 
     @property
+    def terms(self) -> int:
+        """Rows of codes that have as many bits as one row of 16-bit values, and are one together (coded_terms.py)."""
+        return 16 // self.bits
+
+    @property
     def is_integer(self) -> bool:
         """Whether the matrix unit multiplies integers, and x in digits (phases/x_digits.cuh)."""
         return self.number == "INT4"
@@ -91,6 +99,14 @@ class Coding:
     def expanded(self) -> str | None:
         """The 16-bit type that codes become for the matrix unit, and x with them; None of integers."""
         return None if self.is_integer else _EXPANDED[self.number].dtype
+
+    def plain_dtype(self, weight_dtype: str) -> str:
+        """Of matrices of 16 bit beside codes, which have the type of x, in a model whose weights are of `weight_dtype`."""
+        return self.expanded or weight_dtype
+
+    def plain_scale(self, weight_dtype: str) -> float:
+        """What they are multiplied by there: bfloat16 numbers of 2^-18 to 4,080 are exact in binary16 then."""
+        return 1.0 if self.plain_dtype(weight_dtype) == weight_dtype else 16.0
 
     @property
     def x_scale(self) -> float:

@@ -20,6 +20,7 @@ EMBEDDING = "model.tok_embeddings.weight"
 SINKS = ".attention.sinks"
 EXPERTS = ".feed_forward.experts."  # within the names of all that one expert has
 SHARED = ".feed_forward.shared."  # and of those of the FFN that stands beside experts
+NETS, NET_OUTPUTS = ".delta.", ".wo.weight"  # within the names of all that a delta net has; the end of its last matrix's
 # Ends of names of matrices that stay as they are whatever the others are rounded to: few values, which much depends on.
 _UNROUNDED = (".delta.wa.weight", ".delta.wb.weight", ".delta.conv_q", ".delta.conv_k", ".delta.conv_v")
 

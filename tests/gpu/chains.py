@@ -1,7 +1,8 @@
 """Answers of a chain model with drafts and without, over HTTP: `python -m tests.gpu.chains`, one GPU.
 
 A model of a real shape that writes known texts reads all its bytes (`kog-bench make-model --chain`), and what the prompt quotes
-says how many drafts are right. Each text is asked for in turn with drafts and without. Code 1: an answer was another one.
+says how many drafts are right. Each text is asked for in turn with drafts and without, and then again, with what was answered
+before as a draft (`auto`). Code 1: an answer was another one.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ def ask(engine: HttpEngine, prompt: str, speculate: str) -> dict[str, Any]:
 
 
 def measured(engine: HttpEngine, prompt: str, wanted: str, repeats: int) -> dict[str, Any]:
-    """Tokens per second, in turn without drafts and with."""
-    answers: Mapping[str, list[dict[str, Any]]] = {"off": [], "lookup": []}
+    """Tokens per second, in turn without drafts and with; and of an answer that was given before."""
+    answers: Mapping[str, list[dict[str, Any]]] = {"off": [], "lookup": [], "auto": []}
     ask(engine, prompt, "off")  # the prompt is kept then
-    for _ in range(repeats):
-        for speculate, found in answers.items():
-            found.append(ask(engine, prompt, speculate))
+    for together in (("off", "lookup"), ("auto",)):
+        for _ in range(repeats):
+            for speculate in together:
+                answers[speculate].append(ask(engine, prompt, speculate))
     said = [answer["choices"][0]["message"]["content"] for found in answers.values() for answer in found]
     rates = {
         speculate: statistics.median(answer["timings"]["predicted_per_second"] for answer in found)
@@ -72,7 +74,7 @@ def measured(engine: HttpEngine, prompt: str, wanted: str, repeats: int) -> dict
     return {
         "tokens": last["usage"]["completion_tokens"], "tokens_per_s_off": rates["off"], "tokens_per_s_lookup": rates["lookup"],
         "drafted_tokens": last["timings"].get("draft_n", 0), "accepted_tokens": last["timings"].get("draft_n_accepted", 0),
-        "is_same": set(said) == {wanted},
+        "tokens_per_s_again": rates["auto"], "is_same": set(said) == {wanted},
     }  # fmt: skip
 
 
@@ -85,14 +87,15 @@ def run(shape: str, flags: Sequence[str], repeats: int) -> bool:
         model_folder(named_spec(shape)) as folder,
     ):
         write_published(folder, SHAPES[shape], chain=TextChain.of([answer for _, answer in all_texts.values()]))
-        arguments = (str(folder), "--speculate=lookup", f"--context={CONTEXT}", *flags)
+        arguments = (str(folder), f"--context={CONTEXT}", *flags)
         with engine_session() as session, http_engine(session, *arguments, ready_s=_READY_S) as engine:
             for index, (kind, (quoted, wanted)) in enumerate(all_texts.items()):
                 row = figures[kind] = measured(engine, f"{quoted}\n{mark_of(index)}", wanted, repeats)
                 off, lookup = row["tokens_per_s_off"], row["tokens_per_s_lookup"]
                 print(
                     f"{kind:<6} {row['tokens']} tokens: {off:7.1f} tokens/s without, {lookup:7.1f} with drafts "
-                    f"({lookup / off:.3f} times), {row['accepted_tokens']} of {row['drafted_tokens']} right"
+                    f"({lookup / off:.3f} times, {row['accepted_tokens']} of {row['drafted_tokens']} right), "
+                    f"{row['tokens_per_s_again']:7.1f} again"
                     f"{'' if row['is_same'] else ', ANSWERS DIFFER'}",
                     flush=True,
                 )

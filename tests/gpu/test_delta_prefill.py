@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.model.checkpoint import random_tensors
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, to_values, to_words
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_tensor
 from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
@@ -52,7 +52,7 @@ class Prepared:
         import cupy
 
         self.spec = replace(spec, max_context=CONTEXT)
-        self.shape = TrialShape(self.spec, range(spec.num_lanes), untried=True)
+        self.shape = KernelShape(self.spec, range(spec.num_lanes))
         self.collected, observe = matrices_for(self.shape)
 
         def tensor(name: str) -> Any:

@@ -98,6 +98,19 @@ WIDE: dict[str, tuple[Any, Any]] = {
     "qwen3_5_moe, wide": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**_WIDE, **EXPERTS)),
     "qwen3_next, wide": (Qwen3NextForCausalLM, Qwen3NextConfig(**_WIDE, **EXPERTS)),
 }
+# Sizes that GPUs take: keys of 32 values, lanes of whole groups of 128 columns, nets and attention of as many values.
+ON_DEVICES: dict[str, tuple[Any, Any]] = {
+    "qwen3_5, on devices": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig(
+            **SIZES | {
+                "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+            },
+            intermediate_size=512,
+        ),
+    )
+}  # fmt: skip
 # Modules that Qwen quantises, and those that are left by writers of INT4 who keep delta nets in 16 bit.
 QUANTISED = tuple("in_proj_qkv in_proj_z in_proj_qkvz out_proj q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
 WITHOUT_DELTA = QUANTISED[4:]
@@ -106,7 +119,7 @@ _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 
 def random_model(name: str) -> Any:
     """A model of these in bfloat16, all of whose tensors differ. Rounding to float32 changes no choice of the tests."""
-    kind, config = (CONFIGS | OF_BLOCKS | STEADY | WIDE)[name]
+    kind, config = (CONFIGS | OF_BLOCKS | STEADY | WIDE | ON_DEVICES)[name]
     torch.manual_seed(8 if "some layers dense" in name else 7)
     model = kind(config)
     with torch.no_grad():

@@ -2,7 +2,8 @@
 
 A played kernel reads its parameters from the bytes that the host packed. What it decodes is a chain through its request's KV
 cache: the row of a position is made of the row before, one further back, and the token, and chooses the next token. So a wrong
-cache, row, prompt, ring, state or epoch shows in an answer, or fails.
+cache, row, prompt, ring, state or epoch shows in an answer, or fails. Where the model has delta nets the row is also made of a
+chain through the state that belongs to the cache, which says behind how many tokens it stands.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kog_dist.workers.cuda.kernel_abi import (
     COMPANY_PARAMS,
     DECODE_PARAMS,
     DECODE_STATE,
+    DELTA_PARAMS,
     DRAFT_PARAMS,
     HOST_PAGE,
     PROCESSOR_PARAMS,
@@ -51,6 +53,11 @@ def at(address: int, dtype: Any, count: int = 1) -> NDArray[Any]:
     """An array on memory at an address."""
     num_bytes = np.dtype(dtype).itemsize * count
     return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype)
+
+
+def mixed(state: int, token: int) -> int:
+    """What a token makes of what a state holds."""
+    return (state * 3202034522624059733 + (token + 7) * 3935559000370003845) & _MASK
 
 
 class PlayedArray:
@@ -141,6 +148,7 @@ class PlayedGpu:
         self.meet: Callable[[tuple[Any, ...]], None] = lambda what: None
         self.told: Callable[[Callable[[], Any]], Any] = lambda decide: decide()
         self.num_under_way = self.num_passes = 0  # launches that have not ended; passes so far
+        self.fault_at = -1  # position behind which a value is not finite, the next time that a token is chosen there
 
     def install(self, monkeypatch: pytest.MonkeyPatch, current: Callable[[], PlayedGpu] | None = None) -> None:
         """`current`: the GPU of the thread that calls, where there are several."""
@@ -204,7 +212,7 @@ class PlayedGpu:
     def row(self, kv_ptr: int, position: int) -> NDArray[np.uint64]:
         """The row of a position in the KV cache there: in the last layer, its last KV head."""
         cache, spec = self.shape.cache, self.shape.spec
-        layer = spec.num_layers - 1
+        layer = cache.layers[-1]
         batches = cache.full_batches if spec.window(layer) is None else cache.kept_window_batches
         slot = position // cache.splits % (16 * batches)
         first_from_behind = (cache.splits - position % cache.splits) * batches - slot // 16
@@ -215,6 +223,24 @@ class PlayedGpu:
         before = int(self.row(kv_ptr, position - 1)[0]) if position else 1
         far = int(self.row(kv_ptr, position // 2)[0]) if position and not self.shape.cache.ring_positions else 2
         return (before * 6364136223846793005 + far * 2862933555777941757 + (token + 1) * 1442695040888963407) & _MASK | 1
+
+    # ---- the state ----
+    def state(self, nets_ptr: int) -> list[NDArray[np.uint64]]:
+        """Of the KV cache whose state is there: behind how many tokens it stands, and what they have made of it, at both ends."""
+        assert self.shape.delta is not None
+        return [at(nets_ptr, np.uint64, 2), at(nets_ptr + self.shape.delta.num_bytes - 16, np.uint64, 2)]
+
+    def next_state(self, nets_ptr: int, position: int, token: int) -> int:
+        """Put a token into a state, and give what comes of it. What stands there before the first token does not count."""
+        ends, before = self.state(nets_ptr), 3
+        if position:
+            assert ends[0].tolist() == ends[1].tolist(), "half of a state"
+            assert ends[0][0] == position, f"position {position} cannot follow a state of {ends[0][0]} positions"
+            before = int(ends[0][1])
+        value = mixed(before, token)
+        for end in ends:
+            end[:] = position + 1, value
+        return value
 
     # ---- kernels ----
     def launch(self, name: str, raw: bytes) -> None:
@@ -237,6 +263,9 @@ class PlayedGpu:
             if at(int(params["invalid_ptr"]), np.int32)[0]:
                 at(int(params["state_ptr"]), DECODE_STATE.dtype)["finish"] = Finish.CANCELLED
             return
+        if self.shape.delta is not None:
+            self._nets_ptr = int(np.frombuffer(raw[-DELTA_PARAMS.size_bytes :], DELTA_PARAMS.dtype)[0]["state_ptr"])
+            raw = raw[: -DELTA_PARAMS.size_bytes]
         params = np.frombuffer(raw, DECODE_PARAMS.dtype, 1)[0]
         state = at(int(params["state_ptr"]), DECODE_STATE.dtype)
         if name.startswith("company"):
@@ -313,6 +342,8 @@ class PlayedGpu:
         else:
             assert self.published is None, "a pass has taken the place of streams that nobody has used"
             row = self.next_row(kv_ptr, position, token)
+            if self.shape.delta is not None:
+                row ^= self.next_state(self._nets_ptr, position, token) << 1 & _MASK
             self.row(kv_ptr, position)[0] = row
         if is_own:
             state[counter] = self.epochs[counter] = int(state[counter][0]) + 1
@@ -337,10 +368,12 @@ class PlayedGpu:
                 token = token if found is None else found
             stops = token in params["stop_ids"][: int(params["num_stop_ids"])]
             is_full = index + 1 >= int(state["max_tokens"][0]) or position + 2 >= self.shape.spec.max_context
+            if position == self.fault_at:
+                self.fault_at, finish = -1, Finish.NUMERICAL_FAULT
             if finish is Finish.NONE:
                 finish = Finish.STOP if stops else Finish.LENGTH if is_full else Finish.NONE
         if index >= 0 or finish is not Finish.NONE:
-            has_token = finish not in (Finish.CANCELLED, Finish.NO_MASK)
+            has_token = finish not in (Finish.CANCELLED, Finish.NO_MASK, Finish.NUMERICAL_FAULT)
             tag = int(params["request_tag"]) << 32
             entry = at(int(params["ring_ptr"]) + 16 * max(index, 0), np.uint64, 2)
             entry[:] = tag | (token if has_token else _NONE), tag | finish
@@ -384,6 +417,7 @@ class _PlayedKernel:
         sizes = {"plain": 0, "head": 0, "small": DRAFT_PARAMS.size_bytes, "large": DRAFT_PARAMS.size_bytes}
         sizes |= {f"company{size}": COMPANY_PARAMS.size_bytes for size in COMPANY_SIZES}
         of_build = sizes.get(self._name, PROCESSOR_PARAMS.size_bytes)
+        of_build += 0 if self._gpu.shape.delta is None else DELTA_PARAMS.size_bytes
         peers = len(params) - DECODE_PARAMS.size_bytes - of_build
         assert peers == PEERS.size_bytes
         self._gpu.launch(self._name, params)
@@ -393,12 +427,13 @@ class _PlayedKernel:
 
 
 class PlayedRunner:
-    """A runner of prefill: plain rows, which it takes from KV caches and gives them."""
+    """A runner of prefill: plain rows, which it takes from KV caches and gives them, and so the state that belongs to a cache."""
 
     is_all_or_nothing = True
 
-    def __init__(self, gpu: PlayedGpu, kv_ptr: int) -> None:
-        self._gpu, self._kv_ptr = gpu, kv_ptr
+    def __init__(self, gpu: PlayedGpu, kv_ptr: int, nets_ptr: int = 0) -> None:
+        self._gpu, self._kv_ptr, self._nets_ptr = gpu, kv_ptr, nets_ptr
+        self._states = dict[int, int]()  # by the number of tokens before
         self._plain, self._token_ids, self._cache = dict[int, int](), Sequence[int], 0
         self._streams, self._invalid = np.zeros(1, np.uint64), np.zeros(1, np.int32)
         self._next_part = self.num_decoded_between = 0  # of the chunk; parts in front of which others have decoded
@@ -411,6 +446,18 @@ class PlayedRunner:
         self._ids, self._cache = list(token_ids), cache
         for position in range(held, start):
             self._plain[position] = int(self._gpu.row(self._at, position)[0])
+        if self._nets_ptr:
+            self._states = {0: 3}
+            if start:
+                ends = self._ends
+                assert ends[0].tolist() == ends[1].tolist(), "half of a state"
+                assert ends[0][0] == start, f"position {start} cannot follow a state of {ends[0][0]} positions"
+                self._states[start] = int(ends[0][1])
+
+    @property
+    def _ends(self) -> list[NDArray[np.uint64]]:
+        assert self._gpu.shape.delta is not None
+        return self._gpu.state(self._nets_ptr + self._cache * self._gpu.shape.delta.num_bytes)
 
     @property
     def _at(self) -> int:
@@ -429,6 +476,10 @@ class PlayedRunner:
             self._plain[position] = (
                 before * 6364136223846793005 + far * 2862933555777941757 + (self._ids[position] + 1) * 1442695040888963407
             ) & _MASK | 1
+            if self._nets_ptr:
+                value = mixed(self._states[position], self._ids[position])
+                self._states[position + 1] = value
+                self._plain[position] ^= value << 1 & _MASK
         return lambda: True
 
     @property
@@ -442,6 +493,8 @@ class PlayedRunner:
         self._next_part = 0  # of one that was stopped the rest is never run
         for position in range(first, last):
             self._gpu.row(self._at, position)[0] = self._plain[position]
+        for end in self._ends if self._nets_ptr and last > first else ():
+            end[:] = last, self._states[last]
 
     def has_ended(self) -> bool:
         return True

@@ -68,6 +68,7 @@ HEADS[256] = HEADS[64]
 CASES = [
     (48, 4, "bfloat16"),
     (256, 4, "bfloat16"),
+    (256, 4, "fp8"),
     *((64, num_heads, kv_dtype) for num_heads in (4, 10) for kv_dtype in ("bfloat16", "fp8", "int4")),
 ]
 SWEPT = ((48, 4, "bfloat16"), (256, 4, "bfloat16"), (64, 4, "fp8"), (64, 10, "bfloat16"), (64, 10, "fp8"))

@@ -110,6 +110,9 @@ class ScriptedKernel:
     def copy_beginning(self, source: int, cache: int, num_positions: int) -> None:
         pass
 
+    def copy_state(self, source: int, cache: int) -> None:
+        raise AssertionError("there is no state")
+
     def begin(
         self,
         prompt: Sequence[int],

@@ -61,9 +61,9 @@ class Served(AskedTogether):
 
     def __init__(
         self, engine: CudaEngine, control: ControlPage, vocab: int, window: int | None, startup: Callable[[], None],
-        ready_s: float = PATIENCE_S,
+        ready_s: float = PATIENCE_S, *, is_recurrent: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(control, DecodeSlots(control, window), vocab)
+        super().__init__(control, DecodeSlots(control, window, is_recurrent=is_recurrent), vocab)
         self.engine, self._startup = engine, startup
         self.is_ready = threading.Event()
         self.thread = threading.Thread(target=self._serve)
@@ -95,19 +95,21 @@ class Turns(Served):
     """On a GPU that is played."""
 
     def __init__(
-        self, spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True, shares: bool = False
+        self, spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True, shares: bool = False,
+        kept_bytes: int = 1 << 22,
     ) -> None:  # fmt: skip
+        drafts = not spec.window_layers and not spec.is_recurrent
         shape = KernelShape(spec, range(spec.num_lanes))
         self.gpu = PlayedGpu(shape)
         self.gpu.install(monkeypatch)
         control = ControlPage.create(1, CONTEXT, vocab_size=spec.vocab_size, parallel=parallel)
         kernel = Monokernel(
-            shape, cast(Any, weights()), processors=True, masks=control.mask_slots, drafts=not spec.window_layers,
+            shape, cast(Any, weights()), processors=True, masks=control.mask_slots, drafts=drafts,
             num_slots=parallel, num_caches=CACHES, company=(2, 4) if parallel > 1 and shares else (),
         )  # fmt: skip
         info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
         args = WorkerArgs(info, "model", "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S)
-        args = replace(args, parallel=parallel, num_kv_caches=CACHES, drafts=not spec.window_layers, kept_bytes=1 << 22)
+        args = replace(args, parallel=parallel, num_kv_caches=CACHES, drafts=drafts, kept_bytes=kept_bytes)
         engine = CudaEngine(args, control)
         engine._kernel, engine._max_context = kernel, CONTEXT
         engine._make_blocks(shape, kernel)
@@ -116,10 +118,11 @@ class Turns(Served):
         assert (self.gpu.epochs["company2"], self.gpu.epochs["company4"]) == (tried, tried), "each build is tried"
         if prefill:
             kernel.prepare_head_start()
-            self.runner = cast(Any, PlayedRunner(self.gpu, kernel.kv.data.ptr))
+            nets_ptr = 0 if kernel.nets is None else kernel.nets.data.ptr
+            self.runner = cast(Any, PlayedRunner(self.gpu, kernel.kv.data.ptr, nets_ptr))
             work = Work(row_flop=1e12, most_parts=3, max_context=CONTEXT)  # so that chunks of 32 tokens have three parts
             engine._prefill = Prefill(self.runner, max_context=CONTEXT, sizes=(16, 32), work=work)
-        super().__init__(engine, control, spec.vocab_size, spec.sliding_window, lambda: None)
+        super().__init__(engine, control, spec.vocab_size, spec.sliding_window, lambda: None, is_recurrent=spec.is_recurrent)
 
     def close(self) -> None:
         super().close()
@@ -129,12 +132,13 @@ class Turns(Served):
 def weights() -> Any:
     """Of nothing."""
     held = SimpleNamespace(data=SimpleNamespace(ptr=1))
-    of_all = dict.fromkeys(("tape", "embedding", "norms", "final_norm", "rope"), held)
+    of_nets = ("delta_taps", "delta_factors", "delta_norm")
+    of_all = dict.fromkeys(("tape", "embedding", "norms", "final_norm", "rope", *of_nets), held)
     return SimpleNamespace(**of_all, **dict.fromkeys(("qkv_bias", "head_norms", "out_bias", "sinks", "experts")))
 
 
 @contextmanager
-def turns(spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, **options: bool) -> Iterator[Turns]:
+def turns(spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Turns]:
     made = Turns(spec, parallel, monkeypatch, **options)
     try:
         yield made

@@ -23,7 +23,7 @@ from kog_dist.runtime.ring import Finish
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.coordinator import kept_caches
+from kog_dist.workers.coordinator import kept_caches, kept_states
 from kog_dist.workers.coordinator.decode_slot import DecodeSlots
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -35,6 +35,7 @@ from kog_dist.workers.worker import serve
 from tests.unit.asked_together import PATIENCE_S, Asked, AskedTogether
 from tests.unit.played_gpu import PlayedRunner
 from tests.unit.played_ranks import PlayedNode, PlayedPeers
+from tests.unit.test_cuda_states import NETS
 from tests.unit.test_cuda_turns import CONTEXT, DENSE, PARALLEL, compare, drawn, weights
 
 RANKS = 2
@@ -49,7 +50,7 @@ class RankedTurns(AskedTogether):
         shapes = [KernelShape(spec, spec.lanes_of_rank(rank, RANKS), num_ranks=RANKS) for rank in range(RANKS)]
         self.node = PlayedNode(shapes, monkeypatch)
         control = ControlPage.create(RANKS, CONTEXT, vocab_size=spec.vocab_size, parallel=parallel)
-        super().__init__(control, DecodeSlots(control, None), spec.vocab_size)
+        super().__init__(control, DecodeSlots(control, None, is_recurrent=spec.is_recurrent), spec.vocab_size)
         self.engines = [self._engine(rank, shape, prefill, parallel, company) for rank, shape in enumerate(shapes)]
         self.threads = [threading.Thread(target=self._serve, args=(rank,)) for rank in range(RANKS)]
         for thread in self.threads:
@@ -60,12 +61,13 @@ class RankedTurns(AskedTogether):
         control = ControlPage.from_fd(os.dup(self.control.fd))
         heap = SimpleNamespace(device_handle=lambda: np.zeros((), PEERS.dtype))
         kernel = Monokernel(
-            shape, cast(Any, weights()), rank=rank, heap=cast(Any, heap), processors=True, masks=control.mask_slots, drafts=True,
-            num_slots=parallel, num_caches=parallel + 1, company=company if parallel > 1 else (),
+            shape, cast(Any, weights()), rank=rank, heap=cast(Any, heap), processors=True, masks=control.mask_slots,
+            drafts=shape.delta is None, num_slots=parallel, num_caches=parallel + 1, company=company if parallel > 1 else (),
         )  # fmt: skip
         info = RankInfo(rank, RANKS, rank, "test", 1, control.fd, control.fd)
         args = WorkerArgs(info, "model", "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S)
-        args = replace(args, parallel=parallel, num_kv_caches=parallel + 1, drafts=True, kept_bytes=1 << 22)
+        drafts = shape.delta is None
+        args = replace(args, parallel=parallel, num_kv_caches=parallel + 1, drafts=drafts, kept_bytes=1 << 22)
         engine = CudaEngine(args, control)
         engine._kernel, engine._max_context, engine._peers = kernel, CONTEXT, cast(Any, PlayedPeers(self.node, rank))
         engine._make_blocks(shape, kernel)
@@ -74,7 +76,8 @@ class RankedTurns(AskedTogether):
             setattr(kernel, name, restless(getattr(kernel, name), unrest, 0.004))
         if prefill:
             kernel.prepare_head_start()
-            runner = cast(Any, PlayedRunner(self.node.gpus[rank], kernel.kv.data.ptr))
+            nets_ptr = 0 if kernel.nets is None else kernel.nets.data.ptr
+            runner = cast(Any, PlayedRunner(self.node.gpus[rank], kernel.kv.data.ptr, nets_ptr))
             runner.queue_end = restless(runner.queue_end, unrest, 0.025)  # masks come meanwhile
             work = Work(row_flop=1e12, most_parts=3, max_context=CONTEXT)
             engine._prefill = Prefill(runner, max_context=CONTEXT, sizes=(16, 32), work=work)
@@ -116,9 +119,10 @@ def restless(call: Callable[..., Any], unrest: random.Random, most_s: float) -> 
 
 @contextmanager
 def turns(
-    monkeypatch: pytest.MonkeyPatch, *, prefill: bool, parallel: int = PARALLEL, company: tuple[int, ...] = (2, 4)
+    monkeypatch: pytest.MonkeyPatch, *, prefill: bool, parallel: int = PARALLEL, company: tuple[int, ...] = (2, 4),
+    spec: ModelSpec = DENSE,
 ) -> Iterator[RankedTurns]:  # fmt: skip
-    made = RankedTurns(DENSE, monkeypatch, prefill=prefill, parallel=parallel, company=company)
+    made = RankedTurns(spec, monkeypatch, prefill=prefill, parallel=parallel, company=company)
     try:
         yield made
     finally:
@@ -159,3 +163,22 @@ def test_groups_that_take_turns_all_have_them(monkeypatch: pytest.MonkeyPatch) -
         assert engine.node.gpus[0].num_shared > 60
     with turns(monkeypatch, prefill=False, parallel=1) as engine:
         compare(cast(Any, engine), asked)
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_states_of_all_ranks_stand_and_are_copied_alike(prefill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_caches, "_WORTH", 1)
+    monkeypatch.setattr(kept_states, "STEP", 32)
+    chance = random.Random(8)
+    asked = drawn(chance, 20)
+    with turns(monkeypatch, prefill=prefill, company=(), spec=NETS) as engine:
+        engine.run(asked, chance)
+        books = [cast(Any, one._states) for one in engine.engines]
+        deadline = Deadline.after(PATIENCE_S)
+        while books[0]._kept != books[1]._kept or books[0]._behind != books[1]._behind:  # rank 0 alone is waited for
+            assert not deadline.expired()
+            time.sleep(0.001)
+        assert len(books[0]._kept) > 10
+        assert books[0].num_missed == books[1].num_missed == 0
+    with turns(monkeypatch, prefill=False, parallel=1, company=(), spec=NETS) as engine:
+        compare(cast(Any, engine), asked, reuse_kv=False)

@@ -161,7 +161,6 @@ def answer(
             checks_experts=checks_experts,
             whole_windows=whole_windows,
             splits=splits,
-            untried=bool(spec.mixed_layers),
         )
         for rank in range(num_ranks)
     ]

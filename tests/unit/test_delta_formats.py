@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import open_checkpoint, planned_checkpoint
+from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.model.formats.quantisation import read_quantisation
 from tests.multi.test_passes import read
 from tests.unit.delta_configs import CONFIGS
 from tests.unit.delta_models import OF_BLOCKS, QUANTISED, WITHOUT_DELTA, Tensors, definition, published
 from tests.unit.formats.writers import INT4 as INT4_CODES
-from tests.unit.formats.writers import METHODS, compressed
+from tests.unit.formats.writers import METHODS, Method, compressed
 from tests.unit.test_delta_families import PROMPT, run
 
 NEXT, MOE, DENSE = (f"{name}, blocks" for name in ("qwen3_next", "qwen3_5_moe", "qwen3_5"))
@@ -62,24 +63,43 @@ def test_a_folder_has_the_bits_of_its_values(name: str, method: str, ends: tuple
     assert logits[0] == logits[1] == logits[2]
 
 
+@pytest.mark.parametrize(("name", "method"), [(DENSE, "fp8, bfloat16 scales"), (NEXT, "fp8, bfloat16 scales"), (DENSE, "awq")])
+def test_lanes_have_the_codes_of_their_values(name: str, method: str, tmp_path: Path) -> None:
+    """Rows of a lane lie apart in files: of queries and gates head by head, of a delta net's inputs below each other."""
+    published(name, tmp_path, method=METHODS[method])
+    checkpoint = open_checkpoint(tmp_path)
+    for tensor in checkpoint.forms:
+        values = checkpoint.tensor(tensor)
+        for lane in range(checkpoint.spec.num_lanes):
+            assert np.array_equal(lane_codes(checkpoint, tensor, lane).values(), values[lane]), tensor
+
+
+def quantise_outputs(folder: Path, tensors: Tensors, method: Method) -> Any:
+    """`out_proj` of the folder's delta nets in groups of their own, its values in `tensors`; the folder's config."""
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["quantization_config"]["config_groups"]["group_1"] = method.config["config_groups"]["group_0"]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    path, written = folder / "out.safetensors", Tensors()
+    for name in [name.removesuffix(".weight") for name in tensors if name.endswith("linear_attn.out_proj.weight")]:
+        made = method.write(tensors[f"{name}.weight"])
+        tensors[f"{name}.weight"] = made.values
+        theirs = name.replace("model.", "model.language_model.")
+        written |= {f"{theirs}.{end}": tensor.contiguous() for end, tensor in made.tensors.items()}
+        del index["weight_map"][f"{theirs}.weight"]
+    save_file(written, path)
+    index["weight_map"] |= dict.fromkeys(written, path.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
 def test_groups_of_several_sizes(tmp_path: Path) -> None:
     """As where `out_proj` alone has smaller ones; scales tell which. Other differences are refused."""
     large = compressed("pack-quantized", **INT4_CODES, strategy="group", group_size=32)
     small = compressed("pack-quantized", **INT4_CODES, strategy="group", group_size=16)
     tensors = published(DENSE, tmp_path, method=large, ends=("gate_proj", "up_proj", "q_proj", "k_proj", "v_proj"))
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = quantise_outputs(tmp_path, tensors, small)
     groups = config["text_config"]["quantization_config"]["config_groups"]
-    groups["group_1"] = small.config["config_groups"]["group_0"]
-    path, name = tmp_path / "out.safetensors", "model.layers.0.linear_attn.out_proj"
-    made = small.write(tensors[f"{name}.weight"])
-    tensors[f"{name}.weight"] = made.values
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    theirs = name.replace("model.", "model.language_model.")
-    save_file({f"{theirs}.{end}": tensor.contiguous() for end, tensor in made.tensors.items()}, path)
-    index["weight_map"] |= {f"{theirs}.{end}": path.name for end in made.tensors}
-    del index["weight_map"][f"{theirs}.weight"]
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(tmp_path)
     found = {form.block_columns for form in checkpoint.forms.values()}
     assert found == {16, 32}

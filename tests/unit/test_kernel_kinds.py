@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kog_dist.bench.kernel.trial_shape import TrialShape
+from kog_dist.bench.shapes import named_shape
+from kog_dist.decode.coding import Coding
+from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.plan.validate import validate
+from kog_dist.decode.plan.word_check import WordCheck
 from kog_dist.errors import ConfigError
 from kog_dist.model.layers import DeltaNet, Ffn
 from kog_dist.model.published_config import read_config
@@ -18,7 +23,9 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_header import shape_header
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.kernel_words import word_findings
+from kog_dist.workers.cuda.kernel_words import TokenEvents, tokens_to_check, word_findings
+from kog_dist.workers.cuda.word_places import WordPlaces
+from kog_dist.workers.prefill.buffers.prompt import misfit
 from tests.unit.delta_configs import CONFIGS
 
 FLAT = ModelSpec(
@@ -36,12 +43,78 @@ def stored(spec: ModelSpec, **others: Any) -> ModelSpec:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_stored_layers_of_one_kind_are_the_same_build(num_ranks: int) -> None:
     of_flat, of_stored = (
-        TrialShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks, max_ctas=4, untried=True)
-        for spec in (FLAT, stored(FLAT))
+        KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks, max_ctas=4) for spec in (FLAT, stored(FLAT))
     )
     assert shape_header(of_stored) == shape_header(of_flat)
     assert of_stored.cache.num_bytes == of_flat.cache.num_bytes
     assert of_stored.words.lists == of_flat.words.lists
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("number", ["E4M3", "INT4"])
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-9B", "Qwen3.5-2B"])
+def test_quantised_delta_nets_are_proved(name: str, number: str, num_ranks: int) -> None:
+    """Two rows of a head, decay and beta, keep 16 bit: in a product they are as many bits of codes."""
+    coding, quantised = Coding(number, 1, "BF16"), {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    spec = read_config({**CONFIGS[name], "quantization_config": quantised}).with_context(4096)
+    shapes = [
+        KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, coding=coding) for rank in range(num_ranks)
+    ]
+    assert validate(kernel_plan(shapes)) == []
+    shape, text = shapes[0], CONFIGS[name]["text_config"]
+    assert word_findings(shape) == ()
+    heads, keys = text["linear_num_value_heads"], 128 * text["linear_num_key_heads"]
+    rows = (2 * keys + 2 * 128 * heads + 2 * heads * 16 // coding.bits) // spec.num_lanes
+    inputs = [product for product in shape.products if product.op is Phase.DELTA_IN]
+    assert {product.rows.num_rows for product in inputs} == {rows * shape.lanes_of(Phase.DELTA_IN)}
+    assert sum(product.num_lanes for product in inputs) == spec.num_layers // 4 * 3 * shape.num_lanes
+    form, whole = shape.ops[Phase.DELTA_IN], 2 * 16 // coding.bits  # rows of a word
+    assert form.cta_rows == -(-inputs[0].rows.num_rows // (shape.num_ctas * whole)) * whole, "no block of padding"
+
+    def damaged(**fields: Any) -> list[str]:
+        products = [product._replace(rows=product.rows._replace(**fields)) for product in inputs]
+        by_layer = {(product.layer, product.first_lane): product for product in products}
+        others = [by_layer.get((one.layer, one.first_lane), one) if one.op is Phase.DELTA_IN else one for one in shape.products]
+        return validate(make_plan(spec, num_ranks, [others, *(one.products for one in shapes[1:])], num_ctas=shape.num_ctas))
+
+    without_terms = inputs[0].rows.num_rows - shape.lanes_of(Phase.DELTA_IN) * 2 * heads // spec.num_lanes
+    assert any(f"{without_terms} rows, the matrix has" in one for one in damaged(num_rows=without_terms))
+    assert any("that belong together have two owners" in one for one in damaged(form=replace(form, rows=form.rows - 2)))
+
+
+def test_benchmarks_take_folders_with_codes_and_such_that_are_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As engines would: lanes have whole groups."""
+    for name, said in {"plain": {}, "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-27B"], "quantization_config": said or None}))
+    monkeypatch.chdir(tmp_path)
+    found = {
+        name: named_shape(name)
+        for name in ("./plain/@9216", "plain+fp8@9216", "plain+int4:2", "fp8/config.json@9216", "fp8+head8")
+    }
+    assert {name: (spec.num_lanes, spec.max_context, codings["coding"]) for name, (spec, codings) in found.items()} == {
+        "./plain/@9216": (8, 9216, None),
+        "plain+fp8@9216": (4, 9216, Coding("E4M3", 1, "F32")),
+        "plain+int4:2": (2, 4096, Coding("INT4", 1, "BF16")),
+        "fp8/config.json@9216": (4, 9216, Coding("E4M3", 1, "BF16")),
+        "fp8+head8": (4, 4096, Coding("E4M3", 1, "BF16")),
+    }
+    assert [codings["head_coding"] is not None for _, codings in found.values()] == [False] * 4 + [True]
+    with pytest.raises(ConfigError, match=r"fp8 has FP8 .* already; leave out \+int4"):
+        named_shape("fp8+int4")
+    with pytest.raises(ConfigError, match="plain is rounded to fp8 or int4, not to 'mxfp4'"):
+        named_shape("plain+mxfp4")
+
+
+def test_items_of_delta_nets_keep_every_thread_block_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few heads of attention have positions in partitions; empty words of those that nobody reads are then behind all."""
+    spec = read_config(CONFIGS["Qwen3.5-0.8B"]).with_context(40_000)
+    shape = KernelShape(spec, range(spec.num_lanes))
+    assert shape.cache.num_partitions > 1
+    assert word_findings(shape) == ()
+    monkeypatch.setattr(WordPlaces, "delta_ctas", lambda *_: set(range(1, shape.num_ctas)))
+    found = WordCheck().run(TokenEvents(shape).of(tokens_to_check(shape)))
+    assert any("may be written later" in one for one in found), "one thread block has nothing that others wait for"
 
 
 PUBLISHED = ("Qwen3.5-27B", "Qwen3.5-9B", "Qwen3.5-4B", "Qwen3.5-2B", "Qwen3.5-0.8B")  # dense ones
@@ -54,9 +127,7 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
     spec = read_config(CONFIGS[name]).with_context(4096)
     if spec.num_lanes < num_ranks:
         pytest.skip("one lane")
-    shapes = [
-        TrialShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, untried=True) for rank in range(num_ranks)
-    ]
+    shapes = [KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks) for rank in range(num_ranks)]
     assert validate(kernel_plan(shapes)) == []
     shape, text = shapes[0], CONFIGS[name]["text_config"]
     assert word_findings(shape) == ()
@@ -99,15 +170,20 @@ def test_delta_nets_of_other_sizes_are_refused(change: dict[str, int], finding: 
     net = replace(layer, mixer=replace(DeltaNet(4, 8, 32, 32, 4), **change))
     spec = ModelSpec.of_layers((net, layer), hidden_size=64, vocab_size=76, max_context=64, num_lanes=4)
     with pytest.raises(ConfigError, match=finding):
-        TrialShape(spec, range(4), max_ctas=4, untried=True)
-
-
-def test_only_who_says_so_takes_them() -> None:
-    spec = stored(FLAT)
-    with pytest.raises(ConfigError, match=r"it has layers of several kinds \(supported: plain attention\); use --device cpu"):
         KernelShape(spec, range(4), max_ctas=4)
-    with pytest.raises(ConfigError, match="it has layers of several kinds"):
-        TrialShape(spec, range(4), max_ctas=4)
+
+
+def test_prefill_takes_no_codes_of_delta_nets() -> None:
+    """Whatever it takes of them: it would have to add the terms of decays and betas."""
+    spec = read_config(CONFIGS["Qwen3.5-27B"])
+    coding = Coding("E4M3", 1, "BF16")
+    assert "delta nets beside codes of E4M3 (16 bit)" in misfit(spec, coding)
+    assert "codes" not in misfit(spec)
+    assert "delta nets" not in misfit(FLAT, coding)
+
+
+def test_layers_that_no_device_code_has_are_refused() -> None:
+    spec = stored(FLAT)
     layers = [*spec.layers[:2], replace(spec.layers[0], ffn=Ffn(256))]
-    with pytest.raises(ConfigError, match=r"it has FFNs of several kinds \(1\)"):
-        TrialShape(replace(spec, mixed_layers=tuple(layers)), range(4), max_ctas=4, untried=True)
+    with pytest.raises(ConfigError, match=r"it has FFNs of several kinds \(1\); use --device cpu"):
+        KernelShape(replace(spec, mixed_layers=tuple(layers)), range(4), max_ctas=4)

@@ -1,7 +1,4 @@
-"""Monokernels whose layers are stored one by one, on a CPU: gated attention and delta nets, against the interpreter in float64.
-
-No GPU has run these kinds of layers yet, and engines refuse them: trial shapes alone take them.
-"""
+"""Monokernels whose layers are stored one by one, on a CPU: gated attention and delta nets, against the float64 interpreter."""
 
 from __future__ import annotations
 

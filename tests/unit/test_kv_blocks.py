@@ -14,11 +14,14 @@ import pytest
 from kog_dist.bench.shapes import named_shape, named_spec
 from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
 from kog_dist.errors import ConfigError
+from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda import kv_blocks
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.kv_blocks import KvBlocks, block_bytes, block_tokens
+from kog_dist.workers.cuda.kv_blocks import KvBlocks, block_bytes, block_tokens, pool_slots
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
+from tests.unit.delta_configs import CONFIGS
+from tests.unit.test_kinds_twin import SPECS
 
 STREAM = 5
 SPEC = ModelSpec(
@@ -82,6 +85,49 @@ def test_positions_go_to_blocks_and_back(window_layers: tuple[int, ...]) -> None
                 assert np.array_equal(part, other), f"layer {layer}, positions {first} to {end}"
     blocks.copy(KvUse(copies=(KvCopy(KvCopyKind.LOAD, 1, 0),)), STREAM)
     assert np.array_equal(layout.load(cache, 2, 0, tokens)[0], layout.load(before, 2, 0, tokens)[0])
+
+
+@pytest.mark.usefixtures("memory")
+def test_positions_and_states_of_delta_nets_go_to_slots_and_back() -> None:
+    """Blocks are of the layers that keep positions alone; a state goes whole, with the KV cache that it belongs to."""
+    shape = KernelShape(replace(SPECS["delta nets"], max_context=600), range(4))
+    assert shape.delta is not None
+    num_blocks, rng = -(-600 // block_tokens(shape)), np.random.default_rng(2)
+    assert block_bytes(shape) * num_blocks == shape.cache.num_bytes, "one layer of four"
+    batches = 2, 4 * shape.splits, num_blocks, shape.cache.batch_bytes  # caches, splits of KV heads, one of each block
+    caches = rng.integers(0, 9, batches).astype(np.uint8)
+    nets = rng.integers(0, 9, (2, shape.delta.num_bytes)).astype(np.uint8)
+    before = caches.copy(), nets.copy()
+    blocks = KvBlocks(shape, caches.ctypes.data, 1, 0, nets_ptr=nets.ctypes.data, states=3)
+    saves = KvCopy(KvCopyKind.SAVE_STATE, 2, 7), KvCopy(KvCopyKind.SAVE, 0, 1), KvCopy(KvCopyKind.SAVE_STATE, 1, 9)
+    blocks.copy(KvUse(cache=1, copies=saves[:2]), STREAM)
+    nets[1].fill(77)
+    blocks.copy(KvUse(cache=1, copies=saves[2:]), STREAM)
+    assert np.array_equal(caches, before[0])
+    nets.fill(255)
+    caches.fill(0)
+    blocks.copy(KvUse(cache=0, copies=(KvCopy(KvCopyKind.LOAD, 0, 1), KvCopy(KvCopyKind.LOAD_STATE, 2, 7))), STREAM)
+    assert np.array_equal(nets[0], before[1][1])
+    assert (nets[1] == 255).all()
+    assert np.array_equal(caches[0, :, 1], before[0][1, :, 1])
+    assert caches.any(axis=(1, 3)).tolist() == [[number == 1 for number in range(num_blocks)], [False] * num_blocks]
+    blocks.copy(KvUse(cache=0, copies=(KvCopy(KvCopyKind.LOAD_STATE, 1, 9),)), STREAM)
+    assert (nets[0] == 77).all()
+
+
+def test_a_pool_has_copies_of_states_before_it_has_blocks() -> None:
+    spec = read_config(CONFIGS["Qwen3.5-27B"]).with_context(9216)
+    shape = KernelShape(spec, range(8))
+    assert shape.delta is not None
+    of_token = 131_072  # of lanes, of which two have each KV head
+    assert (block_tokens(shape), block_bytes(shape)) == (256, 256 * of_token)
+    of_state, gib = 48 * (48 * 128 * 128 + 96 * 4 * (256 + 64)) * 4, 2**30
+    assert shape.delta.num_bytes == of_state
+    states = 16 * gib * 3 // 4 // of_state
+    assert pool_slots(shape, 16 * gib) == ((16 * gib - states * of_state) // (256 * of_token), states)
+    assert pool_slots(shape, of_state) == (0, 0), "a quarter is for blocks"
+    assert pool_slots(KernelShape(named_spec("qwen3-4b@131072"), range(8)), gib) == (gib // (256 * 144 << 10), 0)
+    assert pool_slots(KernelShape(laneformer_2b(), range(8)), gib) == (0, 0)
 
 
 def test_a_block_is_the_tokens_of_all_layers() -> None:

@@ -36,3 +36,66 @@ def test_launches_with_a_check_have_no_more_positions_than_choices_are_kept_of(h
     assert kernel.steps == steps
     assert checks == list(range(1, len(steps) + 1)), "behind each launch, before the next one is queued"
     assert max(steps) * (1 + PASS_TOKENS if has_drafts else 1) <= CHOICE_POSITIONS
+
+
+class EndsWhenTold:
+    """A kernel whose launches end when `end` says so, one after the other."""
+
+    def __init__(self) -> None:
+        self.steps, self.num_ended = list[int](), 0
+        self.stream = SimpleNamespace(record=self._record)
+
+    def launch(self, num_steps: int) -> None:
+        self.steps.append(num_steps)
+
+    def _record(self) -> Any:
+        number = len(self.steps)
+        return _Ending(self, number)
+
+    def end(self) -> None:
+        self.num_ended += 1
+
+
+class _Ending:
+    def __init__(self, kernel: EndsWhenTold, number: int) -> None:
+        self._kernel, self._number = kernel, number
+
+    @property
+    def done(self) -> bool:
+        return self._kernel.num_ended >= self._number
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 256), ({"takes_turns": True}, 8), ({"takes_turns": True, "company_steps": 4}, 4)]
+)
+def test_nothing_is_queued_behind_a_stop_before_it_was_called_there(options: dict[str, Any], most: int) -> None:
+    """And launches are as long as they may be, but for those that end at a stop and behind it."""
+    kernel: Any = EndsWhenTold()
+    stops, called = [70, 80, 100], list[tuple[int, int]]()
+    launches = Launches(
+        kernel, 100, 200, one_by_one=False, stops=stops, at_stop=lambda: called.append((sum(kernel.steps), kernel.num_ended)),
+        **options,
+    )  # fmt: skip
+    while not launches.all_ended:
+        queued = sum(kernel.steps)
+        due = next((stop for stop in stops if stop not in [at for at, _ in called]), 10**9)
+        assert queued <= due
+        if kernel.num_ended < len(kernel.steps):
+            kernel.end()
+        launches.refill(0)
+    assert [at for at, _ in called] == stops, "nothing was queued behind them yet"
+    assert [sum(kernel.steps[:ended]) for _, ended in called] == stops, "all in front had ended"
+    assert sum(kernel.steps) == 300
+    assert max(kernel.steps) <= most
+    assert len(kernel.steps) <= 300 / most + 2 * len(stops) + 2
+
+
+def test_a_stop_is_called_also_while_others_wait() -> None:
+    kernel: Any = EndsWhenTold()
+    called = list[int]()
+    launches = Launches(kernel, 9, 5, one_by_one=False, stops=[4], at_stop=lambda: called.append(1))
+    kernel.end()
+    launches.refill(0, holds=True)
+    assert (kernel.steps, called) == ([4], [1])
+    launches.turn(0, 3)
+    assert kernel.steps == [4, 3]

@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
+from kog_dist.bench.fakes.tiny_delta_model import ON_GPUS, write_tiny_delta_model
 from kog_dist.decode.plan.steps import Phase
-from kog_dist.decode.tape_packing import OpShape, take_off_tape, unpack
+from kog_dist.decode.tape_packing import OpShape, interleave, take_off_tape, unpack
 from kog_dist.errors import CheckpointError
+from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
 from kog_dist.workers.cuda import load, staging
-from kog_dist.workers.cuda.device_weights import DeviceWeights, pack_tape
+from kog_dist.workers.cuda.device_weights import DeviceWeights, pack_tape, to_values, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 
@@ -164,6 +167,64 @@ def test_every_word_arrives_in_its_place(tmp_path: Path, variant: str, dtype: st
         final = [norm_of[lane] for lane in (lanes[:1] if shares_final else lanes)]
         assert np.array_equal(weights.final_norm, stored_words(np.array(final), dtype))
         assert np.array_equal(weights.embedding, stored_words(wanted.embedding, dtype))
+
+
+@pytest.mark.parametrize("hosted", [range(4), range(2, 4)], ids=str)
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_every_word_of_delta_nets_arrives_in_its_place(hosted: range, dtype: str, tmp_path: Path) -> None:
+    """Of a published folder, whose tensors have several parts of a lane. Where two lanes share a KV head each has its rows.
+
+    Some publish logarithms of rates and norms in float32: they are rounded, as transformers does.
+    """
+    write_tiny_delta_model(tmp_path, **ON_GPUS)
+    rounded = [name for name in ("A_log", "dt_bias", "linear_attn.norm") if dtype == "F32"]
+    if rounded:
+        whole = load_file(tmp_path / "model.safetensors")
+        changed = {
+            name: tensor.float() * 1.001 if any(part in name for part in rounded) else tensor for name, tensor in whole.items()
+        }
+        save_file(changed, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    spec = checkpoint.spec
+    assert (checkpoint.dtype, spec.num_lanes, spec.num_kv_heads) == ("bfloat16", 4, 2)
+    shape = KernelShape(spec, hosted, max_ctas=7, num_ranks=spec.num_lanes // len(hosted))
+    weights, wanted = load_weights(shape, checkpoint), checkpoint.rank_weights(hosted)
+    tapes = Tapes(weights, shape)
+    for product in shape.layer_products:
+        layers = [wanted.lanes[product.first_lane + lane].layers[product.layer] for lane in range(product.num_lanes)]
+        matrices = {
+            Phase.QKV: [layer.wqkv for layer in layers],
+            Phase.DELTA_IN: [layer.wqkv for layer in layers],
+            Phase.OUT: [layer.wo for layer in layers],
+            Phase.GATE_UP: [interleave(*np.split(layer.w13, 2)) for layer in layers],
+            Phase.DOWN: [layer.w2 for layer in layers],
+        }[product.op]
+        matrix = np.concatenate(matrices)
+        assert np.array_equal(tapes.next(shape.ops[product.op], *matrix.shape), stored_words(matrix, "bfloat16")), product
+    head = np.concatenate([wanted.heads[lane] for lane in hosted])
+    assert np.array_equal(tapes.head(), stored_words(head, "bfloat16"))
+    nets = [layer for layer in range(spec.num_layers) if layer not in shape.cache.layers]
+    assert shape.delta is not None
+    assert tuple(nets) == shape.delta.layers
+
+    def own(layer: int, lane: int, *names: str) -> Any:
+        return np.concatenate([wanted.lanes[lane].layers[layer].own[name].reshape(-1) for name in names])
+
+    for found, names in ((weights.delta_taps, ("conv_q", "conv_k", "conv_v")), (weights.delta_factors, ("decay", "dt_bias"))):
+        of_all = np.stack([[own(layer, lane, *names) for lane in hosted] for layer in nets])
+        assert np.array_equal(np.asarray(found).reshape(of_all.shape), to_words(of_all, "bfloat16"))
+    norms = np.stack([own(layer, hosted[0], "norm.weight") for layer in nets])
+    assert np.array_equal(np.asarray(weights.delta_norm), to_words(norms, "bfloat16"))
+    attending: list[Any] = [wanted.lanes[hosted[0]].layers[layer] for layer in shape.cache.layers]
+    of_heads = np.stack([np.stack([layer.q_norm, layer.k_norm]) for layer in attending])
+    assert np.array_equal(1 + to_values(np.asarray(weights.head_norms), "bfloat16"), of_heads), "the kernel adds the 1"
+    for layer, both in enumerate(np.asarray(weights.norms)):
+        first = wanted.lanes[hosted[0]].layers[layer]
+        assert np.array_equal(1 + to_values(both[:, 0], "bfloat16"), np.stack([first.attention_norm, first.ffn_norm]))
+    vectors = (getattr(weights, f"delta_{name}") for name in ("taps", "factors", "norm"))
+    tables = (weights.embedding, weights.norms, weights.final_norm, weights.head_norms, weights.rope, *vectors)
+    counted = gpu_rank_bytes(checkpoint, hosted[0] // len(hosted), shape.num_ranks, "bfloat16")
+    assert sum(np.asarray(held).nbytes for held in tables) == counted["tables"], "what the launcher counts"
 
 
 def overwrite(folder: Path, checkpoint: Checkpoint, name: str, element: int, word: int) -> Checkpoint:

@@ -52,7 +52,7 @@ NUM_DAMAGED = 60  # lists of each kind and number of ranks
 def shapes_of(kind: str, num_ranks: int) -> list[KernelShape]:
     spec, options = KINDS[kind]
     lanes = (spec.lanes_of_rank(rank, num_ranks) for rank in range(num_ranks))
-    options = {"max_ctas": 4, "untried": bool(spec.mixed_layers), **options}
+    options = {"max_ctas": 4, **options}
     return [TrialShape(spec, own, num_ranks=num_ranks, **options) for own in lanes]
 
 

@@ -14,6 +14,7 @@ from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_abi import StampKind
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from tests.unit.test_kinds_twin import SPECS
 
 SPEC = ModelSpec(128, 3, 8, 8, 256, 100, max_context=64, num_lanes=4, delay=1)
 SHAPE = KernelShape(SPEC, range(4), max_ctas=4)  # layer 0 sums blocking; then lanes 2 and 3 are half a layer behind 0 and 1
@@ -23,13 +24,12 @@ QKV, OUT, GATE_UP, DOWN = Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN
 
 def made_up(shape: KernelShape = SHAPE) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
     """Product i of thread block c: vector there at 100 i + c, multiplied 30 later, published at 40, attention at 60 to 100."""
-    lanes, layers = shape.num_lanes, shape.spec.num_layers
-    raw = np.zeros((shape.num_ctas, len(StampKind), 4 * lanes * layers + 1), np.uint64)
+    raw = np.zeros((shape.num_ctas, len(StampKind), len(shape.layer_products) + 1), np.uint64)
     at = 1_000_000 + 100 * np.arange(raw.shape[2], dtype=np.uint64)[None] + np.arange(shape.num_ctas, dtype=np.uint64)[:, None]
     for kind, later in (("fetched", 0), ("multiplied", 30), ("published", 40)):
         raw[:, StampKind[kind.upper()]] = at + np.uint64(later)
     raw[:, StampKind.PUBLISHED, -1] = 0
-    queries = [index for index, product in enumerate(shape.layer_products) if product.op is QKV]
+    queries = [index for index, product in enumerate(shape.layer_products) if product.op in (QKV, Phase.DELTA_IN)]
     for number, kind in enumerate(("query_seen", "scored", "mixed", "merged", "attended")):
         raw[:2, StampKind[kind.upper()], queries] = at[:2, queries] + np.uint64(60 + 10 * number)  # two blocks have items
     return raw * np.uint64(10)
@@ -62,6 +62,18 @@ def test_inputs_are_those_of_the_model(shape: KernelShape) -> None:
         assert when(1, GATE_UP, lane) == published(1, OUT, lane), "delayed: the same lane of out"
         assert when(2, QKV, lane) == published(1, DOWN, lane)
     assert trace.last_published(trace.products[-1]) == published(2, DOWN, 3), "the head waits for all lanes"
+
+
+def test_output_of_a_delta_net_is_the_input_of_out() -> None:
+    shape = KernelShape(SPECS["delta nets"], range(4), max_ctas=4)
+    trace = Trace(made_up(shape), shape)
+    first = {product.phase: product for product in trace.products if product.layer == 1}
+    assert trace.last_published(first["out"]) == pytest.approx(first["delta_in"].index + 1.0 + 0.01)
+    before = max(product.index for product in trace.products if product.phase == "down" and product.layer == 0)
+    assert trace.last_published(first["delta_in"]) == pytest.approx(before + 0.4 + 0.01 * (shape.num_ctas - 1))
+    summary = trace.summary()
+    assert summary["delta"]["step"]["mean"] == pytest.approx(0.6 + 0.01 - 0.01 * (shape.num_ctas - 1))
+    assert {("attend", "delta"), ("multiply", "delta_in")} <= set(bars_of(trace, 0))
 
 
 def test_summary() -> None:

@@ -27,6 +27,7 @@ from kog_dist.workers.cuda.word_places import SOMEBODY, Word
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import NAMES, OF_EXPERTS, SPEC, Model, build_twin, command_of, decode_sources, twin_sources
+from tests.unit.test_delta_codes_twin import USUAL as CODED_NETS
 from tests.unit.test_expert_twin import VARIANTS as OF_MODELS_WITH_EXPERTS
 from tests.unit.test_kinds_twin import SPECS as STORED
 from tests.unit.test_passes_twin import CODED_SPEC, DENSE
@@ -64,6 +65,9 @@ CASES = {
     "gated attention, lanes that share a KV head": Case(STORED["gated attention"], 2),
     "delta nets": Case(STORED["delta nets"]),
     "delta nets on four ranks, heads in slices": Case(STORED["delta nets"], num_ranks=4),
+    "delta nets of codes on two ranks": Case(
+        CODED_NETS, num_ranks=2, options={"coding": Coding.of(FORMS[CODED_FORM]), "max_ctas": 12}
+    ),
     "lanes with a delay": Case(SPEC),
     "lanes that share products": Case(replace(SPEC, shared_norm_scale=True, delay=0, intermediate_size=432)),
     "partitions that are reached, beside windows": Case(
@@ -111,7 +115,7 @@ def shapes_of(case: Case) -> list[KernelShape]:
     """Of all ranks."""
     options: dict[str, Any] = {"max_ctas": 5, "copies": 2, "max_slots": 6, "keeps_hashes": True, "num_ranks": case.num_ranks}
     lanes = [case.spec.lanes_of_rank(rank, case.num_ranks) for rank in range(case.num_ranks)]
-    options |= {"untried": bool(case.spec.mixed_layers), **case.options}
+    options |= case.options
     return [TrialShape(case.spec, hosted, "bfloat16", "bfloat16", **options) for hosted in lanes]
 
 

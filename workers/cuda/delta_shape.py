@@ -18,6 +18,8 @@ _WARP = 32
 class DeltaShape:
     """The nets of a rank that hosts `num_lanes` lanes of a model, all of one kind, with `num_ctas` thread blocks.
 
+    `terms`: rows of codes that each of the two factors of a value head is the sum of; 1 where inputs have 16 bit.
+
     An item is a slice of the columns of a value head. Each of the four attention warps has a quarter of these, and of a column
     a thread every 32nd key.
     """
@@ -26,12 +28,13 @@ class DeltaShape:
     net: DeltaNet
     num_lanes: int
     num_ctas: int
+    terms: int = 1
 
     @staticmethod
-    def of(spec: ModelSpec, num_lanes: int, num_ctas: int) -> DeltaShape | None:
+    def of(spec: ModelSpec, num_lanes: int, num_ctas: int, terms: int = 1) -> DeltaShape | None:
         """None for a model without."""
         net = next((part for part in spec.kinds if isinstance(part, DeltaNet)), None)
-        return None if net is None else DeltaShape(spec, net, num_lanes, num_ctas)
+        return None if net is None else DeltaShape(spec, net, num_lanes, num_ctas, terms)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -52,6 +55,20 @@ class DeltaShape:
     def rows(self) -> int:
         """Of a lane's input: queries, keys, values, output gates, and two factors of each value head."""
         return self.net.num_rows // self.spec.num_lanes
+
+    @property
+    def num_factors(self) -> int:
+        """Of a lane: the last ones of `rows`."""
+        return 2 * self.heads
+
+    def matrix_row(self, row: int) -> int:
+        """Where one of `rows` begins among those of the lane's matrix, `matrix_rows` of them."""
+        return row + (self.terms - 1) * max(row - self.rows + self.num_factors, 0)
+
+    @property
+    def matrix_rows(self) -> int:
+        """Of a lane's input, as it is multiplied."""
+        return self.matrix_row(self.rows)
 
     @cached_property
     def slices(self) -> int:
@@ -86,6 +103,13 @@ class DeltaShape:
         return 4 * len(self.layers) * self.num_lanes * self.items * self.item_values
 
     @property
+    def vector_values(self) -> int:
+        """Of all layers, what a rank has of them beside products: taps of convolutions, factors of heads, norms."""
+        channels = 2 * self.key_heads * self.net.key_dim + self.heads * self.net.value_dim
+        of_lane = channels * self.net.conv_width + 2 * self.heads
+        return len(self.layers) * (self.num_lanes * of_lane + self.net.value_dim)
+
+    @property
     def findings(self) -> list[str]:
         """What no build of the kernel can have."""
         net, attended = self.net, self.spec.lane_heads * self.spec.head_dim
@@ -105,7 +129,7 @@ class DeltaShape:
         net = self.net
         numbers = {
             "kDeltaLayers": len(self.layers), "kDeltaHeads": self.heads, "kDeltaKeyHeads": self.key_heads, "kKeyDim": net.key_dim,
-            "kValueDim": net.value_dim, "kConvWidth": net.conv_width, "kDeltaSlices": self.slices,
+            "kValueDim": net.value_dim, "kConvWidth": net.conv_width, "kDeltaSlices": self.slices, "kFactorTerms": self.terms,
         }  # fmt: skip
         lines = [
             "#define KOG_DELTA",

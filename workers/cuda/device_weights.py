@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from kog_dist.decode.coded_packing import Codes, below_each_other, in_turn, put_codes, put_row_scales
+from kog_dist.decode.coded_terms import as_terms
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.products import Product
 from kog_dist.decode.plan.recipes import Recipe, Stage, Vectors, recipes
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.errors import CheckpointError
 from kog_dist.model.formats.head import rounded_rows
-from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, layer_prefix, norm_name, tensor_layouts
+from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, is_layer_matrix, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType
 from kog_dist.records import dataclass
@@ -99,12 +101,14 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray, coded: P
     for product in shape.tape.taped:
         if product.op is not Phase.HEAD:
             places.append((product, position))
-            position += shape.ops[product.op].num_values
+            position += shape.forms[product.op, product.layer].num_values
     for product, start in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
-        op = shape.ops[product.op]
+        op = shape.forms[product.op, product.layer]
         place = product.op, product.layer, 0 if product.op is Phase.ROUTE else product.first_lane - shape.hosted_lanes[0]
         if op.coding is None:
             put_on_tape(tape, start, op, pack(source(*place), op, shape.num_ctas))
+            if shape.tape.scale_rows and product in numbers:
+                _row_scales(shape, tape)[numbers[product]] = 1
             continue
         assert coded is not None
         matrix = coded(*place)
@@ -189,6 +193,17 @@ def from_tensors(
     )
 
 
+def beside_codes(words: GpuArray, name: str, coding: Coding, weight_dtype: str) -> GpuArray:
+    """16-bit weights in the type of x of codes. Raises CheckpointError for weights that are too large for it."""
+    dtype, scale = coding.plain_dtype(weight_dtype), coding.plain_scale(weight_dtype)
+    if dtype == weight_dtype:
+        return words
+    values = to_values(words, weight_dtype) * np.float32(scale)
+    if float(abs(values).max()) > _LARGEST_BINARY16:
+        raise CheckpointError(f"{name} has a weight beyond {_LARGEST_BINARY16 / scale:g}; use --device cpu")
+    return to_words(values, dtype)
+
+
 def joined(vectors: Vectors, parts: Sequence[GpuArray]) -> GpuArray:
     """The tensors of `vectors` as one array, on whichever device they are; the only one as it is."""
     if len(parts) == 1:
@@ -215,6 +230,7 @@ class _LayerTensors:
         self._head: GpuArray = None
         self._layer = -1
         self._matrices: dict[Phase, tuple[GpuArray, ...]] = {}  # each (hosted lanes, rows, K)
+        self._kept: dict[str, GpuArray] = {}  # the same of those that have 16 bit in a product of codes, by name
 
     def matrix(self, phase: Phase, layer: int, lane: int) -> GpuArray:
         """See `MatrixSource`."""
@@ -236,23 +252,41 @@ class _LayerTensors:
         """The same of a quantised matrix of a layer."""
         if layer != self._layer:
             self._load(layer)
-        assert self.codes_of is not None
         names = [f"{layer_prefix(layer)}{name}.weight" for name in self._stages(layer)[phase].tensors]
-        by_lane = [[self.codes_of(name, one) for name in names] for one in range(lane, lane + self.shape.lanes_of(phase))]
+        by_lane = [[self._codes(phase, name, one) for name in names] for one in range(lane, lane + self.shape.lanes_of(phase))]
         if phase is Phase.GATE_UP:
             return below_each_other([in_turn(gate, up) for gate, up in by_lane])
         return below_each_other([part for parts in by_lane for part in parts])
 
+    def _codes(self, phase: Phase, name: str, lane: int) -> Codes:
+        """A lane's part of a tensor in a product of codes."""
+        if name not in self._kept:
+            assert self.codes_of is not None
+            return self.codes_of(name, lane)
+        coding = self.shape.ops[phase].coding
+        assert coding is not None
+        return as_terms(to_values(self._kept[name][lane], self.shape.weight_dtype), coding)
+
+    def _plain(self, name: str) -> GpuArray:
+        """A tensor of 16 bit; beside codes of attention, of delta nets."""
+        words, coding = self.tensors(name), self.shape.attention_coding
+        return words if coding is None else beside_codes(words, name, coding, self.shape.weight_dtype)
+
     def _load(self, layer: int) -> None:
         self._matrices.clear()  # the memory of the layer before
+        self._kept.clear()
         prefix, tensors = layer_prefix(layer), self.tensors
+        layouts = tensor_layouts(self.shape.spec)
 
         mixer, ffn = recipes(self.shape.spec)[layer]
 
         def matrices(recipe: Recipe) -> dict[Phase, tuple[GpuArray, ...]]:
             with_tensors = [stage for stage in recipe.stages if stage.is_by_lane and stage.tensors]
-            stages = [stage for stage in with_tensors if self.shape.ops[stage.phase].coding is None]
-            return {stage.phase: tuple(tensors(f"{prefix}{name}.weight") for name in stage.tensors) for stage in stages}
+            coded = [stage for stage in with_tensors if self.shape.forms[stage.phase, layer].coding is not None]
+            names = [f"{prefix}{name}.weight" for stage in coded if stage.kept_rows for name in stage.tensors]
+            self._kept |= {name: tensors(name) for name in names if not is_layer_matrix(layouts, name)}
+            stages = [stage for stage in with_tensors if stage not in coded]
+            return {stage.phase: tuple(self._plain(f"{prefix}{name}.weight") for name in stage.tensors) for stage in stages}
 
         self.norms.append(self._norm(f"{prefix}attention_norm"))
         self._matrices |= matrices(mixer)
@@ -333,14 +367,9 @@ class _Experts:
                 self._biases["down"].append(self._tensors(f"{start}w2.bias"))
 
     def _router(self, name: str) -> GpuArray:
-        """In the type of what it is multiplied with. Raises CheckpointError for weights that are too large for it."""
+        """In the type of what it is multiplied with."""
         words, experts = self._tensors(name), self._experts
-        if experts.router_dtype == experts.weight_dtype:
-            return words
-        values = to_values(words, experts.weight_dtype) * np.float32(experts.router_scale)
-        if float(abs(values).max()) > _LARGEST_BINARY16:
-            raise CheckpointError(f"{name} has a weight beyond {_LARGEST_BINARY16 / experts.router_scale:g}; use --device cpu")
-        return to_words(values, experts.router_dtype)
+        return words if experts.coding is None else beside_codes(words, name, experts.coding, experts.weight_dtype)
 
     def _parts(self, start: str) -> tuple[Any, list[Any]]:
         """Gate and up rows of all hosted lanes in turn, and each lane's `down`."""

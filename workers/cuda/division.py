@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
-from kog_dist.decode.plan.products import Division, RowShare
-from kog_dist.decode.plan.recipes import Recipe, Stage, all_recipes
+from kog_dist.decode.plan.products import Division, LayerOp, RowShare
+from kog_dist.decode.plan.recipes import Recipe, Recurrent, Stage, all_recipes, recipes
 from kog_dist.decode.plan.steps import Kind, Phase, Site
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -29,7 +29,7 @@ def stream_steps(coding: Coding | None, head_coding: Coding | None) -> int:
 class Divider:
     """Divides the matrices of `hosted_lanes` among `num_ctas` thread blocks. `experts`: None in a model without.
 
-    `coding` is of FFNs, `attention_coding` of attention's matrices.
+    `coding` is of FFNs, `attention_coding` of attention's matrices, and of those of delta nets that are not plain.
     """
 
     spec: ModelSpec
@@ -41,21 +41,35 @@ class Divider:
     head_coding: Coding | None
     experts: ExpertShape | None
 
-    def divisions(self) -> dict[Phase, Division]:
-        """Of every op of the model."""
-        return dict(self._divisions())
+    def divisions(self) -> dict[Phase | LayerOp, Division]:
+        """Of every op of the model, and of a layer's where it has another form than that."""
+        found: dict[Phase | LayerOp, Division] = {Phase.HEAD: self._head()}
+        recurrent_last = sorted(all_recipes(self.spec), key=lambda recipe: isinstance(recipe.state, Recurrent))
+        for recipe in recurrent_last:
+            layers = [layer for layer, of_layer in enumerate(recipes(self.spec)) if recipe in of_layer]
+            for phase, division in self._of_recipe(recipe):
+                if found.setdefault(phase, division) != division:
+                    found |= {(phase, layer): division for layer in layers}
+        return found
 
-    def _divisions(self) -> Iterator[tuple[Phase, Division]]:
-        for recipe in all_recipes(self.spec):
-            if recipe.site is Site.MLP and self.experts is not None:
-                yield from self._of_experts(self.experts, recipe)
-                continue
-            coding = self.coding if recipe.site is Site.MLP else self.attention_coding
-            for stage in recipe.stages:
-                if stage.num_rows:
-                    divide = self._of_residual if Kind.PARTIAL in stage.writes else self._of_stream
-                    yield stage.phase, divide(stage, coding)
-        yield Phase.HEAD, self._head()
+    def _of_recipe(self, recipe: Recipe) -> Iterator[tuple[Phase, Division]]:
+        if recipe.site is Site.MLP and self.experts is not None:
+            yield from self._of_experts(self.experts, recipe)
+            return
+        for stage in recipe.stages:
+            if stage.num_rows:
+                divide = self._of_residual if Kind.PARTIAL in stage.writes else self._of_stream
+                yield stage.phase, divide(stage, self._coding(recipe, stage))
+
+    def _coding(self, recipe: Recipe, stage: Stage) -> Coding | None:
+        """Of a matrix of a mixer or an FFN."""
+        if recipe.site is Site.MLP:
+            return self.coding
+        coding = self.attention_coding
+        if coding is None or not isinstance(recipe.state, Recurrent):
+            return coding
+        is_plain = coding.plain_outputs if Kind.PARTIAL in stage.writes else coding.plain_inputs
+        return None if is_plain else coding
 
     def _slice_steps(self, coding: Coding | None) -> int:
         """`stream_steps`, in steps of a matrix that is coded so."""
@@ -70,16 +84,19 @@ class Divider:
 
     def _of_stream(self, stage: Stage, coding: Coding | None) -> Division:
         """What is multiplied with a stream: of several lanes, where all have one input."""
-        num_lanes = lanes_together(self.spec, stage, len(self.hosted_lanes), self.num_ctas)
-        num_rows = num_lanes * stage.num_rows
-        owned = owned_rows(num_rows, self.num_ctas, stage.together)
-        form = self._form(owned, stage.together, coding, has_last=stage.together == GATE_AND_UP)
+        terms = 1 if coding is None else coding.terms
+        num_lanes = lanes_together(self.spec, stage, len(self.hosted_lanes), self.num_ctas, terms=terms)
+        num_rows, together = num_lanes * stage.coded_rows(terms), stage.coded_together(terms)
+        owned = owned_rows(num_rows, self.num_ctas, together)
+        has_last = stage.together == GATE_AND_UP or (stage.kept_rows > 0 and self.attention_coding is not None)
+        form = self._form(owned, together, coding, has_last=has_last)
         return Division(num_lanes, RowShare(num_rows, self.num_ctas, form=form))
 
     def _of_residual(self, stage: Stage, coding: Coding | None) -> Division:
         """What goes to the residual: the rows of it that the thread block owns."""
         owned = owned_rows(stage.num_rows, self.num_ctas, stage.together)
-        form = self.geometry.op_shape(owned, stage.num_columns, stage.together, coding=coding)
+        slice_steps = self._slice_steps(None) if coding is None and self.attention_coding is not None else 1
+        form = self.geometry.op_shape(owned, stage.num_columns, stage.together, coding=coding, slice_steps=slice_steps)
         return Division(1, RowShare(stage.num_rows, self.num_ctas, form=form))
 
     def _of_experts(self, experts: ExpertShape, recipe: Recipe) -> Iterator[tuple[Phase, Division]]:

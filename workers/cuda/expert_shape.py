@@ -85,12 +85,12 @@ class ExpertShape:
     @property
     def router_dtype(self) -> str:
         """Of the router's weights in the kernel: the type of their input, which experts in FP8 and FP4 have, too."""
-        return self.weight_dtype if self.coding is None else self.coding.expanded or self.weight_dtype
+        return self.weight_dtype if self.coding is None else self.coding.plain_dtype(self.weight_dtype)
 
     @property
     def router_scale(self) -> float:
-        """What the router's weights are multiplied by there: bfloat16 numbers of 2^-18 to 4,080 are exact in binary16 then."""
-        return 1.0 if self.router_dtype == self.weight_dtype else 16.0
+        """What the router's weights are multiplied by there."""
+        return 1.0 if self.coding is None else self.coding.plain_scale(self.weight_dtype)
 
     @property
     def stream_steps(self) -> int:

@@ -16,7 +16,7 @@ from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 
-_LITTLE = 0.01  # of the weights
+_LITTLE, _SOME = 0.01, 0.06  # of the weights
 GATE_AND_UP = 4  # rows that belong together: gate and up of two columns, a word's; thread blocks may own fewer in the last block
 SPLITS = (8, 15, 16, 32)
 _WHOLE_ROWS = 18  # of a thread block, in a product of lanes with one input
@@ -124,19 +124,21 @@ def attention_registers(head_dim: int) -> int:
     return head_dim + head_dim // 8 + head_dim // 4 + _ADDRESS_REGISTERS
 
 
-def lanes_together(spec: ModelSpec, stage: Stage, num_lanes: int, num_ctas: int) -> int:
+def lanes_together(spec: ModelSpec, stage: Stage, num_lanes: int, num_ctas: int, *, terms: int = 1) -> int:
     """How many of a rank's lanes make one product of a stage: where all have one input, until a thread block has a whole tile.
 
     A product of few rows costs as much besides its weights as one of many. For gate and up also until FFN columns come in pairs,
-    which thread blocks publish as words, without many that are padding.
+    which thread blocks publish as words, without many that are padding. Where rows that are kept are `terms` rows of codes each,
+    a thread block has whole ones of them, and padding would be a tenth.
     """
     if Kind.STREAM not in stage.reads or not spec.has_one_stream:
         return 1
+    rows, together = stage.coded_rows(terms), stage.coded_together(terms)
+    most_wasted = _SOME if together > stage.together else _LITTLE if stage.together == GATE_AND_UP else 1.0
 
     def suffices(n: int) -> bool:
-        wasted = owned_rows(n * stage.num_rows, num_ctas, stage.together) * num_ctas - n * stage.num_rows
-        few_wasted = stage.together != GATE_AND_UP or wasted <= _LITTLE * n * stage.num_rows
-        return n * stage.num_rows >= _WHOLE_ROWS * num_ctas and few_wasted
+        wasted = owned_rows(n * rows, num_ctas, together) * num_ctas - n * rows
+        return n * rows >= _WHOLE_ROWS * num_ctas and wasted <= most_wasted * n * rows
 
     return next((n for n in (1, 2, 4, 8) if n < num_lanes and suffices(n)), num_lanes)
 

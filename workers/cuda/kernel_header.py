@@ -131,10 +131,13 @@ def shape_header(shape: KernelShape) -> str:
         lines += [f"constexpr u32 k{name}Offset = {offset}, k{name}Stride = {words};"]
         offset += words * count
     lines += ["}  // namespace kog"]
+    forms = {phase.name: op for phase, op in sorted(shape.ops.items())}
+    if shape.has_plain_outputs:
+        forms["DELTA_OUT"] = shape.net_out
     lines += [
-        f"#define KOG_{phase.name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
+        f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
         f"{op.rows_of(op.blocks - 1)}"
-        for phase, op in sorted(shape.ops.items())
+        for name, op in forms.items()
     ]
     lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, shape.words.delays))}"]
     if shape.coding is not None:
@@ -176,11 +179,17 @@ def _coding_header(shape: KernelShape, coding: Coding) -> list[str]:
         "kCodeZeroBytes": coding.zero_bytes,
         "kScaleRows": shape.tape.scale_rows,
     }
+    floats = {}
+    if shape.has_plain_inputs or shape.has_plain_outputs:
+        floats["kNetScale"] = coding.plain_scale(shape.weight_dtype)
     return [
         f"#define KOG_CODE {CODES[coding.number]}",
         f"#define KOG_CODE_FORMAT {FORMATS[coding.expanded or shape.weight_dtype]}",
         *(["#define KOG_INTEGERS"] if coding.is_integer else []),
         f"#define KOG_SCALE {SCALES[coding.scale]}",
         *(["#define KOG_PLAIN_ATTENTION"] if coding.is_of_experts else []),
+        *(["#define KOG_PLAIN_NET_INPUTS"] if shape.has_plain_inputs else []),
+        *(["#define KOG_PLAIN_NET_OUTPUTS"] if shape.has_plain_outputs else []),
+        *(f"namespace kog {{ constexpr float {name} = static_cast<float>({value!r}); }}" for name, value in floats.items()),
         *(f"namespace kog {{ constexpr int {name} = {value}; }}" for name, value in numbers.items()),
     ]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from kog_dist.decode.coded_terms import TERMED
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.order import product_order
-from kog_dist.decode.plan.products import Product, product_list
+from kog_dist.decode.plan.products import LayerOp, Product, product_list
 from kog_dist.decode.plan.recipes import op_numbers, share_stream, stream_lanes
 from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.decode.tape_packing import OpShape, owned_rows
@@ -72,11 +73,6 @@ class KernelShape:
         object.__setattr__(self, "splits", self.splits or splits_for(self.spec, self.num_ctas))
         _refuse(self)
 
-    @property
-    def takes_untried(self) -> bool:
-        """Whether kinds of layers that no GPU has run yet are taken."""
-        return False
-
     # ---- products ----
     @property
     def num_lanes(self) -> int:
@@ -133,8 +129,9 @@ class KernelShape:
 
     @cached_property
     def _of_op(self) -> dict[Phase, Product]:
-        """A product of each op: an op is divided alike wherever it stands."""
-        return {product.op: product for product in reversed(self.products)}
+        """A product of each op, which is divided alike wherever it stands, but for OUT of delta nets with 16 bit beside codes."""
+        layers = self.delta.layers if self.delta is not None and self.has_plain_outputs else ()
+        return {one.op: one for one in reversed(self.products) if one.op is not Phase.OUT or one.layer not in layers}
 
     def lanes_of(self, op: Phase) -> int:
         """Hosted lanes whose rows one product has: several where they share its input and have few rows each."""
@@ -144,6 +141,27 @@ class KernelShape:
     def ops(self) -> dict[Phase, OpShape]:
         """What a thread block has of each op."""
         return {op: product.rows.form for op, product in self._of_op.items() if product.rows.form is not None}
+
+    @cached_property
+    def forms(self) -> dict[LayerOp, OpShape]:
+        """The same of each layer's."""
+        return {(one.op, one.layer): one.rows.form for one in self.products if one.rows.form is not None}
+
+    @property
+    def net_out(self) -> OpShape:
+        """Of OUT in layers with a delta net."""
+        assert self.delta is not None
+        return self.forms[Phase.OUT, self.delta.layers[0]]
+
+    @property
+    def has_plain_inputs(self) -> bool:
+        """Whether what delta nets multiply first has 16 bit beside codes of attention."""
+        return self.delta is not None and self.attention_coding is not None and self.attention_coding.plain_inputs
+
+    @property
+    def has_plain_outputs(self) -> bool:
+        """The same of what they multiply last."""
+        return self.delta is not None and self.attention_coding is not None and self.attention_coding.plain_outputs
 
     @property
     def attention_coding(self) -> Coding | None:
@@ -175,7 +193,9 @@ class KernelShape:
     @cached_property
     def delta(self) -> DeltaShape | None:
         """The gated delta nets; None in a model without."""
-        return DeltaShape.of(self.spec, self.num_lanes, self.num_ctas)
+        coding = self.attention_coding
+        terms = 1 if coding is None or coding.plain_inputs else coding.terms
+        return DeltaShape.of(self.spec, self.num_lanes, self.num_ctas, terms)
 
     @cached_property
     def tape(self) -> TapeShape:
@@ -195,7 +215,8 @@ class KernelShape:
     def ring(self) -> RingShape:
         """What they go through."""
         may_be_packed = self.spec.num_lanes > 1 or self.coding is not None or self.experts is not None
-        return RingShape(self.geometry, self.ops, self.tape, self.num_lanes, self.shared.ring_bytes, may_be_packed)
+        forms = [self.net_out] if self.has_plain_outputs else []
+        return RingShape(self.geometry, self.ops, self.tape, self.num_lanes, self.shared.ring_bytes, may_be_packed, tuple(forms))
 
     @cached_property
     def words(self) -> WordShape:
@@ -294,7 +315,7 @@ class KernelShape:
 def _refuse_layers(shape: KernelShape) -> None:
     """Raise ConfigError for a model of whose layers sizes cannot even be asked."""
     spec = shape.spec
-    if spec.mixed_layers and (findings := unsupported(spec, takes_untried=shape.takes_untried)):
+    if spec.mixed_layers and (findings := unsupported(spec)):
         raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(findings)}; use --device cpu")
 
 
@@ -336,8 +357,13 @@ def _of_build(shape: KernelShape) -> list[str]:
         findings.append("choices of experts to keep, of tokens of several requests (of those of one)")
     if sum(kept.values()) > 1:
         findings.append(f"{' and '.join(name for name, is_kept in kept.items() if is_kept)} to keep (one of them)")
-    if shape.delta is not None and shape.coding is not None:
-        findings.append("quantised weights of models with delta nets (16 bit)")
+    coding = shape.attention_coding
+    if shape.delta is not None and coding is not None:
+        if not coding.plain_inputs and coding.number not in TERMED:
+            findings.append(f"{coding.number} weights of delta nets ({', '.join(TERMED)} or 16 bit)")
+        is_plain = coding.plain_inputs or coding.plain_outputs
+        if is_plain and coding.plain_dtype(shape.weight_dtype) != shape.weight_dtype == "float16":
+            findings.append(f"{coding.number} weights beside delta nets in float16 (bfloat16)")
     if shape.checks_experts and shape.experts is None:
         findings.append("choices of experts to keep, and no experts (none of them)")
     if shape.partition_batches < 0:

@@ -301,7 +301,9 @@ class TokenEvents:
         return self._event("empty words of unread partitions", writes=[Write(version, by_all=False) for version in versions])
 
     def _is_busy_everywhere(self) -> bool:
-        """Whether each thread block has a split in each token: it writes what all wait for, behind what it did before."""
+        """Whether each thread block has a split or a delta net's item in each token: it writes what all wait for, behind what it
+        did before.
+        """
         shape = self.shape
         busy = {
             self.places.item_cta(layer, lane, head, split, 0)
@@ -310,6 +312,8 @@ class TokenEvents:
             for head in range(shape.spec.lane_kv_heads)
             for split in range(shape.splits)
         }
+        if shape.delta is not None:
+            busy |= {cta for layer in shape.delta.layers for lane in self._lanes for cta in self.places.delta_ctas(layer, lane)}
         return len(busy) == shape.num_ctas
 
     def _residual(self, recipe: Recipe, stage: Stage, layer: int, lane: int) -> Iterator[Event]:

@@ -1,4 +1,5 @@
-"""The block pool of a GPU: keys and values of beginnings of sequences, beside the monokernel's KV caches and on the host.
+"""The pool of a GPU: keys and values of beginnings of sequences, beside the monokernel's KV caches and on the host, and copies of
+states that every token changes.
 
 A block is a batch of 16 positions of every split of every KV head and layer (see prefill/base/cache_layout.py), so the positions
 of a block are neighbours, and in the cache its batches lie `CacheShape.full_batches` apart: each copy is one of rows.
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kog_dist.cuda.driver import HostMapping
+from kog_dist.decode.cpu.pool_sizes import states_within
 from kog_dist.decode.request import KvCopyKind, KvUse
 from kog_dist.workers.cuda.cache_shape import BATCH
 
@@ -34,18 +36,40 @@ def block_bytes(shape: KernelShape) -> int:
     return _num_rows(shape) * shape.cache.batch_bytes
 
 
+def net_bytes(shape: KernelShape) -> int:
+    """Of the state of a sequence that every token changes; 0: the model has none."""
+    return 0 if shape.delta is None else shape.delta.num_bytes
+
+
+def pool_slots(shape: KernelShape, num_bytes: int) -> tuple[int, int]:
+    """Blocks, and copies of a state, that so many bytes have room for.
+
+    No blocks where there can be none, or where there is no room for a copy of a state: nobody could go on behind them.
+    """
+    of_state = net_bytes(shape)
+    states = states_within(num_bytes, of_state)
+    if not block_tokens(shape) or (of_state and not states):
+        return 0, 0
+    return (num_bytes - states * of_state) // block_bytes(shape), states
+
+
 class KvBlocks:
     """`slots` blocks on the current GPU and `host_slots` in page-locked memory of the host. `kv_ptr`: the KV caches.
+
+    And `states` copies of a state on the GPU; `nets_ptr`: the states that belong to the KV caches.
 
     Memory is taken at once. Copies are queued on a CUDA stream.
     """
 
-    def __init__(self, shape: KernelShape, kv_ptr: int, slots: int, host_slots: int) -> None:
+    def __init__(
+        self, shape: KernelShape, kv_ptr: int, slots: int, host_slots: int, *, nets_ptr: int = 0, states: int = 0
+    ) -> None:
         import cupy
 
-        self.shape, self._kv_ptr, self._slots = shape, kv_ptr, slots
-        self._block_bytes = block_bytes(shape)
+        self.shape, self._kv_ptr, self._slots, self._nets_ptr = shape, kv_ptr, slots, nets_ptr
+        self._block_bytes, self._state_bytes = block_bytes(shape), net_bytes(shape)
         self._memory: Any = cupy.cuda.Memory(slots * self._block_bytes)  # not of the pool, which rounds up
+        self._states: Any = cupy.cuda.Memory(states * self._state_bytes) if states else None
         self._host = _HostMemory(host_slots * self._block_bytes) if host_slots else None
 
     def close(self) -> None:
@@ -61,6 +85,9 @@ class KvBlocks:
         width, height = self.shape.cache.batch_bytes, _num_rows(self.shape)
         pitch = self.shape.cache.full_batches * width
         for kind, slot, place in kv.copies:
+            if kind in (KvCopyKind.LOAD_STATE, KvCopyKind.SAVE_STATE):
+                self._copy_state(slot, kv.cache, stream_ptr, saves=kind is KvCopyKind.SAVE_STATE)
+                continue
             block = self._address(slot)
             if kind is KvCopyKind.MOVE:
                 runtime.memcpyAsync(self._address(place), block, self._block_bytes, _DEFAULT, stream_ptr)
@@ -70,6 +97,13 @@ class KvBlocks:
                 runtime.memcpy2DAsync(cache, pitch, block, width, width, height, _DEFAULT, stream_ptr)
             else:
                 runtime.memcpy2DAsync(block, width, cache, pitch, width, height, _DEFAULT, stream_ptr)
+
+    def _copy_state(self, slot: int, cache: int, stream_ptr: int, *, saves: bool) -> None:
+        from cupy.cuda import runtime
+
+        own, kept = self._nets_ptr + cache * self._state_bytes, int(self._states.ptr) + slot * self._state_bytes
+        to, source = (kept, own) if saves else (own, kept)
+        runtime.memcpyAsync(to, source, self._state_bytes, _DEFAULT, stream_ptr)
 
     def _address(self, slot: int) -> int:
         if slot < self._slots:
@@ -117,4 +151,4 @@ def copy_beginning(shape: KernelShape, kv_ptr: int, source: int, cache: int, num
 
 def _num_rows(shape: KernelShape) -> int:
     """Batches of a block."""
-    return shape.spec.num_layers * shape.num_lanes * shape.spec.lane_kv_heads * shape.splits
+    return len(shape.cache.layers) * shape.num_lanes * shape.spec.lane_kv_heads * shape.splits

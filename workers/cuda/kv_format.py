@@ -22,7 +22,7 @@ FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}  # names of 16-bit formats in 
 CODE_BITS = {"fp8": 8, "int4": 4}  # of the formats in codes, of values
 NAMES = (*FORMATS, *CODE_BITS)  # of all
 _KEY_BITS = {"fp8": 8, "int4": 6}
-_HEAD_DIMS = {"fp8": (32, 64, 128), "int4": (64, 128)}  # a warp of prefill has whole heads
+_HEAD_DIMS = {"fp8": (32, 64, 128, 256), "int4": (64, 128)}  # a warp of prefill has whole heads
 _SCALE_BYTES = 2
 
 

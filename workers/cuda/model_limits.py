@@ -13,14 +13,9 @@ _SEVERAL, _GATED, _NETS = "several kinds", "gated attention", "gated delta nets"
 _ON_DEVICES = {_SEVERAL, _GATED, _NETS}  # of `_of_mixed`
 
 
-def unsupported(spec: ModelSpec, *, takes_untried: bool = False) -> list[str]:
-    """What the model has and no build of the kernel can run, in words with the limit; empty: it can.
-
-    `takes_untried`: kinds of layers that device code has, but no GPU has run yet, are taken.
-    """
-    if spec.mixed_layers and not takes_untried:  # none of what follows is asked of them
-        return [f"layers of {' and '.join(sorted(_of_mixed(spec)))} (supported: plain attention)"]
-    if findings := _not_on_devices(spec):
+def unsupported(spec: ModelSpec) -> list[str]:
+    """What the model has and no build of the kernel can run, in words with the limit; empty: it can."""
+    if findings := _not_on_devices(spec):  # none of what follows is asked of these
         return findings
     if spec.num_lanes > MAX_LANES:
         findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")

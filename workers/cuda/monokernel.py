@@ -31,7 +31,7 @@ from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DELTA_PARAMS, DRAFT_PARAMS, StampKind
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, NUM_HASHES, KernelShape
-from kog_dist.workers.cuda.kv_blocks import copy_beginning
+from kog_dist.workers.cuda.kv_blocks import copy_beginning, net_bytes
 from kog_dist.workers.cuda.processors import ProcessedRequest, processors_builds
 from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
@@ -160,7 +160,8 @@ class Monokernel:
         prediction: Sequence[int] | None = None,
         cache: int = 0,
     ) -> None:
-        """Set up a request; KV cache `cache` must hold `first_position` tokens of the prompt. No launch may be under way.
+        """Set up a request; KV cache `cache` must hold `first_position` tokens of the prompt, and the state that goes with it, of
+        delta nets, be behind just these. No launch may be under way.
 
         `processed`: what it asks for besides; its launches are of the build with processors. `prediction`: what the answer may be
         like, for drafts, which are also looked up in the prompt and in the answer; None: the request has no drafts. `streams`:
@@ -452,6 +453,15 @@ class Monokernel:
         """Queue that a KV cache gets the first positions of another one."""
         copy_beginning(self.shape, self.kv.data.ptr, source, cache, num_positions, self.stream.ptr)
 
+    def copy_state(self, source: int, cache: int) -> None:
+        """Queue that a KV cache gets the state of another one, of delta nets."""
+        from cupy.cuda import runtime
+
+        assert self.nets is not None, "the model has no state"
+        num_bytes = net_bytes(self.shape)
+        to, start = (int(self.nets.data.ptr) + one * num_bytes for one in (cache, source))
+        runtime.memcpyAsync(to, start, num_bytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
+
     def cancel(self) -> None:
         """End the request after the token that is being decoded."""
         self._slot.host["cancelled_tag"] = self._slot.tag
@@ -548,8 +558,8 @@ class Monokernel:
     def recover(self) -> None:
         """Make the kernel usable again after a numerical fault or, on one rank, an abort or a DeviceError: forget all state.
 
-        Among several ranks all must call it, after the same token. Only the request's KV cache is forgotten there, and where
-        there are several: words that peers have left stay, and epochs go on, so that none is ever taken for a later one.
+        Among several ranks all must call it, after the same token. Only the request's KV cache and state are forgotten there, and
+        where there are several: words that peers have left stay, and epochs go on, so that none is ever taken for a later one.
         LaunchError after an abort: ranks may stand at different tokens, and requests of other slots.
         """
         import cupy
@@ -560,13 +570,15 @@ class Monokernel:
         if self.shape.num_ranks > 1 or len(self._slots) > 1:
             if slot.host["abort"] or int(self.state()["abort_mirror"]):
                 raise LaunchError("a rank among others cannot go on after an abort; start all ranks anew")
-            num_bytes = self.shape.cache.num_bytes
-            self.kv[slot.cache * num_bytes : (slot.cache + 1) * num_bytes].fill(0)
+            for held, num_bytes in ((self.kv, self.shape.cache.num_bytes), (self.nets, net_bytes(self.shape))):
+                if held is not None:
+                    held[slot.cache * num_bytes : (slot.cache + 1) * num_bytes].fill(0)
         else:
             slot.host["abort"] = 0
             slot.host["cancelled_tag"] = 0
             of_drafts = () if self._draft_builds is None else (self._draft_builds.words,)
-            for held in (self.kv, self.words, slot.state, self._record, *of_drafts):
+            of_nets = () if self.nets is None else (self.nets,)
+            for held in (self.kv, *of_nets, self.words, slot.state, self._record, *of_drafts):
                 held.fill(0)
             self._forget_epochs()
         cupy.cuda.Device().synchronize()  # they were filled on another stream than the kernel's

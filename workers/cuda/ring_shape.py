@@ -22,8 +22,8 @@ _MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles
 class RingShape:
     """The ring of a rank that hosts `num_lanes` lanes, in `free_bytes` of shared memory.
 
-    `may_be_packed`: of a model that is faster so, see `is_packed`. `pieces`, `pieces_in_flight`: 0, or what `num_pieces` and
-    `in_flight` are to be.
+    `may_be_packed`: of a model that is faster so, see `is_packed`. `others`: forms besides those of `ops`. `pieces`,
+    `pieces_in_flight`: 0, or what `num_pieces` and `in_flight` are to be.
     """
 
     geometry: Geometry
@@ -32,6 +32,7 @@ class RingShape:
     num_lanes: int
     free_bytes: int
     may_be_packed: bool
+    others: tuple[OpShape, ...] = ()
     most_slots: int = MOST_SLOTS
     pieces: int = 0
     pieces_in_flight: int = 0
@@ -60,7 +61,7 @@ class RingShape:
     def num_slots(self) -> int:
         """Tiles that it has barriers for: its slots, as many as fit; or if it is packed, as many of the smallest tile."""
         if self.is_packed:
-            smallest = 2 * min(min(op.tile_sizes) for op in self.ops.values())
+            smallest = 2 * min(min(op.tile_sizes) for op in (*self.ops.values(), *self.others))
             return min(min(self._most_bytes, self.free_bytes) // (smallest + _PACKED_TILE_BYTES), _MOST_TILES)
         slot_bytes = self.geometry.slot_bytes + 2 * 8 * self.num_pieces  # pieces have barriers of their own
         return min(self.most_slots, self.free_bytes // slot_bytes)
@@ -92,7 +93,7 @@ class RingShape:
         if self.pieces_in_flight:
             return (self.pieces_in_flight,) * 2
         if self.geometry.in_flight_bytes:
-            ops = [form for op, form in self.ops.items() if op in LANE_OPS]
+            ops = [*(form for op, form in self.ops.items() if op in LANE_OPS), *self.others]
             mean_bytes = 2 * sum(op.num_values for op in ops) / sum(op.num_tiles for op in ops) / self.num_pieces
             most = self.num_pieces * self.num_slots - 2  # with a full ring nothing would tell which copy has landed
             most = min(most, int(_MOST_UNEVEN * self.geometry.in_flight_bytes / max(2 * op.tile_values for op in ops)))

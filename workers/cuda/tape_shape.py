@@ -35,18 +35,18 @@ class TapeShape:
         return tuple(product for product in self.products if product.op not in apart)
 
     @cached_property
-    def _num_taped(self) -> Counter[Phase]:
-        return Counter(product.op for product in self.taped)
+    def _num_taped(self) -> Counter[OpShape]:
+        return Counter(product.rows.form for product in self.taped if product.rows.form is not None)
 
     @cached_property
     def num_values(self) -> int:
         """Weights on the tape of one thread block: 16-bit words."""
-        return sum(count * self.ops[op].num_values for op, count in self._num_taped.items())
+        return sum(count * form.num_values for form, count in self._num_taped.items())
 
     @cached_property
     def num_tiles(self) -> int:
         """Tiles on the tape of one thread block."""
-        return sum(count * self.ops[op].num_tiles for op, count in self._num_taped.items())
+        return sum(count * form.num_tiles for form, count in self._num_taped.items())
 
     @cached_property
     def scale_rows(self) -> int:

@@ -244,6 +244,12 @@ class WordPlaces:
         first = (layer * shape.num_lanes + lane) * shape.delta.items
         return (first + head * shape.delta.slices + slice_idx) % shape.num_ctas
 
+    def delta_ctas(self, layer: int, lane: int) -> set[int]:
+        """The thread blocks that have an item of a delta net."""
+        delta = self.shape.delta
+        assert delta is not None
+        return {self._delta_cta(layer, lane, head, part) for head in range(delta.heads) for part in range(delta.slices)}
+
     def _delta_readers(self, layer: int, lane: int, row: int) -> set[int]:
         """The thread blocks whose items take a row of a lane's input."""
         delta = self.shape.delta
@@ -267,11 +273,11 @@ class WordPlaces:
         delta = self.shape.delta
         assert delta is not None
         offset, stride = self._lists["DeltaIn"]
-        first = lane % self.shape.lanes_of(Phase.DELTA_IN) * delta.rows
+        first = lane % self.shape.lanes_of(Phase.DELTA_IN) * delta.matrix_rows
         for row in range(0, delta.rows, 2):
             readers = frozenset(self._delta_readers(layer, lane, row) | self._delta_readers(layer, lane, row + 1))
             place = offset + (lane * self.shape.tokens + token) * stride + row // 2
-            yield Word(place, (first + row) // self.shape.ops[Phase.DELTA_IN].cta_rows, readers)
+            yield Word(place, (first + delta.matrix_row(row)) // self.shape.ops[Phase.DELTA_IN].cta_rows, readers)
 
     def squares(self, layer: int, lane: int, token: int = 0) -> Iterator[Word]:
         """Sums of squares of a delta net's outputs."""

@@ -31,7 +31,8 @@ class Engine(Protocol):
 
         Keys and values go to the KV cache that `request.kv` names, behind the positions that it says are there already; they stay
         there until another request is told to overwrite them. How far they are is written to the control page as it goes
-        (`set_progress`), for the last time before the last entry.
+        (`set_progress`), for the last time before the last entry. Copies of a state that `request.kv` asks for are made when it
+        has come so far, before a request that comes later can use them.
         The entry with a Finish is the last one of `seq` in its ring. A cancel ends the request after the same token everywhere.
         Raises AbortedError when the engine is being stopped, DeviceError when a wait ran out of time; then nothing is published.
         """

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kog_dist.decode.plan.validate import check
 from kog_dist.decode.reported import TokenLogprobs
-from kog_dist.decode.request import DecodeRequest, KvUse
+from kog_dist.decode.request import DecodeRequest, KvCopyKind, KvUse
 from kog_dist.errors import AbortedError, KogError, LaunchError, RequestFailed
 from kog_dist.runtime.control import ControlPage, KvLayout, RankState
 from kog_dist.runtime.notes import note
@@ -43,6 +43,7 @@ from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, tr
 from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
+from kog_dist.workers.engines.cuda_states import CudaStates, anew
 from kog_dist.workers.engines.cuda_turn import Decision
 from kog_dist.workers.engines.draft_gain import DraftGain, gains_from_turns
 from kog_dist.workers.engines.heartbeat import Heartbeat
@@ -78,6 +79,7 @@ class CudaEngine:
         self._peers: CudaPeers | None = None  # None: one rank
         self._kernel: DecodeKernel | None = None
         self._blocks: kv_blocks.KvBlocks | None = None
+        self._states: CudaStates | None = None  # None: the model has no state that every token changes
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
         self._min_prefill_tokens = MIN_PREFILL_TOKENS
         self._has_overflown = False  # prefill, in any request so far
@@ -103,6 +105,10 @@ class CudaEngine:
             checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows, checks_experts=args.check_experts
         )
         own = shapes[self._rank]
+        if args.drafts and own.delta is not None:
+            args = self._args = replace(args, drafts=False)
+            if self._rank == 0:
+                note("tokens are not drafted: the kernel has no passes of several tokens with delta nets")
         for build in (
             *([drafting_shape(own)] if args.drafts else []),
             *(company_shape(own, size) for size in company_sizes(own, args.parallel)),
@@ -127,17 +133,19 @@ class CudaEngine:
             self._try_kernel(self._kernel)
 
     def _make_blocks(self, shape: KernelShape, kernel: Any) -> None:
-        """The block pool, if there is memory for one, and the model can have one; said in the control page."""
+        """The pool, if there is memory for one, and the model can have one; said in the control page. And the books of states."""
         num_tokens = kv_blocks.block_tokens(shape)
-        slots, host_slots = (
-            num_bytes // kv_blocks.block_bytes(shape) for num_bytes in (self._args.kept_bytes, self._args.kept_host_bytes)
-        )
+        slots, states = kv_blocks.pool_slots(shape, self._args.kept_bytes)
+        host_slots = self._args.kept_host_bytes // kv_blocks.block_bytes(shape)
         # Drafts that were wrong are in the way of as many of the oldest positions.
         ring_positions = max(shape.cache.ring_positions - (PASS_TOKENS - 1 if self._args.drafts else 0), 0)
         layout = KvLayout(self._args.num_kv_caches, ring_positions)
-        if slots and num_tokens:
-            self._blocks = kv_blocks.KvBlocks(shape, kernel.kv.data.ptr, slots, host_slots)
-            layout = replace(layout, block_tokens=num_tokens, num_slots=slots, num_host_slots=host_slots)
+        if shape.delta is not None:
+            self._states = CudaStates(self._args.num_kv_caches)
+        if slots:
+            nets_ptr = 0 if kernel.nets is None else int(kernel.nets.data.ptr)
+            self._blocks = kv_blocks.KvBlocks(shape, kernel.kv.data.ptr, slots, host_slots, nets_ptr=nets_ptr, states=states)
+            layout = replace(layout, block_tokens=num_tokens, num_slots=slots, num_host_slots=host_slots, num_states=states)
         self._control.set_kv_layout(self._rank, layout)
 
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
@@ -256,6 +264,8 @@ class CudaEngine:
 
     def _copy(self, kv: KvUse) -> None:
         assert self._blocks is not None, "the coordinator knows whether there is a pool"
+        if self._states is not None:
+            kv = replace(kv, copies=self._states.saved(kv))
         self._blocks.copy(kv, self._loaded.stream.ptr)
 
     def run(self, seq: int, request: DecodeRequest, intake: Intake | None = None) -> Finish:
@@ -315,19 +325,35 @@ class CudaEngine:
     def _taken(self, seq: int, request: DecodeRequest) -> CudaRequest:
         """A request whose beginning is on its way to its KV cache, as far as it is kept."""
         kv, prefill = request.kv, self._prefill
-        if kv.source != kv.cache and seq <= self._cleared.get(kv.source, 0):  # what it was to copy is gone
-            kv = KvUse(kv.cache, kv.cache)
-        self._control.set_progress(self._rank, seq, kv.num_cached, request.decode_slot)
-        if kv.copies:
-            self._fetch(kv)
+        is_gone = kv.source != kv.cache and seq <= self._cleared.get(kv.source, 0)  # what it was to copy
+        if self._states is not None:
+            kv = self._with_state(seq, kv, is_gone=is_gone)
+        elif is_gone:
+            kv = anew(kv)
+        saves = deque(copy for copy in kv.copies if copy.kind is KvCopyKind.SAVE_STATE)
+        if fetched := tuple(copy for copy in kv.copies if copy.kind is not KvCopyKind.SAVE_STATE):
+            self._fetch(replace(kv, copies=fetched))
         if kv.source != kv.cache and kv.num_cached:
             self._loaded.copy_beginning(kv.source, kv.cache, kv.num_cached)
             if prefill is not None:
                 prefill.forget(0, kv.cache)
+        while saves and saves[0].place <= kv.num_cached:
+            self._copy(replace(kv, copies=(saves.popleft(),)))
+        self._control.set_progress(self._rank, seq, kv.num_cached, request.decode_slot)
         reads = prefill is not None and len(request.prompt) - 1 - kv.num_cached >= self._min_prefill_tokens
         if prefill is not None and not reads:
             prefill.forget(kv.num_cached, kv.cache)
-        return CudaRequest(seq, request, kv.num_cached, reads)
+        return CudaRequest(seq, request, kv.num_cached, reads, saves)
+
+    def _with_state(self, seq: int, kv: KvUse, *, is_gone: bool) -> KvUse:
+        """What it goes on behind, with a state there. The state of its cache stands where the copy of another one is queued."""
+        assert self._states is not None
+        missed, use = self._states.num_missed, self._states.use(kv, is_gone=is_gone)
+        if self._states.num_missed > missed:
+            note(f"request {seq} begins anew: the state behind its first {kv.num_cached} tokens is not there any more")
+        if self._states.moves_with(use):
+            self._loaded.copy_state(use.source, use.cache)
+        return use
 
     def _readers(self, running: Sequence[CudaRequest]) -> tuple[CudaRequest | None, Sequence[CudaRequest]]:
         """Whose prompt is read now, if any, and whose not: where others decode they wait for a part of a chunk of one of them."""
@@ -367,7 +393,7 @@ class CudaEngine:
         if one.launches is None:
             if one.request.mask_epoch and not self._has_first_mask(one, heartbeat, holds, decision if meets else None):
                 return
-            one.launches = self._begin(one.request, one.held, one.company_steps)
+            one.launches = self._begin(one, one.held)
         if not begins:
             one.launches.turn(one.index, one.company_steps)
         elif one.held > one.request.kv.num_cached:
@@ -466,11 +492,12 @@ class CudaEngine:
             one.asked_to_cancel = True
 
     def _fetch(self, kv: KvUse) -> None:
-        """Queue what the block pool has of a prompt."""
+        """Queue what the pool has of a prompt."""
         self._copy(kv)
         assert self._blocks is not None
-        if self._prefill is not None:
-            self._prefill.forget(kv.copies[0].place * kv_blocks.block_tokens(self._blocks.shape), kv.cache)
+        first = next((copy.place for copy in kv.copies if copy.kind is KvCopyKind.LOAD), None)
+        if self._prefill is not None and first is not None:
+            self._prefill.forget(first * kv_blocks.block_tokens(self._blocks.shape), kv.cache)
 
     def _read(self, one: CudaRequest, heartbeat: Heartbeat) -> Generator[None, None, None]:
         """Have prefill read the prompt, or in company a chunk of it, part by part. Once it holds all, the kernel begins with the
@@ -484,26 +511,32 @@ class CudaEngine:
         num_prompt = len(request.prompt)
 
         def begin() -> Launches:
-            return self._begin(request, num_prompt, one.company_steps)
+            return self._begin(one, num_prompt)
 
         prompt = PromptRun(
             self._control, self._rank, self._peers, one.seq, request, heartbeat, begin, takes_turns=self._takes_turns
         )
         end = prefill.next_end(start, num_prompt) if self._takes_turns else None
+        if one.saves:
+            end = min(one.saves[0].place, num_prompt if end is None else end)
+        if self._states is not None:
+            self._states.goes(one.cache)
         one.held = yield from prompt.steps(prefill, start, end, lambda: one.others_decode)
         if self._control.aborted():
             self._leave(f"left request {one.seq}")
+        if self._states is not None and start < one.held < num_prompt:
+            self._save_state(one, one.held)
         if one.held <= start and not prompt.is_stopped and not self._has_overflown:
             self._has_overflown = True  # said once
             note(f"a value of request {one.seq} left the range of prefill's binary16; such prompts go token by token")
         one.reads = end is not None and start < one.held == end < num_prompt
         one.launches = prompt.launches if one.held == num_prompt else None
 
-    def _begin(self, request: DecodeRequest, num_cached: int, company_steps: int = 0) -> Launches:
+    def _begin(self, one: CudaRequest, num_cached: int) -> Launches:
         """Set up a request in the kernel and queue its first launches. The KV cache holds `num_cached` positions, or will when
         the launches begin: if it holds all, prefill leaves the last token's streams.
         """
-        kernel, first, streams = self._loaded, num_cached, None
+        kernel, request, first, streams = self._loaded, one.request, num_cached, None
         if num_cached == len(request.prompt) and self._prefill is not None:
             first, streams = num_cached - 1, self._prefill.streams
         max_tokens, sampling = self._max_tokens(request), request.sampling
@@ -522,6 +555,8 @@ class CudaEngine:
         )
         if self._choices is not None:
             self._choices.begin(first)
+        if self._states is not None:
+            self._states.goes(one.cache)
         launches = Launches(
             kernel,
             len(request.prompt) - 1 - first,
@@ -532,7 +567,9 @@ class CudaEngine:
             takes_turns=self._takes_turns,
             has_peers=self._peers is not None,
             leaves_early=self._takes_turns and prediction is not None,
-            company_steps=company_steps,
+            company_steps=one.company_steps,
+            stops=[save.place - first for save in one.saves],
+            at_stop=partial(self._save_state, one),
         )
         self._tell(RankStage.LAUNCHED, request.decode_slot)
         return launches
@@ -725,9 +762,25 @@ class CudaEngine:
         if finish is Finish.NUMERICAL_FAULT:
             kernel.recover()
         held = 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"])
+        if self._states is not None:
+            self._save_state(one, held)
+            self._states.stands(one.cache, held)
         self._control.set_progress(self._rank, one.seq, held, one.slot)
         if not held:
             self._cleared[one.cache] = self._shared(self._control.doorbell())
+
+    def _save_state(self, one: CudaRequest, position: int | None = None) -> None:
+        """Queue the copy of a request's state that is due behind so many positions, before anybody else is told to use it. None:
+        where its launches have left it; a request that has ended elsewhere makes no more copies.
+        """
+        assert self._states is not None
+        at = int(self._loaded.state()["position"]) if position is None else position
+        if one.saves and one.saves[0].place == at:
+            self._states.stands(one.cache, at)
+            self._copy(KvUse(one.cache, one.cache, at, (one.saves.popleft(),)))
+            self._states.goes(one.cache)
+        elif position is None:
+            one.saves.clear()
 
     def _await_launches(self, doing: str) -> None:
         """Wait for all launches, without blocking in the driver. An abort ends them at once, else their own limits do."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from dataclasses import field
 
-from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.request import DecodeRequest, KvCopy
 from kog_dist.records import dataclass
 from kog_dist.runtime.pace import Pace
 from kog_dist.runtime.ring import Finish
@@ -24,6 +25,7 @@ class CudaRequest:
     request: DecodeRequest
     held: int
     reads: bool  # its prompt, by prefill
+    saves: deque[KvCopy] = field(default_factory=deque)  # copies of its state that are still to be made, by their places
     reading: Generator[None, None, None] | None = None  # a chunk of it, of which some parts were read
     company_steps: int = 0  # of a launch, since others run; 0: it is alone
     others_decode: bool = False  # others run, some of which are not being read

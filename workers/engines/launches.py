@@ -101,6 +101,9 @@ class DecodeKernel(Protocol):
     def copy_beginning(self, source: int, cache: int, num_positions: int) -> None:
         """Queue that a KV cache gets the first positions of another one."""
 
+    def copy_state(self, source: int, cache: int) -> None:
+        """Queue that a KV cache gets the state of another one, of a model whose every token changes one."""
+
     def cancel(self) -> None:
         """End the request after the current token."""
 
@@ -144,6 +147,9 @@ class Launches:
     With `takes_turns` a launch has few steps, more with `has_peers`, and many if it `leaves_early`; in company one is queued, of
     at most `company_steps`; 0: the request is alone.
 
+    A launch ends behind each of `stops`, ascending numbers of steps, and the next one is queued when `at_stop` was called there,
+    also of a request that has ended before. Not with drafts.
+
     With `has_drafts` nobody knows how many tokens a launch gives, but one at least: they are queued until the answer has ended.
     With `check` as well each is of one pass of each build, of the prompt, too.
     """
@@ -161,7 +167,12 @@ class Launches:
         has_peers: bool = False,
         leaves_early: bool = False,
         company_steps: int = 0,
+        stops: Sequence[int] = (),
+        at_stop: Callable[[], None] = lambda: None,
     ) -> None:
+        assert not (stops and has_drafts), "nobody knows how many steps there are"
+        assert all(stop > 0 for stop in stops), "a launch has steps"
+        self._stops, self._at_stop, self._num_steps_queued = deque(stops), at_stop, 0
         self._kernel, self._check, self._leaves_early, self._company_steps = kernel, check, leaves_early, company_steps
         self._most_queued = CHUNKS_QUEUED if check is None else 1
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
@@ -215,6 +226,9 @@ class Launches:
             ended = True
         if ended and self._check is not None:
             self._check()
+        if self._stops and self._num_steps_ended == self._stops[0]:
+            self._stops.popleft()
+            self._at_stop()
         if holds:
             return ended
         if not self._waiting and self._num_more and len(self._queued) < most_queued:
@@ -223,10 +237,14 @@ class Launches:
         while self._waiting and len(self._queued) < most_queued and self._waiting[0][1] <= num_taken:
             steps, after = self._waiting.popleft()
             most = self._company_steps or steps
+            if self._stops and not (most := min(most, self._stops[0] - self._num_steps_queued)):
+                self._waiting.appendleft((steps, after))
+                break
             if steps > most:
                 self._waiting.appendleft((steps - most, after))
                 steps = most
             self._kernel.launch(steps)
+            self._num_steps_queued += steps
             self._queued.append((self._kernel.stream.record(), steps))
         return ended
 

@@ -30,10 +30,11 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
 #else
     constexpr u32 kRouteTiles = 0;
 #endif
-    constexpr u32 kLayerTiles = kRouteTiles + kLanes * OutOp::kBlocks * OutOp::kTiles + kGateUpProductsOfLayer * GateUpOp::kBlocks * GateUpOp::kTiles +
+    constexpr u32 kLayerTiles = kRouteTiles + kGateUpProductsOfLayer * GateUpOp::kBlocks * GateUpOp::kTiles +
                                 kLanes * DownOp::kBlocks * DownOp::kTiles;
-    constexpr u32 kMixerTiles = (kLayers - kDeltaLayers) * kQkvProductsOfLayer * QkvOp::kBlocks * QkvOp::kTiles +
-                                kDeltaLayers * kDeltaInProductsOfLayer * DeltaInOp::kBlocks * DeltaInOp::kTiles;
+    constexpr u32 kMixerTiles =
+        (kLayers - kDeltaLayers) * (kQkvProductsOfLayer * QkvOp::kBlocks * QkvOp::kTiles + kLanes * OutOp::kBlocks * OutOp::kTiles) +
+        kDeltaLayers * (kDeltaInProductsOfLayer * DeltaInOp::kBlocks * DeltaInOp::kTiles + kLanes * DeltaOutOp::kBlocks * DeltaOutOp::kTiles);
     const u32 num_tiles = params.num_steps * (kLayers * kLayerTiles + kMixerTiles + kHeadProducts * HeadOp::kBlocks * HeadOp::kTiles);
     const u32 first = warp / kPieceWarps;
     u32 piece = first, parity = 0;

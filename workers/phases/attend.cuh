@@ -449,7 +449,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Nets
 #ifdef KOG_DELTA
             if (has_delta_net(at.layer())) {
                 const u32 lane_idx = at.lane() + i % kDeltaInLanes;
-                const DeltaRule rule{params, nets, role, warp, attender.lane};
+                const DeltaRule rule{params, nets, role, warp, attender.lane, turn, attender.product};
 #pragma unroll 1
                 for (u32 item = first_delta_item(role, at.layer(), lane_idx); item < kDeltaItems; item += kNumCtas)
                     if (!rule.item(at.layer(), lane_idx, item, position, attender.tag_in(at.layer()), attender.num_items++, attender.first_vector + attender.product + 1))

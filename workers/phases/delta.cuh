@@ -25,7 +25,7 @@ struct DeltaRule {
     const KogDecodeParams& params;
     const KogDeltaParams& delta;
     const Role& role;
-    u32 warp, lane;
+    u32 warp, lane, turn, stamped;  // `stamped`: the product that made the inputs, whose stamps are this item's
 
     // log(1 + exp(x)): the larger of x and 0, and 2 artanh(t / (2 + t)) of t = exp(-|x|), whose series is cut at 1e-9.
     static __device__ __forceinline__ float softplus(float x) {
@@ -108,6 +108,8 @@ struct DeltaRule {
             if (must_leave(role.stopped())) return false;
         }
 
+        if (warp == 0) stamp(role, kQuerySeen, turn, stamped);
+
         // The convolution, from the oldest input to the newest, and SiLU.
         float* convolved = role.shared->convolved[number & 1];
 #pragma unroll
@@ -126,6 +128,7 @@ struct DeltaRule {
         __syncwarp();
         if (lane == 0) mbar_arrive(full);
         if (!mbar_wait(role.stopped(), full, number / 2 & 1)) return false;
+        if (warp == 0) stamp(role, kScored, turn, stamped);
 
         // Query and key, normalised, and their product.
         float query[kThreadKeys], key[kThreadKeys], query_squares = 0, key_squares = 0, both = 0;
@@ -185,6 +188,7 @@ struct DeltaRule {
             store_relaxed(base + kDeltaSquaresOffset + (lane_idx * kReplicas + lane) * (kTokens * kDeltaSquaresStride) + head * kSquareWords +
                               slice * kAttendWarps + warp,
                           make_value_word(__float_as_uint(squares[0]), tag));
+        if (warp == 0) stamp(role, kMixed, turn, stamped);
         return true;
     }
     static constexpr float kUnitEps = 1e-6f;  // under the root of the norms of queries and keys

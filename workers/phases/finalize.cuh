@@ -10,6 +10,8 @@
 
 namespace kog {
 
+// Of sums with delta nets' weights of 16 bit beside codes: these are multiplied by kNetScale, and x is `RouterX`.
+constexpr float kNetFactor = PlainX::kScale / (RouterX::kScale * kNetScale);
 constexpr bool kSendsDelayed = kRanks > 1 && !kOneStream;
 // With one stream the sums of the lanes' first and second half are rounded to words before they are added, on any number of ranks: two
 // ranks send each other words.
@@ -73,9 +75,20 @@ struct Finalizer : BiasedRows {
     }
 
 #ifdef KOG_DELTA
+    // Of a row of a lane's matrix that is a term of a factor: the sum of the factor's terms, and its place among the lane's inputs. Called by a full
+    // warp; terms of a factor are rows of one block.
+    __device__ __forceinline__ void join_terms(float& sum, u32& lane_row) const {
+        float whole = sum;
+#pragma unroll
+        for (int width = 1; width < kFactorTerms; width *= 2) whole += __shfl_xor_sync(kFullWarp, whole, width);
+        if (lane_row < kDeltaPlainRows) return;
+        sum = whole, lane_row = kDeltaPlainRows + (lane_row - kDeltaPlainRows) / kFactorTerms;
+    }
     // All that a delta net projects, as it is.
     __device__ __forceinline__ bool delta_in(u32 lane_idx, u32 tag) {
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kDeltaInOffset + lane_idx * (kTokens * kDeltaInStride);
+        u32 end = kDeltaInLanes * kDeltaMatrixRows;
+        if (DeltaInOp::kLastRows != DeltaInOp::kRows) end = min(end, (role.cta + 1) * DeltaInOp::kCtaRows);
         TokenScales scale;
 #pragma unroll 1
         for (u32 block = 0; block < DeltaInOp::kBlocks; ++block) {
@@ -88,10 +101,20 @@ struct Finalizer : BiasedRows {
             for (u32 token = 0; token < kTokens; ++token) {
                 float sum = of_token(sums, token);
                 if constexpr (kRowScales) sum *= own_scale;
+                if constexpr (kPlainNetInputs) sum *= kNetFactor;
                 sum *= scale.of(token);
-                const u32 half = make_half_word(sum, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
-                if ((lane & 1) == 0 && lane < DeltaInOp::kRows && row < kDeltaInLanes * kDeltaRows)
-                    store_relaxed(words + (row / kDeltaRows * kTokens + token) * kDeltaInStride + row % kDeltaRows / 2, join_halves(half, next));
+                if constexpr (kFactorTerms == 1) {
+                    const u32 half = make_half_word(sum, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
+                    if ((lane & 1) == 0 && lane < DeltaInOp::kRows && row < end)
+                        store_relaxed(words + (row / kDeltaRows * kTokens + token) * kDeltaInStride + row % kDeltaRows / 2, join_halves(half, next));
+                } else {
+                    const u32 matrix_row = row % kDeltaMatrixRows, apart = matrix_row < kDeltaPlainRows ? 1 : kFactorTerms;
+                    u32 lane_row = matrix_row;
+                    join_terms(sum, lane_row);
+                    const u32 half = make_half_word(sum, lane_row & 1 ? tag >> 8 : tag), next = __shfl_sync(kFullWarp, half, (lane + apart) % 32);
+                    if (lane % (2 * apart) == 0 && lane < DeltaInOp::kRows && row < end)
+                        store_relaxed(words + (row / kDeltaMatrixRows * kTokens + token) * kDeltaInStride + lane_row / 2, join_halves(half, next));
+                }
             }
             end_block();
         }
@@ -257,6 +280,7 @@ struct Finalizer : BiasedRows {
             for (u32 token = 0; token < kTokens; ++token) {
                 float sum = of_token(sums, token);
                 if constexpr (kRowScales) sum *= own_scale;
+                if (kPlainNetOutputs && kind == 0 && has_delta_net(layer)) sum *= kNetFactor;
                 sum *= kInverseXScale;
                 if constexpr (kHasResidualBias) sum += kBiasOfTokens ? of_token(biases, token) : bias;
                 if (mine) shared.history[token][kind][0][lane_idx][row] = sum;

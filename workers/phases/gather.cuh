@@ -96,7 +96,8 @@ struct Gatherer : DeltaGatherer {
         return true;
     }
     // x of the vector of each token, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
-    template <int kPhase>
+    // `kHasNet`: of a delta net's input; where its output has a form of its own, of that, too.
+    template <int kPhase, bool kHasNet>
     __device__ __forceinline__ bool gather(const Place& at, float (&squares)[kTokens]) {
         if constexpr (kTokens > 1) {
             if constexpr (kPhase == kOutPhase) {
@@ -124,7 +125,7 @@ struct Gatherer : DeltaGatherer {
             if (!wait_for_own_attention(at)) return false;
             if (!gather_units<AttendedSlice, kOutPhase>(at)) return false;
 #ifdef KOG_DELTA
-            if (has_delta_net(at.layer())) {
+            if (kPlainNetOutputs ? kHasNet : has_delta_net(at.layer())) {
                 if (!write_heads(at)) return false;
             } else
 #endif
@@ -152,7 +153,7 @@ struct Gatherer : DeltaGatherer {
             } else if (!gather_units<HiddenSlice, kPhase>(at)) {
                 return false;
             }
-            if constexpr (kPhase == kQkvPhase) write_units<HiddenSlice, true, AttentionX>(squares);
+            if constexpr (kPhase == kQkvPhase) write_units<HiddenSlice, true, typename OneOf<kHasNet, NetInputX, AttentionX>::Type>(squares);
             else write_units<HiddenSlice, true, LayerX, kRouterX != 0>(squares);
         }
         loaded = false;

@@ -40,7 +40,7 @@ struct DeltaGatherer : UnionGatherer {
             const float4 v = S::is_real(warp, lane, i) ? values(got[i]) : make_float4(0, 0, 0, 0);
             return make_float4(v.x * scales[i], v.y * scales[i], v.z * scales[i], v.w * scales[i]);
         };
-        write_all<AttentionX, S::kLoads, S::kOfVector>(unit, [&](int i) { return S::is_mine(lane, i); });
+        write_all<NetOutputX, S::kLoads, S::kOfVector>(unit, [&](int i) { return S::is_mine(lane, i); });
         return true;
     }
 #endif

@@ -42,6 +42,10 @@ using AttentionX = PlainX;
 using AttentionX = LayerX;
 #endif
 
+// Of delta nets that have 16 bit beside codes: first and last.
+using NetInputX = OneOf<kPlainNetInputs, RouterX, AttentionX>::Type;
+using NetOutputX = OneOf<kPlainNetOutputs, RouterX, AttentionX>::Type;
+
 // What a warp knows and holds while it gathers; and vectors whose words it takes one by one (streams, activations).
 struct VectorGatherer {
     const KogDecodeParams& params;

@@ -48,7 +48,10 @@ constexpr int kKeptWindowBatches = kWholeWindows ? kFullBatches : kWindowBatches
 // queries, keys, values, output gates, and two factors of each value head.
 #ifdef KOG_DELTA
 constexpr u32 kDeltaKeys = kDeltaKeyHeads * kKeyDim, kDeltaValues = kDeltaHeads * kValueDim, kDeltaChannels = 2 * kDeltaKeys + kDeltaValues;
-constexpr u32 kDeltaRows = kDeltaChannels + kDeltaValues + 2 * kDeltaHeads;
+constexpr u32 kDeltaPlainRows = kDeltaChannels + kDeltaValues, kDeltaRows = kDeltaPlainRows + 2 * kDeltaHeads;
+// As they are multiplied: of quantised inputs each factor is the sum of kFactorTerms rows of codes.
+constexpr u32 kDeltaMatrixRows = kDeltaPlainRows + kFactorTerms * 2 * kDeltaHeads;
+static_assert((kFactorTerms == 1 || kFactorTerms == 2 || kFactorTerms == 4) && kDeltaPlainRows % (2 * kFactorTerms) == 0, "whole words of neighbouring rows");
 constexpr u32 kDeltaItems = kDeltaHeads * kDeltaSlices, kSquareWords = kDeltaSlices * kAttendWarps;  // of a lane and layer; of a head
 constexpr u32 kSliceColumns = kValueDim / kDeltaSlices, kItemChannels = 2 * kKeyDim + kSliceColumns;
 static_assert(kTokens == 1 && kDeltaValues == kQueryRows, "a token of a pass; OUT has the same form in all layers");
@@ -188,13 +191,38 @@ static_assert(RouteOp::kBlocks == 1 && kNumExperts <= 256, "what a warp chooses 
 constexpr int kChosen = 1;
 #endif
 using QkvOp = Op<AttentionWeights, KOG_QKV_OP>;
+using OutOp = Op<AttentionWeights, KOG_OUT_OP>;
+// What delta nets multiply first and last may have 16 bit beside codes of attention, in the type of x that codes have.
+#ifdef KOG_PLAIN_NET_INPUTS
+constexpr bool kPlainNetInputs = true;
+#else
+constexpr bool kPlainNetInputs = false;
+#endif
+#ifdef KOG_PLAIN_NET_OUTPUTS
+constexpr bool kPlainNetOutputs = true;
+#else
+constexpr bool kPlainNetOutputs = false;
+#endif
+#if defined KOG_PLAIN_NET_INPUTS || defined KOG_PLAIN_NET_OUTPUTS
+struct NetWeights : PlainWeights {
+    using Format = KOG_CODE_FORMAT;
+};
+#else
+constexpr float kNetScale = 1;
+using NetWeights = AttentionWeights;
+#endif
 #ifdef KOG_DELTA
-using DeltaInOp = Op<AttentionWeights, KOG_DELTA_IN_OP>;
+using DeltaInOp = Op<typename OneOf<kPlainNetInputs, NetWeights, AttentionWeights>::Type, KOG_DELTA_IN_OP>;
 static_assert(DeltaInOp::kPer == QkvOp::kPer, "both have the stream as input");
 #else
 using DeltaInOp = QkvOp;
 #endif
-using OutOp = Op<AttentionWeights, KOG_OUT_OP>;
+#ifdef KOG_PLAIN_NET_OUTPUTS
+using DeltaOutOp = Op<NetWeights, KOG_DELTA_OUT_OP>;
+static_assert(DeltaOutOp::kPer == OutOp::kPer && DeltaOutOp::kRows == OutOp::kRows && DeltaOutOp::kCtaRows == OutOp::kCtaRows, "the same rows and columns");
+#else
+using DeltaOutOp = OutOp;
+#endif
 using GateUpOp = Op<LayerWeights, KOG_GATE_UP_OP>;
 using DownOp = Op<LayerWeights, KOG_DOWN_OP>;
 using HeadOp = Op<HeadWeights, KOG_HEAD_OP>;
@@ -372,7 +400,7 @@ __device__ __forceinline__ constexpr u32 first_product() { return kHeadOnly ? kN
 template <class O>
 constexpr u64 kOpBytes = O::kBytes;
 constexpr u64 kMixerBytes = (kLayers - kDeltaLayers) * kQkvProductsOfLayer * kOpBytes<QkvOp> + kDeltaLayers * kDeltaInProductsOfLayer * kOpBytes<DeltaInOp> +
-                            u64{kLayers} * kLanes * kOpBytes<OutOp>;
+                            (kLayers - kDeltaLayers) * u64{kLanes} * kOpBytes<OutOp> + kDeltaLayers * u64{kLanes} * kOpBytes<DeltaOutOp>;
 #ifdef KOG_EXPERTS
 constexpr u64 kLayerBytes = kMixerBytes + kLayers * kRouteBytes;
 #else

@@ -100,7 +100,7 @@ struct Loader {
     }
     // Of a product: its first tiles lie at `tiles`, those of all thread blocks side by side. Only where parts are left out: of the tiles of
     // a block those behind the first `num_long` have `less` bytes less; the last block may have fewer rows.
-    static constexpr bool kEven = QkvOp::kIsEven && DeltaInOp::kIsEven && OutOp::kIsEven && GateUpOp::kIsEven && DownOp::kIsEven && HeadOp::kIsEven;
+    static constexpr bool kEven = QkvOp::kIsEven && DeltaInOp::kIsEven && OutOp::kIsEven && DeltaOutOp::kIsEven && GateUpOp::kIsEven && DownOp::kIsEven && HeadOp::kIsEven;
     struct Tiles {
         u32 count, bytes, of_block, num_long, less, last_bytes, last_less;
     };
@@ -154,7 +154,7 @@ struct Loader {
                 Tiles of = tiles_of<HeadOp>();
                 if (!at.is_last()) {
                     if (at.phase() == kQkvPhase) of = has_delta_net(at.layer()) ? tiles_of<DeltaInOp>() : tiles_of<QkvOp>();
-                    if (at.phase() == kOutPhase) of = tiles_of<OutOp>();
+                    if (at.phase() == kOutPhase) of = kPlainNetOutputs && has_delta_net(at.layer()) ? tiles_of<DeltaOutOp>() : tiles_of<OutOp>();
                     if (at.phase() == kGateUpPhase) of = tiles_of<GateUpOp>();
                     if (at.phase() == kDownPhase) of = tiles_of<DownOp>();
                 }
@@ -166,6 +166,7 @@ struct Loader {
                 if (at.phase() == kQkvPhase) count = QkvOp::kBlocks * QkvOp::kTiles, bytes = QkvOp::kTileBytes;
                 if (at.phase() == kQkvPhase && has_delta_net(at.layer())) count = DeltaInOp::kBlocks * DeltaInOp::kTiles, bytes = DeltaInOp::kTileBytes;
                 if (at.phase() == kOutPhase) count = OutOp::kBlocks * OutOp::kTiles, bytes = OutOp::kTileBytes;
+                if (kPlainNetOutputs && at.phase() == kOutPhase && has_delta_net(at.layer())) count = DeltaOutOp::kBlocks * DeltaOutOp::kTiles, bytes = DeltaOutOp::kTileBytes;
                 if (at.phase() == kGateUpPhase) count = GateUpOp::kBlocks * GateUpOp::kTiles, bytes = GateUpOp::kTileBytes;
                 if (at.phase() == kDownPhase) count = DownOp::kBlocks * DownOp::kTiles, bytes = DownOp::kTileBytes;
             }
@@ -183,7 +184,7 @@ struct Loader {
         if (at.phase() == kQkvPhase) return issue_uneven(tiles, has_delta_net(at.layer()) ? tiles_of<DeltaInOp>() : tiles_of<QkvOp>());
         if (at.phase() == kOutPhase) {
             if (at.lane() == 0) begin_ahead(tiles, near_context);
-            return issue_uneven(tiles, tiles_of<OutOp>());
+            return issue_uneven(tiles, kPlainNetOutputs && has_delta_net(at.layer()) ? tiles_of<DeltaOutOp>() : tiles_of<OutOp>());
         }
 #ifdef KOG_UNION
         if (at.phase() == kDownPhase) return issue_down_of_union(at);

@@ -352,7 +352,7 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
     if constexpr (kPhase == kHeadPhase) {
         if (!gatherer.gather_head(at, squares)) return false;
     } else {
-        if (!gatherer.template gather<kPhase>(at, squares)) return false;
+        if (!gatherer.template gather<kPhase, kHasNet>(at, squares)) return false;
     }
     if (warp == 0) {
         if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
@@ -403,6 +403,9 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
             else if (at.phase() == kQkvPhase && has_delta_net(at.layer())) ok = run_products<kQkvPhase, DeltaInOp, true>(role, gatherer, multiplier, at, next, turn, i);
 #endif
             else if (at.phase() == kQkvPhase) ok = run_products<kQkvPhase, QkvOp>(role, gatherer, multiplier, at, next, turn, i);
+#ifdef KOG_PLAIN_NET_OUTPUTS
+            else if (at.phase() == kOutPhase && has_delta_net(at.layer())) ok = run_products<kOutPhase, DeltaOutOp, true>(role, gatherer, multiplier, at, next, turn, i);
+#endif
             else if (at.phase() == kOutPhase) ok = run_products<kOutPhase, OutOp>(role, gatherer, multiplier, at, next, turn, i);
             else if (at.phase() == kGateUpPhase) ok = run_products<kGateUpPhase, GateUpOp>(role, gatherer, multiplier, at, next, turn, i);
             else ok = run_products<kDownPhase, DownOp>(role, gatherer, multiplier, at, next, turn, i);

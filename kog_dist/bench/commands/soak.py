@@ -20,7 +20,7 @@ def soak(
     ] = False,
     demo: Annotated[bool, typer.Option("--demo", help="With --long: the demo model, which is slower than a tiny one.")] = False,
     delta_nets: Annotated[
-        bool, typer.Option("--delta-nets", help="A model with gated delta nets, on CPU ranks: kept states, longer prompts.")
+        bool, typer.Option("--delta-nets", help="A model with gated delta nets: kept states, longer prompts.")
     ] = False,
     drafts: Annotated[
         bool,
@@ -38,13 +38,14 @@ def soak(
         raise ConfigError("--requests must be at least 2, --clients, --ranks and --gpus at least 1")
     if demo and (not long or gpus is not None):
         raise ConfigError("--demo goes with --long, on CPU ranks; add --long, or leave --gpus out")
-    if delta_nets and (long or gpus is not None):
-        raise ConfigError("--delta-nets is for CPU ranks, with prompts of its own; leave out --gpus and --long")
+    if delta_nets and long:
+        raise ConfigError("--delta-nets has long prompts of its own; leave out --long")
     if kv_dtype is not None and (long or delta_nets):
         raise ConfigError("--long and --delta-nets have KV caches of their own; leave --kv-dtype out")
     num_ranks = gpus or ranks or 2
     if delta_nets:
-        engine = benchmark.SoakedEngine.delta_nets(num_ranks)
+        of_device = benchmark.SoakedEngine.delta_nets if gpus is None else benchmark.SoakedEngine.delta_nets_on_gpus
+        engine = of_device(num_ranks)
     elif not long:
         engine = benchmark.SoakedEngine.tiny(on_gpus=gpus is not None, repeats=drafts)
     elif gpus is not None:

@@ -19,7 +19,7 @@ from kog_dist.bench.engine.session import EngineSession, TimedOut, engine_sessio
 from kog_dist.bench.engine.soak_client import Record, SoakClient
 from kog_dist.bench.engine.soak_replay import compare, compare_rounded, replay_of
 from kog_dist.bench.engine.soak_requests import PREFIX_LENGTHS, RequestMix, SoakRequest
-from kog_dist.bench.fakes.tiny_delta_model import CONFIG, write_tiny_delta_model
+from kog_dist.bench.fakes.tiny_delta_model import CONFIG, ON_GPUS, write_tiny_delta_model
 from kog_dist.bench.fakes.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
 from kog_dist.bench.report import finish, machine
 from kog_dist.config import LaunchConfig
@@ -100,6 +100,20 @@ class SoakedEngine:
         return cls("tiny, delta nets", spec, None, False, DELTA_PREFIXES, flags, num_blocks, has_delta_nets=True)
 
     @classmethod
+    def delta_nets_on_gpus(cls, gpus: int) -> SoakedEngine:
+        """The same on GPUs, where four take turns; without prefill, so that what goes on behind copies has the same bits."""
+        from kog_dist.workers.cuda.kernel_shape import KernelShape
+        from kog_dist.workers.cuda.kv_blocks import net_bytes
+        from kog_dist.workers.cuda.kv_blocks import pool_slots as slots_of
+
+        spec = read_config(CONFIG | ON_GPUS)
+        shape = KernelShape(spec, spec.lanes_of_rank(0, gpus), num_ranks=gpus)
+        num_bytes = bytes_of_states(NUM_STATES, net_bytes(shape)) + 4096
+        num_blocks, _ = slots_of(shape, num_bytes)
+        flags = ("--prefill=off", "--parallel=4", "--kv-caches=4", f"--prefix-cache={num_bytes / 2**30:.12f}")
+        return cls("tiny, delta nets", spec, None, True, DELTA_PREFIXES, flags, num_blocks, has_delta_nets=True)
+
+    @classmethod
     def long_on_gpus(cls, gpus: int) -> SoakedEngine:
         """The same on GPUs, whose host has room for as few; with an INT4 KV cache. One residual stream: Laneformers keep none."""
         from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -143,10 +157,12 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
     with TemporaryDirectory(prefix="kog-soak-") as folder:
         model, begin_s = engine.folder or Path(folder) / "model", time.monotonic()
         if engine.folder is None:
-            write_tiny_delta_model(model) if engine.has_delta_nets else write_tiny_model(model, engine.spec)
-        mix = RequestMix(
-            engine.spec, seed, kept_is_exact=not on_gpus, prefix_lengths=engine.prefix_lengths, repeats=engine.repeats
-        )
+            if engine.has_delta_nets:
+                write_tiny_delta_model(model, **(ON_GPUS if on_gpus else {}))
+            else:
+                write_tiny_model(model, engine.spec)
+        is_exact = not on_gpus or engine.has_delta_nets
+        mix = RequestMix(engine.spec, seed, kept_is_exact=is_exact, prefix_lengths=engine.prefix_lengths, repeats=engine.repeats)
         flags = [str(model), f"--stall-timeout={_STALL_S:g}", *([f"--gpus={ranks}"] if on_gpus else ["--device=cpu"])]
         checker = Checker(mix, engine.replay_every)
         with _engine([*flags, *limits, *engine.flags, *([] if on_gpus else [f"--ranks={ranks}"])], checker.findings) as (
@@ -166,7 +182,9 @@ def soak(engine: SoakedEngine, num_requests: int, ranks: int, num_clients: int, 
                     flush=True,
                 )
         asked_s = round(time.monotonic() - begin_s, 1)
-        replayed = [flag for flag in engine.flags if flag.startswith("--kv-dtype")] + ([] if on_gpus else ["--ranks=1"])
+        replayed = [flag for flag in engine.flags if flag.startswith(("--kv-dtype", "--prefill"))] + (
+            [] if on_gpus else ["--ranks=1"]
+        )
         with _engine([*flags, *replayed], checker.findings) as (session, _):
             checker.replay(SoakClient(Access.from_folder(session.instance_folder)))
         counters = {name: getattr(report, name) for name in StatusReport.__slots__ if name.startswith("num_")}

@@ -15,54 +15,61 @@ from kog_dist.model.published_config import read_config
 from kog_dist.model.safetensors_file import narrow, write_safetensors
 from kog_dist.model.spec import ModelSpec
 
-_D, _HEADS, _KV_HEADS, _HEAD_DIM, _KEY_HEADS, _VALUE_HEADS, _DIM, _FFN, _LAYERS, _TAPS = 32, 4, 2, 16, 4, 8, 32, 64, 4, 4
 CONFIG: Final[dict[str, Any]] = {
-    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": _D, "num_hidden_layers": _LAYERS,
-    "num_attention_heads": _HEADS, "num_key_value_heads": _KV_HEADS, "head_dim": _HEAD_DIM, "intermediate_size": _FFN,
-    "linear_num_key_heads": _KEY_HEADS, "linear_num_value_heads": _VALUE_HEADS, "linear_key_head_dim": _DIM,
-    "linear_value_head_dim": _DIM, "linear_conv_kernel_dim": _TAPS, "full_attention_interval": 4, "vocab_size": EOS_ID + 1,
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 32, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4, "vocab_size": EOS_ID + 1,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu", "attn_output_gate": True,
     "tie_word_embeddings": False, "torch_dtype": "float32", "mamba_ssm_dtype": "float32",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 
+ON_GPUS: Final[dict[str, Any]] = {"head_dim": 64, "torch_dtype": "bfloat16"}  # changes: lanes of both kinds give as many values
 
-def write_tiny_delta_model(folder: Path, *, seed: int = 1) -> ModelSpec:
-    """Write it with a tokenizer into a new folder."""
-    rng, keys, values = np.random.default_rng(seed), _KEY_HEADS * _DIM, _VALUE_HEADS * _DIM
+
+def write_tiny_delta_model(folder: Path, *, seed: int = 1, **changes: Any) -> ModelSpec:
+    """Write it with a tokenizer into a new folder. `changes`: of `CONFIG`."""
+    config = CONFIG | changes
+    dtype = {"float32": "F32", "bfloat16": "BF16"}[config["torch_dtype"]]
+    rng, d, ffn = np.random.default_rng(seed), config["hidden_size"], config["intermediate_size"]
+    value_heads, value_dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    keys, values = config["linear_num_key_heads"] * config["linear_key_head_dim"], value_heads * value_dim
+    heads, kv_heads, head_dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     tensors: dict[str, NDArray[Any]] = {}
 
     def matrix(name: str, rows: int, columns: int) -> None:
         tensors[f"{name}.weight"] = rng.standard_normal((rows, columns)) * columns**-0.5
 
-    for layer in range(_LAYERS):
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{name}.weight"] = 0.1 * rng.standard_normal(_D)
-        if (layer + 1) % CONFIG["full_attention_interval"]:
+            tensors[f"{prefix}{name}.weight"] = 0.1 * rng.standard_normal(d)
+        if (layer + 1) % config["full_attention_interval"]:
             net = f"{prefix}linear_attn."
-            for name, rows in (("qkv", 2 * keys + values), ("z", values), ("a", _VALUE_HEADS), ("b", _VALUE_HEADS)):
-                matrix(f"{net}in_proj_{name}", rows, _D)
-            matrix(f"{net}out_proj", _D, values)
-            tensors[f"{net}conv1d.weight"] = 0.5 * rng.standard_normal((2 * keys + values, 1, _TAPS))
-            tensors[f"{net}A_log"], tensors[f"{net}dt_bias"] = rng.random(_VALUE_HEADS), rng.random(_VALUE_HEADS) - 3
-            tensors[f"{net}norm.weight"] = 1 + 0.1 * rng.standard_normal(_DIM)
+            for name, rows in (("qkv", 2 * keys + values), ("z", values), ("a", value_heads), ("b", value_heads)):
+                matrix(f"{net}in_proj_{name}", rows, d)
+            matrix(f"{net}out_proj", d, values)
+            taps = (2 * keys + values, 1, config["linear_conv_kernel_dim"])
+            tensors[f"{net}conv1d.weight"] = 0.5 * rng.standard_normal(taps)
+            tensors[f"{net}A_log"], tensors[f"{net}dt_bias"] = rng.random(value_heads), rng.random(value_heads) - 3
+            tensors[f"{net}norm.weight"] = 1 + 0.1 * rng.standard_normal(value_dim)
         else:
             own = f"{prefix}self_attn."
-            matrix(f"{own}q_proj", 2 * _HEADS * _HEAD_DIM, _D)
-            matrix(f"{own}k_proj", _KV_HEADS * _HEAD_DIM, _D)
-            matrix(f"{own}v_proj", _KV_HEADS * _HEAD_DIM, _D)
-            matrix(f"{own}o_proj", _D, _HEADS * _HEAD_DIM)
+            matrix(f"{own}q_proj", 2 * heads * head_dim, d)
+            matrix(f"{own}k_proj", kv_heads * head_dim, d)
+            matrix(f"{own}v_proj", kv_heads * head_dim, d)
+            matrix(f"{own}o_proj", d, heads * head_dim)
             for name in ("q_norm", "k_norm"):
-                tensors[f"{own}{name}.weight"] = 0.1 * rng.standard_normal(_HEAD_DIM)
-        for name, rows, columns in (("gate_proj", _FFN, _D), ("up_proj", _FFN, _D), ("down_proj", _D, _FFN)):
+                tensors[f"{own}{name}.weight"] = 0.1 * rng.standard_normal(head_dim)
+        for name, rows, columns in (("gate_proj", ffn, d), ("up_proj", ffn, d), ("down_proj", d, ffn)):
             matrix(f"{prefix}mlp.{name}", rows, columns)
-    matrix("model.embed_tokens", EOS_ID + 1, _D)
-    matrix("lm_head", EOS_ID + 1, _D)
-    tensors["model.norm.weight"] = 0.1 * rng.standard_normal(_D)
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    stored = {name: ("F32", values.shape, narrow(values, "F32")) for name, values in tensors.items()}
+    matrix("model.embed_tokens", config["vocab_size"], d)
+    matrix("lm_head", config["vocab_size"], d)
+    tensors["model.norm.weight"] = 0.1 * rng.standard_normal(d)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    stored = {name: (dtype, made.shape, narrow(made, dtype)) for name, made in tensors.items()}
     write_safetensors(folder / "model.safetensors", stored)
-    write_tokenizer(folder, EOS_ID + 1)
-    return read_config(CONFIG)
+    write_tokenizer(folder, config["vocab_size"])
+    return read_config(config)

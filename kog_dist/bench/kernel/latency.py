@@ -110,6 +110,8 @@ def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures
             num_experts = experts_of_pass(kernel, context)
             tape_bytes, of_pass = shape.tape.pass_bytes(num_experts), {"experts_per_layer": round(num_experts, 2)}
         median, kv_bytes = percentile(times_us, 0.5), requests * kv_bytes_read(shape, context)
+        state_bytes = 0 if shape.delta is None else 2 * requests * shape.delta.num_bytes  # read and written
+        all_bytes = tape_bytes + kv_bytes + state_bytes
         figure = {
             "lanes": shape.num_lanes,
             "context": context,
@@ -119,8 +121,9 @@ def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures
             "tokens_per_s": round(1e6 / median, 1),
             "tape_bytes": tape_bytes,
             "kv_bytes": kv_bytes,
-            "bytes_per_token": tape_bytes + kv_bytes,
-            "tb_per_s": round((tape_bytes + kv_bytes) / median / 1e6, 3),
+            "state_bytes": state_bytes,
+            "bytes_per_token": all_bytes,
+            "tb_per_s": round(all_bytes / median / 1e6, 3),
             "ceiling_us": round(ceiling_us, 1),
             "percent_of_ceiling": round(100 * ceiling_us / median, 1),
             **of_pass,
@@ -206,7 +209,7 @@ def _kernel(
         spec, codings = named_shape(spec_name)
         hosted, own_type = _hosted(spec, lanes), kv_dtype or "bfloat16"
         shape: KernelShape = TrialShape(
-            spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, tokens=pass_tokens, untried=True, **codings
+            spec, hosted, kv_dtype=own_type, whole_windows=whole_windows, tokens=pass_tokens, **codings
         )
         weights = random_weights(shape, SEED, router_skew=router_skew)
         return Monokernel(shape, weights, processors=page is not None, masks=() if page is None else (page.masks,), **together)
@@ -231,7 +234,7 @@ def _hosted(spec: ModelSpec, lanes: int) -> range:
 def kv_bytes_read(shape: KernelShape, context: int) -> int:
     """Bytes of keys and values that a step at this context reads."""
     spec = shape.spec
-    positions = sum(min(context, spec.window(i) or context) for i in range(spec.num_layers))
+    positions = sum(min(context, spec.window(layer) or context) for layer in shape.cache.layers)
     return positions * shape.num_lanes * spec.lane_kv_heads * shape.cache.batch_bytes // 16
 
 

@@ -19,9 +19,9 @@ from kog_dist.records import dataclass
 from kog_dist.workers.cuda.kernel_abi import StampKind
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-PHASES = ("qkv", "out", "gate_up", "down", "head")  # those with weights, in the order of a lane's products
-_BEFORE = {"gate_up": "out", "qkv": "down", "head": "down"}  # whose output they read: a residual stream
-ATTENTION = ("query_seen", "scored", "mixed", "merged", "attended")  # stages of an item, in order
+MIXERS = {"qkv": "attend", "delta_in": "delta"}  # who reads what they make, on attention's warps
+_BEFORE = {"gate_up": "out", "qkv": "down", "delta_in": "down", "head": "down"}  # whose output they read: a residual stream
+ATTENTION = ("query_seen", "scored", "mixed", "merged", "attended")  # stages of an item, in order; a delta net has no merging
 Stamps = NDArray[np.float64]
 
 
@@ -73,7 +73,7 @@ class Trace:
         """Which stamps of which products say that the input is published."""
         phase, layer, lane = product.phase, product.layer, product.lane
         if phase == "out":
-            return [("attended", self._index["qkv", layer, lane])]
+            return [("attended", next(self._index[made, layer, lane] for made in MIXERS if (made, layer, lane) in self._index))]
         if phase == "down":
             return [("published", self._index["gate_up", layer, lane])]
         sublayer = Sublayer.ATTENTION if phase == "gate_up" else Sublayer.MLP
@@ -110,14 +110,14 @@ class Trace:
                 add(product.phase, "publish", published - multiplied)
                 add(product.phase, "spread", np.nanmax(published) - np.nanmin(published))
                 add(product.phase, "step", np.nanmax(published) - begin)
-            if product.phase == "qkv" and np.isfinite(self.of("attended", product.index)).any():
-                begin = self._last("published", product.index)
+            if product.phase in MIXERS and np.isfinite(self.of("attended", product.index)).any():
+                begin, mixer = self._last("published", product.index), MIXERS[product.phase]
                 stages = [self.of(kind, product.index) for kind in ATTENTION]
-                add("attend", "hop", stages[0] - begin)
+                add(mixer, "hop", stages[0] - begin)
                 for name, early, late in zip(ATTENTION[1:], stages, stages[1:], strict=False):
-                    add("attend", name, late - early)
-                add("attend", "spread", np.nanmax(stages[-1]) - np.nanmin(stages[-1]))
-                add("attend", "step", np.nanmax(stages[-1]) - begin)
+                    add(mixer, name, late - early)
+                add(mixer, "spread", np.nanmax(stages[-1]) - np.nanmin(stages[-1]))
+                add(mixer, "step", np.nanmax(stages[-1]) - begin)
         return found
 
     def summary(self) -> dict[str, dict[str, dict[str, float]]]:

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from kog_dist.bench.kernel.trace import ATTENTION, PHASES, Trace
+from kog_dist.bench.kernel.trace import ATTENTION, MIXERS, Trace
 
-COLOURS = {"qkv": "#4c72b0", "attend": "#dd8452", "out": "#55a868", "gate_up": "#c44e52", "down": "#8172b3", "head": "#937860"}
+COLOURS = {
+    "qkv": "#4c72b0", "delta_in": "#64b5cd", "attend": "#dd8452", "delta": "#ccb974", "out": "#55a868", "gate_up": "#c44e52",
+    "down": "#8172b3", "head": "#937860",
+}  # fmt: skip
 ROWS = ("wait", "multiply", "publish", "attend")
 Bars = dict[tuple[str, str], list[tuple[float, float]]]  # by row and phase: (start, width) in us
 
@@ -29,9 +32,9 @@ def bars_of(trace: Trace, cta: int) -> Bars:
         add("wait", product.phase, trace.last_published(product), fetched)
         add("multiply", product.phase, fetched, multiplied)
         add("publish", product.phase, multiplied, published)
-        if product.phase == "qkv":
+        if product.phase in MIXERS:
             seen, attended = (float(trace.of(kind, product.index)[cta]) for kind in (ATTENTION[0], ATTENTION[-1]))
-            add("attend", "attend", seen, attended)
+            add("attend", MIXERS[product.phase], seen, attended)
     return bars
 
 
@@ -50,8 +53,10 @@ def draw(trace: Trace, path: Path) -> None:
         _draw_rows(axes, trace, ctas)
         axes.set_xlim(first, last)
     figure.axes[1].set_xlabel("us")
-    phases = (*PHASES[:1], "attend", *PHASES[1:])
-    figure.legend(handles=[Patch(color=COLOURS[phase], label=phase) for phase in phases], loc="outside upper right", ncols=6)
+    made = {product.phase for product in trace.products}
+    made |= {mixer for phase, mixer in MIXERS.items() if phase in made}
+    handles = [Patch(color=colour, label=phase) for phase, colour in COLOURS.items() if phase in made]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
     figure.suptitle(f"One token, {trace.shape.num_lanes} hosted lanes: {np.nanmax(trace.stamps):.1f} us", x=0.01, ha="left")
     figure.savefig(path, dpi=110)
 

@@ -22,17 +22,11 @@ class TrialShape(KernelShape):
     pieces_in_flight: int = 0  # `RingShape.in_flight`
     max_slots: int = MOST_SLOTS  # `RingShape.most_slots`
     matrix_warps: int = 0  # of the geometry, of weights with 16 bit
-    untried: bool = False  # with kinds of layers that no GPU has run: for tests, and first times
 
     @staticmethod
     def of(shape: KernelShape, **tried: Any) -> TrialShape:
         """A shape with other numbers."""
         return TrialShape(**{field.name: getattr(shape, field.name) for field in fields(shape)} | tried)
-
-    @property
-    def takes_untried(self) -> bool:
-        """Whether kinds of layers that no GPU has run yet are taken."""
-        return self.untried
 
     @cached_property
     def geometry(self) -> Geometry:

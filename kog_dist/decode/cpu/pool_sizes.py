@@ -17,14 +17,18 @@ def pool_slots(spec: ModelSpec, num_lanes: int, itemsize: int, num_bytes: int) -
 
     Of a model with a state no blocks where there is no room for a copy of it: nobody could go on behind them.
     """
-    of_state, states = state_bytes(spec) * num_lanes // spec.num_lanes, 0
-    if of_state:
-        states = min(MOST_STATES, num_bytes * _STATES_SHARE // 100 // of_state)
-        if not states:
-            return 0, 0
+    of_state = state_bytes(spec) * num_lanes // spec.num_lanes
+    states = states_within(num_bytes, of_state)
+    if of_state and not states:
+        return 0, 0
     return min(
         MOST_SLOTS, (num_bytes - states * of_state) // (prod(block_shape(spec, num_lanes, BLOCK_TOKENS)) * itemsize)
     ), states
+
+
+def states_within(num_bytes: int, of_state: int) -> int:
+    """Copies of a state of `of_state` bytes that a pool of so many bytes has room for; 0: or there is no state."""
+    return min(MOST_STATES, num_bytes * _STATES_SHARE // 100 // of_state) if of_state else 0
 
 
 def bytes_of_states(states: int, of_state: int) -> int:

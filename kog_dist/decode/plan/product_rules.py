@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.products import Product, RowShare
 from kog_dist.decode.plan.schedule import RankPlan
 from kog_dist.decode.plan.steps import NONE, WEIGHT_PHASES, Phase, Value
@@ -106,10 +107,16 @@ def _of_attention(spec: ModelSpec, mixer: AttentionMixer, product: Product) -> M
 
 def _of_delta(spec: ModelSpec, net: DeltaNet, product: Product) -> Matrix:
     d, lanes, heads = spec.hidden_size, spec.num_lanes, net.num_value_heads
-    if product.op is Phase.DELTA_IN:  # q and k; v and z; a and b
-        rows = 2 * net.num_key_heads * net.key_dim + 2 * heads * net.value_dim + 2 * heads
+    if product.op is Phase.DELTA_IN:  # q and k; v and z; a and b, whose 16 bits several rows of codes have
+        rows = 2 * net.num_key_heads * net.key_dim + 2 * heads * net.value_dim + _terms(product) * 2 * heads
         return Matrix(product.num_lanes * rows // lanes, d, 1)
     return Matrix(d, heads * net.value_dim // lanes, 1)
+
+
+def _terms(product: Product) -> int:
+    """Rows of codes for one that is kept in 16 bit."""
+    form = product.rows.form
+    return 1 if form is None or form.coding is None else form.coding.terms
 
 
 def _of_ffn(spec: ModelSpec, ffn: Ffn, product: Product) -> Matrix:
@@ -160,7 +167,8 @@ def _row_findings(plan: Plan, product: Product) -> Iterator[str]:
         yield f"{rows.num_groups} times {rows.num_ctas} thread blocks, of which there are {plan.num_ctas}"
     if rows.per_cta * rows.num_ctas < rows.num_rows:
         yield f"rows {rows.per_cta * rows.num_ctas} to {rows.num_rows - 1} are on no thread block"
-    yield from _form_findings(rows, matrix, _TOGETHER.get(product.op, 1))
+    terms = _terms(product) if product.op is Phase.DELTA_IN else 1
+    yield from _form_findings(rows, matrix, terms * _TOGETHER.get(product.op, 1))
 
 
 def _form_findings(rows: RowShare, matrix: Matrix, together: int) -> Iterator[str]:
@@ -177,13 +185,16 @@ def _form_findings(rows: RowShare, matrix: Matrix, together: int) -> Iterator[st
 
 
 def _likeness_findings(spec: ModelSpec, part: RankPlan) -> Iterator[str]:
-    """Equal matrices are divided alike in all layers; the rows of the residual have one owner; an LM head has all its columns."""
-    alike: dict[tuple[Phase, Matrix], set[tuple[int, RowShare]]] = {}
+    """Equal matrices that are coded alike are divided alike in all layers; the rows of the residual have one owner; an LM head
+    has all its columns.
+    """
+    alike: dict[tuple[Phase, Matrix, Coding | None], set[tuple[int, RowShare]]] = {}
     for product in part.products:
         if product.op is not Phase.HEAD:
-            of_one = _matrix(spec, product._replace(num_lanes=1))
-            alike.setdefault((product.op, of_one), set()).add((product.num_lanes, product.rows))
-    for op in dict.fromkeys(op for (op, _), found in alike.items() if len(found) > 1):
+            of_one, form = _matrix(spec, product._replace(num_lanes=1)), product.rows.form
+            coding = None if form is None else form.coding
+            alike.setdefault((product.op, of_one, coding), set()).add((product.num_lanes, product.rows))
+    for op in dict.fromkeys(op for (op, *_), found in alike.items() if len(found) > 1):
         yield f"{op.name} is not divided alike in all layers and lanes"
     residual = [product.rows for product in part.products if product.op in (Phase.OUT, Phase.DOWN)]
     if len({(rows.num_ctas, rows.per_cta, rows.form and rows.form.rows) for rows in residual}) > 1:

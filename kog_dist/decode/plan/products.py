@@ -70,10 +70,10 @@ def product_list(
     spec: ModelSpec,
     turns: Iterable[LaneTurn],
     lanes: range,
-    division: Mapping[Phase, Division] | Mapping[LayerOp, Division],
+    division: Mapping[Phase, Division] | Mapping[LayerOp, Division] | Mapping[Phase | LayerOp, Division],
     sources: Sequence[int] = (NONE,),
 ) -> tuple[Product, ...]:
-    """The list of a rank that hosts `lanes`. `division`: of each op, or of each layer's.
+    """The list of a rank that hosts `lanes`. `division`: of each op, and of a layer's that has another one.
 
     A product of several lanes stands where that of the first of them would, one of the rank (ROUTE) in front of the first lane's
     that comes behind it. The LM head comes last: one product of all lanes for each of `sources`.

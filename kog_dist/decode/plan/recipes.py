@@ -32,6 +32,8 @@ class Stage(NamedTuple):
     `tensors`: of which the matrix is made, by their names within a layer (`layout`) without `.weight`; none where each expert
     has some.
     `compared_in`: the mailbox in which ranks may compare what it writes, which must be alike on all.
+    `kept_rows`: the last ones of the matrix, which have 16 bit where the others are quantised. On a GPU each of them is then the
+    sum of so many rows of codes (`Coding.terms`).
     """
 
     phase: Phase
@@ -43,6 +45,15 @@ class Stage(NamedTuple):
     tensors: tuple[str, ...] = ()
     is_by_lane: bool = True
     compared_in: str = ""
+    kept_rows: int = 0
+
+    def coded_rows(self, terms: int) -> int:
+        """Rows of the matrix if each one that is kept is `terms` of them."""
+        return self.num_rows + (terms - 1) * self.kept_rows
+
+    def coded_together(self, terms: int) -> int:
+        """`together` of these."""
+        return self.together * (terms if self.kept_rows else 1)
 
 
 class Vectors(NamedTuple):
@@ -183,7 +194,7 @@ def _delta(spec: ModelSpec, net: DeltaNet) -> Recipe:
     rows, heads = net.num_rows // lanes, net.num_value_heads // lanes
     tensors = tuple(f"delta.{name}" for name in ("wq", "wk", "wv", "wz", "wa", "wb"))
     stages = (
-        Stage(Phase.DELTA_IN, (Kind.STREAM,), (Kind.DELTA_INPUT,), rows, d, 2, tensors),
+        Stage(Phase.DELTA_IN, (Kind.STREAM,), (Kind.DELTA_INPUT,), rows, d, 2, tensors, kept_rows=2 * heads),
         Stage(Phase.DELTA, (Kind.DELTA_INPUT,), (Kind.STATE, Kind.MIXED)),
         Stage(Phase.OUT, (Kind.MIXED,), (Kind.PARTIAL,), d, heads * net.value_dim, 2, ("delta.wo",)),
     )

@@ -131,7 +131,7 @@ def lane_codes(checkpoint: CodedSource, name: str, lane: int, *, may_split: bool
             f"{what}: lane {lane} has columns {box.left} to {box.right} of {columns}, which are no whole groups of "
             f"{matrix.form.block_columns}; use --device cpu"
         )
-    coded = matrix.read(box)
+    coded = file.coded(stored.name, box)
     if coded.form.is_ordered:
         raise CheckpointError(
             f"{what}: it was quantised in an order of columns of its own (desc_act), so that its groups are no neighbours; "

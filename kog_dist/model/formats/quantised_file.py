@@ -74,6 +74,10 @@ class QuantisedFile(SafetensorsFile):
         if 0 < used < len(buffer):
             yield buffer[:used]
 
+    def coded(self, name: str, box: Box) -> CodedMatrix:
+        """A part of a matrix. Raises CheckpointError."""
+        return self.matrices[name].read(box)
+
     def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[NDArray[Any]]:
         """See `SafetensorsFile`."""
         first, last, left, right = box

@@ -13,6 +13,8 @@ from typing import Any, Final, NamedTuple
 from kog_dist.errors import CheckpointError
 from kog_dist.late_numpy import NDArray, np
 from kog_dist.model.formats.quantised_file import QuantisedFile, QuantisedMatrix
+from kog_dist.model.formats.source import Box
+from kog_dist.model.formats.weight_format import CodedMatrix, below_each_other
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from kog_dist.records import dataclass
 
@@ -91,6 +93,11 @@ class QuantisedParts(QuantisedFile):
     """The same of quantised matrices; `matrices` are those that have the parts."""
 
     parts: Mapping[str, RowPart]
+
+    def coded(self, name: str, box: Box) -> CodedMatrix:
+        """See `QuantisedFile`."""
+        runs = self.parts[name].runs(box.first, box.last)
+        return below_each_other([self.matrices[name].read(Box(*run, box.left, box.right)) for run in runs])
 
     def box_rows(self, name: str, box: tuple[int, int, int, int], step: int) -> Iterator[NDArray[Any]]:
         """See `SafetensorsFile`."""

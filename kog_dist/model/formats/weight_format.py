@@ -130,3 +130,13 @@ class CodedMatrix:
         if NUMBERS[self.form.number].bits == 8:
             return self.codes
         return np.asarray(self.codes[:, 0::2] | self.codes[:, 1::2] << 4, np.uint8)
+
+
+def below_each_other(matrices: list[CodedMatrix]) -> CodedMatrix:
+    """One matrix of the rows of all, which are of the same columns."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    codes, scales = (np.concatenate([getattr(one, name) for one in matrices]) for name in ("codes", "scales"))
+    zeros = None if first.zeros is None else np.concatenate([one.zeros for one in matrices if one.zeros is not None])
+    return replace(first, codes=codes, scales=scales, zeros=zeros)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.cuda import build as compiler
 from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
 from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.attention.wide_abi import WIDE_PARAMS, wide_header, wide_shared_bytes
@@ -150,7 +150,7 @@ def test_wide_attention_on_a_cpu(heads: AttentionShape, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.5-27B"])
 def test_kernels_build_without_spills(name: str, tmp_path: Path) -> None:
     spec = replace(read_config(CONFIGS[name]), max_context=9216)
-    shape = TrialShape(spec, range(spec.num_lanes), untried=True)
+    shape = KernelShape(spec, range(spec.num_lanes))
     layout = CacheLayout.of(shape)
     assert shape.delta is not None
     headers = {

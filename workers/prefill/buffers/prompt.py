@@ -84,6 +84,9 @@ def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
         findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
     if spec.experts is not None and coding is not None and not coding.scales:
         findings.append(f"experts in {coding.number} with one scale for each row (for groups of columns)")
+    if spec.mixed_layers and coding is not None:
+        kinds = "delta nets" if spec.is_recurrent else "layers of several kinds"
+        findings.append(f"{kinds} beside codes of {coding.number} (16 bit)")
     if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
         findings.append("attention sinks or biases of attention's output")
     if spec.head_dim > (most := WIDE_HEAD_DIM if _is_plain(spec) else MAX_HEAD_DIM):
@@ -96,8 +99,6 @@ def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
         findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64, 128 or {WIDE_HEAD_DIM})")
     if (spec.qkv_bias or spec.qk_norm) and not spec.has_one_stream:
         findings.append("biases or norms of heads in lanes with streams of their own")
-    if spec.mixed_layers and coding is not None:
-        findings.append("quantised weights beside layers of several kinds")
     return "; ".join([*findings, *_of_layers(spec)])
 
 

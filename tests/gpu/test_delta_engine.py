@@ -1,0 +1,292 @@
+"""Engines on GPUs with gated delta nets: answers are those of CPU ranks, and the same in turns, behind what is kept, behind a
+cancel and a fault, on one GPU and two. A small model, with heads as wide as those of published ones. Bits are compared with
+prompts that go token by token: prefill rounds differently behind decoded tokens, and behind states between its blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
+
+from kog_dist.bench.engine.session import engine_session
+from kog_dist.bench.fakes.tiny_delta_model import write_tiny_delta_model
+from kog_dist.decode.request import DecodeRequest
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.messages import Done, Tokens
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.ring import NO_TOKEN, Finish
+from kog_dist.runtime.topology import RankInfo
+from kog_dist.runtime.wait import Deadline
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.coordinator import kept_states
+from kog_dist.workers.engines.cuda import CudaEngine
+from tests.unit.asked_together import PATIENCE_S, Asked
+from tests.unit.test_cuda_turns import PARALLEL, Served, compare, drawn
+
+pytestmark = pytest.mark.timeout(500)
+VOCAB, CONTEXT, READY_S, STEP = 512, 8192, 300.0, 64
+NUM_TOKENS, TIE = 64, 0.02  # of two logits, whose spread is about 1: closer ones may change places
+SIZES: dict[str, Any] = {
+    "torch_dtype": "bfloat16", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
+}  # fmt: skip
+one_gpu = pytest.mark.gpu(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("delta")
+    write_tiny_delta_model(made, **SIZES)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the books of this process."""
+    monkeypatch.setattr(kept_states, "STEP", STEP)
+
+
+def served(folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, prefill: str = "off") -> Served:
+    control = ControlPage.create(1, CONTEXT, vocab_size=VOCAB, parallel=parallel)
+    info = RankInfo(0, 1, 0, "delta", control_fd=control.fd, rendezvous_fd=control.fd)
+    args = WorkerArgs(
+        info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=True, parallel=parallel,
+        num_kv_caches=parallel + 1, kept_bytes=kept_bytes,
+    )  # fmt: skip
+    engine = CudaEngine(args, control)
+    return Served(engine, control, VOCAB, None, engine.startup, READY_S, is_recurrent=True)
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return cast(list[int], np.random.default_rng(seed).integers(0, VOCAB, count).tolist())
+
+
+def asked(prompt: Sequence[int], num_tokens: int = NUM_TOKENS, *, digests: bool = False) -> Asked:
+    return Asked(DecodeRequest(prompt, num_tokens, ignore_eos=True, logit_digests=digests))
+
+
+def num_missed(engine: Served) -> int:
+    states = engine.engine._states
+    assert states is not None
+    return states.num_missed
+
+
+def said(one: Asked) -> list[int]:
+    return [entry.token_id for entry in one.entries]
+
+
+@one_gpu
+@pytest.mark.parametrize("prefill", ["off", "on"])
+def test_greedy_tokens_are_those_of_cpu_ranks(prefill: str, folder: Path) -> None:
+    prompts = [ids(count, count) for count in ((1, 5, 40, 130) if prefill == "off" else (130, 400, 1000))]
+    request = {"model": str(folder), "kv_dtype": "bfloat16", "prompts": prompts, "num_tokens": NUM_TOKENS}
+    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(Path(__file__).with_name("cpu_answers.py"))]
+    done = subprocess.run(command, input=json.dumps(request), env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    wanted, num_same = json.loads(done.stdout), 0
+    with closing(served(folder, prefill=prefill)) as engine:
+        found = [asked(prompt) for prompt in prompts]
+        engine.run(found, random.Random(1))
+    for one, answer in zip(found, wanted, strict=True):
+        pairs = enumerate(zip(said(one), answer["token_ids"], strict=True))
+        at = next((at for at, (own, other) in pairs if own != other), NUM_TOKENS)
+        assert at == NUM_TOKENS or answer["gaps"][at] < TIE, f"{len(one.request.prompt)} tokens, token {at}: {answer['gaps'][at]}"
+        num_same += at
+    print(f"{num_same} of {len(prompts) * NUM_TOKENS} tokens, until the first that differs of each answer")
+    assert num_same > len(prompts) * NUM_TOKENS / 2
+
+
+@one_gpu
+def test_who_goes_on_behind_what_is_kept_says_what_it_says_from_scratch(folder: Path) -> None:
+    """Bits of logits: the next turn, one that leaves the answer, another answer to the same prompt, one that leaves that."""
+    first = ids(500, 1)
+    with closing(served(folder)) as engine:
+        turns = [asked(first, 150, digests=True)]
+        engine.run(turns, random.Random(1))
+        answer = said(turns[0])
+        for prompt in ([*first, *answer, 7], [*first, *answer[:100], 8, 9], first, [*first[:300], *ids(50, 3)]):
+            turns.append(asked(prompt, 40, digests=True))
+            engine.run(turns[-1:], random.Random(1))
+        slots = engine.slots
+        assert slots.kept_states.num_used > 8
+        assert num_missed(engine) == 0
+    with closing(served(folder, kept_bytes=0)) as engine:
+        compare(engine, turns, reuse_kv=False)
+        compare(engine, turns[:1], reuse_kv=False)
+
+
+@one_gpu
+def test_prefill_goes_on_behind_what_is_kept(folder: Path) -> None:
+    """A prompt, the next turn, one that leaves the answer, another answer to the same prompt, one that leaves that: states are
+    where they are looked for, and tokens are mostly those from scratch. From scratch all bits are alike.
+    """
+    first = ids(500, 1)
+    with closing(served(folder, prefill="on")) as engine:
+        turns = [asked(first, 150, digests=True)]
+        engine.run(turns, random.Random(1))
+        answer = said(turns[0])
+        for prompt in ([*first, *answer, 7], [*first, *answer[:100], 8, 9], first, [*first[:300], *ids(300, 3)]):
+            turns.append(asked(prompt, 40))
+            engine.run(turns[-1:], random.Random(1))
+        assert num_missed(engine) == 0
+        assert engine.slots.kept_states.num_used > 8
+    with closing(served(folder, kept_bytes=0, prefill="on")) as engine:
+        compare(engine, turns[:1], reuse_kv=False)
+        num_same = 0
+        for one in turns[1:]:
+            anew = asked(one.request.prompt, 40)
+            engine.run([anew], random.Random(1))
+            pairs = enumerate(zip(said(one), said(anew), strict=True))
+            num_same += next((at for at, (own, other) in pairs if own != other), 40)
+    print(f"{num_same} of {4 * 40} tokens, until the first that differs of each answer")
+    assert num_same > 4 * 40 / 4
+
+
+@one_gpu
+def test_a_cancel_ends_a_prompt_that_prefill_reads(folder: Path) -> None:
+    long = asked(ids(8000, 5), 20)
+    with closing(served(folder, 2, prefill="on")) as engine:
+        deadline, slots = Deadline.after(PATIENCE_S), engine.slots.slots
+        engine.run([asked(ids(300, 9), 2)], random.Random(1))
+        for delay_s in (0.001, 0.004):
+            engine.slots.submit(slots[0], long.request, reuse_kv=True)
+            engine.hear([long], deadline, delay_s)
+            slots[0].cancel()
+            while slots[0].busy:
+                engine.hear([long], deadline, 0.001)
+            long.entries.clear()
+        again = asked(long.request.prompt, 20)
+        engine.run([again], random.Random(1))
+        assert num_missed(engine) == 0
+    with closing(served(folder, kept_bytes=0, prefill="on")) as engine:
+        anew = asked(long.request.prompt, 20)
+        engine.run([anew], random.Random(1))
+    assert said(again)[0] == said(anew)[0]
+
+
+@one_gpu
+@pytest.mark.parametrize("kept_bytes", [1 << 29, 64 << 20])
+def test_every_answer_is_that_of_the_request_alone(folder: Path, kept_bytes: int) -> None:
+    """Requests of four slots take turns, some with grammars, penalties, cancels, digests; with many copies of states, and few."""
+    chance = random.Random(7)
+    mixed = drawn(chance, 40, VOCAB)
+    with closing(served(folder, PARALLEL, kept_bytes=kept_bytes)) as engine:
+        engine.run(mixed, chance)
+        assert num_missed(engine) == 0
+        assert engine.slots.kept_states.num_used > (2 if kept_bytes < 1 << 29 else 10)
+    with closing(served(folder, kept_bytes=0)) as engine:
+        compare(engine, mixed, reuse_kv=False)
+    assert {one.entries[-1].finish for one in mixed} >= {Finish.LENGTH, Finish.CANCELLED}
+
+
+@one_gpu
+def test_a_cancel_ends_a_prompt_that_goes_token_by_token(folder: Path) -> None:
+    """Another request is served meanwhile; what was read by then counts."""
+    long, short = asked(ids(7000, 5), 20), asked(ids(9, 6), 20)
+    with closing(served(folder, 2)) as engine:
+        deadline, slots = Deadline.after(PATIENCE_S), engine.slots.slots
+        engine.slots.submit(slots[0], long.request, reuse_kv=True)
+        while slots[0].position < 200:
+            engine.hear([long, short], deadline, 0.001)
+        engine.slots.submit(slots[1], short.request, reuse_kv=True)
+        while slots[1].busy:
+            engine.hear([long, short], deadline, 0.001)
+        assert not long.entries, "7,000 tokens take longer"
+        asked_s = time.monotonic()
+        slots[0].cancel()
+        while slots[0].busy:
+            engine.hear([long, short], deadline, 0.001)
+        took_s = time.monotonic() - asked_s
+        assert (long.entries[-1].finish, long.entries[-1].token_id) == (Finish.CANCELLED, NO_TOKEN)
+        books = engine.slots._caches
+        assert books is not None
+        read = max(len(kept.tokens) for kept in books._kept)
+        assert 200 <= read < 7000
+        again = asked(long.request.prompt, 20)
+        use = engine.slots.submit(slots[0], again.request, reuse_kv=True).kv
+        while engine.slots.busy:
+            engine.hear([again, short], deadline)
+        assert use.num_cached == read, "it goes on where the cancel has left it"
+        assert num_missed(engine) == 0
+    print(f"cancelled after {took_s * 1e3:.1f} ms, behind {read} tokens")
+    assert took_s < 0.5
+    with closing(served(folder, kept_bytes=0)) as engine:
+        compare(engine, [again, short], reuse_kv=False)
+
+
+@one_gpu
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_nobody_goes_on_behind_a_state_that_is_not_finite(folder: Path, parallel: int) -> None:
+    """A state that something has spoilt is found at the first token; the next request begins anew."""
+    import cupy
+
+    prompt = ids(300, 8)
+    with closing(served(folder, parallel)) as engine:
+        first = asked(prompt)
+        engine.run([first], random.Random(1))
+        kernel = cast(Any, engine.engine._kernel)
+        kernel.stream.synchronize()
+        kernel.nets.fill(255)  # of any float32 that is no number
+        cupy.cuda.Device().synchronize()
+        spoilt = asked([*prompt, *said(first)], 20)
+        engine.run([spoilt], random.Random(1))
+        assert [entry.finish for entry in spoilt.entries] == [Finish.NUMERICAL_FAULT]
+        assert engine.slots.kept_states.num_used == 0
+        again, behind = asked(prompt), asked([*prompt, *said(first)], 20)
+        engine.run([again], random.Random(1))
+        engine.run([behind], random.Random(1))
+        assert again.answer() == first.answer()
+    with closing(served(folder, kept_bytes=0)) as engine:
+        compare(engine, [behind], reuse_kv=False)
+
+
+def answer(client: Client, prompt: Sequence[int], **options: Any) -> tuple[list[int], list[str], int]:
+    *events, done = client.generate(prompt_ids=prompt, max_tokens=40, ignore_eos=True, timeout_s=60.0, **options)
+    assert isinstance(done, Done)
+    told = [event for event in events if isinstance(event, Tokens)]
+    ids = [token for event in told for token in event.token_ids]
+    return ids, [digest for event in told for digest in event.digests], done.num_cached_tokens
+
+
+def conversation(folder: Path, *flags: str) -> list[tuple[list[int], list[str]]]:
+    """What `kog-launch` serves: a prompt, its next turn, another conversation, and the first one again."""
+    first, other, found = ids(700, 11), ids(90, 12), []
+    with engine_session() as session:
+        session.launch(str(folder), "--parallel=2", "--kv-caches=2", "--prefill=off", *flags)
+        with session.connect(READY_S) as client:
+            found.append(answer(client, first, logit_digests=True))
+            turn = [*first, *found[0][0], 5]
+            found += [answer(client, prompt, logit_digests=True) for prompt in (turn, other)]
+            found.append(answer(client, [*turn, *found[1][0], 6], logit_digests=True))
+            found.append(answer(client, other, temperature=0.8, seed=3, top_p=0.9, logprobs=2))
+            status = client.status()
+    assert [num_cached for *_, num_cached in found[:4]] == [0, 739, 0, 780]
+    assert found[4][2] == len(other) - 1
+    assert status.kept_states > status.kept_states_used > 2
+    return [(tokens, digests) for tokens, digests, _ in found]
+
+
+@one_gpu
+def test_kog_launch_serves_it(folder: Path) -> None:
+    """As asked for, and with flags that no answer depends on."""
+    plain = conversation(folder, "--gpus=1", "--prefix-cache=0.5")
+    assert conversation(folder, "--gpus=1", "--speculate=lookup", "--prefix-cache=1") == plain
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_say_what_one_says(folder: Path) -> None:
+    assert conversation(folder, "--gpus=2") == conversation(folder, "--gpus=1")

@@ -1,0 +1,248 @@
+"""Engines on GPUs with a model whose every token changes a state: requests go on behind a state that stands where their prompt is
+kept, and make the copies that the coordinator asks for. The GPU is played.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kog_dist.bench.fakes.tiny_delta_model import ON_GPUS, write_tiny_delta_model
+from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.ring import NO_TOKEN, Finish
+from kog_dist.runtime.topology import RankInfo
+from kog_dist.runtime.wait import Deadline
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.coordinator import kept_caches, kept_states
+from kog_dist.workers.cuda import kv_blocks, load
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kv_blocks import KvBlocks
+from kog_dist.workers.engines import cuda, cuda_start
+from kog_dist.workers.engines.cuda import CudaEngine
+from kog_dist.workers.engines.cuda_states import CudaStates
+from tests.unit.asked_together import PATIENCE_S, Asked
+from tests.unit.played_gpu import PlayedGpu
+from tests.unit.test_cuda_turns import CONTEXT, PARALLEL, Turns, compare, drawn, turns, weights
+from tests.unit.test_kinds_twin import NET, SMALL, spec_of
+
+STEP = 32
+NETS = spec_of(NET, SMALL, vocab_size=100, max_context=CONTEXT)
+KINDS = KvCopyKind
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_states, "STEP", STEP)
+    monkeypatch.setattr(kept_caches, "_WORTH", 1)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[KvCopyKind]:
+    """Copies that were made, by kind."""
+    found, copy = Counter[KvCopyKind](), KvBlocks.copy
+
+    def counted(blocks: KvBlocks, kv: KvUse, stream_ptr: int) -> None:
+        found.update(one.kind for one in kv.copies)
+        copy(blocks, kv, stream_ptr)
+
+    monkeypatch.setattr(KvBlocks, "copy", counted)
+    return found
+
+
+def num_missed(engine: Turns) -> int:
+    states = engine.engine._states
+    assert states is not None
+    return states.num_missed
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "prefill"), [(1 << 19, False), (1 << 22, False), (0, False), (1 << 19, True), (1 << 22, True)]
+)
+def test_every_answer_is_that_of_the_request_alone(
+    kept_bytes: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is kept, and whoever runs beside it: with few copies of states, with many, and with none."""
+    chance = random.Random(5)
+    asked = drawn(chance, 24)
+    with turns(NETS, PARALLEL, monkeypatch, prefill=prefill, kept_bytes=kept_bytes) as engine:
+        engine.run(asked, chance)
+        assert num_missed(engine) == 0
+        assert engine.gpu.num_shared == 0, "they take turns"
+        assert (made[KINDS.SAVE_STATE] > 20) is bool(kept_bytes)
+        assert kept_bytes < 1 << 22 or made[KINDS.LOAD_STATE] > 2
+    with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=0) as engine:
+        compare(engine, asked, reuse_kv=False)
+    assert {one.entries[-1].finish for one in asked} >= {Finish.LENGTH, Finish.CANCELLED}
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_conversation_reads_what_is_new(
+    parallel: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn begins behind the end of the last one, or behind the last whole step in front of where it was left."""
+    first = [*range(20), *range(60)]
+    with turns(NETS, parallel, monkeypatch, prefill=prefill) as engine:
+        asked = [Asked(DecodeRequest(first, 50))]
+        engine.run(asked, random.Random(1))
+        said = [entry.token_id for entry in asked[0].entries]
+        for more, num_cached in (
+            ([*first, *said, 5], 129),  # the last token of the answer is not in the cache yet
+            ([*first, *said[:30], 7, 8], 96),
+            ([*first, 9], 80 - 1),
+            (first, 80 - 1),
+        ):
+            asked.append(Asked(DecodeRequest(more, 20)))
+            before = engine.gpu.num_passes
+            engine.run(asked[-1:], random.Random(1))
+            if not prefill:
+                assert engine.gpu.num_passes - before == len(more) - num_cached + 19
+        assert num_missed(engine) == 0
+        assert made[KINDS.LOAD_STATE] >= 3
+    with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=0) as engine:
+        compare(engine, asked, reuse_kv=False)
+
+
+def test_a_cancel_ends_a_prompt_that_goes_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request is served meanwhile, and what is read by then counts."""
+    long, short = [Asked(DecodeRequest([first] * 400, 5)) for first in (3, 4)][:1], Asked(DecodeRequest([1, 2], 5))
+    with turns(NETS, 2, monkeypatch, prefill=False) as engine:
+        deadline, slots = Deadline.after(PATIENCE_S), engine.slots.slots
+        engine.slots.submit(slots[0], long[0].request, reuse_kv=True)
+        while engine.gpu.num_passes < 50:
+            engine.hear([*long, short], deadline)
+        engine.slots.submit(slots[1], short.request, reuse_kv=True)
+        while slots[1].busy:
+            engine.hear([*long, short], deadline)
+        assert not long[0].entries
+        slots[0].cancel()
+        while engine.slots.busy:
+            engine.hear([*long, short], deadline)
+        assert (long[0].entries[-1].finish, long[0].entries[-1].token_id) == (Finish.CANCELLED, NO_TOKEN)
+        assert engine.gpu.num_passes < 300, "of 400"
+        again = Asked(DecodeRequest(long[0].request.prompt, 5))
+        before = engine.gpu.num_passes
+        engine.run([again], random.Random(1))
+        assert engine.gpu.num_passes - before < 370
+        assert num_missed(engine) == 0
+    with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=0) as engine:
+        compare(engine, [again, short], reuse_kv=False)
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_fault_leaves_nothing_that_anybody_goes_on_behind(
+    parallel: int, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others that run go on; the next ones begin anew."""
+    prompt = list(range(70))
+    with turns(NETS, parallel, monkeypatch, prefill=False) as engine:
+        asked = [Asked(DecodeRequest(prompt, 60)), Asked(DecodeRequest([9, 8], 200))][:parallel]
+        kernel, gpu = engine.engine._loaded, engine.gpu
+        recover = kernel.recover
+
+        def recovered() -> None:
+            recover()
+            if parallel == 1:  # it begins to count anew
+                gpu.epochs = dict.fromkeys(gpu.epochs, 0)
+
+        monkeypatch.setattr(kernel, "recover", recovered)
+        gpu.fault_at = 100
+        engine.run(asked, random.Random(2))
+        assert [one.entries[-1].finish for one in asked] == [Finish.NUMERICAL_FAULT, Finish.LENGTH][:parallel]
+        made.clear()
+        again = Asked(DecodeRequest(prompt, 60))
+        engine.run([again], random.Random(2))
+        assert made[KINDS.LOAD_STATE] == 0
+        assert num_missed(engine) == 0
+    with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=0) as engine:
+        compare(engine, [again, *asked[1:]], reuse_kv=False)
+
+
+def test_a_request_goes_on_behind_the_state_of_another_cache_or_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the coordinator says may be older than a fault: then nothing is taken from there, and its copies are made later."""
+    prompt = tuple(range(40))
+    with turns(NETS, 2, monkeypatch, prefill=False) as engine:
+        engine.run([Asked(DecodeRequest(prompt, 30))], random.Random(1))
+        books = engine.slots._caches
+        assert books is not None
+        (source,) = (number for number, kept in enumerate(books._kept) if len(kept.tokens) > 1)
+        num_cached, cache = len(books._kept[source].tokens), (source + 1) % 5
+        request = DecodeRequest((*books._kept[source].tokens, 5, 6), 20)
+        save = KvCopy(KINDS.SAVE_STATE, 7, num_cached)
+
+        def taken(source: int, num_cached: int, *copies: KvCopy, seq: int = 7) -> tuple[int, int]:
+            one = engine.engine._taken(seq, request.at(KvUse(cache, source, num_cached, copies), 0))
+            return one.held, len(one.saves)
+
+        assert taken(source, num_cached, save) == (num_cached, 0), "it is made at once"
+        gpu, kernel = engine.gpu, cast(Any, engine.engine._kernel)
+        gpu.stream.synchronize()
+        num_bytes = kv_blocks.net_bytes(gpu.shape)
+        nets_ptr = kernel.nets.data.ptr
+        assert [end.tolist() for end in gpu.state(nets_ptr + cache * num_bytes)] == [
+            end.tolist() for end in gpu.state(nets_ptr + source * num_bytes)
+        ]
+        assert taken(cache, num_cached, KvCopy(KINDS.LOAD_STATE, 7, num_cached)) == (num_cached, 0)
+        assert num_missed(engine) == 0
+        assert taken(source, num_cached - 1) == (0, 0), "the state has moved on"
+        assert taken(cache, num_cached, KvCopy(KINDS.LOAD_STATE, 6, num_cached)) == (0, 0), "nobody has put one there"
+        assert taken(cache, num_cached + 1, KvCopy(KINDS.LOAD_STATE, 7, num_cached + 1)) == (0, 0)
+        assert num_missed(engine) == 3
+        engine.engine._cleared[source] = 10
+        assert taken(source, num_cached, save) == (0, 1), "its cache was emptied"
+        assert taken(cache, num_cached, KvCopy(KINDS.LOAD_STATE, 7, num_cached)) == (0, 0), "the copy is to be made again"
+        assert taken(source, num_cached, save, seq=11) == (num_cached, 0)
+
+
+def test_copies_are_made_of_a_state_that_stands_there() -> None:
+    states, use = CudaStates(2), KvUse(1, 1)
+    saves = [KvCopy(KINDS.SAVE_STATE, slot, place) for slot, place in ((0, 8), (1, 9))]
+    block = KvCopy(KINDS.SAVE, 0, 0)
+    states.goes(1)
+    assert states.saved(replace(use, copies=(block, *saves))) == (block,), "it moves"
+    states.stands(1, 9)
+    assert states.saved(replace(use, copies=(*saves, block))) == (saves[1], block)
+    assert states.use(KvUse(0, 0, 9, (KvCopy(KINDS.LOAD_STATE, 1, 9),)), is_gone=False).num_cached == 9
+    assert states.use(KvUse(0, 0, 8, (KvCopy(KINDS.LOAD_STATE, 0, 8),)), is_gone=False).num_cached == 0
+
+
+@pytest.mark.parametrize("prefill", ["off", "auto"])
+def test_a_start_leaves_out_what_there_is_not_and_says_what_it_keeps(
+    prefill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a published folder; its weights are of nothing."""
+    write_tiny_delta_model(tmp_path, **ON_GPUS)
+    spec = open_checkpoint(tmp_path).spec
+    gpu = PlayedGpu(KernelShape(spec, range(spec.num_lanes)))
+    gpu.install(monkeypatch)
+    monkeypatch.setattr(load, "load_weights", lambda *args, **options: weights())
+    monkeypatch.setattr(cuda, "use_device", lambda device: None)
+    monkeypatch.setattr(cuda_start, "free_memory", lambda: None)
+    monkeypatch.setattr("kog_dist.workers.prefill.gpu.obstacle_on_gpu", lambda: "the GPU is a played one")
+    control = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size, parallel=2)
+    info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
+    args = WorkerArgs(
+        info, str(tmp_path), "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S, prefill=prefill, drafts=True, parallel=2,
+        num_kv_caches=3, kept_bytes=1 << 22,
+    )  # fmt: skip
+    engine = CudaEngine(args, control)
+    engine.startup()
+    layout = control.kv_layout()
+    slots, states = kv_blocks.pool_slots(gpu.shape, 1 << 22)
+    assert (layout.num_caches, layout.num_slots, layout.num_states, layout.block_tokens) == (3, slots, states, 128)
+    assert min(slots, states) > 4
+    request = DecodeRequest(tuple(range(9)), 5, ignore_eos=True, drafts=True)
+    assert engine.run(1, request) is Finish.LENGTH
+    engine.close()
+    gpu.stream.close()
+    control.close()
+    told = capsys.readouterr().err
+    assert told.count("tokens are not drafted: the kernel has no passes of several tokens with delta nets") == 1
+    assert told.count("prompts go token by token, since prefill cannot start: the GPU is a played one") == (prefill == "auto")

@@ -1,0 +1,107 @@
+"""What is planned for models with gated delta nets on GPUs: memory with states, kept copies of these, and what is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kog_dist.config import LaunchConfig
+from kog_dist.errors import ConfigError
+from kog_dist.launch import gpu_choice
+from kog_dist.launch.gpu_choice import BESIDES_BYTES, GpuChoice, choose_gpus, gpu_rank_bytes, gpu_rank_shape
+from kog_dist.launch.inspection import dry_run
+from kog_dist.launch.kept_prefixes import kept_on_gpus
+from kog_dist.launch.target import why_not_on_gpus
+from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
+from kog_dist.workers.cuda.kv_blocks import pool_slots
+from tests.unit.delta_configs import CONFIGS
+from tests.unit.test_launch_limits import inventory_with
+
+GIB, FREE = 2**30, 139 << 30
+STATE = 48 * (48 * 128 * 128 + 96 * 4 * (256 + 64)) * 4  # Qwen3.5-27B on one rank: of heads, and of items of half a head
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("27B")
+    (made / "config.json").write_text(json.dumps(CONFIGS["Qwen3.5-27B"]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Checkpoint:
+    return planned_checkpoint(folder, context=32768)
+
+
+def choice_of(model: Checkpoint, free: int = FREE, **options: str | int) -> GpuChoice:
+    found = choose_gpus(LaunchConfig(**options), model, {}, inventory_with(free, 2))  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_a_rank_has_a_state_with_each_kv_cache(model: Checkpoint) -> None:
+    one, four = (gpu_rank_bytes(model, 0, 1, "bfloat16", parallel=n, num_caches=n) for n in (1, 4))
+    assert (one["states"], four["states"]) == (STATE, 4 * STATE)
+    assert one["cache"] == 16 * 8 * 32768 * 2 * 256 * 2, "of eight lanes, in one layer of four"
+    spec = model.spec
+    vectors = 48 * (10240 * 4 + 2 * 48 + 128) + 16 * 2 * 256
+    norms = (2 * 64 + 1) * spec.hidden_size
+    assert one["tables"] == 2 * (spec.vocab_size * spec.hidden_size + norms + vectors) + 4 * 32768 * 64, "64 of 256 values rotate"
+    halves = [gpu_rank_bytes(model, rank, 2, "bfloat16") for rank in range(2)]
+    assert [half["states"] for half in halves] == [48 * (24 * 128 * 128 + 96 * 4 * (256 + 32)) * 4] * 2
+
+
+def test_requests_take_turns_and_copies_have_what_is_spare(model: Checkpoint) -> None:
+    unasked, asked = (choice_of(model, gpus="1", prefill="off", parallel=parallel) for parallel in (0, 4))
+    assert (unasked.parallel, asked.parallel, asked.num_caches) == (1, 4, 4)
+    assert unasked.state_bytes == asked.state_bytes == STATE
+    for choice in (unasked, asked):
+        assert choice.spare_bytes == FREE - BESIDES_BYTES - sum(
+            gpu_rank_bytes(
+                model, 0, 1, "bfloat16", parallel=choice.parallel, num_caches=choice.num_caches
+            ).values()
+        )  # fmt: skip
+    kept, _ = kept_on_gpus(LaunchConfig(gpus="1"), unasked.spare_bytes, 1, of_state=STATE)
+    assert kept == 16 * GIB
+    slots, states = pool_slots(gpu_rank_shape(model, 0, 1, "bfloat16"), kept)
+    assert (states, slots) == (12 * GIB // STATE, (kept - 12 * GIB // STATE * STATE) // (256 * 131_072))
+
+
+def test_less_than_a_copy_is_refused_or_not_taken() -> None:
+    assert kept_on_gpus(LaunchConfig(), STATE, 1, of_state=STATE) == (0, 0), "a quarter of what is free"
+    assert kept_on_gpus(LaunchConfig(prefix_cache="off"), FREE, 1, of_state=STATE) == (0, 0)
+    with pytest.raises(ConfigError, match=r"^prefix_cache 0\.1 has no room for a copy of this model's state.*give 0\.216797 or"):
+        kept_on_gpus(LaunchConfig(prefix_cache="0.1"), FREE, 1, of_state=STATE)
+    assert kept_on_gpus(LaunchConfig(prefix_cache="0.216797"), FREE, 1, of_state=STATE)[0] >= 4 * STATE // 3
+
+
+@pytest.mark.parametrize("speculate", ["auto", "lookup"])
+def test_drafts_are_left_out_and_who_asked_for_them_is_told(speculate: str, model: Checkpoint) -> None:
+    choice = choice_of(model, gpus="1", speculate=speculate)
+    assert not choice.drafts
+    assert ("tokens are not drafted: GPUs have no passes of several" in choice.note) is (speculate == "lookup")
+    assert "prompts go token by token" not in choice.note
+
+
+def test_gpus_that_are_here_are_used_unasked(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
+    choice = choice_of(model, device="auto")
+    assert (choice.count, choice.prefill, choice.obstacles) == (2, "auto", ())
+    assert why_not_on_gpus(model) == ""
+
+
+def test_quantised_ones_are_refused_with_the_reason(folder: Path) -> None:
+    rounded = planned_checkpoint(folder, context=32768, quantize="fp8")
+    assert why_not_on_gpus(rounded) == "GPUs run models with delta nets in 16 bit alone, and this one has quantised weights"
+    with pytest.raises(ConfigError, match=r"it has quantised weights of models with delta nets \(16 bit\); use --device cpu"):
+        gpu_rank_bytes(rounded, 0, 1, "bfloat16")
+
+
+def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:
+    shown = dry_run(LaunchConfig(str(folder), gpus="1", context=32768, parallel=2))
+    assert "333.0 MiB states, read and written per token" in shown
+    assert (
+        "2 requests at most, in turns, since the CUDA kernel cannot run this model with 2 tokens in a pass: it has delta" in shown
+    )
