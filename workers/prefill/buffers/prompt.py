@@ -116,8 +116,9 @@ def _of_layers(spec: ModelSpec) -> list[str]:
             findings.append(f"keys of {net.key_dim} values in delta nets (a multiple of {DELTA_UNIT}, at most {MOST_KEYS})")
         if net.value_dim % DELTA_UNIT:
             findings.append(f"value heads of {net.value_dim} values in delta nets (a multiple of {DELTA_UNIT})")
-    if any(isinstance(part, Experts) and part.shared_width for part in spec.kinds):
-        findings.append("shared experts")
+    for shared in (part.shared_width // spec.num_lanes for part in spec.kinds if isinstance(part, Experts)):
+        if shared % UNIT:
+            findings.append(f"a shared expert with {shared} columns in a lane (a multiple of {UNIT})")
     if spec.rotary_dim % 4 and spec.rotary_dim != spec.head_dim:
         findings.append(f"{spec.rotary_dim} values of a head that are rotated (a multiple of 4)")
     return findings
