@@ -139,10 +139,12 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
         Phase.GATE_UP: layers * shape.num_lanes // shape.lanes_of(Phase.GATE_UP),
         Phase.DOWN: layers * shape.num_lanes,
     }
+    assert shape.delta is not None
+    inputs, rows = shape.ops[Phase.DELTA_IN], shape.lanes_of(Phase.DELTA_IN) * shape.delta.rows
+    assert inputs.rows * inputs.blocks * shape.num_ctas <= 1.1 * rows or shape.lanes_of(Phase.DELTA_IN) == shape.num_lanes
     kv_heads = max(text["num_key_value_heads"], lanes) // num_ranks
     assert shape.cache.layers == tuple(range(3, layers, 4))
     assert shape.cache.num_bytes == layers // 4 * kv_heads * 4096 * 2 * 256 * 2
-    assert shape.delta is not None
     heads, items = text["linear_num_value_heads"] // num_ranks, shape.delta.items * shape.num_lanes
     assert items == heads * shape.delta.slices <= shape.num_ctas
     of_inputs = items * 4 * (256 + 128 // shape.delta.slices)  # each item has the last four of its channels

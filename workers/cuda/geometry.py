@@ -11,12 +11,12 @@ from collections import Counter
 
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.recipes import Stage, all_recipes, recipes
-from kog_dist.decode.plan.steps import Kind
+from kog_dist.decode.plan.steps import Kind, Phase
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_rows
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 
-_LITTLE, _SOME = 0.01, 0.06  # of the weights
+_LITTLE, _SOME, _MUCH = 0.01, 0.06, 0.1  # of the weights
 GATE_AND_UP = 4  # rows that belong together: gate and up of two columns, a word's; thread blocks may own fewer in the last block
 SPLITS = (8, 15, 16, 32)
 _WHOLE_ROWS = 18  # of a thread block, in a product of lanes with one input
@@ -129,18 +129,28 @@ def lanes_together(spec: ModelSpec, stage: Stage, num_lanes: int, num_ctas: int,
 
     A product of few rows costs as much besides its weights as one of many. For gate and up also until FFN columns come in pairs,
     which thread blocks publish as words, without many that are padding. Where rows that are kept are `terms` rows of codes each,
-    a thread block has whole ones of them, and padding would be a tenth.
+    a thread block has whole ones of them, and padding would be a tenth. So it would be of a delta net's inputs in 16 bit, where
+    there are few more rows than a tile has.
     """
     if Kind.STREAM not in stage.reads or not spec.has_one_stream:
         return 1
     rows, together = stage.coded_rows(terms), stage.coded_together(terms)
     most_wasted = _SOME if together > stage.together else _LITTLE if stage.together == GATE_AND_UP else 1.0
+    in_tiles = stage.phase is Phase.DELTA_IN and terms == 1
+    most_wasted = _MUCH if in_tiles else most_wasted
 
     def suffices(n: int) -> bool:
-        wasted = owned_rows(n * rows, num_ctas, together) * num_ctas - n * rows
+        owned = owned_rows(n * rows, num_ctas, together)
+        wasted = (_tiled(owned, together) if in_tiles else owned) * num_ctas - n * rows
         return n * rows >= _WHOLE_ROWS * num_ctas and wasted <= most_wasted * n * rows
 
     return next((n for n in (1, 2, 4, 8) if n < num_lanes and suffices(n)), num_lanes)
+
+
+def _tiled(owned: int, together: int) -> int:
+    """Rows of a thread block's tiles that have `owned` rows and are alike."""
+    num_tiles = -(-owned // EIGHT_WARPS.tile_rows)
+    return num_tiles * together * -(-owned // (num_tiles * together))
 
 
 def splits_for(spec: ModelSpec, num_ctas: int) -> int:
