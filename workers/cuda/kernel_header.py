@@ -134,7 +134,7 @@ def shape_header(shape: KernelShape) -> str:
     lines += ["}  // namespace kog"]
     forms = {phase.name: op for phase, op in sorted(shape.ops.items())}
     if shape.has_plain_outputs:
-        forms["DELTA_OUT"] = shape.net_out
+        forms["DELTA_OUT"] = shape.net_out()
     lines += [_op_line(name, op) for name, op in forms.items()]
     lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, shape.words.delays))}"]
     if shape.coding is not None:
