@@ -22,8 +22,6 @@ from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.base.shared_abi import UNIT
 from kog_dist.workers.prefill.base.staging import Staging
 
-_MOST_EXPERTS = 256  # of a layer, and of how many a token may have: no kernel was tried with others
-_CHOSEN = 1, 2, 4, 8
 DELTA_UNIT, MOST_KEYS = 16, 128  # of a delta net's keys: operands of a product, and registers of a thread
 
 
@@ -88,10 +86,6 @@ def misfit(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") ->
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
     if spec.experts is not None and spec.hidden_size % 32:
         findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
-    if spec.experts is not None and spec.experts.num_experts > _MOST_EXPERTS:
-        findings.append(f"{spec.experts.num_experts} experts (at most {_MOST_EXPERTS})")
-    if spec.experts is not None and spec.experts.per_token not in _CHOSEN:
-        findings.append(f"{spec.experts.per_token} experts for each token (1, 2, 4 or 8)")
     if spec.experts is not None and coding is not None and not coding.scales:
         findings.append(f"experts in {coding.number} with one scale for each row (for groups of columns)")
     if spec.mixed_layers and coding is not None:
