@@ -28,9 +28,9 @@ _SMS = 132  # of the GPUs that attention.cu is for
 _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within graphs
 
 
-def obstacle_to_prefill(spec: ModelSpec, coding: Coding | None = None) -> str:
+def obstacle_to_prefill(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") -> str:
     """Why ranks of this machine cannot go through prompts in chunks; empty if they can (as far as the model decides)."""
-    finding = misfit(spec, coding)
+    finding = misfit(spec, coding, kv_dtype)
     return f"the model has {finding}" if finding else ""
 
 

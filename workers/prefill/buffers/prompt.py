@@ -14,6 +14,7 @@ from kog_dist.model.layers import DeltaNet, Experts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.head_start import LastStreams
+from kog_dist.workers.cuda.kv_format import CODE_BITS
 from kog_dist.workers.prefill.attention.attention_abi import MAX_HEAD_DIM
 from kog_dist.workers.prefill.attention.wide_abi import WIDE_HEAD_DIM
 from kog_dist.workers.prefill.base.arrays import Array, address, library
@@ -76,25 +77,30 @@ class PromptBuffers:
         return self._memory[name][: prod(shape)].reshape(shape)
 
 
-def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
-    """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
+def misfit(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") -> str:
+    """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits. `kv_dtype`: of
+    its cache, where that is known.
+    """
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
     if spec.experts is not None and spec.hidden_size % 32:
         findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
     if spec.experts is not None and coding is not None and not coding.scales:
         findings.append(f"experts in {coding.number} with one scale for each row (for groups of columns)")
-    if spec.mixed_layers and coding is not None:
-        kinds = "delta nets" if spec.is_recurrent else "layers of several kinds"
-        findings.append(f"{kinds} beside codes of {coding.number} (16 bit)")
+    if spec.is_recurrent and coding is not None and (coding.plain_inputs or coding.plain_outputs):
+        findings.append(f"delta nets in 16 bit beside codes of {coding.number} (in codes, too)")
+    if spec.mixed_layers and coding is not None and (spec.experts is not None or spec.qkv_bias or spec.out_bias):
+        findings.append(f"experts or biases in layers of several kinds beside codes of {coding.number} (dense FFNs, no biases)")
     if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
         findings.append("attention sinks or biases of attention's output")
     if spec.head_dim > (most := WIDE_HEAD_DIM if _is_plain(spec) else MAX_HEAD_DIM):
         findings.append(f"{spec.head_dim} values in a head (at most {most})")
     elif spec.head_dim > MAX_HEAD_DIM and spec.head_dim % 16:
         findings.append(f"{spec.head_dim} values in a head (a multiple of 16)")
-    elif spec.head_dim > MAX_HEAD_DIM and coding is not None and not coding.is_of_experts:
+    elif spec.head_dim > MAX_HEAD_DIM and coding is not None and not coding.is_of_experts and not spec.mixed_layers:
         findings.append(f"{spec.head_dim} values in a head beside quantised weights (at most {MAX_HEAD_DIM})")
+    if spec.head_dim > MAX_HEAD_DIM and kv_dtype in CODE_BITS:
+        findings.append(f"heads of {spec.head_dim} values beside a KV cache in {kv_dtype} (at most {MAX_HEAD_DIM})")
     if spec.qk_norm and (spec.head_dim % 4 or WIDE_HEAD_DIM // 4 % (spec.head_dim // 4)):
         findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64, 128 or {WIDE_HEAD_DIM})")
     if (spec.qkv_bias or spec.qk_norm) and not spec.has_one_stream:
