@@ -187,11 +187,9 @@ def why_not_on_gpus(checkpoint: Checkpoint) -> str:
     if findings := unsupported(checkpoint.spec):
         return f"GPUs cannot run this model yet: it has {'; '.join(findings)}"
     try:
-        coding = coding_of(checkpoint)
+        coding_of(checkpoint)
     except ConfigError as error:
         return str(error).removesuffix("; use --device cpu")
-    if coding is not None and checkpoint.spec.is_recurrent:
-        return "GPUs run models with delta nets in 16 bit alone, and this one has quantised weights"
     return ""
 
 

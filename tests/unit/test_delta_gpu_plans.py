@@ -92,11 +92,16 @@ def test_gpus_that_are_here_are_used_unasked(model: Checkpoint, monkeypatch: pyt
     assert why_not_on_gpus(model) == ""
 
 
-def test_quantised_ones_are_refused_with_the_reason(folder: Path) -> None:
-    rounded = planned_checkpoint(folder, context=32768, quantize="fp8")
-    assert why_not_on_gpus(rounded) == "GPUs run models with delta nets in 16 bit alone, and this one has quantised weights"
-    with pytest.raises(ConfigError, match=r"it has quantised weights of models with delta nets \(16 bit\); use --device cpu"):
-        gpu_rank_bytes(rounded, 0, 1, "bfloat16")
+@pytest.mark.parametrize(("form", "share"), [("fp8", 0.55), ("int4", 0.3)])
+def test_quantised_ones_have_smaller_tapes_and_no_prefill(form: str, share: float, folder: Path, model: Checkpoint) -> None:
+    rounded = planned_checkpoint(folder, context=32768, quantize=form)
+    assert why_not_on_gpus(rounded) == ""
+    whole, codes = (gpu_rank_bytes(one, 0, 1, "bfloat16") for one in (model, rounded))
+    assert share - 0.05 < codes["tape"] / whole["tape"] < share
+    assert codes["states"] == STATE
+    choice = choice_of(rounded, gpus="1")
+    assert choice.prefill == "off"
+    assert "prompts go token by token: the model has delta nets beside codes" in choice.note
 
 
 def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:

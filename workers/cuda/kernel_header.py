@@ -133,7 +133,7 @@ def shape_header(shape: KernelShape) -> str:
     lines += ["}  // namespace kog"]
     forms = {phase.name: op for phase, op in sorted(shape.ops.items())}
     if shape.has_plain_outputs:
-        forms["DELTA_OUT"] = shape.net_out
+        forms["DELTA_OUT"] = shape.net_out()
     lines += [
         f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
         f"{op.rows_of(op.blocks - 1)}"

@@ -147,9 +147,8 @@ class KernelShape:
         """The same of each layer's."""
         return {(one.op, one.layer): one.rows.form for one in self.products if one.rows.form is not None}
 
-    @property
     def net_out(self) -> OpShape:
-        """Of OUT in layers with a delta net."""
+        """Of OUT in layers with a delta net, of a model that has any."""
         assert self.delta is not None
         return self.forms[Phase.OUT, self.delta.layers[0]]
 
@@ -215,7 +214,7 @@ class KernelShape:
     def ring(self) -> RingShape:
         """What they go through."""
         may_be_packed = self.spec.num_lanes > 1 or self.coding is not None or self.experts is not None
-        forms = [self.net_out] if self.has_plain_outputs else []
+        forms = [self.net_out()] if self.has_plain_outputs else []
         return RingShape(self.geometry, self.ops, self.tape, self.num_lanes, self.shared.ring_bytes, may_be_packed, tuple(forms))
 
     @cached_property

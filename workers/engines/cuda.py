@@ -529,7 +529,8 @@ class CudaEngine:
         if one.held <= start and not prompt.is_stopped and not self._has_overflown:
             self._has_overflown = True  # said once
             note(f"a value of request {one.seq} left the range of prefill's binary16; such prompts go token by token")
-        one.reads = end is not None and start < one.held == end < num_prompt
+        few = 0 if self._states is None else self._min_prefill_tokens  # which a copy in front of the last token leaves
+        one.reads = end is not None and start < one.held == end < num_prompt - few
         one.launches = prompt.launches if one.held == num_prompt else None
 
     def _begin(self, one: CudaRequest, num_cached: int) -> Launches:

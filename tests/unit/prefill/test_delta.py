@@ -194,7 +194,7 @@ def test_what_cannot_be_taken_is_named() -> None:
     assert misfit(of_net(4, 8, 256, 32, 4)) == "keys of 256 values in delta nets (a multiple of 16, at most 128)"
     assert misfit(NETS, Coding("E4M3", 1, "F32")) == ""
     assert misfit(SHARED) == ""
-    assert misfit(SPECS["gated attention"], None, "fp8") == "heads of 256 values beside a KV cache in fp8 (at most 128)"
+    assert misfit(SPECS["gated attention"], None, "fp8") == "fp8 keys and values of heads of 256 (at most 128)"
     assert misfit(NETS, None, "fp8") == ""
     odd = replace(SHARED.layers[0], ffn=Experts(32, ExpertsSpec(6, 2), shared_width=48))
     assert "a shared expert with 12 columns in a lane" in misfit(replace(SHARED, mixed_layers=(odd,) * 4))

@@ -78,8 +78,9 @@ class PromptBuffers:
 
 
 def misfit(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") -> str:
-    """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits. `kv_dtype`: of
-    its cache, where that is known.
+    """What of a model, and of a KV cache of `kv_dtype`, prefill's kernels cannot take; empty if there is nothing.
+
+    The monokernel has its own limits.
     """
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
@@ -100,7 +101,7 @@ def misfit(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") ->
     elif spec.head_dim > MAX_HEAD_DIM and coding is not None and not coding.is_of_experts and not spec.mixed_layers:
         findings.append(f"{spec.head_dim} values in a head beside quantised weights (at most {MAX_HEAD_DIM})")
     if spec.head_dim > MAX_HEAD_DIM and kv_dtype in CODE_BITS:
-        findings.append(f"heads of {spec.head_dim} values beside a KV cache in {kv_dtype} (at most {MAX_HEAD_DIM})")
+        findings.append(f"{kv_dtype} keys and values of heads of {spec.head_dim} (at most {MAX_HEAD_DIM})")
     if spec.qk_norm and (spec.head_dim % 4 or WIDE_HEAD_DIM // 4 % (spec.head_dim // 4)):
         findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64, 128 or {WIDE_HEAD_DIM})")
     if (spec.qkv_bias or spec.qk_norm) and not spec.has_one_stream:
