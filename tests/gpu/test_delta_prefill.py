@@ -44,7 +44,11 @@ LENGTHS = (2, 17, 65, 130, 300)
 LIMIT = 4e-3  # as of other models with one stream
 SMALL_LIMIT = 8e-3  # of hidden sizes of 64: roundings to binary16 alone make up to 5e-3 of them on a CPU
 CODED_LIMIT = 6e-3  # both round x of codes, in other ways
-CODINGS = {"FP8": Coding("E4M3", 1, "BF16"), "INT4": Coding("INT4", 1, "BF16")}
+CODINGS = {
+    "FP8": Coding("E4M3", 1, "BF16"),
+    "INT4": Coding("INT4", 1, "BF16"),
+    "INT4, nets in 16 bit": Coding("INT4", 1, "BF16", plain_inputs=True, plain_outputs=True),
+}
 WIDTHS = ("Qwen3.5-0.8B", "Qwen3.5-9B", "Qwen3.5-27B")
 WIDE = AttentionShape(256, num_heads=24, num_kv_heads=4, lane_heads=3)
 

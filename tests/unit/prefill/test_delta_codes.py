@@ -13,9 +13,12 @@ from numpy.typing import DTypeLike
 
 from kog_dist.decode.coding import Coding
 from kog_dist.model.formats.weight_format import WeightFormat
+from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.coded_source import is_coded
 from kog_dist.workers.cuda.device_weights import to_values
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.base.matrices import Matrices, plain_ops
 from kog_dist.workers.prefill.buffers.prompt import misfit
 from kog_dist.workers.prefill.expand.expand_abi import EXPAND_PARAMS, expand_header
 from kog_dist.workers.prefill.expand.expanded import expanded_layers
@@ -25,6 +28,7 @@ from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.delta_rank import StoredRank, Wanted
 from tests.unit.prefill.emulated import compiled, emulated_delta, launcher
 from tests.unit.prefill.models import relative_error, token_ids
+from tests.unit.prefill.test_delta import SHARED
 from tests.unit.test_delta_codes_twin import ODD, PUBLISHED, USUAL, CodedNets
 
 pytestmark = needs_compiler
@@ -33,14 +37,24 @@ CASES = {
     "FP8, a scale for each row, odd shapes": (ODD, WeightFormat("E4M3", 1, 0, "F32")),
     "INT4, published heads": (PUBLISHED, WeightFormat("INT4", 1, 128, "BF16")),
 }
+PLAIN = {  # what is not in codes
+    "INT4, nets in 16 bit": (WeightFormat("INT4", 1, 128, "BF16"), ("plain_inputs", "plain_outputs")),
+    "FP8, a scale for each row, inputs in 16 bit": (WeightFormat("E4M3", 1, 0, "F32"), ("plain_inputs",)),
+}
 
 
 class CodedRank(StoredRank):
     """Whose matrices are expanded by the kernel, which runs here."""
 
-    def __init__(self, spec: ModelSpec, form: WeightFormat, folder: Path, patch: pytest.MonkeyPatch, **options: Any) -> None:
-        self.folder, self.model, self.coding = folder, CodedNets(spec, "bfloat16", form, patch), Coding.of(form)
-        self.terms = self.coding.terms
+    def __init__(
+        self, spec: ModelSpec, form: WeightFormat, folder: Path, patch: pytest.MonkeyPatch, *, plain: Any = None, **options: Any
+    ) -> None:
+        """`plain`: of `Coding`."""
+        self.folder, self.model = folder, CodedNets(spec, "bfloat16", form, patch)
+        self.coding = replace(Coding.of(form), **(plain or {}))
+        values, layouts = self.model.values, tensor_layouts(spec)
+        self.model.values = {name: of_codes for name, of_codes in values.items() if is_coded(layouts, self.coding, name)}
+        self.terms = 1 if self.coding.plain_inputs else self.coding.terms
         super().__init__(spec, **options)
 
     def made_tensors(self) -> dict[str, Any]:
@@ -51,18 +65,25 @@ class CodedRank(StoredRank):
         header = expand_header(self.coding, shape.tape.scale_rows)
         library = ctypes.CDLL(str(compiled(self.folder, "expand", header, ["expand"], "KogExpandParams", "-Og")))
         launch = launcher(library, "expand", EXPAND_PARAMS.size_bytes)
-        return expanded_layers(shape, self.model.weights(shape), launch, "cpu", [None] * self.spec.num_layers)
+        plain = Matrices(self.spec, dtype, routers_only=True, plain_ops=plain_ops(self.coding))
+        for name in filter(plain.wants, self.model.words):
+            plain.take(name, self.tensors[name])
+        return expanded_layers(shape, self.model.weights(shape), launch, "cpu", plain.layers())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *PLAIN])
 def test_prompts_have_the_logits_of_the_interpreter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, form = CASES[name]
+    spec, form = CASES[name] if name in CASES else (USUAL, PLAIN[name][0])
+    plain = dict.fromkeys(PLAIN[name][1] if name in PLAIN else (), True)
     (tmp_path / "expand").mkdir()
-    rank = CodedRank(replace(spec, max_context=64), form, tmp_path / "expand", monkeypatch, dtype=np.float16, sizes=(8, 16))
+    spec, folder = replace(spec, max_context=64), tmp_path / "expand"
+    rank = CodedRank(spec, form, folder, monkeypatch, plain=plain, dtype=np.float16, sizes=(8, 16))
     assert misfit(rank.spec, rank.coding) == ""
     assert not is_multiplied_on_tape(rank.shape)
     assert rank.delta is not None
-    assert rank.delta.matrix_rows > rank.delta.rows
+    assert (rank.delta.matrix_rows > rank.delta.rows) == ("plain_inputs" not in plain)
+    assert rank.shape.delta is not None
+    assert rank.shape.delta.terms == rank.terms
     ids = token_ids(rank.spec, 40)
     wanted = Wanted(rank, ids)
     for end, start in ((20, 0), (40, 20)):
@@ -72,6 +93,9 @@ def test_prompts_have_the_logits_of_the_interpreter(name: str, tmp_path: Path, m
         assert relative_error(found[0], of_net[0]) < 6e-3
     held = [getattr(layer, field) for layer in rank.matrices for field in ("attention_norm", "ffn_norm", "head_norms")]
     held += [getattr(layer, f"delta_{field}") for layer in rank.matrices for field in ("taps", "factors", "norm")]
+    nets = [layer.plain for layer in rank.matrices if layer.plain is not None]
+    assert len(nets) == (len(rank.delta.layers) if plain else 0)
+    held += [matrix for net in nets for matrix in (net.wqkv, net.wo)]
     assert expanded_bytes(rank.shape) == rank.matrices[0].matrices.num_bytes + sum(one.nbytes for one in held if one is not None)
 
 
@@ -92,7 +116,6 @@ def test_kernels_sum_the_terms_of_factors(tmp_path: Path, monkeypatch: pytest.Mo
     assert relative_error(rows.mixed, wanted) < 1e-3
 
 
-def test_nets_in_16_bit_beside_codes_are_refused() -> None:
+def test_what_stands_beside_codes_in_other_ways_is_refused() -> None:
     coding = Coding.of(CASES["INT4, published heads"][1])
-    for plain in ({"plain_inputs": True}, {"plain_outputs": True}):
-        assert "delta nets in 16 bit beside codes of INT4" in misfit(PUBLISHED, replace(coding, **plain))  # type: ignore[arg-type]
+    assert "experts or biases" in misfit(SHARED, coding)

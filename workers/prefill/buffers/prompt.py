@@ -88,8 +88,6 @@ def misfit(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") ->
         findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
     if spec.experts is not None and coding is not None and not coding.scales:
         findings.append(f"experts in {coding.number} with one scale for each row (for groups of columns)")
-    if spec.is_recurrent and coding is not None and (coding.plain_inputs or coding.plain_outputs):
-        findings.append(f"delta nets in 16 bit beside codes of {coding.number} (in codes, too)")
     if spec.mixed_layers and coding is not None and (spec.experts is not None or spec.qkv_bias or spec.out_bias):
         findings.append(f"experts or biases in layers of several kinds beside codes of {coding.number} (dense FFNs, no biases)")
     if (spec.attention_sinks or spec.out_bias) and spec.experts is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -19,7 +20,7 @@ from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.base import compiled
 from kog_dist.workers.prefill.base.arrays import Array, address, library, on_host
-from kog_dist.workers.prefill.base.matrices import stream_scale
+from kog_dist.workers.prefill.base.matrices import PlainNet, stream_scale
 from kog_dist.workers.prefill.expand.expand_abi import EXPAND_PARAMS, expand_header
 
 Launch = Callable[[int, int, bytes, bool], None]  # see `kernel_calls.Launchers`
@@ -91,16 +92,21 @@ class ExpandedLayer:
 
     matrices: ExpandedMatrices
     layer: int
+    plain: PlainNet | None = field(default=None, kw_only=True)
 
     @property
     def wqkv(self) -> Array:
         """Query rows, key rows, value rows, or all rows of a delta net's input, whose last ones are terms of factors."""
         is_net = isinstance(self.matrices.shape.spec.layers[self.layer].mixer, DeltaNet)
+        if self.plain is not None and self.plain.wqkv is not None:
+            return self.plain.wqkv
         return self.matrices.matrix(Phase.DELTA_IN if is_net else Phase.QKV, self.layer)
 
     @property
     def wo(self) -> Array:
         """Of the attention's output."""
+        if self.plain is not None and self.plain.wo is not None:
+            return self.plain.wo
         return self.matrices.matrix(Phase.OUT, self.layer)
 
     @property
@@ -140,16 +146,14 @@ class ExpandedDenseLayer(ExpandedLayer):
     delta_norm: Array | None = None
 
 
-def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights, routers: Sequence[Array | None]) -> list[Any]:
-    """All layers, on cupy's current stream. `routers`: of each. Raises CompileError or LaunchError."""
+def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights, routers: Sequence[Any]) -> list[Any]:
+    """All layers, on cupy's current stream. `routers`: of each, or `PlainNet`. Raises CompileError or LaunchError."""
     assert shape.coding is not None
     cubin = compiled.build("expand", expand_header(shape.coding, shape.tape.scale_rows))
     return expanded_layers(shape, weights, partial(compiled.launch, Kernel(cubin.path, "expand", 0)), "cuda", routers)
 
 
-def expanded_layers(
-    shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str, routers: Sequence[Array | None]
-) -> list[Any]:
+def expanded_layers(shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str, routers: Sequence[Any]) -> list[Any]:
     """All layers of the model's kind; what is neither a matrix nor a router is read from the monokernel's weights."""
     there = library(device).asarray
 
@@ -173,7 +177,7 @@ def expanded_layers(
         return None if vectors is None else vectors[layer]
 
     if shape.spec.mixed_layers:
-        return _mixed_layers(shape, weights, matrices, values, there)
+        return _mixed_layers(shape, weights, matrices, values, there, routers)
     return [
         ExpandedDenseLayer(
             matrices, i, there(norms[i, 0, 0]), there(norms[i, 1, 0]), of(i, biases), of(i, head_norms), of(i, out_biases),
@@ -189,6 +193,7 @@ def _mixed_layers(
     matrices: ExpandedMatrices,
     values: Callable[[Array], NDArray[np.float32]],
     there: Callable[[NDArray[np.float32]], Array],
+    plain: Sequence[PlainNet | None],
 ) -> list[ExpandedDenseLayer]:
     """Layers of several kinds, with dense FFNs. What a kind of mixer has stands there for the layers of that kind alone."""
     spec, made = shape.spec, list[ExpandedDenseLayer]()
@@ -200,15 +205,15 @@ def _mixed_layers(
     for layer, (attention_norm, ffn_norm) in enumerate(norms):
         is_net = isinstance(spec.layers[layer].mixer, DeltaNet)
         own = {name: there(every[seen[is_net]]) for name, every in vectors.items() if name.startswith("delta") == is_net}
-        made.append(ExpandedDenseLayer(matrices, layer, attention_norm, ffn_norm, **own))
+        made.append(ExpandedDenseLayer(matrices, layer, attention_norm, ffn_norm, plain=plain[layer], **own))
         seen[is_net] += 1
     return made
 
 
 def matrix_shapes(shape: KernelShape) -> dict[Phase, tuple[int, int, int]]:
     """Hosted lanes, rows and columns of the matrices of a layer, but for those of experts."""
-    terms = 1 if shape.attention_coding is None else shape.attention_coding.terms
-    stages = matrix_stages(shape.spec).items()
+    terms = 1 if shape.delta is None else shape.delta.terms
+    stages = ((op, stage) for op, stage in matrix_stages(shape.spec).items() if shape.ops[op].coding is not None)
     return {op: (shape.num_lanes, stage.coded_rows(terms), stage.num_columns) for op, stage in stages}
 
 
@@ -226,5 +231,5 @@ def places_on_tape(shape: KernelShape) -> Any:
             lane = product.first_lane - shape.hosted_lanes[0]
             index = product.layer, _number_of(product.op), lane // product.num_lanes
             places[index] = 2 * shape.num_ctas * position, numbers[product]
-        position += shape.ops[product.op].num_values
+        position += shape.forms[product.op, product.layer].num_values
     return places
