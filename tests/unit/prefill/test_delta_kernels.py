@@ -63,7 +63,7 @@ def test_kernels_are_the_array_code(name: str, tmp_path: Path) -> None:
         assert rows.nets is not None
         assert rows.mixed is not None
         projected = 2 * random.standard_normal(rows.nets.projected.shape).astype(np.float32)
-        projected += 2 * random.standard_normal(projected.shape[1]).astype(np.float32)  # keys of all tokens are alike
+        projected += 2 * random.standard_normal(projected.shape[1:]).astype(np.float32)  # keys of all tokens are alike
         operations.product = lambda x, matrix, out, given=projected: np.copyto(out, given.reshape(out.shape))
         rows.place[0], buffers.last_position[0], buffers.cache_number[0] = start, start + tokens - 1, 1
         buffers.overflow[...] = 0
