@@ -171,7 +171,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
     if settings.check_experts:
         return needs("off", note="prompts go token by token: --check-experts compares what is chosen for each")
     asks_coding = checkpoint.spec.experts is not None or checkpoint.spec.mixed_layers
-    obstacle = obstacle_to_prefill(checkpoint.spec, coding_of(checkpoint) if asks_coding else None)
+    obstacle = obstacle_to_prefill(checkpoint.spec, coding_of(checkpoint) if asks_coding else None, kv_dtype)
     if settings.prefill == "on":
         return needs("on", obstacle=obstacle)
     if obstacle:

@@ -188,6 +188,9 @@ class CheckedDenseOperations(Checked):
     def mix(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
         self._compare(f"experts of layer {layer}", {"partial": rows.partial}, lambda do: do.mix(rows, matrices, layer))
 
+    def add_shared(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        self._compare("shared expert", {"partial": rows.partial}, lambda do: do.add_shared(rows, matrices))
+
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
         outputs = {"place": last.place, "stream": last.stream, "query": last.query}
         outputs |= {} if last.mixed is None else {"mixed": last.mixed}

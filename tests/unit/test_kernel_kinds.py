@@ -184,6 +184,14 @@ def test_prefill_takes_no_codes_of_delta_nets() -> None:
     assert "delta nets" not in misfit(FLAT, coding)
 
 
+def test_prefill_takes_no_codes_of_wide_heads() -> None:
+    """A row of keys is of two warps there, and each would have a scale of its own."""
+    spec = read_config(CONFIGS["Qwen3.5-27B"])
+    assert misfit(spec, None, "bfloat16") == misfit(spec, None) == ""
+    assert misfit(spec, None, "fp8") == "fp8 keys and values of heads of 256 (at most 128)"
+    assert "fp8" not in misfit(FLAT, None, "fp8")
+
+
 def test_layers_that_no_device_code_has_are_refused() -> None:
     spec = stored(FLAT)
     layers = [*spec.layers[:2], replace(spec.layers[0], ffn=Ffn(256))]

@@ -207,7 +207,7 @@ def obstacle(shape: KernelShape) -> str:
     from kog_dist.workers.prefill import gpu
     from kog_dist.workers.prefill.buffers.prompt import misfit
 
-    finding = misfit(shape.spec, shape.coding)
+    finding = misfit(shape.spec, shape.coding, shape.kv_dtype)
     return f"the model has {finding}" if finding else gpu.obstacle_on_gpu()
 
 

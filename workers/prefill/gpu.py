@@ -129,7 +129,7 @@ def runner_for(
     """The runner of `prefill_for`."""
     shape = kernel.shape
     spec, layout = shape.spec, CacheLayout.of(shape)
-    if finding := misfit(spec, shape.coding):
+    if finding := misfit(spec, shape.coding, shape.kv_dtype):
         raise ConfigError(f"prefill cannot run this model: it has {finding}; its prompts go token by token")
     tuning = tuning.within(spec)
     kernel.prepare_head_start()

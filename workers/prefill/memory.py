@@ -28,9 +28,9 @@ _SMS = 132  # of the GPUs that attention.cu is for
 _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within graphs
 
 
-def obstacle_to_prefill(spec: ModelSpec, coding: Coding | None = None) -> str:
+def obstacle_to_prefill(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") -> str:
     """Why ranks of this machine cannot go through prompts in chunks; empty if they can (as far as the model decides)."""
-    finding = misfit(spec, coding)
+    finding = misfit(spec, coding, kv_dtype)
     return f"the model has {finding}" if finding else ""
 
 
@@ -69,7 +69,10 @@ def expanded_bytes(shape: KernelShape) -> int:
 
 def _router_bytes(spec: ModelSpec) -> int:
     router = router_stage(spec)
-    return 0 if router is None else 2 * spec.num_layers * router.num_rows * router.num_columns
+    if router is None or spec.experts is None:
+        return 0
+    num_experts = spec.experts.num_experts  # a gate is float32
+    return spec.num_layers * router.num_columns * (2 * num_experts + 4 * (router.num_rows - num_experts))
 
 
 def _norm_bytes(spec: ModelSpec, num_lanes: int) -> int:

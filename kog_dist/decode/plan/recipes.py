@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from kog_dist.decode.plan.steps import NONE, Kind, Phase, Site, Value
 from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
+from kog_dist.model.layout import SHARED
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 
@@ -268,8 +269,16 @@ def matrix_stages(spec: ModelSpec) -> dict[Phase, Stage]:
 
 
 def layer_matrix_stages(spec: ModelSpec, layer: int) -> dict[Phase, Stage]:
-    """The same of one layer: where mixers are of several kinds, stages of one phase have other tensors in other layers."""
-    stages = (stage for recipe in recipes(spec)[layer] for stage in recipe.stages)
+    """The same of one layer: where mixers are of several kinds, stages of one phase have other tensors in other layers. Of a
+    layer with experts those of the shared one, if there is one.
+    """
+    stages = [stage for recipe in recipes(spec)[layer] for stage in recipe.stages]
+    ffn, d = spec.layers[layer].ffn, spec.hidden_size
+    if isinstance(ffn, Experts) and ffn.shared_width:
+        columns = ffn.shared_width // spec.num_lanes
+        w1, w3, w2 = (f"{SHARED[1:]}{name}" for name in ("w1", "w3", "w2"))
+        stages = [stage for stage in stages if stage.phase not in (Phase.GATE_UP, Phase.DOWN)]
+        stages += [Stage(Phase.GATE_UP, (), (), 2 * columns, d, 4, (w1, w3)), Stage(Phase.DOWN, (), (), d, columns, 2, (w2,))]
     return {stage.phase: stage for stage in stages if stage.tensors and stage.is_by_lane}
 
 

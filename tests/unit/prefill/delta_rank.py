@@ -23,6 +23,7 @@ from kog_dist.workers.prefill.delta.state_layout import StateLayout
 from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, SumExchange
+from kog_dist.workers.prefill.experts.plain import plain_experts
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.unit.prefill.models import CACHE_DTYPES, layout_of
 from tests.unit.test_kinds_twin import Tensors
@@ -47,13 +48,15 @@ class StoredRank:
         self.states = np.zeros(NUM_CACHES * num_values, np.float32)
         self.matrices = matrices_of(spec, lanes, self.tensors.__getitem__, dtype).layers()
         self.buffers = DenseBuffers(self.layout, dtype, max(sizes), "cpu", self.delta)
+        layers = range(spec.num_layers if spec.experts is not None else 0)
+        self.experts = [plain_experts(spec, layer, lanes, self.tensors.__getitem__) for layer in layers]
         self.operations = self.made_operations()
         self.layers = DenseLayers(spec, self.matrices, self.operations, exchange or OneRank())
         runner = HostRunner(self.layers, self.buffers, sizes)
         self.prefill = Prefill(runner, max_context=spec.max_context, sizes=sizes, work=work)
 
     def made_operations(self) -> Any:
-        return PlainDenseOperations(self.buffers, self.tensors[EMBEDDING], self.cache, states=self.states)
+        return PlainDenseOperations(self.buffers, self.tensors[EMBEDDING], self.cache, self.experts, self.states)
 
     def run(self, ids: list[int], start: int = 0, cache: int = 0) -> int:
         return self.prefill.run(ids, start, should_stop=lambda: False, cache=cache)

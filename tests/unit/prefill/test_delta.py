@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kog_dist.decode.coding import Coding
-from kog_dist.model.layers import DeltaNet
+from kog_dist.model.experts import ExpertsSpec
+from kog_dist.model.layers import DeltaNet, Experts, LayerSpec
 from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.delta_shape import DeltaShape
@@ -31,6 +32,13 @@ from tests.unit.test_kinds_twin import SPECS, spec_of
 
 LONG = {name: replace(spec, max_context=256) for name, spec in SPECS.items()}
 NETS = LONG["delta nets"]
+LONG["a shared expert"] = SHARED = ModelSpec.of_layers(
+    [LayerSpec(layer.mixer, Experts(32, ExpertsSpec(6, 2), shared_width=64), layer.norm) for layer in NETS.layers],
+    hidden_size=64,
+    vocab_size=76,
+    max_context=256,
+    num_lanes=4,
+)
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -184,7 +192,10 @@ def test_what_cannot_be_taken_is_named() -> None:
         return spec_of(DeltaNet(*sizes), NETS.layers[2].mixer)
 
     assert misfit(of_net(4, 8, 256, 32, 4)) == "keys of 256 values in delta nets (a multiple of 16, at most 128)"
-    assert "quantised weights" in misfit(NETS, Coding("E4M3", 1, "F32"))
+    assert "delta nets beside codes of E4M3" in misfit(NETS, Coding("E4M3", 1, "F32"))
+    assert misfit(SHARED) == ""
+    odd = replace(SHARED.layers[0], ffn=Experts(32, ExpertsSpec(6, 2), shared_width=48))
+    assert "a shared expert with 12 columns in a lane" in misfit(replace(SHARED, mixed_layers=(odd,) * 4))
     assert misfit(of_net(4, 8, 32, 8, 4)) == "value heads of 8 values in delta nets (a multiple of 16)"
 
 

@@ -37,6 +37,7 @@ from tests.unit.prefill.delta_rank import StoredRank
 from tests.unit.prefill.emulated import EmulatedDenseOperations, compiled, emulated_delta, launcher
 from tests.unit.prefill.models import relative_error, token_ids
 from tests.unit.prefill.test_attention import wanted
+from tests.unit.prefill.test_delta import SHARED
 from tests.unit.test_kinds_twin import SPECS
 
 pytestmark = needs_compiler
@@ -101,16 +102,17 @@ class EmulatedRank(StoredRank):
     def made_operations(self) -> EmulatedDenseOperations:
         embedding = rounded(self.tensors[EMBEDDING], BFLOAT16)
         return EmulatedDenseOperations(
-            self.buffers, embedding, self.cache, self.folder, weight_dtype="bfloat16", kv_dtype=self.kv_dtype, states=self.states
-        )
+            self.buffers, embedding, self.cache, self.folder, weight_dtype="bfloat16", kv_dtype=self.kv_dtype,
+            of_layers=self.experts, states=self.states,
+        )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [*SPECS, "a shared expert"])
 def test_prompts_by_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("base.shared_abi", "dense.dense_abi", "dense.device"):
         monkeypatch.setattr(f"kog_dist.workers.prefill.{place}.MAX_THREADS", 64)  # a head of 256; more are expensive here
     monkeypatch.setattr("kog_dist.workers.prefill.dense.device._LOADING", 3)
-    spec = replace(SPECS[name], max_context=128)
+    spec = replace((SPECS | {"a shared expert": SHARED})[name], max_context=128)
     options: dict[str, Any] = {"dtype": np.float16, "kv_dtype": "bfloat16", "sizes": (8, 16)}
     rank, plain = EmulatedRank(spec, tmp_path, **options), StoredRank(spec, **options)
     ids = token_ids(spec, 27)

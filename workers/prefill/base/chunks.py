@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from kog_dist.model.layers import AttentionMixer
+from kog_dist.model.layers import AttentionMixer, Experts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 
@@ -70,6 +70,7 @@ def work_of(spec: ModelSpec, *, has_rings: bool = False) -> Work:
     """
     attention, experts = spec.num_heads * spec.head_dim, spec.experts
     ffn = spec.intermediate_size * (1 if experts is None else EXPERT_FACTOR * experts.per_token)
+    ffn += next((part.shared_width for part in spec.kinds if isinstance(part, Experts)), 0)
     values = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim + 3 * ffn)
     num_full = spec.num_layers - len(spec.window_layers)
     if spec.mixed_layers:

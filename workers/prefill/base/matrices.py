@@ -42,7 +42,7 @@ class LayerMatrices:
 class DenseMatrices:
     """One layer of the hosted lanes of a model with one residual stream, (lanes, out, in), in the type of the products.
 
-    In a layer with experts `w13` and `w2` are None: experts are read where the monokernel has them.
+    In a layer with experts `w13` and `w2` are those of the shared one, or None: experts are read where the monokernel has them.
     """
 
     wqkv: Array  # query rows, key rows, value rows, and gate rows if there are any; or all rows of a delta net's input
@@ -57,6 +57,7 @@ class DenseMatrices:
     sinks: Array | None = None  # (lanes * heads,) float32
     router: Array | None = None  # (experts, D)
     router_bias: Array | None = None  # (experts,) float32
+    shared_gate: Array | None = None  # (D,) float32: of a shared expert
     delta_taps: Array | None = None  # (lanes, channels, conv_width) float32: of a delta net's convolution
     delta_factors: Array | None = None  # (lanes, 2 * heads) float32: logarithms of rates, what is added to decays
     delta_norm: Array | None = None  # (value_dim,) float32
@@ -83,7 +84,7 @@ class Matrices:
             for layer in range(spec.num_layers)
         ]
         self._routers_only = routers_only
-        self._parts = [[*self._router_parts] if routers_only else self._parts_of(layer) for layer in range(spec.num_layers)]
+        self._parts = [[*self._router_parts[:1]] if routers_only else self._parts_of(layer) for layer in range(spec.num_layers)]
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
         self._waiting: dict[int, dict[str, Array]] = {layer: {} for layer in range(spec.num_layers)}
         self._made: dict[int, LayerMatrices | DenseMatrices | Array] = {}
@@ -157,10 +158,12 @@ class Matrices:
         vectors = {name: vector(one) for name, one in self._vectors[layer].items()}
         if added and "head_norms" in vectors:
             vectors["head_norms"] = vectors["head_norms"] + added
+        if self._router_parts[1:]:
+            vectors["shared_gate"] = there(on_host(parts[self._router_parts[1]]).reshape(-1))
         return DenseMatrices(wqkv, wo, w13, w2, attention_norm, ffn_norm, router=router, **vectors)
 
     def _router(self, parts: dict[str, Array]) -> Array:
-        (name,) = self._router_parts
+        name = self._router_parts[0]  # behind it stands the gate of a shared expert, if there is one
         router: Array = library_of(parts[name]).empty(parts[name].shape, self._dtype)
         put_scaled(router, parts[name], None)
         return router

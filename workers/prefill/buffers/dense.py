@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 from numpy.typing import DTypeLike
 
-from kog_dist.decode.plan.recipes import matrix_stages
+from kog_dist.decode.plan.recipes import layer_matrix_stages
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.records import dataclass
@@ -26,7 +26,7 @@ from kog_dist.workers.prefill.buffers.prompt import PromptBuffers
 class DenseRows:
     """Views for a chunk of `size` tokens. L: hosted lanes, D: hidden size, F: FFN columns of a lane, T: the products' type.
 
-    With experts x is a plane of theirs, and F is 0.
+    With experts x is a plane of theirs, and F is the shared one's, or 0.
     """
 
     size: int
@@ -84,7 +84,7 @@ class DenseBuffers(PromptBuffers):
         def view(name: str, *shape: int, dtype: DTypeLike) -> Array:
             return self._front(name + suffix, shape, dtype, prod(shape) // size * largest)
 
-        d, f32, ffn, net = spec.hidden_size, np.float32, _ffn_columns(spec), self.delta
+        d, f32, ffn, net = spec.hidden_size, np.float32, ffn_columns(spec), self.delta
         experts = expert_rows(spec, lanes, size, half, view)
         return DenseRows(
             size=size,
@@ -107,9 +107,9 @@ class DenseBuffers(PromptBuffers):
         return self._front(name, (size, lanes * num_rows), np.float32, largest * lanes * _input_rows(self.spec, self.delta))
 
 
-def _ffn_columns(spec: ModelSpec) -> int:
-    """Of a lane, of an FFN that all tokens have."""
-    down = matrix_stages(spec).get(Phase.DOWN)
+def ffn_columns(spec: ModelSpec) -> int:
+    """Of a lane, of an FFN that all tokens have: the shared expert's, where there are experts."""
+    down = layer_matrix_stages(spec, 0).get(Phase.DOWN)
     return 0 if down is None else down.num_columns
 
 
@@ -129,7 +129,7 @@ def dense_buffer_bytes(layout: CacheLayout, max_size: int, delta: DeltaShape | N
     num_rows = spec.max_context + max_size
     kept = 2 * 2 * num_rows * layout.heads * spec.head_dim
     rope, prompt, flags = 4 * spec.max_context * spec.rotary_dim, 4 * num_rows, 4 * NUM_FLAGS
-    ffn = _ffn_columns(spec)
+    ffn = ffn_columns(spec)
     of_lane = 4 * _input_rows(spec, delta) + 2 * spec.lane_heads * spec.head_dim + 2 * 3 * ffn + 2 * spec.hidden_size
     of_nets = 0
     if delta is not None:

@@ -35,6 +35,13 @@ class ExpertRows:
     activation: Array  # (size * K, L, W) T: times ACTIVATION_SCALE, without the weights; 0 beside a lane's columns
     result: Array  # (size * K, L, D) T: what the experts' `down` gives
 
+    @property
+    def shared(self) -> Array:
+        """(L, size, D) T: what the shared expert's `down` gives, in the place of `result`, once that is summed up."""
+        num_pairs, lanes, width = self.result.shape
+        size = num_pairs // self.chosen.shape[1]
+        return self.result.reshape(-1)[: lanes * size * width].reshape(lanes, size, width)
+
 
 def expert_rows(spec: ModelSpec, num_lanes: int, size: int, half: np.dtype[np.generic], view: View) -> ExpertRows | None:
     """None of a model without experts."""

@@ -14,6 +14,7 @@ from kog_dist.model.layers import DeltaNet, Experts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.head_start import LastStreams
+from kog_dist.workers.cuda.kv_format import CODE_BITS
 from kog_dist.workers.prefill.attention.attention_abi import MAX_HEAD_DIM
 from kog_dist.workers.prefill.attention.wide_abi import WIDE_HEAD_DIM
 from kog_dist.workers.prefill.base.arrays import Array, address, library
@@ -76,8 +77,11 @@ class PromptBuffers:
         return self._memory[name][: prod(shape)].reshape(shape)
 
 
-def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
-    """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
+def misfit(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") -> str:
+    """What of a model, and of a KV cache of `kv_dtype`, prefill's kernels cannot take; empty if there is nothing.
+
+    The monokernel has its own limits.
+    """
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
     if spec.experts is not None and spec.hidden_size % 32:
@@ -95,6 +99,8 @@ def misfit(spec: ModelSpec, coding: Coding | None = None) -> str:
         findings.append(f"{spec.head_dim} values in a head (a multiple of 16)")
     elif spec.head_dim > MAX_HEAD_DIM and coding is not None and not coding.is_of_experts:
         findings.append(f"{spec.head_dim} values in a head beside quantised weights (at most {MAX_HEAD_DIM})")
+    if spec.head_dim > MAX_HEAD_DIM and kv_dtype in CODE_BITS:
+        findings.append(f"{kv_dtype} keys and values of heads of {spec.head_dim} (at most {MAX_HEAD_DIM})")
     if spec.qk_norm and (spec.head_dim % 4 or WIDE_HEAD_DIM // 4 % (spec.head_dim // 4)):
         findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64, 128 or {WIDE_HEAD_DIM})")
     if (spec.qkv_bias or spec.qk_norm) and not spec.has_one_stream:
@@ -116,8 +122,9 @@ def _of_layers(spec: ModelSpec) -> list[str]:
             findings.append(f"keys of {net.key_dim} values in delta nets (a multiple of {DELTA_UNIT}, at most {MOST_KEYS})")
         if net.value_dim % DELTA_UNIT:
             findings.append(f"value heads of {net.value_dim} values in delta nets (a multiple of {DELTA_UNIT})")
-    if any(isinstance(part, Experts) and part.shared_width for part in spec.kinds):
-        findings.append("shared experts")
+    for shared in (part.shared_width // spec.num_lanes for part in spec.kinds if isinstance(part, Experts)):
+        if shared % UNIT:
+            findings.append(f"a shared expert with {shared} columns in a lane (a multiple of {UNIT})")
     if spec.rotary_dim % 4 and spec.rotary_dim != spec.head_dim:
         findings.append(f"{spec.rotary_dim} values of a head that are rotated (a multiple of 4)")
     return findings

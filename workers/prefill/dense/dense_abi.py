@@ -9,6 +9,7 @@ from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.base.scale import ACTIVATION_SCALE
 from kog_dist.workers.prefill.base.shared_abi import UNIT, cache_lines, threads_for
+from kog_dist.workers.prefill.buffers.dense import ffn_columns
 
 MAX_THREADS = 256  # of a thread block, but for those that have a row of the stream
 APPEND_ROWS = 4  # that a thread block of `append` takes
@@ -59,8 +60,8 @@ def dense_header(layout: CacheLayout, *, weight_dtype: str, kv_dtype: str) -> st
     spec = layout.spec
     numbers = {
         "kLanes": layout.num_lanes, "kHidden": spec.hidden_size, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads,
-        "kHeadDim": spec.head_dim, "kRotaryDim": spec.rotary_dim, "kFfn": spec.lane_ffn, "kMaxContext": spec.max_context,
-        "kUnit": UNIT,
+        "kHeadDim": spec.head_dim, "kRotaryDim": spec.rotary_dim, "kFfn": ffn_columns(spec) or spec.lane_ffn,
+        "kMaxContext": spec.max_context, "kUnit": UNIT,
         "kMaxThreads": MAX_THREADS, "kAppendRows": APPEND_ROWS, "kRowThreads": row_threads(spec.hidden_size),
     }  # fmt: skip
     floats = {"kNormEps": spec.norm_eps, "kActivationScale": ACTIVATION_SCALE}

@@ -29,7 +29,7 @@ from kog_dist.workers.prefill.tape.products import TapeProducts
 if TYPE_CHECKING:
     from kog_dist.workers.prefill.base.matrices import DenseMatrices
 
-GATES_KERNELS = ("gate_heads", "take_last_mixer")
+GATES_KERNELS = ("gate_heads", "add_shared", "take_last_mixer")
 KERNELS = ("begin", "embed", "append", "store", "lane_sum", "residual", "residual_alone", "swiglu", "take_last", "give_stream")
 _LOADING = 264  # thread blocks that bring what the cache holds
 _MOST_STORING = 1024
@@ -214,6 +214,19 @@ class DenseDeviceOperations:
         assert self.experts is not None
         self.product(own.planes.reshape(1, 2 * rows.size, -1), router[None], own.logits.reshape(1, 2 * rows.size, -1))
         self.experts.run(rows, own, matrices.router_bias, layer)
+
+    def add_shared(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        """See `DenseOperations`."""
+        own, w2 = rows.experts, matrices.w2
+        assert self._gates is not None
+        assert own is not None
+        assert w2 is not None
+        self.gate(rows, matrices)
+        self.product(rows.activation, w2, own.shared)
+        self._gates(
+            "add_shared", rows.size, MAX_THREADS, size=rows.size, x=rows.x, shared_gate=matrices.shared_gate, shared=own.shared,
+            partial=rows.partial,
+        )  # fmt: skip
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
         """See `DenseOperations`."""

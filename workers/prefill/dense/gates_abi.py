@@ -18,6 +18,10 @@ GATES_PARAMS = Struct(
         Field("mixed_ptr", "u64", "binary16 (size, lanes, heads * value_dim), of delta nets"),
         Field("last_qkv_ptr", "u64", "like qkv, of the prompt's last token; so is the next one"),
         Field("last_mixed_ptr", "u64", "like mixed"),
+        Field("x_ptr", "u64", "binary16 (size, hidden)"),
+        Field("shared_gate_ptr", "u64", "float32 (hidden)"),
+        Field("shared_ptr", "u64", "binary16 (lanes, size, hidden): what the shared expert gives"),
+        Field("partial_ptr", "u64", "like shared: what all experts give"),
         Field("size", "u32", "rows of the chunk"),
     ),
 )
@@ -27,7 +31,7 @@ def gates_header(spec: ModelSpec, num_lanes: int, delta: DeltaShape | None) -> s
     """`gates_shape.cuh`."""
     numbers = {
         "kLanes": num_lanes, "kQkvRows": spec.lane_qkv_rows, "kGates": spec.lane_heads * spec.head_dim,
-        "kMixed": 0 if delta is None else num_lanes * delta.heads * delta.net.value_dim,
+        "kHidden": spec.hidden_size, "kMixed": 0 if delta is None else num_lanes * delta.heads * delta.net.value_dim,
     }  # fmt: skip
     lines = [device_header("kog_dist.workers.prefill.dense.gates_abi", (GATES_PARAMS,)), '#include "ptx.cuh"', "namespace kog {"]
     lines += [f"constexpr unsigned {name} = {value};" for name, value in numbers.items()]

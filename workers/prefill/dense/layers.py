@@ -80,8 +80,10 @@ class DenseLayers:
         do.project(rows, self._mixed(rows, layer), matrices)
         self._add(rows, Sublayer.ATTENTION, layer, 1.0, matrices.ffn_norm, matrices.out_bias)
         match self.spec.layers[layer].ffn:
-            case Experts():
+            case Experts() as experts:
                 do.mix(rows, matrices, layer)
+                if experts.shared_width:
+                    do.add_shared(rows, matrices)
             case Ffn():
                 do.gate(rows, matrices)
                 do.lower(rows, matrices)

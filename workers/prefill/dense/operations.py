@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from kog_dist.errors import ConfigError
 from kog_dist.workers.prefill.base.arrays import Array, float32_of, library_of, repeated
 from kog_dist.workers.prefill.base.reference import attend, inverse_rms, is_finite, multiply, rotated, silu, tree_sum
@@ -79,6 +81,9 @@ class DenseOperations(Protocol):
         """partial (L, size, D) = ACTIVATION_SCALE times what the chosen experts of each row give in each lane (docs/moe.md), in
         ascending order; 0 in rows behind the prompt's last token. Where the first lane is hosted it adds the experts' biases.
         """
+
+    def add_shared(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        """Behind `mix`: partial += what the shared expert gives in each lane, times the sigmoid of x times `shared_gate`."""
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
         """`last`, of one token, gets what `rows` holds of the prompt's last one: place, stream and query; gates of heads, and
@@ -275,6 +280,18 @@ class PlainDenseOperations:
         """See `DenseOperations`."""
         num_tokens = int(self.buffers.last_position[0]) + 1 - int(rows.place[0])
         mix(self.spec, rows, matrices, self._experts[layer], num_tokens, ACTIVATION_SCALE)
+
+    def add_shared(self, rows: DenseRows, matrices: DenseMatrices) -> None:
+        """See `DenseOperations`."""
+        own, w2, gate = rows.experts, matrices.w2, matrices.shared_gate
+        assert own is not None
+        assert w2 is not None
+        assert gate is not None
+        self.gate(rows, matrices)
+        self.product(rows.activation, w2, own.shared)
+        logits = (float32_of(rows.x) * gate).sum(-1, dtype=np.float64).astype(np.float32)
+        weights = 1 / (1 + library_of(logits).exp(-logits))
+        rows.partial[...] = float32_of(rows.partial) + weights[:, None] * float32_of(own.shared)
 
     def take_last(self, rows: DenseRows, last: DenseRows) -> None:
         """See `DenseOperations`."""

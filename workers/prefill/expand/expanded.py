@@ -132,7 +132,8 @@ class ExpandedDenseLayer(ExpandedLayer):
     sinks: Array | None = None
     router: Array | None = None
     router_bias: Array | None = None
-    delta_taps: Array | None = None  # of delta nets, which prefill takes in 16 bit alone
+    shared_gate: Array | None = None  # like what is below, of models that prefill takes in 16 bit alone
+    delta_taps: Array | None = None
     delta_factors: Array | None = None
     delta_norm: Array | None = None
 
