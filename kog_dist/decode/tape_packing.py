@@ -40,6 +40,7 @@ class OpShape:
     real_steps: int = 0  # that hold columns, of all warps; what the last warps have beyond them is left out. 0: nothing is
     last_rows: int = 0  # of the last block, where it has fewer than the others; 0: as many
     coding: Coding | None = None  # of a quantised matrix: its steps have more columns (coded_packing.py)
+    in_turn: bool = False  # warps take parts of the columns, `steps` each, in turn; else each has neighbouring ones
 
     @property
     def cta_rows(self) -> int:
@@ -81,11 +82,16 @@ class OpShape:
 
     def warps_of(self, tile: int) -> int:
         """Warps that have a part of a tile of a block: of the last ones it may have nothing."""
+        if self.in_turn:
+            return min(self.warps, self.real_steps // self.steps - tile * self.warps)
         return min(self.warps, -(-(self.real_steps - tile) // self.per)) if self.real_steps else self.warps
 
     @property
     def num_long_tiles(self) -> int:
-        """Tiles of a block, the first ones, that have as many warps' parts as the first; the others have one part less."""
+        """Tiles of a block, the first ones, that have as many warps' parts as the first.
+
+        The others have one part less; where warps take parts in turn it is the last tile, which has what is left.
+        """
         return sum(self.warps_of(tile) == self.warps_of(0) for tile in range(self.tiles))
 
     @property

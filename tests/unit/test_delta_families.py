@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.validate import check
@@ -208,10 +209,10 @@ def test_a_wrapper_that_is_none() -> None:
         read_config(REAL | {"text_config": 3})
 
 
-def test_gpus_refuse_shared_experts_by_name() -> None:
+def test_gpus_refuse_codes_beside_a_shared_expert_by_name() -> None:
     spec = read_config(REAL)
-    with pytest.raises(ConfigError, match=r"it has layers of shared experts; use --device cpu"):
-        KernelShape(spec, spec.lanes_of_rank(0, 1))
+    with pytest.raises(ConfigError, match=r"it has quantised experts beside a shared one \(16 bit\); use --device cpu"):
+        KernelShape(spec, spec.lanes_of_rank(0, 1), coding=Coding("E4M3", 1, "BF16"))
 
 
 def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, command_of, pytestmark  # noqa: F401
 
 LIMIT_US = 100
+IN_LAYER_1 = "(tag - 1) % (kLayers + 1) == 1"  # as long as tags have not come round
 NUM_KEPT = 3  # positions whose choices a build that is checked keeps here: fewer than are decoded
 
 QWEN3 = replace(
@@ -45,6 +46,9 @@ VARIANTS = {
     "qwen3_moe": QWEN3,
     "qwen3_moe, weights of all": replace(QWEN3, experts=ExpertsSpec(40, 4, is_normalised=False)),
     "qwen3_moe, two splits of outputs in a thread": replace(QWEN3, num_heads=32, own_head_dim=80, num_layers=2),
+    # Chosen ones that divide neither thread blocks nor warps: shares of rows, and tiles of DOWN that end within an expert.
+    "qwen3_moe, three of sixteen": replace(QWEN3, intermediate_size=384, experts=ExpertsSpec(16, 3)),
+    "qwen3_moe, ten of 512": replace(QWEN3, intermediate_size=160, experts=ExpertsSpec(512, 10, is_normalised=False)),
     "gpt_oss": replace(  # as large heads, and as many of each KV head, as the real ones
         QWEN3, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True, num_layers=3, num_heads=32, own_head_dim=64,
         max_context=64, sliding_window=4, window_layers=(0, 2),
@@ -52,6 +56,7 @@ VARIANTS = {
     ),
 }  # fmt: skip
 SPLITS = {"gpt_oss": 15}  # of the real ones; else as many as suit the number of thread blocks
+CTAS = {"qwen3_moe, ten of 512": 6}  # else 4; the last of six has fewer shares
 
 
 def with_few_choices(sources: Mapping[str, str]) -> dict[str, str]:
@@ -60,11 +65,16 @@ def with_few_choices(sources: Mapping[str, str]) -> dict[str, str]:
 
 def with_silences(sources: Mapping[str, str]) -> dict[str, str]:
     """Faults in layer 1. SILENCE 1: thread block 1 publishes no router logits, 2: no activations, 3: block 2 publishes none."""
-    is_silent = "layer == 1 && role.cta == (twin_silence == 3 ? 2 : 1) && twin_silence"
+    is_silent = f"{IN_LAYER_1} && role.cta == (twin_silence == 3 ? 2 : 1) && twin_silence"
+    return silenced(sources, f"{is_silent} == 1", f"{is_silent} > 1")
+
+
+def silenced(sources: Mapping[str, str], of_logits: str, of_activations: str) -> dict[str, str]:
+    """Router logits and activations are not published where these expressions say so."""
     changed = replaced(sources, "finalize_experts.cuh", "#pragma once\n", "#pragma once\nextern unsigned twin_silence;\n")
-    changed = replaced(changed, "finalize_experts.cuh", "if (is_mine)\n", f"if (is_mine && !({is_silent} == 1))\n")
-    publish = "publish<GateUpOp::kRows / 2"
-    return replaced(changed, "finalize_experts.cuh", publish, f"if (!({is_silent} > 1)) {publish}")
+    changed = replaced(changed, "finalize_experts.cuh", "if (is_mine)\n", f"if (is_mine && !({of_logits}))\n")
+    publish = "publish<O::kRows / 2"
+    return replaced(changed, "finalize_experts.cuh", publish, f"if (!({of_activations})) {publish}")
 
 
 # What has the same bits as the build for two ranks: the number of ranks, what changes the sources, and options. Each difference
@@ -81,6 +91,8 @@ OTHER_BUILDS: dict[str, list[Build]] = {
     "qwen3_moe": [(1, with_silences, {})],
     "qwen3_moe, weights of all": [(2, with_few_choices, {"checks_experts": True})],
     "qwen3_moe, two splits of outputs in a thread": [(1, dict, {})],
+    "qwen3_moe, three of sixteen": [(1, with_silences, {}), (4, dict, {})],
+    "qwen3_moe, ten of 512": [(4, dict, {})],
     "gpt_oss": [(1, with_few_choices, {"checks_experts": True, "whole_windows": True})],
 }
 
@@ -89,7 +101,7 @@ OTHER_BUILDS: dict[str, list[Build]] = {
 def test_logits_are_those_of_the_oracle_with_equal_bits(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On several numbers of ranks, with windowed layers that keep all positions, and with choices that are kept and right."""
     model = Model(VARIANTS[variant], "bfloat16", monkeypatch)
-    options: dict[str, Any] = {"max_ctas": 4, "splits": SPLITS.get(variant, 0)}
+    options: dict[str, Any] = {"max_ctas": CTAS.get(variant, 4), "splits": SPLITS.get(variant, 0)}
     tokens, logits = answer(model, 2, tmp_path / "2", **options)
     ids = [*PROMPT, *tokens[:-1]]
     wanted, choices = logits_and_choices(model, ids, monkeypatch)
@@ -156,19 +168,21 @@ def logits_and_choices(model: Model, ids: list[int], monkeypatch: pytest.MonkeyP
 def waits_name_layer_and_expert(model: Model, folder: Path) -> None:
     shape = TrialShape(model.spec, range(model.spec.num_lanes), model.dtype, model.dtype, max_ctas=4, copies=2, max_slots=6)
     assert shape.experts is not None
-    records = []
-    for silence in (1, 2, 3):
-        environ = {**os.environ, "SILENCE": f"{silence}", "LIMIT_US": f"{LIMIT_US}"}
-        done = subprocess.run(command_of(shape), cwd=folder, env=environ, timeout=100, check=False)
-        assert done.returncode == 5, "4: somebody waits for ever"
-        records.append(WaitRecord.unpack((folder / "record.0.bin").read_bytes()))
-    logits, first, second = records
+    logits, first, second = (record_of(shape, folder, silence) for silence in (1, 2, 3))
     rows = shape.experts.route.cta_rows
     assert (logits.phase, logits.layer, logits.lane) == (Phase.SELECT, 1, NONE)
     assert (logits.expert, logits.num_missing) == (rows, rows), "those of the second thread block"
     for record in (first, second):
         assert f": DOWN of layer 1, lane {record.lane}, expert {record.expert} waited" in str(record)
     assert 0 <= first.expert < second.expert < shape.experts.num_experts, "each thread block had one of two experts, in order"
+
+
+def record_of(shape: KernelShape, folder: Path, silence: int) -> WaitRecord:
+    """What the program in a folder says that it waited for."""
+    environ = {**os.environ, "SILENCE": f"{silence}", "LIMIT_US": f"{LIMIT_US}"}
+    done = subprocess.run(command_of(shape), cwd=folder, env=environ, timeout=100, check=False)
+    assert done.returncode == 5, "4: somebody waits for ever"
+    return WaitRecord.unpack((folder / "record.0.bin").read_bytes())
 
 
 MXFP4 = WeightFormat("E2M1", 1, 32, "E8M0")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kog_dist.bench.kernel.latency import kv_bytes_read
 from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.plan import make_plan
@@ -151,6 +152,34 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
     assert shape.delta.num_bytes == 4 * layers // 4 * 3 * (heads * 128 * 128 + of_inputs)
     weights = sum(product.rows.num_rows * matrix_columns(spec, product.op) for product in shape.products)
     assert weights <= shape.num_ctas * shape.tape.num_values <= 1.06 * weights
+
+
+MIXTURES = ("Qwen3.5-35B-A3B", "Qwen3-Coder-Next", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_shapes_of_published_experts_beside_delta_nets(name: str, num_ranks: int) -> None:
+    """Their plan and their words are proved; experts have no padding, and a token reads little more than it must."""
+    spec = read_config(CONFIGS[name]).with_context(4096)
+    shapes = [KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks) for rank in range(num_ranks)]
+    assert validate(kernel_plan(shapes)) == []
+    shape, text = shapes[0], CONFIGS[name].get("text_config", CONFIGS[name])
+    assert word_findings(shape) == ()
+    layers, experts = spec.num_layers, shape.experts
+    assert experts is not None
+    counts = Counter(product.op for product in shape.products)
+    assert counts[Phase.ROUTE] == counts[Phase.GATE_UP] == layers
+    assert counts[Phase.DOWN] == counts[Phase.OUT] == layers * shape.num_lanes
+    of_expert = 3 * text["moe_intermediate_size"] // num_ranks * text["hidden_size"]
+    assert experts.num_values == of_expert
+    assert experts.num_bytes == 2 * layers * text["num_experts"] * of_expert
+    assert experts.read_values == layers * text["num_experts_per_tok"] * of_expert
+    shared = [experts.taped[op].num_values * shape.num_ctas * counts[op] for op in (Phase.GATE_UP, Phase.DOWN)]
+    assert sum(shared) == layers * of_expert, "as wide as the others, and on the tape"
+    of_position = layers // 4 * shape.num_lanes * 2 * 256 * 2  # keys and values, each lane's
+    assert kv_bytes_read(shape, 100) == 100 * of_position
+    assert spec.bytes_per_token() <= num_ranks * shape.tape.read_bytes <= 1.06 * spec.bytes_per_token()
 
 
 def matrix_columns(spec: ModelSpec, op: Phase) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import make_plan
-from kog_dist.model.layers import AttentionMixer, DeltaNet, Ffn, LayerSpec, Norm
+from kog_dist.decode.plan.steps import NONE, Phase
+from kog_dist.model.experts import ExpertsSpec
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn, LayerSpec, Norm
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import RankReader
@@ -19,6 +23,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_weights import to_values
 from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.test_decode_twin import PROMPT, Model, answer
+from tests.unit.test_expert_twin import IN_LAYER_1, record_of, silenced
 
 pytestmark = needs_compiler
 NORM = Norm(1e-6, adds_one=True)
@@ -26,9 +31,12 @@ NORM = Norm(1e-6, adds_one=True)
 GATED = AttentionMixer(8, 2, 256, qk_norm=True, rotary_dim=64, gated=True)
 
 
-def spec_of(*mixers: Any, **others: Any) -> ModelSpec:
+DENSE = Ffn(64)
+
+
+def spec_of(*mixers: Any, ffn: Any = DENSE, **others: Any) -> ModelSpec:
     sizes = {"hidden_size": 64, "vocab_size": 76, "max_context": 32, "num_lanes": 4} | others
-    return ModelSpec.of_layers([LayerSpec(mixer, Ffn(64), NORM) for mixer in mixers], **sizes)
+    return ModelSpec.of_layers([LayerSpec(mixer, ffn, NORM) for mixer in mixers], **sizes)
 
 
 SMALL = AttentionMixer(8, 4, 32, qk_norm=True, rotary_dim=8, gated=True)
@@ -43,8 +51,13 @@ SPECS = {
     ),
     # Three value heads to a key head, two keys of a thread, and a convolution over three tokens.
     "delta nets, odd shapes": spec_of(DeltaNet(4, 12, 64, 16, 3), AttentionMixer(12, 4, 16), DeltaNet(4, 12, 64, 16, 3)),
+    # A lane has 40 columns of an expert and 72 of the shared one: five steps of 32 in all, which end within tiles.
+    "experts beside a shared one": spec_of(NET, SMALL, NET, ffn=Experts(160, ExpertsSpec(16, 3), 288)),
+    # As Qwen3-Next, with tiny experts: a part of theirs is two steps, and a tile has at most eight parts.
+    "ten experts of 512 beside a shared one": spec_of(NET, SMALL, ffn=Experts(192, ExpertsSpec(512, 10), 256)),
 }
-RANKS = {"delta nets": (1, 4)}  # besides two; on four ranks a head has two slices, else one
+SHARED = "experts beside a shared one"
+RANKS = {"delta nets": (1, 4), SHARED: (1, 4)}  # besides two; on four a head has two slices, else one
 
 
 class Tensors:
@@ -66,12 +79,14 @@ class Tensors:
         whole[...] = self.tensors[name]
 
 
-def interpreted(spec: ModelSpec, tensors: dict[str, NDArray[np.float32]], ids: list[int], kv_dtype: str) -> Any:
-    """Logits (positions, vocabulary) of the interpreter in float64, whose keys and values are rounded as a kernel's."""
+def interpreted(
+    spec: ModelSpec, tensors: dict[str, NDArray[np.float32]], ids: list[int], kv_dtype: str, dtype: type[Any] = np.float64
+) -> Any:
+    """Logits (positions, vocabulary) of the interpreter in `dtype`, whose keys and values are rounded as a kernel's."""
     source: Any = Tensors(spec, tensors)
     lanes = tuple(range(spec.num_lanes))
-    weights = RankReader(source, lanes, lanes, np.dtype(np.float64)).read()
-    engine = Interpreter(make_plan(spec, 1), 0, weights, None, dtype=np.float64, kv_dtype=kv_dtype)
+    weights = RankReader(source, lanes, lanes, np.dtype(dtype)).read()
+    engine = Interpreter(make_plan(spec, 1), 0, weights, None, dtype=dtype, kv_dtype=kv_dtype)
     steps = [engine.step(token, at, SamplingParams(), gather_logits=True) for at, token in enumerate(ids)]
     return np.array([step.logits for step in steps])
 
@@ -96,6 +111,25 @@ def test_ranks_have_the_logits_of_the_interpreter_and_equal_bits(
     assert np.linalg.norm(logits - wanted[-1]) < 2e-3 * np.linalg.norm(wanted[-1])
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
     for num_ranks in RANKS.get(name, (1,)):
-        others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks), num_runs=1)
+        changed = with_silences if name == SHARED and num_ranks == 1 else dict
+        others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks), num_runs=1, changed=changed)
         assert others == tokens
         assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks"
+    if name == SHARED:
+        waits_name_the_shared_expert(model.spec, tmp_path / "1")
+
+
+def with_silences(sources: Mapping[str, str]) -> dict[str, str]:
+    """Faults in layer 1. SILENCE 1: the gate's logit is not published, 2: activations of the shared expert of thread block 1."""
+    of_shared = f"{IN_LAYER_1} && twin_silence == 2 && role.cta == 1 && kColumns == kSharedFfn"
+    return silenced(sources, f"{IN_LAYER_1} && twin_silence == 1 && expert == kNumExperts", of_shared)
+
+
+def waits_name_the_shared_expert(spec: ModelSpec, folder: Path) -> None:
+    """By the number behind those that are chosen from."""
+    shape = TrialShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6)
+    gate, activations = (record_of(shape, folder, silence) for silence in (1, 2))
+    assert shape.experts is not None
+    assert (gate.phase, gate.layer, gate.lane, gate.expert) == (Phase.SELECT, 1, NONE, shape.experts.num_experts)
+    assert (activations.phase, activations.layer, activations.expert) == (Phase.DOWN, 1, shape.experts.num_experts)
+    assert 0 < activations.num_missing <= shape.experts.lane_shared // 2

@@ -22,6 +22,7 @@ from kog_dist.decode.cpu import host_library, lane_math
 from kog_dist.decode.cpu.interpreter import Interpreter
 from kog_dist.decode.plan.plan import make_plan
 from kog_dist.decode.plan.steps import Kind, Value
+from kog_dist.decode.plan.validate import validate
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.hardware.gpus import inventory_from
 from kog_dist.launch import gpu_choice
@@ -30,12 +31,14 @@ from kog_dist.launch.inspection import cpu_rank_bytes, dry_run
 from kog_dist.launch.prediction import kv_bytes
 from kog_dist.launch.target import plan_target
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.published_config import read_config
 from kog_dist.model.weight_bytes import bytes_per_token, weight_bytes
 from kog_dist.runtime import memfd
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.coded_source import coding_of
+from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit import moe_models
 from tests.unit.fake_nvml import node
@@ -285,13 +288,43 @@ def test_a_gpu_reads_little_more_than_the_chosen_experts(name: str) -> None:
         assert shape.tape.read_bytes * count < (1.04 if count < 4 else 1.1) * PER_TOKEN_MB[name] * 1e6
 
 
-@pytest.mark.parametrize(("per_token", "reason"), [(6, "6 experts for each token .1, 2, 4 or 8."), (1, "")])
-def test_gpus_refuse_numbers_of_experts_that_do_not_divide(per_token: int, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("num_experts", "per_token", "options", "reason"),
+    [
+        (513, 8, {}, "513 experts .at most 512."),
+        (512, 10, {}, ""),
+        (512, 10, {"checks_experts": True}, "choices of experts to keep, of 10 of 512 .at most 8 of 256."),
+        (512, 10, {"tokens": 4}, "with 4 tokens in a pass: it has experts that divide neither thread blocks nor warps"),
+        (
+            128,
+            6,
+            {"coding": Coding("E4M3", 1, "BF16")},
+            "6 quantised experts for each token .1, 2, 4 or 8 that divide 128 thread",
+        ),
+        (128, 1, {}, ""),
+    ],
+)
+def test_gpus_refuse_experts_beyond_the_limits(num_experts: int, per_token: int, options: dict[str, Any], reason: str) -> None:
     spec = named_spec("qwen3-30b-a3b")
     assert spec.experts is not None
-    spec = replace(spec, experts=replace(spec.experts, per_token=per_token))
+    spec = replace(spec, experts=replace(spec.experts, num_experts=num_experts, per_token=per_token))
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
-        KernelShape(spec, spec.lanes_of_rank(0, 1))
+        KernelShape(spec, spec.lanes_of_rank(0, 1), **options)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_shares_of_experts_that_do_not_divide_thread_blocks_have_no_padding(num_ranks: int) -> None:
+    """Ten of 512 of Qwen3-Coder-Next's width: no thread block has more gate and up rows than it must."""
+    spec = replace(named_spec("qwen3-30b-a3b"), experts=ExpertsSpec(512, 10), intermediate_size=512)
+    shape = KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks)
+    experts = shape.experts
+    assert experts is not None
+    rows = 2 * 512 // num_ranks
+    assert experts.shares * experts.gate_up.cta_rows == rows * 10 // 128
+    assert experts.ctas * experts.gate_up.cta_rows == rows
+    assert experts.num_values == 3 * 512 // num_ranks * spec.hidden_size
+    shapes = [KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks) for rank in range(num_ranks)]
+    assert validate(kernel_plan(shapes)) == []
 
 
 @pytest.mark.parametrize(

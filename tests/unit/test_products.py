@@ -15,7 +15,7 @@ from kog_dist.bench.kernel.trial_shape import TrialShape
 from kog_dist.bench.shapes import named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.plan import Plan
-from kog_dist.decode.plan.products import Product
+from kog_dist.decode.plan.products import Product, RowShare
 from kog_dist.decode.plan.recipes import op_numbers
 from kog_dist.decode.plan.steps import LANE_OPS, NONE, Phase
 from kog_dist.decode.plan.validate import validate
@@ -40,11 +40,13 @@ KINDS: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
     "dense, lanes that share products": (replace(DENSE, intermediate_size=432), {"max_ctas": 16}),
     "quantised": (replace(DENSE, hidden_size=256, intermediate_size=1024), {"coding": INT4}),
     "experts": (WITH_EXPERTS, {}),
+    "three experts of sixteen": (replace(WITH_EXPERTS, experts=ExpertsSpec(16, 3)), {}),
     "quantised experts": (
         replace(WITH_EXPERTS, hidden_size=256, intermediate_size=512), {"coding": replace(INT4, is_of_experts=True)},
     ),
     "delta nets": (STORED["delta nets"], {}),
     "delta nets, odd shapes": (STORED["delta nets, odd shapes"], {"max_ctas": 16}),
+    "experts beside a shared one": (STORED["experts beside a shared one"], {}),
 }  # fmt: skip
 NUM_DAMAGED = 60  # lists of each kind and number of ranks
 
@@ -156,8 +158,23 @@ def counted_otherwise(products: Products, rng: random.Random) -> Products:
     counts = [
         rows._replace(num_rows=rows.num_rows + by), rows._replace(num_groups=rows.num_groups + by),
         rows._replace(num_ctas=rows.num_ctas + 100), rows._replace(num_ctas=0), rows._replace(form=None),
+        rows._replace(num_shares=0),
+        *besides_otherwise(rows, by),
     ]  # fmt: skip
     return replaced(products, at, products[at]._replace(rows=rng.choice(counts)))
+
+
+def besides_otherwise(rows: RowShare, by: int) -> list[RowShare]:
+    """What stands beside a matrix is not there, or cut short; or is there though there is none."""
+    if rows.beside is None:
+        return [rows._replace(beside=rows)]
+    beside = rows.beside
+    assert beside.form is not None
+    changed = [
+        beside._replace(num_rows=beside.num_rows + by), beside._replace(num_ctas=beside.num_ctas - 1), beside._replace(form=None),
+        beside._replace(form=replace(beside.form, per=0, real_steps=0)),
+    ]  # fmt: skip
+    return [rows._replace(beside=one) for one in (None, *changed)]
 
 
 def in_another_form(products: Products, rng: random.Random) -> Products:

@@ -62,8 +62,11 @@ class Case:
 CASES = {
     "experts, windows and sinks": Case(OF_MODELS_WITH_EXPERTS["gpt_oss"], 3, options={"max_ctas": 4, "splits": 15}),
     "four experts of forty": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe, weights of all"], options={"max_ctas": 4}),
+    "three experts of sixteen, in shares": Case(OF_MODELS_WITH_EXPERTS["qwen3_moe, three of sixteen"], options={"max_ctas": 4}),
     "gated attention, lanes that share a KV head": Case(STORED["gated attention"], 2),
     "delta nets": Case(STORED["delta nets"]),
+    "delta nets, experts beside a shared one": Case(STORED["experts beside a shared one"]),
+    "ten experts of 512 beside a shared one on two ranks": Case(STORED["ten experts of 512 beside a shared one"], num_ranks=2),
     "delta nets on four ranks, heads in slices": Case(STORED["delta nets"], num_ranks=4),
     "delta nets of codes on two ranks": Case(
         CODED_NETS, num_ranks=2, options={"coding": Coding.of(FORMS[CODED_FORM]), "max_ctas": 12}

@@ -15,10 +15,19 @@ from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.products import Product
 from kog_dist.decode.plan.recipes import Recipe, Stage, Vectors, recipes
 from kog_dist.decode.plan.steps import Phase
-from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
+from kog_dist.decode.tape_packing import OpShape, interleave, pack, put_on_tape
 from kog_dist.errors import CheckpointError
 from kog_dist.model.formats.head import rounded_rows
-from kog_dist.model.layout import EMBEDDING, ffn_prefixes, head_name, is_layer_matrix, layer_prefix, norm_name, tensor_layouts
+from kog_dist.model.layout import (
+    EMBEDDING,
+    SHARED,
+    ffn_prefixes,
+    head_name,
+    is_layer_matrix,
+    layer_prefix,
+    norm_name,
+    tensor_layouts,
+)
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType
 from kog_dist.records import dataclass
@@ -97,13 +106,12 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray, coded: P
     """
     position = 0
     numbers = {product: number for number, product in enumerate(shape.layer_products)}  # those that may have scales of rows
-    places: list[tuple[Product, int]] = []
-    for product in shape.tape.taped:
-        if product.op is not Phase.HEAD:
-            places.append((product, position))
-            position += shape.forms[product.op, product.layer].num_values
-    for product, start in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
-        op = shape.forms[product.op, product.layer]
+    places: list[tuple[Product, OpShape, int]] = []
+    for product in shape.products:
+        if product.op is not Phase.HEAD and (op := shape.tape.form_of(product)) is not None:
+            places.append((product, op, position))
+            position += op.num_values
+    for product, op, start in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
         place = product.op, product.layer, 0 if product.op is Phase.ROUTE else product.first_lane - shape.hosted_lanes[0]
         if op.coding is None:
             put_on_tape(tape, start, op, pack(source(*place), op, shape.num_ctas))
@@ -296,6 +304,9 @@ class _LayerTensors:
         self._matrices |= matrices(ffn)
         if self.experts is not None:
             self.experts.load(layer)
+            start = f"{layer_prefix(layer).rstrip('.')}{SHARED}"
+            for phase, names in ((Phase.GATE_UP, ("w1", "w3")), (Phase.DOWN, ("w2",))) if self.experts.has_shared else ():
+                self._matrices[phase] = tuple(tensors(f"{start}{name}.weight") for name in names)
         self._layer = layer
 
     def _stages(self, layer: int) -> dict[Phase, Stage]:
@@ -339,13 +350,21 @@ class _Experts:
         experts = shape.experts
         self._matrices = cupy.empty((shape.spec.num_layers, experts.num_experts, experts.num_values), cupy.uint16)
         self._biases: dict[str, list[GpuArray]] = {"router": [], "gate_up": [], "down": []}
-        self.router: GpuArray = None
+        self.router: GpuArray = None  # and the shared expert's gate
+        self.has_shared = experts.lane_shared > 0
 
     def load(self, layer: int) -> None:
         """Put a layer's experts in their places."""
+        prefix = layer_prefix(layer)
+        self.router = self._router(f"{prefix}feed_forward.router.weight")
+        self._put(layer)
+        if self.has_shared:
+            self.router = np.concatenate([self.router, self._router(f"{prefix}feed_forward.shared_gate.weight")])
+
+    def _put(self, layer: int) -> None:
+        """What is chosen from."""
         numbers, prefix = self._spec.experts, layer_prefix(layer)
         assert numbers is not None
-        self.router = self._router(f"{prefix}feed_forward.router.weight")
         if numbers.router_bias:
             self._biases["router"].append(self._tensors(f"{prefix}feed_forward.router.bias"))
         if self._repeats and layer:

@@ -100,17 +100,19 @@ class Divider:
         return Division(1, RowShare(stage.num_rows, self.num_ctas, form=form))
 
     def _of_experts(self, experts: ExpertShape, recipe: Recipe) -> Iterator[tuple[Phase, Division]]:
-        """Router, gate and up rows of all hosted lanes, of which each chosen expert has thread blocks of its own, and `down`."""
+        """Router, gate and up rows of all hosted lanes, of which each chosen expert has thread blocks of its own, and `down`.
+
+        Of a shared expert's gate and up all thread blocks have some.
+        """
+        rows, beside = {stage.phase: stage.num_rows for stage in recipe.stages}, None
+        yield Phase.ROUTE, Division(1, RowShare(rows[Phase.ROUTE], self.num_ctas, form=experts.route))
         num_lanes = len(self.hosted_lanes)
-        owners = {
-            Phase.ROUTE: (1, self.num_ctas, 1, experts.route),
-            Phase.DOWN: (1, self.num_ctas, 1, experts.down),
-            Phase.GATE_UP: (num_lanes, experts.ctas, experts.per_token, experts.gate_up),
-        }
-        for stage in recipe.stages:
-            if stage.num_rows:
-                lanes, num_ctas, num_groups, form = owners[stage.phase]
-                yield stage.phase, Division(lanes, RowShare(lanes * stage.num_rows, num_ctas, num_groups, form))
+        of_chosen = num_lanes * (rows[Phase.GATE_UP] - 2 * experts.lane_shared)
+        if experts.lane_shared:
+            beside = RowShare(num_lanes * 2 * experts.lane_shared, self.num_ctas, form=experts.shared_gate_up)
+        shares = RowShare(of_chosen, experts.ctas, experts.per_token, experts.gate_up, experts.shares, beside)
+        yield Phase.GATE_UP, Division(num_lanes, shares)
+        yield Phase.DOWN, Division(1, RowShare(rows[Phase.DOWN], self.num_ctas, form=experts.down))
 
     def _head(self) -> Division:
         """Vocabulary rows of this rank, over the columns of one stream; with `vocab_parallel` each lane has its thread blocks."""

@@ -8,11 +8,13 @@ from functools import cached_property
 from kog_dist.decode.coding import CODED_COLUMNS, Coding
 from kog_dist.decode.plan.recipes import all_recipes
 from kog_dist.decode.plan.steps import Kind, Phase
-from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, owned_rows
+from kog_dist.decode.tape_packing import MAX_PIECES, STEP_COLUMNS, OpShape, owned_rows
+from kog_dist.model.layers import Experts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
-from kog_dist.workers.cuda.geometry import Geometry
+from kog_dist.workers.cuda.geometry import GATE_AND_UP, Geometry
 
+EXPERTS_OF_WORD, CHOSEN_OF_WORD = 256, 8  # of a choice that is kept in one word, for hosts that compare choices
 _SKEWED_GROUP = 32  # columns of a group that two lanes may share: so gpt-oss's are
 
 
@@ -20,6 +22,8 @@ _SKEWED_GROUP = 32  # columns of a group that two lanes may share: so gpt-oss's 
 class ExpertShape:
     """The products of K chosen experts: GATE_UP gives each of them `ctas` thread blocks, DOWN each `warps` matrix warps of all.
 
+    Where K does not divide these, thread blocks have several `shares` of experts, and warps take columns in turn. A shared
+    expert is the last slot of `down`; its gate and up rows, which need no choice, all thread blocks have.
     `coding`: None if the experts have 16 bit. `num_ctas`: all thread blocks, of which each has `residual_rows` rows of DOWN.
     `weight_dtype`: of the model's 16-bit weights.
     """
@@ -45,6 +49,25 @@ class ExpertShape:
         assert self.spec.experts is not None
         return self.spec.experts.num_experts
 
+    @property
+    def fits_a_word(self) -> bool:
+        """Whether a choice does: eight bits for each expert."""
+        return self.num_experts <= EXPERTS_OF_WORD and self.per_token <= CHOSEN_OF_WORD
+
+    @property
+    def num_logits(self) -> int:
+        """Of a layer's router, and of the shared expert's gate behind them."""
+        return self._kind.num_logits
+
+    @property
+    def _kind(self) -> Experts:
+        return next(part for part in self.spec.kinds if isinstance(part, Experts))
+
+    @property
+    def lane_shared(self) -> int:
+        """Columns of the shared expert in a lane; 0: there is none."""
+        return self._kind.shared_width // self.spec.num_lanes
+
     @cached_property
     def ops(self) -> tuple[Phase, ...]:
         """What is multiplied with matrices of the chosen ones, which lie where the choice finds them."""
@@ -53,22 +76,53 @@ class ExpertShape:
 
     @property
     def ctas(self) -> int:
-        """Thread blocks that share the gate and up rows of a chosen expert."""
-        return max(self.num_ctas // self.per_token, 1)
+        """Thread blocks that share the gate and up rows of a chosen expert; or its shares, where a thread block has some."""
+        if not self._share_rows:
+            return self.num_ctas // self.per_token
+        return -(-self._num_rows // self._share_rows)
+
+    @property
+    def shares(self) -> int:
+        """Of chosen experts that a thread block has: neighbouring ones."""
+        return -(-self.per_token * self.ctas // self.num_ctas)
+
+    @property
+    def _num_rows(self) -> int:
+        """Gate and up rows of an expert."""
+        return 2 * self.num_lanes * self.spec.lane_ffn
+
+    @cached_property
+    def _share_rows(self) -> int:
+        """Of a share: so many that no thread block has more than it must, and shares are few. 0: experts divide thread blocks."""
+        if self.num_ctas % self.per_token == 0:
+            return 0
+
+        def most_rows(rows: int) -> int:
+            return -(-self.per_token * -(-self._num_rows // rows) // self.num_ctas) * rows
+
+        return min(range(self.geometry.tile_rows, 0, -GATE_AND_UP), key=most_rows)
 
     @property
     def warps(self) -> int:
-        """Matrix warps that share the columns of `down` of a chosen expert."""
+        """Matrix warps that share the columns of `down` of a chosen expert; those of one that has some where they take turns."""
         return max(self.geometry.matrix_warps // self.per_token, 1)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether matrix warps take columns of `down` in turn, of one expert behind the other."""
+        return self.lane_shared > 0 or self.geometry.matrix_warps % self.per_token != 0
 
     @property
     def findings(self) -> list[str]:
         """What no build of the kernel can divide."""
         found = []
-        if self.geometry.matrix_warps % self.per_token:
-            found.append(f"{self.per_token} experts for each token (1, 2, 4 or 8)")
-        if self.num_ctas % self.per_token:
-            found.append(f"{self.per_token} experts for each token, which do not divide {self.num_ctas} thread blocks")
+        if self.lane_shared % 4:
+            found.append(f"a shared expert with {self.lane_shared} columns in a lane (a multiple of 4)")
+        if self.coding is not None and self.lane_shared:
+            found.append("quantised experts beside a shared one (16 bit)")
+        elif self.coding is not None and (self.takes_turns or self.shares > 1):
+            limit = f"1, 2, 4 or 8 that divide {self.num_ctas} thread blocks"
+            found.append(f"{self.per_token} quantised experts for each token ({limit})")
         if self.coding is not None and not self.coding.scales:
             found.append("quantised experts with one scale for each row (for groups of columns)")
         if self.group_columns != _SKEWED_GROUP and any(map(self.skew, range(self.spec.num_lanes))):
@@ -100,27 +154,75 @@ class ExpertShape:
     @cached_property
     def route(self) -> OpShape:
         """Rows of the router."""
-        rows = owned_rows(self.num_experts, self.num_ctas, 1)
+        rows = owned_rows(self.num_logits, self.num_ctas, 1)
         return self.geometry.op_shape(rows, self.spec.hidden_size, 1, slice_steps=self.stream_steps)
 
     @cached_property
     def gate_up(self) -> OpShape:
-        """Gate and up rows of FFN columns of all hosted lanes, of one expert."""
-        rows = 2 * owned_rows(self.num_lanes * self.spec.lane_ffn, self.ctas, 2)
+        """Gate and up rows of FFN columns of all hosted lanes, of one expert: a thread block's, or a share."""
+        rows = self._share_rows or 2 * owned_rows(self.num_lanes * self.spec.lane_ffn, self.ctas, 2)
         steps = 1 if self.coding is not None else self.stream_steps
         return self.geometry.op_shape(rows, self.spec.hidden_size, 4, has_last=True, coding=self.coding, slice_steps=steps)
 
     @cached_property
     def down(self) -> OpShape:
         """Rows of the residual, over a lane's columns of all chosen experts, one behind the other."""
+        if self.takes_turns:
+            return self._down_in_turn
         step = self.stream_steps * STEP_COLUMNS * self.warps
         columns = -(-(self.spec.lane_ffn + max(map(self.skew, range(self.spec.num_lanes)))) // step) * step
         return self.geometry.op_shape(self.residual_rows, self.per_token * columns, 2, coding=self.coding)
 
     @cached_property
+    def _down_in_turn(self) -> OpShape:
+        form = self.geometry.op_shape(self.residual_rows, STEP_COLUMNS, 2)
+        most = max(1, min(self.geometry.tile_rows // form.rows, MAX_PIECES // -(-form.rows // 8)))
+        steps = max(n for n in range(1, most + 1) if self._slot_steps % n == self._shared_steps % n == 0)
+        num_parts = (self.per_token * self._slot_steps + self._shared_steps) // steps
+        per = -(-num_parts // form.warps) * steps
+        return replace(form, per=per, steps=steps, real_steps=num_parts * steps, in_turn=True)
+
+    @property
+    def _slot_steps(self) -> int:
+        """Steps of 32 columns of an expert in `down` of a lane."""
+        return -(-self.spec.lane_ffn // STEP_COLUMNS)
+
+    @property
+    def _shared_steps(self) -> int:
+        """The same of the shared expert."""
+        return -(-self.lane_shared // STEP_COLUMNS)
+
+    @property
+    def slot_parts(self) -> int:
+        """Parts of an expert's columns in `down` that warps take in turn."""
+        return self._slot_steps // self.down.steps
+
+    @property
+    def shared_parts(self) -> int:
+        """The same of the shared expert."""
+        return self._shared_steps // self.down.steps
+
+    @cached_property
     def down_of_one(self) -> OpShape:
         """What one expert has of `down`."""
-        return replace(self.down, warps=self.warps)
+        return self._down_of_slot(self.slot_parts) if self.takes_turns else replace(self.down, warps=self.warps)
+
+    def _down_of_slot(self, num_parts: int) -> OpShape:
+        """What a slot has of `down` where warps take parts in turn: these lie one behind the other, as those of warps do."""
+        return replace(self.down, per=self.down.steps, warps=num_parts, real_steps=0, in_turn=False)
+
+    @cached_property
+    def shared_gate_up(self) -> OpShape:
+        """Gate and up rows of the shared expert's columns of all hosted lanes, on the tape behind the router."""
+        rows = 2 * owned_rows(self.num_lanes * self.lane_shared, self.num_ctas, 2)
+        return self.geometry.op_shape(rows, self.spec.hidden_size, GATE_AND_UP, has_last=True, slice_steps=self.stream_steps)
+
+    @cached_property
+    def taped(self) -> dict[Phase, OpShape]:
+        """What lies on the tape of `ops`, since a token reads it whatever is chosen: the shared expert."""
+        if not self.lane_shared:
+            return {}
+        return {Phase.GATE_UP: self.shared_gate_up, Phase.DOWN: self._down_of_slot(self.shared_parts)}
 
     def skew(self, lane: int) -> int:
         """Columns in front of a lane's own in `down`, of a group that the lane before it in the model has, too."""
@@ -162,6 +264,7 @@ class ExpertShape:
             "kNumExperts": experts.num_experts,
             "kChosen": experts.per_token,
             "kExpertCtas": self.ctas,
+            "kExpertShares": self.shares,
             "kExpertWarps": self.warps,
             "kExpertSkew": self.skew(1 % self.spec.num_lanes),
         }
@@ -174,8 +277,12 @@ class ExpertShape:
         clamp = experts.clamp
         floats = {"kClampAlpha": clamp.alpha if clamp else 1.0, "kClampLimit": clamp.limit if clamp else 1.0}
         floats |= {"kRouterScale": self.router_scale}
+        numbers |= {"kSlotParts": self.slot_parts} if self.takes_turns else {}
+        numbers |= {"kSharedFfn": self.lane_shared, "kSharedParts": self.shared_parts} if self.lane_shared else {}
         return [
             "#define KOG_EXPERTS 1",
+            *(["#define KOG_SLOTS_IN_TURN"] if self.takes_turns else []),
+            *(["#define KOG_SHARED_EXPERT"] if self.lane_shared else []),
             "namespace kog {",
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
             *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),

@@ -9,6 +9,7 @@ from kog_dist.decode.coding import Coding
 from kog_dist.decode.pass_drafts import MOST_SAVED, PATIENCE, PLACES, SHARE, UNIT
 from kog_dist.decode.plan.recipes import all_recipes, op_numbers, share_stream, vectors_of
 from kog_dist.decode.plan.steps import Kind, Phase
+from kog_dist.decode.tape_packing import OpShape
 from kog_dist.model.spec import HeadType, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.code_names import CODES, SCALES
@@ -134,11 +135,7 @@ def shape_header(shape: KernelShape) -> str:
     forms = {phase.name: op for phase, op in sorted(shape.ops.items())}
     if shape.has_plain_outputs:
         forms["DELTA_OUT"] = shape.net_out()
-    lines += [
-        f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
-        f"{op.rows_of(op.blocks - 1)}"
-        for name, op in forms.items()
-    ]
+    lines += [_op_line(name, op) for name, op in forms.items()]
     lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, shape.words.delays))}"]
     if shape.coding is not None:
         lines += _coding_header(shape, shape.coding)
@@ -147,6 +144,7 @@ def shape_header(shape: KernelShape) -> str:
         lines += [f"namespace kog {{ constexpr u64 kHeadScalesOffset = {2 * shape.tape.head_scales_place}ull; }}"]
     if shape.experts is not None:
         lines += shape.experts.header()
+        lines += [_op_line("SHARED_GATE_UP", shape.experts.shared_gate_up)] if shape.experts.lane_shared else []
         lines += ["#define KOG_UNION"] if shape.tokens > 1 else []
     if shape.delta is not None:
         lines += shape.delta.header()
@@ -168,6 +166,13 @@ def shape_header(shape: KernelShape) -> str:
     if shape.traced_step >= 0:
         lines += ["#define KOG_TRACE 1", f"namespace kog {{ constexpr u32 kTracedStep = {shape.traced_step}; }}"]
     return "\n".join(lines) + "\n"
+
+
+def _op_line(name: str, op: OpShape) -> str:
+    """The arguments of `Op` (phases/layout.cuh)."""
+    numbers = [op.rows, op.blocks, op.per, op.steps, op.warps_of(0), op.num_long_tiles, op.rows_of(op.blocks - 1)]
+    numbers += [op.warps_of(op.tiles - 1)] if op.in_turn else []
+    return f"#define KOG_{name}_OP {', '.join(map(str, numbers))}"
 
 
 def _coding_header(shape: KernelShape, coding: Coding) -> list[str]:

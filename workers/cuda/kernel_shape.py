@@ -21,7 +21,7 @@ from kog_dist.records import dataclass
 from kog_dist.workers.cuda.cache_shape import BATCH, CacheShape
 from kog_dist.workers.cuda.delta_shape import DeltaShape
 from kog_dist.workers.cuda.division import Divider, stream_steps
-from kog_dist.workers.cuda.expert_shape import ExpertShape
+from kog_dist.workers.cuda.expert_shape import CHOSEN_OF_WORD, EXPERTS_OF_WORD, ExpertShape
 from kog_dist.workers.cuda.geometry import SPLITS, Geometry, choose, splits_for
 from kog_dist.workers.cuda.head_shape import HeadShape, head_lanes
 from kog_dist.workers.cuda.kv_format import FORMATS, kv_findings
@@ -363,6 +363,9 @@ def _of_build(shape: KernelShape) -> list[str]:
         is_plain = coding.plain_inputs or coding.plain_outputs
         if is_plain and coding.plain_dtype(shape.weight_dtype) != shape.weight_dtype == "float16":
             findings.append(f"{coding.number} weights beside delta nets in float16 (bfloat16)")
+    if shape.checks_experts and shape.experts is not None and not shape.experts.fits_a_word:
+        of_all = f"{shape.experts.per_token} of {shape.experts.num_experts}"
+        findings.append(f"choices of experts to keep, of {of_all} (at most {CHOSEN_OF_WORD} of {EXPERTS_OF_WORD})")
     if shape.checks_experts and shape.experts is None:
         findings.append("choices of experts to keep, and no experts (none of them)")
     if shape.partition_batches < 0:
@@ -386,6 +389,9 @@ def _of_tokens(shape: KernelShape) -> list[str]:
         f"passes of {shape.tokens} tokens (1, 2 or 4)": shape.tokens not in PASS_TOKENS,
         "a stream of each lane": not share_stream(spec),
         "delta nets": shape.delta is not None,
+        "experts that divide neither thread blocks nor warps": (
+            shape.experts is not None and (shape.experts.takes_turns or shape.experts.shares > 1)
+        ),
         "a cache of int4": shape.kv_dtype == "int4",
         f"windows of {spec.sliding_window} positions, whose rings have no room for another token": not _rings_have_room(shape),
         "positions in partitions": shape.cache.num_partitions > 1,

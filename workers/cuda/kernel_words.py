@@ -16,6 +16,7 @@ proves with `decode/plan/word_check.py` that this is right for a shape, or refus
 | net's input    | finaliser, owner of the row     | attention: items of the head      | layer      | delta net's, lane    |
 | net's squares  | attention: the item             | matrix warps: OUT                 | layer      | delta net's, lane    |
 | activation (+) | finaliser, owner of the column  | matrix warps: DOWN                | layer      | each layer, lane     |
+| shared act.    | the same                        | matrix warps: DOWN                | layer      | each layer, lane     |
 | router logit   | finaliser, owner of the row     | all finalisers                    | layer      | each layer           |
 | sum of a rank  | finaliser, owner of the row     | the same owner on peers           | 32 bits    | each summed layer    |
 | sum for all    | finaliser, owner of the row     | matrix warps of both ranks        | layer      | each sublayer        |
@@ -59,6 +60,7 @@ QKV, ATTENDED = WordKind("qkv"), WordKind("attended", owner_moves=True)
 DELTA_IN, SQUARES = WordKind("input of a delta net"), WordKind("squares of a delta net", owner_moves=True)
 PART = WordKind("part of attention", owner_moves=True)
 ACTIVATION, ROUTER_LOGIT = WordKind("activation"), WordKind("router logit")
+SHARED_ACTIVATION = WordKind("activation of a shared expert")
 UNITED_ACTIVATION = replace(ACTIVATION, owner_moves=True)
 SUM = WordKind("sum of a rank", tag_bits=32, tags_go_on=False)  # each summed layer has a slot
 DIRECT_SUM = WordKind("sum for all")
@@ -75,6 +77,7 @@ WORDS = {
     Kind.DELTA_INPUT: DELTA_IN,
     Kind.MIXED: ATTENDED,
     Kind.ACTIVATION: ACTIVATION,
+    Kind.SHARED_ACTIVATION: SHARED_ACTIVATION,
     Kind.ROUTER_LOGITS: ROUTER_LOGIT,
 }
 _NAMES = {Phase.ROUTE: "router", Phase.SELECT: "choice of experts"}  # of stages; others have those of their phases
@@ -159,6 +162,8 @@ class TokenEvents:
                 yield from places.squares(layer, *place)
             case ACTIVATION.name:
                 yield from places.activations(*place)
+            case SHARED_ACTIVATION.name:
+                yield from places.shared_activations(*place)
             case ROUTER_LOGIT.name:
                 yield from places.router_logits(*place)
             case CANDIDATE.name:
@@ -235,7 +240,7 @@ class TokenEvents:
         if words is ACTIVATION:
             moves = self.shape.experts is not None and self.shape.tokens > 1
             return self._of_tokens(UNITED_ACTIVATION if moves else words, layer, lane)
-        if words is DELTA_IN:
+        if words is DELTA_IN or words is SHARED_ACTIVATION:
             return self._of_tokens(words, layer, lane)
         parts = {Kind.QUERY: (QUERY,), Kind.CACHE: (NEW_ROW,), Kind.GATE: (GATE,)}.get(kind, ())
         versions = [version for head in self.heads for version in self._of_tokens(words, layer, lane, head, *parts)]

@@ -7,10 +7,10 @@ from kog_dist.model.spec import ModelSpec
 
 MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's columns
 MAX_LAYERS = 128  # bits of two words
-MAX_EXPERTS = 256  # eight of each thread of the warp that chooses
+MAX_EXPERTS = 512  # sixteen of each thread of the warp that chooses
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
-_SEVERAL, _GATED, _NETS = "several kinds", "gated attention", "gated delta nets"
-_ON_DEVICES = {_SEVERAL, _GATED, _NETS}  # of `_of_mixed`
+_SEVERAL, _GATED, _NETS, _SHARED = "several kinds", "gated attention", "gated delta nets", "shared experts"
+_ON_DEVICES = {_SEVERAL, _GATED, _NETS, _SHARED}  # of `_of_mixed`
 
 
 def unsupported(spec: ModelSpec) -> list[str]:
@@ -58,7 +58,7 @@ def _of_mixed(spec: ModelSpec) -> set[str]:
         elif isinstance(part, AttentionMixer):
             found |= {_GATED} if part.gated else set()
         elif isinstance(part, Experts):
-            found |= {"shared experts"} if part.shared_width else set()
+            found |= {_SHARED} if part.shared_width else set()
         elif not isinstance(part, Ffn):
             found.add(type(part).__name__)
     return found or {_SEVERAL}

@@ -73,8 +73,10 @@ class Published:
         return self._pairs("Middle", self._stream_copies(lane), self.shape.spec.hidden_size)
 
     def activation(self, lane: int) -> Vector:
-        """silu(gate) * up of the lane's FFN columns, of chosen experts one behind the other and times their weights."""
-        return self._pairs("Activation", self._copies(lane), self.shape.spec.num_ffns_read * self.shape.spec.lane_ffn)
+        """silu(gate) * up of the lane's FFN columns, of the chosen experts and the shared one in turn, times their weights."""
+        shared = 0 if self.shape.experts is None else self.shape.experts.lane_shared
+        num_values = self.shape.spec.num_ffns_read * self.shape.spec.lane_ffn + shared
+        return self._pairs("Activation", self._copies(lane), num_values)
 
     def stream(self, lane: int) -> Vector:
         """The lane's residual stream after the layer."""

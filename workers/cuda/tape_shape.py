@@ -28,15 +28,18 @@ class TapeShape:
     head_coding: Coding | None
     experts: ExpertShape | None
 
-    @cached_property
-    def taped(self) -> tuple[Product, ...]:
-        """Those whose weights lie on the tape: all but experts', which lie where the choice finds them."""
-        apart = () if self.experts is None else self.experts.ops
-        return tuple(product for product in self.products if product.op not in apart)
+    def form_of(self, product: Product) -> OpShape | None:
+        """What a thread block has of a product on its tape.
+
+        None: nothing. Of experts only the shared one lies there; the others lie where the choice finds them.
+        """
+        if self.experts is not None and product.op in self.experts.ops:
+            return self.experts.taped.get(product.op)
+        return product.rows.form
 
     @cached_property
     def _num_taped(self) -> Counter[OpShape]:
-        return Counter(product.rows.form for product in self.taped if product.rows.form is not None)
+        return Counter(form for product in self.products if (form := self.form_of(product)) is not None)
 
     @cached_property
     def num_values(self) -> int:

@@ -86,13 +86,24 @@ class WordPlaces:
                 yield from self._copies("Activation", lane, token, place, column // owned)
                 continue
             for k in range(shape.experts.per_token):
-                writer = k * shape.experts.ctas + (lane * columns + 2 * place) // owned if shape.tokens == 1 else SOMEBODY
+                share = k * shape.experts.ctas + (lane * columns + 2 * place) // owned
+                writer = share // shape.experts.shares if shape.tokens == 1 else SOMEBODY
                 yield from self._copies("Activation", lane, token, k * (columns // 2) + place, writer)
 
+    def shared_activations(self, lane: int, token: int = 0) -> Iterator[Word]:
+        """The same of the shared expert, behind those of the chosen ones."""
+        experts = self.shape.experts
+        assert experts is not None
+        behind, owned = experts.per_token * (self.shape.spec.lane_ffn // 2), experts.shared_gate_up.cta_rows // 2
+        for place in range(experts.lane_shared // 2):
+            writer = (lane * experts.lane_shared + 2 * place) // owned
+            yield from self._copies("Activation", lane, token, behind + place, writer)
+
     def router_logits(self, token: int = 0) -> Iterator[Word]:
-        """A word for each expert."""
-        for expert in range(self.shape.spec.num_ffns):
-            yield from self._copies("RouterLogits", 0, token, expert, expert // self.shape.ops[Phase.ROUTE].cta_rows)
+        """A word for each expert, and one for the shared one's gate."""
+        assert self.shape.experts is not None
+        for row in range(self.shape.experts.num_logits):
+            yield from self._copies("RouterLogits", 0, token, row, row // self.shape.ops[Phase.ROUTE].cta_rows)
 
     # ---- between ranks: collectives/device/peers.cuh, kernel_boxes.py ----
     def _to_all(self, name: str, slot: int, begin: int, copies: int, copy_words: int, writers: Sequence[int]) -> Iterator[Word]:

@@ -64,7 +64,7 @@ class WordShape:
         sizes = {
             "Stream": (spec.hidden_size // 2, stream_copies),
             "Middle": (spec.hidden_size // 2, stream_copies),
-            "Activation": (sizes_of[Kind.ACTIVATION] // 2, copies),
+            "Activation": ((sizes_of[Kind.ACTIVATION] + sizes_of.get(Kind.SHARED_ACTIVATION, 0)) // 2, copies),
             "Qkv": (spec.lane_qkv_rows // 2, lanes * tokens),
             "Part": (self.cache.num_partitions * query_rows * self.cache.splits // 2, lanes * tokens),
             "LogSum": (self.cache.num_partitions * self.log_sums, lanes * tokens),

@@ -26,12 +26,16 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     if (warp == kLoaderWarp) load_tape(params, role);
     if (warp >= kMatrixWarps) return;
 #ifdef KOG_EXPERTS
-    constexpr u32 kRouteTiles = RouteOp::kBlocks * RouteOp::kTiles;
+#ifdef KOG_SHARED_EXPERT
+    constexpr u32 kRouteTiles = RouteOp::kBlocks * RouteOp::kTiles + SharedGateUpOp::kBlocks * SharedGateUpOp::kTiles;
 #else
-    constexpr u32 kRouteTiles = 0;
+    constexpr u32 kRouteTiles = RouteOp::kBlocks * RouteOp::kTiles;
 #endif
-    constexpr u32 kLayerTiles = kRouteTiles + kGateUpProductsOfLayer * GateUpOp::kBlocks * GateUpOp::kTiles +
-                                kLanes * DownOp::kBlocks * DownOp::kTiles;
+    const u32 num_gate_ups = num_shares(role.cta);
+#else
+    constexpr u32 kRouteTiles = 0, num_gate_ups = kGateUpProductsOfLayer;
+#endif
+    const u32 kLayerTiles = kRouteTiles + num_gate_ups * GateUpOp::kBlocks * GateUpOp::kTiles + kLanes * DownOp::kBlocks * DownOp::kTiles;
     constexpr u32 kMixerTiles =
         (kLayers - kDeltaLayers) * (kQkvProductsOfLayer * QkvOp::kBlocks * QkvOp::kTiles + kLanes * OutOp::kBlocks * OutOp::kTiles) +
         kDeltaLayers * (kDeltaInProductsOfLayer * DeltaInOp::kBlocks * DeltaInOp::kTiles + kLanes * DeltaOutOp::kBlocks * DeltaOutOp::kTiles);

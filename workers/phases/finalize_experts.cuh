@@ -10,6 +10,11 @@ namespace kog {
 #ifdef KOG_EXPERTS
 struct FinalizedExperts : FinalizedRows {
     static constexpr int kLogits = (kNumExperts + 31) / 32;  // of a thread: experts `lane` + 32 i
+#ifdef KOG_SHARED_EXPERT
+    static constexpr u32 kRouterRows = kNumExperts + 1;  // the last one is the shared expert's gate
+#else
+    static constexpr u32 kRouterRows = kNumExperts;
+#endif
     // The router's weights have 16 bit, times kRouterScale, and x is `RouterX`.
     static constexpr float kRouteFactor = PlainX::kScale / (RouterX::kScale * kRouterScale);
 
@@ -24,18 +29,22 @@ struct FinalizedExperts : FinalizedRows {
 
     __device__ __forceinline__ u64* logit_words() const { return reinterpret_cast<u64*>(params.words_ptr) + kRouterLogitsOffset; }
     __device__ __forceinline__ bool publish_logits(u32 layer, float scale, u32 tag) {
-        const u32 expert = role.cta * RouteOp::kCtaRows + lane;
-        const bool is_mine = lane < RouteOp::kRows && expert < kNumExperts;
-        [[maybe_unused]] float bias = 0;
-        if (kRouterBias && is_mine) bias = WeightFormat::low(reinterpret_cast<const u16*>(params.router_bias_ptr)[layer * kNumExperts + expert]);
-        float sum;
-        if (!row_sum(sum, RouteOp::kRows)) return false;
-        sum = sum * kRouteFactor * scale;
-        if constexpr (kRouterBias) sum += bias;
-        if (is_mine)
+#pragma unroll 1
+        for (u32 block = 0; block < RouteOp::kBlocks; ++block) {
+            const u32 expert = role.cta * RouteOp::kCtaRows + block * RouteOp::kRows + lane;
+            const bool is_mine = lane < RouteOp::kRows && expert < kRouterRows;
+            [[maybe_unused]] float bias = 0;
+            if (kRouterBias && is_mine && expert < kNumExperts)
+                bias = WeightFormat::low(reinterpret_cast<const u16*>(params.router_bias_ptr)[layer * kNumExperts + expert]);
+            float sum;
+            if (!row_sum(sum, RouteOp::kRows)) return false;
+            sum = sum * kRouteFactor * scale;
+            if constexpr (kRouterBias) sum += bias;
+            if (is_mine)
 #pragma unroll
-            for (u32 copy = 0; copy < kReplicas; ++copy) store_relaxed(logit_words() + copy * kRouterLogitsStride + expert, make_logit_word(sum, tag));
-        end_block();
+                for (u32 copy = 0; copy < kReplicas; ++copy) store_relaxed(logit_words() + copy * kRouterLogitsStride + expert, make_logit_word(sum, tag));
+            end_block();
+        }
         return true;
     }
     // All logits of a layer; what is missing is noted for the watchdog.
@@ -100,6 +109,47 @@ struct FinalizedExperts : FinalizedRows {
         reinterpret_cast<u64*>(params.trace_ptr)[(slot * kLayers + layer) * kNumCtas + role.cta] = numbers;
     }
 #endif
+    // Threads with few logits sort them by neighbours and weigh them all; others have Batcher's network, and weigh those that are chosen, one each.
+    static constexpr bool kHasFew = kLogits <= 4;
+    static __device__ __forceinline__ void exchange(u32& first, u32& second) {
+        const u32 more = max(first, second);
+        second = min(first, second), first = more;
+    }
+    static __device__ __forceinline__ void sort_falling(u32 (&keys)[kLogits]) {
+        if constexpr (kHasFew) {
+#pragma unroll
+            for (int round = 0; round < kLogits; ++round)
+#pragma unroll
+                for (int i = round & 1; i + 1 < kLogits; i += 2) exchange(keys[i], keys[i + 1]);
+        } else {
+            merge<1, 1>(keys);
+        }
+    }
+    // Runs of kSorted keys become runs of twice as many, and so on: in templates, since the compiler gives loops of loops up.
+    template <int kSorted, int kApart>
+    static __device__ __forceinline__ void merge(u32 (&keys)[kLogits]) {
+        constexpr int kFirst = kApart % kSorted;
+#pragma unroll
+        for (int i = kFirst; i + kApart < kLogits; ++i)
+            if ((i - kFirst) / kApart % 2 == 0 && i / (2 * kSorted) == (i + kApart) / (2 * kSorted)) exchange(keys[i], keys[i + kApart]);
+        if constexpr (kApart > 1) merge<kSorted, kApart / 2>(keys);
+        else if constexpr (2 * kSorted < kLogits) merge<2 * kSorted, 2 * kSorted>(keys);
+    }
+    // The weights of the chosen ones, whose logits stand in their places.
+    __device__ __forceinline__ void weigh_chosen(const float (&logits)[kLogits], float top) const {
+        static_assert(kChosen <= 32, "one of each thread");
+        float& own = role.shared->chosen_weights[0][lane < kChosen ? lane : 0];
+        const float term = lane < kChosen ? exp2_approx((own - top) * kLog2e) : 0.0f;
+        float sum = term;
+        if constexpr (!kChoiceIsNormalised) {
+            sum = 0;
+#pragma unroll
+            for (int i = 0; i < kLogits; ++i) sum += exp2_approx((logits[i] - top) * kLog2e);
+        }
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+        if (lane < kChosen) own = term / sum;
+    }
     // The experts with the largest logits, of equal ones those with the smaller number, into shared memory; they stand in the order of
     // their numbers.
     __device__ __forceinline__ bool choose(u32 layer, u32 tag) {
@@ -108,13 +158,7 @@ struct FinalizedExperts : FinalizedRows {
         u32 keys[kLogits], falling[kLogits], chosen[kLogits], largest, least, num_chosen = 0;
 #pragma unroll
         for (int i = 0; i < kLogits; ++i) keys[i] = falling[i] = i * 32 + lane < kNumExperts ? rising_key(logits[i]) : 0;
-#pragma unroll
-        for (int round = 0; round < kLogits; ++round)
-#pragma unroll
-            for (int i = round & 1; i + 1 < kLogits; i += 2) {
-                const u32 more = max(falling[i], falling[i + 1]);
-                falling[i + 1] = min(falling[i], falling[i + 1]), falling[i] = more;
-            }
+        sort_falling(falling);
         // The largest of all threads, so often as experts are chosen; those who have it go on to their next one.
 #pragma unroll
         for (u32 k = 0; k < kChosen; ++k) {
@@ -136,22 +180,27 @@ struct FinalizedExperts : FinalizedRows {
             place[i] = chosen[i] >> lane & 1 ? before + __popc(chosen[i] & ((1u << lane) - 1)) : kChosen;
             before += __popc(chosen[i]);
             if (place[i] < kChosen) role.shared->chosen[0][place[i]] = i * 32 + lane;
+            if (!kHasFew && place[i] < kChosen) role.shared->chosen_weights[0][place[i]] = logits[i];
         }
         // The loader waits for these alone.
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(choice_full));
-        float terms[kLogits], sum = 0;
+        if constexpr (!kHasFew) {
+            weigh_chosen(logits, top);
+        } else {
+            float terms[kLogits], sum = 0;
 #pragma unroll
-        for (int i = 0; i < kLogits; ++i) {
-            const bool is_chosen = place[i] < kChosen;
-            terms[i] = exp2_approx((logits[i] - top) * kLog2e);
-            if (is_chosen || !kChoiceIsNormalised) sum += terms[i];
+            for (int i = 0; i < kLogits; ++i) {
+                const bool is_chosen = place[i] < kChosen;
+                terms[i] = exp2_approx((logits[i] - top) * kLog2e);
+                if (is_chosen || !kChoiceIsNormalised) sum += terms[i];
+            }
+#pragma unroll
+            for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+#pragma unroll
+            for (int i = 0; i < kLogits; ++i)
+                if (place[i] < kChosen) role.shared->chosen_weights[0][place[i]] = terms[i] / sum;
         }
-#pragma unroll
-        for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-#pragma unroll
-        for (int i = 0; i < kLogits; ++i)
-            if (place[i] < kChosen) role.shared->chosen_weights[0][place[i]] = terms[i] / sum;
         __syncwarp();
 #ifdef KOG_CHOICES
         keep_choice(layer);
@@ -164,32 +213,75 @@ struct FinalizedExperts : FinalizedRows {
         gate = fminf(gate, kClampLimit), up = fminf(fmaxf(up, -kClampLimit), kClampLimit);
         return gate * reciprocal_approx(1.0f + exp2_approx(gate * (-kClampAlpha * kLog2e))) * (up + 1.0f);
     }
-    // The router and then GATE_UP: rows of one chosen expert.
+    // Rows of an expert's GATE_UP, of kColumns columns of each lane, which thread block `cta` of those that share them has: times `weight` into
+    // `words`. `first_bias`: of the expert's.
+    template <class O, u32 kColumns, bool kHasBias>
+    __device__ __forceinline__ bool gate_up_rows(u64* words, u32 cta, u32 first_bias, float weight, float scale, u32 tag) {
+#pragma unroll 1
+        for (u32 block = 0; block < O::kBlocks; ++block) {
+            const u32 row = cta * O::kCtaRows + block * O::kRows + lane;
+            [[maybe_unused]] float bias = 0;
+            if (kHasBias && row < 2 * kLanes * kColumns)
+                bias = WeightFormat::low(reinterpret_cast<const u16*>(params.gate_up_bias_ptr)[first_bias + row]);
+            float sum;
+            if (!row_sum(sum, O::kRows)) return false;
+            sum *= scale;
+            if constexpr (kHasBias) sum += bias;
+            const float up = __shfl_down_sync(kFullWarp, sum, 1);
+            const float activation = activation_of(sum, up) * weight;
+            u32 end = kLanes * kColumns;
+            if (O::kLastRows != O::kRows) end = min(end, (cta + 1) * O::kCtaRows / 2);
+            publish<O::kRows / 2, 2, kLanes == 1 ? 0 : kColumns, O::kCtaRows / 2>(words, kActivationStride, (cta * O::kCtaRows + block * O::kRows) / 2, end,
+                                                                                activation, tag);
+            end_block();
+        }
+        return true;
+    }
+    __device__ __forceinline__ u64* activations(u32 place) const {
+        return reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + place * (kFfn / 2);
+    }
+#ifdef KOG_SHARED_EXPERT
+    // The shared expert's weight: the sigmoid of its gate's logit.
+    __device__ __forceinline__ bool collect_gate(u32 layer, u32 tag, float& weight) {
+        const u64* word = logit_words() + role.cta % kReplicas * kRouterLogitsStride + kNumExperts;
+        u64 got = load_relaxed(word);
+        for (u32 rounds = 1; !__all_sync(kFullWarp, has_tag(got, tag)); ++rounds) {
+            if (must_leave(role.stopped())) return false;
+            if (rounds % 1024 == 0) {
+                WaitNote& note = role.shared->note;
+                note.phase = kSelectPhase + 1, note.layer = layer, note.lane = WaitNote::lane_and_expert(kNowhere, kNumExperts);
+                note.wanted = tag, note.set_words(word, 1);
+            }
+            got = load_relaxed(word);
+        }
+        weight = sigmoid(logit_of(got));
+        return true;
+    }
+    // Its activations, behind those of the chosen ones.
+    __device__ __forceinline__ bool gate_up_of_shared(u32 layer, float scale, u32 tag) {
+        float weight;
+        if (!collect_gate(layer, tag, weight)) return false;
+        return gate_up_rows<SharedGateUpOp, kSharedFfn, false>(activations(kChosen), role.cta, 0, weight, scale, tag);
+    }
+#endif
+    // GATE_UP of a share of the chosen experts' rows.
+    __device__ __forceinline__ bool gate_up_of_share(u32 layer, u32 share, float scale, u32 tag) {
+        const u32 place = share / kExpertCtas;
+        const u32 expert = role.shared->chosen[0][place];
+        return gate_up_rows<GateUpOp, kFfn, kExpertBias>(activations(place), share % kExpertCtas, (layer * kNumExperts + expert) * (2 * kLanes * kFfn),
+                                                         role.shared->chosen_weights[0][place], scale, tag);
+    }
+    // The router and then GATE_UP. Matrix warps multiply the shared expert's rows in front of the chosen ones'; its weight comes with the logits.
     __device__ __forceinline__ bool gate_up_of_experts(u32 layer, u32 tag) {
         float scale;
         if (!rms_scale(scale) || !publish_logits(layer, scale, tag) || !choose(layer, tag)) return false;
-        const u32 place = role.cta / kExpertCtas, cta = role.cta % kExpertCtas;
-        const u32 expert = role.shared->chosen[0][place];
-        const float weight = role.shared->chosen_weights[0][place];
-        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + place * (kFfn / 2);
+#ifdef KOG_SHARED_EXPERT
+        if (!gate_up_of_shared(layer, scale, tag)) return false;
+#endif
+        const u32 num = num_shares(role.cta);
 #pragma unroll 1
-        for (u32 block = 0; block < GateUpOp::kBlocks; ++block) {
-            const u32 row = cta * GateUpOp::kCtaRows + block * GateUpOp::kRows + lane;
-            [[maybe_unused]] float bias = 0;
-            if (kExpertBias && row < 2 * kLanes * kFfn)
-                bias = WeightFormat::low(reinterpret_cast<const u16*>(params.gate_up_bias_ptr)[(layer * kNumExperts + expert) * (2 * kLanes * kFfn) + row]);
-            float sum;
-            if (!row_sum(sum, GateUpOp::kRows)) return false;
-            sum *= scale;
-            if constexpr (kExpertBias) sum += bias;
-            const float up = __shfl_down_sync(kFullWarp, sum, 1);
-            const float activation = activation_of(sum, up) * weight;
-            u32 end = kLanes * kFfn;
-            if (GateUpOp::kLastRows != GateUpOp::kRows) end = min(end, (cta + 1) * GateUpOp::kCtaRows / 2);
-            publish<GateUpOp::kRows / 2, 2, kLanes == 1 ? 0 : kFfn, GateUpOp::kCtaRows / 2>(
-                words, kActivationStride, (cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2, end, activation, tag);
-            end_block();
-        }
+        for (u32 i = 0; i < num; ++i)
+            if (!gate_up_of_share(layer, role.cta * kExpertShares + i, scale, tag)) return false;
         count_vector<kLanes>(0);
         return true;
     }

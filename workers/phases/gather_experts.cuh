@@ -9,6 +9,33 @@ struct ExpertsGatherer : HeadGatherer {
     static constexpr u32 kWarpUnits = DownOp::kPer * 8, kWarpLoads = (kWarpUnits + 31) / 32;
     static_assert(kWarpLoads <= kMany, "what a thread holds");
 
+#ifdef KOG_SLOTS_IN_TURN
+    // Of the warp's parts, one of each tile, thread by thread. Parts go from warp to warp, and from expert to expert, the shared one the last.
+    static constexpr u32 kPartUnits = DownOp::kSteps * 8;
+    static __device__ __forceinline__ u32 part_of(u32 warp, u32 unit) { return unit / kPartUnits * kMatrixWarps + warp; }
+    __device__ __forceinline__ u32 slot_of_unit(int i) const {
+        const u32 slot = part_of(warp, i * 32 + lane) / kSlotParts;
+        return kSharedParts == 0 ? slot : min(slot, static_cast<u32>(kChosen));
+    }
+    __device__ __forceinline__ u32 unit_of_slot(int i) const {
+        return (part_of(warp, i * 32 + lane) - slot_of_unit(i) * kSlotParts) * kPartUnits + (i * 32 + lane) % kPartUnits;
+    }
+    // A thread's i-th unit among the lane's activations of all experts.
+    __device__ __forceinline__ u32 unit_of_expert(const Place&, int i) const { return slot_of_unit(i) * (kFfn / 4) + unit_of_slot(i); }
+    __device__ __forceinline__ bool has_unit(const Place&, int i) const {
+        const u32 slot = slot_of_unit(i), columns = slot < kChosen ? kFfn : kSharedFfn;
+        return i * 32 + lane < kWarpUnits && slot < kSlots && unit_of_slot(i) < columns / 4;
+    }
+    __device__ __forceinline__ const u64* activations(const Place& at) { return source<kDownPhase>(at).words; }
+    // The place of the first expert of which this warp has no words.
+    __device__ __forceinline__ u32 missing_slot(const Place& at, u32 tag) const {
+        u32 behind = 1;
+#pragma unroll
+        for (int i = 0; i < kWarpLoads; ++i)
+            if (has_unit(at, i) && tag_difference(got[i], tag) != 0) behind = max(behind, kSlots - slot_of_unit(i));
+        return kSlots - __reduce_max_sync(kFullWarp, behind);
+    }
+#else
     // A thread's i-th unit among those of the lane's columns of the warp's expert. In front of them may be columns of a group of
     // quantised weights that the lane before has, and behind them padding: these are no units of it.
     __device__ __forceinline__ u32 unit_of_expert(const Place& at, int i) const {
@@ -20,6 +47,7 @@ struct ExpertsGatherer : HeadGatherer {
         return i * 32 + lane < kWarpUnits && unit_of_expert(at, i) < kFfn / 4;
     }
     __device__ __forceinline__ const u64* activations(const Place& at) { return source<kDownPhase>(at).words + warp / kExpertWarps * (kFfn / 2); }
+#endif
     // `kMissing`: only words that have another tag.
     template <bool kMissing>
     __device__ __forceinline__ void load_activations(const Place& at) {
@@ -46,8 +74,15 @@ struct ExpertsGatherer : HeadGatherer {
         for (u32 rounds = 1; !have_activations(at, tag); ++rounds) {
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) {
-                const u32 expert = role.shared->chosen[0][warp / kExpertWarps];
-                note_wait(kDownPhase, at.layer(), WaitNote::lane_and_expert(at.lane(), expert), tag, activations(at), kFfn / 2);
+#ifdef KOG_SLOTS_IN_TURN
+                const u32 slot = missing_slot(at, tag), expert = slot < kChosen ? role.shared->chosen[0][slot] : kNumExperts;
+                const u32 num_words = (slot < kChosen ? kFfn : kSharedFfn) / 2;
+                const u64* words = activations(at) + slot * (kFfn / 2);
+#else
+                const u32 expert = role.shared->chosen[0][warp / kExpertWarps], num_words = kFfn / 2;
+                const u64* words = activations(at);
+#endif
+                note_wait(kDownPhase, at.layer(), WaitNote::lane_and_expert(at.lane(), expert), tag, words, num_words);
             }
             load_activations<true>(at);
         }

@@ -147,28 +147,28 @@ using HeadWeights = PlainWeights;
 
 // Shape of one matrix-vector product in one thread block: kRows rows in kBlocks blocks, K = kPer * 32 * kMatrixWarps.
 // A tile is kSteps k-steps of 32 columns (or 128) for each warp; the tape holds [block][tile][warp][step][row][32]. Tiles have parts of kWarps warps;
-// of each block's tiles those behind the first kLongTiles have one part less, since the last warp has no columns there. The last block has
-// kLastRows rows.
-template <class Weights, int kRows_, int kBlocks_, int kPer_, int kSteps_, int kWarps_, int kLongTiles_, int kLastRows_>
+// of each block's tiles those behind the first kLongTiles have one part less, since the last warp has no columns there, or, where warps take parts
+// in turn, kShortWarps. The last block has kLastRows rows.
+template <class Weights, int kRows_, int kBlocks_, int kPer_, int kSteps_, int kWarps_, int kLongTiles_, int kLastRows_, int kShortWarps_ = kWarps_ - 1>
 struct Op {
     static constexpr bool kCoded = Weights::kCoded, kFourBits = Weights::kFourBits, kIntegers = Weights::kIntegers;
     using Kind = Weights;
     using Format = typename Weights::Format;  // of weights and x in 16 bit
     static constexpr int kXSteps = kSteps_ * Weights::kXSteps;  // of a tile
     static constexpr int kRows = kRows_, kBlocks = kBlocks_, kPer = kPer_ * Weights::kXSteps, kSteps = kSteps_, kWarps = kWarps_, kLongTiles = kLongTiles_,
-                         kLastRows = kLastRows_;
+                         kLastRows = kLastRows_, kShortWarps = kShortWarps_;
     static constexpr int kTiles = kPer_ / kSteps;
     static constexpr bool kHasAll = kWarps == kMatrixWarps && kLongTiles == kTiles;  // every warp has a part of every tile
     static constexpr bool kIsEven = kHasAll && kLastRows == kRows;
-    using Last = Op<Weights, kLastRows, 1, kPer_, kSteps, kWarps, kLongTiles, kLastRows>;  // its last block
+    using Last = Op<Weights, kLastRows, 1, kPer_, kSteps, kWarps, kLongTiles, kLastRows, kShortWarps>;  // its last block
     static constexpr int kRowGroups = (kRows + 7) / 8;
     static constexpr int kCtaRows = kRows * (kBlocks - 1) + kLastRows;
     static constexpr u32 kWarpBytes = kSteps * Weights::step_bytes(kRows);
-    static constexpr u32 kTileBytes = kWarps * kWarpBytes, kShortTileBytes = kTileBytes - kWarpBytes;
-    static constexpr u64 block_bytes(u32 rows) { return u64{kSteps * Weights::step_bytes(rows)} * (kWarps * kTiles - (kTiles - kLongTiles)); }
+    static constexpr u32 kTileBytes = kWarps * kWarpBytes, kShortTileBytes = kShortWarps * kWarpBytes;
+    static constexpr u64 block_bytes(u32 rows) { return u64{kSteps * Weights::step_bytes(rows)} * (kWarps * kLongTiles + kShortWarps * (kTiles - kLongTiles)); }
     static constexpr u64 kBytes = (kBlocks - 1) * block_bytes(kRows) + block_bytes(kLastRows);
     static_assert(kIsEven || kPieces == 1, "a piece is what some of all warps need");
-    static_assert(kHasAll || (kPieces == 1 && kSteps == 1), "parts are left out of whole tiles of one step");
+    static_assert(kHasAll || kPieces == 1, "parts are left out of whole tiles");
     static_assert(((kCoded && kPacked) || kTileBytes <= kSlotBytes) && kPer_ % kSteps == 0 && kRows <= kTileRows, "the tile must fit into a slot");
     static_assert(kSteps * kRowGroups <= kMaxFragments, "the tile must fit into registers");
 };
@@ -186,7 +186,15 @@ struct RouterWeights : PlainWeights {
 };
 using RouteOp = Op<RouterWeights, KOG_ROUTE_OP>;
 constexpr u64 kRouteBytes = RouteOp::kBytes;
-static_assert(RouteOp::kBlocks == 1 && kNumExperts <= 256, "what a warp chooses from");
+static_assert(kNumExperts <= 512, "what a warp chooses from");
+// Shares of the chosen experts' rows of GATE_UP that a thread block has: kExpertShares, but the last ones may have fewer.
+constexpr u32 kAllShares = kChosen * kExpertCtas;
+constexpr bool kHasOneShare = kExpertShares == 1 && kAllShares == kNumCtas;  // each thread block
+__device__ __forceinline__ u32 num_shares(u32 cta) {
+    if constexpr (kHasOneShare) return 1;
+    const u32 first = min(cta * kExpertShares, kAllShares);
+    return min(kAllShares - first, static_cast<u32>(kExpertShares));
+}
 #else
 constexpr int kChosen = 1;
 #endif
@@ -229,6 +237,17 @@ using HeadOp = Op<HeadWeights, KOG_HEAD_OP>;
 // From a warp's x of GATE_UP to that of the router: the same, but where experts want digits.
 constexpr u32 kRouterX = kExperts && kIntegers ? GateUpOp::kPer * kXStepBytes : 0;
 static_assert(kRouterX == 0 || 2 * GateUpOp::kPer <= kMaxPer, "room for both");
+#ifdef KOG_SHARED_EXPERT
+// The shared expert's gate and up rows, of which all thread blocks have some, stand on the tape behind the router; its part of DOWN stands there
+// for each lane. It is the last slot of DOWN.
+using SharedGateUpOp = Op<LayerWeights, KOG_SHARED_GATE_UP_OP>;
+constexpr u32 kSlots = kChosen + 1;
+constexpr u64 kSharedDownBytes = u64{DownOp::kBlocks} * kSharedParts * DownOp::kWarpBytes, kSharedExpertBytes = SharedGateUpOp::kBytes + kLanes * kSharedDownBytes;
+static_assert(SharedGateUpOp::kPer == QkvOp::kPer, "both have a stream as input");
+#else
+constexpr u32 kSlots = kChosen, kSharedParts = 0, kSharedFfn = 0;
+constexpr u64 kSharedExpertBytes = 0;
+#endif
 static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRows, "a row of the residual has one owner");
 
 // The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
@@ -402,7 +421,7 @@ constexpr u64 kOpBytes = O::kBytes;
 constexpr u64 kMixerBytes = (kLayers - kDeltaLayers) * kQkvProductsOfLayer * kOpBytes<QkvOp> + kDeltaLayers * kDeltaInProductsOfLayer * kOpBytes<DeltaInOp> +
                             (kLayers - kDeltaLayers) * u64{kLanes} * kOpBytes<OutOp> + kDeltaLayers * u64{kLanes} * kOpBytes<DeltaOutOp>;
 #ifdef KOG_EXPERTS
-constexpr u64 kLayerBytes = kMixerBytes + kLayers * kRouteBytes;
+constexpr u64 kLayerBytes = kMixerBytes + kLayers * (kRouteBytes + kSharedExpertBytes);
 #else
 constexpr u64 kLayerBytes = kMixerBytes + u64{kLayers} * (kLanes * kOpBytes<DownOp> + kGateUpProductsOfLayer * kOpBytes<GateUpOp>);  // of the tape
 #endif

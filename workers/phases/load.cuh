@@ -106,7 +106,8 @@ struct Loader {
     };
     template <class O>
     static __device__ __forceinline__ Tiles tiles_of() {
-        return {O::kBlocks * O::kTiles, O::kTileBytes, O::kTiles, O::kLongTiles, O::kWarpBytes, O::Last::kTileBytes, O::Last::kWarpBytes};
+        return {O::kBlocks * O::kTiles, O::kTileBytes, O::kTiles, O::kLongTiles, O::kTileBytes - O::kShortTileBytes, O::Last::kTileBytes,
+                O::Last::kTileBytes - O::Last::kShortTileBytes};
     }
     __device__ __forceinline__ bool issue_uneven(const unsigned char*& tiles, const Tiles& of) {
         return issue_uneven(tiles, of, role.cta, kNumCtas);
@@ -188,30 +189,41 @@ struct Loader {
         }
 #ifdef KOG_UNION
         if (at.phase() == kDownPhase) return issue_down_of_union(at);
+#elif defined KOG_SLOTS_IN_TURN
+        if (at.phase() == kDownPhase) return issue_down_in_turn(tiles, at);
 #else
         if (at.phase() == kDownPhase) return issue_down(at);
 #endif
         if (!issue_uneven(tiles, tiles_of<RouteOp>())) return false;
+#ifdef KOG_SHARED_EXPERT
+        if (!issue_uneven(tiles, tiles_of<SharedGateUpOp>())) return false;
+#endif
         if (kWaitsForChoice && !wait_idle(role.base + KOG_OFFSET(choice_full), choice_parity)) return false;
         choice_parity ^= 1, num_ahead = 0;
 #ifdef KOG_UNION
         return issue_gate_up_of_union(at);
 #else
-        const unsigned char* own = experts_of(at.layer()) + u64{load_shared_u32(role.base + KOG_OFFSET(chosen) + role.cta / kExpertCtas * 4)} * kExpertBytes;
-        if (!issue_uneven(own, tiles_of<GateUpOp>(), role.cta % kExpertCtas, kExpertCtas)) return false;
+        const u32 num = num_shares(role.cta);
+#pragma unroll 1
+        for (u32 i = 0; i < num; ++i) {
+            const u32 share = role.cta * kExpertShares + i;
+            const unsigned char* own = experts_of(at.layer()) + u64{load_shared_u32(role.base + KOG_OFFSET(chosen) + share / kExpertCtas * 4)} * kExpertBytes;
+            if (!issue_uneven(own, tiles_of<GateUpOp>(), share % kExpertCtas, kExpertCtas)) return false;
+        }
         read_choice();
         return true;
 #endif
     }
-    // Between QKV and the choice the ring is full, or nothing is known that could be copied: L2 is asked for the next layer's QKV, which
-    // stands behind OUT and the router, or for the LM head. Each thread block asks for a share of what all need, piece by piece in time, so
+    // Between QKV and the choice the ring is full, or nothing is known that could be copied: L2 is asked for the next layer's QKV (or what a delta
+    // net has in its place), which stands behind OUT, the router and a shared expert, or for the LM head. Each thread block asks for a share of what all need, piece by piece in time, so
     // that words do not queue behind them; far into a context when attention has read its rows. Experts' copies leave L2 first.
     static constexpr u32 kAheadBytes = 4096, kAheadCycles = 400, kMostAhead = LayerWeights::kCoded ? 0 : 40;
     __device__ __forceinline__ void begin_ahead(const unsigned char* out, bool near_context) {
-        constexpr u64 kNextBytes = kQkvProductsOfLayer * kOpBytes<QkvOp> < kOpBytes<HeadOp> ? kQkvProductsOfLayer * kOpBytes<QkvOp> : kOpBytes<HeadOp>;
+        constexpr u64 kQkvBytes = kQkvProductsOfLayer * kOpBytes<QkvOp>, kNetBytes = kDeltaInProductsOfLayer * kOpBytes<DeltaInOp>;
+        constexpr u64 kInputBytes = kQkvBytes < kNetBytes ? kQkvBytes : kNetBytes, kNextBytes = kInputBytes < kOpBytes<HeadOp> ? kInputBytes : kOpBytes<HeadOp>;
         constexpr u32 kPieces = static_cast<u32>(kNextBytes / kAheadBytes), kAsked = kPieces < kMostAhead ? kPieces : kMostAhead;
         if constexpr (!kWaitsForChoice || kAsked == 0) return;
-        ahead = out + kNumCtas * (kLanes * kOpBytes<OutOp> + kRouteBytes) + role.cta * kAheadBytes;
+        ahead = out + kNumCtas * (kLanes * kOpBytes<OutOp> + kRouteBytes + kSharedExpertBytes) + role.cta * kAheadBytes;
         num_ahead = kAsked, asked_at = clock_cycles(), asks_behind = near_context ? num_products : num_products + 1;
     }
     // Where the experts of a layer begin.
@@ -220,6 +232,38 @@ struct Loader {
 #pragma unroll
         for (u32 k = 0; k < kChosen; ++k) chosen[k] = load_shared_u32(role.base + KOG_OFFSET(chosen) + k * 4);
     }
+#ifdef KOG_SLOTS_IN_TURN
+    // Columns of DOWN come one expert behind the other, so a tile has all that some experts have in this thread block, in one piece each, and
+    // perhaps a beginning and an end of others. Those of a shared expert are the last, from the tape.
+    __device__ __forceinline__ bool issue_down_in_turn(const unsigned char*& tiles, const Place& at) {
+        static_assert(kExpertBytes < (u64{1} << 32) && kPacked, "a multiplication of 32 bits");
+        constexpr u32 kOfChosen = kChosen * kSlotParts, kParts = kOfChosen + kSharedParts, kPartBytes = DownOp::kWarpBytes;
+        const unsigned char* first = experts_of(at.layer()) + kExpertGateUpBytes + (u64{at.lane() * DownOp::kBlocks} * kNumCtas + role.cta) * (kSlotParts * kPartBytes);
+#pragma unroll 1
+        for (u32 block = 0; block < DownOp::kBlocks; ++block, first += kNumCtas * kSlotParts * kPartBytes) {
+            [[maybe_unused]] const unsigned char* const shared_parts = tiles + role.cta * (kSharedParts * kPartBytes);
+            tiles += kNumCtas * kSharedParts * kPartBytes;
+#pragma unroll
+            for (u32 tile = 0; tile < DownOp::kTiles; ++tile) {
+                const u32 begin = tile * kMatrixWarps, end = min(begin + kMatrixWarps, kParts), bytes = (end - begin) * kPartBytes;
+                if (!make_room(bytes)) return false;
+                mbar_arrive_expect(full, bytes);
+                if (num_under_way == most && !wait_for_landing()) return false;
+#pragma unroll
+                for (u32 part = begin; part < end; ++part) {
+                    const u32 slot_idx = min(part / kSlotParts, static_cast<u32>(kChosen)), of_slot = part - slot_idx * kSlotParts;
+                    if (part > begin && of_slot > 0) continue;  // came with the one before
+                    const u32 num_parts = min((slot_idx < kChosen ? kSlotParts : kSharedParts) - of_slot, end - part);
+                    const unsigned char* from = slot_idx < kChosen ? first + u64{chosen[slot_idx % kChosen]} * static_cast<u32>(kExpertBytes) : shared_parts;
+                    bulk_load(slot + (part - begin) * kPartBytes, from + of_slot * kPartBytes, num_parts * kPartBytes, full, policy);
+                }
+                full += 8, ++num_under_way, slot += bytes;
+                if (full == first_full + kEmptyOffset) full = first_full, parity ^= 1;
+            }
+        }
+        return true;
+    }
+#else
     // Tiles of DOWN have a part of each chosen expert. Copies are so small that what memory brings is bound by what one costs this thread:
     // so there is no loop over them, and an address is one multiplication.
     __device__ __forceinline__ bool issue_down(const Place& at) {
@@ -239,6 +283,7 @@ struct Loader {
         }
         return true;
     }
+#endif
 #ifdef KOG_UNION
     __device__ __forceinline__ bool issue_gate_up_of_union(const Place& at) {
 #pragma unroll 1

@@ -178,7 +178,7 @@ struct Multiplier {
             const u32 tile_bytes = kUnited ? united_bytes : is_short ? O::kShortTileBytes : O::kTileBytes;
             find_tile(tile_bytes);
             if (!wait_for_tile()) return false;
-            if (kUnited ? is_idle : !O::kHasAll && warp >= O::kWarps - is_short) {  // it has come, so the slot's last tile was given back: now this one may be
+            if (kUnited ? is_idle : !O::kHasAll && warp >= O::kWarps - is_short * (O::kWarps - O::kShortWarps)) {  // it has come, so the slot's last tile was given back: now this one may be
                 __syncwarp();
                 if (lane == 0) mbar_arrive(full + kEmptyOffset);
                 next_slot(tile_bytes);
@@ -261,6 +261,17 @@ struct Multiplier {
         if constexpr (kIsLast) ++num_vectors;
         return true;
     }
+#ifdef KOG_EXPERTS
+    // GATE_UP of the chosen experts: the shares that this thread block has.
+    __device__ __forceinline__ bool gate_up_of_shares(u32 x_address) {
+        const u32 num = num_shares(role.cta);
+#pragma unroll 1
+        for (u32 i = 0; i < num; ++i)
+            if (!blocks<GateUpOp, false>(x_address)) return false;
+        ++num_vectors;
+        return true;
+    }
+#endif
 #ifdef KOG_UNION
     // `offset`: of this warp's part of a tile.
     template <class O>
@@ -369,6 +380,10 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
     if constexpr (kPhase == kGateUpPhase)
         if (!multiplier.template blocks<RouteOp, false>(first_x<RouteOp>(role, warp, opaque(lane)) + kRouterX)) return false;
 #endif
+#ifdef KOG_SHARED_EXPERT
+    if constexpr (kPhase == kGateUpPhase)
+        if (!multiplier.template blocks<SharedGateUpOp, false>(first_x<SharedGateUpOp>(role, warp, opaque(lane)))) return false;
+#endif
     constexpr u32 kApart = kPhase == kOutPhase || kPhase == kDownPhase ? O::kPer * kXStepBytes : 0;  // from the x of one product to the next one's
 #pragma unroll 1
     for (u32 i = 0; i + 1 < kTogether; ++i) {
@@ -379,6 +394,8 @@ __device__ __forceinline__ bool run_products(const Role& role, Gatherer& gathere
 #ifdef KOG_UNION
     if constexpr (kPhase == kGateUpPhase)
         return multiplier.gate_up_of_union((turn * kLayers + at.layer()) & 1, first_x<O>(role, warp, opaque(lane)));
+#elif defined KOG_EXPERTS
+    if constexpr (kPhase == kGateUpPhase && !kHasOneShare) return multiplier.gate_up_of_shares(first_x<O>(role, warp, opaque(lane)));
 #endif
     return multiplier.template blocks<O>(first_x<O>(role, warp, opaque(lane)) + (kTogether - 1) * kApart);
 }

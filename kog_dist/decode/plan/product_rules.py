@@ -90,11 +90,12 @@ def _lane_findings(part: RankPlan, product: Product, reads: Reads) -> Iterator[s
 
 
 class Matrix(NamedTuple):
-    """What a product multiplies with: rows for each group of thread blocks, columns, groups."""
+    """What a product multiplies with: rows for each group of thread blocks, columns, groups; and what stands beside it."""
 
     num_rows: int
     num_columns: int
     num_groups: int
+    beside: Matrix | None = None
 
 
 def _of_attention(spec: ModelSpec, mixer: AttentionMixer, product: Product) -> Matrix:
@@ -129,8 +130,11 @@ def _of_experts(spec: ModelSpec, experts: Experts, product: Product) -> Matrix:
     columns, shared = experts.width // spec.num_lanes, experts.shared_width // spec.num_lanes
     if product.op is Phase.ROUTE:
         return Matrix(choice.num_experts + (1 if is_shared else 0), d, 1)
-    if product.op is Phase.GATE_UP:  # each chosen expert has thread blocks of its own
-        return Matrix(product.num_lanes * 2 * (columns + shared), d, 1 if product.rows.form is None else choice.per_token)
+    if product.op is Phase.GATE_UP and product.rows.form is None:
+        return Matrix(product.num_lanes * 2 * (columns + shared), d, 1)
+    if product.op is Phase.GATE_UP:  # each chosen expert has thread blocks of its own, the shared one all of them
+        beside = Matrix(product.num_lanes * 2 * shared, d, 1) if is_shared else None
+        return Matrix(product.num_lanes * 2 * columns, d, choice.per_token, beside)
     return Matrix(d, choice.per_token * columns + shared, 1)
 
 
@@ -158,17 +162,24 @@ def _matrix(spec: ModelSpec, product: Product) -> Matrix:
 
 def _row_findings(plan: Plan, product: Product) -> Iterator[str]:
     """Every row of the matrix has an owner, every column a warp, and what belongs together one owner."""
-    rows, matrix = product.rows, _matrix(plan.spec, product)
+    rows, matrix, together = product.rows, _matrix(plan.spec, product), _TOGETHER.get(product.op, 1)
+    yield from _share_findings(plan, rows, matrix, together)
+    if (rows.beside is None) != (matrix.beside is None):
+        yield f"a matrix stands beside it in the {'model' if rows.beside is None else 'product'} alone"
+    elif rows.beside is not None and matrix.beside is not None:
+        yield from (f"beside it: {text}" for text in _share_findings(plan, rows.beside, matrix.beside, together))
+
+
+def _share_findings(plan: Plan, rows: RowShare, matrix: Matrix, together: int) -> Iterator[str]:
     if rows.num_rows != matrix.num_rows:
         yield f"{rows.num_rows} rows, the matrix has {matrix.num_rows}"
     if rows.num_groups != matrix.num_groups:
         yield f"{rows.num_groups} groups of thread blocks, expected {matrix.num_groups}"
-    if not 1 <= rows.num_ctas * rows.num_groups <= plan.num_ctas:
+    if not 1 <= rows.num_ctas * rows.num_groups <= plan.num_ctas * rows.num_shares:
         yield f"{rows.num_groups} times {rows.num_ctas} thread blocks, of which there are {plan.num_ctas}"
     if rows.per_cta * rows.num_ctas < rows.num_rows:
         yield f"rows {rows.per_cta * rows.num_ctas} to {rows.num_rows - 1} are on no thread block"
-    terms = _terms(product) if product.op is Phase.DELTA_IN else 1
-    yield from _form_findings(rows, matrix, terms * _TOGETHER.get(product.op, 1))
+    yield from _form_findings(rows, matrix, together)
 
 
 def _form_findings(rows: RowShare, matrix: Matrix, together: int) -> Iterator[str]:

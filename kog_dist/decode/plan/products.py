@@ -23,13 +23,16 @@ class RowShare(NamedTuple):
     QKV counts query, then key, then value rows, GATE_UP a gate and an up row for each column, lane by lane. `num_ctas` thread
     blocks share them. Where there are `num_groups` of so many, each has a matrix of its own: one of the chosen experts, or a
     lane's slice of the vocabulary. `form`: what one thread block has, and how its warps divide the columns; None: the one owner
-    has all.
+    has all. `num_shares`: where groups do not divide thread blocks, each of these has so many neighbouring shares of them, and
+    `num_ctas` and `form` are those of shares. `beside`: rows of another matrix with the same input, that of a shared expert.
     """
 
     num_rows: int
     num_ctas: int = 1
     num_groups: int = 1
     form: OpShape | None = None
+    num_shares: int = 1
+    beside: RowShare | None = None
 
     @property
     def per_cta(self) -> int:

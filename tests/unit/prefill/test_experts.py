@@ -208,6 +208,8 @@ FEW_PAIRS, MORE_PAIRS = {32: (2, 16, 128, 2, False)}, {96: (1, 32, 64, 3, False)
 FEW = replace(VARIANTS["qwen3_moe"], num_lanes=2, experts=ExpertsSpec(3, 2, is_normalised=False))
 SHAPES: dict[str, tuple[ModelSpec, str, dict[int, Any], int]] = {  # dtype, tiles, how many tokens
     "qwen3_moe": (replace(FEW, hidden_size=224), "float16", FEW_PAIRS | MORE_PAIRS, MANY_TOKENS),
+    "three of sixteen": (replace(VARIANTS["qwen3_moe, three of sixteen"], num_lanes=2), "bfloat16", FEW_PAIRS, NUM_TOKENS),
+    "ten of 512": (replace(VARIANTS["qwen3_moe, ten of 512"], num_lanes=2), "bfloat16", FEW_PAIRS, NUM_TOKENS),
     "gpt_oss": (replace(VARIANTS["gpt_oss"], num_lanes=2, num_layers=2, window_layers=(0,)), "bfloat16", FEW_PAIRS, NUM_TOKENS),
 }
 

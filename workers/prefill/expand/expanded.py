@@ -188,10 +188,12 @@ def places_on_tape(shape: KernelShape) -> Any:
     """int64 (layers, phases, lanes, 2): the first byte of each product on the tape, and its number among all."""
     places = np.zeros((shape.spec.num_layers, len(LAYER_OPS), shape.num_lanes, 2), np.int64)
     position, numbers = 0, {product: number for number, product in enumerate(shape.layer_products)}
-    for product in shape.tape.taped:  # as `device_weights.pack_tape` writes them
+    for product in shape.products:  # as `device_weights.pack_tape` writes them
+        if (form := shape.tape.form_of(product)) is None:
+            continue
         if product in numbers:
             lane = product.first_lane - shape.hosted_lanes[0]
             index = product.layer, LAYER_OPS.index(product.op), lane // product.num_lanes
             places[index] = 2 * shape.num_ctas * position, numbers[product]
-        position += shape.ops[product.op].num_values
+        position += form.num_values
     return places
