@@ -117,6 +117,11 @@ def test_quantised_ones_have_smaller_tapes_and_prefill_expands_a_matrix(
     assert 2 * 2 * 17_408 * 5120 < expanded < 0.4e9 < 49e9 < kept
 
 
+def test_less_than_a_copy_is_refused_where_there_are_no_gpus_as_well(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^prefix_cache 0\.2 has no room for a copy of this model's state"):
+        dry_run(LaunchConfig(str(folder), gpus="1", context=32768, prefix_cache="0.2"))
+
+
 def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:
     shown = dry_run(LaunchConfig(str(folder), gpus="1", context=32768, parallel=2))
     assert "333.0 MiB states, read and written per token" in shown
