@@ -157,7 +157,7 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
 MIXTURES = ("Qwen3.5-35B-A3B", "Qwen3-Coder-Next", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_shapes_of_published_experts_beside_delta_nets(name: str, num_ranks: int) -> None:
     """Their plan and their words are proved; experts have no padding, and a token reads little more than it must."""
@@ -176,10 +176,12 @@ def test_shapes_of_published_experts_beside_delta_nets(name: str, num_ranks: int
     assert experts.num_bytes == 2 * layers * text["num_experts"] * of_expert
     assert experts.read_values == layers * text["num_experts_per_tok"] * of_expert
     shared = [experts.taped[op].num_values * shape.num_ctas * counts[op] for op in (Phase.GATE_UP, Phase.DOWN)]
-    assert sum(shared) == layers * of_expert, "as wide as the others, and on the tape"
+    # As wide as the others, and on the tape. On four ranks 256 rows are two of a thread block, and gate and up of two are four.
+    assert sum(shared) == layers * of_expert if num_ranks < 4 else sum(shared) <= 2 * layers * of_expert
     of_position = layers // 4 * shape.num_lanes * 2 * 256 * 2  # keys and values, each lane's
     assert kv_bytes_read(shape, 100) == 100 * of_position
-    assert spec.bytes_per_token() <= num_ranks * shape.tape.read_bytes <= 1.06 * spec.bytes_per_token()
+    most = 1.06 if num_ranks < 4 else 1.12
+    assert spec.bytes_per_token() <= num_ranks * shape.tape.read_bytes <= most * spec.bytes_per_token()
 
 
 def matrix_columns(spec: ModelSpec, op: Phase) -> int:

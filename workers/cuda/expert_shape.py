@@ -132,6 +132,13 @@ class ExpertShape:
         return found
 
     @property
+    def against_passes(self) -> dict[str, bool]:
+        """What passes of several tokens cannot divide, and whether it is so."""
+        limit = f"1, 2, 4 or 8 that divide {self.num_ctas} thread blocks"
+        divides = self.geometry.matrix_warps % self.per_token == 0 and self.shares == 1
+        return {"a shared expert": self.lane_shared > 0, f"{self.per_token} experts for each token ({limit})": not divides}
+
+    @property
     def group_columns(self) -> int:
         """Columns of quantised experts that share a scale, in a step at most; 1 of others."""
         return 1 if self.coding is None or not self.coding.scales else CODED_COLUMNS // self.coding.scales
