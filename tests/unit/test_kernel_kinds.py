@@ -184,6 +184,23 @@ def test_shapes_of_published_experts_beside_delta_nets(name: str, num_ranks: int
     assert spec.bytes_per_token() <= num_ranks * shape.tape.read_bytes <= most * spec.bytes_per_token()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("number", ["E4M3", "INT4"])
+@pytest.mark.parametrize("name", MIXTURES[:2])
+def test_published_experts_in_codes_are_proved(name: str, number: str, num_ranks: int) -> None:
+    """A lane has one group of 128 columns of an expert, and of the shared one."""
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    spec, coding = read_config({**CONFIGS[name], "quantization_config": quantised}).with_context(4096), Coding(number, 1, "BF16")
+    shapes = [
+        KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, coding=coding) for rank in range(num_ranks)
+    ]
+    assert validate(kernel_plan(shapes)) == []
+    assert word_findings(shapes[0]) == ()
+    experts = shapes[0].experts
+    assert experts is not None
+    assert (experts.slot_parts, experts.shared_parts) == (1, 1)
+
+
 def matrix_columns(spec: ModelSpec, op: Phase) -> int:
     """Those of a product's matrix."""
     of_lane = {Phase.OUT: spec.lane_heads * spec.head_dim, Phase.DOWN: spec.lane_ffn}
