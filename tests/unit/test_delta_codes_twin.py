@@ -107,7 +107,7 @@ class PublishedFolder(Model):
         def codes(name: str, lane: int) -> Codes:
             return Codes.of(lane_codes(checkpoint, name, shape.hosted_lanes[lane]), np.asarray, shape.coding)
 
-        made = from_tensors(shape, tensor, codes)
+        made = from_tensors(shape, tensor, codes if shape.coding is not None else None)
         plain = [name for name in checkpoint.layouts if not is_coded(checkpoint.layouts, shape.coding, name)]
         assert sorted(asked) == sorted(plain), "each once, and nothing else is read"
         return made
@@ -118,7 +118,10 @@ class PublishedFolder(Model):
 
 
 INT4_IN_GROUPS = compressed("pack-quantized", **INT4, strategy="group", group_size=32)
+OTHER_KINDS = {"official FP8, experts": "qwen3_5_moe, on devices", "Qwen3-Next in 16 bit": "qwen3_next, on devices"}
 FOLDERS = {
+    "official FP8, experts": (fp8_blocks(128, 128, scales=torch.bfloat16), QUANTISED, "none"),
+    "Qwen3-Next in 16 bit": (None, (), "none"),
     "official FP8": (fp8_blocks(128, 128, scales=torch.bfloat16), QUANTISED, "none"),
     "rounded to INT4": (None, (), "int4"),
     "GPTQ of all but delta nets": (gptq(128), WITHOUT_DELTA, "none"),
@@ -136,7 +139,7 @@ def test_a_published_folder_computes_what_cpu_ranks_make_of_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, ends, quantize = FOLDERS[name]
-    tensors = published("qwen3_5, on devices", tmp_path / "folder", method=method, ends=ends)
+    tensors = published(OTHER_KINDS.get(name, "qwen3_5, on devices"), tmp_path / "folder", method=method, ends=ends)
     if name == "INT4 in groups of two sizes":
         quantise_outputs(tmp_path / "folder", tensors, INT4_IN_GROUPS)
     checkpoint = open_checkpoint(tmp_path / "folder", quantize=quantize)
