@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kog_dist.config import LaunchConfig
+from kog_dist.decode.coding import Coding
 from kog_dist.errors import ConfigError
 from kog_dist.launch import gpu_choice
 from kog_dist.launch.gpu_choice import BESIDES_BYTES, GpuChoice, choose_gpus, gpu_rank_bytes, gpu_rank_shape
@@ -15,7 +16,13 @@ from kog_dist.launch.inspection import dry_run
 from kog_dist.launch.kept_prefixes import kept_on_gpus
 from kog_dist.launch.target import why_not_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
+from kog_dist.model.published_config import read_config
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import pool_slots
+from kog_dist.workers.cuda.model_limits import untried, untried_in_prefill
+from kog_dist.workers.engines.cuda_device import kernel_shapes
+from kog_dist.workers.engines.cuda_start import obstacle
+from kog_dist.workers.prefill.memory import prefill_bytes
 from tests.unit.delta_configs import CONFIGS
 from tests.unit.test_launch_limits import inventory_with
 
@@ -93,15 +100,20 @@ def test_gpus_that_are_here_are_used_unasked(model: Checkpoint, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("form", "share"), [("fp8", 0.55), ("int4", 0.3)])
-def test_quantised_ones_have_smaller_tapes_and_no_prefill(form: str, share: float, folder: Path, model: Checkpoint) -> None:
+def test_quantised_ones_have_smaller_tapes_and_prefill_expands_a_matrix(
+    form: str, share: float, folder: Path, model: Checkpoint
+) -> None:
     rounded = planned_checkpoint(folder, context=32768, quantize=form)
     assert why_not_on_gpus(rounded) == ""
     whole, codes = (gpu_rank_bytes(one, 0, 1, "bfloat16") for one in (model, rounded))
     assert share - 0.05 < codes["tape"] / whole["tape"] < share
     assert codes["states"] == STATE
     choice = choice_of(rounded, gpus="1")
-    assert choice.prefill == "off"
-    assert "prompts go token by token: the model has delta nets beside codes" in choice.note
+    assert (choice.prefill, choice.note) == ("auto", "")
+    expanded, kept = (
+        prefill_bytes(gpu_rank_shape(one, 0, 1, "bfloat16"))["prefill weights"] for one in (rounded, model)
+    )  # of a layer of FFNs, and vectors
+    assert 2 * 2 * 17_408 * 5120 < expanded < 0.4e9 < 49e9 < kept
 
 
 def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:
@@ -110,3 +122,23 @@ def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:
     assert (
         "2 requests at most, in turns, since the CUDA kernel cannot run this model with 2 tokens in a pass: it has delta" in shown
     )
+
+
+def test_what_no_gpu_has_run_is_refused_by_name(tmp_path: Path) -> None:
+    """Until its tests under tests/gpu have passed there. Shapes have it."""
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-35B-A3B"], "quantization_config": quantised}))
+    experts = planned_checkpoint(tmp_path, context=4096)
+    assert "quantised experts beside delta nets" in untried(experts.spec, is_coded=True)
+    assert "GPUs cannot run this model yet: it has " in why_not_on_gpus(experts)
+    with pytest.raises(ConfigError, match=r"^the CUDA kernel cannot run this model: it has .*; use --device cpu$"):
+        kernel_shapes(experts, "bfloat16", 1)
+    dense = read_config(CONFIGS["Qwen3.5-27B"])
+    assert (
+        untried(experts.spec, is_coded=False) == untried(dense, is_coded=True) == untried_in_prefill(dense, is_coded=False) == ""
+    )
+    for spec, is_coded, what in ((dense, True, "quantised weights"), (experts.spec, False, "experts")):
+        assert untried_in_prefill(spec, is_coded=is_coded) == f"{what} beside delta nets"
+        coding = Coding("E4M3", 1, "BF16") if is_coded else None
+        said = obstacle(KernelShape(spec.with_context(4096), range(spec.num_lanes), coding=coding))
+        assert said == f"the model has {what} beside delta nets, whose prompts no GPU has read by chunks yet"

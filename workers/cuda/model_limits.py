@@ -32,6 +32,21 @@ def unsupported(spec: ModelSpec) -> list[str]:
     return findings
 
 
+def untried(spec: ModelSpec, *, is_coded: bool) -> str:
+    """What of a model device code has and no GPU has run yet, so that engines refuse it; empty where all has.
+
+    Shapes have it, for tests and benchmarks. A line goes when its test under tests/gpu has passed on a GPU.
+    """
+    return "quantised experts beside delta nets" if is_coded and spec.is_recurrent and spec.experts is not None else ""
+
+
+def untried_in_prefill(spec: ModelSpec, *, is_coded: bool) -> str:
+    """The same of prompts by chunks, which engines then take token by token."""
+    if not spec.is_recurrent:
+        return ""
+    return "quantised weights beside delta nets" if is_coded else "experts beside delta nets" if spec.experts is not None else ""
+
+
 def _not_on_devices(spec: ModelSpec) -> list[str]:
     """What stored layers have that device code has not: it has one kind of attention, of delta nets and of FFNs."""
     if not spec.mixed_layers:
