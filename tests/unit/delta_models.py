@@ -99,18 +99,16 @@ WIDE: dict[str, tuple[Any, Any]] = {
     "qwen3_next, wide": (Qwen3NextForCausalLM, Qwen3NextConfig(**_WIDE, **EXPERTS)),
 }
 # Sizes that GPUs take: keys of 32 values, lanes of whole groups of 128 columns, nets and attention of as many values.
-ON_DEVICES: dict[str, tuple[Any, Any]] = {
-    "qwen3_5, on devices": (
-        Qwen3_5ForCausalLM,
-        Qwen3_5TextConfig(
-            **SIZES | {
-                "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
-            },
-            intermediate_size=512,
-        ),
-    )
+_ON_DEVICES: dict[str, Any] = SIZES | {
+    "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 64,
 }  # fmt: skip
+_EXPERTS_ON_DEVICES = EXPERTS | {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512}
+ON_DEVICES: dict[str, tuple[Any, Any]] = {
+    "qwen3_5, on devices": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**_ON_DEVICES, intermediate_size=512)),
+    "qwen3_5_moe, on devices": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**_ON_DEVICES, **_EXPERTS_ON_DEVICES)),
+    "qwen3_next, on devices": (Qwen3NextForCausalLM, Qwen3NextConfig(**_ON_DEVICES, **_EXPERTS_ON_DEVICES)),
+}
 # Modules that Qwen quantises, and those that are left by writers of INT4 who keep delta nets in 16 bit.
 QUANTISED = tuple("in_proj_qkv in_proj_z in_proj_qkvz out_proj q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
 WITHOUT_DELTA = QUANTISED[4:]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from kog_dist.bench.fakes.tiny_delta_model import ON_GPUS, write_tiny_delta_model
+from kog_dist.bench.fakes.tiny_delta_model import ON_GPUS, WITH_EXPERTS, write_tiny_delta_model
 from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.runtime.control import ControlPage
@@ -224,12 +224,12 @@ def test_copies_are_made_of_a_state_that_stands_there() -> None:
     assert states.use(KvUse(0, 0, 8, (KvCopy(KINDS.LOAD_STATE, 0, 8),)), is_gone=False).num_cached == 0
 
 
-@pytest.mark.parametrize("prefill", ["off", "auto"])
+@pytest.mark.parametrize(("prefill", "changes"), [("off", {}), ("auto", {}), ("auto", WITH_EXPERTS)])
 def test_a_start_leaves_out_what_there_is_not_and_says_what_it_keeps(
-    prefill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prefill: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a published folder; its weights are of nothing."""
-    write_tiny_delta_model(tmp_path, **ON_GPUS)
+    write_tiny_delta_model(tmp_path, **ON_GPUS, **changes)
     spec = open_checkpoint(tmp_path).spec
     gpu = PlayedGpu(KernelShape(spec, range(spec.num_lanes)))
     gpu.install(monkeypatch)

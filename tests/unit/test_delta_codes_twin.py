@@ -17,9 +17,10 @@ from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.model.formats.weight_format import WeightFormat
-from kog_dist.model.layers import AttentionMixer, DeltaNet
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.coded_source import coding_of, is_coded
@@ -41,10 +42,14 @@ USUAL = spec_of(NET, SMALL, NET, hidden_size=160)
 PUBLISHED = spec_of(
     DeltaNet(4, 8, 128, 128, 4), AttentionMixer(4, 2, 256, qk_norm=True, rotary_dim=64, gated=True), hidden_size=160
 )
+# Three of sixteen experts, and a shared one of two groups of columns in a lane where the others have one.
+MIXTURE = spec_of(NET, SMALL, ffn=Experts(512, ExpertsSpec(16, 3), 1024), hidden_size=160)
 CASES: dict[str, tuple[ModelSpec, WeightFormat, tuple[int, ...]]] = {
     "FP8, blocks": (USUAL, WeightFormat("E4M3", 128, 128, "BF16"), (1, 4)),
     "FP8, a scale for each row, odd shapes": (ODD, WeightFormat("E4M3", 1, 0, "F32"), ()),
     "FP8, published heads and a cache of FP8": (PUBLISHED, WeightFormat("E4M3", 128, 128, "BF16"), ()),
+    "FP8, experts beside a shared one": (MIXTURE, WeightFormat("E4M3", 128, 128, "BF16"), (1, 4)),
+    "INT4, experts beside a shared one": (MIXTURE, WeightFormat("INT4", 1, 128, "BF16"), (1,)),
     "INT4": (USUAL, WeightFormat("INT4", 1, 128, "BF16"), (1,)),
     "INT4, groups of 32 with zero points, odd shapes": (ODD, WeightFormat("INT4", 1, 32, "F16", has_zeros=True), ()),
 }
@@ -102,7 +107,7 @@ class PublishedFolder(Model):
         def codes(name: str, lane: int) -> Codes:
             return Codes.of(lane_codes(checkpoint, name, shape.hosted_lanes[lane]), np.asarray, shape.coding)
 
-        made = from_tensors(shape, tensor, codes)
+        made = from_tensors(shape, tensor, codes if shape.coding is not None else None)
         plain = [name for name in checkpoint.layouts if not is_coded(checkpoint.layouts, shape.coding, name)]
         assert sorted(asked) == sorted(plain), "each once, and nothing else is read"
         return made
@@ -113,7 +118,10 @@ class PublishedFolder(Model):
 
 
 INT4_IN_GROUPS = compressed("pack-quantized", **INT4, strategy="group", group_size=32)
+OTHER_KINDS = {"official FP8, experts": "qwen3_5_moe, on devices", "Qwen3-Next in 16 bit": "qwen3_next, on devices"}
 FOLDERS = {
+    "official FP8, experts": (fp8_blocks(128, 128, scales=torch.bfloat16), QUANTISED, "none"),
+    "Qwen3-Next in 16 bit": (None, (), "none"),
     "official FP8": (fp8_blocks(128, 128, scales=torch.bfloat16), QUANTISED, "none"),
     "rounded to INT4": (None, (), "int4"),
     "GPTQ of all but delta nets": (gptq(128), WITHOUT_DELTA, "none"),
@@ -131,7 +139,7 @@ def test_a_published_folder_computes_what_cpu_ranks_make_of_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, ends, quantize = FOLDERS[name]
-    tensors = published("qwen3_5, on devices", tmp_path / "folder", method=method, ends=ends)
+    tensors = published(OTHER_KINDS.get(name, "qwen3_5, on devices"), tmp_path / "folder", method=method, ends=ends)
     if name == "INT4 in groups of two sizes":
         quantise_outputs(tmp_path / "folder", tensors, INT4_IN_GROUPS)
     checkpoint = open_checkpoint(tmp_path / "folder", quantize=quantize)

@@ -209,10 +209,13 @@ def test_a_wrapper_that_is_none() -> None:
         read_config(REAL | {"text_config": 3})
 
 
-def test_gpus_refuse_codes_beside_a_shared_expert_by_name() -> None:
+def test_gpus_refuse_a_shared_expert_of_another_kind_by_name() -> None:
     spec = read_config(REAL)
-    with pytest.raises(ConfigError, match=r"it has quantised experts beside a shared one \(16 bit\); use --device cpu"):
-        KernelShape(spec, spec.lanes_of_rank(0, 1), coding=Coding("E4M3", 1, "BF16"))
+    with pytest.raises(ConfigError, match=r"it has a shared expert in 16 bit beside quantised ones \(in the same codes\)"):
+        KernelShape(spec, spec.lanes_of_rank(0, 1), coding=Coding("E4M3", 1, "BF16", is_of_experts=True))
+    odd = read_config({**REAL, "text_config": REAL["text_config"] | {"shared_expert_intermediate_size": 320}})
+    with pytest.raises(ConfigError, match=r"a shared expert with \d+ columns in a lane \(whole groups of 128\)"):
+        KernelShape(odd, odd.lanes_of_rank(0, 1), coding=Coding("E4M3", 1, "BF16"))
 
 
 def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:

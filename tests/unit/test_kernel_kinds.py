@@ -157,7 +157,7 @@ def test_shapes_of_published_delta_nets_are_sums_over_their_layers(name: str, nu
 MIXTURES = ("Qwen3.5-35B-A3B", "Qwen3-Coder-Next", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_shapes_of_published_experts_beside_delta_nets(name: str, num_ranks: int) -> None:
     """Their plan and their words are proved; experts have no padding, and a token reads little more than it must."""
@@ -176,10 +176,29 @@ def test_shapes_of_published_experts_beside_delta_nets(name: str, num_ranks: int
     assert experts.num_bytes == 2 * layers * text["num_experts"] * of_expert
     assert experts.read_values == layers * text["num_experts_per_tok"] * of_expert
     shared = [experts.taped[op].num_values * shape.num_ctas * counts[op] for op in (Phase.GATE_UP, Phase.DOWN)]
-    assert sum(shared) == layers * of_expert, "as wide as the others, and on the tape"
+    # As wide as the others, and on the tape. On four ranks 256 rows are two of a thread block, and gate and up of two are four.
+    assert sum(shared) == layers * of_expert if num_ranks < 4 else sum(shared) <= 2 * layers * of_expert
     of_position = layers // 4 * shape.num_lanes * 2 * 256 * 2  # keys and values, each lane's
     assert kv_bytes_read(shape, 100) == 100 * of_position
-    assert spec.bytes_per_token() <= num_ranks * shape.tape.read_bytes <= 1.06 * spec.bytes_per_token()
+    most = 1.06 if num_ranks < 4 else 1.12
+    assert spec.bytes_per_token() <= num_ranks * shape.tape.read_bytes <= most * spec.bytes_per_token()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("number", ["E4M3", "INT4"])
+@pytest.mark.parametrize("name", MIXTURES[:2])
+def test_published_experts_in_codes_are_proved(name: str, number: str, num_ranks: int) -> None:
+    """A lane has one group of 128 columns of an expert, and of the shared one."""
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    spec, coding = read_config({**CONFIGS[name], "quantization_config": quantised}).with_context(4096), Coding(number, 1, "BF16")
+    shapes = [
+        KernelShape(spec, spec.lanes_of_rank(rank, num_ranks), num_ranks=num_ranks, coding=coding) for rank in range(num_ranks)
+    ]
+    assert validate(kernel_plan(shapes)) == []
+    assert word_findings(shapes[0]) == ()
+    experts = shapes[0].experts
+    assert experts is not None
+    assert (experts.slot_parts, experts.shared_parts) == (1, 1)
 
 
 def matrix_columns(spec: ModelSpec, op: Phase) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kog_dist.bench.fakes.tiny_delta_model import CONFIG, ON_GPUS, write_tiny_delta_model
+from kog_dist.bench.fakes.tiny_delta_model import CONFIG, ON_GPUS, WITH_EXPERTS, write_tiny_delta_model
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import OpShape, interleave, take_off_tape, unpack
 from kog_dist.errors import CheckpointError
@@ -326,3 +326,43 @@ def test_rows_of_the_2b_shape_divide_evenly(hosted: range) -> None:
     shape = KernelShape(laneformer_2b(), hosted)
     rows = {product.op: (product.rows.num_rows, product.rows.per_cta) for product in shape.layer_products}
     assert rows == {Phase.QKV: (768, 6), Phase.OUT: (3072, 24), Phase.GATE_UP: (3072, 24), Phase.DOWN: (3072, 24)}
+
+
+@pytest.mark.parametrize("hosted", [range(4), range(2, 4)], ids=str)
+def test_every_word_of_experts_beside_delta_nets_arrives_in_its_place(hosted: range, tmp_path: Path) -> None:
+    """Router and gate, and the shared expert, on the tape; the others in the order of their numbers."""
+    write_tiny_delta_model(tmp_path, **ON_GPUS, **WITH_EXPERTS)
+    checkpoint = open_checkpoint(tmp_path)
+    shape = KernelShape(checkpoint.spec, hosted, max_ctas=4, num_ranks=4 // len(hosted))
+    weights, wanted, own = load_weights(shape, checkpoint), checkpoint.rank_weights(hosted), shape.experts
+    assert own is not None
+    assert weights.experts is not None
+    assert (own.takes_turns, own.shares > 1, own.lane_shared) == (True, True, 24)
+    tapes, experts = Tapes(weights, shape), np.asarray(weights.experts.matrices)
+    for product in shape.products:
+        form = shape.tape.form_of(product)
+        assert form is not None, "all products have something on the tape"
+        if product.op not in (Phase.ROUTE, Phase.GATE_UP, Phase.DOWN):
+            tapes._tiles(form)
+            continue
+        lanes = [wanted.lanes[lane].layers[product.layer] for lane in (hosted if product.op is not Phase.DOWN else product.lanes)]
+        shared: list[Any] = [layer.experts for layer in lanes if layer.experts is not None]
+        matrix: Any = {
+            Phase.ROUTE: shared[0].router,
+            Phase.GATE_UP: np.concatenate([interleave(*np.split(one.shared_w13, 2)) for one in shared]),
+            Phase.DOWN: shared[0].shared_w2,
+        }[product.op]
+        assert np.array_equal(tapes.next(form, *matrix.shape), stored_words(matrix, "bfloat16")), product
+        if product.op is Phase.GATE_UP:
+            of_lanes = [[interleave(*np.split(expert, 2)) for expert in layer.w13] for layer in lanes]
+            first, form, num_ctas = 0, own.gate_up, own.ctas
+        elif product.op is Phase.DOWN:
+            of_lanes, form, num_ctas = [list(lanes[0].w2)], own.down_of_one, shape.num_ctas
+            first = own.gate_up_values + (product.first_lane - hosted[0]) * own.down_values
+        else:
+            continue
+        for number, slab in enumerate(experts[product.layer]):
+            matrix = np.concatenate([lane[number] for lane in of_lanes])
+            held = slab[first : first + form.num_values * num_ctas]
+            found = unpack(take_off_tape(held, 0, form, num_ctas), form, *matrix.shape)
+            assert np.array_equal(found, stored_words(matrix, "bfloat16")), (product, number)

@@ -49,6 +49,11 @@ StackedExperts = Callable[[int], Iterator[ExpertsBatch]]
 ProductCodes = Callable[[Phase, int, int], Codes]  # like MatrixSource
 
 _LARGEST_BINARY16 = 65504.0
+# Tensors of a shared expert, which stands on the tape where those of chosen ones do not.
+_OF_SHARED = {
+    Phase.GATE_UP: tuple(f"{SHARED[1:]}{name}" for name in ("w1", "w3")),
+    Phase.DOWN: (f"{SHARED[1:]}w2",),
+}
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,7 @@ class _LayerTensors:
         """The same of a quantised matrix of a layer."""
         if layer != self._layer:
             self._load(layer)
-        names = [f"{layer_prefix(layer)}{name}.weight" for name in self._stages(layer)[phase].tensors]
+        names = [f"{layer_prefix(layer)}{name}.weight" for name in self._stages(layer)[phase].tensors or _OF_SHARED[phase]]
         by_lane = [[self._codes(phase, name, one) for name in names] for one in range(lane, lane + self.shape.lanes_of(phase))]
         if phase is Phase.GATE_UP:
             return below_each_other([in_turn(gate, up) for gate, up in by_lane])
@@ -304,9 +309,9 @@ class _LayerTensors:
         self._matrices |= matrices(ffn)
         if self.experts is not None:
             self.experts.load(layer)
-            start = f"{layer_prefix(layer).rstrip('.')}{SHARED}"
-            for phase, names in ((Phase.GATE_UP, ("w1", "w3")), (Phase.DOWN, ("w2",))) if self.experts.has_shared else ():
-                self._matrices[phase] = tuple(tensors(f"{start}{name}.weight") for name in names)
+            if self.experts.has_shared and self.shape.coding is None:
+                for phase, names in _OF_SHARED.items():
+                    self._matrices[phase] = tuple(tensors(f"{prefix}{name}.weight") for name in names)
         self._layer = layer
 
     def _stages(self, layer: int) -> dict[Phase, Stage]:

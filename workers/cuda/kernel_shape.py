@@ -389,9 +389,7 @@ def _of_tokens(shape: KernelShape) -> list[str]:
         f"passes of {shape.tokens} tokens (1, 2 or 4)": shape.tokens not in PASS_TOKENS,
         "a stream of each lane": not share_stream(spec),
         "delta nets": shape.delta is not None,
-        "experts that divide neither thread blocks nor warps": (
-            shape.experts is not None and (shape.experts.takes_turns or shape.experts.shares > 1)
-        ),
+        **({} if shape.experts is None else shape.experts.against_passes),
         "a cache of int4": shape.kv_dtype == "int4",
         f"windows of {spec.sliding_window} positions, whose rings have no room for another token": not _rings_have_room(shape),
         "positions in partitions": shape.cache.num_partitions > 1,

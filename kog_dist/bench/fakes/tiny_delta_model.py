@@ -25,6 +25,11 @@ CONFIG: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 
+# Changes: experts beside a shared one, all in one tensor as in Qwen3.5's files.
+WITH_EXPERTS: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 16, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96,
+}  # fmt: skip
 ON_GPUS: Final[dict[str, Any]] = {"head_dim": 64, "torch_dtype": "bfloat16"}  # changes: lanes of both kinds give as many values
 
 
@@ -62,8 +67,17 @@ def write_tiny_delta_model(folder: Path, *, seed: int = 1, **changes: Any) -> Mo
             matrix(f"{own}o_proj", d, heads * head_dim)
             for name in ("q_norm", "k_norm"):
                 tensors[f"{own}{name}.weight"] = 0.1 * rng.standard_normal(head_dim)
+        module = "mlp."
+        if "num_experts" in config:
+            count, width, module = config["num_experts"], config["moe_intermediate_size"], "mlp.shared_expert."
+            ffn = config["shared_expert_intermediate_size"]
+            matrix(f"{prefix}mlp.gate", count, d)
+            matrix(f"{prefix}mlp.shared_expert_gate", 1, d)
+            for name, rows, columns in (("gate_up_proj", 2 * width, d), ("down_proj", d, width)):
+                stack = rng.standard_normal((count, rows, columns)) * columns**-0.5
+                tensors[f"{prefix}mlp.experts.{name}"] = stack
         for name, rows, columns in (("gate_proj", ffn, d), ("up_proj", ffn, d), ("down_proj", d, ffn)):
-            matrix(f"{prefix}mlp.{name}", rows, columns)
+            matrix(f"{prefix}{module}{name}", rows, columns)
     matrix("model.embed_tokens", config["vocab_size"], d)
     matrix("lm_head", config["vocab_size"], d)
     tensors["model.norm.weight"] = 0.1 * rng.standard_normal(d)
