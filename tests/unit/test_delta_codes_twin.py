@@ -17,9 +17,10 @@ from kog_dist.decode.coded_packing import Codes
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.kv_formats import KV_FORMATS
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.model.formats.weight_format import WeightFormat
-from kog_dist.model.layers import AttentionMixer, DeltaNet
+from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.coded_source import coding_of, is_coded
@@ -41,10 +42,15 @@ USUAL = spec_of(NET, SMALL, NET, hidden_size=160)
 PUBLISHED = spec_of(
     DeltaNet(4, 8, 128, 128, 4), AttentionMixer(4, 2, 256, qk_norm=True, rotary_dim=64, gated=True), hidden_size=160
 )
+# Parts of 128 columns: of each expert one, of the shared one two, so that warps have parts in two turns; and ten experts.
+OF_EXPERTS = spec_of(NET, SMALL, ffn=Experts(512, ExpertsSpec(12, 8), 1024), hidden_size=160)
+OF_MANY = spec_of(NET, SMALL, ffn=Experts(128, ExpertsSpec(40, 10), 256), hidden_size=160)
 CASES: dict[str, tuple[ModelSpec, WeightFormat, tuple[int, ...]]] = {
     "FP8, blocks": (USUAL, WeightFormat("E4M3", 128, 128, "BF16"), (1, 4)),
     "FP8, a scale for each row, odd shapes": (ODD, WeightFormat("E4M3", 1, 0, "F32"), ()),
     "FP8, published heads and a cache of FP8": (PUBLISHED, WeightFormat("E4M3", 128, 128, "BF16"), ()),
+    "FP8, experts beside a shared one": (OF_EXPERTS, WeightFormat("E4M3", 128, 128, "BF16"), (1,)),
+    "INT4, experts beside a shared one": (OF_MANY, WeightFormat("INT4", 1, 32, "F16", has_zeros=True), (1,)),
     "INT4": (USUAL, WeightFormat("INT4", 1, 128, "BF16"), (1,)),
     "INT4, groups of 32 with zero points, odd shapes": (ODD, WeightFormat("INT4", 1, 32, "F16", has_zeros=True), ()),
 }

@@ -53,7 +53,7 @@ def test_stored_layers_of_one_kind_are_the_same_build(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("number", ["E4M3", "INT4"])
-@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-9B", "Qwen3.5-2B"])
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-9B", "Qwen3.5-2B", "Qwen3.5-35B-A3B"])
 def test_quantised_delta_nets_are_proved(name: str, number: str, num_ranks: int) -> None:
     """Two rows of a head, decay and beta, keep 16 bit: in a product they are as many bits of codes."""
     coding, quantised = Coding(number, 1, "BF16"), {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -69,6 +69,8 @@ def test_quantised_delta_nets_are_proved(name: str, number: str, num_ranks: int)
     inputs = [product for product in shape.products if product.op is Phase.DELTA_IN]
     assert {product.rows.num_rows for product in inputs} == {rows * shape.lanes_of(Phase.DELTA_IN)}
     assert sum(product.num_lanes for product in inputs) == spec.num_layers // 4 * 3 * shape.num_lanes
+    if name == "Qwen3.5-27B":
+        assert shape.lanes_of(Phase.DELTA_IN) == shape.num_lanes // 2, "states of these are read meanwhile"
     form, whole = shape.ops[Phase.DELTA_IN], 2 * 16 // coding.bits  # rows of a word
     assert form.cta_rows == -(-inputs[0].rows.num_rows // (shape.num_ctas * whole)) * whole, "no block of padding"
 

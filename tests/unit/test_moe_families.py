@@ -299,7 +299,7 @@ def test_a_gpu_reads_little_more_than_the_chosen_experts(name: str) -> None:
             128,
             6,
             {"coding": Coding("E4M3", 1, "BF16")},
-            "6 quantised experts for each token .1, 2, 4 or 8 that divide 128 thread",
+            "lanes with 192 columns of an expert .whole groups of 128.",
         ),
         (128, 1, {}, ""),
     ],

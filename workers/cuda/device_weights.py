@@ -49,6 +49,11 @@ StackedExperts = Callable[[int], Iterator[ExpertsBatch]]
 ProductCodes = Callable[[Phase, int, int], Codes]  # like MatrixSource
 
 _LARGEST_BINARY16 = 65504.0
+# Of a shared expert, by their names within a layer: what of an FFN of experts lies on the tape.
+SHARED_FFN = {
+    Phase.GATE_UP: (f"{SHARED.lstrip('.')}w1", f"{SHARED.lstrip('.')}w3"),
+    Phase.DOWN: (f"{SHARED.lstrip('.')}w2",),
+}
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,7 @@ class _LayerTensors:
         """The same of a quantised matrix of a layer."""
         if layer != self._layer:
             self._load(layer)
-        names = [f"{layer_prefix(layer)}{name}.weight" for name in self._stages(layer)[phase].tensors]
+        names = [f"{layer_prefix(layer)}{name}.weight" for name in self._stages(layer)[phase].tensors or SHARED_FFN[phase]]
         by_lane = [[self._codes(phase, name, one) for name in names] for one in range(lane, lane + self.shape.lanes_of(phase))]
         if phase is Phase.GATE_UP:
             return below_each_other([in_turn(gate, up) for gate, up in by_lane])
@@ -304,9 +309,8 @@ class _LayerTensors:
         self._matrices |= matrices(ffn)
         if self.experts is not None:
             self.experts.load(layer)
-            start = f"{layer_prefix(layer).rstrip('.')}{SHARED}"
-            for phase, names in ((Phase.GATE_UP, ("w1", "w3")), (Phase.DOWN, ("w2",))) if self.experts.has_shared else ():
-                self._matrices[phase] = tuple(tensors(f"{start}{name}.weight") for name in names)
+            for phase, names in SHARED_FFN.items() if self.experts.has_shared and self.codes_of is None else ():
+                self._matrices[phase] = tuple(tensors(f"{prefix}{name}.weight") for name in names)
         self._layer = layer
 
     def _stages(self, layer: int) -> dict[Phase, Stage]:

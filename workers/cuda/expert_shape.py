@@ -118,14 +118,12 @@ class ExpertShape:
         found = []
         if self.lane_shared % 4:
             found.append(f"a shared expert with {self.lane_shared} columns in a lane (a multiple of 4)")
-        if self.coding is not None and self.lane_shared:
-            found.append("quantised experts beside a shared one (16 bit)")
-        elif self.coding is not None and (self.takes_turns or self.shares > 1):
-            limit = f"1, 2, 4 or 8 that divide {self.num_ctas} thread blocks"
-            found.append(f"{self.per_token} quantised experts for each token ({limit})")
+        if self.coding is not None and self.coding.is_of_experts and self.lane_shared:
+            found.append("quantised experts beside a shared one in 16 bit (both in one way)")
         if self.coding is not None and not self.coding.scales:
             found.append("quantised experts with one scale for each row (for groups of columns)")
-        if self.group_columns != _SKEWED_GROUP and any(map(self.skew, range(self.spec.num_lanes))):
+        has_skew = any(map(self.skew, range(self.spec.num_lanes)))
+        if has_skew and (self.takes_turns or self.group_columns != _SKEWED_GROUP):
             found.append(f"lanes with {self.spec.lane_ffn} columns of an expert (whole groups of {self.group_columns})")
         if self.router_dtype != self.weight_dtype == "float16":
             found.append(f"experts in {self.coding.number if self.coding else 16} beside a router in float16 (bfloat16)")
@@ -175,22 +173,27 @@ class ExpertShape:
 
     @cached_property
     def _down_in_turn(self) -> OpShape:
-        form = self.geometry.op_shape(self.residual_rows, STEP_COLUMNS, 2)
+        form = self.geometry.op_shape(self.residual_rows, STEP_COLUMNS, 2, coding=self.coding)
         most = max(1, min(self.geometry.tile_rows // form.rows, MAX_PIECES // -(-form.rows // 8)))
+        most = 1 if self.coding is not None else most
         steps = max(n for n in range(1, most + 1) if self._slot_steps % n == self._shared_steps % n == 0)
         num_parts = (self.per_token * self._slot_steps + self._shared_steps) // steps
         per = -(-num_parts // form.warps) * steps
         return replace(form, per=per, steps=steps, real_steps=num_parts * steps, in_turn=True)
 
     @property
+    def _step_columns(self) -> int:
+        return STEP_COLUMNS if self.coding is None else self.coding.columns
+
+    @property
     def _slot_steps(self) -> int:
-        """Steps of 32 columns of an expert in `down` of a lane."""
-        return -(-self.spec.lane_ffn // STEP_COLUMNS)
+        """Steps of an expert in `down` of a lane."""
+        return -(-self.spec.lane_ffn // self._step_columns)
 
     @property
     def _shared_steps(self) -> int:
         """The same of the shared expert."""
-        return -(-self.lane_shared // STEP_COLUMNS)
+        return -(-self.lane_shared // self._step_columns)
 
     @property
     def slot_parts(self) -> int:
@@ -215,7 +218,10 @@ class ExpertShape:
     def shared_gate_up(self) -> OpShape:
         """Gate and up rows of the shared expert's columns of all hosted lanes, on the tape behind the router."""
         rows = 2 * owned_rows(self.num_lanes * self.lane_shared, self.num_ctas, 2)
-        return self.geometry.op_shape(rows, self.spec.hidden_size, GATE_AND_UP, has_last=True, slice_steps=self.stream_steps)
+        steps = 1 if self.coding is not None else self.stream_steps
+        return self.geometry.op_shape(
+            rows, self.spec.hidden_size, GATE_AND_UP, has_last=True, coding=self.coding, slice_steps=steps
+        )
 
     @cached_property
     def taped(self) -> dict[Phase, OpShape]:

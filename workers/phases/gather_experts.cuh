@@ -11,7 +11,7 @@ struct ExpertsGatherer : HeadGatherer {
 
 #ifdef KOG_SLOTS_IN_TURN
     // Of the warp's parts, one of each tile, thread by thread. Parts go from warp to warp, and from expert to expert, the shared one the last.
-    static constexpr u32 kPartUnits = DownOp::kSteps * 8;
+    static constexpr u32 kPartUnits = DownOp::kXSteps * 8;
     static __device__ __forceinline__ u32 part_of(u32 warp, u32 unit) { return unit / kPartUnits * kMatrixWarps + warp; }
     __device__ __forceinline__ u32 slot_of_unit(int i) const {
         const u32 slot = part_of(warp, i * 32 + lane) / kSlotParts;
