@@ -110,3 +110,18 @@ def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:
     assert (
         "2 requests at most, in turns, since the CUDA kernel cannot run this model with 2 tokens in a pass: it has delta" in shown
     )
+
+
+def test_a_shared_expert_in_16_bit_is_refused_beside_codes(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    said = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*linear_attn.*", "re:.*shared_expert.*"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-35B-A3B"], "quantization_config": said}))
+    reason = why_not_on_gpus(planned_checkpoint(tmp_path, context=4096))
+    assert reason == "GPUs run quantised experts beside a shared one in codes, and this model's has 16 bit"
+    said["ignore"] = ["lm_head", "re:.*linear_attn.*"]
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-35B-A3B"], "quantization_config": said}))
+    assert why_not_on_gpus(planned_checkpoint(tmp_path, context=4096)) == ""
