@@ -103,6 +103,7 @@ class Geometry:
 # (docs/history/geometry.md).
 TWELVE_WARPS = Geometry(12, 24)
 EIGHT_WARPS = Geometry(8, 32, 1.5, 48 * 1024)
+FOR_DELTA_NETS = Geometry(8, 32, 1.5, 64 * 1024)  # whose states and longer waits take more (docs/history/delta-nets.md)
 
 
 def choose(spec: ModelSpec, max_ctas: int, *, is_coded: bool = False) -> Geometry:
@@ -110,6 +111,11 @@ def choose(spec: ModelSpec, max_ctas: int, *, is_coded: bool = False) -> Geometr
 
     Twelve warps if it makes little difference. Eight for experts, and for weights that are quantised (`is_coded`).
     """
+    chosen = _chosen(spec, max_ctas, is_coded=is_coded)
+    return FOR_DELTA_NETS if chosen is EIGHT_WARPS and spec.is_recurrent and spec.experts is None else chosen
+
+
+def _chosen(spec: ModelSpec, max_ctas: int, *, is_coded: bool) -> Geometry:
     if is_coded or any(Kind.CHOICE in recipe.shapes for recipe in all_recipes(spec)):
         return EIGHT_WARPS
     needed = attention_registers(spec.head_dim)

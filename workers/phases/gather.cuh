@@ -64,9 +64,6 @@ struct Gatherer : DeltaGatherer {
         } else if (at.phase() == kOutPhase) {
             if constexpr (kAhead<AttendedSlice> == 0) return;
             load_vectors<AttendedSlice, kOutPhase>(source<kOutPhase>(at));
-#ifdef KOG_DELTA
-            if (has_delta_net(at.layer())) load_squares(at);
-#endif
         } else if constexpr (kReadsWordsAhead) {
             if (at.phase() == kDownPhase) {
 #ifdef KOG_UNION
@@ -129,7 +126,7 @@ struct Gatherer : DeltaGatherer {
             if (!gather_units<AttendedSlice, kOutPhase>(at)) return false;
 #ifdef KOG_DELTA
             if (kPlainNetOutputs ? kHasNet : has_delta_net(at.layer())) {
-                if (!write_heads(at, loaded)) return false;
+                if (!write_heads(at)) return false;
             } else
 #endif
             write_units<AttendedSlice, false, AttentionX>(squares);

@@ -162,8 +162,8 @@ def _matrix(spec: ModelSpec, product: Product) -> Matrix:
 
 def _row_findings(plan: Plan, product: Product) -> Iterator[str]:
     """Every row of the matrix has an owner, every column a warp, and what belongs together one owner."""
-    rows, matrix, together = product.rows, _matrix(plan.spec, product), _TOGETHER.get(product.op, 1)
-    together *= _terms(product) if product.op is Phase.DELTA_IN else 1
+    rows, matrix = product.rows, _matrix(plan.spec, product)
+    together = _TOGETHER.get(product.op, 1) * (_terms(product) if product.op is Phase.DELTA_IN else 1)
     yield from _share_findings(plan, rows, matrix, together)
     if (rows.beside is None) != (matrix.beside is None):
         yield f"a matrix stands beside it in the {'model' if rows.beside is None else 'product'} alone"
