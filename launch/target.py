@@ -182,14 +182,16 @@ def _cpu_note(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
 def why_not_on_gpus(checkpoint: Checkpoint) -> str:
     """Why the kernel does not have a model's layers, or read its quantised weights; empty if it does."""
     from kog_dist.workers.cuda.coded_source import coding_of
-    from kog_dist.workers.cuda.model_limits import unsupported
+    from kog_dist.workers.cuda.model_limits import unsupported, untried
 
     if findings := unsupported(checkpoint.spec):
         return f"GPUs cannot run this model yet: it has {'; '.join(findings)}"
     try:
-        coding_of(checkpoint)
+        coding = coding_of(checkpoint)
     except ConfigError as error:
         return str(error).removesuffix("; use --device cpu")
+    if what := untried(checkpoint.spec, coding):
+        return f"GPUs cannot run this model yet: it has {what}, which no GPU has run yet"
     return ""
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kog_dist.bench.shapes import named_spec
 from kog_dist.config import LaunchConfig
+from kog_dist.decode.coding import Coding
 from kog_dist.errors import ConfigError
 from kog_dist.launch import gpu_choice
 from kog_dist.launch.gpu_choice import BESIDES_BYTES, GpuChoice, choose_gpus, gpu_rank_bytes, gpu_rank_shape
@@ -15,7 +18,14 @@ from kog_dist.launch.inspection import dry_run
 from kog_dist.launch.kept_prefixes import kept_on_gpus
 from kog_dist.launch.target import why_not_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
+from kog_dist.model.experts import ExpertsSpec
+from kog_dist.model.published_config import read_config
+from kog_dist.workers.cuda.coded_source import coding_of
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import pool_slots
+from kog_dist.workers.cuda.model_limits import untried, untried_in_prefill
+from kog_dist.workers.engines.cuda_device import kernel_shapes
+from kog_dist.workers.engines.cuda_start import obstacle
 from tests.unit.delta_configs import CONFIGS
 from tests.unit.test_launch_limits import inventory_with
 
@@ -122,6 +132,29 @@ def test_a_shared_expert_in_16_bit_is_refused_beside_codes(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-35B-A3B"], "quantization_config": said}))
     reason = why_not_on_gpus(planned_checkpoint(tmp_path, context=4096))
     assert reason == "GPUs run quantised experts beside a shared one in codes, and this model's has 16 bit"
-    said["ignore"] = ["lm_head", "re:.*linear_attn.*"]
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-35B-A3B"], "quantization_config": said}))
-    assert why_not_on_gpus(planned_checkpoint(tmp_path, context=4096)) == ""
+
+
+def test_what_no_gpu_has_run_is_refused_by_name(tmp_path: Path) -> None:
+    """Until its tests under tests/gpu have passed there. Shapes have it."""
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-35B-A3B"], "quantization_config": quantised}))
+    experts = planned_checkpoint(tmp_path, context=4096)
+    coding = coding_of(experts)
+    assert untried(experts.spec, coding) == "quantised experts beside delta nets"
+    assert "GPUs cannot run this model yet: it has " in why_not_on_gpus(experts)
+    with pytest.raises(ConfigError, match=r"^the CUDA kernel cannot run this model: it has .*; use --device cpu$"):
+        kernel_shapes(experts, "bfloat16", 1)
+    dense = read_config(CONFIGS["Qwen3.5-27B"])
+    assert untried(experts.spec, None) == untried(dense, coding) == untried_in_prefill(dense, is_coded=False) == ""
+    plain = Coding("INT4", 1, "BF16", plain_inputs=True)
+    assert untried(dense, plain) == "delta nets in 16 bit beside quantised matrices"
+    assert untried(dense, None, "bfloat16") == ""
+    assert untried(dense, None, "fp8") == "fp8 keys and values of heads of 256"
+    six = replace(named_spec("qwen3-30b-a3b"), experts=ExpertsSpec(128, 6))
+    assert untried(six, None) == ""
+    assert untried(six, coding) == "6 quantised experts for each token (1, 2, 4 or 8)"
+    for spec, is_coded, what in ((dense, True, "quantised weights"), (experts.spec, False, "experts")):
+        assert untried_in_prefill(spec, is_coded=is_coded) == f"{what} beside delta nets"
+        coding = Coding("E4M3", 1, "BF16") if is_coded else None
+        said = obstacle(KernelShape(spec.with_context(4096), range(spec.num_lanes), coding=coding))
+        assert said == f"the model has {what} beside delta nets, whose prompts no GPU has read by chunks yet"

@@ -16,7 +16,7 @@ from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_
 from kog_dist.model.spec import ModelSpec
 from kog_dist.records import dataclass
 
-_LITTLE, _MUCH, _QUARTER = 0.01, 0.1, 0.25  # of the weights
+_LITTLE, _SOME, _MUCH = 0.01, 0.06, 0.1  # of the weights
 GATE_AND_UP = 4  # rows that belong together: gate and up of two columns, a word's; thread blocks may own fewer in the last block
 SPLITS = (8, 15, 16, 32)
 _WHOLE_ROWS = 18  # of a thread block, in a product of lanes with one input
@@ -134,15 +134,14 @@ def lanes_together(spec: ModelSpec, stage: Stage, num_lanes: int, num_ctas: int,
     """How many of a rank's lanes make one product of a stage: where all have one input, until a thread block has a whole tile.
 
     A product of few rows costs as much besides its weights as one of many. For gate and up also until FFN columns come in pairs,
-    which thread blocks publish as words, without many that are padding. So it would be of a delta net's inputs in 16 bit, where
-    there are few more rows than a tile has. Where rows that are kept are `terms` rows of codes each, of which a thread block has
-    whole ones, half of the lanes make one: states of these are read while the others' inputs are multiplied, which is worth some
-    padding.
+    which thread blocks publish as words, without many that are padding. Where rows that are kept are `terms` rows of codes each,
+    a thread block has whole ones of them, and padding would be a tenth. So it would be of a delta net's inputs in 16 bit, where
+    there are few more rows than a tile has.
     """
     if Kind.STREAM not in stage.reads or not spec.has_one_stream:
         return 1
     rows, together = stage.coded_rows(terms), stage.coded_together(terms)
-    most_wasted = _QUARTER if together > stage.together else _LITTLE if stage.together == GATE_AND_UP else 1.0
+    most_wasted = _SOME if together > stage.together else _LITTLE if stage.together == GATE_AND_UP else 1.0
     in_tiles = stage.phase is Phase.DELTA_IN and terms == 1
     most_wasted = _MUCH if in_tiles else most_wasted
 
@@ -151,8 +150,7 @@ def lanes_together(spec: ModelSpec, stage: Stage, num_lanes: int, num_ctas: int,
         wasted = (_tiled(owned, together) if in_tiles else owned) * num_ctas - n * rows
         return n * rows >= _WHOLE_ROWS * num_ctas and wasted <= most_wasted * n * rows
 
-    counts = (1, 2, 4, 8) if together == stage.together else (num_lanes // 2,)
-    return next((n for n in counts if 0 < n < num_lanes and suffices(n)), num_lanes)
+    return next((n for n in (1, 2, 4, 8) if n < num_lanes and suffices(n)), num_lanes)
 
 
 def _tiled(owned: int, together: int) -> int:
