@@ -26,6 +26,7 @@ from kog_dist.workers.cuda.kv_blocks import pool_slots
 from kog_dist.workers.cuda.model_limits import untried, untried_in_prefill
 from kog_dist.workers.engines.cuda_device import kernel_shapes
 from kog_dist.workers.engines.cuda_start import obstacle
+from kog_dist.workers.prefill.memory import prefill_bytes
 from tests.unit.delta_configs import CONFIGS
 from tests.unit.test_launch_limits import inventory_with
 
@@ -103,15 +104,20 @@ def test_gpus_that_are_here_are_used_unasked(model: Checkpoint, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("form", "share"), [("fp8", 0.55), ("int4", 0.3)])
-def test_quantised_ones_have_smaller_tapes_and_no_prefill(form: str, share: float, folder: Path, model: Checkpoint) -> None:
+def test_quantised_ones_have_smaller_tapes_and_prefill_expands_a_matrix(
+    form: str, share: float, folder: Path, model: Checkpoint
+) -> None:
     rounded = planned_checkpoint(folder, context=32768, quantize=form)
     assert why_not_on_gpus(rounded) == ""
     whole, codes = (gpu_rank_bytes(one, 0, 1, "bfloat16") for one in (model, rounded))
     assert share - 0.05 < codes["tape"] / whole["tape"] < share
     assert codes["states"] == STATE
     choice = choice_of(rounded, gpus="1")
-    assert choice.prefill == "off"
-    assert "prompts go token by token: the model has delta nets beside codes" in choice.note
+    assert (choice.prefill, choice.note) == ("auto", "")
+    expanded, kept = (
+        prefill_bytes(gpu_rank_shape(one, 0, 1, "bfloat16"))["prefill weights"] for one in (rounded, model)
+    )  # of a layer of FFNs, and vectors
+    assert 2 * 2 * 17_408 * 5120 < expanded < 0.4e9 < 49e9 < kept
 
 
 def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:

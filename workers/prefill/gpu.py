@@ -30,7 +30,7 @@ from kog_dist.workers.prefill.base.chunks import (
     work_of,
 )
 from kog_dist.workers.prefill.base.hopper_abi import HOPPER
-from kog_dist.workers.prefill.base.matrices import Matrices
+from kog_dist.workers.prefill.base.matrices import Matrices, plain_ops
 from kog_dist.workers.prefill.buffers.dense import DenseBuffers
 from kog_dist.workers.prefill.buffers.lanes import Buffers
 from kog_dist.workers.prefill.buffers.prompt import misfit
@@ -83,11 +83,12 @@ def obstacle_on_gpu() -> str:
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
     """An empty collection in the products' type, and the observer that `load_weights` fills it through.
 
-    Where weights of layers are quantised it has routers alone: matrices are expanded from the monokernel's tape. Experts are not
-    in it.
+    Where weights of layers are quantised it has routers alone, and what delta nets have in 16 bit: matrices are expanded from the
+    monokernel's tape. Experts are not in it.
     """
     is_coded = shape.attention_coding is not None
-    matrices = Matrices(shape.spec, np.float16, has_first_lane=shape.hosted_lanes[0] == 0, routers_only=is_coded)
+    first, plain = shape.hosted_lanes[0] == 0, plain_ops(shape.attention_coding)
+    matrices = Matrices(shape.spec, np.float16, has_first_lane=first, routers_only=is_coded, plain_ops=plain)
     return matrices, observer(matrices.take, matrices.wants, shape.weight_dtype)
 
 

@@ -13,6 +13,7 @@ from kog_dist.workers.prefill.attention.choice import heads_of, is_wide
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.base.chunks import EXACT_SIZE, SPLIT_SIZE, sizes_within
+from kog_dist.workers.prefill.base.matrices import plain_ops
 from kog_dist.workers.prefill.base.staging import NUM_FLAGS
 from kog_dist.workers.prefill.buffers.dense import dense_buffer_bytes
 from kog_dist.workers.prefill.buffers.lanes import stream_rows_of
@@ -60,10 +61,13 @@ def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
 
 
 def expanded_bytes(shape: KernelShape) -> int:
-    """Of `ExpandedMatrices`, as far as they are asked for, routers and the layers' vectors."""
+    """Of `ExpandedMatrices`, as far as they are asked for, routers, what delta nets have in 16 bit, and the layers' vectors."""
     spec, places = shape.spec, 8 * 2 * 4 * shape.spec.num_layers * shape.num_lanes
     factors = 0 if share_stream(spec) else _norm_bytes(spec, shape.num_lanes)
     largest = 0 if is_multiplied_on_tape(shape) else 2 * max(map(prod, matrix_shapes(shape).values()))
+    plain, nets = plain_ops(shape.attention_coding), () if shape.delta is None else shape.delta.layers
+    stages = (layer_matrix_stages(spec, layer)[op] for layer in nets for op in plain)
+    largest += 2 * shape.num_lanes * sum(stage.num_rows * stage.num_columns for stage in stages)
     return largest + places + factors + _router_bytes(spec) + _vector_bytes(spec, shape.num_lanes)
 
 

@@ -40,13 +40,13 @@ class StoredRank:
         work: Work = NO_LIMIT, lanes: range | None = None, exchange: SumExchange | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.kv_dtype, self.sizes = spec, kv_dtype, sizes
-        of_seed, lanes = random_tensors(spec, 3).items(), lanes or range(spec.num_lanes)
-        self.tensors = {name: float32_of(rounded(np.asarray(values, np.float32), BFLOAT16)) for name, values in of_seed}
-        self.layout, self.delta = layout_of(spec, len(lanes), kv_dtype), DeltaShape.of(spec, len(lanes), NUM_CTAS)
+        lanes = lanes or range(spec.num_lanes)
+        self.tensors = self.made_tensors()
+        self.layout, self.delta = layout_of(spec, len(lanes), kv_dtype), DeltaShape.of(spec, len(lanes), NUM_CTAS, self.terms)
         self.cache: Array = np.zeros(NUM_CACHES * self.layout.num_values, CACHE_DTYPES[kv_dtype])
         num_values = 0 if self.delta is None else StateLayout(self.delta).num_values
         self.states = np.zeros(NUM_CACHES * num_values, np.float32)
-        self.matrices = matrices_of(spec, lanes, self.tensors.__getitem__, dtype).layers()
+        self.matrices = self.made_matrices(lanes, dtype)
         self.buffers = DenseBuffers(self.layout, dtype, max(sizes), "cpu", self.delta)
         layers = range(spec.num_layers if spec.experts is not None else 0)
         self.experts = [plain_experts(spec, layer, lanes, self.tensors.__getitem__) for layer in layers]
@@ -54,6 +54,15 @@ class StoredRank:
         self.layers = DenseLayers(spec, self.matrices, self.operations, exchange or OneRank())
         runner = HostRunner(self.layers, self.buffers, sizes)
         self.prefill = Prefill(runner, max_context=spec.max_context, sizes=sizes, work=work)
+
+    terms = 1  # rows of codes that a factor of a head is
+
+    def made_tensors(self) -> dict[str, Any]:
+        of_seed = random_tensors(self.spec, 3).items()
+        return {name: float32_of(rounded(np.asarray(values, np.float32), BFLOAT16)) for name, values in of_seed}
+
+    def made_matrices(self, lanes: range, dtype: DTypeLike) -> list[Any]:
+        return matrices_of(self.spec, lanes, self.tensors.__getitem__, dtype).layers()
 
     def made_operations(self) -> Any:
         return PlainDenseOperations(self.buffers, self.tensors[EMBEDDING], self.cache, self.experts, self.states)

@@ -192,8 +192,10 @@ def test_what_cannot_be_taken_is_named() -> None:
         return spec_of(DeltaNet(*sizes), NETS.layers[2].mixer)
 
     assert misfit(of_net(4, 8, 256, 32, 4)) == "keys of 256 values in delta nets (a multiple of 16, at most 128)"
-    assert "delta nets beside codes of E4M3" in misfit(NETS, Coding("E4M3", 1, "F32"))
+    assert misfit(NETS, Coding("E4M3", 1, "F32")) == ""
     assert misfit(SHARED) == ""
+    assert misfit(SPECS["gated attention"], None, "fp8") == "fp8 keys and values of heads of 256 (at most 128)"
+    assert misfit(NETS, None, "fp8") == ""
     odd = replace(SHARED.layers[0], ffn=Experts(32, ExpertsSpec(6, 2), shared_width=48))
     assert "a shared expert with 12 columns in a lane" in misfit(replace(SHARED, mixed_layers=(odd,) * 4))
     assert misfit(of_net(4, 8, 32, 8, 4)) == "value heads of 8 values in delta nets (a multiple of 16)"

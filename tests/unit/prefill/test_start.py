@@ -85,7 +85,7 @@ class Parts:
 
     def start(self, prefill: str, world_size: int = 1) -> tuple[Any, Any]:
         args = WorkerArgs(RankInfo(0, world_size, 0, "test"), "model", "cuda:0", "bfloat16", True, 1.0, 1.0, prefill=prefill)
-        shape: Any = type("Shape", (), {"spec": laneformer_2b(), "coding": None})
+        shape: Any = type("Shape", (), {"spec": laneformer_2b(), "coding": None, "kv_dtype": "bfloat16"})
         nothing: Any = None
         tell = StartTeller(self.told.append)
         return Start(args, shape, nothing, (), 1000, link=lambda tokens: None, sums=None, tell=tell).load()

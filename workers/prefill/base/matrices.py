@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.recipes import Vectors, layer_matrix_stages, layer_vectors, router_stage
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
@@ -63,17 +64,34 @@ class DenseMatrices:
     delta_norm: Array | None = None  # (value_dim,) float32
 
 
+@dataclass(frozen=True, slots=True)
+class PlainNet:
+    """What a delta net has in 16 bit beside codes of other matrices, (lanes, out, in), in the type of the products."""
+
+    wqkv: Array | None
+    wo: Array | None
+
+
 class Matrices:
     """Collects the layers of a model while its tensors pass by, in any order; a layer is made as soon as it is complete.
 
     Layers are `DenseMatrices` where the model has one residual stream, else `LayerMatrices`.
     `take` wants the rows of the hosted lanes (all lanes of the model have the same number of rows), as floating-point values.
     `has_first_lane`: whether that one is hosted, which adds the bias of attention's output. `routers_only`: all else is
-    quantised, and a layer is its router's weights, or None in a model without experts.
+    quantised, and a layer is its router's weights, or None in a model without experts; or a `PlainNet` of those of `plain_ops`
+    that it has.
     Memory at the peak: what is made, the tensors of layers that are not complete, and one matrix in float32.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: DTypeLike, *, has_first_lane: bool = True, routers_only: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: DTypeLike,
+        *,
+        has_first_lane: bool = True,
+        routers_only: bool = False,
+        plain_ops: Sequence[Phase] = (),
+    ) -> None:
         self._spec, self._dtype = spec, dtype
         by_layer = [layer_matrix_stages(spec, layer) for layer in range(spec.num_layers)]
         self._tensors = [{op: stage.tensors for op, stage in stages.items()} for stages in by_layer]
@@ -84,10 +102,13 @@ class Matrices:
             for layer in range(spec.num_layers)
         ]
         self._routers_only = routers_only
-        self._parts = [[*self._router_parts[:1]] if routers_only else self._parts_of(layer) for layer in range(spec.num_layers)]
+        self._plain = [
+            [op for op in plain_ops if op in tensors] if Phase.DELTA_IN in tensors else list[Phase]() for tensors in self._tensors
+        ]
+        self._parts = [self._few_parts_of(layer) if routers_only else self._parts_of(layer) for layer in range(spec.num_layers)]
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
         self._waiting: dict[int, dict[str, Array]] = {layer: {} for layer in range(spec.num_layers)}
-        self._made: dict[int, LayerMatrices | DenseMatrices | Array] = {}
+        self._made: dict[int, LayerMatrices | DenseMatrices | PlainNet | Array] = {}
 
     def wants(self, name: str) -> bool:
         """Whether a tensor belongs to a matrix."""
@@ -104,16 +125,26 @@ class Matrices:
         if len(waiting) == len(names):
             make = self._make_dense if self._spec.has_one_stream else self._make
             parts = {part: waiting[name] for part, name in zip(self._parts[layer], names, strict=True)}
-            self._made[layer] = self._router(parts) if self._routers_only else make(layer, parts)
+            few = self._plain_net if self._plain[layer] else self._router
+            self._made[layer] = few(layer, parts) if self._routers_only else make(layer, parts)
             waiting.clear()
 
     def layers(self) -> list[Any]:
         """All layers, of the model's kind, once every tensor has passed."""
         if not any(self._parts):
             return [None] * self._spec.num_layers
-        missing = [layer for layer in range(self._spec.num_layers) if layer not in self._made]
+        missing = [layer for layer, parts in enumerate(self._parts) if parts and layer not in self._made]
         assert not missing, f"tensors of layers {missing} did not pass"
-        return [self._made[layer] for layer in range(self._spec.num_layers)]
+        return [self._made.get(layer) for layer in range(self._spec.num_layers)]
+
+    def _few_parts_of(self, layer: int) -> list[str]:
+        """Those that are not quantised."""
+        plain = [f"{part}.weight" for op in self._plain[layer] for part in self._tensors[layer][op]]
+        return plain or [*self._router_parts[:1]]
+
+    def _plain_net(self, layer: int, parts: dict[str, Array]) -> PlainNet:
+        plain, tensors = self._plain[layer], self._tensors[layer]
+        return PlainNet(*(self._matrix(parts, tensors[op]) if op in plain else None for op in (Phase.DELTA_IN, Phase.OUT)))
 
     def _parts_of(self, layer: int) -> list[str]:
         """All tensors of a layer, by their names within it."""
@@ -154,7 +185,7 @@ class Matrices:
 
         added = np.float32(self._spec.layers[0].norm.adds_one)
         attention_norm, ffn_norm = (there(on_host(parts[name]).reshape(-1) + added) for name in _NORMS)
-        router = self._router(parts) if self._router_parts else None
+        router = self._router(layer, parts) if self._router_parts else None
         vectors = {name: vector(one) for name, one in self._vectors[layer].items()}
         if added and "head_norms" in vectors:
             vectors["head_norms"] = vectors["head_norms"] + added
@@ -162,7 +193,7 @@ class Matrices:
             vectors["shared_gate"] = there(on_host(parts[self._router_parts[1]]).reshape(-1))
         return DenseMatrices(wqkv, wo, w13, w2, attention_norm, ffn_norm, router=router, **vectors)
 
-    def _router(self, parts: dict[str, Array]) -> Array:
+    def _router(self, layer: int, parts: dict[str, Array]) -> Array:
         name = self._router_parts[0]  # behind it stands the gate of a shared expert, if there is one
         router: Array = library_of(parts[name]).empty(parts[name].shape, self._dtype)
         put_scaled(router, parts[name], None)
@@ -180,6 +211,13 @@ class Matrices:
             put_scaled(matrix[:, row : row + part.shape[1]], part, factors)
             row += part.shape[1]
         return matrix
+
+
+def plain_ops(coding: Coding | None) -> tuple[Phase, ...]:
+    """Of delta nets, those whose matrices have 16 bit beside codes of attention."""
+    if coding is None:
+        return ()
+    return (Phase.DELTA_IN,) * coding.plain_inputs + (Phase.OUT,) * coding.plain_outputs
 
 
 def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Array], dtype: DTypeLike) -> Matrices:

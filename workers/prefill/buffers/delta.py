@@ -20,7 +20,7 @@ Front = Callable[[str, tuple[int, ...], DTypeLike, int], Array]  # as PromptBuff
 class DeltaRows:
     """Views for a chunk of tokens, which make B blocks. L: hosted lanes, T: the products' type."""
 
-    projected: Array  # (size, L * rows of a lane's input) float32; in the place of values the rule's outputs come to stand
+    projected: Array  # (size, L * matrix_rows) float32: inputs; in the place of values the rule's outputs come to stand
     query: Array  # (B * BLOCK, L * key heads, key_dim) T
     key: Array  # the same
     value: Array  # (B * BLOCK, L * heads, value_dim) T

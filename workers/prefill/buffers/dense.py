@@ -71,7 +71,7 @@ class DenseBuffers(PromptBuffers):
         rows = self._rows(size, "", self.max_size)
         if self.delta is None:
             return rows
-        projected = self._input("qkv", size, self.delta.rows, self.max_size)
+        projected = self._input("qkv", size, self.delta.matrix_rows, self.max_size)
         return replace(rows, nets=delta_rows(self.delta, size, self.max_size, projected, self.dtype, self._front))
 
     def last_rows(self) -> DenseRows:
@@ -115,7 +115,7 @@ def ffn_columns(spec: ModelSpec) -> int:
 
 def _input_rows(spec: ModelSpec, delta: DeltaShape | None) -> int:
     """Of a lane, the most of any mixer."""
-    return max(spec.lane_qkv_rows, 0 if delta is None else delta.rows)
+    return max(spec.lane_qkv_rows, 0 if delta is None else delta.matrix_rows)
 
 
 def _values(delta: DeltaShape) -> int:

@@ -88,16 +88,15 @@ def misfit(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") ->
         findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
     if spec.experts is not None and coding is not None and not coding.scales:
         findings.append(f"experts in {coding.number} with one scale for each row (for groups of columns)")
-    if spec.mixed_layers and coding is not None:
-        kinds = "delta nets" if spec.is_recurrent else "layers of several kinds"
-        findings.append(f"{kinds} beside codes of {coding.number} (16 bit)")
+    if spec.mixed_layers and coding is not None and (spec.experts is not None or spec.qkv_bias or spec.out_bias):
+        findings.append(f"experts or biases in layers of several kinds beside codes of {coding.number} (dense FFNs, no biases)")
     if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
         findings.append("attention sinks or biases of attention's output")
     if spec.head_dim > (most := WIDE_HEAD_DIM if _is_plain(spec) else MAX_HEAD_DIM):
         findings.append(f"{spec.head_dim} values in a head (at most {most})")
     elif spec.head_dim > MAX_HEAD_DIM and spec.head_dim % 16:
         findings.append(f"{spec.head_dim} values in a head (a multiple of 16)")
-    elif spec.head_dim > MAX_HEAD_DIM and coding is not None and not coding.is_of_experts:
+    elif spec.head_dim > MAX_HEAD_DIM and coding is not None and not coding.is_of_experts and not spec.mixed_layers:
         findings.append(f"{spec.head_dim} values in a head beside quantised weights (at most {MAX_HEAD_DIM})")
     if spec.head_dim > MAX_HEAD_DIM and kv_dtype in CODE_BITS:
         findings.append(f"{kv_dtype} keys and values of heads of {spec.head_dim} (at most {MAX_HEAD_DIM})")

@@ -105,9 +105,12 @@ __device__ __forceinline__ void prepare_factors(const DeltaParams& params, u32 f
         float log_decay = 0, beta = 0;
         if (static_cast<int>(row) < tokens) {
             const float* factors = reinterpret_cast<const float*>(params.factors_ptr) + lane * (2 * kHeads) + of_lane;
-            const float* input = projected_at(params, row, lane) + kChannels + kValues + of_lane;
-            log_decay = fmaxf(-__expf(factors[0]) * softplus(input[0] + factors[kHeads]), kLeastLog);
-            beta = sigmoid(input[kHeads]);
+            const float* input = projected_at(params, row, lane) + kChannels + kValues + of_lane * kTerms;
+            float of_decay = 0, of_beta = 0;
+#pragma unroll
+            for (u32 term = 0; term < kTerms; ++term) of_decay += input[term], of_beta += input[kHeads * kTerms + term];
+            log_decay = fmaxf(-__expf(factors[0]) * softplus(of_decay + factors[kHeads]), kLeastLog);
+            beta = sigmoid(of_beta);
         }
         reinterpret_cast<float*>(params.logs_ptr)[static_cast<u64>(head) * padded + row] = log_decay;
         reinterpret_cast<float*>(params.beta_ptr)[static_cast<u64>(head) * padded + row] = beta;

@@ -67,7 +67,8 @@ def delta_header(shape: DeltaShape, norm_eps: float) -> str:
     net = shape.net
     numbers = {
         "kLanes": shape.num_lanes, "kHeads": shape.heads, "kKeyHeads": shape.key_heads, "kKeyDim": net.key_dim,
-        "kValueDim": net.value_dim, "kConvWidth": net.conv_width, "kRows": shape.rows, "kSlices": shape.slices,
+        "kValueDim": net.value_dim, "kConvWidth": net.conv_width, "kRows": shape.matrix_rows, "kTerms": shape.terms,
+        "kSlices": shape.slices,
         "kItemValues": shape.item_values, "kItemChannels": shape.item_channels, "kBlock": BLOCK, "kPadding": _PADDING,
         "kPreparedRows": PREPARED_ROWS, "kRuleWarps": num_warps(shape),
     }  # fmt: skip

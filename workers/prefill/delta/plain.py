@@ -38,9 +38,11 @@ class DeltaInputs(NamedTuple):
     beta: Array
 
 
-def inputs_of(net: DeltaNet, projected: Array, past: Array, matrices: DenseMatrices, num_tokens: int) -> DeltaInputs:
-    """Of `projected` (L, size, rows of a lane's input), float32, whose first `num_tokens` rows are tokens. `past` (L,
-    conv_width - 1, channels) are the convolution's inputs before it.
+def inputs_of(
+    net: DeltaNet, projected: Array, past: Array, matrices: DenseMatrices, num_tokens: int, terms: int = 1
+) -> DeltaInputs:  # fmt: skip
+    """Of `projected` (L, size, rows of a lane's input), float32, whose first `num_tokens` rows are tokens; `terms` of a row are
+    one factor of a head. `past` (L, conv_width - 1, channels) are the convolution's inputs before it.
     """
     xp = library_of(projected)
     taps, factors = matrices.delta_taps, matrices.delta_factors
@@ -58,7 +60,8 @@ def inputs_of(net: DeltaNet, projected: Array, past: Array, matrices: DenseMatri
     activated[:, num_tokens:] = 0
     query, key = (activated[..., first : first + keys].reshape(lanes, size, key_heads, -1) for first in (0, keys))
     query, key = (part * _inverse_length(part) for part in (query, key))
-    a, b = projected[..., -2 * heads : -heads], projected[..., -heads:]
+    of_factors = projected[..., -2 * heads * terms :].reshape(lanes, size, 2, heads, terms).sum(-1)
+    a, b = of_factors[:, :, 0], of_factors[:, :, 1]
     log_decay = -xp.exp(factors[:, None, :heads]) * xp.logaddexp(np.float32(0), a + factors[:, None, heads:])
     log_decay, beta = xp.maximum(log_decay, np.float32(LEAST_LOG)), 1 / (1 + xp.exp(-b))
     log_decay[:, num_tokens:], beta[:, num_tokens:] = 0, 0

@@ -212,7 +212,7 @@ class PlainDenseOperations:
         num_tokens = min(rows.size, int(self.buffers.last_position[0]) + 1 - start)
         projected = nets.projected.reshape(rows.size, lanes, -1).swapaxes(0, 1)
         state, past = layout.load(self.own_states, layout.net_of(layer), start)
-        inputs = plain.inputs_of(net, projected, past, matrices, num_tokens)
+        inputs = plain.inputs_of(net, projected, past, matrices, num_tokens, layout.shape.terms)
         for part, kept in zip(inputs[:3], (nets.query, nets.key, nets.value), strict=True):
             kept[: rows.size] = part.swapaxes(0, 1).reshape(rows.size, *kept.shape[1:])
         query, key, value = (

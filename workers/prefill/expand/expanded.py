@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -13,12 +14,13 @@ from numpy.typing import NDArray
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.plan.recipes import matrix_stages, share_stream
 from kog_dist.decode.plan.steps import LAYER_OPS, Phase
+from kog_dist.model.layers import DeltaNet
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.base import compiled
 from kog_dist.workers.prefill.base.arrays import Array, address, library, on_host
-from kog_dist.workers.prefill.base.matrices import stream_scale
+from kog_dist.workers.prefill.base.matrices import PlainNet, stream_scale
 from kog_dist.workers.prefill.expand.expand_abi import EXPAND_PARAMS, expand_header
 
 Launch = Callable[[int, int, bytes, bool], None]  # see `kernel_calls.Launchers`
@@ -69,7 +71,7 @@ class ExpandedMatrices:
         _, lane_rows, columns = self._sizes[phase]
         tape = address(self._tape)
         params["tape_ptr"], params["scales_ptr"] = tape, tape + 2 * shape.num_ctas * shape.tape.num_values
-        params["places_ptr"] = address(self.places[layer, LAYER_OPS.index(phase)])
+        params["places_ptr"] = address(self.places[layer, _number_of(phase)])
         params["out_ptr"] = address(self._memory)
         if factors is not None:
             params["factor_ptr"] = address(factors[layer])
@@ -90,15 +92,21 @@ class ExpandedLayer:
 
     matrices: ExpandedMatrices
     layer: int
+    plain: PlainNet | None = field(default=None, kw_only=True)
 
     @property
     def wqkv(self) -> Array:
-        """Query rows, key rows, value rows."""
-        return self.matrices.matrix(Phase.QKV, self.layer)
+        """Query rows, key rows, value rows, or all rows of a delta net's input, whose last ones are terms of factors."""
+        is_net = isinstance(self.matrices.shape.spec.layers[self.layer].mixer, DeltaNet)
+        if self.plain is not None and self.plain.wqkv is not None:
+            return self.plain.wqkv
+        return self.matrices.matrix(Phase.DELTA_IN if is_net else Phase.QKV, self.layer)
 
     @property
     def wo(self) -> Array:
         """Of the attention's output."""
+        if self.plain is not None and self.plain.wo is not None:
+            return self.plain.wo
         return self.matrices.matrix(Phase.OUT, self.layer)
 
     @property
@@ -132,22 +140,20 @@ class ExpandedDenseLayer(ExpandedLayer):
     sinks: Array | None = None
     router: Array | None = None
     router_bias: Array | None = None
-    shared_gate: Array | None = None  # like what is below, of models that prefill takes in 16 bit alone
+    shared_gate: Array | None = None  # of experts, which prefill takes in 16 bit alone where there is a shared one
     delta_taps: Array | None = None
     delta_factors: Array | None = None
     delta_norm: Array | None = None
 
 
-def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights, routers: Sequence[Array | None]) -> list[Any]:
-    """All layers, on cupy's current stream. `routers`: of each. Raises CompileError or LaunchError."""
+def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights, routers: Sequence[Any]) -> list[Any]:
+    """All layers, on cupy's current stream. `routers`: of each, or `PlainNet`. Raises CompileError or LaunchError."""
     assert shape.coding is not None
     cubin = compiled.build("expand", expand_header(shape.coding, shape.tape.scale_rows))
     return expanded_layers(shape, weights, partial(compiled.launch, Kernel(cubin.path, "expand", 0)), "cuda", routers)
 
 
-def expanded_layers(
-    shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str, routers: Sequence[Array | None]
-) -> list[Any]:
+def expanded_layers(shape: KernelShape, weights: DeviceWeights, launch: Launch, device: str, routers: Sequence[Any]) -> list[Any]:
     """All layers of the model's kind; what is neither a matrix nor a router is read from the monokernel's weights."""
     there = library(device).asarray
 
@@ -170,6 +176,8 @@ def expanded_layers(
     def of(layer: int, vectors: Array | None) -> Array | None:
         return None if vectors is None else vectors[layer]
 
+    if shape.spec.mixed_layers:
+        return _mixed_layers(shape, weights, matrices, values, there, routers)
     return [
         ExpandedDenseLayer(
             matrices, i, there(norms[i, 0, 0]), there(norms[i, 1, 0]), of(i, biases), of(i, head_norms), of(i, out_biases),
@@ -179,9 +187,39 @@ def expanded_layers(
     ]  # fmt: skip
 
 
+def _mixed_layers(
+    shape: KernelShape,
+    weights: DeviceWeights,
+    matrices: ExpandedMatrices,
+    values: Callable[[Array], NDArray[np.float32]],
+    there: Callable[[NDArray[np.float32]], Array],
+    plain: Sequence[PlainNet | None],
+) -> list[ExpandedDenseLayer]:
+    """Layers of several kinds, with dense FFNs. What a kind of mixer has stands there for the layers of that kind alone."""
+    spec, made = shape.spec, list[ExpandedDenseLayer]()
+    added = np.float32(spec.layers[0].norm.adds_one)
+    norms = there(values(weights.norms)[:, :, 0] + added)
+    held = {name: getattr(weights, name) for name in ("delta_taps", "delta_factors", "delta_norm", "head_norms")}
+    vectors = {name: values(words) + added * (name == "head_norms") for name, words in held.items() if words is not None}
+    seen = {True: 0, False: 0}  # by whether it is a delta net
+    for layer, (attention_norm, ffn_norm) in enumerate(norms):
+        is_net = isinstance(spec.layers[layer].mixer, DeltaNet)
+        own = {name: there(every[seen[is_net]]) for name, every in vectors.items() if name.startswith("delta") == is_net}
+        made.append(ExpandedDenseLayer(matrices, layer, attention_norm, ffn_norm, plain=plain[layer], **own))
+        seen[is_net] += 1
+    return made
+
+
 def matrix_shapes(shape: KernelShape) -> dict[Phase, tuple[int, int, int]]:
     """Hosted lanes, rows and columns of the matrices of a layer, but for those of experts."""
-    return {op: (shape.num_lanes, stage.num_rows, stage.num_columns) for op, stage in matrix_stages(shape.spec).items()}
+    terms = 1 if shape.delta is None else shape.delta.terms
+    stages = ((op, stage) for op, stage in matrix_stages(shape.spec).items() if shape.ops[op].coding is not None)
+    return {op: (shape.num_lanes, stage.coded_rows(terms), stage.num_columns) for op, stage in stages}
+
+
+def _number_of(phase: Phase) -> int:
+    """Of a layer's product among those of the layer."""
+    return LAYER_OPS.index(Phase.QKV if phase is Phase.DELTA_IN else phase)
 
 
 def places_on_tape(shape: KernelShape) -> Any:
@@ -193,7 +231,7 @@ def places_on_tape(shape: KernelShape) -> Any:
             continue
         if product in numbers:
             lane = product.first_lane - shape.hosted_lanes[0]
-            index = product.layer, LAYER_OPS.index(product.op), lane // product.num_lanes
+            index = product.layer, _number_of(product.op), lane // product.num_lanes
             places[index] = 2 * shape.num_ctas * position, numbers[product]
         position += form.num_values
     return places

@@ -73,10 +73,10 @@ def matrix_rows(shape: KernelShape, phase: Phase) -> int:
 
 def is_multiplied_on_tape(shape: KernelShape) -> bool:
     """Whether tape.cu is made for a model: the matrices of all its layers are quantised, it has one stream and no experts, and
-    columns come in whole groups of ORDERED_COLUMNS.
+    columns come in whole groups of ORDERED_COLUMNS. Not where layers are of several kinds.
     """
     spec = shape.spec
-    if shape.attention_coding is None or shape.experts is not None or not share_stream(spec):
+    if shape.attention_coding is None or shape.experts is not None or not share_stream(spec) or spec.mixed_layers:
         return False
     is_by_lane = shape.lanes_of(Phase.OUT) == shape.lanes_of(Phase.DOWN) == 1
     return is_by_lane and not any(count % ORDERED_COLUMNS for count in (spec.hidden_size, spec.lane_ffn, spec.head_dim))
