@@ -204,15 +204,6 @@ def test_delta_nets_of_other_sizes_are_refused(change: dict[str, int], finding: 
         KernelShape(spec, range(4), max_ctas=4)
 
 
-def test_prefill_takes_no_codes_of_delta_nets() -> None:
-    """Whatever it takes of them: it would have to add the terms of decays and betas."""
-    spec = read_config(CONFIGS["Qwen3.5-27B"])
-    coding = Coding("E4M3", 1, "BF16")
-    assert "delta nets beside codes of E4M3 (16 bit)" in misfit(spec, coding)
-    assert "codes" not in misfit(spec)
-    assert "delta nets" not in misfit(FLAT, coding)
-
-
 def test_prefill_takes_no_codes_of_wide_heads() -> None:
     """A row of keys is of two warps there, and each would have a scale of its own."""
     spec = read_config(CONFIGS["Qwen3.5-27B"])
