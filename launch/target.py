@@ -192,7 +192,7 @@ def why_not_on_gpus(checkpoint: Checkpoint) -> str:
         coding = coding_of(checkpoint)
     except ConfigError as error:
         return str(error).removesuffix("; use --device cpu")
-    if what := untried(checkpoint.spec, is_coded=coding is not None):
+    if what := untried(checkpoint.spec, coding):
         return f"GPUs cannot run this model yet: it has {what}, which no GPU has run yet"
     return ""
 
