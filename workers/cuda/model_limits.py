@@ -9,6 +9,7 @@ MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's
 MAX_LAYERS = 128  # bits of two words
 MAX_EXPERTS = 512  # sixteen of each thread of the warp that chooses
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
+_EVEN, _PREFILL_EXPERTS = (1, 2, 4, 8), 256  # chosen ones that divide warps; experts whose prompts GPUs have read by chunks
 _SEVERAL, _GATED, _NETS, _SHARED = "several kinds", "gated attention", "gated delta nets", "shared experts"
 _ON_DEVICES = {_SEVERAL, _GATED, _NETS, _SHARED}  # of `_of_mixed`
 
@@ -37,13 +38,19 @@ def untried(spec: ModelSpec, *, is_coded: bool) -> str:
 
     Shapes have it, for tests and benchmarks. A line goes when its test under tests/gpu has passed on a GPU.
     """
-    return "quantised experts beside delta nets" if is_coded and spec.is_recurrent and spec.experts is not None else ""
+    if spec.experts is None or not is_coded:
+        return ""
+    if spec.is_recurrent:
+        return "quantised experts beside delta nets"
+    return f"{spec.experts.per_token} quantised experts for each token" if spec.experts.per_token not in _EVEN else ""
 
 
 def untried_in_prefill(spec: ModelSpec, *, is_coded: bool) -> str:
     """The same of prompts by chunks, which engines then take token by token."""
+    experts = spec.experts
     if not spec.is_recurrent:
-        return ""
+        is_usual = experts is None or (experts.per_token in _EVEN and experts.num_experts <= _PREFILL_EXPERTS)
+        return "" if is_usual or experts is None else f"{experts.per_token} experts of {experts.num_experts}"
     return "quantised weights beside delta nets" if is_coded else "experts beside delta nets" if spec.experts is not None else ""
 
 
