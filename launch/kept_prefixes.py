@@ -32,7 +32,7 @@ def kept_on_cpu(settings: LaunchConfig, num_ranks: int, of_state: int = 0, paral
         wanted = bytes_of_states(_CPU_STATES + _STATES_OF_ANOTHER * (parallel - 1), of_state)
         least, share = bytes_of_states(_CPU_STATES, of_state), memfd.available_bytes() // (_SHARE_OF_HOST * num_ranks)
         return max(_CPU_BYTES, least, min(wanted, share))
-    _refuse_less_than_a_state(settings, asked, of_state)
+    refuse_less_than_a_state(settings, of_state)
     if asked * num_ranks > (free := memfd.available_bytes()):
         raise ConfigError(
             f"prefix_cache {settings.prefix_cache} does not fit: each of {num_ranks} CPU ranks would take as much, and "
@@ -41,7 +41,9 @@ def kept_on_cpu(settings: LaunchConfig, num_ranks: int, of_state: int = 0, paral
     return asked
 
 
-def _refuse_less_than_a_state(settings: LaunchConfig, asked: int, of_state: int) -> None:
+def refuse_less_than_a_state(settings: LaunchConfig, of_state: int) -> None:
+    """Raise ConfigError if a rank is to keep less than one copy of a state of so many bytes, on whatever machine."""
+    asked = parse_gib(settings.prefix_cache) or 0
     if 0 < asked < (least := bytes_of_states(1, of_state)):
         enough = -(-least * 10**6 // 2**30) / 10**6  # rounded up
         raise ConfigError(
@@ -86,7 +88,7 @@ def kept_on_gpus(
             f"prefix_cache {settings.prefix_cache} does not fit: {max(spare_bytes, 0) / 2**30:.1f} GiB of a GPU are free beside "
             "the model; give less, off, or auto"
         )
-    _refuse_less_than_a_state(settings, asked, of_state)
+    refuse_less_than_a_state(settings, of_state)
     if asked_of_host is None:
         asked_of_host = min(_HOST_BYTES, memfd.available_bytes() // _SHARE_OF_HOST)
     return max(asked, 0), asked_of_host // num_ranks if asked > 0 else 0

@@ -18,7 +18,7 @@ from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
-from kog_dist.launch.kept_prefixes import kept_on_cpu, kept_on_gpus
+from kog_dist.launch.kept_prefixes import kept_on_cpu, kept_on_gpus, refuse_less_than_a_state
 from kog_dist.launch.progress import compilers_shown
 from kog_dist.model.gguf.folder import model_name, tagged_file
 from kog_dist.model.gguf.tensors import is_gguf
@@ -145,7 +145,9 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
     if choice.context:
         checkpoint = replace(checkpoint, spec=checkpoint.spec.with_context(choice.context))
     kept_bytes, kept_host_bytes = 0, 0
-    if not choice.obstacles:
+    if choice.obstacles:
+        refuse_less_than_a_state(settings, choice.state_bytes)
+    else:
         kept_bytes, kept_host_bytes = kept_on_gpus(
             settings,
             choice.spare_bytes,
@@ -190,7 +192,7 @@ def why_not_on_gpus(checkpoint: Checkpoint) -> str:
         coding = coding_of(checkpoint)
     except ConfigError as error:
         return str(error).removesuffix("; use --device cpu")
-    if what := untried(checkpoint.spec, is_coded=coding is not None):
+    if what := untried(checkpoint.spec, coding):
         return f"GPUs cannot run this model yet: it has {what}, which no GPU has run yet"
     return ""
 

@@ -1,7 +1,7 @@
 """Greedy answers of the interpreter, which is what CPU ranks run: `python cpu_answers.py < REQUEST` prints them as JSON.
 
-REQUEST: {"model": folder, "kv_dtype": name, "prompts": [[ids]], "num_tokens": n}. An answer is its token ids, and for each one
-how much larger its logit was than the next one's.
+REQUEST: {"model": folder, "kv_dtype": name, "prompts": [[ids]], "num_tokens": n, "quantize": as the setting}, the last one may
+be left out. An answer is its token ids, and for each one how much larger its logit was than the next one's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def answer(model: Interpreter, prompt: list[int], num_tokens: int) -> dict[str, 
 
 def main() -> None:
     request = json.load(sys.stdin)
-    checkpoint = open_checkpoint(Path(request["model"]), verify=False)
+    checkpoint = open_checkpoint(Path(request["model"]), verify=False, quantize=request.get("quantize", "none"))
     weights = checkpoint.rank_weights(range(checkpoint.spec.num_lanes))
     model = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None, kv_dtype=request["kv_dtype"])
     json.dump([answer(model, prompt, request["num_tokens"]) for prompt in request["prompts"]], sys.stdout)

@@ -69,12 +69,12 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_states, "STEP", STEP)
 
 
-def served(folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, prefill: str = "off") -> Served:
+def served(folder: Path, parallel: int = 1, *, kept_bytes: int = 1 << 29, prefill: str = "off", quantize: str = "none") -> Served:
     control = ControlPage.create(1, CONTEXT, vocab_size=VOCAB, parallel=parallel)
     info = RankInfo(0, 1, 0, "delta", control_fd=control.fd, rendezvous_fd=control.fd)
     args = WorkerArgs(
         info, str(folder), "cuda:0", "bfloat16", True, PATIENCE_S, 10.0, prefill=prefill, drafts=True, parallel=parallel,
-        num_kv_caches=parallel + 1, kept_bytes=kept_bytes,
+        num_kv_caches=parallel + 1, kept_bytes=kept_bytes, quantize=quantize,
     )  # fmt: skip
     engine = CudaEngine(args, control)
     return Served(engine, control, VOCAB, None, engine.startup, READY_S, is_recurrent=True)
@@ -100,17 +100,26 @@ def said(one: Asked) -> list[int]:
 
 @one_gpu
 @pytest.mark.parametrize(
-    ("kind", "prefill", "tie"), [("folder", "off", TIE), ("folder", "on", TIE), ("mixture", "off", TIE_OF_CHOICES)]
+    ("kind", "tie", "prefill", "quantize"),
+    [
+        ("folder", TIE, "off", "none"),
+        ("folder", TIE, "on", "none"),
+        ("folder", TIE, "off", "fp8"),
+        ("folder", TIE, "off", "int4"),
+        ("mixture", TIE_OF_CHOICES, "off", "none"),
+    ],
 )
-def test_greedy_tokens_are_those_of_cpu_ranks(kind: str, prefill: str, tie: float, request: pytest.FixtureRequest) -> None:
+def test_greedy_tokens_are_those_of_cpu_ranks(
+    kind: str, tie: float, prefill: str, quantize: str, request: pytest.FixtureRequest
+) -> None:
     folder = request.getfixturevalue(kind)
     prompts = [ids(count, count) for count in ((1, 5, 40, 130) if prefill == "off" else (130, 400, 1000))]
-    job = {"model": str(folder), "kv_dtype": "bfloat16", "prompts": prompts, "num_tokens": NUM_TOKENS}
+    job = {"model": str(folder), "kv_dtype": "bfloat16", "prompts": prompts, "num_tokens": NUM_TOKENS, "quantize": quantize}
     environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(Path(__file__).with_name("cpu_answers.py"))]
     done = subprocess.run(command, input=json.dumps(job), env=environ, stdout=subprocess.PIPE, text=True, check=True)
     wanted, num_same = json.loads(done.stdout), 0
-    with closing(served(folder, prefill=prefill)) as engine:
+    with closing(served(folder, prefill=prefill, quantize=quantize)) as engine:
         found = [asked(prompt) for prompt in prompts]
         engine.run(found, random.Random(1))
     for one, answer in zip(found, wanted, strict=True):

@@ -27,6 +27,7 @@ from kog_dist.workers.cuda.kv_blocks import KvBlocks
 from kog_dist.workers.engines import cuda, cuda_start
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_states import CudaStates
+from kog_dist.workers.prefill.base.chunks import Chunk
 from tests.unit.asked_together import PATIENCE_S, Asked
 from tests.unit.played_gpu import PlayedGpu
 from tests.unit.test_cuda_turns import CONTEXT, PARALLEL, Turns, compare, drawn, turns, weights
@@ -88,8 +89,16 @@ def test_a_conversation_reads_what_is_new(
     parallel: int, prefill: bool, made: Counter[KvCopyKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each turn begins behind the end of the last one, or behind the last whole step in front of where it was left."""
-    first = [*range(20), *range(60)]
+    first, chunks = [*range(20), *range(60)], list[int]()
     with turns(NETS, parallel, monkeypatch, prefill=prefill) as engine:
+        if prefill:
+            queue = engine.runner.queue
+
+            def queued(chunk: Chunk, part: int = 0) -> Any:
+                chunks.append(chunk.end - chunk.start)
+                return queue(chunk, part)
+
+            monkeypatch.setattr(engine.runner, "queue", queued)
         asked = [Asked(DecodeRequest(first, 50))]
         engine.run(asked, random.Random(1))
         said = [entry.token_id for entry in asked[0].entries]
@@ -106,6 +115,8 @@ def test_a_conversation_reads_what_is_new(
                 assert engine.gpu.num_passes - before == len(more) - num_cached + 19
         assert num_missed(engine) == 0
         assert made[KINDS.LOAD_STATE] >= 3
+        assert min(chunks, default=99) >= 3, "the kernel takes the last token, and what is no more than that"
+        assert bool(chunks) is prefill
     with turns(NETS, 1, monkeypatch, prefill=False, kept_bytes=0) as engine:
         compare(engine, asked, reuse_kv=False)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kog_dist.bench.shapes import named_spec
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.coding import Coding
 from kog_dist.errors import ConfigError
@@ -16,7 +18,9 @@ from kog_dist.launch.inspection import dry_run
 from kog_dist.launch.kept_prefixes import kept_on_gpus
 from kog_dist.launch.target import why_not_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.published_config import read_config
+from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import pool_slots
 from kog_dist.workers.cuda.model_limits import untried, untried_in_prefill
@@ -109,11 +113,17 @@ def test_quantised_ones_have_smaller_tapes_and_prefill_expands_a_matrix(
     assert share - 0.05 < codes["tape"] / whole["tape"] < share
     assert codes["states"] == STATE
     choice = choice_of(rounded, gpus="1")
-    assert (choice.prefill, choice.note) == ("auto", "")
+    assert choice.prefill == "off"
+    assert "prompts go token by token: the model has quantised weights beside delta nets, whose prompts no GPU has" in choice.note
     expanded, kept = (
         prefill_bytes(gpu_rank_shape(one, 0, 1, "bfloat16"))["prefill weights"] for one in (rounded, model)
     )  # of a layer of FFNs, and vectors
     assert 2 * 2 * 17_408 * 5120 < expanded < 0.4e9 < 49e9 < kept
+
+
+def test_less_than_a_copy_is_refused_where_there_are_no_gpus_as_well(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^prefix_cache 0\.2 has no room for a copy of this model's state"):
+        dry_run(LaunchConfig(str(folder), gpus="1", context=32768, prefix_cache="0.2"))
 
 
 def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:
@@ -124,19 +134,37 @@ def test_a_dry_run_shows_states_and_copies(folder: Path) -> None:
     )
 
 
+def test_a_shared_expert_in_16_bit_is_refused_beside_codes(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    said = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*linear_attn.*", "re:.*shared_expert.*"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-35B-A3B"], "quantization_config": said}))
+    reason = why_not_on_gpus(planned_checkpoint(tmp_path, context=4096))
+    assert reason == "GPUs run quantised experts beside a shared one in codes, and this model's has 16 bit"
+
+
 def test_what_no_gpu_has_run_is_refused_by_name(tmp_path: Path) -> None:
     """Until its tests under tests/gpu have passed there. Shapes have it."""
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-35B-A3B"], "quantization_config": quantised}))
     experts = planned_checkpoint(tmp_path, context=4096)
-    assert "quantised experts beside delta nets" in untried(experts.spec, is_coded=True)
+    coding = coding_of(experts)
+    assert untried(experts.spec, coding) == "quantised experts beside delta nets"
     assert "GPUs cannot run this model yet: it has " in why_not_on_gpus(experts)
     with pytest.raises(ConfigError, match=r"^the CUDA kernel cannot run this model: it has .*; use --device cpu$"):
         kernel_shapes(experts, "bfloat16", 1)
     dense = read_config(CONFIGS["Qwen3.5-27B"])
-    assert (
-        untried(experts.spec, is_coded=False) == untried(dense, is_coded=True) == untried_in_prefill(dense, is_coded=False) == ""
-    )
+    assert untried(experts.spec, None) == untried(dense, coding) == untried_in_prefill(dense, is_coded=False) == ""
+    plain = Coding("INT4", 1, "BF16", plain_inputs=True)
+    assert untried(dense, plain) == "delta nets in 16 bit beside quantised matrices"
+    assert untried(dense, None, "bfloat16") == ""
+    assert untried(dense, None, "fp8") == "fp8 keys and values of heads of 256"
+    six = replace(named_spec("qwen3-30b-a3b"), experts=ExpertsSpec(128, 6))
+    assert untried(six, None) == ""
+    assert untried(six, coding) == "6 quantised experts for each token (1, 2, 4 or 8)"
     for spec, is_coded, what in ((dense, True, "quantised weights"), (experts.spec, False, "experts")):
         assert untried_in_prefill(spec, is_coded=is_coded) == f"{what} beside delta nets"
         coding = Coding("E4M3", 1, "BF16") if is_coded else None

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kog_dist.bench.fakes.tiny_delta_model import ON_GPUS, WITH_EXPERTS, write_tiny_delta_model
+from kog_dist.bench.fakes.tiny_delta_model import CONFIG, ON_GPUS, WITH_EXPERTS, write_tiny_delta_model
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import OpShape, interleave, take_off_tape, unpack
 from kog_dist.errors import CheckpointError
@@ -28,6 +28,7 @@ from kog_dist.workers.cuda import load, staging
 from kog_dist.workers.cuda.device_weights import DeviceWeights, pack_tape, to_values, to_words
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
+from tests.unit.test_delta_gguf import converted, keys_of, write
 
 SPEC = ModelSpec(
     hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=2, intermediate_size=136, vocab_size=101, max_context=64, num_lanes=2,
@@ -225,6 +226,24 @@ def test_every_word_of_delta_nets_arrives_in_its_place(hosted: range, dtype: str
     tables = (weights.embedding, weights.norms, weights.final_norm, weights.head_norms, weights.rope, *vectors)
     counted = gpu_rank_bytes(checkpoint, hosted[0] // len(hosted), shape.num_ranks, "bfloat16")
     assert sum(np.asarray(held).nbytes for held in tables) == counted["tables"], "what the launcher counts"
+
+
+def test_a_gguf_file_of_delta_nets_gives_the_words_of_its_folder(tmp_path: Path) -> None:
+    """But for logarithms of rates, which it has as rates: those may come back rounded otherwise."""
+    write_tiny_delta_model(tmp_path, **ON_GPUS)
+    config = SimpleNamespace(**CONFIG | ON_GPUS)
+    tensors = converted(config, "qwen35", load_file(tmp_path / "model.safetensors"))
+    write(tmp_path / "model.gguf", "qwen35", keys_of(config, "qwen35", **{"rope.dimension_count": 32}), tensors)
+    loaded = []
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        checkpoint = open_checkpoint(path)
+        loaded.append(load_weights(KernelShape(checkpoint.spec, range(4), max_ctas=7), checkpoint))
+    of_folder, of_file = loaded
+    for name in ("tape", "embedding", "norms", "final_norm", "head_norms", "delta_taps", "delta_norm"):
+        assert np.array_equal(getattr(of_folder, name), getattr(of_file, name)), name
+    found, wanted = (to_values(np.asarray(one.delta_factors), "bfloat16") for one in (of_file, of_folder))
+    assert np.allclose(found, wanted, rtol=2**-7)
+    assert (found != wanted).mean() < 0.05
 
 
 def overwrite(folder: Path, checkpoint: Checkpoint, name: str, element: int, word: int) -> Checkpoint:

@@ -310,9 +310,10 @@ def test_gpus_refuse_experts_beyond_the_limits(num_experts: int, per_token: int,
 def test_engines_refuse_experts_that_no_gpu_has_run() -> None:
     spec = named_spec("qwen3-30b-a3b")
     ten = replace(spec, experts=ExpertsSpec(512, 10))
-    assert untried(ten, is_coded=True) == "10 quantised experts for each token"
+    fp8 = Coding("E4M3", 1, "BF16")
+    assert untried(ten, fp8) == "10 quantised experts for each token (1, 2, 4 or 8)"
     assert untried_in_prefill(ten, is_coded=False) == "10 experts of 512"
-    assert untried(ten, is_coded=False) == untried(spec, is_coded=True) == untried_in_prefill(spec, is_coded=True) == ""
+    assert untried(ten, None) == untried(spec, fp8) == untried_in_prefill(spec, is_coded=True) == ""
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

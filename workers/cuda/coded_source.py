@@ -14,7 +14,7 @@ from kog_dist.decode.coding import HEAD_CODING, Coding, Codings
 from kog_dist.errors import ConfigError
 from kog_dist.model.formats.lanes import lane_codes
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
-from kog_dist.model.layout import EXPERTS, NET_OUTPUTS, NETS, TensorLayout, is_layer_matrix
+from kog_dist.model.layout import EXPERTS, NET_OUTPUTS, NETS, SHARED, TensorLayout, is_layer_matrix
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -40,6 +40,10 @@ def coding_of(checkpoint: Checkpoint) -> Coding | None:
     of_layers = of_experts if is_of_experts else of_experts | of_rest
     if of_layers == {None}:
         return None
+    if is_of_experts and any(SHARED in name for name in layouts):
+        raise ConfigError(
+            "GPUs run quantised experts beside a shared one in codes, and this model's has 16 bit; use --device cpu"
+        )
     nets = [name for name in layouts if NETS in name and is_layer_matrix(layouts, name)]
     inputs, outputs = ([name for name in nets if name.endswith(NET_OUTPUTS) == is_last] for is_last in (False, True))
     plain_inputs, plain_outputs = (bool(names) and not any(map(forms.get, names)) for names in (inputs, outputs))

@@ -109,7 +109,7 @@ class Divider:
         num_lanes = len(self.hosted_lanes)
         of_chosen = num_lanes * (rows[Phase.GATE_UP] - 2 * experts.lane_shared)
         if experts.lane_shared:
-            beside = RowShare(num_lanes * 2 * experts.lane_shared, self.num_ctas, form=experts.shared_gate_up)
+            beside = RowShare(num_lanes * 2 * experts.lane_shared, self.num_ctas, form=experts.shared_gate_up())
         shares = RowShare(of_chosen, experts.ctas, experts.per_token, experts.gate_up, experts.shares, beside)
         yield Phase.GATE_UP, Division(num_lanes, shares)
         yield Phase.DOWN, Division(1, RowShare(rows[Phase.DOWN], self.num_ctas, form=experts.down))

@@ -223,9 +223,8 @@ class ExpertShape:
         """What a slot has of `down` where warps take parts in turn: these lie one behind the other, as those of warps do."""
         return replace(self.down, per=self.down.steps, warps=num_parts, real_steps=0, in_turn=False)
 
-    @cached_property
     def shared_gate_up(self) -> OpShape:
-        """Gate and up rows of the shared expert's columns of all hosted lanes, on the tape behind the router."""
+        """Gate and up rows of the shared expert's columns of all hosted lanes, on the tape behind the router, if there is one."""
         return self._of_stream(2 * owned_rows(self.num_lanes * self.lane_shared, self.num_ctas, 2))
 
     def _of_stream(self, rows: int) -> OpShape:
@@ -240,7 +239,7 @@ class ExpertShape:
         """What lies on the tape of `ops`, since a token reads it whatever is chosen: the shared expert."""
         if not self.lane_shared:
             return {}
-        return {Phase.GATE_UP: self.shared_gate_up, Phase.DOWN: self._down_of_slot(self.shared_parts)}
+        return {Phase.GATE_UP: self.shared_gate_up(), Phase.DOWN: self._down_of_slot(self.shared_parts)}
 
     def skew(self, lane: int) -> int:
         """Columns in front of a lane's own in `down`, of a group that the lane before it in the model has, too."""

@@ -144,7 +144,7 @@ def shape_header(shape: KernelShape) -> str:
         lines += [f"namespace kog {{ constexpr u64 kHeadScalesOffset = {2 * shape.tape.head_scales_place}ull; }}"]
     if shape.experts is not None:
         lines += shape.experts.header()
-        lines += [_op_line("SHARED_GATE_UP", shape.experts.shared_gate_up)] if shape.experts.lane_shared else []
+        lines += [_op_line("SHARED_GATE_UP", shape.experts.shared_gate_up())] if shape.experts.lane_shared else []
         lines += ["#define KOG_UNION"] if shape.tokens > 1 else []
     if shape.delta is not None:
         lines += shape.delta.header()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from kog_dist.decode.coding import Coding
 from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import ModelSpec
 
 MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's columns
 MAX_LAYERS = 128  # bits of two words
 MAX_EXPERTS = 512  # sixteen of each thread of the warp that chooses
+_TRIED_HEAD = 128  # values of the widest head whose keys and values a GPU has kept in codes
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 _EVEN, _PREFILL_EXPERTS = (1, 2, 4, 8), 256  # chosen ones that divide warps; experts whose prompts GPUs have read by chunks
 _SEVERAL, _GATED, _NETS, _SHARED = "several kinds", "gated attention", "gated delta nets", "shared experts"
@@ -33,25 +35,31 @@ def unsupported(spec: ModelSpec) -> list[str]:
     return findings
 
 
-def untried(spec: ModelSpec, *, is_coded: bool) -> str:
+def untried(spec: ModelSpec, coding: Coding | None, kv_dtype: str = "") -> str:
     """What of a model device code has and no GPU has run yet, so that engines refuse it; empty where all has.
 
     Shapes have it, for tests and benchmarks. A line goes when its test under tests/gpu has passed on a GPU.
     """
-    if spec.experts is None or not is_coded:
-        return ""
-    if spec.is_recurrent:
-        return "quantised experts beside delta nets"
-    return f"{spec.experts.per_token} quantised experts for each token" if spec.experts.per_token not in _EVEN else ""
+    is_coded, is_recurrent, experts = coding is not None, spec.is_recurrent, spec.experts
+    per_token = 1 if experts is None else experts.per_token
+    is_plain = coding is not None and (coding.plain_inputs or coding.plain_outputs)
+    against = {
+        "quantised experts beside delta nets": is_coded and is_recurrent and experts is not None,
+        f"{per_token} quantised experts for each token (1, 2, 4 or 8)": is_coded and per_token not in _EVEN,
+        "delta nets in 16 bit beside quantised matrices": is_recurrent and is_plain,
+        f"{kv_dtype} keys and values of heads of {spec.head_dim}": kv_dtype == "fp8" and spec.head_dim > _TRIED_HEAD,
+    }
+    return next((what for what, is_so in against.items() if is_so), "")
 
 
 def untried_in_prefill(spec: ModelSpec, *, is_coded: bool) -> str:
     """The same of prompts by chunks, which engines then take token by token."""
     experts = spec.experts
-    if not spec.is_recurrent:
-        is_usual = experts is None or (experts.per_token in _EVEN and experts.num_experts <= _PREFILL_EXPERTS)
-        return "" if is_usual or experts is None else f"{experts.per_token} experts of {experts.num_experts}"
-    return "quantised weights beside delta nets" if is_coded else "experts beside delta nets" if spec.experts is not None else ""
+    if spec.is_recurrent:
+        return "quantised weights beside delta nets" if is_coded else "experts beside delta nets" if experts is not None else ""
+    if experts is None or (experts.per_token in _EVEN and experts.num_experts <= _PREFILL_EXPERTS):
+        return ""
+    return f"{experts.per_token} experts of {experts.num_experts}"
 
 
 def _not_on_devices(spec: ModelSpec) -> list[str]:

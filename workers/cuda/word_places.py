@@ -94,7 +94,7 @@ class WordPlaces:
         """The same of the shared expert, behind those of the chosen ones."""
         experts = self.shape.experts
         assert experts is not None
-        behind, owned = experts.per_token * (self.shape.spec.lane_ffn // 2), experts.shared_gate_up.cta_rows // 2
+        behind, owned = experts.per_token * (self.shape.spec.lane_ffn // 2), experts.shared_gate_up().cta_rows // 2
         for place in range(experts.lane_shared // 2):
             writer = (lane * experts.lane_shared + 2 * place) // owned
             yield from self._copies("Activation", lane, token, behind + place, writer)

@@ -27,7 +27,7 @@ def kernel_shapes(
     from kog_dist.workers.cuda.model_limits import untried
 
     spec, codings = checkpoint.spec, codings_of(checkpoint)
-    if what := untried(spec, is_coded=codings["coding"] is not None):
+    if what := untried(spec, codings["coding"], kv_dtype):
         raise ConfigError(f"the CUDA kernel cannot run this model: it has {what}, which no GPU has run yet; use --device cpu")
     lanes = [spec.lanes_of_rank(rank, world_size) for rank in range(world_size)]
     shapes = [

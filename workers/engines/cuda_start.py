@@ -204,14 +204,10 @@ class Start:
 
 def obstacle(shape: KernelShape) -> str:
     """Why this rank cannot have prefill, as far as that can be said before anything is made; empty if it may."""
-    from kog_dist.workers.cuda.model_limits import untried_in_prefill
     from kog_dist.workers.prefill import gpu
-    from kog_dist.workers.prefill.buffers.prompt import misfit
+    from kog_dist.workers.prefill.memory import obstacle_to_prefill
 
-    if what := untried_in_prefill(shape.spec, is_coded=shape.coding is not None):
-        return f"the model has {what}, whose prompts no GPU has read by chunks yet"
-    finding = misfit(shape.spec, shape.coding, shape.kv_dtype)
-    return f"the model has {finding}" if finding else gpu.obstacle_on_gpu()
+    return obstacle_to_prefill(shape.spec, shape.coding, shape.kv_dtype) or gpu.obstacle_on_gpu()
 
 
 def refusal(cause: str) -> LaunchError:

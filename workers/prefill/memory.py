@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.recipes import layer_matrix_stages, layer_vectors, router_stage, share_stream
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.model_limits import untried_in_prefill
 from kog_dist.workers.prefill.attention.choice import heads_of, is_wide
 from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
 from kog_dist.workers.prefill.base.cache_layout import CacheLayout
@@ -31,6 +32,8 @@ _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within g
 
 def obstacle_to_prefill(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") -> str:
     """Why ranks of this machine cannot go through prompts in chunks; empty if they can (as far as the model decides)."""
+    if what := untried_in_prefill(spec, is_coded=coding is not None):
+        return f"the model has {what}, whose prompts no GPU has read by chunks yet"
     finding = misfit(spec, coding, kv_dtype)
     return f"the model has {finding}" if finding else ""
 
