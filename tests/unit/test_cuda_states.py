@@ -224,7 +224,7 @@ def test_copies_are_made_of_a_state_that_stands_there() -> None:
     assert states.use(KvUse(0, 0, 8, (KvCopy(KINDS.LOAD_STATE, 0, 8),)), is_gone=False).num_cached == 0
 
 
-@pytest.mark.parametrize(("prefill", "changes"), [("off", {}), ("auto", {}), ("auto", WITH_EXPERTS)])
+@pytest.mark.parametrize(("prefill", "changes"), [("off", {}), ("auto", {}), ("off", WITH_EXPERTS)])
 def test_a_start_leaves_out_what_there_is_not_and_says_what_it_keeps(
     prefill: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.model_limits import untried, untried_in_prefill
 from tests.unit import moe_models
 from tests.unit.fake_nvml import node
 from tests.unit.formats.writers import METHODS
@@ -304,6 +305,15 @@ def test_gpus_refuse_experts_beyond_the_limits(num_experts: int, per_token: int,
     spec = replace(spec, experts=replace(spec.experts, num_experts=num_experts, per_token=per_token))
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
         KernelShape(spec, spec.lanes_of_rank(0, 1), **options)
+
+
+def test_engines_refuse_experts_that_no_gpu_has_run() -> None:
+    spec = named_spec("qwen3-30b-a3b")
+    ten = replace(spec, experts=ExpertsSpec(512, 10))
+    fp8 = Coding("E4M3", 1, "BF16")
+    assert untried(ten, fp8) == "10 quantised experts for each token (1, 2, 4 or 8)"
+    assert untried_in_prefill(ten, is_coded=False) == "10 experts of 512"
+    assert untried(ten, None) == untried(spec, fp8) == untried_in_prefill(spec, is_coded=True) == ""
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -11,6 +11,7 @@ MAX_LAYERS = 128  # bits of two words
 MAX_EXPERTS = 512  # sixteen of each thread of the warp that chooses
 _TRIED_HEAD = 128  # values of the widest head whose keys and values a GPU has kept in codes
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
+_EVEN, _PREFILL_EXPERTS = (1, 2, 4, 8), 256  # chosen ones that divide warps; experts whose prompts GPUs have read by chunks
 _SEVERAL, _GATED, _NETS, _SHARED = "several kinds", "gated attention", "gated delta nets", "shared experts"
 _ON_DEVICES = {_SEVERAL, _GATED, _NETS, _SHARED}  # of `_of_mixed`
 
@@ -44,7 +45,7 @@ def untried(spec: ModelSpec, coding: Coding | None, kv_dtype: str = "") -> str:
     is_plain = coding is not None and (coding.plain_inputs or coding.plain_outputs)
     against = {
         "quantised experts beside delta nets": is_coded and is_recurrent and experts is not None,
-        f"{per_token} quantised experts for each token (1, 2, 4 or 8)": is_coded and per_token not in (1, 2, 4, 8),
+        f"{per_token} quantised experts for each token (1, 2, 4 or 8)": is_coded and per_token not in _EVEN,
         "delta nets in 16 bit beside quantised matrices": is_recurrent and is_plain,
         f"{kv_dtype} keys and values of heads of {spec.head_dim}": kv_dtype == "fp8" and spec.head_dim > _TRIED_HEAD,
     }
@@ -53,9 +54,12 @@ def untried(spec: ModelSpec, coding: Coding | None, kv_dtype: str = "") -> str:
 
 def untried_in_prefill(spec: ModelSpec, *, is_coded: bool) -> str:
     """The same of prompts by chunks, which engines then take token by token."""
-    if not spec.is_recurrent:
+    experts = spec.experts
+    if spec.is_recurrent:
+        return "quantised weights beside delta nets" if is_coded else "experts beside delta nets" if experts is not None else ""
+    if experts is None or (experts.per_token in _EVEN and experts.num_experts <= _PREFILL_EXPERTS):
         return ""
-    return "quantised weights beside delta nets" if is_coded else "experts beside delta nets" if spec.experts is not None else ""
+    return f"{experts.per_token} experts of {experts.num_experts}"
 
 
 def _not_on_devices(spec: ModelSpec) -> list[str]:
