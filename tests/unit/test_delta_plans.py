@@ -126,7 +126,7 @@ def test_a_dry_run_counts_states_and_their_copies(name: str, tmp_path: Path, mon
     read = sum(of_rank["read"] + 2 * of_rank["state"] for of_rank in uses)
     ceiling = 1e10 / read
     assert f"ceiling    {ceiling:.2f} tokens/s here: {read / MIB:.1f} MiB per token" in text
-    assert "gated delta nets" in text.partition("note")[2]
+    assert "GPUs cannot run this model" not in text
 
 
 def ranks_of(name: str) -> int:

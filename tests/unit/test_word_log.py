@@ -262,7 +262,7 @@ FAULTS = {
     ),
     "all thread blocks read one copy": (
         "four experts of forty", "finalize_experts.cuh",
-        "logit_words() + role.cta % kReplicas * kRouterLogitsStride", "logit_words()",
+        "const u64* words = logit_words() + role.cta % kReplicas * kRouterLogitsStride", "const u64* words = logit_words()",
         "read and not declared: router logit",
     ),
 }  # fmt: skip

@@ -23,12 +23,13 @@ from kog_dist.workers.prefill.base.cache_layout import CacheLayout
 from kog_dist.workers.prefill.base.chunks import MOST_FLOP, Chunk, Work, chunks, sizes_within, work_of
 from kog_dist.workers.prefill.base.matrices import DenseMatrices, matrices_of
 from kog_dist.workers.prefill.buffers.dense import DenseBuffers, dense_buffer_bytes
+from kog_dist.workers.prefill.buffers.prompt import misfit
 from kog_dist.workers.prefill.dense.operations import PlainDenseOperations
 from kog_dist.workers.prefill.experts import device, experts_abi
 from kog_dist.workers.prefill.experts.device import OF_ROWS, GroupedExperts, kernel_bytes
 from kog_dist.workers.prefill.experts.experts_abi import EXPERTS_PARAMS, constants, tile_for, tiles
 from kog_dist.workers.prefill.experts.plain import plain_experts
-from kog_dist.workers.prefill.memory import matrix_bytes, obstacle_to_prefill
+from kog_dist.workers.prefill.memory import matrix_bytes
 from kog_dist.workers.prefill.tape import tile_abi
 from kog_dist.workers.prefill.tape.tile_abi import PAIR
 from tests.multi.test_bits import Board, ThreadExchange
@@ -176,9 +177,9 @@ def test_memory_is_counted_beforehand(tmp_path: Path, name: str) -> None:
     assert dense_buffer_bytes(rank.layout, 16) == rank.buffers.num_bytes
     kept = [getattr(layer, part) for layer in rank.matrices for part in layer.__slots__]
     assert matrix_bytes(spec, 2) == sum(one.nbytes for one in kept if one is not None)
-    assert obstacle_to_prefill(spec) == obstacle_to_prefill(spec, Coding.of(MXFP4, is_of_experts=True)) == ""
-    assert obstacle_to_prefill(spec, Coding("E4M3", 1, "F32")) == ""
-    assert "experts in E4M3 with one scale" in obstacle_to_prefill(spec, Coding("E4M3", 0, "F32"))
+    assert misfit(spec) == misfit(spec, Coding.of(MXFP4, is_of_experts=True)) == ""
+    assert misfit(spec, Coding("E4M3", 1, "F32")) == ""
+    assert "experts in E4M3 with one scale" in misfit(spec, Coding("E4M3", 0, "F32"))
     assert work_of(spec).row_flop > work_of(replace(spec, experts=replace(spec.experts, per_token=1))).row_flop  # type: ignore[type-var]
 
 
