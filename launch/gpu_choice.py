@@ -290,8 +290,10 @@ def gpu_rank_shape(
     """A rank's kernel. Raises ConfigError like `gpu_rank_bytes`."""
     from kog_dist.workers.cuda.coded_source import codings_of
     from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.cuda.model_limits import refuse_untried
 
-    lanes = checkpoint.spec.lanes_of_rank(rank, world_size)
+    lanes, codings = checkpoint.spec.lanes_of_rank(rank, world_size), codings_of(checkpoint)
+    refuse_untried(checkpoint.spec, codings["coding"], kv_dtype)
     return KernelShape(
         checkpoint.spec,
         lanes,
@@ -299,7 +301,7 @@ def gpu_rank_shape(
         kv_dtype=kv_dtype,
         num_ranks=world_size,
         whole_windows=whole_windows,
-        **codings_of(checkpoint),
+        **codings,
     )
 
 

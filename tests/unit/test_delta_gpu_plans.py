@@ -170,3 +170,10 @@ def test_what_no_gpu_has_run_is_refused_by_name(tmp_path: Path) -> None:
         coding = Coding("E4M3", 1, "BF16") if is_coded else None
         said = obstacle(KernelShape(spec.with_context(4096), range(spec.num_lanes), coding=coding))
         assert said == f"the model has {what} beside delta nets, whose prompts no GPU has read by chunks yet"
+
+
+def test_a_cache_that_no_gpu_has_kept_is_refused_before_a_start(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"it has fp8 keys and values of heads of 256, .*; use another --kv-dtype, or --device cpu$"
+    ):
+        dry_run(LaunchConfig(str(folder), gpus="1", context=4096, kv_dtype="fp8"))

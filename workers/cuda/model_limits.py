@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kog_dist.decode.coding import Coding
+from kog_dist.errors import ConfigError
 from kog_dist.model.layers import AttentionMixer, DeltaNet, Experts, Ffn
 from kog_dist.model.spec import ModelSpec
 
@@ -50,6 +51,13 @@ def untried(spec: ModelSpec, coding: Coding | None, kv_dtype: str = "") -> str:
         f"{kv_dtype} keys and values of heads of {spec.head_dim}": kv_dtype == "fp8" and spec.head_dim > _TRIED_HEAD,
     }
     return next((what for what, is_so in against.items() if is_so), "")
+
+
+def refuse_untried(spec: ModelSpec, coding: Coding | None, kv_dtype: str) -> None:
+    """Raises ConfigError for what engines refuse, see `untried`."""
+    if what := untried(spec, coding, kv_dtype):
+        remedy = "use --device cpu" if untried(spec, coding) else "use another --kv-dtype, or --device cpu"
+        raise ConfigError(f"the CUDA kernel cannot run this model: it has {what}, which no GPU has run yet; {remedy}")
 
 
 def untried_in_prefill(spec: ModelSpec, *, is_coded: bool) -> str:

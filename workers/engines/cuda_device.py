@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kog_dist.cuda.driver import DriverError
-from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.errors import LaunchError
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -24,11 +24,10 @@ def kernel_shapes(
     from kog_dist.workers.cuda.coded_source import codings_of
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.kernel_words import check_words
-    from kog_dist.workers.cuda.model_limits import untried
+    from kog_dist.workers.cuda.model_limits import refuse_untried
 
     spec, codings = checkpoint.spec, codings_of(checkpoint)
-    if what := untried(spec, codings["coding"], kv_dtype):
-        raise ConfigError(f"the CUDA kernel cannot run this model: it has {what}, which no GPU has run yet; use --device cpu")
+    refuse_untried(spec, codings["coding"], kv_dtype)
     lanes = [spec.lanes_of_rank(rank, world_size) for rank in range(world_size)]
     shapes = [
         KernelShape(
