@@ -384,11 +384,12 @@ def _of_tokens(shape: KernelShape) -> list[str]:
     """What stands against as many tokens in a pass as there are."""
     if shape.tokens == 1 and not shape.drafts:
         return []
+    if shape.delta is not None:  # whatever else there is
+        return ["delta nets"]
     spec = shape.spec
     against = {
         f"passes of {shape.tokens} tokens (1, 2 or 4)": shape.tokens not in PASS_TOKENS,
         "a stream of each lane": not share_stream(spec),
-        "delta nets": shape.delta is not None,
         **({} if shape.experts is None else shape.experts.against_passes),
         "a cache of int4": shape.kv_dtype == "int4",
         f"windows of {spec.sliding_window} positions, whose rings have no room for another token": not _rings_have_room(shape),
