@@ -13,14 +13,13 @@ from kog_dist.decode.coded_packing import Codes, below_each_other, in_turn, put_
 from kog_dist.decode.coded_terms import as_terms
 from kog_dist.decode.coding import Coding
 from kog_dist.decode.plan.products import Product
-from kog_dist.decode.plan.recipes import Recipe, Stage, Vectors, recipes
+from kog_dist.decode.plan.recipes import SHARED_TENSORS, Recipe, Stage, Vectors, recipes
 from kog_dist.decode.plan.steps import Phase
 from kog_dist.decode.tape_packing import OpShape, interleave, pack, put_on_tape
 from kog_dist.errors import CheckpointError
 from kog_dist.model.formats.head import rounded_rows
 from kog_dist.model.layout import (
     EMBEDDING,
-    SHARED,
     ffn_prefixes,
     head_name,
     is_layer_matrix,
@@ -49,11 +48,6 @@ StackedExperts = Callable[[int], Iterator[ExpertsBatch]]
 ProductCodes = Callable[[Phase, int, int], Codes]  # like MatrixSource
 
 _LARGEST_BINARY16 = 65504.0
-# Tensors of a shared expert, which stands on the tape where those of chosen ones do not.
-_OF_SHARED = {
-    Phase.GATE_UP: tuple(f"{SHARED[1:]}{name}" for name in ("w1", "w3")),
-    Phase.DOWN: (f"{SHARED[1:]}w2",),
-}
 
 
 @dataclass(frozen=True)
@@ -265,7 +259,7 @@ class _LayerTensors:
         """The same of a quantised matrix of a layer."""
         if layer != self._layer:
             self._load(layer)
-        names = [f"{layer_prefix(layer)}{name}.weight" for name in self._stages(layer)[phase].tensors or _OF_SHARED[phase]]
+        names = [f"{layer_prefix(layer)}{name}.weight" for name in self._stages(layer)[phase].tensors or SHARED_TENSORS[phase]]
         by_lane = [[self._codes(phase, name, one) for name in names] for one in range(lane, lane + self.shape.lanes_of(phase))]
         if phase is Phase.GATE_UP:
             return below_each_other([in_turn(gate, up) for gate, up in by_lane])
@@ -310,7 +304,7 @@ class _LayerTensors:
         if self.experts is not None:
             self.experts.load(layer)
             if self.experts.has_shared and self.shape.coding is None:
-                for phase, names in _OF_SHARED.items():
+                for phase, names in SHARED_TENSORS.items():
                     self._matrices[phase] = tuple(tensors(f"{prefix}{name}.weight") for name in names)
         self._layer = layer
 

@@ -22,6 +22,13 @@ from kog_dist.records import dataclass
 Shape = tuple[int, ...]
 
 
+# Of a shared expert, as `Stage.tensors`: a layer's stages have none, since chosen experts have some each.
+SHARED_TENSORS = {
+    Phase.GATE_UP: (f"{SHARED[1:]}w1", f"{SHARED[1:]}w3"),
+    Phase.DOWN: (f"{SHARED[1:]}w2",),
+}
+
+
 class Stage(NamedTuple):
     """One phase of a sublayer: each lane's, or once for the rank.
 
@@ -276,9 +283,9 @@ def layer_matrix_stages(spec: ModelSpec, layer: int) -> dict[Phase, Stage]:
     ffn, d = spec.layers[layer].ffn, spec.hidden_size
     if isinstance(ffn, Experts) and ffn.shared_width:
         columns = ffn.shared_width // spec.num_lanes
-        w1, w3, w2 = (f"{SHARED[1:]}{name}" for name in ("w1", "w3", "w2"))
-        stages = [stage for stage in stages if stage.phase not in (Phase.GATE_UP, Phase.DOWN)]
-        stages += [Stage(Phase.GATE_UP, (), (), 2 * columns, d, 4, (w1, w3)), Stage(Phase.DOWN, (), (), d, columns, 2, (w2,))]
+        stages = [stage for stage in stages if stage.phase not in SHARED_TENSORS]
+        for phase, num_rows, num_columns, together in ((Phase.GATE_UP, 2 * columns, d, 4), (Phase.DOWN, d, columns, 2)):
+            stages.append(Stage(phase, (), (), num_rows, num_columns, together, SHARED_TENSORS[phase]))
     return {stage.phase: stage for stage in stages if stage.tensors and stage.is_by_lane}
 
 

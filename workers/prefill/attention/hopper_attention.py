@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
@@ -20,7 +20,7 @@ from kog_dist.workers.prefill.attention.attention_abi import (
     num_partitions,
 )
 from kog_dist.workers.prefill.base import compiled
-from kog_dist.workers.prefill.base.arrays import Array, address, library_of
+from kog_dist.workers.prefill.base.arrays import Array, address, with_room
 from kog_dist.workers.prefill.base.hopper_abi import GROUP_ROWS, GROUP_THREADS, NUM_THREADS
 
 _MOST_PARTS_BYTES = 320 << 20  # of what units of partitions give
@@ -144,7 +144,7 @@ class Attention:
         shape, size = self.shape, len(query)
         made = plan(shape, size, window, self.max_context - 1 + size, self.num_sms)
         lanes = shape.num_heads // shape.lane_heads
-        self._outputs = _with_room(self._outputs, query.size, query)
+        self._outputs = with_room(self._outputs, query.size, query)
         out = self._outputs[: query.size].reshape(lanes, size, shape.lane_heads * shape.head_dim)
         params: Any = np.zeros((), ATTENTION_PARAMS.dtype)
         params["query_map"] = self._query_map(query)
@@ -158,7 +158,7 @@ class Attention:
             params[name] = getattr(made, name)
         if made.num_units:
             num_values, num_sums = made.part_values(shape)
-            self._parts = _with_room(self._parts, num_values + num_sums, query, np.float32)
+            self._parts = with_room(self._parts, num_values + num_sums, query, np.float32)
             params["parts_ptr"], params["part_sums_ptr"] = address(self._parts), address(self._parts[num_values:])
         self._launchers["attend_pairs" if is_pair else "attend"](made.num_ctas, NUM_THREADS, params.tobytes(), True)
         if made.num_units:
@@ -184,11 +184,3 @@ class Attention:
         assert array.dtype == np.float16
         assert array.flags.c_contiguous
         return self._make_map(address(array), sizes, strides, box)
-
-
-def _with_room(memory: Array | None, count: int, like: Array, dtype: DTypeLike = np.float16) -> Array:
-    """`memory`, or new one if that has not so many values."""
-    if memory is not None and len(memory) >= count:
-        return memory
-    made: Array = library_of(like).empty(count, dtype)
-    return made

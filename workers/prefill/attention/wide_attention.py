@@ -12,7 +12,7 @@ from kog_dist.cuda.driver import Kernel
 from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
 from kog_dist.workers.prefill.attention.wide_abi import WIDE_PARAMS, WIDE_ROWS, WIDE_THREADS, wide_header, wide_shared_bytes
 from kog_dist.workers.prefill.base import compiled
-from kog_dist.workers.prefill.base.arrays import Array, address, library_of
+from kog_dist.workers.prefill.base.arrays import Array, address, with_room
 
 
 def wide_attention_on_gpu(shape: AttentionShape) -> WideAttention:
@@ -50,8 +50,7 @@ class WideAttention:
         assert sinks is None
         assert not is_ordered
         shape, size = self.shape, len(query)
-        if self._outputs is None or len(self._outputs) < query.size:
-            self._outputs = library_of(query).empty(query.size, np.float16)
+        self._outputs = with_room(self._outputs, query.size, query)
         out: Array = self._outputs[: query.size].reshape(shape.num_heads // shape.lane_heads, size, -1)
         params: Any = np.zeros((), WIDE_PARAMS.dtype)
         for name, array in (("query", query), ("keys", keys), ("values", values), ("place", place), ("out", out)):

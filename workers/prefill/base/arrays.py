@@ -33,6 +33,14 @@ def library_of(array: Array) -> Any:
     return library("cpu" if isinstance(array, np.ndarray) else "cuda")
 
 
+def with_room(memory: Array | None, count: int, like: Array, dtype: DTypeLike = np.float16) -> Array:
+    """`memory`, or new one if that has not so many values."""
+    if memory is not None and len(memory) >= count:
+        return memory
+    made: Array = library_of(like).empty(count, dtype)
+    return made
+
+
 def address(array: Array) -> int:
     """Of its first value."""
     return int(array.ctypes.data) if isinstance(array, np.ndarray) else int(array.data.ptr)
