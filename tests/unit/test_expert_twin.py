@@ -30,7 +30,6 @@ from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
 from kog_dist.workers.cuda.expert_weights import behind
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, KernelShape
-from tests.unit import moe_models
 from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import PROMPT, RUNS_ALL, SPEC, Model, answer, command_of, pytestmark  # noqa: F401
 
@@ -253,6 +252,8 @@ def test_experts_in_mxfp4_give_the_logits_of_their_values(tmp_path: Path, monkey
 
 
 def test_columns_of_published_experts_are_whole_groups_behind_those_of_the_lane_before(tmp_path: Path) -> None:
+    from tests.unit import moe_models  # needs libraries that a GPU machine may lack
+
     config, stored, _ = moe_models.in_mxfp4()
     moe_models.write_mxfp4(tmp_path, config, stored)
     checkpoint = open_checkpoint(tmp_path)
