@@ -27,7 +27,7 @@ from tests.unit.test_passes_twin import DENSE, arrays_of
 pytestmark = needs_compiler
 
 SPEC = replace(DENSE, num_lanes=1, num_layers=1, max_context=256)
-OF_BOTH = ("state", "kv", "ring", "tokens", "heap")  # of each rank, the same memory for the builds that take turns
+OF_BOTH = ("state", "kv", "nets", "ring", "tokens", "heap")  # of each rank, the same memory for the builds that take turns
 NOWHERE = 0xFFFFFFFF  # and the gap
 EXTRA, EDGE = 90, 30  # in parts of 1024 of a pass
 STEPS = 40  # of a launch
@@ -107,7 +107,7 @@ class Twin:
         np.array(prompt, np.uint32).tofile(self.folder / "prompt.bin")
         for rank in self.ranks:
             np.array([*prediction, NOWHERE, *prompt, *[0] * (context + 4)], np.uint32).tofile(self.folder / f"tokens.{rank}.bin")
-            left = [self.folder / f"{name}.{rank}.bin" for name in ("kv", "ring", "heap")]
+            left = [self.folder / f"{name}.{rank}.bin" for name in ("kv", "nets", "ring", "heap")]
             for path in (*left, *(build.folder / f"words.{rank}.bin" for build in self.builds)):
                 path.unlink(missing_ok=True)
         state = np.zeros(1, DECODE_STATE.dtype)

@@ -41,6 +41,9 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
 #ifdef KOG_AWAITS_ATTENTION
     mbar_init(role.base + KOG_OFFSET(attended_full), kAttendWarps);
 #endif
+#ifdef KOG_DELTA_PASSES
+    for (int i = 0; i < 2; ++i) mbar_init(role.base + KOG_OFFSET(convolved_full[i]), kAttendWarps);
+#endif
 #ifdef KOG_EXPERTS
     mbar_init(role.base + KOG_OFFSET(choice_full), 1);
     for (int i = 0; i < kChosen; ++i) shared.chosen[0][i] = 0;

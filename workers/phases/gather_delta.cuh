@@ -6,8 +6,8 @@ namespace kog {
 
 struct DeltaGatherer : UnionGatherer {
 #ifdef KOG_DELTA
-    // x of values that have come. False: leave.
-    __device__ __forceinline__ bool write_heads(const Place& at) {
+    // x of a token's values, which are in `got` from `from` on. False: leave.
+    __device__ __forceinline__ bool write_heads(const Place& at, u32 token = 0, int from = 0) {
         using S = AttendedSlice;
         const u32 tag = layer_tag(pass.number, at.layer()), columns = S::kOfVector * 4, first = warp * columns / kValueDim;
         const u32 end = min(((warp + 1) * columns + kValueDim - 1) / kValueDim, static_cast<u32>(kDeltaHeads));
@@ -17,7 +17,7 @@ struct DeltaGatherer : UnionGatherer {
 #pragma unroll 1
         for (u32 vector = 0; vector < kGatheredAttended; ++vector) {
             const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kDeltaSquaresOffset +
-                               ((at.lane() + vector) * kReplicas + role.cta % kReplicas) * (kTokens * kDeltaSquaresStride);
+                               (((at.lane() + vector) * kReplicas + role.cta % kReplicas) * kTokens + token) * kDeltaSquaresStride;
 #pragma unroll 1
             for (u32 head = first; head < end; ++head) {
                 const u64* mine = words + head * kSquareWords + lane % kSquareWords;
@@ -37,10 +37,10 @@ struct DeltaGatherer : UnionGatherer {
             }
         }
         const auto unit = [&](int i) {
-            const float4 v = S::is_real(warp, lane, i) ? values(got[i]) : make_float4(0, 0, 0, 0);
+            const float4 v = S::is_real(warp, lane, i) ? values(got[from + i]) : make_float4(0, 0, 0, 0);
             return make_float4(v.x * scales[i], v.y * scales[i], v.z * scales[i], v.w * scales[i]);
         };
-        write_all<NetOutputX, S::kLoads, S::kOfVector>(unit, [&](int i) { return S::is_mine(lane, i); });
+        write_all<NetOutputX, S::kLoads, S::kOfVector>(unit, [&](int i) { return S::is_mine(lane, i); }, token);
         return true;
     }
 #endif
