@@ -98,7 +98,7 @@ class Turns(Served):
         self, spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True, shares: bool = False,
         kept_bytes: int = 1 << 22,
     ) -> None:  # fmt: skip
-        drafts = not spec.window_layers and not spec.is_recurrent
+        drafts = not spec.window_layers
         shape = KernelShape(spec, range(spec.num_lanes))
         self.gpu = PlayedGpu(shape)
         self.gpu.install(monkeypatch)

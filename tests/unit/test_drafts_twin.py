@@ -101,8 +101,9 @@ class Twin:
 
     def answer(
         self, prompt: Sequence[int], max_tokens: int, environ: Mapping[str, str], drafts: PassDrafts | None = None,
-        prediction: Sequence[int] = (),
+        prediction: Sequence[int] = (), stops: Sequence[int] = (),
     ) -> Answer:  # fmt: skip
+        """`stops`: positions at which launches end, of a model with delta nets."""
         context = self.builds[0].shape.spec.max_context
         np.array(prompt, np.uint32).tofile(self.folder / "prompt.bin")
         for rank in self.ranks:
@@ -122,15 +123,19 @@ class Twin:
         for rank in self.ranks:
             state.tofile(self.folder / f"state.{rank}.bin")
         for self.num_rounds in range(1, context):
+            stop = {"STOP": f"{stops[0]}"} if stops else {}
             for build in self.builds:
-                build.launch(max_tokens, self.heap_words, {"PREDICTED": f"{len(prediction)}", **environ})
+                build.launch(max_tokens, self.heap_words, {"PREDICTED": f"{len(prediction)}", **stop, **environ})
                 for name in ("state", "ring", "tokens"):  # each rank has found them by itself
                     files = [(self.folder / f"{name}.{rank}.bin").read_bytes() for rank in self.ranks]
                     assert files == files[:1] * len(files), name
             state = np.fromfile(self.folder / "state.0.bin", DECODE_STATE.dtype)
             assert drafts is None or state["draft_looked"][0] == state["position"][0], "all tokens are looked up"
+            assert not stops or state["position"][0] <= stops[0]
+            stops = stops[1:] if stops and state["position"][0] == stops[0] else stops
             if state["finish"][0]:
                 break
+        assert not stops
         ring = np.fromfile(self.folder / "ring.0.bin", np.uint64).reshape(-1, 2)
         ids, endings = (ring[ring[:, 0] != 0] & np.uint64(0xFFFFFFFF)).T.tolist()
         drafted = [LastOfPass(i, e >> 8 & 0xFF, e >> 16 & 0xFF, bool(e >> 24)) for i, e in enumerate(endings) if e >> 8]

@@ -99,8 +99,8 @@ class DeltaShape:
 
     @property
     def kept_values(self) -> int:
-        """What an item keeps of a token that may not count, in float32: inputs of its channels, and of each warp those of decay and
-        beta."""
+        """What an item keeps of a token that may not count, in float32: inputs of its channels, and in each warp's own copy those
+        of decay and beta."""
         return self.item_channels + 2 * _ATTEND_WARPS
 
     @property

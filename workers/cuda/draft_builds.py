@@ -17,6 +17,7 @@ from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.kernel_abi import DRAFT_PARAMS
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.model_limits import untried_in_passes
 from kog_dist.workers.cuda.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
@@ -53,12 +54,12 @@ def obstacle_to_drafts(shape: KernelShape) -> str:
 
 def why_unasked_without(shape: KernelShape) -> str:
     """Why engines have none where nobody asks for them, or nothing."""
-    if cause := obstacle_to_drafts(shape):
+    if cause := untried_in_passes(shape.spec) or obstacle_to_drafts(shape):
         return cause
     number, has_experts = shape.coding and shape.coding.number, shape.experts is not None
-    if shape.head_coding is None and number in _MEASURED[has_experts]:
+    if shape.head_coding is None and number in _MEASURED[has_experts] and shape.delta is None:
         return ""
-    kind = "these experts" if has_experts else "these quantised weights"
+    kind = "delta nets" if shape.delta is not None else "these experts" if has_experts else "these quantised weights"
     return f"with {kind} auto has none until prose is measured there; lookup has"
 
 

@@ -37,6 +37,7 @@ from kog_dist.workers.cuda.company_build import company_shape, company_sizes
 from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_words import check_words
+from kog_dist.workers.cuda.model_limits import untried_in_passes
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.choice_check import ChoiceCheck
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
@@ -105,10 +106,10 @@ class CudaEngine:
             checkpoint, args.kv_dtype, world_size, whole_windows=args.whole_windows, checks_experts=args.check_experts
         )
         own = shapes[self._rank]
-        if args.drafts and own.delta is not None:
+        if args.drafts and (cause := untried_in_passes(spec)):
             args = self._args = replace(args, drafts=False)
             if self._rank == 0:
-                note("tokens are not drafted: the kernel has no passes of several tokens with delta nets")
+                note(f"tokens are not drafted: {cause}")
         for build in (
             *([drafting_shape(own)] if args.drafts else []),
             *(company_shape(own, size) for size in company_sizes(own, args.parallel)),
@@ -571,6 +572,7 @@ class CudaEngine:
             company_steps=one.company_steps,
             stops=[save.place - first for save in one.saves],
             at_stop=partial(self._save_state, one),
+            first_position=first,
         )
         self._tell(RankStage.LAUNCHED, request.decode_slot)
         return launches

@@ -129,7 +129,11 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
 #ifdef KOG_PROCESSORS
             sample_processors(params, peers, launch.processors, role, num_steps);
 #elif defined KOG_DRAFTS
-            sample_drafts(params, peers, launch.drafts, role, num_steps);
+#ifdef KOG_DELTA
+            sample_drafts(params, peers, launch.drafts, role, num_steps, launch.delta.stop_position);
+#else
+            sample_drafts(params, peers, launch.drafts, role, num_steps, 0);
+#endif
 #elif defined KOG_COMPANY
             sample_company(params, peers, role, num_steps);
 #else

@@ -8,7 +8,7 @@
 // the bits of 1 / temperature, with seed 5. kv.RANK.bin gets the cache.
 // RESUME: the steps of the only launch, which goes on from state.RANK.bin, tokens.RANK.bin (uint32: prediction, a gap, prompt and answer), and words.RANK.bin, kv.RANK.bin,
 // heap.RANK.bin, ring.RANK.bin and nets.RANK.bin where they are there; all of them are written. So builds take turns. PREDICTED, PASS_TOKENS, EXTRA, EDGE: of KogDraftParams.
-// OTHERS_WAIT: so that it is to end early.
+// OTHERS_WAIT: so that it is to end early. STOP: stop_position of KogDeltaParams.
 // FIRST: the position of the first token that is decoded, for a log of accesses: with LOG in the environment accesses.bin says who stored and
 // found which words, of ranks' own memories and then of their heaps.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well (record.RANK.bin says why), with 6 when invalid streams were
@@ -130,6 +130,9 @@ int main(int num_arguments, char** argv) {
             p.trace_ptr = r.kept.ptr(), p.request_tag = 7;
 #ifdef KOG_DRAFTS
             packed.drafts = {r.tokens.ptr(), setting("PREDICTED"), setting("PASS_TOKENS"), setting("EXTRA"), setting("EDGE")};
+#ifdef KOG_DELTA
+            if (getenv("STOP")) packed.delta.stop_position = setting("STOP");
+#endif
             if (resumes) p.prompt_ptr = r.tokens.ptr() + 4 * (packed.drafts.num_predicted + 1);
 #endif
             start(packed, rank);
