@@ -57,8 +57,7 @@ def options_of_builds() -> Iterator[dict[str, Any]]:
     """Of KernelShape, for all that these tests build but the engine."""
     for name, (_, _, sizes) in SHAPES.items():
         yield from ({**options_of(name), "tokens": tokens} for tokens in (1, *sizes))
-        if 4 in sizes:
-            yield {**options_of(name), "drafts": True}
+        yield {**options_of(name), "drafts": True}
 
 
 def prompt_of(kernel: Monokernel) -> list[int]:
@@ -107,7 +106,7 @@ def test_passes_have_the_bits_of_plain_decoding(name: str, sampling: str) -> Non
     plain.close()
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, sizes) in SHAPES.items() if 4 in sizes])
+@pytest.mark.parametrize("name", SHAPES)
 def test_builds_that_take_turns_give_the_answer_of_plain_decoding(name: str) -> None:
     """Each goes on behind the state that the other has left; launches stop where a copy of the state would be made."""
     shape = shape_of(name)

@@ -111,6 +111,15 @@ def test_with_drafts_a_rank_keeps_what_those_bring(model: Checkpoint, monkeypatc
         replace(shape, tokens=4, company=True)
 
 
+def test_where_four_tokens_have_no_room_passes_have_two(folder: Path) -> None:
+    rounded = planned_checkpoint(folder, context=32768, quantize="fp8")
+    tokens = {count: draft_builds.drafting_shape(gpu_rank_shape(rounded, 0, count, "bfloat16")).tokens for count in (1, 2)}
+    assert tokens == {1: 2, 2: 4}
+    experts = read_config(CONFIGS["Qwen3.5-35B-A3B"]).with_context(4096)
+    with pytest.raises(ConfigError, match=r"speculate lookup cannot be had .* 4 tokens in a pass: it has a shared expert"):
+        draft_builds.drafting_shape(KernelShape(experts, range(experts.num_lanes)))
+
+
 def test_gpus_that_are_here_are_used_unasked(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
     choice = choice_of(model, device="auto")

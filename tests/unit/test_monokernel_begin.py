@@ -231,6 +231,7 @@ class RawLaunches:
 def builds(kernel: Monokernel, monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = DraftBuilds.__new__(DraftBuilds)
     made._shape = SimpleNamespace(spec=SimpleNamespace(max_context=CONTEXT))
+    made.large_shape = SimpleNamespace(tokens=PASS_TOKENS)
     made.small, made.large, made.costs, made._num_predicted = RawLaunches(), RawLaunches(), PassCosts(0.25, 0.125), [0]
     made.words, made.logits = Memory(8, np.uint64), Memory(4, np.float32)
     made._tokens, made._staged = [Memory(2 * CONTEXT + 8, np.uint32)], [np.zeros(2 * CONTEXT + 8, np.uint32)]

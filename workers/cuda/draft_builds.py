@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from kog_dist.cuda.driver import Kernel
 
-PASS_TOKENS = 4  # of a pass with drafts
+PASS_TOKENS, FEWEST_TOKENS = 4, 2  # of a pass with drafts; beside delta nets where there is no room for so many
 GAP = NOWHERE = 0xFFFFFFFF
 MEASURED_POSITION, _MEASURED_PASSES = 512, 8
 # Weights, without experts and with them, of which prose with drafts was measured next to prose without: docs/passes.md.
@@ -39,6 +40,9 @@ def drafting_shape(shape: KernelShape) -> KernelShape:
     try:
         return replace(shape, tokens=PASS_TOKENS)
     except ConfigError as error:
+        if shape.delta is not None:
+            with suppress(ConfigError):
+                return replace(shape, tokens=FEWEST_TOKENS)
         cause = str(error).removesuffix("; use passes of one token")
         raise ConfigError(f"{_REFUSAL}{cause}; leave it out") from error
 
@@ -79,7 +83,7 @@ def draft_headers(shape: KernelShape) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """In passes of one token: what a pass of PASS_TOKENS takes more, and what it takes to begin with such passes and to end."""
+    """In passes of one token: what a pass of several takes more, and what it takes to begin with such passes and to end."""
 
     extra: float = 0.12
     edge: float = 0.06
@@ -107,7 +111,7 @@ class DraftBuilds:
         self.small, self.large = (Kernel(build(one).path, kernel_name, SHARED_BYTES) for one in draft_headers(shape))
         first, end = shape.head.vocab_rows
         self.words = cupy.zeros(self.large_shape.words.num_words, cupy.uint64)
-        self.logits = cupy.zeros((PASS_TOKENS, end - first), cupy.float32)
+        self.logits = cupy.zeros((self.large_shape.tokens, end - first), cupy.float32)
         num_tokens = 2 * shape.spec.max_context + _ROOM
         self._tokens = [cupy.zeros(num_tokens, cupy.uint32) for _ in range(num_slots)]
         self._staged = [pinned(4 * num_tokens).view(np.uint32) for _ in range(num_slots)]
@@ -141,7 +145,7 @@ class DraftBuilds:
             prompt,
             prediction,
             max_tokens,
-            PASS_TOKENS,
+            self.large_shape.tokens,
             num_left=len(prompt) - first_position,
             extra=in_units(self.costs.extra),
             edge=in_units(self.costs.edge),
@@ -169,7 +173,7 @@ class DraftBuilds:
         """The `DRAFT_PARAMS` of a slot's request."""
         params = np.zeros((), DRAFT_PARAMS.dtype)
         params["tokens_ptr"], params["num_predicted"] = self._tokens[slot].data.ptr, self._num_predicted[slot]
-        params["pass_tokens"] = PASS_TOKENS
+        params["pass_tokens"] = self.large_shape.tokens
         params["extra"], params["edge"] = in_units(self.costs.extra), in_units(self.costs.edge)
         return params.tobytes()
 
