@@ -22,8 +22,9 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.random_weights import random_weights
 from kog_dist.workers.engines import cuda
-from tests.gpu.test_delta_nets import FP8, SEED, few_layers
+from tests.gpu.test_delta_nets import FP8, SEED
 from tests.unit.asked_together import Asked
+from tests.unit.delta_configs import few_layers
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
 
