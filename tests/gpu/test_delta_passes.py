@@ -138,9 +138,11 @@ def test_an_engine_says_with_drafts_what_it_says_without(tmp_path: Path, monkeyp
     """Also behind copies of states, in turns with another request."""
     pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
     from kog_dist.bench.fakes.tiny_delta_model import write_tiny_delta_model
-    from tests.gpu.test_delta_engine import SIZES, ids, said, served
+    from kog_dist.workers.coordinator import kept_states
+    from tests.gpu.test_delta_engine import SIZES, STEP, ids, said, served
 
     monkeypatch.setattr(cuda, "untried_in_passes", lambda spec: "")
+    monkeypatch.setattr(kept_states, "STEP", STEP)
     write_tiny_delta_model(tmp_path, **SIZES)
     prompts = [ids(count, count) * 3 for count in (40, 130, 300)]
     for parallel in (1, 2):
@@ -148,6 +150,7 @@ def test_an_engine_says_with_drafts_what_it_says_without(tmp_path: Path, monkeyp
             plain = [Asked(DecodeRequest(prompt, 200, ignore_eos=True)) for prompt in prompts]
             drafted = [Asked(replace(one.request, drafts=True, prediction=tuple(said(one)))) for one in ask(engine, plain)]
             assert [said(one) for one in ask(engine, drafted)] == [said(one) for one in plain]
+            assert sum(entry.drafted.num_right for one in drafted for entry in one.entries) > 100
             longer = [[*one.request.prompt, *said(one)[:90], 7] for one in plain]
             again = [Asked(DecodeRequest(prompt, 60, ignore_eos=True)) for prompt in longer]
             others = [Asked(replace(one.request, drafts=True)) for one in again]
