@@ -42,7 +42,6 @@ CODED: dict[str, tuple[WeightFormat, bool, bool]] = {
     "INT4": (WeightFormat("INT4", 1, 128, "BF16"), False, False),
     "INT4, plain nets": (WeightFormat("INT4", 1, 128, "BF16"), True, True),
 }
-CODED_SWEPT = set(CODED) - {"INT4"}
 WARM = {"INVERSE_TEMPERATURE": str(np.float32(2).view(np.uint32))}
 
 
@@ -80,7 +79,8 @@ def test_passes_with_states_have_the_bits_of_plain_decoding(name: str, tmp_path:
     assert twin.answer(drafts_of(plain, wrong=(2,)), 5, {"UNREST": "1"}).tokens == plain.tokens[:5]
 
 
-@pytest.mark.parametrize("name", cases(CODED, CODED_SWEPT))
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", CODED)
 def test_so_have_passes_of_quantised_nets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     form, plain_inputs, plain_outputs = CODED[name]
     coding = replace(Coding.of(form), plain_inputs=plain_inputs, plain_outputs=plain_outputs)
