@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from kog_dist.cuda import build as compiler
@@ -29,12 +30,12 @@ def build(generated: Mapping[str, str], kernel: str = PLAIN_SOURCE, *, folder: P
     return compiler.build({**device_sources(), **generated}, kernel, folder=folder)
 
 
-def prebuild(programs: Sequence[Mapping[str, str]]) -> None:
+def prebuild(programs: Sequence[Mapping[str, str]], kernel: str = PLAIN_SOURCE) -> None:
     """Have `build` find all of these: those that are not there yet are compiled side by side. Raises CompileError like it."""
-    missing = [one for one in programs if not (compiler.cache_folder() / cubin_name(one)).exists()]
+    missing = [one for one in programs if not (compiler.cache_folder() / cubin_name(one, kernel)).exists()]
     if missing:
         with compiling(), ThreadPoolExecutor(min(len(missing), _COMPILERS)) as pool:  # its threads tell nobody of theirs
-            list(pool.map(build, missing))
+            list(pool.map(partial(build, kernel=kernel), missing))
 
 
 def cubin_name(generated: Mapping[str, str], kernel: str = PLAIN_SOURCE) -> str:
