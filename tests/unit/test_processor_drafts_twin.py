@@ -27,8 +27,13 @@ from kog_dist.workers.cuda.draft_builds import NOWHERE, PASS_TOKENS, draft_heade
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, DRAFT_PARAMS, REPORT_WORDS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.processors import IN_PROMPT, ProcessedRequest, read_report, request_params
+from tests.sweeps import cases
 from tests.unit.cpu_compiler import BOTH_TWINS, build, needs_compiler
-from tests.unit.test_drafts_twin import LastOfPass
+from tests.unit.test_decode_twin import Model
+from tests.unit.test_drafts_twin import PROMPT as WHOLE_PROMPT
+from tests.unit.test_drafts_twin import SPEC as WHOLE_SPEC
+from tests.unit.test_drafts_twin import Build, LastOfPass
+from tests.unit.test_drafts_twin import Twin as WholeTwin
 from tests.unit.test_passes_twin import DENSE
 from tests.unit.test_processors_twin import mask_of
 
@@ -364,3 +369,46 @@ def test_a_cancel_ends_the_answer_behind_the_token_that_is_chosen(twin: Twin, tm
     asked = Asked(EVERYTHING, logits_of(24), masks_of(24))
     found = twin.give(asked, tmp_path / "given", drafts_of(24), is_cancelled=True)
     assert (found.token_ids, found.finish) == ([], Finish.CANCELLED)
+
+
+# ---- the whole kernel ----
+KERNEL_TOKENS: Final = 30
+
+
+class ProcessorsTwin(WholeTwin):
+    """Of whole kernels with processors. What they share with each other is what the prompt, penalties and reports need."""
+
+    def __init__(self, folder: Path, sampling: SamplingParams, *builds: Build) -> None:
+        super().__init__(folder, *builds, shared=("history", "choices", "reports"))
+        for one in builds:
+            request_params(one.shape, ProcessedRequest(sampling), sampling).tofile(one.folder / "processors.bin")
+
+    def reports(self) -> Any:
+        """Of the answer's tokens."""
+        return np.fromfile(self.folder / "reports.bin", np.uint64).reshape(-1, REPORT_WORDS)[:KERNEL_TOKENS]
+
+
+@pytest.mark.parametrize("warm", cases([True, False], [False]), ids=["warm", "greedy"])
+def test_kernels_with_processors_give_the_answer_of_one_token_in_a_pass(
+    warm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties count what the same pass has accepted; reports are the same words."""
+    sampling = SamplingParams(temperature=1 / 30 if warm else 0, repetition_penalty=1.3, frequency_penalty=0.05, logprobs=3)
+    if warm:
+        sampling = replace(sampling, top_k=20, top_p=0.95)
+    settings = {"INVERSE_TEMPERATURE": str(np.float32(30).view(np.uint32))} if warm else {}
+    model, flags = Model(WHOLE_SPEC, "bfloat16", monkeypatch), ("-DKOG_PROCESSORS=1",)
+    plain_twin = ProcessorsTwin(tmp_path / "plain", sampling, Build(model, tmp_path / "0", flags=flags))
+    plain = plain_twin.answer(WHOLE_PROMPT, KERNEL_TOKENS, settings)
+    assert len(plain.tokens) == KERNEL_TOKENS
+    assert len(set(plain.tokens)) > 10
+    small = Build(model, tmp_path / "1", flags=flags, drafts=True)
+    twin = ProcessorsTwin(tmp_path / "both", sampling, small, Build(model, tmp_path / "2", flags=flags, tokens=PASS_TOKENS))
+    wrong = [(token + (index % 6 == 4)) % 76 for index, token in enumerate(plain.tokens)]
+    costs = {"extra": EXTRA, "edge": EDGE, "num_left": len(WHOLE_PROMPT)}
+    drafts = PassDrafts(WHOLE_PROMPT, wrong, KERNEL_TOKENS, PASS_TOKENS, **costs)
+    of_costs = {"PASS_TOKENS": f"{PASS_TOKENS}", "EXTRA": f"{EXTRA}", "EDGE": f"{EDGE}"}
+    found = twin.answer(WHOLE_PROMPT, KERNEL_TOKENS, settings | of_costs, drafts, wrong)
+    assert (found.tokens, found.finish) == (plain.tokens, plain.finish)
+    np.testing.assert_array_equal(twin.reports(), plain_twin.reports())
+    assert sum(one.num_right for one in found.drafted) > KERNEL_TOKENS // 3
