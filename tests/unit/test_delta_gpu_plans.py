@@ -18,15 +18,14 @@ from kog_dist.launch.target import why_not_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
 from kog_dist.model.published_config import read_config
 from kog_dist.workers.cuda.coded_source import coding_of
-from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import pool_slots
 from kog_dist.workers.cuda.model_limits import untried
 from kog_dist.workers.engines.cuda_device import kernel_shapes
-from kog_dist.workers.engines.cuda_start import obstacle
-from kog_dist.workers.prefill.memory import prefill_bytes
+from kog_dist.workers.prefill.memory import obstacle_to_prefill, prefill_bytes
 from tests.unit.delta_configs import CONFIGS
 from tests.unit.test_launch_limits import inventory_with
 
+FP8 = Coding("E4M3", 1, "BF16")
 GIB, FREE = 2**30, 139 << 30
 STATE = 48 * (48 * 128 * 128 + 96 * 4 * (256 + 64)) * 4  # Qwen3.5-27B on one rank: of heads, and of items of half a head
 
@@ -110,8 +109,7 @@ def test_quantised_ones_have_smaller_tapes_and_prefill_expands_a_matrix(
     assert share - 0.05 < codes["tape"] / whole["tape"] < share
     assert codes["states"] == STATE
     choice = choice_of(rounded, gpus="1")
-    assert choice.prefill == "off"
-    assert "prompts go token by token: the model has quantised weights beside delta nets, whose prompts no GPU has" in choice.note
+    assert choice.prefill == "auto"
     expanded, kept = (
         prefill_bytes(gpu_rank_shape(one, 0, 1, "bfloat16"))["prefill weights"] for one in (rounded, model)
     )  # of a layer of FFNs, and vectors
@@ -159,6 +157,6 @@ def test_what_no_gpu_has_run_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_prompts_of_quantised_nets_and_of_experts_are_read_by_chunks() -> None:
-    for name, coding in (("27B", Coding("E4M3", 1, "BF16")), ("35B-A3B", None)):
+    for name, coding in (("27B", FP8), ("35B-A3B", FP8), ("35B-A3B", None)):
         spec = read_config(CONFIGS[f"Qwen3.5-{name}"]).with_context(4096)
-        assert obstacle(KernelShape(spec, range(spec.num_lanes), coding=coding)) == ""
+        assert obstacle_to_prefill(spec, coding, "bfloat16") == ""
