@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 one_gpu = pytest.mark.gpu(1)
 # In codes, too: whole groups of columns, and a number chosen that engines take.
-EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512}
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}
 
 
 @pytest.fixture(scope="module")
