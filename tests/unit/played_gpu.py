@@ -45,6 +45,7 @@ from kog_dist.workers.cuda.kernel_abi import (
 )
 from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.engines import cuda_programs
 from kog_dist.workers.prefill.base.chunks import Chunk
 
 _NOT_READY, _PATIENCE_S, _NONE = 600, 30.0, 0xFFFFFFFF
@@ -175,7 +176,8 @@ class PlayedGpu:
         for user in (driver, monokernel, processors, head_start):
             monkeypatch.setattr(user, "Kernel", lambda path, name, shared: _PlayedKernel(own(), path.stem))
         monkeypatch.setattr(monokernel, "build", lambda headers: _cubin("plain"))
-        monkeypatch.setattr(monokernel, "prebuild", lambda programs, kernel=PLAIN_SOURCE: None)
+        for ahead in (monokernel, cuda_programs):
+            monkeypatch.setattr(ahead, "prebuild", list)
         monkeypatch.setattr(
             draft_builds,
             "build",

@@ -12,6 +12,7 @@ import numpy as np
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.collectives.words import WORD_BYTES, pair_tags
+from kog_dist.cuda.build import prebuild
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.pass_drafts import in_units
 from kog_dist.decode.plan.steps import NONE, Phase
@@ -24,7 +25,7 @@ from kog_dist.runtime.masks import MaskSlots
 from kog_dist.runtime.places import with_place
 from kog_dist.runtime.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.cuda.build import PROCESSORS_SOURCE, build, prebuild
+from kog_dist.workers.cuda.build import PROCESSORS_SOURCE, build, program
 from kog_dist.workers.cuda.company_build import CompanyBuild, CompanySeat, company_headers
 from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.device_weights import DeviceWeights
@@ -97,10 +98,9 @@ class Monokernel:
             raise ValueError("the build with processors has passes of one token")
         self._peers = np.zeros((), PEERS.dtype).tobytes() if heap is None else heap.device_handle().tobytes()
         others = [*(draft_headers(shape) if drafts else ()), *(company_headers(shape, size) for size in company)]
-        if others:
-            prebuild([headers(shape), *others])
-        if forced is not None:
-            prebuild(draft_headers(shape), PROCESSORS_SOURCE)
+        of_both = draft_headers(shape) if forced is not None else ()
+        programs = [program(one) for one in (headers(shape), *others)]
+        prebuild([*programs, *(program(one, PROCESSORS_SOURCE) for one in of_both)])
         cubin = build(headers(shape))
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into

@@ -41,6 +41,7 @@ from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.choice_check import ChoiceCheck
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
 from kog_dist.workers.engines.cuda_peers import CudaPeers
+from kog_dist.workers.engines.cuda_programs import compile_ahead
 from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
 from kog_dist.workers.engines.cuda_states import CudaStates, anew
@@ -125,6 +126,8 @@ class CudaEngine:
                 self._start.begin(StartStage.PEERS)
                 self._peers.agree(checkpoint, plan.digest(), device_index(args.device))
                 self._peers.build()
+            else:
+                compile_ahead(shapes, args)
             self._kernel = self._load(checkpoint, shapes[self._rank])
             if args.check_experts and spec.experts is not None:
                 gather = self._peers.gather_choices if self._peers is not None else lambda own: [own]
