@@ -128,7 +128,7 @@ class Kernel:
         return entry
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(scope="module", params=SHAPES)
 def made(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     one = Kernel(request.param)
     yield one
