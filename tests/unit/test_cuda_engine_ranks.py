@@ -271,11 +271,12 @@ def play_kernels(made: Ranks, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPa
 
     def monokernel_of(
         shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, processors: bool, masks: Any, drafts: bool,
-        num_slots: int, num_caches: int, company: Any,
+        forced: Any, num_slots: int, num_caches: int, company: Any,
     ) -> RankKernel:  # fmt: skip
         assert heap.rank == rank
         assert drafts == made.options.get("drafts", False)
         assert processors
+        assert forced is None, "of several ranks nobody drafts for processors"
         names = [mailbox.spec.name for mailbox in heap_boxes[rank]]
         assert ("pass_candidates" in names) is drafts
         assert (num_slots, num_caches, tuple(company)) == (1, 1, ())

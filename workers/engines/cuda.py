@@ -34,7 +34,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import kv_blocks
 from kog_dist.workers.cuda.company_build import company_shape, company_sizes
-from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape
+from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape, drafts_processors
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_words import check_words
 from kog_dist.workers.cuda.processors import ProcessedRequest
@@ -85,6 +85,7 @@ class CudaEngine:
         self._min_prefill_tokens = MIN_PREFILL_TOKENS
         self._has_overflown = False  # prefill, in any request so far
         self._has_said_undrafted = False  # that a request has none
+        self._drafts_processors = False  # also where a request has processors
         self._pass_extra = 0.0  # what a pass of several tokens takes more than one of a single token, in such passes
         self._choices: ChoiceCheck | None = None  # None: nobody compares which experts are chosen
         self._intake: Intake | None = None  # of the requests that come while some run
@@ -154,6 +155,7 @@ class CudaEngine:
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
         peers = self._peers
         of_codes = MIN_TAPE_TOKENS if is_multiplied_on_tape(shape) else MIN_EXPANDED_TOKENS
+        self._drafts_processors = self._args.drafts and drafts_processors(shape)
         self._min_prefill_tokens = MIN_PREFILL_TOKENS if shape.coding is None else of_codes
         kernel, self._prefill = Start(
             self._args,
@@ -164,6 +166,7 @@ class CudaEngine:
             limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,
             link=self._link,
             sums=None if peers is None else peers.prefill_sums,
+            forced=self._control.forced_slots if self._drafts_processors else None,
             first_cause=str if peers is None else self._first_cause,
         ).load()
         return kernel
@@ -570,7 +573,7 @@ class CudaEngine:
             has_drafts=prediction is not None,
             takes_turns=self._takes_turns,
             has_peers=self._peers is not None,
-            leaves_early=self._takes_turns and prediction is not None,
+            leaves_early=self._takes_turns and prediction is not None and processed is None,
             company_steps=one.company_steps,
             stops=[save.place - first for save in one.saves],
             at_stop=partial(self._save_state, one),
@@ -582,10 +585,11 @@ class CudaEngine:
         """What the answer may be like, if tokens are drafted; None: each has a pass of its own."""
         if not request.drafts or not self._args.drafts:
             return None
-        if not request.needs_all_logits and not request.logit_digests:
+        if not request.logit_digests and (self._drafts_processors or not request.needs_all_logits):
             return request.prediction
         if not self._has_said_undrafted and self._rank == 0:
-            note("requests with a grammar, penalties, filters, log-probabilities or digests decode without drafts on GPUs")
+            processors = "" if self._drafts_processors else "a grammar, penalties, filters, log-probabilities or "
+            note(f"requests with {processors}digests decode without drafts on GPUs")
         self._has_said_undrafted = True
         return None
 

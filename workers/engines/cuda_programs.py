@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kog_dist.cuda.build import Program, prebuild
-from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, program
+from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, PROCESSORS_SOURCE, program
 from kog_dist.workers.cuda.company_build import company_headers, company_sizes
-from kog_dist.workers.cuda.draft_builds import draft_headers
+from kog_dist.workers.cuda.draft_builds import draft_headers, drafts_processors
 from kog_dist.workers.cuda.kernel_header import headers
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ def kernel_builds(shape: KernelShape, args: WorkerArgs) -> Iterator[tuple[dict[s
     sources = (*KERNEL_SOURCES, *(HEAD_SOURCES if args.prefill != "off" else ()))
     yield from ((headers(shape), source) for source in sources)
     yield from ((generated, PLAIN_SOURCE) for generated in (draft_headers(shape) if args.drafts else ()))
+    have_both = args.drafts and drafts_processors(shape)
+    yield from ((generated, PROCESSORS_SOURCE) for generated in (draft_headers(shape) if have_both else ()))
     yield from ((company_headers(shape, size), PLAIN_SOURCE) for size in company_sizes(shape, args.parallel))
 
 
