@@ -296,7 +296,7 @@ def gpu_rank_shape(
     from kog_dist.workers.cuda.model_limits import refuse_untried
 
     lanes, codings = checkpoint.spec.lanes_of_rank(rank, world_size), codings_of(checkpoint)
-    refuse_untried(checkpoint.spec, codings["coding"], kv_dtype)
+    refuse_untried(checkpoint.spec, codings["coding"])
     return KernelShape(
         checkpoint.spec,
         lanes,

@@ -14,11 +14,12 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kog_dist.errors import CompileError, LaunchError
 from kog_dist.records import dataclass
@@ -27,6 +28,7 @@ from kog_dist.system.files import user_cache_folder, write_at_once
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-lineinfo", "-ftz=false", "-prec-div=true")
 _TIMEOUT_S = 300.0
+_MOST_COMPILERS = 8  # at the same time, of a gigabyte each
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,13 @@ class Cubin:
 
     path: Path
     log: str
+
+
+class Program(NamedTuple):
+    """What `build` is asked for."""
+
+    sources: Mapping[str, str]
+    kernel: str
 
 
 def cache_folder() -> Path:
@@ -73,6 +82,24 @@ def build(sources: Mapping[str, str], kernel: str, *, folder: Path | None = None
     with _keeping(folder):
         write_at_once(path, code)
     return Cubin(path, log)
+
+
+def prebuild(programs: Iterable[Program]) -> None:
+    """Have `build` find all of these: those that are not there yet are compiled side by side.
+
+    One that cannot be built is left out: whoever asks `build` for it hears why.
+    """
+    by_name = {cubin_name(*program): program for program in programs}
+    missing = [program for name, program in by_name.items() if not (cache_folder() / name).exists()]
+    if not missing:
+        return
+
+    def attempt(program: Program) -> None:
+        with suppress(CompileError, LaunchError):
+            build(*program)
+
+    with compiling(), ThreadPoolExecutor(min(len(missing), _MOST_COMPILERS)) as pool:  # its threads tell nobody of theirs
+        list(pool.map(attempt, missing))
 
 
 @contextmanager

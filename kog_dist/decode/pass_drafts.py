@@ -30,7 +30,8 @@ class PassDrafts:
     """Of one request, from the pass on that has the prompt's last token.
 
     `num_left`: tokens of the prompt that passes still read. `extra`: what a pass of `num_tokens` costs more than one of a single
-    token; `edge`: what it costs to begin with these, and to end with them. In parts of UNIT.
+    token; `edge`: what it costs to begin with these, and to end with them; `wait`: what a right draft costs whose mask a grammar
+    makes only then, at most UNIT. In parts of UNIT.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class PassDrafts:
         num_left: int,
         extra: int,
         edge: int,
+        wait: int = 0,
     ) -> None:
         self._lookup = Lookup(prompt, prediction)
         self._num_tokens, self._extra, self._edge, self._left = num_tokens, extra, edge, max_tokens
+        self._won = UNIT - wait  # with each draft that is right
         self.start = -1  # of the draft, among prediction, a gap, prompt and answer; -1: there is none
         self.num_found = 0  # tokens there,
         self.draft: list[int] = []  # of which the next pass has these
@@ -58,19 +61,31 @@ class PassDrafts:
         self.balance = CREDIT + (extra if of_prompt else 0)
         self.num_idle = 0 if self.draft else PATIENCE
 
-    def took(self, token_ids: Sequence[int]) -> None:
-        """The answer goes on with these: what was right of the draft, and one token more."""
+    def took(self, token_ids: Sequence[int], forced: Sequence[int] = ()) -> None:
+        """The answer goes on with these: what was right of the draft, and one token more. `forced`: from that one on, what a
+        grammar forces; it is drafted where it pays, before anything is looked up.
+        """
         is_large = self.per_pass > 1
         if is_large:
-            self.balance += UNIT * min(len(token_ids) - 1, len(self.draft)) - self._extra
+            num_right = min(len(token_ids) - 1, len(self.draft))
+            self.balance += UNIT * num_right - self._extra
         self.balance = min(self.balance + SHARE * len(token_ids), MOST_SAVED)
+        self.balance -= (UNIT - self._won) * num_right if is_large else 0
         self._left -= len(token_ids)
         for token_id in token_ids:
             self._lookup.push(token_id)
-        if self.balance >= self._extra + (0 if is_large else self._edge) and self._find():
-            self.balance -= 0 if is_large else self._edge
-            self.per_pass, self.num_idle = self._num_tokens, 0
+        edge = 0 if is_large else self._edge
+        behind = [*forced[1 : self._num_tokens]] if [*forced[:1]] == [*token_ids[-1:]] else []
+        if self.balance >= 0 and self._won * len(behind) > self._extra + edge:
+            self.start, self.num_found, self.is_predicted, self.draft = -1, len(behind), False, behind[: max(self._left - 1, 0)]
+        elif self.balance < self._extra + edge or not self._find():
+            self._idle()
             return
+        self.balance -= edge
+        self.per_pass, self.num_idle = self._num_tokens, 0
+
+    def _idle(self) -> None:
+        """There is no draft."""
         self.start, self.num_found, self.draft = -1, 0, []
         self.num_idle += 1
         if self.num_idle > PATIENCE or self.balance < self._extra:

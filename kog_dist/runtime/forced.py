@@ -25,6 +25,11 @@ class ForcedSlot:
     def __init__(self, segment: Segment, offset: int) -> None:
         self._segment, self._offset = segment, offset
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes in this process, whole pages."""
+        return self._words.ctypes.data, FORCED_BYTES
+
     @cached_property
     def _words(self) -> NDArray[np.uint64]:
         return self._segment.array(np.uint64, 1 + MOST_FORCED, self._offset)

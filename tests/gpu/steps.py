@@ -202,6 +202,7 @@ STEPS = {
     "kept_rate": _rate_of_the_link(),
     "kv_formats": _tests(1, 100, 220, "test_kv_formats"),
     "processors": _tests(1, 10, 90, "test_processors"),
+    "processor_drafts": _tests(1, 240, 900, "test_processor_drafts"),
     "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),
     "turns": _tests(1, 60, 250, "test_turns", builds="drafts.few_layers:1"),
     "smollm2": _tests(1, 70, 200, "test_smollm2"),  # with `make model`

@@ -46,6 +46,8 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
 }  # fmt: skip
 one_gpu = pytest.mark.gpu(1)
+# In codes, too: whole groups of columns, and a number chosen that engines take.
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With experts beside a shared one."""
     made = tmp_path_factory.mktemp("mixture")
-    write_tiny_delta_model(made, **SIZES, **WITH_EXPERTS | {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512})
+    write_tiny_delta_model(made, **SIZES, **WITH_EXPERTS | EXPERTS)
     return made
 
 
@@ -107,6 +109,8 @@ def said(one: Asked) -> list[int]:
         ("folder", TIE, "off", "fp8"),
         ("folder", TIE, "off", "int4"),
         ("mixture", TIE_OF_CHOICES, "off", "none"),
+        ("mixture", TIE_OF_CHOICES, "off", "fp8"),
+        ("mixture", TIE_OF_CHOICES, "off", "int4"),
     ],
 )
 def test_greedy_tokens_are_those_of_cpu_ranks(

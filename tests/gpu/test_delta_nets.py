@@ -93,6 +93,8 @@ def noting(select: Any, margins: list[float]) -> Any:
         ("Qwen3.5-27B", "E4M3", True, "bfloat16"),
         ("Qwen3.5-27B", "INT4", True, "bfloat16"),
         ("Qwen3.5-35B-A3B", "E4M3", False, "bfloat16"),
+        ("Qwen3.5-35B-A3B", "INT4", False, "bfloat16"),
+        ("Qwen3-Coder-Next", "E4M3", False, "bfloat16"),
     ],
 )
 def test_logits_of_quantised_delta_nets(name: str, number: str, is_plain: bool, kv_dtype: str) -> None:

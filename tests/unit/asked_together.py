@@ -54,7 +54,8 @@ class AskedTogether:
                 self.slots.submit(slot, request, reuse_kv=reuse_kv)
                 running[slot] = one
                 if one.has_grammar:
-                    followers.append(threading.Thread(target=self._follow, args=(slot.number, slot.seq, request.mask_epoch)))
+                    arguments = (slot.number, slot.seq, request.mask_epoch, request.drafts)
+                    followers.append(threading.Thread(target=self._follow, args=arguments))
                     followers[-1].start()
             self.slots.wait(0.01, lambda: False)
             for slot in list(running):
@@ -83,12 +84,16 @@ class AskedTogether:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
-    def _follow(self, slot: int, seq: int, epoch: int) -> None:
-        """What a grammar process does: masks that depend on all that was said; the first comes late."""
+    def _follow(self, slot: int, seq: int, epoch: int, drafts: bool) -> None:
+        """What a grammar process does: masks that depend on all that was said; the first comes late. With `drafts` something that
+        is forced comes in front of each, right or wrong.
+        """
         said: list[int] = []
         self.control.rings[slot].wait(seq, 0, Deadline.after(0.02), poll_s=0.001)
         while True:
             allowed = np.random.default_rng(sum(said) + len(said)).random(32 * num_words(self.vocab)) < 0.5
+            if drafts:
+                self.control.forced_slots[slot].put(epoch + len(said), said[-5:])
             self.control.mask_slots[slot].put(epoch + len(said), np.packbits(allowed, bitorder="little").view(np.uint32))
             entry = self.control.rings[slot].wait(seq, len(said), Deadline.after(PATIENCE_S), poll_s=0.001)
             if entry is None or entry.finish is not Finish.NONE:

@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.cuda import driver
 from kog_dist.cuda.build import Cubin
+from kog_dist.runtime.abi import Struct
 from kog_dist.runtime.masks import NUM_SLOTS, num_words, tag_of
 from kog_dist.runtime.ring import Finish
 from kog_dist.workers.cuda import company_build, draft_builds, head_start, kv_blocks, monokernel, processors
+from kog_dist.workers.cuda.build import PLAIN_SOURCE, PROCESSORS_SOURCE
 from kog_dist.workers.cuda.company_build import company_headers
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_abi import (
@@ -35,6 +37,7 @@ from kog_dist.workers.cuda.kernel_abi import (
     DECODE_STATE,
     DELTA_PARAMS,
     DRAFT_PARAMS,
+    FORCED_PARAMS,
     HOST_PAGE,
     PROCESSOR_PARAMS,
     STREAM_PARAMS,
@@ -42,11 +45,13 @@ from kog_dist.workers.cuda.kernel_abi import (
 )
 from kog_dist.workers.cuda.kernel_boxes import COMPANY_SIZES
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.engines import cuda_programs
 from kog_dist.workers.prefill.base.chunks import Chunk
 
 _NOT_READY, _PATIENCE_S, _NONE = 600, 30.0, 0xFFFFFFFF
 _PASS_S = 0.0005  # as long as a pass takes, so that requests that come meanwhile find others running
 _MASK = (1 << 64) - 1
+_OF_SOURCE = {PLAIN_SOURCE: "", PROCESSORS_SOURCE: "_processors"}
 
 
 def at(address: int, dtype: Any, count: int = 1) -> NDArray[Any]:
@@ -143,6 +148,7 @@ class PlayedGpu:
         # Of the next pass: of words of one token, of several, and of builds with company.
         self.epochs = {"epoch": 0, "pass_epoch": 0, "company2": 0, "company4": 0}
         self.num_shared = 0  # passes that several requests had
+        self.num_drafting = 0  # passes of requests with processors and drafts
         self.published: tuple[int, int] | None = None  # what the next LM head alone begins with: its epoch, a row
         # What a launch begins with, and what rank 0 tells its peers in it: with one rank nobody is told.
         self.meet: Callable[[tuple[Any, ...]], None] = lambda what: None
@@ -170,11 +176,14 @@ class PlayedGpu:
         for user in (driver, monokernel, processors, head_start):
             monkeypatch.setattr(user, "Kernel", lambda path, name, shared: _PlayedKernel(own(), path.stem))
         monkeypatch.setattr(monokernel, "build", lambda headers: _cubin("plain"))
-        monkeypatch.setattr(monokernel, "prebuild", lambda programs: None)
+        for ahead in (monokernel, cuda_programs):
+            monkeypatch.setattr(ahead, "prebuild", list)
         monkeypatch.setattr(
             draft_builds,
             "build",
-            lambda headers: _cubin("small" if headers == draft_builds.draft_headers(own().shape)[0] else "large"),
+            lambda headers, source: _cubin(
+                ("small" if headers == draft_builds.draft_headers(own().shape)[0] else "large") + _OF_SOURCE[source]
+            ),
         )
 
         def company(headers: Any) -> Cubin:
@@ -272,12 +281,17 @@ class PlayedGpu:
         if name.startswith("company"):
             self._run_together(name, params, np.frombuffer(raw[-COMPANY_PARAMS.size_bytes :], COMPANY_PARAMS.dtype)[0], state)
             return
-        if name in ("small", "large") and (int(state["pass_tokens"][0]) > 1) != (name == "large"):
+        has_drafts = name.startswith(("small", "large"))
+        if has_drafts and (int(state["pass_tokens"][0]) > 1) != name.startswith("large"):
             return
         if state["finish"][0] or at(int(params["host_ptr"]), HOST_PAGE.dtype)["abort"][0]:
             return  # so it needs no peer
         self.meet((name, int(params["num_steps"]), int(state["position"][0]), int(state["num_prompt"][0])))
-        drafts = np.frombuffer(raw[-DRAFT_PARAMS.size_bytes :], DRAFT_PARAMS.dtype)[0] if name in ("small", "large") else None
+        drafts, forced = None, None
+        if has_drafts and "processors" in name:
+            raw, forced = _without(raw, FORCED_PARAMS)
+        if has_drafts:
+            raw, drafts = _without(raw, DRAFT_PARAMS)
         for _ in range(int(params["num_steps"])):
             if drafts is not None and self.shape.delta is not None and state["position"][0] >= stop_position:
                 return
@@ -286,8 +300,8 @@ class PlayedGpu:
             time.sleep(_PASS_S)
             if drafts is not None:
                 self._look_up(drafts, state[0], int(params["ring_ptr"]))
-            self._pass(name, params, raw[-PROCESSOR_PARAMS.size_bytes :] if "processors" in name else b"", state)
-            if drafts is not None and self.told(lambda: _do_others_wait(params)):
+            self._pass(name, params, raw[-PROCESSOR_PARAMS.size_bytes :] if "processors" in name else b"", state, forced)
+            if drafts is not None and forced is None and self.told(lambda: _do_others_wait(params)):
                 return
 
     def _look_up(self, drafts: Any, state: Any, ring_ptr: int) -> None:
@@ -331,9 +345,10 @@ class PlayedGpu:
             if self.told(lambda: any(map(_do_others_wait, requests.values()))):
                 return
 
-    def _pass(self, name: str, params: Any, of_processors: bytes, state: Any) -> None:
+    def _pass(self, name: str, params: Any, of_processors: bytes, state: Any, forced: Any = None) -> None:
         self.num_passes += 1
-        counter = "pass_epoch" if name == "large" else "epoch"
+        self.num_drafting += forced is not None
+        counter = "pass_epoch" if name.startswith("large") else "epoch"
         is_own = name != "company"
         assert not is_own or int(state[counter][0]) >= self.epochs[counter], "words of this pass have been there before"
         position, token, kv_ptr = int(state["position"][0]), int(state["token"][0]), int(params["kv_ptr"])
@@ -364,7 +379,7 @@ class PlayedGpu:
             if of_processors:
                 tag = int(params["request_tag"])
                 given = np.frombuffer(of_processors, PROCESSOR_PARAMS.dtype, 1)[0]
-                found = self.told(lambda: self._allowed(given, index, token, host, tag))
+                found = self.told(lambda: self._allowed(given, index, token, host, tag, forced))
                 if found is None:
                     is_ours = self.told(lambda: int(host["cancelled_tag"][0]) == tag)
                     finish = Finish.CANCELLED if is_ours else Finish.NO_MASK
@@ -382,8 +397,10 @@ class PlayedGpu:
             entry[:] = tag | (token if has_token else _NONE), tag | finish
         state["token"], state["position"], state["finish"] = token, position + 1, finish
 
-    def _allowed(self, params: Any, index: int, token: int, host: Any, tag: int) -> int | None:
-        """The next token of the vocabulary that the mask has, which may come late; None if it has none, or none comes."""
+    def _allowed(self, params: Any, index: int, token: int, host: Any, tag: int, forced: Any) -> int | None:
+        """The next token of the vocabulary that the mask has, which may come late; None if it has none, or none comes. `forced`:
+        of builds with drafts, for which what is forced comes in front of it.
+        """
         if not params["flags"] & ProcessorFlag.MASKED:
             return token
         vocab, epoch = self.shape.spec.vocab_size, int(params["mask_epoch"]) + index
@@ -393,8 +410,15 @@ class PlayedGpu:
             if host["abort"][0] or host["cancelled_tag"][0] == tag or time.monotonic() > until_s:
                 return None
             time.sleep(0.0002)
+        if forced is not None:
+            assert at(int(forced["forced_ptr"]), np.uint64)[0] >> np.uint64(32) == tag_of(epoch), "nobody said what is forced"
         bits = np.unpackbits((slot & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.uint8), bitorder="little")[:vocab]
         return next((one % vocab for one in range(token, token + vocab) if bits[one % vocab]), None)
+
+
+def _without(raw: bytes, struct: Struct) -> tuple[bytes, Any]:
+    """What stands before a launch's last parameters, and these."""
+    return raw[: -struct.size_bytes], np.frombuffer(raw[-struct.size_bytes :], struct.dtype)[0]
 
 
 def _do_others_wait(params: Any) -> bool:
@@ -418,6 +442,8 @@ class _PlayedKernel:
 
     def launch(self, num_ctas: int, num_threads: int, params: bytes, stream: int) -> None:
         sizes = {"plain": 0, "head": 0, "small": DRAFT_PARAMS.size_bytes, "large": DRAFT_PARAMS.size_bytes}
+        of_both = PROCESSOR_PARAMS.size_bytes + DRAFT_PARAMS.size_bytes + FORCED_PARAMS.size_bytes
+        sizes |= {f"{size}{_OF_SOURCE[PROCESSORS_SOURCE]}": of_both for size in ("small", "large")}
         sizes |= {f"company{size}": COMPANY_PARAMS.size_bytes for size in COMPANY_SIZES}
         of_build = sizes.get(self._name, PROCESSOR_PARAMS.size_bytes)
         of_build += 0 if self._gpu.shape.delta is None else DELTA_PARAMS.size_bytes

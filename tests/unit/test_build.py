@@ -15,7 +15,7 @@ from kog_dist.cuda import build as build_module
 from kog_dist.errors import CompileError, LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.startup import StartStage, StartTeller
-from kog_dist.workers.cuda.build import build, device_sources, prebuild
+from kog_dist.workers.cuda.build import build, device_sources, program
 from kog_dist.workers.cuda.kernel_abi import KERNEL_STRUCTS, abi_header
 from kog_dist.workers.cuda.kernel_header import headers as kernel_headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -65,11 +65,30 @@ def test_programs_that_are_missing_are_compiled_side_by_side(tmp_path: Path, mon
     monkeypatch.setattr(build_module, "_with_nvcc", compiled)
     programs = [headers(), headers(keeps_hashes=True)]
     with StartTeller(lambda report: told.append(report.stage)).hearing_compilers():
-        prebuild(programs)
+        build_module.prebuild(map(program, programs))
         assert told == [StartStage.COMPILING, StartStage.INTERPRETER]
-        prebuild(programs)
+        build_module.prebuild(map(program, programs))
         assert [build(one).path.read_bytes() for one in programs] == [one["shape.cuh"].encode() for one in programs]
     assert len(told) == 2, "nothing is compiled again"
+
+
+@needs_nvcc
+def test_a_program_that_does_not_compile_is_left_to_whoever_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a start goes on without prefill."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def compiled(compiler: str, kernel: str, sources: Mapping[str, str]) -> tuple[bytes, str]:
+        if kernel == "dense.cu":
+            raise CompileError("no", "")
+        return kernel.encode(), ""
+
+    monkeypatch.setattr(build_module, "_with_nvcc", compiled)
+    programs = [build_module.Program({"shape.cuh": ""}, name) for name in ("dense.cu", "decode.cu")]
+    build_module.prebuild(programs)
+    with pytest.raises(CompileError):
+        build_module.build(*programs[0])
+    monkeypatch.setattr(build_module, "_with_nvcc", None)
+    assert build_module.build(*programs[1]).path.read_text() == "decode.cu"
 
 
 @needs_nvcc

@@ -37,7 +37,7 @@ from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import build, load, monokernel
 from kog_dist.workers.cuda.draft_builds import NOWHERE, PASS_TOKENS, PassCosts
 from kog_dist.workers.cuda.processors import ProcessedRequest
-from kog_dist.workers.engines import cuda, cuda_peers
+from kog_dist.workers.engines import cuda, cuda_peers, cuda_programs
 from kog_dist.workers.engines.cuda import CudaEngine
 from tests.patience import in_time
 from tests.unit import fake_cupy
@@ -271,11 +271,12 @@ def play_kernels(made: Ranks, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPa
 
     def monokernel_of(
         shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, processors: bool, masks: Any, drafts: bool,
-        num_slots: int, num_caches: int, company: Any,
+        forced: Any, num_slots: int, num_caches: int, company: Any,
     ) -> RankKernel:  # fmt: skip
         assert heap.rank == rank
         assert drafts == made.options.get("drafts", False)
         assert processors
+        assert forced is None, "of several ranks nobody drafts for processors"
         names = [mailbox.spec.name for mailbox in heap_boxes[rank]]
         assert ("pass_candidates" in names) is drafts
         assert (num_slots, num_caches, tuple(company)) == (1, 1, ())
@@ -300,6 +301,7 @@ def play_kernels(made: Ranks, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(cuda, "check", checked)
     monkeypatch.setattr(build, "build", lambda headers, source: made.happened.append("build"))
+    monkeypatch.setattr(cuda_programs, "prebuild", lambda programs: made.happened.append(f"{len(list(programs))} ahead"))
     monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, on_share: made.happened.append("weights"))
     monkeypatch.setattr(monokernel, "Monokernel", monokernel_of)
 
@@ -312,7 +314,8 @@ def request(num_prompt: int = 3, max_tokens: int = 200, **options: Any) -> Decod
 def test_ranks_start_together_and_give_everything_back(ranks: Ranks, runtime: FakeRuntime) -> None:
     ranks.start()
     count = ranks.world_size
-    assert ranks.happened[: 2 * count] == ["build"] * 2 * count, "rank 0 compiles all before anyone loads"
+    compiled = [f"{2 * count} ahead", *["build"] * 2 * count]
+    assert ranks.happened[: len(compiled)] == compiled, "rank 0 compiles all before anyone loads"
     assert ranks.happened.count("kernel") == ranks.happened.count("weights") == count
     assert ranks.happened[-count:] == ["launch"] * count, "nobody's kernel waits for a rank that still loads"
     assert ranks.page.kv_layout().num_caches == 1
@@ -468,7 +471,7 @@ def test_ranks_with_drafts_run_the_same_builds_by_rank_0s_costs(drafting: Ranks)
     kernels = drafting.kernels.values()
     assert {kernel.costs for kernel in kernels} == {drafting.kernels[0].measured}
     assert len({kernel.measured for kernel in kernels}) == drafting.world_size
-    assert drafting.happened[:2] == ["build"] * 2
+    assert drafting.happened[:2] == [f"{drafting.world_size * (2 + 2)} ahead", "build"]
     assert drafting.happened.count("build") == drafting.world_size * (2 + 2), "both sources, and both builds with drafts"
     for period in (9, 10**9):
         for kernel in kernels:

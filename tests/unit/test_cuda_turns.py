@@ -105,13 +105,14 @@ class Turns(Served):
         control = ControlPage.create(1, CONTEXT, vocab_size=spec.vocab_size, parallel=parallel)
         kernel = Monokernel(
             shape, cast(Any, weights()), processors=True, masks=control.mask_slots, drafts=drafts,
+            forced=control.forced_slots if drafts else None,
             num_slots=parallel, num_caches=CACHES, company=(2, 4) if parallel > 1 and shares else (),
         )  # fmt: skip
         info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
         args = WorkerArgs(info, "model", "cuda:0", "bfloat16", True, PATIENCE_S, PATIENCE_S)
         args = replace(args, parallel=parallel, num_kv_caches=CACHES, drafts=drafts, kept_bytes=kept_bytes)
         engine = CudaEngine(args, control)
-        engine._kernel, engine._max_context = kernel, CONTEXT
+        engine._kernel, engine._max_context, engine._drafts_processors = kernel, CONTEXT, drafts
         engine._make_blocks(shape, kernel)
         kernel.try_together()
         tried = int(bool(kernel.most_together() > 1))
@@ -176,6 +177,7 @@ def test_every_answer_is_that_of_the_request_alone(
     with turns(SPECS[name], PARALLEL, monkeypatch, prefill=prefill, shares=shares) as engine:
         engine.run(asked, chance)
         assert (engine.gpu.num_shared > 0) is shares
+        assert (engine.gpu.num_drafting > 0) is (name == "dense"), "requests with grammars have drafts"
         assert not prefill or engine.runner.num_decoded_between > 0
     with turns(SPECS[name], 1, monkeypatch, prefill=prefill) as engine:
         compare(engine, asked)

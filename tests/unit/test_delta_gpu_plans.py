@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.shapes import named_spec
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.coding import Coding
 from kog_dist.errors import ConfigError
@@ -18,19 +17,18 @@ from kog_dist.launch.inspection import dry_run
 from kog_dist.launch.kept_prefixes import kept_on_gpus
 from kog_dist.launch.target import why_not_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, planned_checkpoint
-from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.published_config import read_config
 from kog_dist.workers.cuda import draft_builds, model_limits
 from kog_dist.workers.cuda.coded_source import coding_of
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.kv_blocks import pool_slots
-from kog_dist.workers.cuda.model_limits import untried, untried_in_prefill
+from kog_dist.workers.cuda.model_limits import untried
 from kog_dist.workers.engines.cuda_device import kernel_shapes
-from kog_dist.workers.engines.cuda_start import obstacle
-from kog_dist.workers.prefill.memory import prefill_bytes
+from kog_dist.workers.prefill.memory import obstacle_to_prefill, prefill_bytes
 from tests.unit.delta_configs import CONFIGS
 from tests.unit.test_launch_limits import inventory_with
 
+FP8 = Coding("E4M3", 1, "BF16")
 GIB, FREE = 2**30, 139 << 30
 STATE = 48 * (48 * 128 * 128 + 96 * 4 * (256 + 64)) * 4  # Qwen3.5-27B on one rank: of heads, and of items of half a head
 
@@ -137,8 +135,7 @@ def test_quantised_ones_have_smaller_tapes_and_prefill_expands_a_matrix(
     assert share - 0.05 < codes["tape"] / whole["tape"] < share
     assert codes["states"] == STATE
     choice = choice_of(rounded, gpus="1")
-    assert choice.prefill == "off"
-    assert "prompts go token by token: the model has quantised weights beside delta nets, whose prompts no GPU has" in choice.note
+    assert choice.prefill == "auto"
     expanded, kept = (
         prefill_bytes(gpu_rank_shape(one, 0, 1, "bfloat16"))["prefill weights"] for one in (rounded, model)
     )  # of a layer of FFNs, and vectors
@@ -172,32 +169,20 @@ def test_a_shared_expert_in_16_bit_is_refused_beside_codes(tmp_path: Path) -> No
 
 def test_what_no_gpu_has_run_is_refused_by_name(tmp_path: Path) -> None:
     """Until its tests under tests/gpu have passed there. Shapes have it."""
-    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["Qwen3.5-35B-A3B"], "quantization_config": quantised}))
-    experts = planned_checkpoint(tmp_path, context=4096)
-    coding = coding_of(experts)
-    assert untried(experts.spec, coding) == "quantised experts beside delta nets"
-    assert "GPUs cannot run this model yet: it has " in why_not_on_gpus(experts)
+    quantised, published = {"quant_method": "fp8", "weight_block_size": [128, 128]}, CONFIGS["Qwen3.5-35B-A3B"]
+    for per_token, what in ((8, ""), (6, "6 quantised experts for each token (1, 2, 4, 8 or 10)")):
+        text = {**published["text_config"], "num_experts_per_tok": per_token}
+        config = {**published, "text_config": text, "quantization_config": quantised}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        experts = planned_checkpoint(tmp_path, context=4096)
+        assert untried(experts.spec, coding_of(experts)) == what
+        assert untried(experts.spec, None) == ""
+    assert why_not_on_gpus(experts) == f"GPUs cannot run this model yet: it has {what}, which no GPU has run yet"
     with pytest.raises(ConfigError, match=r"^the CUDA kernel cannot run this model: it has .*; use --device cpu$"):
         kernel_shapes(experts, "bfloat16", 1)
-    dense = read_config(CONFIGS["Qwen3.5-27B"])
-    assert untried(experts.spec, None) == untried(dense, coding) == untried_in_prefill(dense, is_coded=False) == ""
-    plain = Coding("INT4", 1, "BF16", plain_inputs=True)
-    assert untried(dense, plain) == "delta nets in 16 bit beside quantised matrices"
-    assert untried(dense, None, "bfloat16") == ""
-    assert untried(dense, None, "fp8") == "fp8 keys and values of heads of 256"
-    six = replace(named_spec("qwen3-30b-a3b"), experts=ExpertsSpec(128, 6))
-    assert untried(six, None) == ""
-    assert untried(six, coding) == "6 quantised experts for each token (1, 2, 4 or 8)"
-    for spec, is_coded, what in ((dense, True, "quantised weights"), (experts.spec, False, "experts")):
-        assert untried_in_prefill(spec, is_coded=is_coded) == f"{what} beside delta nets"
-        coding = Coding("E4M3", 1, "BF16") if is_coded else None
-        said = obstacle(KernelShape(spec.with_context(4096), range(spec.num_lanes), coding=coding))
-        assert said == f"the model has {what} beside delta nets, whose prompts no GPU has read by chunks yet"
 
 
-def test_a_cache_that_no_gpu_has_kept_is_refused_before_a_start(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"it has fp8 keys and values of heads of 256, .*; use another --kv-dtype, or --device cpu$"
-    ):
-        dry_run(LaunchConfig(str(folder), gpus="1", context=4096, kv_dtype="fp8"))
+def test_prompts_of_quantised_nets_and_of_experts_are_read_by_chunks() -> None:
+    for name, coding in (("27B", FP8), ("35B-A3B", FP8), ("35B-A3B", None)):
+        spec = read_config(CONFIGS[f"Qwen3.5-{name}"]).with_context(4096)
+        assert obstacle_to_prefill(spec, coding, "bfloat16") == ""

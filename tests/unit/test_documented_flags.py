@@ -124,7 +124,7 @@ def test_every_command_of_the_results_is_explained() -> None:
         return {(program, *arguments[:1]) for program, arguments in found if arguments or program.startswith("python")}
 
     results = measured("results.md") | measured("results-requests.md")
-    assert {("kog-bench", "decode"), ("kog-bench", "latency"), ("python -m kog_dist.train", "evaluate")} <= results
+    assert {("kog-bench", "decode"), ("kog-bench", "latency")} <= results
     assert results <= measured("reproduce.md")
 
 

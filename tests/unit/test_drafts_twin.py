@@ -55,9 +55,9 @@ class Answer:
 
 
 class Build:
-    """A program in a folder."""
+    """A program in a folder. `flags`: for the compiler."""
 
-    def __init__(self, model: Model, folder: Path, num_ranks: int = 1, **options: Any) -> None:
+    def __init__(self, model: Model, folder: Path, num_ranks: int = 1, flags: Sequence[str] = (), **options: Any) -> None:
         shapes = [
             TrialShape(
                 model.spec, model.spec.lanes_of_rank(rank, num_ranks), max_ctas=2, copies=2, max_slots=6, keeps_hashes=True,
@@ -67,7 +67,7 @@ class Build:
         ]  # fmt: skip
         self.shape, self.folder = shapes[0], folder
         folder.mkdir(parents=True)
-        build_twin("decode", decode_sources(headers(self.shape)), folder)
+        build_twin("decode", decode_sources(headers(self.shape)), folder, *flags)
         for rank, shape in enumerate(shapes):
             for name, array in arrays_of(model.weights(shape), rank).items():
                 array.tofile(folder / f"{name}.bin")
@@ -87,16 +87,16 @@ class Build:
 
 
 class Twin:
-    """Builds whose launches take turns."""
+    """Builds whose launches take turns. `shared`: names of files that all have, besides those of each rank."""
 
-    def __init__(self, folder: Path, *builds: Build) -> None:
-        self.folder, self.builds = folder, builds
+    def __init__(self, folder: Path, *builds: Build, shared: Sequence[str] = ()) -> None:
+        self.folder, self.builds, self._shared = folder, builds, shared
         self.ranks = range(builds[0].shape.num_ranks)
         self.heap_words = max(build.heap_words for build in builds)
         self.num_rounds = 0  # of launches that the last answer took
         folder.mkdir()
         for build in builds:
-            for name in ("prompt", *(f"{name}.{rank}" for name in OF_BOTH for rank in self.ranks)):
+            for name in ("prompt", *shared, *(f"{name}.{rank}" for name in OF_BOTH for rank in self.ranks)):
                 (build.folder / f"{name}.bin").symlink_to(folder / f"{name}.bin")
 
     def answer(
@@ -109,6 +109,7 @@ class Twin:
         for rank in self.ranks:
             np.array([*prediction, NOWHERE, *prompt, *[0] * (context + 4)], np.uint32).tofile(self.folder / f"tokens.{rank}.bin")
             left = [self.folder / f"{name}.{rank}.bin" for name in ("kv", "nets", "ring", "heap")]
+            left += [self.folder / f"{name}.bin" for name in self._shared]
             for path in (*left, *(build.folder / f"words.{rank}.bin" for build in self.builds)):
                 path.unlink(missing_ok=True)
         state = np.zeros(1, DECODE_STATE.dtype)

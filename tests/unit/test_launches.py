@@ -90,6 +90,16 @@ def test_nothing_is_queued_behind_a_stop_before_it_was_called_there(options: dic
     assert len(kernel.steps) <= 300 / most + 2 * len(stops) + 2
 
 
+def test_launches_that_nothing_ends_early_stay_short_where_others_may_come() -> None:
+    """Also those behind as many as there would be with one token in each."""
+    kernel: Any = EndedAtOnce()
+    launches = Launches(kernel, 3, 40, one_by_one=False, has_drafts=True, takes_turns=True)
+    for _ in range(20):
+        launches.refill(0)
+    assert max(kernel.steps) == 8
+    assert len(kernel.steps) > 20
+
+
 def test_a_stop_is_called_also_while_others_wait() -> None:
     kernel: Any = EndsWhenTold()
     called = list[int]()

@@ -25,6 +25,7 @@ from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, DELTA_PARAMS, DRAFT_PARAMS, HOST_PAGE, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import LONGEST_WAIT_US, DeviceToken, Monokernel
+from kog_dist.workers.cuda.processors import ProcessedRequest
 
 CONTEXT, STREAM = 16, 7
 
@@ -163,7 +164,7 @@ def test_requests_that_share_passes_have_drafts_again_behind_them(kernel: Monoke
     kernel.begin((5, 6, 7), 9, SamplingParams(seed=4), (3,), prediction=(8, 9), cache=2)
     assert slot.prompt.array[1:3].tolist() == [6, 7]
     kernel.launch(4)
-    assert (len(builds.small.params), len(builds.large.params)) == (1, 1)
+    assert [len(build.params) for build in builds.pair()] == [1, 1]
     assert int(kernel.state()["position"]) == 0
     state = slot.state.array.view(DECODE_STATE.dtype)
     state["position"] = 4
@@ -176,7 +177,7 @@ def test_requests_that_share_passes_have_drafts_again_behind_them(kernel: Monoke
     assert (seat.state_ptr, seat.prompt_ptr, seat.ring_ptr, seat.host_ptr) == pointers
     assert int(kernel.state()["position"]) == 4
     kernel.launch(2)
-    assert (len(builds.small.params), len(builds.large.params)) == (2, 2)
+    assert [len(build.params) for build in builds.pair()] == [2, 2]
     assert builds._tokens[0].array[:9].tolist() == [8, 9, GAP, 5, 6, 7, 21, 22, 0]
     names = ("position", "pass_tokens", "draft_place", "draft_tokens", "draft_balance", "draft_looked")
     assert [int(state[name][0]) for name in names] == [4, 1, NOWHERE, 0, CREDIT + 256, 4]
@@ -232,7 +233,8 @@ def builds(kernel: Monokernel, monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = DraftBuilds.__new__(DraftBuilds)
     made._shape = SimpleNamespace(spec=SimpleNamespace(max_context=CONTEXT))
     made.large_shape = SimpleNamespace(tokens=PASS_TOKENS)
-    made.small, made.large, made.costs, made._num_predicted = RawLaunches(), RawLaunches(), PassCosts(0.25, 0.125), [0]
+    made._pairs = [[RawLaunches(), RawLaunches()] for _ in range(2)]
+    made.costs, made._num_predicted = PassCosts(0.25, 0.125, 0.5), [0]
     made.words, made.logits = Memory(8, np.uint64), Memory(4, np.float32)
     made._tokens, made._staged = [Memory(2 * CONTEXT + 8, np.uint32)], [np.zeros(2 * CONTEXT + 8, np.uint32)]
     kernel._draft_builds = made
@@ -272,14 +274,30 @@ def test_builds_take_turns_with_words_of_their_own(kernel: Monokernel, builds: A
     assert of_drafts["tokens_ptr"] == builds._tokens[0].data.ptr
     assert of_drafts.tolist()[1:] == (2, PASS_TOKENS, 256, 128)
     size = np.dtype(DRAFT_FIELDS).itemsize
-    places = {}
-    for build in (builds.small, builds.large):
+    places = []
+    for build in builds.pair():
         (raw,) = build.params
         assert raw[size:] == b"peers" + builds.params(0)
-        places[build] = np.frombuffer(raw[:size], DRAFT_FIELDS)[0].tolist()
-    assert places[builds.small] == (30, 0, builds.prompt_ptr(0), 0, 4, 5)
-    assert places[builds.large] == (30, 0, builds.prompt_ptr(0), 0, builds.words.data.ptr, builds.logits.data.ptr)
+        places.append(np.frombuffer(raw[:size], DRAFT_FIELDS)[0].tolist())
+    small, large = (4, 5), (builds.words.data.ptr, builds.logits.data.ptr)
+    assert places == [(30, 0, builds.prompt_ptr(0), 0, *words) for words in (small, large)]
     assert not kernel._kernel.steps, "the plain build has none of it"  # type: ignore[attr-defined]
+
+
+def test_builds_of_requests_with_processors_take_turns_with_the_same_words(kernel: Monokernel, builds: Any) -> None:
+    """They have parameters of both, and of what a grammar forces."""
+    made: Any = SimpleNamespace(params=lambda: b"processors", forced_params=lambda wait: f"wait {wait}".encode())
+    made.begin = lambda *arguments: None
+    kernel._slot.processors = made
+    kernel.begin((5, 6, 7), 9, SamplingParams(), prediction=(8, 9), processed=ProcessedRequest())
+    kernel.launch(30)
+    size, words = np.dtype(DRAFT_FIELDS).itemsize, list[int]()
+    for build in builds.pair(processors=True):
+        (raw,) = build.params
+        assert raw[size:] == b"peersprocessors" + builds.params(0) + b"wait 512"
+        words.append(np.frombuffer(raw[:size], DRAFT_FIELDS)[0]["words_ptr"])
+    assert words == [4, builds.words.data.ptr]
+    assert not any(build.params for build in builds.pair())
 
 
 def test_delta_nets_have_a_state_with_each_cache(kernel: Monokernel) -> None:
@@ -297,8 +315,9 @@ def test_delta_nets_have_a_state_with_each_cache(kernel: Monokernel) -> None:
 
 
 def test_costs_are_what_passes_took_beyond_the_edges_of_launches() -> None:
-    assert costs_of(2.0, 2.5, 0.1) == PassCosts(0.25, 0.1)
-    assert costs_of(2.0, 1.9, -0.1) == PassCosts(0.0, 0.0)
+    assert costs_of(2.0, 2.5, 0.1) == PassCosts(0.25, 0.1, 0.1)
+    assert costs_of(2.0, 1.9, -0.1) == PassCosts(0.0, 0.0, 0.1)
+    assert costs_of(0.1, 0.1, 0.0).mask_wait == 1, "a right draft is no loss"
     assert costs_of(0.0, 1.0, 0.1) == PassCosts()
 
 

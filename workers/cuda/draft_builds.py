@@ -14,7 +14,7 @@ from kog_dist.decode.pass_drafts import PATIENCE, PassDrafts, in_units
 from kog_dist.errors import ConfigError
 from kog_dist.late_numpy import np
 from kog_dist.records import dataclass
-from kog_dist.workers.cuda.build import build
+from kog_dist.workers.cuda.build import PLAIN_SOURCE, PROCESSORS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import DRAFT_PARAMS
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 PASS_TOKENS, FEWEST_TOKENS = 4, 2  # of a pass with drafts; beside delta nets where there is no room for so many
 GAP = NOWHERE = 0xFFFFFFFF
+# Why requests with processors have no drafts on GPUs. Empty: they have; so once tests/gpu/test_processor_drafts.py has passed.
+PROCESSORS_UNTRIED = "no GPU has run passes of several tokens with processors yet"
 MEASURED_POSITION, _MEASURED_PASSES = 512, 8
+_MASK_WAIT_MS = 0.2  # from a token that the kernel tells to its successor's mask: two processes of the host hear of it in turn
 # Weights, without experts and with them, of which prose with drafts was measured next to prose without: docs/passes.md.
 _MEASURED = {False: (None, "INT4", "E4M3"), True: ("E2M1",)}
 _REFUSAL = "speculate lookup cannot be had on GPUs here: "
@@ -67,6 +70,11 @@ def why_unasked_without(shape: KernelShape) -> str:
     return f"with {kind} auto has none until prose is measured there; lookup has"
 
 
+def drafts_processors(shape: KernelShape) -> bool:
+    """Whether requests with processors have drafts, where others have them: on one rank."""
+    return shape.num_ranks == 1 and not PROCESSORS_UNTRIED
+
+
 def draft_bytes(shape: KernelShape) -> int:
     """GPU memory of both builds besides that of `Monokernel`, and what several ranks exchange."""
     large = drafting_shape(shape)
@@ -83,14 +91,17 @@ def draft_headers(shape: KernelShape) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """In passes of one token: what a pass of several takes more, and what it takes to begin with such passes and to end."""
+    """In passes of one token: what a pass of several takes more, what it takes to begin with such passes and to end, and to
+    wait for a mask within a pass, at most all of one.
+    """
 
     extra: float = 0.12
     edge: float = 0.06
+    mask_wait: float = 0.2
 
     def to_json(self) -> str:
         """For other ranks."""
-        return json.dumps([self.extra, self.edge])
+        return json.dumps([self.extra, self.edge, self.mask_wait])
 
     @staticmethod
     def from_json(text: str) -> PassCosts:
@@ -99,16 +110,21 @@ class PassCosts:
 
 
 class DraftBuilds:
-    """Both kernels with their memory, of which each decode slot has its own. Raises CompileError or LaunchError."""
+    """Both kernels with their memory, of which each decode slot has its own. Raises CompileError or LaunchError.
 
-    def __init__(self, shape: KernelShape, kernel_name: str, num_slots: int = 1) -> None:
+    `processors`: with two kernels more, of requests that have processors, too.
+    """
+
+    def __init__(self, shape: KernelShape, kernel_name: str, num_slots: int = 1, *, processors: bool = False) -> None:
         import cupy
 
         from kog_dist.cuda.driver import Kernel
         from kog_dist.workers.cuda.pinned import pinned
 
         self._shape, self.large_shape = shape, drafting_shape(shape)
-        self.small, self.large = (Kernel(build(one).path, kernel_name, SHARED_BYTES) for one in draft_headers(shape))
+        sources = (PLAIN_SOURCE, PROCESSORS_SOURCE) if processors else (PLAIN_SOURCE,)
+        made = [[build(one, source) for one in draft_headers(shape)] for source in sources]
+        self._pairs = [[Kernel(cubin.path, kernel_name, SHARED_BYTES) for cubin in pair] for pair in made]
         first, end = shape.head.vocab_rows
         self.words = cupy.zeros(self.large_shape.words.num_words, cupy.uint64)
         self.logits = cupy.zeros((self.large_shape.tokens, end - first), cupy.float32)
@@ -117,6 +133,19 @@ class DraftBuilds:
         self._staged = [pinned(4 * num_tokens).view(np.uint32) for _ in range(num_slots)]
         self._num_predicted = [0] * num_slots
         self.costs = PassCosts()  # by which the kernels decide; the same on all ranks
+
+    def pair(self, *, processors: bool = False) -> Sequence[Kernel]:
+        """Of passes of one token and of several. Of requests with processors only where these have drafts."""
+        assert int(processors) < len(self._pairs), "made without builds of requests with processors"
+        return self._pairs[int(processors)]
+
+    def is_of(self, kernel: Kernel) -> bool:
+        """Whether it is one of these."""
+        return any(kernel in pair for pair in self._pairs)
+
+    def is_large(self, kernel: Kernel) -> bool:
+        """Whether its passes have several tokens."""
+        return any(kernel is large for _, large in self._pairs)
 
     def prompt_ptr(self, slot: int) -> int:
         """Where the prompt of a decode slot's request stands: between prediction and answer."""
@@ -190,12 +219,12 @@ class DraftBuilds:
             events[1].synchronize()
             return float(cupy.cuda.get_elapsed_time(*events))
 
-        many = _MEASURED_PASSES
-        elapsed_ms(self.small, many), elapsed_ms(self.large, many)  # the first ones take longer
+        many, (small, large) = _MEASURED_PASSES, self.pair()
+        elapsed_ms(small, many), elapsed_ms(large, many)  # the first ones take longer
         # The edge of a launch is in both, so that differences are of passes alone.
-        small_ms = elapsed_ms(self.small, 2 * many) - elapsed_ms(self.small, many)
-        large_ms = elapsed_ms(self.large, 2 * many) - elapsed_ms(self.large, many)
-        edges_ms = elapsed_ms(self.small, *itertools.repeat(1, many)) - elapsed_ms(self.small, many)
+        small_ms = elapsed_ms(small, 2 * many) - elapsed_ms(small, many)
+        large_ms = elapsed_ms(large, 2 * many) - elapsed_ms(large, many)
+        edges_ms = elapsed_ms(small, *itertools.repeat(1, many)) - elapsed_ms(small, many)
         return costs_of(small_ms / many, large_ms / many, edges_ms / (many - 1))
 
 
@@ -203,4 +232,4 @@ def costs_of(small_ms: float, large_ms: float, edge_ms: float) -> PassCosts:
     """From what passes of one token and of several take, and the edge of a launch; none of them is a gain."""
     if small_ms <= 0:
         return PassCosts()
-    return PassCosts(max(large_ms / small_ms - 1, 0.0), max(2 * edge_ms / small_ms, 0.0))
+    return PassCosts(max(large_ms / small_ms - 1, 0.0), max(2 * edge_ms / small_ms, 0.0), min(_MASK_WAIT_MS / small_ms, 1.0))

@@ -90,6 +90,15 @@ DRAFT_PARAMS = Struct(
         Field("edge", "u32", "what beginning and ending with such passes costs: in parts of kDraftUnit of a pass of one token"),
     ),
 )
+FORCED_PARAMS = Struct(
+    "ForcedParams",
+    "What builds with processors and drafts take behind ProcessorParams and DraftParams.",
+    (
+        Field("forced_ptr", "u64", "what the grammar forces, see runtime/forced.py, in shared host memory"),
+        Field("choices_ptr", "u64", "words of exchanges, which builds that take turns share"),
+        Field("wait", "u32", "what a right draft costs whose mask is waited for, as `extra` of DraftParams; 0 without a grammar"),
+    ),
+)
 DELTA_PARAMS = Struct(
     "DeltaParams",
     "What builds of models with gated delta nets take behind all others.",
@@ -193,7 +202,7 @@ HOST_PAGE = Struct(
     ),
     size_multiple=128,
 )
-_OF_BUILDS = (PROCESSOR_PARAMS, STREAM_PARAMS, DRAFT_PARAMS, DELTA_PARAMS, COMPANY_PARAMS)
+_OF_BUILDS = (PROCESSOR_PARAMS, STREAM_PARAMS, DRAFT_PARAMS, FORCED_PARAMS, DELTA_PARAMS, COMPANY_PARAMS)
 KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, *_OF_BUILDS)
 
 

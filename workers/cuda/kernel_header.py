@@ -127,10 +127,8 @@ def shape_header(shape: KernelShape) -> str:
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
     lines += [f"constexpr u64 kTapeBytes = {2 * shape.tape.num_values}ull;"]
     lines += [f"using WeightFormat = {FORMATS[shape.weight_dtype]};", *kv_lines(shape.kv_dtype, spec.head_dim)]
-    offset = 0
-    for name, (words, count) in shape.words.lists.items():
-        lines += [f"constexpr u32 k{name}Offset = {offset}, k{name}Stride = {words};"]
-        offset += words * count
+    for name, (words, _) in shape.words.lists.items():
+        lines += [f"constexpr u32 k{name}Offset = {shape.words.offset_of(name)}, k{name}Stride = {words};"]
     lines += ["}  // namespace kog"]
     forms = {phase.name: op for phase, op in sorted(shape.ops.items())}
     if shape.has_plain_outputs:

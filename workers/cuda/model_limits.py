@@ -10,9 +10,8 @@ from kog_dist.model.spec import ModelSpec
 MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's columns
 MAX_LAYERS = 128  # bits of two words
 MAX_EXPERTS = 512  # sixteen of each thread of the warp that chooses
-_TRIED_HEAD = 128  # values of the widest head whose keys and values a GPU has kept in codes
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
-_EVEN, _PREFILL_EXPERTS = (1, 2, 4, 8), 256  # chosen ones that divide warps; experts whose prompts GPUs have read by chunks
+_TRIED = (1, 2, 4, 8, 10)  # experts of a token that GPUs have run in codes, and whose prompts they have read by chunks
 _SEVERAL, _GATED, _NETS, _SHARED = "several kinds", "gated attention", "gated delta nets", "shared experts"
 _ON_DEVICES = {_SEVERAL, _GATED, _NETS, _SHARED}  # of `_of_mixed`
 
@@ -36,36 +35,27 @@ def unsupported(spec: ModelSpec) -> list[str]:
     return findings
 
 
-def untried(spec: ModelSpec, coding: Coding | None, kv_dtype: str = "") -> str:
+def untried(spec: ModelSpec, coding: Coding | None) -> str:
     """What of a model device code has and no GPU has run yet, so that engines refuse it; empty where all has.
 
     Shapes have it, for tests and benchmarks. A line goes when its test under tests/gpu has passed on a GPU.
     """
-    is_coded, is_recurrent, experts = coding is not None, spec.is_recurrent, spec.experts
-    per_token = 1 if experts is None else experts.per_token
-    is_plain = coding is not None and (coding.plain_inputs or coding.plain_outputs)
-    against = {
-        "quantised experts beside delta nets": is_coded and is_recurrent and experts is not None,
-        f"{per_token} quantised experts for each token (1, 2, 4 or 8)": is_coded and per_token not in _EVEN,
-        "delta nets in 16 bit beside quantised matrices": is_recurrent and is_plain,
-        f"{kv_dtype} keys and values of heads of {spec.head_dim}": kv_dtype == "fp8" and spec.head_dim > _TRIED_HEAD,
-    }
-    return next((what for what, is_so in against.items() if is_so), "")
+    per_token = 1 if spec.experts is None else spec.experts.per_token
+    if coding is None or per_token in _TRIED:
+        return ""
+    return f"{per_token} quantised experts for each token (1, 2, 4, 8 or 10)"
 
 
-def refuse_untried(spec: ModelSpec, coding: Coding | None, kv_dtype: str) -> None:
+def refuse_untried(spec: ModelSpec, coding: Coding | None) -> None:
     """Raises ConfigError for what engines refuse, see `untried`."""
-    if what := untried(spec, coding, kv_dtype):
-        remedy = "use --device cpu" if untried(spec, coding) else "use another --kv-dtype, or --device cpu"
-        raise ConfigError(f"the CUDA kernel cannot run this model: it has {what}, which no GPU has run yet; {remedy}")
+    if what := untried(spec, coding):
+        raise ConfigError(f"the CUDA kernel cannot run this model: it has {what}, which no GPU has run yet; use --device cpu")
 
 
-def untried_in_prefill(spec: ModelSpec, *, is_coded: bool) -> str:
+def untried_in_prefill(spec: ModelSpec) -> str:
     """The same of prompts by chunks, which engines then take token by token."""
     experts = spec.experts
-    if spec.is_recurrent:
-        return "quantised weights beside delta nets" if is_coded else "experts beside delta nets" if experts is not None else ""
-    if experts is None or (experts.per_token in _EVEN and experts.num_experts <= _PREFILL_EXPERTS):
+    if experts is None or experts.per_token in _TRIED:
         return ""
     return f"{experts.per_token} experts of {experts.num_experts}"
 

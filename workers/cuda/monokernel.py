@@ -12,17 +12,20 @@ import numpy as np
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.collectives.words import WORD_BYTES, pair_tags
+from kog_dist.cuda.build import prebuild
 from kog_dist.cuda.driver import Kernel
+from kog_dist.decode.pass_drafts import in_units
 from kog_dist.decode.plan.steps import NONE, Phase
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.records import dataclass
 from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord
+from kog_dist.runtime.forced import ForcedSlot
 from kog_dist.runtime.masks import MaskSlots
 from kog_dist.runtime.places import with_place
 from kog_dist.runtime.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.cuda.build import build, prebuild
+from kog_dist.workers.cuda.build import PROCESSORS_SOURCE, build, program
 from kog_dist.workers.cuda.company_build import CompanyBuild, CompanySeat, company_headers
 from kog_dist.workers.cuda.device_slot import DeviceSlot
 from kog_dist.workers.cuda.device_weights import DeviceWeights
@@ -63,8 +66,9 @@ class Monokernel:
 
     With several ranks `heap` holds `shape.words.boxes`, with drafts those of `drafting_shape`, first and in that order.
     `processors`: with the build that has them, which gets the masks of each slot's grammar from `masks`, if any. `drafts`:
-    with the builds of requests that have drafts. `wait_limit_us` bounds every wait on the device. Raises CompileError or
-    LaunchError when the kernel cannot be had.
+    with the builds of requests that have drafts. `forced`: with those of requests that have both, which get what each slot's
+    grammar forces from there; None: without. `wait_limit_us` bounds every wait on the device. Raises CompileError or LaunchError
+    when the kernel cannot be had.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Monokernel:
         processors: bool = False,
         masks: Sequence[MaskSlots] = (),
         drafts: bool = False,
+        forced: Sequence[ForcedSlot] | None = None,
         num_slots: int = 1,
         num_caches: int = 1,
         company: Sequence[int] = (),
@@ -93,8 +98,9 @@ class Monokernel:
             raise ValueError("the build with processors has passes of one token")
         self._peers = np.zeros((), PEERS.dtype).tobytes() if heap is None else heap.device_handle().tobytes()
         others = [*(draft_headers(shape) if drafts else ()), *(company_headers(shape, size) for size in company)]
-        if others:
-            prebuild([headers(shape), *others])
+        of_both = draft_headers(shape) if forced is not None else ()
+        programs = [program(one) for one in (headers(shape), *others)]
+        prebuild([*programs, *(program(one, PROCESSORS_SOURCE) for one in of_both)])
         cubin = build(headers(shape))
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into
@@ -117,14 +123,18 @@ class Monokernel:
         sizes = (CHOICE_POSITIONS, shape.spec.num_layers, shape.num_ctas)
         self._choices = cupy.zeros(sizes, cupy.uint64) if shape.checks_experts else None  # of position p: at p % CHOICE_POSITIONS
         self._forget_epochs()
-        self._draft_builds = DraftBuilds(shape, KERNEL_NAME, num_slots) if drafts else None
+        both = forced is not None
+        self._draft_builds = DraftBuilds(shape, KERNEL_NAME, num_slots, processors=both) if drafts else None
         self._company = [CompanyBuild(shape, KERNEL_NAME, size) for size in sorted(company)]
         self._together: CompanyBuild | None = None  # whose launch was the last one
         self._ran_together = set[int]()  # numbers of builds with company that have run since `finish`
         self._slots = [DeviceSlot(number, context) for number in range(num_slots)]
         self._slot = self._ran = self._slots[0]  # whose turn it is, and whose state has what counts passes
         if processors:  # last, since it maps memory of the host, which whoever tries again after an error could not
-            builds = processors_builds(shape, KERNEL_NAME, [*masks, *[None] * (num_slots - len(masks))])
+            none = [None] * num_slots
+            builds = processors_builds(
+                shape, KERNEL_NAME, [*masks, *none][:num_slots], [*(forced or ()), *none][:num_slots], self.words.data.ptr
+            )
             for slot, of_slot in zip(self._slots, builds, strict=True):
                 slot.processors = of_slot
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
@@ -188,7 +198,6 @@ class Monokernel:
         state["max_tokens"], state["epoch"], state["num_exchanges"] = max_tokens, self._epoch, before["num_exchanges"]
         state["hash"], state["pass_epoch"] = before["hash"], before["pass_epoch"]
         if prediction is not None:
-            assert processed is None, "a request with processors has no drafts"
             assert self._draft_builds is not None, "made without drafts"
             self._draft_builds.begin(slot.number, prompt, prediction, max_tokens, first_position, state, self.stream)
             rest = rest if self._company else rest[:0]  # in company it has none
@@ -268,8 +277,8 @@ class Monokernel:
         if not num_steps:
             return
         if slot.has_drafts and (builds := self._draft_builds) is not None:
-            self._launch(builds.small, num_steps, 0)
-            self._launch(builds.large, num_steps, 0)
+            for kernel in builds.pair(processors=is_processed):
+                self._launch(kernel, num_steps, 0)
             return
         self._launch(slot.processors.kernel if is_processed and slot.processors else self._kernel, num_steps, stamps_ptr)
 
@@ -336,13 +345,16 @@ class Monokernel:
         params["stamps_ptr"] = stamps_ptr
         if builds is not None and slot.has_drafts:
             params["prompt_ptr"], params["drafts_ptr"] = builds.prompt_ptr(slot.number), fixed_ptr
-            if kernel is builds.large:
+            if builds.is_large(kernel):
                 params["words_ptr"], params["logits_ptr"] = builds.words.data.ptr, builds.logits.data.ptr
         raw = params.tobytes() + self._peers
+        is_of_drafts = builds is not None and builds.is_of(kernel)
         if slot.processors is not None and slot.processed is not None:
             raw += slot.processors.params()
-        elif builds is not None and kernel in (builds.small, builds.large):
+        if builds is not None and is_of_drafts:
             raw += builds.params(slot.number)
+            if slot.processors is not None and slot.processed is not None:
+                raw += slot.processors.forced_params(in_units(builds.costs.mask_wait))
         elif self.shape.tokens > 1:
             raw += bytes(DRAFT_PARAMS.size_bytes)  # tokens are expected, not looked up
         if self.nets is not None:

@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.cuda.driver import HostMapping, Kernel
 from kog_dist.decode.reported import TokenLogprobs
 from kog_dist.decode.sampling.logprobs import logprobs_of
 from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance
 from kog_dist.records import dataclass
+from kog_dist.runtime.forced import ForcedSlot
 from kog_dist.runtime.masks import MaskSlots, num_words
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import PROCESSORS_SOURCE, build
-from kog_dist.workers.cuda.kernel_abi import PROCESSOR_PARAMS, REPORT_WORDS, ProcessorFlag
+from kog_dist.workers.cuda.kernel_abi import FORCED_PARAMS, PROCESSOR_PARAMS, REPORT_WORDS, ProcessorFlag
 from kog_dist.workers.cuda.kernel_header import headers
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.pinned import pinned
@@ -36,11 +38,13 @@ class ProcessedRequest:
 
 
 class ProcessorsBuild:
-    """The kernel with the memory of one request at a time. `masks`: where masks of its grammar come from, mapped into the GPU's
-    addresses until `close`.
+    """The kernel with the memory of one request at a time. `masks`, `forced`: where masks of its grammar and what it forces come
+    from, mapped into the GPU's addresses until `close`. `words_ptr`: the words of the plain build, where exchanges have theirs.
     """
 
-    def __init__(self, shape: KernelShape, kernel: Kernel, masks: MaskSlots | None) -> None:
+    def __init__(
+        self, shape: KernelShape, kernel: Kernel, masks: MaskSlots | None, forced: ForcedSlot | None, words_ptr: int
+    ) -> None:
         import cupy
 
         self._shape, self.kernel, context = shape, kernel, shape.spec.max_context
@@ -54,6 +58,8 @@ class ProcessorsBuild:
         self._reports = pinned(context * REPORT_WORDS * 8).view(np.uint64).reshape(context, REPORT_WORDS)
         has_masks = masks is not None and masks.vocab_size > 0
         self._masks = HostMapping(*masks.memory) if masks is not None and has_masks else None
+        self._forced = HostMapping(*forced.memory) if forced is not None else None
+        self._choices_ptr = words_ptr + WORD_BYTES * shape.words.offset_of("Choice")
         self._request, self._params = ProcessedRequest(), np.zeros((), PROCESSOR_PARAMS.dtype)
 
     def begin(self, request: ProcessedRequest, sampling: SamplingParams, prompt: Sequence[int], stream: Any) -> None:
@@ -92,23 +98,39 @@ class ProcessorsBuild:
         """The request's `PROCESSOR_PARAMS`."""
         return bytes(self._params.tobytes())
 
+    def forced_params(self, mask_wait: int) -> bytes:
+        """The `FORCED_PARAMS` of builds with drafts, which take turns with each other. `mask_wait`: in parts of a pass."""
+        assert self._forced is not None or not self._request.mask_epoch, "made without what grammars force"
+        params = np.zeros((), FORCED_PARAMS.dtype)
+        params["wait"] = mask_wait if self._request.mask_epoch else 0
+        params["forced_ptr"] = 0 if self._forced is None else self._forced.device_ptr
+        params["choices_ptr"] = self._choices_ptr
+        return params.tobytes()
+
     def logprobs(self, index: int, tag: int) -> TokenLogprobs | None:
         """Of token `index` of the request with this tag; None while the kernel has not written them. Only on rank 0."""
         return read_report(self._reports[index], tag, min(self._request.sampling.logprobs or 0, self._shape.spec.vocab_size))
 
     def close(self) -> None:
-        """Let go of the masks; the kernel must have left."""
-        if self._masks is not None:
-            self._masks.close()
-            self._masks = None
+        """Let go of the masks, and of what is forced; the kernel must have left."""
+        for mapping in (self._masks, self._forced):
+            if mapping is not None:
+                mapping.close()
+        self._masks = self._forced = None
 
 
-def processors_builds(shape: KernelShape, kernel_name: str, masks: Sequence[MaskSlots | None]) -> list[ProcessorsBuild]:
-    """One for each decode slot, whose masks these are. Raises CompileError or LaunchError."""
+def processors_builds(
+    shape: KernelShape,
+    kernel_name: str,
+    masks: Sequence[MaskSlots | None],
+    forced: Sequence[ForcedSlot | None],
+    words_ptr: int,
+) -> list[ProcessorsBuild]:
+    """One for each decode slot, whose masks these are, and whose forced tokens. Raises CompileError or LaunchError."""
     kernel, made = Kernel(build(headers(shape), PROCESSORS_SOURCE).path, kernel_name, SHARED_BYTES), list[ProcessorsBuild]()
     try:
-        for of_slot in masks:
-            made.append(ProcessorsBuild(shape, kernel, of_slot))
+        for of_slot in zip(masks, forced, strict=True):
+            made.append(ProcessorsBuild(shape, kernel, *of_slot, words_ptr))
     except BaseException:
         for one in made:  # whoever tries again maps the same memory of the host
             one.close()

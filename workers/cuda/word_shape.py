@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import takewhile
 from math import prod
 
 from kog_dist.decode.plan.recipes import all_recipes
@@ -85,6 +86,11 @@ class WordShape:
     def log_sums(self) -> int:
         """Words of the log-sums of a partition."""
         return _lines(self.spec.lane_heads * self.cache.splits)
+
+    def offset_of(self, name: str) -> int:
+        """Words in front of a list."""
+        before = takewhile(lambda one: one[0] != name, self.lists.items())
+        return sum(words * count for _, (words, count) in before)
 
     @property
     def num_words(self) -> int:

@@ -34,7 +34,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import kv_blocks
 from kog_dist.workers.cuda.company_build import company_shape, company_sizes
-from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape
+from kog_dist.workers.cuda.draft_builds import PASS_TOKENS, drafting_shape, drafts_processors
 from kog_dist.workers.cuda.kernel_plan import kernel_plan
 from kog_dist.workers.cuda.kernel_words import check_words
 from kog_dist.workers.cuda.model_limits import untried_in_passes
@@ -42,6 +42,7 @@ from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.choice_check import ChoiceCheck
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
 from kog_dist.workers.engines.cuda_peers import CudaPeers
+from kog_dist.workers.engines.cuda_programs import compile_ahead
 from kog_dist.workers.engines.cuda_request import CudaRequest
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
 from kog_dist.workers.engines.cuda_states import CudaStates, anew
@@ -86,6 +87,7 @@ class CudaEngine:
         self._has_overflown = False  # prefill, in any request so far
         self._has_said_undrafted = False  # that a request has none
         self._pass_tokens = PASS_TOKENS  # of a pass with drafts
+        self._drafts_processors = False  # also where a request has processors
         self._pass_extra = 0.0  # what a pass of several tokens takes more than one of a single token, in such passes
         self._choices: ChoiceCheck | None = None  # None: nobody compares which experts are chosen
         self._intake: Intake | None = None  # of the requests that come while some run
@@ -128,6 +130,8 @@ class CudaEngine:
                 self._start.begin(StartStage.PEERS)
                 self._peers.agree(checkpoint, plan.digest(), device_index(args.device))
                 self._peers.build()
+            else:
+                compile_ahead(shapes, args)
             self._kernel = self._load(checkpoint, shapes[self._rank])
             if args.check_experts and spec.experts is not None:
                 gather = self._peers.gather_choices if self._peers is not None else lambda own: [own]
@@ -155,6 +159,7 @@ class CudaEngine:
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
         peers = self._peers
         of_codes = MIN_TAPE_TOKENS if is_multiplied_on_tape(shape) else MIN_EXPANDED_TOKENS
+        self._drafts_processors = self._args.drafts and drafts_processors(shape)
         self._min_prefill_tokens = MIN_PREFILL_TOKENS if shape.coding is None else of_codes
         kernel, self._prefill = Start(
             self._args,
@@ -165,6 +170,7 @@ class CudaEngine:
             limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,
             link=self._link,
             sums=None if peers is None else peers.prefill_sums,
+            forced=self._control.forced_slots if self._drafts_processors else None,
             first_cause=str if peers is None else self._first_cause,
         ).load()
         return kernel
@@ -572,7 +578,7 @@ class CudaEngine:
             has_drafts=prediction is not None,
             takes_turns=self._takes_turns,
             has_peers=self._peers is not None,
-            leaves_early=self._takes_turns and prediction is not None,
+            leaves_early=self._takes_turns and prediction is not None and processed is None,
             company_steps=one.company_steps,
             stops=[save.place - first for save in one.saves],
             at_stop=partial(self._save_state, one),
@@ -585,10 +591,11 @@ class CudaEngine:
         """What the answer may be like, if tokens are drafted; None: each has a pass of its own."""
         if not request.drafts or not self._args.drafts:
             return None
-        if not request.needs_all_logits and not request.logit_digests:
+        if not request.logit_digests and (self._drafts_processors or not request.needs_all_logits):
             return request.prediction
         if not self._has_said_undrafted and self._rank == 0:
-            note("requests with a grammar, penalties, filters, log-probabilities or digests decode without drafts on GPUs")
+            processors = "" if self._drafts_processors else "a grammar, penalties, filters, log-probabilities or "
+            note(f"requests with {processors}digests decode without drafts on GPUs")
         self._has_said_undrafted = True
         return None
 

@@ -27,7 +27,7 @@ def kernel_shapes(
     from kog_dist.workers.cuda.model_limits import refuse_untried
 
     spec, codings = checkpoint.spec, codings_of(checkpoint)
-    refuse_untried(spec, codings["coding"], kv_dtype)
+    refuse_untried(spec, codings["coding"])
     lanes = [spec.lanes_of_rank(rank, world_size) for rank in range(world_size)]
     shapes = [
         KernelShape(

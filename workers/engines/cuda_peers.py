@@ -21,11 +21,10 @@ from kog_dist.runtime.ring import NO_TOKEN, Finish
 from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE
-from kog_dist.workers.cuda.company_build import company_headers, company_shape, company_sizes
-from kog_dist.workers.cuda.draft_builds import PassCosts, draft_headers, drafting_shape
-from kog_dist.workers.cuda.kernel_header import headers
+from kog_dist.workers.cuda.company_build import company_shape, company_sizes
+from kog_dist.workers.cuda.draft_builds import PassCosts, drafting_shape
 from kog_dist.workers.engines.agreement import agree, common_terms
+from kog_dist.workers.engines.cuda_programs import compile_ahead, kernel_builds
 from kog_dist.workers.prefill.exchange import peer_exchange
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ class CudaPeers:
         """`shapes`: what every rank's kernel is compiled for, in the order of ranks."""
         self._args, self._control, self._deadline = args, control, deadline
         self._rank, self._shapes = args.info.rank, shapes
-        self._sources = (*KERNEL_SOURCES, *(HEAD_SOURCES if args.prefill != "off" else ()))
         self._slices = [last - first for first, last in (shape.head.vocab_rows for shape in shapes)]
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, self._rank, aborted=self._is_over)
         self._comm: CudaCommunicator | None = None
@@ -75,21 +73,18 @@ class CudaPeers:
         agree(self._rendezvous, terms, self._deadline)
 
     def build(self) -> None:
-        """Have every rank's kernels in the cache: rank 0 compiles, the others wait for it. Raises CompileError on rank 0."""
+        """Have every rank's programs in the cache: rank 0 compiles, the others wait for it. Raises CompileError on rank 0."""
         from kog_dist.workers.cuda.build import build
 
         if self._rank == 0:
+            compile_ahead(self._shapes, self._args)
             for generated, source in self._builds():
                 build(generated, source)
         self.meet()
 
     def _builds(self) -> Iterator[tuple[dict[str, str], str]]:
         """Headers and source of each program of every rank's kernel."""
-        for shape in self._shapes:
-            yield from ((headers(shape), source) for source in self._sources)
-            yield from ((generated, PLAIN_SOURCE) for generated in (draft_headers(shape) if self._args.drafts else ()))
-            company = company_sizes(shape, self._args.parallel)
-            yield from ((company_headers(shape, size), PLAIN_SOURCE) for size in company)
+        return (one for shape in self._shapes for one in kernel_builds(shape, self._args))
 
     def link(self, device: int, prefill_tokens: int = 0) -> CudaHeap:
         """Map the peers' memory and try it. Returns the heap with the mailboxes of the monokernel, which come first.

@@ -17,6 +17,7 @@ from kog_dist.runtime.startup import NOBODY, StartStage, StartTeller
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
     from kog_dist.model.checkpoint import Checkpoint
+    from kog_dist.runtime.forced import ForcedSlot
     from kog_dist.runtime.masks import MaskSlots
     from kog_dist.workers.arguments import WorkerArgs
     from kog_dist.workers.cuda.head_start import LastStreams
@@ -74,6 +75,7 @@ class Start:
     link: Callable[[int], CudaHeap | None]
     sums: Callable[[float], PeerExchange] | None  # the exchange of prefill whose waits are bounded by so many seconds
     tell: StartTeller = NOBODY  # what the rank does meanwhile
+    forced: Sequence[ForcedSlot] | None = None  # of each decode slot, where requests with processors have drafts
     first_cause: Callable[[str], str] = str  # of all ranks, which call it together: one that is not empty; `str` for one rank
 
     def load(self) -> tuple[DecodeKernel, Prefiller | None]:
@@ -196,6 +198,7 @@ class Start:
             processors=True,
             masks=self.masks,
             drafts=args.drafts,
+            forced=self.forced,
             num_slots=args.parallel,
             num_caches=args.num_kv_caches,
             company=company_sizes(self.shape, args.parallel),

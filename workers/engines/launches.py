@@ -176,6 +176,7 @@ class Launches:
         self._stops, self._at_stop, self._num_steps_queued = deque(stops), at_stop, 0
         self._kernel, self._check, self._leaves_early, self._company_steps = kernel, check, leaves_early, company_steps
         self._most_queued = CHUNKS_QUEUED if check is None else 1
+        self._answer_steps = ANSWER_STEPS  # of a launch
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
         self._has_drafts, self._first_position = has_drafts, first_position
         self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
@@ -184,8 +185,8 @@ class Launches:
             prompt_steps = _chunks(num_prompt_steps, most)
             plan = [(steps, 0) for steps in prompt_steps] + [(1, index) for index in range(max_tokens)]
         elif takes_turns:
-            most = ANSWER_STEPS if leaves_early else RANKS_STEPS if has_peers else ALONE_STEPS
-            plan = [(steps, 0) for steps in _chunks(num_prompt_steps, ALONE_STEPS) + _chunks(max_tokens, most)]
+            self._answer_steps = ANSWER_STEPS if leaves_early else RANKS_STEPS if has_peers else ALONE_STEPS
+            plan = [(steps, 0) for steps in _chunks(num_prompt_steps, ALONE_STEPS) + _chunks(max_tokens, self._answer_steps)]
         else:
             num_whole = num_prompt_steps // PROMPT_STEPS
             rest = num_prompt_steps % PROMPT_STEPS + max_tokens
@@ -238,7 +239,7 @@ class Launches:
             return ended
         if not self._waiting and self._num_more and len(self._queued) < most_queued:
             self._num_more -= 1
-            self._waiting.append((ANSWER_STEPS, 0))
+            self._waiting.append((self._answer_steps, 0))
         while self._waiting and len(self._queued) < most_queued and self._waiting[0][1] <= num_taken:
             steps, after = self._waiting.popleft()
             most = self._company_steps or steps

@@ -11,6 +11,9 @@
 #ifdef KOG_DRAFTS
 #include "sample_drafts.cuh"
 #endif
+#if defined KOG_PROCESSORS && defined KOG_DRAFTS
+#include "sample_processor_drafts.cuh"
+#endif
 #ifdef KOG_COMPANY
 #include "sample_company.cuh"
 #endif
@@ -87,10 +90,14 @@ struct KogLaunch {
     KogPeers peers;
 #ifdef KOG_PROCESSORS
     KogProcessorParams processors;
-#elif defined KOG_DRAFTS
-    KogDraftParams drafts;
 #elif defined KOG_COMPANY
     KogCompanyParams company;
+#endif
+#ifdef KOG_DRAFTS
+    KogDraftParams drafts;
+#ifdef KOG_PROCESSORS
+    KogForcedParams told;
+#endif
 #endif
 #ifdef KOG_DELTA
     KogDeltaParams delta;
@@ -126,14 +133,17 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
         if (warp == kLoaderWarp) load_tape(params, role);
         else if (warp == kFinalWarp) finalize(params, peers, role);
         else if (warp == kSampleWarp) {
-#ifdef KOG_PROCESSORS
+#if defined KOG_DRAFTS && defined KOG_DELTA
+            const u32 stop_position = launch.delta.stop_position;
+#elif defined KOG_DRAFTS
+            constexpr u32 stop_position = 0;
+#endif
+#if defined KOG_PROCESSORS && defined KOG_DRAFTS
+            sample_processor_drafts(params, peers, launch.processors, launch.drafts, launch.told, role, num_steps, stop_position);
+#elif defined KOG_PROCESSORS
             sample_processors(params, peers, launch.processors, role, num_steps);
 #elif defined KOG_DRAFTS
-#ifdef KOG_DELTA
-            sample_drafts(params, peers, launch.drafts, role, num_steps, launch.delta.stop_position);
-#else
-            sample_drafts(params, peers, launch.drafts, role, num_steps, 0);
-#endif
+            sample_drafts(params, peers, launch.drafts, role, num_steps, stop_position);
 #elif defined KOG_COMPANY
             sample_company(params, peers, role, num_steps);
 #else

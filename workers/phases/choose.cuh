@@ -189,7 +189,7 @@ struct Chooser : OwnRows {
         Offers offers;
         float largest_logit = -INFINITY;
         const u32 now = turn(), position = this->position();
-        if (has_head(role, now)) {
+        if (chooses(now)) {
             if ((processors.flags & kMasked) && !fetch_mask(now, position + 1 - role.num_prompt, offers.flags)) return false;
             if (!look_at_rows(now, position, is_too_early(position), offers, largest_logit)) return false;
         } else if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(pass_ended), now & 1)) {
@@ -197,13 +197,13 @@ struct Chooser : OwnRows {
         }
 #pragma unroll 1
         for (bool is_first = true;; is_first = false) {
-            const bool has_logits = has_head(role, turn());
-            if (!exchange(offers, has_logits && (processors.flags & kReports), largest_logit, pass_number() + 1)) return false;
+            const bool has_logits = chooses(turn());
+            if (!exchange(offers, has_logits && (processors.flags & kReports), largest_logit, report_tag())) return false;
             if (!is_first || !has_logits || !is_too_early(this->position()) || offers.flags != 0 || offers.best.place != kNoPlace) break;
             look_at_end_ids(this->position(), offers);  // nothing else is left
         }
         if (offers.flags & kCancelFlag) finish = kCancelledFinish;
-        else if (!has_head(role, turn())) return true;
+        else if (!chooses(turn())) return true;
         else if (offers.flags & kNoMaskFlag) finish = kNoMaskFinish;
         else if (offers.flags & kFaultFlag) finish = kNumericalFaultFinish;
         else if (offers.best.place == kNoPlace) finish = kNoMaskFinish;

@@ -9,6 +9,10 @@ struct OwnRows {
     const KogPeers& peers;
     const KogProcessorParams& processors;
     const Role& role;
+#ifdef KOG_DRAFTS
+    const KogForcedParams& told;
+    u32& forced;  // what the grammar forces from the token of the newest mask on: thread 0 has how many tokens, thread i the i-th
+#endif
 
     // What lives as long as the launch, or until the report, is kept in shared memory: registers are short.
     // Number of the newest exchange, of this and all launches before. Who sets it has met the warp's other threads since they read it.
@@ -18,15 +22,35 @@ struct OwnRows {
         __syncwarp();
     }
     // The pass among those of this launch, where its token stands, and its number.
-    __device__ __forceinline__ u32 turn() const { return load_shared_u32(role.base + KOG_OFFSET(turn)); }
-    __device__ __forceinline__ void set_turn(u32 turn) const { store_shared(role.base + KOG_OFFSET(turn), turn); }
-    __device__ __forceinline__ u32 position() const { return load_shared_u32(role.base + KOG_OFFSET(passes[turn() & 1].position)); }
+    __device__ __forceinline__ u32 turn() const { return load_shared_u32(role.base + KOG_OFFSET(turn)) / kTokens; }
+    __device__ __forceinline__ void set_turn(u32 turn, u32 token = 0) const {
+        store_shared(role.base + KOG_OFFSET(turn), turn * kTokens + token);
+    }
+    // Which token of the pass it is whose successor is chosen.
+    __device__ __forceinline__ u32 pass_token() const { return load_shared_u32(role.base + KOG_OFFSET(turn)) % kTokens; }
+    __device__ __forceinline__ u32 position() const {
+        if constexpr (kTokens == 1) return load_shared_u32(role.base + KOG_OFFSET(passes[turn() & 1].position));
+        else return load_shared_u32(role.base + KOG_OFFSET(passes[turn() & 1].position)) + pass_token();
+    }
     __device__ __forceinline__ u32 pass_number() const { return load_shared_u32(role.base + KOG_OFFSET(passes[turn() & 1].number)); }
     // Of the newest token.
     __device__ __forceinline__ u32 chosen_place() const { return load_shared_u32(role.base + KOG_OFFSET(chosen_place)); }
 
     __device__ __forceinline__ Quads<kRanks, kReplicas, kNumCtas> quads() const {
+#ifdef KOG_DRAFTS  // builds that take turns count exchanges together, so their words are the same
+        return {peers, reinterpret_cast<u64*>(told.choices_ptr), choice_box()};
+#else
         return {peers, reinterpret_cast<u64*>(params.words_ptr) + kChoiceOffset, choice_box()};
+#endif
+    }
+    // What the report of the token that is chosen is tagged with. The lowest bit changes from one token to the next: it is the slot in which largest
+    // logits are told. Builds that take turns count their passes apart, and from the top, so that no build takes another one's words for its own.
+    __device__ __forceinline__ u32 report_tag() const {
+#ifdef KOG_DRAFTS
+        return ~(2 * (pass_number() * kTokens + pass_token()) + (kTokens > 1)) << 1 | (position() & 1);
+#else
+        return pass_number() + 1;
+#endif
     }
     __device__ __forceinline__ u32 own_source() const { return peers.rank * kNumCtas + role.cta; }
     __device__ __forceinline__ u32 first_row() const { return first_vocab_row(role.cta); }
@@ -58,11 +82,18 @@ struct OwnRows {
         const u64 since_ns = globaltimer_ns();
         while (true) {
             bool ready = true;
-            for (u32 i = laneid(); i < count; i += 32) {
+            u32 num_asked = count;
+#ifdef KOG_DRAFTS  // behind a draft it is only being made: until it comes, one word is asked for
+            if (count > 0 && !value_has_tag(load_system(words), tag)) ready = false, num_asked = 0;
+#endif
+            for (u32 i = laneid(); i < num_asked; i += 32) {
                 const u64 word = load_system(words + i);
                 ready = ready && value_has_tag(word, tag);
                 store_shared(role.base + KOG_OFFSET(mask) + 4 * i, static_cast<u32>(word));
             }
+#ifdef KOG_DRAFTS
+            ready = hear_forced(tag) && ready;
+#endif
             if (__all_sync(kFullWarp, ready)) break;
             if (must_leave(role.stopped())) return false;
             const bool late = globaltimer_ns() - since_ns > params.wait_limit_us * 500ull;  // half of what others wait for this rank
@@ -75,6 +106,16 @@ struct OwnRows {
         __syncwarp();
         return true;
     }
+#ifdef KOG_DRAFTS
+    // What is forced comes in front of the mask, and stands until the token is told: all thread blocks hear the same. False: it is not all there.
+    __device__ __forceinline__ bool hear_forced(u32 tag) const {
+        const u64 word = laneid() <= kMostForced ? load_system(reinterpret_cast<const u64*>(told.forced_ptr) + laneid()) : 0;
+        forced = static_cast<u32>(word);
+        const u32 count = min(__shfl_sync(kFullWarp, forced, 0), kMostForced);
+        return laneid() > count || value_has_tag(word, tag);
+    }
+    static constexpr u32 kMostForced = 4;  // that matter: the token itself, and the drafts of a pass
+#endif
     // Rank 0's first thread block is told, and tells the others in the quads of this token.
     __device__ __forceinline__ bool is_cancelled() const {
         if (is_root()) return role.shared->cancelled;
@@ -102,6 +143,11 @@ struct OwnRows {
         store_shared(x_at(role, local), x);
         store_shared(score_at(role, local), score);
     }
+    // Whether the successor of the pass's token is chosen; else the prompt has it.
+    __device__ __forceinline__ bool chooses(u32 turn) const {
+        if constexpr (kTokens == 1) return has_head(role, turn);
+        else return position() + 1 >= role.num_prompt;
+    }
     // Passes of this launch before `turn` that had logits, if this one has.
     __device__ __forceinline__ u32 heads_before(u32 turn) const { return turn - role.num_headless; }
     // Until the finaliser is done with so many products of the pass's layers, looking rarely.
@@ -111,8 +157,13 @@ struct OwnRows {
     }
     // Until it has handed over a block of the pass's logits, the last one with the end of the pass.
     __device__ __forceinline__ bool wait_for_block(u32 turn, u32 block) const {
-        if (block == kCountedBlocks) return mbar_wait(role.stopped(), role.base + KOG_OFFSET(pass_ended), turn & 1);
+        if (kTokens > 1 || block == kCountedBlocks) return mbar_wait(role.stopped(), role.base + KOG_OFFSET(pass_ended), turn & 1);
         return counter_wait<40>(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(turn) * kCountedBlocks + block + 1);
+    }
+    // Of several tokens the finaliser has left all logits in memory: there is room in shared memory for one token's.
+    __device__ __forceinline__ float handed_logit(u32 row) const {
+        if constexpr (kTokens == 1) return load_shared_f32(x_at(role, row - first_row()));
+        return __uint_as_float(load_relaxed_u32(reinterpret_cast<const u32*>(params.logits_ptr) + pass_token() * kVocabRows + row));
     }
     // All own rows, block by block as the finaliser hands them over; what does not need the logits is done before. `largest`: this thread's
     // largest logit. False: leave.
@@ -128,7 +179,7 @@ struct OwnRows {
             const float noise = noise_of(row, position);
             if (!wait_for_block(turn, block)) return false;
             if (real) {
-                const float logit = load_shared_f32(x_at(role, row - first_row()));
+                const float logit = handed_logit(row);
                 if (!(fabsf(logit) < INFINITY)) offers.flags |= kFaultFlag;
                 largest = fmaxf(largest, logit);
                 logits[row] = logit;  // a copy that the head of the next token does not overwrite before the report is made

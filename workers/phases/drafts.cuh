@@ -6,7 +6,7 @@
 
 namespace kog {
 
-constexpr u32 kNoPlace = ~0u, kGap = ~0u;  // kGap: between prediction and prompt
+constexpr u32 kNotFound = ~0u, kGap = ~0u;  // kGap: between prediction and prompt
 constexpr u32 kLeast = 3, kMost = 32;      // tokens that must be alike, and that are compared
 constexpr u32 kBehind = 4, kAhead = 24, kLost = 8;
 static_assert(kTokens <= 4 && kAhead + kBehind <= 32, "what is unrolled, and a place for each thread");
@@ -122,10 +122,10 @@ struct Drafter {
     __device__ __forceinline__ void push(u32 index, u32 token) {
         if (laneid() == 0) store_relaxed_u32(tokens() + index, token);
         __syncwarp();
-        if (place == kNoPlace) return;
+        if (place == kNotFound) return;
         const bool is_expected = at(place) == token;
         place += is_expected, num_missed = is_expected ? 0 : num_missed + 1;
-        if (num_missed > kLost || place >= index) place = kNoPlace;
+        if (num_missed > kLost || place >= index) place = kNotFound;
     }
 
     // Look for the tokens that end with `token`, at `last`, of which `list` was prepared; kTokens: none was. What it finds is the draft.
@@ -136,14 +136,14 @@ struct Drafter {
             const u32 behind = lists.places[list][laneid()] + 2;
             if (behind != params.num_predicted) key = rank(lists.lengths[list][laneid()] + 1, behind);
         }
-        if (place != kNoPlace && place > 0 && place != params.num_predicted) {
+        if (place != kNotFound && place > 0 && place != params.num_predicted) {
             const bool is_there = laneid() < place;
             const u32 alike = __ballot_sync(kFullWarp, is_there && at(is_there ? place - 1 - laneid() : 0) == at(is_there ? last - laneid() : 0));
             key = max(key, rank(__popc(alike & ~(alike + 1)), place));
         }
         key = __reduce_max_sync(kFullWarp, key);
         if (key >> 26 >= kLeast) return take(key & 0xffffff);
-        return place != kNoPlace && find_near(last, token);
+        return place != kNotFound && find_near(last, token);
     }
     // Near to an earlier draft: fewer tokens, or none right behind one that was other than expected.
     __device__ __forceinline__ bool find_near(u32 last, u32 token) {
@@ -171,11 +171,20 @@ struct Drafter {
 
     // The answer has `num_new` tokens more, the newest one at `last`; the first `num_right` of `num_drafted` were drafted.
     __device__ __forceinline__ void took(u32 num_new, u32 num_right, u32 last, u32 token) {
-        const bool is_large = per_pass > 1;
-        const int extra = static_cast<int>(params.extra), edge = is_large ? 0 : static_cast<int>(params.edge);
-        if (is_large) balance += static_cast<int>(num_right * kDraftUnit) - extra;
+        count(num_new, num_right);
+        look_up(last, token, num_new);
+    }
+    __device__ __forceinline__ int extra() const { return static_cast<int>(params.extra); }
+    __device__ __forceinline__ int edge() const { return per_pass > 1 ? 0 : static_cast<int>(params.edge); }
+    // What the pass has cost and won.
+    __device__ __forceinline__ void count(u32 num_new, u32 num_right) {
+        if (per_pass > 1) balance += static_cast<int>(num_right * kDraftUnit) - extra();
         balance += static_cast<int>(num_new * kDraftShare);
         if (balance > kDraftMostSaved) balance = kDraftMostSaved;
+    }
+    // The draft of the next pass, behind `token`, at `last`.
+    __device__ __forceinline__ void look_up(u32 last, u32 token, u32 num_new) {
+        const int extra = this->extra(), edge = this->edge();
         if (balance >= extra + edge && find(last, token, num_new - 1)) {
             balance -= edge, per_pass = params.pass_tokens, num_idle = 0;
             return;

@@ -368,7 +368,8 @@ struct Finalizer : BiasedRows {
                     }
                 }
 #ifdef KOG_PROCESSORS
-                hand_logits(role, block, row, logit, logits);
+                if constexpr (kTokens == 1) hand_logits(role, block, row, logit, logits);
+                else if (is_own_row(block)) logits[token * kVocabRows + row] = logit;
                 continue;
 #endif
                 if (is_own_row(block)) {
@@ -412,6 +413,7 @@ struct Finalizer : BiasedRows {
     // of all with all, which is also what makes the words' slots safe to write again.
     __device__ __forceinline__ void end(Candidate (&candidates)[kTokens]) {
 #ifdef KOG_PROCESSORS  // the sampler does it
+        if constexpr (kTokens > 1) __syncwarp();  // all threads' logits are there
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(pass_ended));
         return;
 #endif

@@ -6,9 +6,7 @@
 
 namespace kog {
 
-static_assert(kTokens == 1, "one token is chosen at a time");
-
-// Tell the thread block's other warps of a pass. If there is none, thread block 0 leaves the state to the next launch.
+// Tell the thread block's other warps of a pass of one token. If there is none, thread block 0 leaves the state to the next launch.
 __device__ __forceinline__ void announce_pass(const Role& role, KogDecodeState* state, u32 turn, const Pass& pass, u32 finish) {
     if (pass.is_none && role.cta == 0 && laneid() == 0 && turn > 0) {
         state->token = pass.tokens[0];
@@ -27,8 +25,9 @@ __device__ __forceinline__ u32 finish_of(const KogDecodeParams& params, u32 max_
     return stops ? kStopFinish : index + 1 >= max_tokens || position + 2 >= kMaxContext ? kLengthFinish : kNoneFinish;
 }
 
-// Thread block 0 writes the successor of the token at `position` for the host.
-__device__ __forceinline__ void tell_host(const KogDecodeParams& params, const Role& role, u32 turn, u32 position, u32 token, u32 finish) {
+// Thread block 0 writes the successor of the token at `position` for the host. `drafted`: what the entry says besides.
+__device__ __forceinline__ void tell_host(const KogDecodeParams& params, const Role& role, u32 turn, u32 position, u32 token, u32 finish,
+                                          u32 drafted = 0) {
     if (role.cta != 0 || laneid() != 0) return;
     u64* stamps = reinterpret_cast<u64*>(params.stamps_ptr);
     if (stamps != nullptr) stamps[turn] = globaltimer_ns();
@@ -38,9 +37,10 @@ __device__ __forceinline__ void tell_host(const KogDecodeParams& params, const R
     const bool has_token = finish < kCancelledFinish;
     if (counts)
         store_system_x2(reinterpret_cast<u64*>(params.ring_ptr) + 2 * entry, make_value_word(has_token ? token : 0xffffffffu, params.request_tag),
-                        make_value_word(finish, params.request_tag));
+                        make_value_word(finish | drafted, params.request_tag));
 }
 
+#ifndef KOG_DRAFTS  // which have a sampler of their own: sample_processor_drafts.cuh
 __device__ __forceinline__ void sample_processors(const KogDecodeParams& params, const KogPeers& peers, const KogProcessorParams& processors,
                                               const Role& role, u32 num_steps) {
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
@@ -80,5 +80,6 @@ __device__ __forceinline__ void sample_processors(const KogDecodeParams& params,
         ++position, ++number;
     }
 }
+#endif
 
 }  // namespace kog

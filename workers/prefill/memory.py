@@ -32,7 +32,7 @@ _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within g
 
 def obstacle_to_prefill(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") -> str:
     """Why ranks of this machine cannot go through prompts in chunks; empty if they can (as far as the model decides)."""
-    if what := untried_in_prefill(spec, is_coded=coding is not None):
+    if what := untried_in_prefill(spec):
         return f"the model has {what}, whose prompts no GPU has read by chunks yet"
     finding = misfit(spec, coding, kv_dtype)
     return f"the model has {finding}" if finding else ""

@@ -13,6 +13,11 @@
 // found which words, of ranks' own memories and then of their heaps.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well (record.RANK.bin says why), with 6 when invalid streams were
 // not left alone.
+// Compiled with KOG_PROCESSORS: a build with processors, on one rank. processors.bin has its KogProcessorParams; history.bin, choices.bin and reports.bin
+// are written, and with RESUME gone on from.
+#ifdef KOG_PROCESSORS
+#include "processors_ptx.h"
+#endif
 #include "decode.cu"
 #include "last_streams.cu"
 #include "ranks.h"
@@ -38,6 +43,23 @@ struct Rank : RankMemory {
     }
     u64* read_streams() const { return own_streams(0); }
 };
+#ifdef KOG_PROCESSORS
+struct ProcessorMemory {
+    Memory params = read("processors"), raw{4 * kVocabRows}, bias{4 * kVocabRows}, history{4 * kVocabRows}, choices{16 * kChoiceStride},
+           reports{8 * kMaxContext * kReportEntry};
+
+    ProcessorMemory() { read_if_there("history", history), read_if_there("choices", choices), read_if_there("reports", reports); }
+    void write_all() const { write("history", history), write("choices", choices), write("reports", reports); }
+    void hand_to(KogLaunch& packed) const {
+        memcpy(&packed.processors, params.at, sizeof(packed.processors));
+        KogProcessorParams& p = packed.processors;
+        p.raw_ptr = raw.ptr(), p.bias_ptr = bias.ptr(), p.history_ptr = history.ptr(), p.report_ptr = reports.ptr();
+#ifdef KOG_DRAFTS
+        packed.told = {0, choices.ptr(), 0};
+#endif
+    }
+};
+#endif
 constexpr u32 kCopyWords = kStreamsToAll ? kStreamCopyWords : kStreamStride;
 
 // The streams that all ranks' layers have published, in float32; their words are cleared.
@@ -95,6 +117,10 @@ int main(int num_arguments, char** argv) {
         read_if_there("state" + number, r.state), read_if_there("kv" + number, r.kv);
         read_if_there("ring" + number, r.ring), read_if_there("heap" + number, r.heap), read_if_there("nets" + number, r.nets);
     }
+#ifdef KOG_PROCESSORS
+    static_assert(kRanks == 1, "one history");
+    const ProcessorMemory of_processors;
+#endif
     note(ranks);
     // Steps: each goes on after the one before. The first is as short as can be, since in it nobody is patient.
     std::vector<u32> launches = {(num_prompt - ranks[0].decode_state().position + kTokens - 1) / kTokens + 1, max_tokens};
@@ -135,6 +161,9 @@ int main(int num_arguments, char** argv) {
 #endif
             if (resumes) p.prompt_ptr = r.tokens.ptr() + 4 * (packed.drafts.num_predicted + 1);
 #endif
+#ifdef KOG_PROCESSORS
+            of_processors.hand_to(packed);
+#endif
             start(packed, rank);
         }
         const u64 before = copied_bytes;
@@ -142,6 +171,9 @@ int main(int num_arguments, char** argv) {
         printf("%llu\n", copied_bytes - before);
     }
     twin::write_accesses();
+#ifdef KOG_PROCESSORS
+    of_processors.write_all();
+#endif
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
         write("record" + number, ranks[rank].record);

@@ -12,7 +12,9 @@ import pytest
 from numpy.typing import DTypeLike
 
 from kog_dist.decode.coding import Coding
+from kog_dist.model.experts import ExpertsSpec
 from kog_dist.model.formats.weight_format import WeightFormat
+from kog_dist.model.layers import Experts
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.coded_source import is_coded
@@ -28,14 +30,15 @@ from tests.unit.cpu_compiler import needs_compiler
 from tests.unit.prefill.delta_rank import StoredRank, Wanted
 from tests.unit.prefill.emulated import compiled, emulated_delta, launcher
 from tests.unit.prefill.models import relative_error, token_ids
-from tests.unit.prefill.test_delta import SHARED
-from tests.unit.test_delta_codes_twin import ODD, PUBLISHED, USUAL, CodedNets
+from tests.unit.test_delta_codes_twin import MIXTURE, ODD, PUBLISHED, USUAL, CodedNets
+from tests.unit.test_kinds_twin import NET, SMALL, spec_of
 
 pytestmark = needs_compiler
 CASES = {
     "FP8, blocks": (USUAL, WeightFormat("E4M3", 128, 128, "BF16")),
     "FP8, a scale for each row, odd shapes": (ODD, WeightFormat("E4M3", 1, 0, "F32")),
     "INT4, published heads": (PUBLISHED, WeightFormat("INT4", 1, 128, "BF16")),
+    "FP8, experts beside a shared one": (MIXTURE, WeightFormat("E4M3", 128, 128, "BF16")),
 }
 PLAIN = {  # what is not in codes
     "INT4, nets in 16 bit": (WeightFormat("INT4", 1, 128, "BF16"), ("plain_inputs", "plain_outputs")),
@@ -93,9 +96,9 @@ def test_prompts_have_the_logits_of_the_interpreter(name: str, tmp_path: Path, m
         assert relative_error(found[0], of_net[0]) < 6e-3
     held = [getattr(layer, field) for layer in rank.matrices for field in ("attention_norm", "ffn_norm", "head_norms")]
     held += [getattr(layer, f"delta_{field}") for layer in rank.matrices for field in ("taps", "factors", "norm")]
-    nets = [layer.plain for layer in rank.matrices if layer.plain is not None]
-    assert len(nets) == (len(rank.delta.layers) if plain else 0)
-    held += [matrix for net in nets for matrix in (net.wqkv, net.wo)]
+    parts = [layer.plain for layer in rank.matrices if layer.plain is not None]
+    assert len(parts) == (len(rank.delta.layers) if plain else len(rank.matrices) if spec.experts is not None else 0)
+    held += [one for part in parts for one in (part.wqkv, part.wo, part.router, part.shared_gate)]
     assert expanded_bytes(rank.shape) == rank.matrices[0].matrices.num_bytes + sum(one.nbytes for one in held if one is not None)
 
 
@@ -118,4 +121,9 @@ def test_kernels_sum_the_terms_of_factors(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_stands_beside_codes_in_other_ways_is_refused() -> None:
     coding = Coding.of(CASES["INT4, published heads"][1])
-    assert "experts or biases" in misfit(SHARED, coding)
+    biased = spec_of(NET, replace(SMALL, qkv_bias=True), hidden_size=160)
+    assert misfit(biased) == ""
+    assert misfit(biased, coding) == "biases in layers of several kinds beside codes of INT4"
+    wide = spec_of(NET, SMALL, ffn=Experts(512, ExpertsSpec(16, 3), 5120), hidden_size=160)
+    assert misfit(wide) == ""
+    assert misfit(wide, coding) == "a shared expert with 1280 columns in a lane beside codes of INT4 (at most 1024)"

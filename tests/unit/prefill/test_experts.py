@@ -15,6 +15,7 @@ from kog_dist.bench.shapes import MOE, named_shape
 from kog_dist.decode.coding import Coding
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.experts import ClampedSwiglu, ExpertsSpec
+from kog_dist.model.formats.weight_format import WeightFormat
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -40,6 +41,7 @@ from tests.unit.prefill.test_expand import widened
 from tests.unit.prefill.test_prefill import check_ranks, last_logits
 from tests.unit.test_coded_twin import FORMS, CodedModel
 from tests.unit.test_decode_twin import Model
+from tests.unit.test_delta_codes_twin import MIXTURE, CodedNets
 from tests.unit.test_expert_twin import MXFP4, QUANTISED, VARIANTS, CodedExperts
 
 PROMPT = 45
@@ -230,7 +232,7 @@ class Case:
             values = getattr(model, "values", {})
             return values[name] if name in values else widened(model.words[name], model.dtype)
 
-        self.buffers = DenseBuffers(self.layout, np.float16, self.size, "cpu")
+        self.buffers = DenseBuffers(self.layout, np.float16, self.size, "cpu", shape.delta)
         self.buffers.last_position[0] = num_tokens - 1
         self.matrices: list[DenseMatrices] = matrices_of(spec, lanes, tensor, np.float16).layers()
         experts = [plain_experts(spec, layer, lanes, tensor) for layer in range(spec.num_layers)]
@@ -313,4 +315,19 @@ def test_kernels_are_the_twin_of_quantised_experts(tmp_path: Path, monkeypatch: 
     set_sizes(monkeypatch, FEW_PAIRS if form != "FP8, blocks" else MORE_PAIRS)
     model = CodedModel(replace(QUANTISED, hidden_size=288), "bfloat16", FORMS[form], monkeypatch)
     shape = KernelShape(model.spec, range(model.spec.num_lanes), model.dtype, max_ctas=4, coding=Coding.of(FORMS[form]))
+    Case(tmp_path, model, shape, NUM_TOKENS).check(monkeypatch)
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", ["E4M3", "INT4"])
+def test_kernels_are_the_twin_of_quantised_experts_beside_a_shared_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    """Three of sixteen, whose columns of `down` warps take in turn."""
+    set_sizes(monkeypatch, FEW_PAIRS)
+    form = WeightFormat(number, 1, 128, "BF16")
+    model = CodedNets(MIXTURE, "bfloat16", form, monkeypatch)
+    shape = KernelShape(model.spec, range(model.spec.num_lanes), model.dtype, max_ctas=4, coding=Coding.of(form))
+    assert shape.experts is not None
+    assert shape.experts.takes_turns
     Case(tmp_path, model, shape, NUM_TOKENS).check(monkeypatch)

@@ -10,6 +10,10 @@ struct uint2 {
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { return {x, y}; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+template <class A>
+A max(A a, A b) {
+    return a < b ? b : a;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return static_cast<unsigned __int128>(a) * b >> 64; }
 inline unsigned long long __float2ull_rz(float v) { return static_cast<unsigned long long>(v); }

@@ -13,9 +13,14 @@ SOURCE_FOLDERS = (
 )
 
 
+def program(stem: str, header: str) -> compiler.Program:
+    """`stem`.cu with this `stem`_shape.cuh."""
+    return compiler.Program({**compiler.read_sources(*SOURCE_FOLDERS), f"{stem}_shape.cuh": header}, f"{stem}.cu")
+
+
 def build(stem: str, header: str) -> compiler.Cubin:
-    """The cubin of `stem`.cu with this `stem`_shape.cuh. Raises CompileError with the compiler's log."""
-    return compiler.build({**compiler.read_sources(*SOURCE_FOLDERS), f"{stem}_shape.cuh": header}, f"{stem}.cu")
+    """The cubin of `program`. Raises CompileError with the compiler's log."""
+    return compiler.build(*program(stem, header))
 
 
 def launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, early: bool = False, *, priority: int = 0) -> None:

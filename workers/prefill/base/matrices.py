@@ -65,11 +65,15 @@ class DenseMatrices:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainNet:
-    """What a delta net has in 16 bit beside codes of other matrices, (lanes, out, in), in the type of the products."""
+class PlainParts:
+    """What a layer of a model with layers of several kinds has in 16 bit beside codes: fields of `DenseMatrices`, as they are
+    there. `wqkv` and `wo`: of a delta net.
+    """
 
-    wqkv: Array | None
-    wo: Array | None
+    wqkv: Array | None = None
+    wo: Array | None = None
+    router: Array | None = None
+    shared_gate: Array | None = None
 
 
 class Matrices:
@@ -78,8 +82,8 @@ class Matrices:
     Layers are `DenseMatrices` where the model has one residual stream, else `LayerMatrices`.
     `take` wants the rows of the hosted lanes (all lanes of the model have the same number of rows), as floating-point values.
     `has_first_lane`: whether that one is hosted, which adds the bias of attention's output. `routers_only`: all else is
-    quantised, and a layer is its router's weights, or None in a model without experts; or a `PlainNet` of those of `plain_ops`
-    that it has.
+    quantised, and a layer is its router's weights, or None in a model without experts. Where layers are of several kinds it is
+    `PlainParts`, with those of `plain_ops` that it has, or None.
     Memory at the peak: what is made, the tensors of layers that are not complete, and one matrix in float32.
     """
 
@@ -108,7 +112,7 @@ class Matrices:
         self._parts = [self._few_parts_of(layer) if routers_only else self._parts_of(layer) for layer in range(spec.num_layers)]
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
         self._waiting: dict[int, dict[str, Array]] = {layer: {} for layer in range(spec.num_layers)}
-        self._made: dict[int, LayerMatrices | DenseMatrices | PlainNet | Array] = {}
+        self._made: dict[int, LayerMatrices | DenseMatrices | PlainParts | Array | None] = {}
 
     def wants(self, name: str) -> bool:
         """Whether a tensor belongs to a matrix."""
@@ -125,7 +129,7 @@ class Matrices:
         if len(waiting) == len(names):
             make = self._make_dense if self._spec.has_one_stream else self._make
             parts = {part: waiting[name] for part, name in zip(self._parts[layer], names, strict=True)}
-            few = self._plain_net if self._plain[layer] else self._router
+            few = self._plain_parts if self._spec.mixed_layers else self._router
             self._made[layer] = few(layer, parts) if self._routers_only else make(layer, parts)
             waiting.clear()
 
@@ -140,11 +144,12 @@ class Matrices:
     def _few_parts_of(self, layer: int) -> list[str]:
         """Those that are not quantised."""
         plain = [f"{part}.weight" for op in self._plain[layer] for part in self._tensors[layer][op]]
-        return plain or [*self._router_parts[:1]]
+        return [*plain, *self._router_parts]
 
-    def _plain_net(self, layer: int, parts: dict[str, Array]) -> PlainNet:
+    def _plain_parts(self, layer: int, parts: dict[str, Array]) -> PlainParts:
         plain, tensors = self._plain[layer], self._tensors[layer]
-        return PlainNet(*(self._matrix(parts, tensors[op]) if op in plain else None for op in (Phase.DELTA_IN, Phase.OUT)))
+        wqkv, wo = (self._matrix(parts, tensors[op]) if op in plain else None for op in (Phase.DELTA_IN, Phase.OUT))
+        return PlainParts(wqkv, wo, self._router(layer, parts), self._shared_gate(parts))
 
     def _parts_of(self, layer: int) -> list[str]:
         """All tensors of a layer, by their names within it."""
@@ -185,19 +190,26 @@ class Matrices:
 
         added = np.float32(self._spec.layers[0].norm.adds_one)
         attention_norm, ffn_norm = (there(on_host(parts[name]).reshape(-1) + added) for name in _NORMS)
-        router = self._router(layer, parts) if self._router_parts else None
         vectors = {name: vector(one) for name, one in self._vectors[layer].items()}
         if added and "head_norms" in vectors:
             vectors["head_norms"] = vectors["head_norms"] + added
-        if self._router_parts[1:]:
-            vectors["shared_gate"] = there(on_host(parts[self._router_parts[1]]).reshape(-1))
-        return DenseMatrices(wqkv, wo, w13, w2, attention_norm, ffn_norm, router=router, **vectors)
+        router, gate = self._router(layer, parts), self._shared_gate(parts)
+        return DenseMatrices(wqkv, wo, w13, w2, attention_norm, ffn_norm, router=router, shared_gate=gate, **vectors)
 
-    def _router(self, layer: int, parts: dict[str, Array]) -> Array:
+    def _router(self, layer: int, parts: dict[str, Array]) -> Array | None:
+        if not self._router_parts:
+            return None
         name = self._router_parts[0]  # behind it stands the gate of a shared expert, if there is one
         router: Array = library_of(parts[name]).empty(parts[name].shape, self._dtype)
         put_scaled(router, parts[name], None)
         return router
+
+    def _shared_gate(self, parts: dict[str, Array]) -> Array | None:
+        if not self._router_parts[1:]:
+            return None
+        gate = parts[self._router_parts[1]]
+        values: Array = library_of(gate).asarray(on_host(gate).reshape(-1))
+        return values
 
     def _matrix(self, by_part: dict[str, Array], tensors: tuple[str, ...], norm: NDArray[np.float32] | None = None) -> Array:
         """The parts of a matrix below each other, by lane, times `norm` column by column."""

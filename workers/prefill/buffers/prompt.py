@@ -23,6 +23,7 @@ from kog_dist.workers.prefill.base.shared_abi import UNIT
 from kog_dist.workers.prefill.base.staging import Staging
 
 DELTA_UNIT, MOST_KEYS = 16, 128  # of a delta net's keys: operands of a product, and registers of a thread
+_MOST_SHARED = 1024  # columns of a lane of a shared expert in codes: of each 128 a warp of expand.cu's eight
 
 
 class PromptBuffers:
@@ -88,8 +89,8 @@ def misfit(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") ->
         findings.append(f"experts of {spec.hidden_size} values in a stream (a multiple of 32)")
     if spec.experts is not None and coding is not None and not coding.scales:
         findings.append(f"experts in {coding.number} with one scale for each row (for groups of columns)")
-    if spec.mixed_layers and coding is not None and (spec.experts is not None or spec.qkv_bias or spec.out_bias):
-        findings.append(f"experts or biases in layers of several kinds beside codes of {coding.number} (dense FFNs, no biases)")
+    if spec.mixed_layers and coding is not None and (spec.qkv_bias or spec.out_bias):
+        findings.append(f"biases in layers of several kinds beside codes of {coding.number}")
     if (spec.attention_sinks or spec.out_bias) and spec.experts is None:
         findings.append("attention sinks or biases of attention's output")
     if spec.head_dim > (most := WIDE_HEAD_DIM if _is_plain(spec) else MAX_HEAD_DIM):
@@ -104,7 +105,7 @@ def misfit(spec: ModelSpec, coding: Coding | None = None, kv_dtype: str = "") ->
         findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64, 128 or {WIDE_HEAD_DIM})")
     if (spec.qkv_bias or spec.qk_norm) and not spec.has_one_stream:
         findings.append("biases or norms of heads in lanes with streams of their own")
-    return "; ".join([*findings, *_of_layers(spec)])
+    return "; ".join([*findings, *_of_layers(spec, coding)])
 
 
 def _is_plain(spec: ModelSpec) -> bool:
@@ -113,7 +114,7 @@ def _is_plain(spec: ModelSpec) -> bool:
     return spec.has_one_stream and not windows and not spec.attention_sinks
 
 
-def _of_layers(spec: ModelSpec) -> list[str]:
+def _of_layers(spec: ModelSpec, coding: Coding | None) -> list[str]:
     """What of layers of several kinds they cannot take."""
     findings = []
     for net in (part for part in spec.kinds if isinstance(part, DeltaNet)):
@@ -122,8 +123,11 @@ def _of_layers(spec: ModelSpec) -> list[str]:
         if net.value_dim % DELTA_UNIT:
             findings.append(f"value heads of {net.value_dim} values in delta nets (a multiple of {DELTA_UNIT})")
     for shared in (part.shared_width // spec.num_lanes for part in spec.kinds if isinstance(part, Experts)):
+        of_lane = f"a shared expert with {shared} columns in a lane"
         if shared % UNIT:
-            findings.append(f"a shared expert with {shared} columns in a lane (a multiple of {UNIT})")
+            findings.append(f"{of_lane} (a multiple of {UNIT})")
+        if coding is not None and shared > _MOST_SHARED:
+            findings.append(f"{of_lane} beside codes of {coding.number} (at most {_MOST_SHARED})")
     if spec.rotary_dim % 4 and spec.rotary_dim != spec.head_dim:
         findings.append(f"{spec.rotary_dim} values of a head that are rotated (a multiple of 4)")
     return findings

@@ -217,11 +217,12 @@ class DenseDeviceOperations:
 
     def add_shared(self, rows: DenseRows, matrices: DenseMatrices) -> None:
         """See `DenseOperations`."""
-        own, w2 = rows.experts, matrices.w2
+        own = rows.experts
         assert self._gates is not None
         assert own is not None
-        assert w2 is not None
         self.gate(rows, matrices)
+        w2 = matrices.w2  # behind what `gate` multiplies: both may be expanded in one place
+        assert w2 is not None
         self.product(rows.activation, w2, own.shared)
         self._gates(
             "add_shared", rows.size, MAX_THREADS, size=rows.size, x=rows.x, shared_gate=matrices.shared_gate, shared=own.shared,

@@ -283,11 +283,12 @@ class PlainDenseOperations:
 
     def add_shared(self, rows: DenseRows, matrices: DenseMatrices) -> None:
         """See `DenseOperations`."""
-        own, w2, gate = rows.experts, matrices.w2, matrices.shared_gate
+        own, gate = rows.experts, matrices.shared_gate
         assert own is not None
-        assert w2 is not None
         assert gate is not None
         self.gate(rows, matrices)
+        w2 = matrices.w2  # behind what `gate` multiplies: both may be expanded in one place
+        assert w2 is not None
         self.product(rows.activation, w2, own.shared)
         logits = (float32_of(rows.x) * gate).sum(-1, dtype=np.float64).astype(np.float32)
         weights = 1 / (1 + library_of(logits).exp(-logits))

@@ -12,15 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import Kernel
-from kog_dist.decode.plan.recipes import matrix_stages, share_stream
+from kog_dist.decode.plan.recipes import layer_matrix_stages, matrix_stages, share_stream
 from kog_dist.decode.plan.steps import LAYER_OPS, Phase
+from kog_dist.decode.tape_packing import OpShape
 from kog_dist.model.layers import DeltaNet
 from kog_dist.records import dataclass
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.base import compiled
 from kog_dist.workers.prefill.base.arrays import Array, address, library, on_host
-from kog_dist.workers.prefill.base.matrices import PlainNet, stream_scale
+from kog_dist.workers.prefill.base.matrices import PlainParts, stream_scale
 from kog_dist.workers.prefill.expand.expand_abi import EXPAND_PARAMS, expand_header
 
 Launch = Callable[[int, int, bytes, bool], None]  # see `kernel_calls.Launchers`
@@ -42,7 +43,7 @@ class ExpandedMatrices:
         self._sizes = matrix_shapes(shape)
 
     def __contains__(self, phase: Phase) -> bool:
-        """Whether a phase has such matrices: those of experts are not expanded."""
+        """Whether a phase has such matrices: of experts only the shared one's are expanded."""
         return phase in self._sizes
 
     @cached_property
@@ -58,7 +59,7 @@ class ExpandedMatrices:
 
     def matrix(self, phase: Phase, layer: int) -> Array:
         """Queue the expansion of a matrix."""
-        op = self.shape.ops[phase]
+        op = _form_of(self.shape, phase)
         num_products = self.shape.num_lanes // self.shape.lanes_of(phase)
         num_ctas = num_products * op.num_tiles * self.shape.num_ctas
         self._launch(num_ctas, 32 * op.warps, self._params_of(phase, layer, self._factors.get(phase)), False)
@@ -67,7 +68,7 @@ class ExpandedMatrices:
         return matrix
 
     def _params_of(self, phase: Phase, layer: int, factors: Array | None) -> bytes:
-        shape, op, params = self.shape, self.shape.ops[phase], np.zeros((), EXPAND_PARAMS.dtype)
+        shape, op, params = self.shape, _form_of(self.shape, phase), np.zeros((), EXPAND_PARAMS.dtype)
         _, lane_rows, columns = self._sizes[phase]
         tape = address(self._tape)
         params["tape_ptr"], params["scales_ptr"] = tape, tape + 2 * shape.num_ctas * shape.tape.num_values
@@ -92,7 +93,7 @@ class ExpandedLayer:
 
     matrices: ExpandedMatrices
     layer: int
-    plain: PlainNet | None = field(default=None, kw_only=True)
+    plain: PlainParts | None = field(default=None, kw_only=True)
 
     @property
     def wqkv(self) -> Array:
@@ -111,7 +112,7 @@ class ExpandedLayer:
 
     @property
     def w13(self) -> Array | None:
-        """Gate rows, up rows; None in a model with experts, and so is `w2`."""
+        """Gate rows, up rows, of a shared expert where there are experts; None without such a one, and so is `w2`."""
         return self.matrices.matrix(Phase.GATE_UP, self.layer) if Phase.GATE_UP in self.matrices else None
 
     @property
@@ -140,14 +141,14 @@ class ExpandedDenseLayer(ExpandedLayer):
     sinks: Array | None = None
     router: Array | None = None
     router_bias: Array | None = None
-    shared_gate: Array | None = None  # of experts, which prefill takes in 16 bit alone where there is a shared one
+    shared_gate: Array | None = None
     delta_taps: Array | None = None
     delta_factors: Array | None = None
     delta_norm: Array | None = None
 
 
 def expanded_on_gpu(shape: KernelShape, weights: DeviceWeights, routers: Sequence[Any]) -> list[Any]:
-    """All layers, on cupy's current stream. `routers`: of each, or `PlainNet`. Raises CompileError or LaunchError."""
+    """All layers, on cupy's current stream. `routers`: of each, or `PlainParts`. Raises CompileError or LaunchError."""
     assert shape.coding is not None
     cubin = compiled.build("expand", expand_header(shape.coding, shape.tape.scale_rows))
     return expanded_layers(shape, weights, partial(compiled.launch, Kernel(cubin.path, "expand", 0)), "cuda", routers)
@@ -193,9 +194,9 @@ def _mixed_layers(
     matrices: ExpandedMatrices,
     values: Callable[[Array], NDArray[np.float32]],
     there: Callable[[NDArray[np.float32]], Array],
-    plain: Sequence[PlainNet | None],
+    plain: Sequence[PlainParts | None],
 ) -> list[ExpandedDenseLayer]:
-    """Layers of several kinds, with dense FFNs. What a kind of mixer has stands there for the layers of that kind alone."""
+    """Layers of several kinds. What a kind of mixer has stands there for the layers of that kind alone."""
     spec, made = shape.spec, list[ExpandedDenseLayer]()
     added = np.float32(spec.layers[0].norm.adds_one)
     norms = there(values(weights.norms)[:, :, 0] + added)
@@ -205,16 +206,31 @@ def _mixed_layers(
     for layer, (attention_norm, ffn_norm) in enumerate(norms):
         is_net = isinstance(spec.layers[layer].mixer, DeltaNet)
         own = {name: there(every[seen[is_net]]) for name, every in vectors.items() if name.startswith("delta") == is_net}
-        made.append(ExpandedDenseLayer(matrices, layer, attention_norm, ffn_norm, plain=plain[layer], **own))
+        parts = plain[layer] or PlainParts()
+        made.append(
+            ExpandedDenseLayer(
+                matrices, layer, attention_norm, ffn_norm, router=parts.router, shared_gate=parts.shared_gate, plain=plain[layer],
+                **own,
+            )
+        )  # fmt: skip
         seen[is_net] += 1
     return made
 
 
 def matrix_shapes(shape: KernelShape) -> dict[Phase, tuple[int, int, int]]:
-    """Hosted lanes, rows and columns of the matrices of a layer, but for those of experts."""
+    """Hosted lanes, rows and columns of the matrices of a layer, but for those of experts that are chosen."""
     terms = 1 if shape.delta is None else shape.delta.terms
-    stages = ((op, stage) for op, stage in matrix_stages(shape.spec).items() if shape.ops[op].coding is not None)
-    return {op: (shape.num_lanes, stage.coded_rows(terms), stage.num_columns) for op, stage in stages}
+    stages = {op: stage for op, stage in matrix_stages(shape.spec).items() if shape.ops[op].coding is not None}
+    if shape.experts is not None:
+        of_layer = layer_matrix_stages(shape.spec, 0)
+        stages |= {op: of_layer[op] for op, form in shape.experts.taped.items() if form.coding is not None}
+    return {op: (shape.num_lanes, stage.coded_rows(terms), stage.num_columns) for op, stage in stages.items()}
+
+
+def _form_of(shape: KernelShape, phase: Phase) -> OpShape:
+    """What a thread block has of such a matrix."""
+    taped = {} if shape.experts is None else shape.experts.taped
+    return taped[phase] if phase in taped else shape.ops[phase]
 
 
 def _number_of(phase: Phase) -> int:
