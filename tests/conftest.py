@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.core_seconds_of_tests import CoreSeconds
+from tests.opened import Opened
 
 # Imports of a thousand modules leave no garbage, and looking for some among them takes seconds: see `pytest_collection_finish`.
 gc.disable()
@@ -45,6 +46,7 @@ LONG = (
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CoreSeconds(), "core-seconds")
+    config.pluginmanager.register(Opened(), "opened")
 
 
 def pytest_collection_finish() -> None:

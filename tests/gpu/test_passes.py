@@ -19,7 +19,7 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.device_weights import DeviceWeights
-from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION, PROCESSORS_UNTRIED
+from kog_dist.workers.cuda.draft_builds import MEASURED_POSITION
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import DeviceToken, Monokernel
 from kog_dist.workers.cuda.random_weights import random_weights
@@ -205,7 +205,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "log-probabilities": {"sampling": SamplingParams(logprobs=2)},
     "digests": {"logit_digests": True, "max_tokens": 12},
 }
-WITHOUT = ("penalties", "log-probabilities", "digests") if PROCESSORS_UNTRIED else ("digests",)  # that have no drafts
+WITHOUT = ("digests",)  # that have no drafts
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,4 @@
-"""Drafts of requests with grammars, penalties, filters and log-probabilities: with them every answer is the one without.
-
-Engines have none of these until a GPU has passed this file: `draft_builds.PROCESSORS_UNTRIED`, which is left out of account here.
-"""
+"""Drafts of requests with grammars, penalties, filters and log-probabilities: with them every answer is the one without."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda import draft_builds
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.cuda import CudaEngine
@@ -208,7 +204,6 @@ class Engine:
 @pytest.fixture(params=["on", "off"])
 def engine(dense_folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """With prefill and without."""
-    monkeypatch.setattr(draft_builds, "PROCESSORS_UNTRIED", "")
     made = Engine(dense_folder, request.param)
     yield made
     made.close()

@@ -21,8 +21,7 @@ from kog_dist.runtime.ring import NO_TOKEN, NOT_DRAFTED, Drafted, Finish
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda import draft_builds
-from kog_dist.workers.cuda.draft_builds import NOWHERE, PASS_TOKENS, PROCESSORS_UNTRIED, PassCosts, drafts_processors
+from kog_dist.workers.cuda.draft_builds import NOWHERE, PASS_TOKENS, PassCosts, drafts_processors
 from kog_dist.workers.cuda.kernel_shape import CHOICE_POSITIONS, KernelShape
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines import launches
@@ -426,14 +425,11 @@ def test_requests_that_passes_cannot_take_decode_without_drafts_and_the_log_says
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(frequency_penalty=0.5), SamplingParams(temperature=1.0, top_p=0.9), SamplingParams(logprobs=2)]
 )
-def test_requests_with_processors_have_drafts_once_a_gpu_has_run_them(
-    kernel: ScriptedKernel, drafting: CudaEngine, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+def test_requests_with_processors_have_drafts_on_one_rank(
+    kernel: ScriptedKernel, drafting: CudaEngine, sampling: SamplingParams
 ) -> None:
-    """Until then nobody has them by default; several ranks have none in any case."""
     spec = named_spec("llama-3.2-1b@600")
     shapes = [KernelShape(spec, spec.lanes_of_rank(0, num), num_ranks=num) for num in (1, 2)]
-    assert [drafts_processors(shape) for shape in shapes] == [not PROCESSORS_UNTRIED, False]
-    monkeypatch.setattr(draft_builds, "PROCESSORS_UNTRIED", "")
     assert [drafts_processors(shape) for shape in shapes] == [True, False]
     drafting._drafts_processors = True
     drafting.run(1, request(max_tokens=5, drafts=True, sampling=sampling))

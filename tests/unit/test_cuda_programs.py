@@ -12,7 +12,6 @@ from kog_dist.decode.coding import Coding
 from kog_dist.model.published_config import read_config
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda import draft_builds
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.engines import cuda_programs
 from tests.unit.delta_configs import CONFIGS
@@ -47,14 +46,9 @@ def test_a_start_compiles_side_by_side_all_that_a_rank_loads(name: str, monkeypa
         assert all(f"{Path(kernel).stem}_shape.cuh" in sources for kernel, sources in own.items())
 
 
-def test_builds_of_requests_with_processors_and_drafts_are_compiled_where_engines_have_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_builds_of_requests_with_processors_and_drafts_are_compiled_where_engines_have_them() -> None:
     info = RankInfo(0, 1, 0, "test", control_fd=0, rendezvous_fd=0)
-    args = WorkerArgs(info, "", "cuda:0", "bfloat16", False, 1.0, 1.0, prefill="off", drafts=True)
-    counts = list[int]()
-    for untried in ("so it is", ""):
-        monkeypatch.setattr(draft_builds, "PROCESSORS_UNTRIED", untried)
+    for drafts, count in ((False, 1), (True, 3)):
+        args = WorkerArgs(info, "", "cuda:0", "bfloat16", False, 1.0, 1.0, prefill="off", drafts=drafts)
         sources = [source for _, source in cuda_programs.kernel_builds(shape_of("gpt-oss-20b"), args)]
-        counts.append(sources.count("decode_processors.cu"))
-    assert counts == [1, 3]
+        assert sources.count("decode_processors.cu") == count

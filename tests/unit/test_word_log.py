@@ -223,18 +223,23 @@ def differences(case: Case, log: Log) -> list[str]:
     for memory, offset, cta, rank, is_store, tag, upper, _ in log.tolist():  # ints of Python, far faster one by one
         place = memory, offset
         tag = upper if place in declared.values else tag
+        if not is_store:
+            reads.add((place, tag, (rank, cta)))
+            continue
         by_somebody = place, tag, (rank, SOMEBODY)
-        if is_store and by_somebody in declared.stores and by_somebody not in stores:
+        if by_somebody in declared.stores and by_somebody not in stores:
             cta = SOMEBODY  # the first one that stores it; there must be no second one
-        (stores if is_store else reads).add((place, tag, (rank, cta)))
+        stores.add((place, tag, (rank, cta)))
     if shapes_of(case)[
         0
     ].sends_sums_directly:  # what the first thread block leaves of the last stream for `inspect`, who is no reader
         stores = {one for one in stores if one[0] in declared.kinds or one[2][1] > 0}
-    last = dict[tuple[Place, Doer], int]()  # the last tag that somebody reads there
-    for place, tag, doer in declared.reads:
-        last[place, doer] = max(last.get((place, doer), 0), tag)
-    early = {(place, tag, doer) for place, tag, doer in reads if tag < last.get((place, doer), 0)}
+    undeclared = reads - declared.reads
+    last = {(place, doer): 0 for place, _, doer in undeclared}  # the last tag that somebody reads where he looked too early, too
+    for place, tag, doer in declared.reads if last else ():
+        if tag > last.get((place, doer), tag):
+            last[place, doer] = tag
+    early = {(place, tag, doer) for place, tag, doer in undeclared if tag < last[place, doer]}
 
     def listed(what: str, accesses: Accesses) -> list[str]:
         return [
@@ -246,7 +251,7 @@ def differences(case: Case, log: Log) -> list[str]:
         *listed("stored and not declared", stores - declared.stores),
         *listed("declared and not stored", declared.stores - stores),
         *listed("declared and not read", declared.reads - reads),
-        *listed("read and not declared", reads - declared.reads - early),
+        *listed("read and not declared", undeclared - early),
     ]
 
 

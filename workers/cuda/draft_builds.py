@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 PASS_TOKENS, FEWEST_TOKENS = 4, 2  # of a pass with drafts; beside delta nets where there is no room for so many
 GAP = NOWHERE = 0xFFFFFFFF
-# Why requests with processors have no drafts on GPUs. Empty: they have; so once tests/gpu/test_processor_drafts.py has passed.
-PROCESSORS_UNTRIED = "no GPU has run passes of several tokens with processors yet"
 MEASURED_POSITION, _MEASURED_PASSES = 512, 8
 _MASK_WAIT_MS = 0.2  # from a token that the kernel tells to its successor's mask: two processes of the host hear of it in turn
 # Weights, without experts and with them, of which prose with drafts was measured next to prose without: docs/passes.md.
@@ -72,7 +70,7 @@ def why_unasked_without(shape: KernelShape) -> str:
 
 def drafts_processors(shape: KernelShape) -> bool:
     """Whether requests with processors have drafts, where others have them: on one rank."""
-    return shape.num_ranks == 1 and not PROCESSORS_UNTRIED
+    return shape.num_ranks == 1
 
 
 def draft_bytes(shape: KernelShape) -> int:

@@ -82,11 +82,7 @@ struct OwnRows {
         const u64 since_ns = globaltimer_ns();
         while (true) {
             bool ready = true;
-            u32 num_asked = count;
-#ifdef KOG_DRAFTS  // behind a draft it is only being made: until it comes, one word is asked for
-            if (count > 0 && !value_has_tag(load_system(words), tag)) ready = false, num_asked = 0;
-#endif
-            for (u32 i = laneid(); i < num_asked; i += 32) {
+            for (u32 i = laneid(); i < count; i += 32) {
                 const u64 word = load_system(words + i);
                 ready = ready && value_has_tag(word, tag);
                 store_shared(role.base + KOG_OFFSET(mask) + 4 * i, static_cast<u32>(word));

@@ -40,6 +40,7 @@ using kog::u64;
 constexpr size_t kStackBytes = (8 << 10) + 64, kStacksBytes = size_t{1} << 28;
 constexpr u64 kStackEnd = 0x5afe57ac6e0fbe17;  // stands there for as long as a stack was large enough
 constexpr u32 kMostPatience = 15;  // turns
+constexpr u32 kMostRounds = 32;  // of a warp's threads in one turn
 
 struct Warp {  // nobody is more than one operation ahead, so two sets of values are enough
     alignas(32) u64 value[2][3][32];
@@ -70,6 +71,7 @@ struct Fiber {
         if (waits_for != nullptr) return *waits_for >= wanted;
         return barrier == nullptr || (*barrier >> 16 & 1) != parity || turn >= looks_again;
     }
+    bool all_have_come() const { return waits_for != nullptr && *waits_for >= wanted; }
 };
 
 inline char* arena = nullptr;
@@ -154,6 +156,8 @@ inline u64 last_turn = 0;
 inline size_t warp_idx = 0;
 inline Fiber *position = nullptr, *next_warp = nullptr;  // the fiber that is looked at next, and behind its warp's last
 inline bool any_left = false;
+inline u32 num_rounds = 0;  // of this warp that have ended, in this turn
+inline bool has_gone_on = false;  // one of its threads, in this round
 // The next turn, in which somebody has to be left.
 inline bool begin_turn() {
     if (turns > last_turn) return false;
@@ -163,24 +167,40 @@ inline bool begin_turn() {
             if (random() % 64 == 0) warp->rests_until = turns + (1u << random() % 9);
     return true;
 }
+// Another round is for threads whose operation the round before has completed: 32 stacks stay in the nearest cache, and those of all warps do
+// not fit. In the first run and with unrest warps take turns after each operation, which shows most of what comes too late or too soon.
+inline bool begin_round(const Warp& warp) {
+    const u32 most = unrest || !most_patience ? 1 : kMostRounds;
+    if (!has_gone_on || ++num_rounds >= most) return false;
+    has_gone_on = false, position = next_warp - warp.num_threads;
+    return true;
+}
+[[gnu::always_inline]] inline Fiber* pick_of(const Warp& warp) {
+    if (warp.rests_until > turns) return nullptr;
+    do
+        for (; position < next_warp; ++position)
+            if (!position->ended && (num_rounds ? position->all_have_come() : position->can_go_on(turns))) return has_gone_on = true, position++;
+    while (begin_round(warp));
+    return nullptr;
+}
+// The next warp of this turn that has threads left.
+inline bool begin_warp() {
+    while (warp_idx < warps.size()) {
+        const Warp& warp = *warps[warp_idx++];
+        position = next_warp, next_warp += warp.num_threads;
+        num_rounds = 0, has_gone_on = false;
+        if (warp.num_ended < warp.num_threads) return any_left = true;
+    }
+    return false;
+}
 // Whose turn it is; null when all have ended, or when that has taken too many turns.
 inline Fiber* pick() {
     while (true) {
-        if (warp_idx > 0) {
-            const Warp& warp = *warps[warp_idx - 1];
-            for (; position < next_warp && warp.rests_until <= turns; ++position)
-                if (!position->ended && position->can_go_on(turns)) return position++;
-        }
-        while (true) {
-            if (warp_idx == warps.size()) {
-                ++turns;
-                if (!any_left || !begin_turn()) return nullptr;
-            }
-            const Warp& warp = *warps[warp_idx++];
-            position = next_warp, next_warp += warp.num_threads;
-            if (warp.num_ended == warp.num_threads) continue;
-            any_left = true;
-            break;
+        if (warp_idx > 0)
+            if (Fiber* found = pick_of(*warps[warp_idx - 1])) return found;
+        while (!begin_warp()) {
+            ++turns;
+            if (!any_left || !begin_turn()) return nullptr;
         }
     }
 }
