@@ -456,12 +456,16 @@ class _PlayedKernel:
 
 
 class PlayedRunner:
-    """A runner of prefill: plain rows, which it takes from KV caches and gives them, and so the state that belongs to a cache."""
+    """A runner of prefill: plain rows, which it takes from KV caches and gives them, and so the state that belongs to a cache.
+
+    `rounds_by`: 0, or tokens that change a state together, from where a chunk begins: so what comes of it is neither what the
+    kernel makes of them, nor what others make that are divided otherwise.
+    """
 
     is_all_or_nothing = True
 
-    def __init__(self, gpu: PlayedGpu, kv_ptr: int, nets_ptr: int = 0) -> None:
-        self._gpu, self._kv_ptr, self._nets_ptr = gpu, kv_ptr, nets_ptr
+    def __init__(self, gpu: PlayedGpu, kv_ptr: int, nets_ptr: int = 0, *, rounds_by: int = 0) -> None:
+        self._gpu, self._kv_ptr, self._nets_ptr, self._rounds_by = gpu, kv_ptr, nets_ptr, rounds_by
         self._states = dict[int, int]()  # by the number of tokens before
         self._plain, self._token_ids, self._cache = dict[int, int](), Sequence[int], 0
         self._streams, self._invalid = np.zeros(1, np.uint64), np.zeros(1, np.int32)
@@ -506,7 +510,10 @@ class PlayedRunner:
                 before * 6364136223846793005 + far * 2862933555777941757 + (self._ids[position] + 1) * 1442695040888963407
             ) & _MASK | 1
             if self._nets_ptr:
-                value = mixed(self._states[position], self._ids[position])
+                value = self._states[position]
+                if self._rounds_by and (position - chunk.start) % self._rounds_by == 0:
+                    value = mixed(value, -1)
+                value = mixed(value, self._ids[position])
                 self._states[position + 1] = value
                 self._plain[position] ^= value << 1 & _MASK
         return lambda: True

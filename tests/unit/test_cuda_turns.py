@@ -42,7 +42,7 @@ from kog_dist.workers.worker import serve
 from tests.unit.asked_together import PATIENCE_S, Asked, AskedTogether
 from tests.unit.played_gpu import PlayedGpu, PlayedRunner
 
-CONTEXT, PARALLEL, CACHES = 512, 4, 5
+CONTEXT, PARALLEL, CACHES, SIZES = 512, 4, 5, (16, 32)
 DENSE = ModelSpec(
     hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=512, vocab_size=100, max_context=CONTEXT,
     num_lanes=2, delay=0,
@@ -96,8 +96,10 @@ class Turns(Served):
 
     def __init__(
         self, spec: ModelSpec, parallel: int, monkeypatch: pytest.MonkeyPatch, *, prefill: bool = True, shares: bool = False,
-        kept_bytes: int = 1 << 22,
+        kept_bytes: int = 1 << 22, rounds: bool = False,
     ) -> None:  # fmt: skip
+        """`rounds`: see `PlayedRunner`."""
+        monkeypatch.setattr(cuda, "BLOCK", SIZES[0])
         drafts = not spec.window_layers
         shape = KernelShape(spec, range(spec.num_lanes))
         self.gpu = PlayedGpu(shape)
@@ -113,16 +115,17 @@ class Turns(Served):
         args = replace(args, parallel=parallel, num_kv_caches=CACHES, drafts=drafts, kept_bytes=kept_bytes)
         engine = CudaEngine(args, control)
         engine._kernel, engine._max_context, engine._drafts_processors = kernel, CONTEXT, drafts
-        engine._make_blocks(shape, kernel)
         kernel.try_together()
         tried = int(bool(kernel.most_together() > 1))
         assert (self.gpu.epochs["company2"], self.gpu.epochs["company4"]) == (tried, tried), "each build is tried"
         if prefill:
             kernel.prepare_head_start()
             nets_ptr = 0 if kernel.nets is None else kernel.nets.data.ptr
-            self.runner = cast(Any, PlayedRunner(self.gpu, kernel.kv.data.ptr, nets_ptr))
+            rounds_by = SIZES[0] if rounds else 0
+            self.runner = cast(Any, PlayedRunner(self.gpu, kernel.kv.data.ptr, nets_ptr, rounds_by=rounds_by))
             work = Work(row_flop=1e12, most_parts=3, max_context=CONTEXT)  # so that chunks of 32 tokens have three parts
-            engine._prefill = Prefill(self.runner, max_context=CONTEXT, sizes=(16, 32), work=work)
+            engine._prefill = Prefill(self.runner, max_context=CONTEXT, sizes=SIZES, work=work)
+        engine._make_blocks(shape, kernel)
         super().__init__(engine, control, spec.vocab_size, spec.sliding_window, lambda: None, is_recurrent=spec.is_recurrent)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from tests.unit.asked_together import PATIENCE_S, Asked, AskedTogether
 from tests.unit.played_gpu import PlayedRunner
 from tests.unit.played_ranks import PlayedNode, PlayedPeers
 from tests.unit.test_cuda_states import NETS
-from tests.unit.test_cuda_turns import CONTEXT, DENSE, PARALLEL, compare, drawn, weights
+from tests.unit.test_cuda_turns import CONTEXT, DENSE, PARALLEL, SIZES, compare, drawn, weights
 
 RANKS = 2
 
@@ -47,6 +47,7 @@ class RankedTurns(AskedTogether):
     def __init__(
         self, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, prefill: bool, parallel: int, company: tuple[int, ...]
     ) -> None:  # fmt: skip
+        monkeypatch.setattr(cuda, "BLOCK", SIZES[0])
         shapes = [KernelShape(spec, spec.lanes_of_rank(rank, RANKS), num_ranks=RANKS) for rank in range(RANKS)]
         self.node = PlayedNode(shapes, monkeypatch)
         control = ControlPage.create(RANKS, CONTEXT, vocab_size=spec.vocab_size, parallel=parallel)
@@ -70,17 +71,17 @@ class RankedTurns(AskedTogether):
         args = replace(args, parallel=parallel, num_kv_caches=parallel + 1, drafts=drafts, kept_bytes=1 << 22)
         engine = CudaEngine(args, control)
         engine._kernel, engine._max_context, engine._peers = kernel, CONTEXT, cast(Any, PlayedPeers(self.node, rank))
-        engine._make_blocks(shape, kernel)
         unrest = random.Random(rank)
         for name in ("launch", "launch_together", "is_idle"):
             setattr(kernel, name, restless(getattr(kernel, name), unrest, 0.004))
         if prefill:
             kernel.prepare_head_start()
             nets_ptr = 0 if kernel.nets is None else kernel.nets.data.ptr
-            runner = cast(Any, PlayedRunner(self.node.gpus[rank], kernel.kv.data.ptr, nets_ptr))
+            runner = cast(Any, PlayedRunner(self.node.gpus[rank], kernel.kv.data.ptr, nets_ptr, rounds_by=SIZES[0]))
             runner.queue_end = restless(runner.queue_end, unrest, 0.025)  # masks come meanwhile
             work = Work(row_flop=1e12, most_parts=3, max_context=CONTEXT)
-            engine._prefill = Prefill(runner, max_context=CONTEXT, sizes=(16, 32), work=work)
+            engine._prefill = Prefill(runner, max_context=CONTEXT, sizes=SIZES, work=work)
+        engine._make_blocks(shape, kernel)
         return engine
 
     def _serve(self, rank: int) -> None:
@@ -180,5 +181,5 @@ def test_states_of_all_ranks_stand_and_are_copied_alike(prefill: bool, monkeypat
             time.sleep(0.001)
         assert len(books[0]._kept) > 10
         assert books[0].num_missed == books[1].num_missed == 0
-    with turns(monkeypatch, prefill=False, parallel=1, company=(), spec=NETS) as engine:
+    with turns(monkeypatch, prefill=prefill, parallel=1, company=(), spec=NETS) as engine:
         compare(cast(Any, engine), asked, reuse_kv=False)

@@ -153,12 +153,16 @@ class KeptStatesMachine(RuleBasedStateMachine):
     meanwhile. Pools have fewer slots than requests make copies, or room for all.
     """
 
-    @initialize(num_caches=st.integers(1, 4), states=st.sampled_from([0, 1, 3, 7, 500]), slots=st.sampled_from([0, 3, 12, 500]))
-    def begin(self, num_caches: int, states: int, slots: int) -> None:
+    @initialize(
+        num_caches=st.integers(1, 4), states=st.sampled_from([0, 1, 3, 7, 500]), slots=st.sampled_from([0, 3, 12, 500]),
+        stride=st.sampled_from([1, 4]),
+    )  # fmt: skip
+    def begin(self, num_caches: int, states: int, slots: int, stride: int) -> None:
         self.patches = ExitStack()
         self.patches.enter_context(patch.object(kept_states, "STEP", STEP))
         self.patches.enter_context(patch.object(kept_caches, "_WORTH", 1))
-        layout = KvLayout(num_caches, 0, BLOCK_TOKENS if slots else 0, slots, 0, states)
+        layout = KvLayout(num_caches, 0, BLOCK_TOKENS if slots else 0, slots, 0, states, stride)
+        self.stride, self.decoded = stride, set[int]()
         self.books = KeptCaches(layout, None, is_recurrent=True, parallel=num_caches)
         self.caches = [TwinState() for _ in range(num_caches)]
         self.blocks: dict[int, dict[int, int]] = {}
@@ -198,11 +202,15 @@ class KeptStatesMachine(RuleBasedStateMachine):
         use = self.books.take(prompt, reuse=reuse, scope=scope, num_answer=num_answer)
         run = TwinRun(scope, use, prompt + self.fresh(num_answer), use.num_cached)
         assert reuse or not use.num_cached
+        known, places = prompt[: use.num_cached], [copy.place for copy in run.saves if copy.place < len(prompt)]
+        assert use.num_cached % self.stride == 0 or not self.decoded.isdisjoint(known), "bits that prefill does not give"
+        assert all((place - use.num_cached) % self.stride == 0 for place in places), "bits hang on which copies are made"
+        self.decoded.update(run.sequence[len(prompt) :])
         slots = {copy.slot for copy in run.saves}
         assert not any(slots & other.own_slots for other in self.running), "a slot for copies of two that run"
         if self.is_roomy and reuse:
             common = max((num_common(array("I", other), array("I", prompt[:-1])) for other in self.kept[scope]), default=0)
-            assert common - use.num_cached <= STEP, "more is read anew than it must be"
+            assert common - use.num_cached < STEP + self.stride, "more is read anew than it must be"
         self.running.append(run)
         self.told.append(run)
         if ends is not None:
@@ -311,7 +319,7 @@ def test_in_crowds_with_few_slots_for_copies() -> None:
     chance = random.Random(1)
     for _ in range(NUM_CROWDS):
         crowd = KeptStatesMachine()
-        crowd.begin(chance.randint(2, 4), chance.choice([2, 3, 5, 9]), chance.choice([12, 500]))
+        crowd.begin(chance.randint(2, 4), chance.choice([2, 3, 5, 9]), chance.choice([12, 500]), chance.choice([1, 4]))
         for _ in range(NUM_STEPS):
             step = chance.random()
             if step < 0.3:

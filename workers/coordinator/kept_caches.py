@@ -15,7 +15,8 @@ is just the window can go on behind the very end and one position before it, and
 string before the ranks knew of it has to be stepped back over, so a ring should be some tens of positions longer than the window.
 
 A state that every token changes (`is_recurrent`) has only its end, and copies behind some beginnings (kept_states.py): a request
-goes on behind all that was written, behind one of these, or anew.
+goes on behind all that was written, behind one of these, or anew. What ended within a prompt, or with it, counts where copies of
+it might be (`KeptStates.strided`); behind that tokens were decoded one by one, and it counts anywhere.
 
 Requests that run together have a cache each. What a running one holds so far others may copy, and go on behind the copy, but
 for its state, which moves on: only behind copies of it that were made by then.
@@ -49,6 +50,7 @@ class _Kept:
     num_prompt: int = 0  # of the tokens
     num_written: int = 0
     last_used: int = 0  # 0: never
+    goes_on: bool = True  # of a state: whether requests go on behind its end
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class KeptCaches:
         self._uses = 0
         self._running: dict[int, _Run] = {}  # by KV cache
         self.blocks = KeptBlocks(layout.block_tokens, layout.num_slots, layout.num_host_slots) if layout.block_tokens else None
-        self.states = KeptStates(layout.num_states if is_recurrent else 0)
+        self.states = KeptStates(layout.num_states if is_recurrent else 0, layout.state_stride)
 
     def take(self, prompt: Sequence[int], *, reuse: bool, scope: str = "", num_answer: int = 0) -> KvUse:
         """Where a request runs and what it can use; what else that cache held is lost. What other scopes have left is nobody's.
@@ -113,7 +115,8 @@ class KeptCaches:
             step = kept_states.STEP  # what is shorter is soon read anew; and who leaves a prompt near its end goes on with it
             left = [num for kept, num in zip(self._kept, common, strict=True) if step <= num <= kept.num_prompt - step]
             second, last = kept_states.of_messages(wanted)
-            run.num_prompt, run.stems = len(wanted), tuple(at for at in (second, max(left, default=0)) if at)
+            stems = (self.states.strided(at, run.use.num_cached) for at in (second, max(left, default=0)) if at)
+            run.num_prompt, run.stems = len(wanted), tuple(stems)
             is_near = any(branch - _WORTH <= at <= branch for at in copies)
             parts = (last, *run.stems, 0 if is_near else branch)
             run.use = self._with_states(run, len(wanted), num_answer, parts, copies)
@@ -145,7 +148,7 @@ class KeptCaches:
         The prompt has `prompt_end` tokens but for its last; `parts`: see `KeptStates.places`.
         """
         use = run.use
-        is_live = not use.copies and use.source not in self._running and use.num_cached == self._kept[use.source].num_written
+        is_live = not use.copies and use.num_cached in self._own(use.source)
         slot = copies[use.num_cached] if use.num_cached and not is_live else None
         loads: tuple[KvCopy, ...] = ()
         if slot is not None:
@@ -179,9 +182,13 @@ class KeptCaches:
         if self.ring_positions and cache in self._running:
             return 0  # it overwrites what its ring has, while it is copied as well
         if self._is_recurrent:
-            own = () if cache in self._running else (kept.num_written,)
-            return max((at for at in (*own, *copies) if at <= common), default=0)
+            return max((at for at in (*self._own(cache), *copies) if at <= common), default=0)
         return common if self.is_intact(common, kept.num_written) else 0
+
+    def _own(self, cache: int) -> tuple[int, ...]:
+        """Where the state of a cache stands, if a request can go on behind it."""
+        kept = self._kept[cache]
+        return () if cache in self._running or not kept.goes_on else (kept.num_written,)
 
     def is_intact(self, num_positions: int, num_written: int) -> bool:
         """Whether the first `num_positions` can be used after `num_written` were written; see the top of this file."""
@@ -195,6 +202,7 @@ class KeptCaches:
             kept, run = self._kept[cache], self._running.pop(cache)
             kept.tokens, kept.scope = array("I", tokens[:num_positions]), run.scope
             kept.num_prompt, kept.num_written = min(run.num_prompt, num_positions), max(num_written, run.num_inherited)
+            kept.goes_on = num_written > run.num_prompt + 1 or num_written == self.states.strided(num_written, run.use.num_cached)
             self._copied(run, kept.tokens, num_positions, has_ended=True)
 
     def save(self, cache: int) -> KvUse | None:
@@ -204,7 +212,7 @@ class KeptCaches:
         kept, copies = self._kept[cache], tuple[KvCopy, ...]()
         if self.blocks is not None:
             copies = self.blocks.save(kept.scope, kept.tokens)
-            if (slot := self.states.end(kept.scope, kept.tokens)) is not None:
+            if kept.goes_on and (slot := self.states.end(kept.scope, kept.tokens)) is not None:
                 copies += (KvCopy(KvCopyKind.SAVE_STATE, slot, len(kept.tokens)),)
         return KvUse(cache, cache, 0, copies) if copies else None
 

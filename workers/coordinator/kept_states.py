@@ -6,6 +6,10 @@ last), behind its end, where it leaves what others have begun with, behind whole
 and behind its end. The least recently used copies make room. Behind a `stem` several conversations go on: a copy there is used by
 all that pass it, and stays as long as it is among the last so used ones of a fourth of the slots.
 
+Prefill on GPUs takes a prompt in strides of 64 tokens, and gives the same bits wherever it goes on, as long as that is between
+two of them. So places in a prompt lie whole strides behind where its request goes on (`strided`): what it is answered depends
+neither on which copies it makes nor on which of them another one finds.
+
 Whose a slot is. Ranks do what they are told in the order in which they are told it: a copy is loaded when its request begins,
 and one behind a whole sequence (`end`) is made before whatever comes next. So the books know what stands in a slot by then. But
 the copies at `places` are made while their request runs beside others, at times that the books do not know. From `reserve` to
@@ -58,8 +62,8 @@ class _Copy:
 class KeptStates:
     """See the top of this file."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots, self._uses = num_slots, 0
+    def __init__(self, num_slots: int, stride: int = 1) -> None:
+        self.num_slots, self._stride, self._uses = num_slots, stride, 0
         self._reserved = set[int]()  # by requests that run, whatever else is forgotten
         self.clear()
 
@@ -94,6 +98,10 @@ class KeptStates:
             if copy.is_stem or other == slot:
                 copy.last_used = self._uses
 
+    def strided(self, position: int, first: int) -> int:
+        """The last place at or before a position that lies whole strides behind `first`."""
+        return position - (position - first) % self._stride
+
     def places(
         self,
         num_cached: int,
@@ -117,7 +125,8 @@ class KeptStates:
             every *= 2
         steps = range((num_cached // every + 1) * every, end, every)
         wanted = [end, end // STEP * STEP, *parts, *sorted(steps, reverse=True)]  # the first of them before others
-        of_prompt = [at for at in dict.fromkeys(wanted) if at == end or num_cached < at < end]
+        last, *others = (self.strided(at, num_cached) for at in wanted)
+        of_prompt = [at for at in dict.fromkeys((last, *others)) if at and (at == last or num_cached < at < last)]
         of_prompt = [at for at in of_prompt if at not in known]
         slots = self._oldest(spared)
         if shares:

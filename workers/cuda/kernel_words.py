@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from kog_dist.decode.plan.products import Product
 from kog_dist.decode.plan.recipes import Recipe, Stage, recipe_of, recipes
@@ -250,7 +250,11 @@ class TokenEvents:
 
     def _is_of_all(self, kind: Kind) -> bool:
         """Whether every thread block has words of what a stage writes of a kind: of rows it may have none."""
-        return WORDS[kind] is ROUTER_LOGIT and len({word.writer for word in self.places.router_logits()}) == self.shape.num_ctas
+        return WORDS[kind] is ROUTER_LOGIT and self._all_have_router_rows
+
+    @cached_property
+    def _all_have_router_rows(self) -> bool:
+        return len({word.writer for word in self.places.router_logits()}) == self.shape.num_ctas
 
     def _stream_read(self, number: int, lane: int) -> list[Read]:
         """The stream after so many sublayers, for the next product: the first lane's gather is for all that share it."""

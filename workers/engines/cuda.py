@@ -53,6 +53,7 @@ from kog_dist.workers.engines.launches import ANSWER_STEPS, CHUNKS_QUEUED, COMPA
 from kog_dist.workers.engines.opening import opened
 from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.intake import Intake
+from kog_dist.workers.prefill.base.delta_blocks import BLOCK
 from kog_dist.workers.prefill.prefill import ended
 from kog_dist.workers.prefill.tape.tape_abi import is_multiplied_on_tape
 
@@ -150,6 +151,7 @@ class CudaEngine:
         layout = KvLayout(self._args.num_kv_caches, ring_positions)
         if shape.delta is not None:
             self._states = CudaStates(self._args.num_kv_caches)
+            layout = replace(layout, state_stride=1 if self._prefill is None else BLOCK)
         if slots:
             nets_ptr = 0 if kernel.nets is None else int(kernel.nets.data.ptr)
             self._blocks = kv_blocks.KvBlocks(shape, kernel.kv.data.ptr, slots, host_slots, nets_ptr=nets_ptr, states=states)
@@ -351,7 +353,9 @@ class CudaEngine:
         while saves and saves[0].place <= kv.num_cached:
             self._copy(replace(kv, copies=(saves.popleft(),)))
         self._control.set_progress(self._rank, seq, kv.num_cached, request.decode_slot)
-        reads = prefill is not None and len(request.prompt) - 1 - kv.num_cached >= self._min_prefill_tokens
+        # Of a model with a state whoever reads a token decides about bits: that does not hang on what is kept.
+        num_kept = kv.num_cached if self._states is None else 0
+        reads = prefill is not None and len(request.prompt) - 1 - num_kept >= self._min_prefill_tokens
         if prefill is not None and not reads:
             prefill.forget(kv.num_cached, kv.cache)
         return CudaRequest(seq, request, kv.num_cached, reads, saves)
@@ -540,8 +544,7 @@ class CudaEngine:
         if one.held <= start and not prompt.is_stopped and not self._has_overflown:
             self._has_overflown = True  # said once
             note(f"a value of request {one.seq} left the range of prefill's binary16; such prompts go token by token")
-        few = 0 if self._states is None else self._min_prefill_tokens  # which a copy in front of the last token leaves
-        one.reads = end is not None and start < one.held == end < num_prompt - few
+        one.reads = end is not None and start < one.held == end < num_prompt
         one.launches = prompt.launches if one.held == num_prompt else None
 
     def _begin(self, one: CudaRequest, num_cached: int) -> Launches:

@@ -75,15 +75,18 @@ def test_a_step_at_a_time_is_the_rule() -> None:
         assert np.allclose(behind[0, head], own, atol=1e-5)
 
 
-def test_where_chunks_are_divided_between_blocks_changes_no_bit() -> None:
-    ids = token_ids(NETS, 200)
+@pytest.mark.parametrize("num_tokens", [200, 193])
+def test_where_chunks_are_divided_between_blocks_changes_no_bit(num_tokens: int) -> None:
+    """Also where the last one has a single token."""
+    ids = token_ids(NETS, num_tokens)
     ranks = [StoredRank(NETS, sizes=sizes, dtype=np.float16) for sizes in ((64,), (64, 128), (256,))]
     for rank in ranks:
         assert rank.run(ids) == len(ids)
-    assert ranks[0].run(ids[:128]) == 128
-    assert ranks[0].run(ids, 128) == len(ids), "behind a kept state"
+    for end, start in ((128, 0), (192, 128), (num_tokens, 192)):
+        assert ranks[0].run(ids[:end], start) == end, "behind a kept state"
     for other in ranks[1:]:
-        assert np.array_equal(ranks[0].states, other.states)
+        for found, wanted in zip(ranks[0].states_of(num_tokens), other.states_of(num_tokens), strict=True):
+            assert all(map(np.array_equal, found, wanted))
         assert np.array_equal(ranks[0].cache, other.cache)
         assert np.array_equal(ranks[0].buffers.last_streams, other.buffers.last_streams)
 
